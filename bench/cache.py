@@ -1,7 +1,8 @@
 """Eight processes of a host read the same 200 MB from S3 through one cache, against one process and no cache.
 
-`python -m bench.cache`. The checkpoint is served over HTTP on this machine by `tests/s3_files.py`, 20 ms after each
-request. Processes are started together; each opens the checkpoint and reads all of it.
+`python -m bench.cache`. The checkpoint is served over HTTP on this machine by `tests/s3_files.py`,
+20 ms after each request. Processes are started together; each opens the checkpoint and reads all of
+it.
 """
 
 from __future__ import annotations
@@ -48,14 +49,26 @@ def main() -> None:
                 for title, count, with_cache, empty in CASES:
                     if empty:
                         shutil.rmtree(cache, ignore_errors=True)
-                    took = read(served.url(_key(name)), served, count, cache if with_cache else None)
+                    took = read(
+                        served.url(_key(name)), served, count, cache if with_cache else None
+                    )
                     found.setdefault(title, []).append(took)
             show(name, found)
         most = bounded(served, served.url(_key("one tensor")), cache)
     blocks, evicted = against_raw(folder / _key("one tensor"), cache), eviction(cache)
-    print(table(["100 MB of one file, in the page cache", "GB/s"], [[k, f"{v:.1f}"] for k, v in blocks.items()]) + "\n")
-    print(targets(("most bytes on the disk with a bound of 100 MB, MB", "<= 100", most / 1e6)) + "\n")
-    print(f"To evict 5 % of {ENTRIES:,} blocks: {evicted:.2f} s. Load average: {os.getloadavg()[0]:.1f}.")
+    print(
+        table(
+            ["100 MB of one file, in the page cache", "GB/s"],
+            [[k, f"{v:.1f}"] for k, v in blocks.items()],
+        )
+        + "\n"
+    )
+    print(
+        targets(("most bytes on the disk with a bound of 100 MB, MB", "<= 100", most / 1e6)) + "\n"
+    )
+    print(
+        f"To evict 5 % of {ENTRIES:,} blocks: {evicted:.2f} s. Load average: {os.getloadavg()[0]:.1f}."
+    )
     shutil.rmtree(cache, ignore_errors=True)
 
 
@@ -80,18 +93,30 @@ def make(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     from ucformat.storage.memory import MemoryStore
 
     if not (folder / "manifest.json").exists():
-        arrays = {(name, "weight"): random_array(shape, "float32", n) for n, (name, shape) in enumerate(shapes.items())}
+        arrays = {
+            (name, "weight"): random_array(shape, "float32", n)
+            for n, (name, shape) in enumerate(shapes.items())
+        }
         source = FakeSource.write(MemoryStore(f"bench-{folder.name}"), arrays, ranks=2)
         ucformat.convert(Checkpoint(source), folder, overwrite=True)
 
 
 def read(url: str, served: Served, count: int, cache: Path | None, **more: str) -> dict[str, float]:
     """Start readers; what they have asked for, the seconds of the slowest, and of the processor in one."""
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": ".", "UCP_ENDPOINT": served.endpoint, **more}
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PYTHONPATH": ".",
+        "UCP_ENDPOINT": served.endpoint,
+        **more,
+    }
     environment["UCP_CACHE"] = str(cache.absolute()) if cache else "none"
     served.counts()
     command = [ours(), "-m", "bench.cache", url]
-    readers = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    readers = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
     said = [json.loads(reader.communicate()[0]) for reader in readers]
     assert all(reader.returncode == 0 for reader in readers)
     assert len({one["digest"] for one in said}) == 1, "the readers have read different bytes"
@@ -133,8 +158,13 @@ def show(name: str, found: dict[str, list[dict[str, float]]]) -> None:
         ]
         for title, *_ in CASES
     ]
-    print(f"**{name}**, medians of {ROUNDS} interleaved rounds; load average {os.getloadavg()[0]:.1f}\n")
-    print(table(["200 MB", "requests", "MB received", "seconds", "processor seconds of each"], rows) + "\n")
+    print(
+        f"**{name}**, medians of {ROUNDS} interleaved rounds; load average {os.getloadavg()[0]:.1f}\n"
+    )
+    print(
+        table(["200 MB", "requests", "MB received", "seconds", "processor seconds of each"], rows)
+        + "\n"
+    )
     eight = of("eight processes, empty cache", "requests", max)
     print(
         targets(
@@ -145,7 +175,8 @@ def show(name: str, found: dict[str, list[dict[str, float]]]) -> None:
             (
                 "bytes of eight ÷ of one process, no cache",
                 "<= 1.01",
-                of("eight processes, empty cache", "nbytes", max) / of("one process, no cache", "nbytes"),
+                of("eight processes, empty cache", "nbytes", max)
+                / of("one process, no cache", "nbytes"),
             ),
         )
         + "\n",

@@ -1,9 +1,10 @@
 """A full catalog on SQLite and on PostgreSQL, and MLflow on SQLite beside it.
 
-`python -m bench.catalog [--checkpoints N] [--tensors N] [--runs N] [--virtual N] [--rounds N] [--without-mlflow]
-[--keep FOLDER]`. By default 10,000 checkpoints of 1,000 tensors, each with its digest, in a folder that is removed
-afterwards; with `--keep`, the databases stay in a folder, and are not filled again. Everything is warm: each question
-is asked once before it is timed, then the engines take turns. PostgreSQL, on the same machine, syncs every commit.
+`python -m bench.catalog [--checkpoints N] [--tensors N] [--runs N] [--virtual N] [--rounds N]
+[--without-mlflow] [--keep FOLDER]`. By default 10,000 checkpoints of 1,000 tensors, each with its
+digest, in a folder that is removed afterwards; with `--keep`, the databases stay in a folder, and
+are not filled again. Everything is warm: each question is asked once before it is timed, then the
+engines take turns. PostgreSQL, on the same machine, syncs every commit.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ class Bench:
 
         run = f"run{number % plan.runs:02}"
         best = {"metric": "val_loss", "count": 2, "mode": "min"}
-        policy = load_policy({"version": 1, "scope": f"run = '{run}'", "keep": {"last": 3, "best": best}})
+        policy = load_policy(
+            {"version": 1, "scope": f"run = '{run}'", "keep": {"last": 3, "best": best}}
+        )
         assert len(self.timed("best", lambda: catalog.find(sort=SORT, limit=1))) == 1
         assert len(self.timed("newest", lambda: catalog.find(limit=20))) == 20
         assert self.timed("matching", lambda: catalog.find(FILTER, limit=20))
@@ -121,7 +124,19 @@ class Bench:
     def command(self) -> None:
         """Ask by the command line, a whole process."""
         OUT.mkdir(parents=True, exist_ok=True)
-        command = [ours(), "-m", "ucformat.cli", "ls", FILTER, "--sort", SORT, "-n", str(BEST), "--catalog", self.url]
+        command = [
+            ours(),
+            "-m",
+            "ucformat.cli",
+            "ls",
+            FILTER,
+            "--sort",
+            SORT,
+            "-n",
+            str(BEST),
+            "--catalog",
+            self.url,
+        ]
         self.times.setdefault("ls", []).append(run(command).seconds * 1e3)
 
     def _digests(self, position: int) -> tuple[str | None, str]:
@@ -134,7 +149,9 @@ class Bench:
                 Checkpoint.serial == self.plan.checkpoints
             )
             block, serial = c.execute(last).one()
-            chosen = sa.select(Digest.position, Digest.digest).where(Digest.block == block, Digest.checkpoint == serial)
+            chosen = sa.select(Digest.position, Digest.digest).where(
+                Digest.block == block, Digest.checkpoint == serial
+            )
             digests = dict(c.execute(chosen.where(Digest.position.in_((0, position)))).all())
         return digests.get(position), digests[0]
 
@@ -146,13 +163,17 @@ class Mlflow:
         subprocess.run(["bash", str(ROOT / "bench/install_mlflow.sh")], check=True)
         told = os.environ.get("UCFORMAT_MLFLOW_PYTHON", str(ROOT / ".engines/mlflow/bin/python"))
         command = [told, str(ROOT / "bench/catalog_mlflow.py"), str(folder)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.times: dict[str, list[float]] = {}
         self.filled = self._tell([_for_mlflow(m) for m in made(plan)])["seconds"]
 
     def ask(self, what: str) -> list[str]:
         """Search; the names of what was found."""
-        said = self._tell({"what": what, "where": MLFLOW_FILTER, "by": "metrics.val_loss", "limit": BEST})
+        said = self._tell(
+            {"what": what, "where": MLFLOW_FILTER, "by": "metrics.val_loss", "limit": BEST}
+        )
         self.times.setdefault(what, []).append(said["seconds"] * 1e3)
         return list(said["found"])
 
@@ -169,7 +190,9 @@ class Mlflow:
 
 
 def _for_mlflow(one: Any) -> dict[str, Any]:
-    params = {f"{part}.{key}": str(v) for part, values in one.config.items() for key, v in values.items()}
+    params = {
+        f"{part}.{key}": str(v) for part, values in one.config.items() for key, v in values.items()
+    }
     return {
         "name": one.name,
         "step": one.step,
@@ -203,10 +226,17 @@ def main() -> None:
             postgres = server.lasting("bench")
         benches = {
             name: stack.enter_context(filled(url, plan))
-            for name, url in (("SQLite", f"sqlite:///{folder}/catalog.db"), ("PostgreSQL", postgres))
+            for name, url in (
+                ("SQLite", f"sqlite:///{folder}/catalog.db"),
+                ("PostgreSQL", postgres),
+            )
         }
         sync(server.url)
-        mlflow = None if given.without_mlflow else stack.enter_context(contextlib.closing(Mlflow(folder, plan)))
+        mlflow = (
+            None
+            if given.without_mlflow
+            else stack.enter_context(contextlib.closing(Mlflow(folder, plan)))
+        )
         measure(list(benches.values()), mlflow, given.rounds)
         report(plan, benches, mlflow, given.rounds)
 
@@ -260,7 +290,10 @@ def report(plan: Plan, benches: Mapping[str, Bench], mlflow: Mlflow | None, roun
         "deleted": f"{first.found['deleted']:,}",
         "virtual": f"{plan.virtual:,}",
     }
-    print(f"{plan.checkpoints:,} checkpoints of {plan.tensors:,} tensors, {rounds} rounds; filled in", end=" ")
+    print(
+        f"{plan.checkpoints:,} checkpoints of {plan.tensors:,} tensors, {rounds} rounds; filled in",
+        end=" ",
+    )
     print(", ".join(f"{b.filled:.0f} s ({name})" for name, b in benches.items()), end=".\n")
     print(f"Load average: {os.getloadavg()[0]:.1f}. Milliseconds, median (worst):\n")
     rows = [

@@ -1,7 +1,7 @@
 """A full catalog for `bench/catalog.py`: many checkpoints of a few runs, each with a digest of every tensor.
 
-The first step of each run is recorded as ever; the later ones are copies of its rows, inserted in bulk, and their
-digests are made by the database.
+The first step of each run is recorded as ever; the later ones are copies of its rows, inserted in
+bulk, and their digests are made by the database.
 """
 
 from __future__ import annotations
@@ -81,10 +81,23 @@ def made(plan: Plan) -> Iterator[Made]:
 
 def _config(run: int) -> dict[str, Any]:
     return {
-        "optimizer": {"name": "adamw", "lr": LRS[run % len(LRS)], "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1},
+        "optimizer": {
+            "name": "adamw",
+            "lr": LRS[run % len(LRS)],
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "weight_decay": 0.1,
+        },
         "model": {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 128256, "dtype": "bfloat16"},
         "data": {"name": "web", "tokens": 10**12, "length": 8192, "shuffle": run},
-        "train": {"batch": 1024, "micro": 4, "steps": 50_000, "warmup": 2000, "clip": 1.0, "seed": run},
+        "train": {
+            "batch": 1024,
+            "micro": 4,
+            "steps": 50_000,
+            "warmup": 2000,
+            "clip": 1.0,
+            "seed": run,
+        },
     }
 
 
@@ -131,7 +144,11 @@ def fill(catalog: Catalog, plan: Plan) -> None:
             _digests(c, plan, range(at, min(at + per, plan.checkpoints)))
     with catalog.database.writing() as c:
         _virtual(c, plan, everything)
-        c.execute(sa.update(Checkpoint).where(Checkpoint.serial % 1000 == 501).values(state="deleted", deleted=BEGIN))
+        c.execute(
+            sa.update(Checkpoint)
+            .where(Checkpoint.serial % 1000 == 501)
+            .values(state="deleted", deleted=BEGIN)
+        )
     if not catalog.database.sqlite:
         with catalog.database.writing() as c:
             _settle(c)
@@ -149,7 +166,11 @@ def _place(one: Made) -> str:
 
 def _copy(c: Connection, plan: Plan, later: list[Made]) -> None:
     """The rows of checkpoints, as those of the first step of their run; `serial` is one more than the number."""
-    rows = c.execute(sa.select(Checkpoint.__table__, Run.name).join(Run).order_by(Checkpoint.serial)).mappings().all()
+    rows = (
+        c.execute(sa.select(Checkpoint.__table__, Run.name).join(Run).order_by(Checkpoint.serial))
+        .mappings()
+        .all()
+    )
     assert [r["serial"] for r in rows] == list(range(1, plan.runs + 1))
     of_run = [own_row(r) for r in rows]
     block, per = of_run[-1]["digest_block"], max(1, BLOCK // plan.tensors)
@@ -184,17 +205,32 @@ def _say(c: Connection, plan: Plan, everything: list[Made]) -> None:
     )
     c.execute(
         sa.insert(Tag),
-        [{"checkpoint": m.number + 1, "name": t, "created": m.created, "who": who} for m in everything for t in m.tags],
+        [
+            {"checkpoint": m.number + 1, "name": t, "created": m.created, "who": who}
+            for m in everything
+            for t in m.tags
+        ],
     )
-    c.execute(sa.insert(Location), [{"checkpoint": m.number + 1, "url": _place(m), "seen": m.created} for m in later])
+    c.execute(
+        sa.insert(Location),
+        [{"checkpoint": m.number + 1, "url": _place(m), "seen": m.created} for m in later],
+    )
     c.execute(
         sa.insert(Event),
         [
-            {"at": m.created, "who": who, "action": "record", "checkpoint": m.number + 1, "detail": {"url": _place(m)}}
+            {
+                "at": m.created,
+                "who": who,
+                "action": "record",
+                "checkpoint": m.number + 1,
+                "detail": {"url": _place(m)},
+            }
             for m in later
         ],
     )
-    c.execute(sa.insert(Edge), [_edge(everything, plan, m, ids) for m in everything if m.step or m.run])
+    c.execute(
+        sa.insert(Edge), [_edge(everything, plan, m, ids) for m in everything if m.step or m.run]
+    )
 
 
 def _edge(everything: list[Made], plan: Plan, one: Made, ids: Mapping[int, str]) -> dict[str, Any]:
@@ -202,7 +238,9 @@ def _edge(everything: list[Made], plan: Plan, one: Made, ids: Mapping[int, str])
     if one.step:
         parent = everything[one.number - plan.runs]
     else:
-        parent = max((m for m in everything[-plan.runs :] if m.run == one.run - 1), key=lambda m: m.step)
+        parent = max(
+            (m for m in everything[-plan.runs :] if m.run == one.run - 1), key=lambda m: m.step
+        )
     return {
         "child": one.number + 1,
         "parent": parent.number + 1,
@@ -215,13 +253,24 @@ def _edge(everything: list[Made], plan: Plan, one: Made, ids: Mapping[int, str])
 
 def _virtual(c: Connection, plan: Plan, everything: list[Made]) -> None:
     """Checkpoints without a run whose bytes lie in the files of others."""
-    like = own_row(c.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == 1)).mappings().one())
-    of = [(plan.checkpoints + 1 + n, everything[n * 97 % plan.checkpoints]) for n in range(plan.virtual)]
+    like = own_row(
+        c.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == 1)).mappings().one()
+    )
+    of = [
+        (plan.checkpoints + 1 + n, everything[n * 97 % plan.checkpoints])
+        for n in range(plan.virtual)
+    ]
     if not of:
         return
     own = like | {"run_id": None, "step": None}
-    c.execute(sa.insert(Checkpoint), [own | {"serial": s, "id": uuid.uuid4().hex, "created": m.created} for s, m in of])
-    c.execute(sa.insert(Location), [{"checkpoint": s, "url": f"/virtual/{s}", "seen": m.created} for s, m in of])
+    c.execute(
+        sa.insert(Checkpoint),
+        [own | {"serial": s, "id": uuid.uuid4().hex, "created": m.created} for s, m in of],
+    )
+    c.execute(
+        sa.insert(Location),
+        [{"checkpoint": s, "url": f"/virtual/{s}", "seen": m.created} for s, m in of],
+    )
     edge = {"parent_id": None, "kind": "convert", "depends": True}
     edges = [edge | {"child": s, "parent": m.number + 1, "parent_url": _place(m)} for s, m in of]
     c.execute(sa.insert(Edge), edges)
@@ -246,7 +295,12 @@ def _digests(c: Connection, plan: Plan, numbers: range) -> None:
 
 def _settle(c: Connection) -> None:
     """What PostgreSQL would have done on the way: numbers go on after those that are taken, and tables are analyzed."""
-    for table, column in (("checkpoint", "serial"), ("edge", "id"), ("location", "id"), ("event", "id")):
+    for table, column in (
+        ("checkpoint", "serial"),
+        ("edge", "id"),
+        ("location", "id"),
+        ("event", "id"),
+    ):
         c.execute(
             sa.text(
                 f"select setval(pg_get_serial_sequence('{table}', '{column}'), (select max({column}) from {table}))"  # noqa: S608

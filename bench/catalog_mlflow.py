@@ -1,11 +1,11 @@
 """MLflow beside `bench/catalog.py`: run by an interpreter that has MLflow, on as many runs and logged models.
 
-usage: catalog_mlflow.py FOLDER; reads the checkpoints as a line of JSON, then one question a line, and answers each
-with seconds and the names of what was found.
+usage: catalog_mlflow.py FOLDER; reads the checkpoints as a line of JSON, then one question a line,
+and answers each with seconds and the names of what was found.
 
-MLflow makes its own SQLite database and the experiment; the rows of runs and models are inserted in bulk, each just as
-its client writes it, which would take hours: parameters as text, each metric of a run in both of its tables. What it
-finds is compared with what ucformat finds.
+MLflow makes its own SQLite database and the experiment; the rows of runs and models are inserted in
+bulk, each just as its client writes it, which would take hours: parameters as text, each metric of
+a run in both of its tables. What it finds is compared with what ucformat finds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def main() -> None:
         print(json.dumps({"seconds": time.perf_counter() - begun, "found": found}), flush=True)
 
 
-def ask(client: MlflowClient, experiment: str, *, what: str, where: str, by: str, limit: int) -> list[str]:
+def ask(
+    client: MlflowClient, experiment: str, *, what: str, where: str, by: str, limit: int
+) -> list[str]:
     """The names of what is found, in order."""
     if what == "search_runs":
         runs = client.search_runs([experiment], where, order_by=[f"{by} ASC"], max_results=limit)
@@ -75,9 +77,25 @@ def fill(folder: Path, experiment: int, checkpoints: list[dict[str, Any]]) -> No
         name, step, now = one["name"], one["step"], one["created"]
         place = f"{folder}/artifacts/{run}/artifacts"
         rows["runs"].append(
-            (run, name, "UNKNOWN", "", "", "bench", "FINISHED", now, now, "", "active", place, experiment)
+            (
+                run,
+                name,
+                "UNKNOWN",
+                "",
+                "",
+                "bench",
+                "FINISHED",
+                now,
+                now,
+                "",
+                "active",
+                place,
+                experiment,
+            )
         )
-        rows["logged_models"].append((model, experiment, name, place, now, now, READY, "active", run))
+        rows["logged_models"].append(
+            (model, experiment, name, place, now, now, READY, "active", run)
+        )
         for key, value in one["params"].items():
             rows["params"].append((run, key, value))
             rows["logged_model_params"].append((model, experiment, key, value))
@@ -94,7 +112,9 @@ def fill(folder: Path, experiment: int, checkpoints: list[dict[str, Any]]) -> No
             _insert(connection, table, columns, rows[table])
 
 
-def _insert(connection: sqlite3.Connection, table: str, columns: str, rows: Iterable[tuple[Any, ...]]) -> None:
+def _insert(
+    connection: sqlite3.Connection, table: str, columns: str, rows: Iterable[tuple[Any, ...]]
+) -> None:
     marks = ", ".join("?" for _ in columns.split(","))
     connection.executemany(f"insert into {table} ({columns}) values ({marks})", rows)  # noqa: S608 - constants
 

@@ -1,8 +1,9 @@
 """Combining ten checkpoints, one tensor of which is a real 32,000 x 4,096 embedding: peak memory, and speed.
 
-`python -m bench.combine`. In a folder in memory, ten models in bfloat16 (and for one line in float32), as safetensors
-and as universal checkpoints. Each method runs in a process of its own, which reports its peak memory (`VmHWM`).
-Its time is compared with that of reading the same files once, in calls of 4 MiB, with a thread for each core.
+`python -m bench.combine`. In a folder in memory, ten models in bfloat16 (and for one line in
+float32), as safetensors and as universal checkpoints. Each method runs in a process of its own,
+which reports its peak memory (`VmHWM`). Its time is compared with that of reading the same files
+once, in calls of 4 MiB, with a thread for each core.
 """
 
 from __future__ import annotations
@@ -51,8 +52,16 @@ def write_inputs(folder: Path, dtype: Any) -> list[Path]:
     places = []
     for n in range(INPUTS):
         rng = np.random.default_rng(n + 1)
-        tuned = base + rng.standard_normal((VOCAB, 1), np.float32) * rng.standard_normal(HIDDEN, np.float32) / 100
-        layers = {f"layers.{i}.weight": rng.standard_normal((512, 512), np.float32).astype(dtype) for i in range(8)}
+        tuned = (
+            base
+            + rng.standard_normal((VOCAB, 1), np.float32)
+            * rng.standard_normal(HIDDEN, np.float32)
+            / 100
+        )
+        layers = {
+            f"layers.{i}.weight": rng.standard_normal((512, 512), np.float32).astype(dtype)
+            for i in range(8)
+        }
         place = folder / f"m{n}"
         place.mkdir(parents=True)
         save_file({"embed.weight": tuned.astype(dtype), **layers}, place / "model.safetensors")
@@ -60,11 +69,15 @@ def write_inputs(folder: Path, dtype: Any) -> list[Path]:
     return places
 
 
-def combined(name: str, sources: list[Path], target: Path, **options: Any) -> tuple[float, float, float]:
+def combined(
+    name: str, sources: list[Path], target: Path, **options: Any
+) -> tuple[float, float, float]:
     """The seconds of one run, those of the processor, and the peak of its process in MB."""
     given = json.dumps([name, list(map(str, sources)), str(target), options])
     environment = {**os.environ, "UCP_CATALOG": "none", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run([ours(), "-c", _WORK, given], check=True, stdout=subprocess.PIPE, env=environment)
+    done = subprocess.run(
+        [ours(), "-c", _WORK, given], check=True, stdout=subprocess.PIPE, env=environment
+    )
     seconds, worked, peak = json.loads(done.stdout)
     return seconds, worked, peak
 
@@ -91,9 +104,23 @@ def main() -> None:
     try:
         lines, wanted = measured(memory)
         load = ", ".join(f"{n:.1f}" for n in os.getloadavg())
-        print(f"{INPUTS} models with one tensor of {VOCAB:,} x {HIDDEN:,} each; {ROUNDS} run; load average {load}.\n")
         print(
-            table(["", "inputs", "seconds", "of processors", "input MB/s", "raw read, s", "÷ raw", "peak, MB"], lines)
+            f"{INPUTS} models with one tensor of {VOCAB:,} x {HIDDEN:,} each; {ROUNDS} run; load average {load}.\n"
+        )
+        print(
+            table(
+                [
+                    "",
+                    "inputs",
+                    "seconds",
+                    "of processors",
+                    "input MB/s",
+                    "raw read, s",
+                    "÷ raw",
+                    "peak, MB",
+                ],
+                lines,
+            )
             + "\n"
         )
         print(targets(*wanted))
@@ -104,7 +131,10 @@ def main() -> None:
 def measured(memory: Path) -> tuple[list[list[str]], list[tuple[str, str, float]]]:
     """The lines of the table, and the targets."""
     lines, wanted = [], []
-    for dtype, kinds in ((ml_dtypes.bfloat16, ("safetensors", "universal")), (np.float32, ("safetensors",))):
+    for dtype, kinds in (
+        (ml_dtypes.bfloat16, ("safetensors", "universal")),
+        (np.float32, ("safetensors",)),
+    ):
         name = np.dtype(dtype).name
         for kind in kinds:
             places = write_inputs(memory / "src", dtype)
@@ -125,13 +155,27 @@ def measured(memory: Path) -> tuple[list[list[str]], list[tuple[str, str, float]
                 ]
             for method, sources, options in runs:
                 read = sources + ([places[0]] if options.get("base") else [])
-                nbytes = sum(f.stat().st_size for place in read for f in place.rglob("*") if f.is_file())
-                found = [combined(method, sources, memory / "out", **options) for _ in range(ROUNDS)]
-                seconds, worked, peak = *(median([f[n] for f in found]) for n in (0, 1)), max(f[2] for f in found)
+                nbytes = sum(
+                    f.stat().st_size for place in read for f in place.rglob("*") if f.is_file()
+                )
+                found = [
+                    combined(method, sources, memory / "out", **options) for _ in range(ROUNDS)
+                ]
+                seconds, worked, peak = (
+                    *(median([f[n] for f in found]) for n in (0, 1)),
+                    max(f[2] for f in found),
+                )
                 raw = median([read_raw(read) for _ in range(ROUNDS)])
                 what = f"{len(read)} {kind}, {name}"
                 speed = f"{nbytes / seconds / 1e6:,.0f}"
-                cells = [f"{seconds:.2f}", f"{worked:.2f}", speed, f"{raw:.2f}", f"{seconds / raw:.1f}", f"{peak:.0f}"]
+                cells = [
+                    f"{seconds:.2f}",
+                    f"{worked:.2f}",
+                    speed,
+                    f"{raw:.2f}",
+                    f"{seconds / raw:.1f}",
+                    f"{peak:.0f}",
+                ]
                 lines.append([f"`{method}`", what, *cells])
                 print(lines[-1], file=sys.stderr)
                 if method != "convert":

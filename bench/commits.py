@@ -1,8 +1,9 @@
 """Whether a commit is slower than another: `python -m bench.commits OLD [NEW] [--rounds 10] [--only NAME …]`.
 
-Each round runs every workload of `bench/workloads.py` with the package of either commit, in a process of its own, in
-turn. What is printed is the median of the ratios of all rounds, new ÷ old, and its 95 % interval, which comes from the
-order of the ratios and assumes nothing of how they are distributed.
+Each round runs every workload of `bench/workloads.py` with the package of either commit, in a
+process of its own, in turn. What is printed is the median of the ratios of all rounds, new ÷ old,
+and its 95 % interval, which comes from the order of the ratios and assumes nothing of how they are
+distributed.
 """
 
 from __future__ import annotations
@@ -30,18 +31,23 @@ def main() -> None:
     parser.add_argument("old")
     parser.add_argument("new", nargs="?", default="HEAD")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--only", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="NAME"
+    )
     args = parser.parse_args()
     if args.rounds < _FEWEST:
         parser.error(f"a 95 % interval takes at least {_FEWEST} rounds")
     OUT.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=OUT) as folder:
         trees = [
-            _checkout(commit, Path(folder).resolve() / f"tree-{n}") for n, commit in enumerate((args.old, args.new))
+            _checkout(commit, Path(folder).resolve() / f"tree-{n}")
+            for n, commit in enumerate((args.old, args.new))
         ]
         rows = []
         for name in args.only:
-            rounds = [[_once(name, tree) for tree in _in_turn(trees, n)] for n in range(args.rounds)]
+            rounds = [
+                [_once(name, tree) for tree in _in_turn(trees, n)] for n in range(args.rounds)
+            ]
             pairs = [pair if n % 2 == 0 else pair[::-1] for n, pair in enumerate(rounds)]
             row = [name, f"{median([p[1]['seconds'] for p in pairs]):.3g}"]
             for what in ("seconds", "processor"):
@@ -50,7 +56,14 @@ def main() -> None:
                 row += [f"{median(ratios):.3f} ({low:.3f}–{high:.3f})", _verdict(low, high)]
             rows.append(row)
             print(" ".join(row), flush=True)
-    head = ["", "seconds", "new ÷ old", "no loss above 3 %", "processor, new ÷ old", "no loss above 3 %"]
+    head = [
+        "",
+        "seconds",
+        "new ÷ old",
+        "no loss above 3 %",
+        "processor, new ÷ old",
+        "no loss above 3 %",
+    ]
     print(f"\n{args.old} and {args.new}, {args.rounds} rounds in turn:\n\n{table(head, rows)}")
 
 
@@ -78,7 +91,9 @@ def _in_turn(trees: list[Path], number: int) -> list[Path]:
 def _checkout(commit: str, folder: Path) -> Path:
     """The package at a commit."""
     folder.mkdir()
-    archive = subprocess.run(["git", "archive", commit, "ucformat"], capture_output=True, check=True)
+    archive = subprocess.run(
+        ["git", "archive", commit, "ucformat"], capture_output=True, check=True
+    )
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     shutil.copy(Path(__file__).with_name("workloads.py"), folder / "workloads.py")
     return folder

@@ -45,7 +45,13 @@ def engine_environment() -> dict[str, str]:
     """The environment in which DeepSpeed's own tools run on CPU."""
     python = engine("deepspeed")
     path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PATH": path,
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> Run:
@@ -113,7 +119,10 @@ def median(values: list[float]) -> float:
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in [head, *rows]]
+    lines = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |"
+        for r in [head, *rows]
+    ]
     return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
 
 
@@ -128,7 +137,12 @@ def targets(*rows: tuple[str, str, float]) -> str:
         sign, bound = asked.split()
         holds = measured >= float(bound) if sign == ">=" else measured <= float(bound)
         out.append(
-            [what, f"{'≥' if sign == '>=' else '≤'} {bound}", f"{measured:.3g}", "yes" if holds else "**missed**"]
+            [
+                what,
+                f"{'≥' if sign == '>=' else '≤'} {bound}",
+                f"{measured:.3g}",
+                "yes" if holds else "**missed**",
+            ]
         )
     return table(["measure", "target", "measured", "met"], out)
 

@@ -1,8 +1,9 @@
 """Conversion of a real ZeRO-3 checkpoint of 1.1 GB: ucformat, DeepSpeed's `ds_to_universal`, and `cp -r` + `sync -f`.
 
-`python -m bench.convert`. All on the same files and interleaved, with a catalog; `cp` and ucformat end when everything
-is durable. Whole processes from start to exit, and `ucformat.convert` also called in this process. DeepSpeed, which is
-slow, runs in fewer rounds, or not at all where it is not installed.
+`python -m bench.convert`. All on the same files and interleaved, with a catalog; `cp` and ucformat
+end when everything is durable. Whole processes from start to exit, and `ucformat.convert` also
+called in this process. DeepSpeed, which is slow, runs in fewer rounds, or not at all where it is
+not installed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ import time
 from typing import TYPE_CHECKING
 
 import ucformat
-from bench.common import OUT, Run, engine_environment, median, ours, real_checkpoint, run, table, targets
+from bench.common import (
+    OUT,
+    Run,
+    engine_environment,
+    median,
+    ours,
+    real_checkpoint,
+    run,
+    table,
+    targets,
+)
 from tests.engines import engine
 
 if TYPE_CHECKING:
@@ -40,13 +51,24 @@ def main() -> None:
     def deepspeed(extract: int, merge: int) -> list[str]:
         workers = ["--num_extract_workers", str(extract), "--num_merge_workers", str(merge)]
         folders = ["--input_folder", str(tag), "--output_folder", str(target)]
-        return [python, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, *workers, "--inject_missing_state"]
+        return [
+            python,
+            "-m",
+            "deepspeed.checkpoint.ds_to_universal",
+            *folders,
+            *workers,
+            "--inject_missing_state",
+        ]
 
     copy = ["sh", "-c", f"cp -r {source} {target} && sync -f {target}"]
     convert = [ours(), "-m", "ucformat.cli", "convert", str(source), str(target)]
     empty = [ours(), "-c", "import ucformat; ucformat.convert, ucformat.open, ucformat.Layout"]
 
-    best = min(WORKERS, key=lambda w: once(deepspeed(*w), target, environment).seconds) if python else WORKERS[0]
+    best = (
+        min(WORKERS, key=lambda w: once(deepspeed(*w), target, environment).seconds)
+        if python
+        else WORKERS[0]
+    )
     times: dict[str, list[Run]] = {"cp": [], "ucformat": [], "api": []}
     once(copy, target)
     once(convert, target)
@@ -80,23 +102,37 @@ def main() -> None:
     ]
     rounds = f"{ROUNDS} interleaved rounds" + (f", {OF_DEEPSPEED} of DeepSpeed" if python else "")
     print(f"{size / 1e9:.2f} GB, {rounds}, medians (range):\n")
-    print(table(["", "seconds", "× cp", "DeepSpeed ÷ it", "peak RSS, MB", "processor s (kernel)"], rows))
+    print(
+        table(
+            ["", "seconds", "× cp", "DeepSpeed ÷ it", "peak RSS, MB", "processor s (kernel)"], rows
+        )
+    )
     started = seconds["ucformat"] - seconds["api"]
     print(
         f"\nOf `ucp convert`, {started:.2f} s start the interpreter, import libraries and record the first checkpoint"
     )
     print("in the catalog (`python -m bench.startup`).")
-    print("`cp` and ucformat finish when all data is on disk; `ds_to_universal` does not wait for it.")
-    print(f"Peak RSS of an interpreter that imports all of ucformat and does nothing: {idle / 1e6:.0f} MB.\n")
+    print(
+        "`cp` and ucformat finish when all data is on disk; `ds_to_universal` does not wait for it."
+    )
+    print(
+        f"Peak RSS of an interpreter that imports all of ucformat and does nothing: {idle / 1e6:.0f} MB.\n"
+    )
     ratios = (
-        [("`ds_to_universal` ÷ `ucp convert`", ">= 8", seconds["deepspeed"] / seconds["ucformat"])] if python else []
+        [("`ds_to_universal` ÷ `ucp convert`", ">= 8", seconds["deepspeed"] / seconds["ucformat"])]
+        if python
+        else []
     )
     print(
         targets(
             ("`ucformat.convert`, called, × cp", "<= 1.2", seconds["api"] / seconds["cp"]),
             ("`ucp convert`, a process, × cp", "<= 1.5", seconds["ucformat"] / seconds["cp"]),
             *ratios,
-            ("peak RSS above the interpreter's, MB", "<= 400", (max(r.peak for r in times["ucformat"]) - idle) / 1e6),
+            (
+                "peak RSS above the interpreter's, MB",
+                "<= 400",
+                (max(r.peak for r in times["ucformat"]) - idle) / 1e6,
+            ),
         )
     )
 
@@ -114,8 +150,9 @@ def called(source: Path, target: Path) -> Run:
 def clean(target: Path) -> None:
     """Nothing at the target, and nothing left to write back from before.
 
-    Files are emptied, and removed only in the end: ext4 without a journal looks at every inode that was removed in the
-    last minutes whenever it makes a file, which would be charged to whoever writes many.
+    Files are emptied, and removed only in the end: ext4 without a journal looks at every inode that
+    was removed in the last minutes whenever it makes a file, which would be charged to whoever
+    writes many.
     """
     OLD.mkdir(parents=True, exist_ok=True)
     if target.exists():

@@ -1,6 +1,7 @@
 """The main job on real input: a DeepSpeed ZeRO-3 checkpoint becomes universal, and ranks of other layouts read it.
 
-Run by `make demo`. What it prints is what `ucp` prints; every comparison is bit for bit with the engine's own memory.
+Run by `make demo`. What it prints is what `ucp` prints; every comparison is bit for bit with the
+engine's own memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ LAYOUT = Path("docs/layouts/demo-tp2-zero1.yaml")
 
 
 def main() -> None:
-    say("Train a small model with DeepSpeed ZeRO-3 on 3 ranks (two optimizer groups, tied embedding), and save it")
+    say(
+        "Train a small model with DeepSpeed ZeRO-3 on 3 ranks (two optimizer groups, tied embedding), and save it"
+    )
     os.environ["UCP_CATALOG"] = str(OUT / "catalog.db")
     spec = {"name": "zero3", "zero": 3, "dtype": "bf16", "tied": True}
     made = make_deepspeed([spec], world=3, folder=OUT / "engine")["zero3"]
@@ -56,17 +59,23 @@ def compare(made: Made, target: Path) -> None:
     compared = 0
     for rank in range(bound.ranks):
         arrays = ck.plan(layout, rank).execute()
-        for (name, state), info in ((k, i) for k, i in ck.tensors.items() if (k.state, k.name) in truth):
+        for (name, state), info in (
+            (k, i) for k, i in ck.tensors.items() if (k.state, k.name) in truth
+        ):
             whole = ck[name, state][...]
             check(whole.tobytes() == truth[state, name][2], name, state, rank)
             local = bound.local(info.key, rank)
             for piece in local.pieces if local else ():
                 buffer = arrays[(piece.buffer or name), state].reshape(-1)
-                at = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+                at = tuple(
+                    slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True)
+                )
                 if piece.buffer is None:
                     held = buffer.reshape(local.shape if local else ())
                 else:
-                    held = buffer[piece.offset : piece.offset + piece.box.size].reshape(piece.box.shape)
+                    held = buffer[piece.offset : piece.offset + piece.box.size].reshape(
+                        piece.box.shape
+                    )
                 check(held.tobytes() == whole[at].tobytes(), name, state, rank)
                 compared += piece.box.size * info.itemsize
     print(f"compared {compared} bytes over {bound.ranks} ranks")
@@ -74,7 +83,9 @@ def compare(made: Made, target: Path) -> None:
 
 def check(equal: bool, name: str, state: str, rank: int) -> None:  # noqa: FBT001
     if not equal:
-        raise IntegrityError(f"{name} ({state}) differs on rank {rank}", hint="this is a bug of ucformat: report it")
+        raise IntegrityError(
+            f"{name} ({state}) differs on rank {rank}", hint="this is a bug of ucformat: report it"
+        )
 
 
 def ucp(*words: str) -> None:

@@ -1,9 +1,9 @@
 """Export of 1 GB of weights as safetensors: ucformat, `cp` + `sync -f`, and what PyTorch and DeepSpeed offer.
 
-`python -m bench.export [--rounds N]`. Sources hold the same weights: a universal checkpoint of arrays, a folder of
-safetensors, PyTorch DCP; and, with a third as many, a real ZeRO-3 checkpoint. Everything is in the page cache, rounds
-are interleaved, and `cp` and ucformat end when all is durable. Only the call is timed in each process, so that nobody
-pays for imports.
+`python -m bench.export [--rounds N]`. Sources hold the same weights: a universal checkpoint of
+arrays, a folder of safetensors, PyTorch DCP; and, with a third as many, a real ZeRO-3 checkpoint.
+Everything is in the page cache, rounds are interleaved, and `cp` and ucformat end when all is
+durable. Only the call is timed in each process, so that nobody pays for imports.
 """
 
 from __future__ import annotations
@@ -87,15 +87,35 @@ def main() -> None:
         "universal": [ours(), "-c", EXPORT, str(folder / "universal"), str(target), "{}"],
         "safetensors": [ours(), "-c", EXPORT, str(folder / "model"), str(target), "{}"],
         "DCP": [ours(), "-c", EXPORT, str(folder / "dcp"), str(target), "{}"],
-        "hard link": [ours(), "-c", EXPORT, str(folder / "model"), str(target), "dict(link='hard', read_only=True)"],
+        "hard link": [
+            ours(),
+            "-c",
+            EXPORT,
+            str(folder / "model"),
+            str(target),
+            "dict(link='hard', read_only=True)",
+        ],
         "`dcp_to_torch_save`": [ours(), "-c", DCP, str(folder / "dcp"), str(target)],
-        "`consolidate_safetensors_files`": [ours(), "-c", CONSOLIDATE, str(folder / "hf"), str(target), repr(names)],
+        "`consolidate_safetensors_files`": [
+            ours(),
+            "-c",
+            CONSOLIDATE,
+            str(folder / "hf"),
+            str(target),
+            repr(names),
+        ],
     }
     zero = real_checkpoint()
     tag = zero / (zero / "latest").read_text()
     commands["ZeRO-3"] = [ours(), "-c", EXPORT, str(tag), str(target), "{}"]
     try:
-        commands["`zero_to_fp32` of it"] = [str(engine("deepspeed")), "-c", FP32, str(zero), str(fp32)]
+        commands["`zero_to_fp32` of it"] = [
+            str(engine("deepspeed")),
+            "-c",
+            FP32,
+            str(zero),
+            str(fp32),
+        ]
     except RuntimeError as error:
         print(error, file=sys.stderr)
     seconds: dict[str, list[float]] = {name: [] for name in commands}
@@ -113,10 +133,17 @@ def main() -> None:
     size = (folder / "model" / "model.safetensors").stat().st_size
     load = os.getloadavg()[0]
     of_zero = f"ZeRO-3: {_weights(tag) / 1e9:.2f}"
-    print(f"{size / 1e9:.2f} GB of weights ({of_zero}), {rounds} interleaved rounds, load average {load:.1f}:\n")
+    print(
+        f"{size / 1e9:.2f} GB of weights ({of_zero}), {rounds} interleaved rounds, load average {load:.1f}:\n"
+    )
     cp = took["`cp -r` + `sync -f`"]
     rows = [
-        [name, f"{took[name]:.3f} ({min(v):.3f}–{max(v):.3f})", f"{took[name] / cp:.2f}", f"{max(peaks[name]):.0f}"]
+        [
+            name,
+            f"{took[name]:.3f} ({min(v):.3f}–{max(v):.3f})",
+            f"{took[name] / cp:.2f}",
+            f"{max(peaks[name]):.0f}",
+        ]
         for name, v in seconds.items()
     ]
     print(table(["", "seconds, median (range)", "× cp", "MB above the start"], rows))
@@ -127,8 +154,16 @@ def main() -> None:
         targets(
             ("export of arrays, × cp", "<= 1.3", took["universal"] / cp),
             ("export of DCP, × cp", "<= 1.3", took["DCP"] / cp),
-            ("MB above the start", "<= 300", max(max(peaks[n]) for n in ("universal", "safetensors", "DCP", "ZeRO-3"))),
-            ("`dcp_to_torch_save` ÷ export of DCP", ">= 10", took["`dcp_to_torch_save`"] / took["DCP"]),
+            (
+                "MB above the start",
+                "<= 300",
+                max(max(peaks[n]) for n in ("universal", "safetensors", "DCP", "ZeRO-3")),
+            ),
+            (
+                "`dcp_to_torch_save` ÷ export of DCP",
+                ">= 10",
+                took["`dcp_to_torch_save`"] / took["DCP"],
+            ),
             ("the faster of PyTorch's two ÷ export of DCP", ">= 10", peer / took["DCP"]),
             *fp32_of,
             ("hard links, ms", "<= 50", 1e3 * took["hard link"]),
@@ -139,9 +174,17 @@ def main() -> None:
 def _sources(folder: Path) -> list[str]:
     """Make the sources, once; returns the names of the tensors."""
     shapes = {"model.embed_tokens.weight": (32000, 1024)}
-    parts = {"q": (1024, 1024), "k": (1024, 1024), "up": (4096, 1024), "down": (1024, 4096), "gate": (4096, 1024)}
+    parts = {
+        "q": (1024, 1024),
+        "k": (1024, 1024),
+        "up": (4096, 1024),
+        "down": (1024, 4096),
+        "gate": (4096, 1024),
+    }
     for layer in range(16):
-        shapes |= {f"model.layers.{layer}.{name}_proj.weight": shape for name, shape in parts.items()}
+        shapes |= {
+            f"model.layers.{layer}.{name}_proj.weight": shape for name, shape in parts.items()
+        }
     if not (folder / "universal" / "manifest.json").exists():
         from safetensors.numpy import save_file
 
@@ -161,7 +204,9 @@ def _weights(tag: Path) -> int:
 
 
 def _timed(command: list[str]) -> tuple[float, float]:
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=engine_environment())
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env=engine_environment()
+    )
     if done.returncode:
         raise SystemExit(f"{command[:2]} failed:\n{done.stderr[-2000:]}")
     took, peak = done.stdout.split()[-2:]

@@ -1,8 +1,9 @@
 """What chunk grids cost, by planning alone: nothing is read, so the figures are the same on every machine.
 
-`python -m bench.grids`. Tensors of three and four dims of at least 16 MiB are cut into 2 to 16 parts along each dim, as
-`torch.chunk` does it: bytes that all parts together read ÷ the bytes of the tensor, beside the bound of ADR 0007. Then
-the matrices of whole models under tensor parallelism and FSDP: bytes read ÷ needed, and requests on S3.
+`python -m bench.grids`. Tensors of three and four dims of at least 16 MiB are cut into 2 to 16
+parts along each dim, as `torch.chunk` does it: bytes that all parts together read ÷ the bytes of
+the tensor, beside the bound of ADR 0007. Then the matrices of whole models under tensor parallelism
+and FSDP: bytes read ÷ needed, and requests on S3.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ if TYPE_CHECKING:
 DTYPES = {2: "bfloat16", 4: "float32"}
 SHAPES: list[Shape] = [
     *[(8, 1024, 1024), (16, 1024, 512), (128, 256, 256), (16, 512, 512), (256, 256, 8, 8)],
-    *[(3, 4096, 4096), (5, 2048, 2048), (12, 2048, 2048), (64, 2048, 1024), (256, 7168, 2048), (2048, 1024, 3, 3)],
+    *[
+        (3, 4096, 4096),
+        (5, 2048, 2048),
+        (12, 2048, 2048),
+        (64, 2048, 1024),
+        (256, 7168, 2048),
+        (2048, 1024, 3, 3),
+    ],
 ]
 MODES: dict[str, tuple[Verify, Costs]] = {
     "default": ("whole", Costs()),
@@ -71,7 +79,9 @@ def plan_part(grid: Grid, dim: int, start: int, stop: int, verify: Verify, costs
     box = Box(begin, shape)
     info = TensorInfo("x", "weight", DTYPES[grid.itemsize], grid.shape)
     extents = [grid.tiles(shard, str(shard)) for shard in grid.shards(box)]
-    return make_plan([ReadItem(info, extents, [(0, Piece(box, 0, row_major(shape)))])], verify, costs)
+    return make_plan(
+        [ReadItem(info, extents, [(0, Piece(box, 0, row_major(shape)))])], verify, costs
+    )
 
 
 def edges(n: int, degree: int) -> list[int]:
@@ -99,21 +109,31 @@ def main() -> None:
         cuts = [(d, k) for d, n in enumerate(shape) for k in CUTS if k <= n]
         bounds = {cut: bound(grid, *cut) for cut in cuts}
         found = {mode: {cut: ratio(grid, *cut, mode) for cut in cuts} for mode in MODES}
-        exact = max([exact, *(r for of in found.values() for cut, r in of.items() if bounds[cut] == 1)])
+        exact = max(
+            [exact, *(r for of in found.values() for cut, r in of.items() if bounds[cut] == 1)]
+        )
         excess = max([excess, *(r / bounds[cut] for of in found.values() for cut, r in of.items())])
         rows.append(
             [str(shape), str(grid.chunk), f"{sum(b == 1 for b in bounds.values())} of {len(cuts)}"]
             + [f"{max(of.values()):.2f}" for of in found.values()]
             + [f"{max(bounds.values()):.2f}"]
         )
-    print("float32, cut into 2 to 16 parts along any one dim: bytes read ÷ needed in the worst case.\n")
+    print(
+        "float32, cut into 2 to 16 parts along any one dim: bytes read ÷ needed in the worst case.\n"
+    )
     print(table(["shape", "chunk", "cuts at chunk boundaries", *MODES, "bound"], rows) + "\n")
     rows = [[name, dtype, *whole(name, size)] for name in MODELS for size, dtype in DTYPES.items()]
-    print("Whole models: bytes read ÷ needed, and requests on S3 in thousands, of all ranks together.\n")
+    print(
+        "Whole models: bytes read ÷ needed, and requests on S3 in thousands, of all ranks together.\n"
+    )
     print(table(["", "dtype", "chunks", *LAYOUTS], rows) + "\n")
     print(
         targets(
-            ("bytes read ÷ needed where all cuts are at chunk boundaries, the highest", "<= 1.02", exact),
+            (
+                "bytes read ÷ needed where all cuts are at chunk boundaries, the highest",
+                "<= 1.02",
+                exact,
+            ),
             ("elsewhere, ÷ the bound, the highest", "<= 1.02", excess),
         )
     )
@@ -127,7 +147,8 @@ def whole(name: str, size: int) -> list[str]:
     """The chunks of a model, and the cost of each layout."""
     grids = {shape: Grid.of(shape, size) for shape in MODELS[name]}
     chunks = sum(
-        MODELS[name][shape][0] * math.prod(-(-n // c) for n, c in zip(shape, grid.chunk, strict=True))
+        MODELS[name][shape][0]
+        * math.prod(-(-n // c) for n, c in zip(shape, grid.chunk, strict=True))
         for shape, grid in grids.items()
     )
     out = [f"{chunks:,}"]

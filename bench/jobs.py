@@ -1,8 +1,9 @@
 """Jobs over several processes: what the coordinator costs, and how a Dask cluster scales.
 
-`python -m bench.jobs [--gb 2] [--shards 20000]`. In a folder in memory: a ZeRO-3 checkpoint of two ranks, whose
-checksums are verified, is converted by one and by two workers of one thread, in turn; by workers whose memory is a
-tenth of it; on the disk; and, cut into many small shards, in parts, of which the commit is measured.
+`python -m bench.jobs [--gb 2] [--shards 20000]`. In a folder in memory: a ZeRO-3 checkpoint of two
+ranks, whose checksums are verified, is converted by one and by two workers of one thread, in turn;
+by workers whose memory is a tenth of it; on the disk; and, cut into many small shards, in parts, of
+which the commit is measured.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ def converted(source: Path, target: Path, *options: str) -> tuple[float, float]:
     shutil.rmtree(target, ignore_errors=True)
     begun, before = time.perf_counter(), os.times()
     command = [ours(), "-m", "ucformat.cli", "convert", str(source), str(target), "-q", *options]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "UCP_CATALOG": "none"})
+    subprocess.run(
+        command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "UCP_CATALOG": "none"}
+    )
     after = os.times()
-    used = after.children_user + after.children_system - before.children_user - before.children_system
+    used = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     os.sync()
     return time.perf_counter() - begun, used
 
@@ -57,12 +62,30 @@ def commit_cost(source: Path, target: Path, shard_bytes: int) -> tuple[float, in
     """The processor seconds of the commit of two parts, and the number of shards."""
     shutil.rmtree(target, ignore_errors=True)
     for part in ("0/2", "1/2"):
-        options = ("--shard-bytes", str(shard_bytes), "--chunk-bytes", str(shard_bytes), "--part", part)
-        command = [ours(), "-m", "ucformat.cli", "convert", str(source), str(target), "-q", *options]
+        options = (
+            "--shard-bytes",
+            str(shard_bytes),
+            "--chunk-bytes",
+            str(shard_bytes),
+            "--part",
+            part,
+        )
+        command = [
+            ours(),
+            "-m",
+            "ucformat.cli",
+            "convert",
+            str(source),
+            str(target),
+            "-q",
+            *options,
+        ]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     shards = sum(1 for p in (target / "data").rglob("*") if p.is_file())
     command = [ours(), "-c", _COMMIT, str(source), str(target), str(shard_bytes)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "UCP_CATALOG": "none"})
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, env={**os.environ, "UCP_CATALOG": "none"}
+    )
     seconds, _ = json.loads(done.stdout)
     return seconds, shards
 
@@ -94,16 +117,27 @@ def main() -> None:
                 taken = [converted(memory / "src", target, *options) for _ in range(ROUNDS)]
                 seconds[name] = median([s for s, _ in taken])
                 own = median([u for _, u in taken])
-                rows.append([name, f"{seconds[name]:.1f}", f"{nbytes / seconds[name] / 1e6:,.0f}", f"{own:.2f}"])
+                rows.append(
+                    [
+                        name,
+                        f"{seconds[name]:.1f}",
+                        f"{nbytes / seconds[name] / 1e6:,.0f}",
+                        f"{own:.2f}",
+                    ]
+                )
         budget = nbytes // 20  # each of two workers
         with cluster(2, str(max(budget, 200 << 20))) as (small, _):
             taken_small, own = converted(memory / "src", memory / "dst", "--on", f"dask://{small}")
         name = f"2 workers of {max(budget, 200 << 20) >> 20} MiB each"
-        rows.append([name, f"{taken_small:.1f}", f"{nbytes / taken_small / 1e6:,.0f}", f"{own:.2f}"])
+        rows.append(
+            [name, f"{taken_small:.1f}", f"{nbytes / taken_small / 1e6:,.0f}", f"{own:.2f}"]
+        )
         shutil.rmtree(memory / "src")
         shutil.rmtree(memory / "dst")
         write_source(memory / "src", 0.1)
-        commit_s, shards = commit_cost(memory / "src", memory / "dst", max(4, 100_663_296 // given.shards))
+        commit_s, shards = commit_cost(
+            memory / "src", memory / "dst", max(4, 100_663_296 // given.shards)
+        )
     finally:
         shutil.rmtree(memory, ignore_errors=True)
         shutil.rmtree(OUT / "dst", ignore_errors=True)
@@ -114,13 +148,19 @@ def main() -> None:
         "coordinator's processor s",
     ]
     print(table(head, rows))
-    print(f"\nLoad average: {os.getloadavg()[0]:.1f}. Commit of {shards:,} shards of two parts: {commit_s:.2f} s.\n")
+    print(
+        f"\nLoad average: {os.getloadavg()[0]:.1f}. Commit of {shards:,} shards of two parts: {commit_s:.2f} s.\n"
+    )
     scaling = seconds["1 worker"] / seconds["2 workers"]
     cast = seconds["1 worker, cast to float16"] / seconds["2 workers, cast to float16"]
     print(
         targets(
             ("2 workers ÷ 1 worker, limited by the processor: cast to float16", ">= 1.7", cast),
-            ("2 workers ÷ 1 worker, limited by memory and the start of the command", ">= 1.7", scaling),
+            (
+                "2 workers ÷ 1 worker, limited by memory and the start of the command",
+                ">= 1.7",
+                scaling,
+            ),
             ("processor ms of the coordinator for a shard", "<= 0.3", commit_s / shards * 1e3),
         )
     )

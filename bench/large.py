@@ -1,7 +1,8 @@
 """Loading a state of 8 GB on one rank, from the page cache and from the disk.
 
-`python -m bench.large`. `ucformat.torch.load` of a Llama-like state, packed and as arrays, alternated with raw ways to
-read the same files into the same memory of huge pages. Before each cold read the files are dropped from the page cache.
+`python -m bench.large`. `ucformat.torch.load` of a Llama-like state, packed and as arrays,
+alternated with raw ways to read the same files into the same memory of huge pages. Before each cold
+read the files are dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def main() -> None:
         flat[:] = np.arange(flat.size, dtype=np.float32)
         state[name] = torch.from_numpy(flat.reshape(rows, columns))
         at += flat.nbytes
-    print(f"{memory.nbytes / 1e9:.1f} GB in {len(state)} tensors, medians; {os.cpu_count()} threads.\n")
+    print(
+        f"{memory.nbytes / 1e9:.1f} GB in {len(state)} tensors, medians; {os.cpu_count()} threads.\n"
+    )
     wanted = []
     for form in ("packed", "zarr"):
         shutil.rmtree(FOLDER, ignore_errors=True)
@@ -63,17 +66,30 @@ def main() -> None:
         ours: Acts = {f"`load`, {form}, {how}": act for how, act in loads.items()}
         ways: Acts = {f"raw, {name}": partial(raw, files, memory, way) for name, way in RAW.items()}
         few: Acts = {name: ways[name] for name in ("raw, calls of 4 MiB", "raw, `mmap` + copy")}
-        few["raw, calls of 4 MiB, `O_DIRECT`"] = partial(raw, files, memory, RAW["calls of 4 MiB"], os.O_DIRECT)
+        few["raw, calls of 4 MiB, `O_DIRECT`"] = partial(
+            raw, files, memory, RAW["calls of 4 MiB"], os.O_DIRECT
+        )
         for where, acts in (("page cache", {**ways, **ours}), ("disk", {**few, **ours})):
             cold = where == "disk"
             times = alternated(COLD_ROUNDS if cold else ROUNDS, files, acts, cold=cold)
             seconds = {name: median(found) for name, found in times.items()}
             best = min(took for name, took in seconds.items() if name.startswith("raw"))
-            lines = [[n, f"{t:.2f}", f"{memory.nbytes / t / 1e9:.2f}", f"{best / t:.2f}"] for n, t in seconds.items()]
-            print(table([f"{form}, from the {where}", "seconds", "GB/s", "÷ best raw"], lines) + "\n")
+            lines = [
+                [n, f"{t:.2f}", f"{memory.nbytes / t / 1e9:.2f}", f"{best / t:.2f}"]
+                for n, t in seconds.items()
+            ]
+            print(
+                table([f"{form}, from the {where}", "seconds", "GB/s", "÷ best raw"], lines) + "\n"
+            )
             if not cold:
-                wanted += [(f"{n} ÷ best raw", f">= {GOALS[n.split(', ')[2]]}", best / seconds[n]) for n in ours]
-    assert all(np.array_equal(t.numpy().ravel()[:HUGE], np.arange(HUGE, dtype=np.float32)) for t in state.values())
+                wanted += [
+                    (f"{n} ÷ best raw", f">= {GOALS[n.split(', ')[2]]}", best / seconds[n])
+                    for n in ours
+                ]
+    assert all(
+        np.array_equal(t.numpy().ravel()[:HUGE], np.arange(HUGE, dtype=np.float32))
+        for t in state.values()
+    )
     print(targets(*wanted))
     shutil.rmtree(FOLDER)
 
@@ -88,7 +104,9 @@ def touched(nbytes: int) -> Any:
     return memory
 
 
-def raw(files: list[Path], memory: Any, way: Callable[[int, memoryview, int], None], flags: int = 0) -> None:
+def raw(
+    files: list[Path], memory: Any, way: Callable[[int, memoryview, int], None], flags: int = 0
+) -> None:
     """Read the bytes of the files, with a thread for each core, as far as the memory has room."""
     parts, left, cores = [], memoryview(memory), os.cpu_count() or 1
     for file in files:
@@ -108,7 +126,9 @@ def raw(files: list[Path], memory: Any, way: Callable[[int, memoryview, int], No
         list(pool.map(read, parts))
 
 
-def alternated(rounds: int, files: list[Path], acts: Acts, *, cold: bool = False) -> dict[str, list[float]]:
+def alternated(
+    rounds: int, files: list[Path], acts: Acts, *, cold: bool = False
+) -> dict[str, list[float]]:
     """The seconds of each round; the first, which warms the page cache, does not count unless each read is cold."""
     found: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds if cold else rounds + 1):

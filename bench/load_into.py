@@ -1,9 +1,10 @@
 """Filling a module for inference: `load_into` beside safetensors and a raw read of the same file.
 
-`python -m bench.load_into`. A Llama of about 1 GB in bfloat16, saved as a safetensors file and as a universal
-checkpoint, is loaded into a module on the meta device and into one on the host, alternated in one process, from the
-page cache. The raw read is `readinto` into memory that is allocated once for each tensor. With a CUDA device, a module
-is filled there, too; the raw read then copies each tensor from pinned memory.
+`python -m bench.load_into`. A Llama of about 1 GB in bfloat16, saved as a safetensors file and as a
+universal checkpoint, is loaded into a module on the meta device and into one on the host,
+alternated in one process, from the page cache. The raw read is `readinto` into memory that is
+allocated once for each tensor. With a CUDA device, a module is filled there, too; the raw read then
+copies each tensor from pinned memory.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def raw(file: Path, device: str) -> None:
     pinned = torch.empty(1 << 27, dtype=torch.uint8, pin_memory=True) if device == "cuda" else None
     with file.open("rb", buffering=0) as f:
         header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        for info in sorted((v for k, v in header.items() if k != "__metadata__"), key=lambda v: v["data_offsets"]):
+        for info in sorted(
+            (v for k, v in header.items() if k != "__metadata__"), key=lambda v: v["data_offsets"]
+        ):
             nbytes = info["data_offsets"][1] - info["data_offsets"][0]
             tensor = torch.empty(nbytes, dtype=torch.uint8) if pinned is None else pinned[:nbytes]
             view = memoryview(tensor.numpy())
@@ -97,7 +100,9 @@ def one(way: str) -> dict[str, float]:
     for p in model.parameters():
         if not p.is_meta:
             p.detach().zero_()  # its memory is there, as in a module that is filled again
-    load = loads.get(kind, lambda model: ucformat.torch.load_into(model, folder / place, device=device))
+    load = loads.get(
+        kind, lambda model: ucformat.torch.load_into(model, folder / place, device=device)
+    )
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident()
     begun = time.perf_counter()
@@ -117,7 +122,9 @@ def resident() -> float:
 
 def peak() -> float:
     """The most bytes that this process has had in memory."""
-    line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
+    line = next(
+        s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -154,9 +161,17 @@ def main() -> None:
         for way, of in found.items()
     ]
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
-    print(f"{nbytes / 1e6:.0f} MB in bfloat16, medians of {ROUNDS} interleaved rounds; load average {load}.\n")
-    print(table(["", "GB/s", "× raw read", "× safetensors", "peak RSS above the module, MB"], rows) + "\n")
-    goals = [(f"{way} ÷ {base(way)}", ">= 0.85", ratios[way]) for way in ways[3:5] + ways[6:8] + ways[10:]]
+    print(
+        f"{nbytes / 1e6:.0f} MB in bfloat16, medians of {ROUNDS} interleaved rounds; load average {load}.\n"
+    )
+    print(
+        table(["", "GB/s", "× raw read", "× safetensors", "peak RSS above the module, MB"], rows)
+        + "\n"
+    )
+    goals = [
+        (f"{way} ÷ {base(way)}", ">= 0.85", ratios[way])
+        for way in ways[3:5] + ways[6:8] + ways[10:]
+    ]
     print(targets(*goals))
 
 

@@ -45,7 +45,9 @@ class Model(torch.nn.Module):
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x)
-        return torch.nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1).float(), tokens.flatten())
+        return torch.nn.functional.cross_entropy(
+            self.lm_head(x).flatten(0, 1).float(), tokens.flatten()
+        )
 
 
 def main() -> None:
@@ -59,7 +61,9 @@ def main() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, model_parameters=list(model.parameters())
+    )
     loss = engine(torch.randint(0, int(sizes[-1]), (1, 8)))
     engine.backward(loss)
     engine.step()

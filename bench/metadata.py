@@ -1,9 +1,9 @@
 """Metadata of 100,000 shards, 1,000 tensors cut over 100 ranks: bytes, and the time to open it, beside PyTorch DCP's.
 
-`python -m bench.metadata`. DCP's `.metadata` is what its FileSystemWriter makes of the results of 100 ranks; ours are
-the manifest and the sidecar of the packed form, with a checksum for each shard. DCP's is opened by its
-FileSystemReader, which unpickles it; ours by `ucformat.open`, and the extents of all tensors are read and checked, as
-columns. Page-cached, interleaved, imports done.
+`python -m bench.metadata`. DCP's `.metadata` is what its FileSystemWriter makes of the results of
+100 ranks; ours are the manifest and the sidecar of the packed form, with a checksum for each shard.
+DCP's is opened by its FileSystemReader, which unpickles it; ours by `ucformat.open`, and the
+extents of all tensors are read and checked, as columns. Page-cached, interleaved, imports done.
 """
 
 from __future__ import annotations
@@ -55,11 +55,19 @@ def main() -> None:
     cuts = np.arange(SHARDS + 1) * shapes[:, :1] // SHARDS  # first row of each shard, and the end
     theirs = write_dcp(folder / "dcp", shapes, cuts)
     begun = time.perf_counter()
-    data = encode_columns(columns(shapes, cuts), [f"data/{'0' * 20}/rank-{k:05d}.bin" for k in range(SHARDS)])
+    data = encode_columns(
+        columns(shapes, cuts), [f"data/{'0' * 20}/rank-{k:05d}.bin" for k in range(SHARDS)]
+    )
     encoding = time.perf_counter() - begun
     ours = write_ours(folder / "ours", shapes, data)
 
-    seconds: dict[str, list[float]] = {"dcp": [], "ours": [], "manifest": [], "extents": [], "plan": []}
+    seconds: dict[str, list[float]] = {
+        "dcp": [],
+        "ours": [],
+        "manifest": [],
+        "extents": [],
+        "plan": [],
+    }
     for _ in range(ROUNDS):
         seconds["dcp"].append(timed(lambda: read_dcp(folder / "dcp")))
         seconds["ours"].append(timed(lambda: extents(folder / "ours")))
@@ -71,7 +79,14 @@ def main() -> None:
     ms = {k: median(v) * 1e3 for k, v in seconds.items()}
     shards = TENSORS * SHARDS
     rows = [
-        ["DCP `.metadata`", f"{theirs / 1e3:,.0f}", f"{theirs / shards:.1f}", f"{ms['dcp']:,.0f}", "1.0", "1.0"],
+        [
+            "DCP `.metadata`",
+            f"{theirs / 1e3:,.0f}",
+            f"{theirs / shards:.1f}",
+            f"{ms['dcp']:,.0f}",
+            "1.0",
+            "1.0",
+        ],
         [
             "manifest + sidecar",
             f"{ours / 1e3:,.0f}",

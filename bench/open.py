@@ -1,9 +1,10 @@
 """Opening checkpoints: the 1.1 GB ZeRO-3 checkpoint in place, and universal ones of up to a million tensors.
 
-`python -m bench.open`. Of the first it measures the time from a fresh interpreter with imports done to one row of one
-tensor, and the bytes read, as a recording store counts them. Of the others only the manifest exists, and each is opened
-in processes of its own, which have opened a checkpoint of one tensor before: processor seconds, and the memory above
-what the process held then, at the end and at most.
+`python -m bench.open`. Of the first it measures the time from a fresh interpreter with imports done
+to one row of one tensor, and the bytes read, as a recording store counts them. Of the others only
+the manifest exists, and each is opened in processes of its own, which have opened a checkpoint of
+one tensor before: processor seconds, and the memory above what the process held then, at the end
+and at most.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ print(json.dumps([seconds, after - before, most - before, time.process_time() - 
 
 def main() -> None:
     in_place()
-    print("\nUniversal checkpoints: names of 50 characters in 4 states (`names`: arrays of one state each):\n")
+    print(
+        "\nUniversal checkpoints: names of 50 characters in 4 states (`names`: arrays of one state each):\n"
+    )
     folder = OUT / "open"
     shutil.rmtree(folder, ignore_errors=True)
     one = written(folder / "one", 1, "packed")
@@ -76,14 +79,27 @@ def main() -> None:
             rows.append([f"{tensors:,}", form, *cells])
             if form != "names":
                 goals.append((f"{tensors:,}, {form}, s", f"<= {seconds}", took))
-                goals.append((f"{tensors:,}, {form}, MB at most", f"<= {memory / 1e6:.0f}", most / 1e6))
-    head = ["tensors", "form", "manifest, MB", "processor, s", "MB held", "MB at most", "first tensor, ms"]
+                goals.append(
+                    (f"{tensors:,}, {form}, MB at most", f"<= {memory / 1e6:.0f}", most / 1e6)
+                )
+    head = [
+        "tensors",
+        "form",
+        "manifest, MB",
+        "processor, s",
+        "MB held",
+        "MB at most",
+        "first tensor, ms",
+    ]
     print(table(head, rows) + "\n")
     sizes = {
         name: (TensorTable.of(docs(n, "packed")), size)
         for name, n, size in (("DeepSeek-V3", 190_820, 8), ("Llama 405B", 4_548, 0.5))
     }
-    goals += [(f"table of {name}, packed, MB", f"<= {mb}", len(t.as_json()) / 1e6) for name, (t, mb) in sizes.items()]
+    goals += [
+        (f"table of {name}, packed, MB", f"<= {mb}", len(t.as_json()) / 1e6)
+        for name, (t, mb) in sizes.items()
+    ]
     print(targets(*goals))
     shutil.rmtree(folder)
 
@@ -106,7 +122,12 @@ def in_place() -> None:
         ]
     ]
     print(table(["median, ms", "slowest, ms", "kB read", "reads"], rows) + "\n")
-    print(targets(("median, ms", "<= 500", median(seconds) * 1e3), ("kB read", "<= 2000", store.nbytes / 1e3)))
+    print(
+        targets(
+            ("median, ms", "<= 500", median(seconds) * 1e3),
+            ("kB read", "<= 2000", store.nbytes / 1e3),
+        )
+    )
 
 
 def docs(tensors: int, form: str) -> Iterator[TensorDoc]:
@@ -123,13 +144,17 @@ def docs(tensors: int, form: str) -> Iterator[TensorDoc]:
             continue
         digest = f"xxh3:{md5(f'{name} {state}'.encode(), usedforsecurity=False).hexdigest()}"
         grid = (256, shape[1] // 8)
-        yield TensorDoc(name, state, dtype, shape, grid, shape, digest, f"data/{ATTEMPT}/{state}/{name}", (at,))
+        yield TensorDoc(
+            name, state, dtype, shape, grid, shape, digest, f"data/{ATTEMPT}/{state}/{name}", (at,)
+        )
 
 
 def written(place: Path, tensors: int, form: str) -> Path:
     """A checkpoint of which only the manifest exists."""
     place.mkdir(parents=True)
-    sidecar = SidecarDoc(path=f"data/{ATTEMPT}/extents.safetensors", nbytes=0, digest=f"sha256:{'0' * 64}")
+    sidecar = SidecarDoc(
+        path=f"data/{ATTEMPT}/extents.safetensors", nbytes=0, digest=f"sha256:{'0' * 64}"
+    )
     manifest = Manifest(
         id="0" * 32,
         attempt=ATTEMPT,
@@ -143,7 +168,9 @@ def written(place: Path, tensors: int, form: str) -> Path:
 
 def measured(one: Path, place: Path) -> list[float]:
     """Processor seconds to open it, bytes held then and at most, seconds to its first tensor, and its tensors."""
-    done = subprocess.run([ours(), "-c", OPEN, str(one), str(place)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [ours(), "-c", OPEN, str(one), str(place)], capture_output=True, text=True, check=True
+    )
     found: list[float] = json.loads(done.stdout)
     return found
 

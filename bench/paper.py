@@ -1,8 +1,9 @@
 """The Universal Checkpointing paper's sources and targets: is every rank's every byte right, and how many are read?
 
-Each source is a checkpoint in Megatron-DeepSpeed's format, opened in place. For each target all ranks plan and execute
-their reads, which are compared bit for bit with arrays made by NumPy. A cell is the bytes read from the files divided
-by the bytes of the tensors that the ranks hold, over all ranks; `≠` where a rank has a wrong byte. Exit code 1 if any.
+Each source is a checkpoint in Megatron-DeepSpeed's format, opened in place. For each target all
+ranks plan and execute their reads, which are compared bit for bit with arrays made by NumPy. A cell
+is the bytes read from the files divided by the bytes of the tensors that the ranks hold, over all
+ranks; `≠` where a rank has a wrong byte. Exit code 1 if any.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ class Opened:
     def cell(self, target: Degrees) -> Cell:
         """Read it as all ranks of a target."""
         where = layout(target)
-        found = read_all(self.ck, self.recorder, where, lambda rank: expected(self.truth, target, rank))
-        return Cell(str(self.degrees), str(target), target.ranks, needed(self.truth, target), *found)
+        found = read_all(
+            self.ck, self.recorder, where, lambda rank: expected(self.truth, target, rank)
+        )
+        return Cell(
+            str(self.degrees), str(target), target.ranks, needed(self.truth, target), *found
+        )
 
 
 def cells(folder: Path) -> Iterator[Cell]:
@@ -57,7 +62,9 @@ def cells(folder: Path) -> Iterator[Cell]:
 
 def _table(found: Sequence[Cell]) -> str:
     rows = [[str(s), *(str(c) for c in found if c.source == str(s))] for s in SOURCES]
-    read, needed, ranks = (sum(getattr(c, what) for c in found) for what in ("read", "needed", "ranks"))
+    read, needed, ranks = (
+        sum(getattr(c, what) for c in found) for what in ("read", "needed", "ranks")
+    )
     return (
         "Rows are sources, columns targets: TP×PP×DP(×SP), ZeRO stage. Cells: bytes read / bytes needed over all "
         "ranks, `≠` if any byte differs.\n\n"
@@ -69,19 +76,33 @@ def _table(found: Sequence[Cell]) -> str:
 
 def _ranks(found: Sequence[Cell]) -> str:
     rows = [
-        [c.target, f"{c.needed:,}", f"{c.read:,}", "≠" if c.wrong else f"{c.ratio:.4f}", f"{c.planning:,}"]
+        [
+            c.target,
+            f"{c.needed:,}",
+            f"{c.read:,}",
+            "≠" if c.wrong else f"{c.ratio:.4f}",
+            f"{c.planning:,}",
+        ]
         for c in found
     ]
     return table([f"{found[0].source}, read as", "bytes needed", "read", "ratio", "to open"], rows)
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.paper", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.paper", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--json", action="store_true", help="every cell as JSON")
-    parser.add_argument("--ranks", type=int, metavar="N", help="instead: N ranks of ZeRO 3, read by N others")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="instead: N ranks of ZeRO 3, read by N others"
+    )
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as place:
-        found = list(many_ranks(Path(place), chosen.ranks)) if chosen.ranks else list(cells(Path(place)))
+        found = (
+            list(many_ranks(Path(place), chosen.ranks))
+            if chosen.ranks
+            else list(cells(Path(place)))
+        )
     wrong = [cell for cell in found if cell.wrong]
     if chosen.json:
         print(json.dumps([asdict(cell) for cell in found], indent=1))

@@ -1,7 +1,7 @@
 """The model of the paper's table, what becomes of it on each rank, and that once more as layouts of ucformat.
 
-`expected` cuts, joins and pads with NumPy alone, as Megatron-DeepSpeed and DeepSpeed do it: nothing of it goes through
-ucformat's geometry, which it is to prove.
+`expected` cuts, joins and pads with NumPy alone, as Megatron-DeepSpeed and DeepSpeed do it: nothing
+of it goes through ucformat's geometry, which it is to prove.
 """
 
 from __future__ import annotations
@@ -19,17 +19,33 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["SOURCES", "TARGETS", "Degrees", "Truth", "expected", "layout", "needed", "to_gpt_model", "write_source"]
+__all__ = [
+    "SOURCES",
+    "TARGETS",
+    "Degrees",
+    "Truth",
+    "expected",
+    "layout",
+    "needed",
+    "to_gpt_model",
+    "write_source",
+]
 
 Arrays = dict[tuple[str, str], Any]  # (name, state) -> array
 
 HEADS, GROUPS, SIZE, INNER, LAYERS, VOCAB, SEQ = 4, 2, 3, 2050, 2, 27, 7
 HIDDEN = HEADS * SIZE
-QKV = (HEADS * SIZE, GROUPS * SIZE, GROUPS * SIZE)  # grouped-query attention: fewer rows of keys and values
+QKV = (
+    HEADS * SIZE,
+    GROUPS * SIZE,
+    GROUPS * SIZE,
+)  # grouped-query attention: fewer rows of keys and values
 FIRST_LAYERS = (0, 1)  # of the stages of two
 DIVISIBLE = 4  # the vocabulary is padded to a multiple of this times TP, so to 28 or 32 rows
 LAYER = "language_model.encoder.layers."
-EMBEDDING, POSITIONS = (f"language_model.embedding.{n}_embeddings.weight" for n in ("word", "position"))
+EMBEDDING, POSITIONS = (
+    f"language_model.embedding.{n}_embeddings.weight" for n in ("word", "position")
+)
 FROZEN = f"{LAYER}1.mlp.dense_4h_to_h.weight"
 
 
@@ -47,7 +63,10 @@ class Degrees(NamedTuple):
         return self.tp * self.pp * self.dp * self.sp
 
     def __str__(self) -> str:
-        return "×".join(map(str, (self.tp, self.pp, self.dp, self.sp)[: 3 + (self.sp > 1)])) + f" Z{self.zero}"
+        return (
+            "×".join(map(str, (self.tp, self.pp, self.dp, self.sp)[: 3 + (self.sp > 1)]))
+            + f" Z{self.zero}"
+        )
 
 
 SOURCES = tuple(Degrees(*given) for given in PAPER_SOURCES)
@@ -71,7 +90,11 @@ def model(degrees: Degrees) -> Model:
     for name in fused:
         made.cuts[name] = [[n // degrees.tp] * degrees.tp for n in QKV]
     made.info["parameter_with_sub_params"] = [
-        {"patterns": [f"^{n}$" for n in fused if n.endswith(end)], "shape": shape, "partition_dim": 0}
+        {
+            "patterns": [f"^{n}$" for n in fused if n.endswith(end)],
+            "shape": shape,
+            "partition_dim": 0,
+        }
         for end, shape in ((".weight", (QKV, HIDDEN)), (".bias", (QKV,)))
     ]
     made.frozen = tuple(n for n in made.names if to_gpt_model(n) == FROZEN)
@@ -86,7 +109,11 @@ def to_gpt_model(name: str) -> str:
     if not first.isdecimal():
         return name
     number = int(first) - 2
-    return f"language_model.encoder.final_layernorm.{rest}" if number == LAYERS else f"{LAYER}{number}.{rest}"
+    return (
+        f"language_model.encoder.final_layernorm.{rest}"
+        if number == LAYERS
+        else f"{LAYER}{number}.{rest}"
+    )
 
 
 @dataclass(frozen=True)
@@ -104,19 +131,25 @@ class Truth:
     def groups(self) -> list[list[str]]:
         """The optimizer's: matrices, then vectors."""
         trained = [n for n in self.names if n != FROZEN]
-        return [[n for n in trained if (self.arrays[n, "master"].ndim > 1) == big] for big in (True, False)]
+        return [
+            [n for n in trained if (self.arrays[n, "master"].ndim > 1) == big]
+            for big in (True, False)
+        ]
 
     @cached_property
     def ones(self) -> Truth:
         """Ones in place of every element: what is one on a rank is an element of a tensor, what is zero is not."""
         return Truth(
-            {k: np.ones_like(a) for k, a in self.arrays.items()}, {k: np.ones_like(a) for k, a in self.padding.items()}
+            {k: np.ones_like(a) for k, a in self.arrays.items()},
+            {k: np.ones_like(a) for k, a in self.padding.items()},
         )
 
     @cached_property
     def shapes(self) -> frozenset[object]:
         """What says how many elements each rank holds."""
-        return frozenset((k, a.shape) for part in (self.arrays, self.padding) for k, a in part.items())
+        return frozenset(
+            (k, a.shape) for part in (self.arrays, self.padding) for k, a in part.items()
+        )
 
 
 def write_source(folder: Path, degrees: Degrees) -> Truth:
@@ -143,7 +176,10 @@ def expected(truth: Truth, degrees: Degrees, rank: int) -> Arrays:
     rest, t = divmod(rank, degrees.tp)
     rest, s = divmod(rest, degrees.sp)
     stage, d = divmod(rest, degrees.dp)
-    ways, way = degrees.dp * degrees.sp, d * degrees.sp + s  # sequence-parallel ranks count as data-parallel ones
+    ways, way = (
+        degrees.dp * degrees.sp,
+        d * degrees.sp + s,
+    )  # sequence-parallel ranks count as data-parallel ones
     out: Arrays = {}
     for (name, state), a in truth.arrays.items():
         if not _on_stage(name, stage, degrees.pp):
@@ -173,7 +209,9 @@ def needed(truth: Truth, degrees: Degrees) -> int:
     """The bytes of the tensors' elements that all ranks hold, flat buffers' padding not counted."""
     which = (truth.shapes, degrees)  # the values do not matter
     if which not in _NEEDED:
-        held = (a for rank in range(degrees.ranks) for a in expected(truth.ones, degrees, rank).values())
+        held = (
+            a for rank in range(degrees.ranks) for a in expected(truth.ones, degrees, rank).values()
+        )
         _NEEDED[which] = sum(int(np.count_nonzero(a)) * int(a.itemsize) for a in held)
     return _NEEDED[which]
 
@@ -195,7 +233,9 @@ def _local(truth: Truth, name: str, state: str, t: int, tp: int) -> Any:
     if name == EMBEDDING:
         rows = -len(a) % (DIVISIBLE * tp)
         spare = truth.padding.get((name, state), a[:0])
-        spare = spare if len(spare) == rows else np.zeros((rows, *a.shape[1:]), a.dtype)  # trained as many, or none
+        spare = (
+            spare if len(spare) == rows else np.zeros((rows, *a.shape[1:]), a.dtype)
+        )  # trained as many, or none
         return np.split(np.concatenate([a, spare]), tp)[t]
     if "query_key_value" in name:
         q, k, v = np.split(a, np.cumsum(QKV[:-1]))
@@ -211,7 +251,9 @@ def _local(truth: Truth, name: str, state: str, t: int, tp: int) -> Any:
 def _part(a: Any, way: int, ways: int) -> Any:
     """A data-parallel rank's part of one parameter under ZeRO 3."""
     size = -(-a.size // ways)
-    return np.concatenate([a.reshape(-1), np.zeros(size * ways - a.size, a.dtype)])[way * size : (way + 1) * size]
+    return np.concatenate([a.reshape(-1), np.zeros(size * ways - a.size, a.dtype)])[
+        way * size : (way + 1) * size
+    ]
 
 
 def layout(degrees: Degrees) -> Layout:
@@ -237,12 +279,22 @@ def layout(degrees: Degrees) -> Layout:
                 {"match": EMBEDDING, "place": [{**column, "pad_to": DIVISIBLE * tp}]},
                 {"match": "*.query_key_value.*", "place": [{**column, "parts": list(QKV)}]},
                 {"match": "*.dense_h_to_4h.*", "place": [{**column, "parts": [1, 1]}]},
-                {"match": ["*.dense.weight", "*.dense_4h_to_h.weight"], "place": [{"shard": 1, "over": "tp"}]},
+                {
+                    "match": ["*.dense.weight", "*.dense_4h_to_h.weight"],
+                    "place": [{"shard": 1, "over": "tp"}],
+                },
                 {"match": "*", "place": ["replicate"]},
             ],
             "data": [
-                {"match": FROZEN, "place": [{**flat, "flat": "tensor"} if zero == 3 else "replicate"]},
-                {"match": "*", "states": [*FLAT, *(["weight"] if zero == 3 else [])], "place": [flat]},
+                {
+                    "match": FROZEN,
+                    "place": [{**flat, "flat": "tensor"} if zero == 3 else "replicate"],
+                },
+                {
+                    "match": "*",
+                    "states": [*FLAT, *(["weight"] if zero == 3 else [])],
+                    "place": [flat],
+                },
                 {"match": "*", "place": ["replicate"]},
             ],
         }

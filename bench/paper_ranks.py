@@ -28,7 +28,8 @@ _SUB_GROUPS = 8  # about so many, where ZeRO 3 cuts its group
 def many_ranks(folder: Path, ranks: int, hidden: int = 222, layers: int = 3) -> Iterator[Cell]:
     """Write it, and read it as each of three layouts: ZeRO 3 with other sub-groups, FSDP2, ZeRO 1.
 
-    `needed` is the size of the state: each byte of it is on one rank, but for `step`, which all have.
+    `needed` is the size of the state: each byte of it is on one rank, but for `step`, which all
+    have.
     """
     arrays = _llama(hidden, layers)
     write_zero3(folder, arrays, ranks)
@@ -50,7 +51,9 @@ def many_ranks(folder: Path, ranks: int, hidden: int = 222, layers: int = 3) -> 
         recorder = RecordingStore(LocalStore(folder))
         ck = open_checkpoint(recorder)
         opened = recorder.nbytes
-        read, planning, wrong = read_all(ck, recorder, where, [held | steps for held in expected].__getitem__)
+        read, planning, wrong = read_all(
+            ck, recorder, where, [held | steps for held in expected].__getitem__
+        )
         yield Cell(f"{ranks} ranks of ZeRO 3", title, ranks, size, read, opened + planning, wrong)
 
 
@@ -61,11 +64,19 @@ def _llama(hidden: int, layers: int) -> Arrays:
         of = f"model.layers.{i}."
         inner = 8 * hidden // 3 + 1
         shapes |= {f"{of}self_attn.qkv_proj.weight": (hidden + 2 * (hidden // 3), hidden)}
-        shapes |= {f"{of}self_attn.o_proj.weight": (hidden, hidden), f"{of}input_layernorm.weight": (hidden,)}
-        shapes |= {f"{of}mlp.gate_up_proj.weight": (2 * inner, hidden), f"{of}mlp.down_proj.weight": (hidden, inner)}
+        shapes |= {
+            f"{of}self_attn.o_proj.weight": (hidden, hidden),
+            f"{of}input_layernorm.weight": (hidden,),
+        }
+        shapes |= {
+            f"{of}mlp.gate_up_proj.weight": (2 * inner, hidden),
+            f"{of}mlp.down_proj.weight": (hidden, inner),
+        }
     shapes["model.norm.weight"] = (hidden,)
     rng = np.random.default_rng(0)
-    return {(n, s): rng.standard_normal(shape, np.float32) for n, shape in shapes.items() for s in FLAT}
+    return {
+        (n, s): rng.standard_normal(shape, np.float32) for n, shape in shapes.items() for s in FLAT
+    }
 
 
 def _shapes(arrays: Arrays) -> dict[str, tuple[int, ...]]:
@@ -102,6 +113,9 @@ def _zero1(arrays: Arrays, ranks: int) -> list[Expected]:
 def _fsdp2(arrays: Arrays, ranks: int) -> list[Expected]:
     """`torch.chunk` of dim 0: the last ranks may have less, or nothing."""
     return [
-        {key: a[rank * (size := -(-len(a) // ranks)) : (rank + 1) * size] for key, a in arrays.items()}
+        {
+            key: a[rank * (size := -(-len(a) // ranks)) : (rank + 1) * size]
+            for key, a in arrays.items()
+        }
         for rank in range(ranks)
     ]

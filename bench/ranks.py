@@ -1,11 +1,13 @@
 """Plans of saves and loads by up to 16,384 ranks, with the real planning functions: seconds, memory, and bytes.
 
-`python -m bench.ranks [--json] [--ranks N …]`. A process for each case and number of ranks. Statements are made for
-rank 0, for the first and the last rank of each distinct description, and for 16 others; the message of each other rank
-is that of the first one that holds the same, under its own number. All messages are merged in the tree that ranks form.
+`python -m bench.ranks [--json] [--ranks N …]`. A process for each case and number of ranks.
+Statements are made for rank 0, for the first and the last rank of each distinct description, and
+for 16 others; the message of each other rank is that of the first one that holds the same, under
+its own number. All messages are merged in the tree that ranks form.
 
-Up to 256 ranks, all statements are made: what all ranks write, piece by piece, is compared with the extents that a
-reader of the manifest and the sidecar gets, and what each rank expects from others with what these send.
+Up to 256 ranks, all statements are made: what all ranks write, piece by piece, is compared with the
+extents that a reader of the manifest and the sidecar gets, and what each rank expects from others
+with what these send.
 """
 
 from __future__ import annotations
@@ -127,7 +129,9 @@ class RankZero:
         answer = then(value)
         self._question = answer if isinstance(answer, Addressed) else None
         if isinstance(answer, Addressed):
-            self.exchanged += sum(DEPTH * len(encode(told, answer_kind)) for told in answer.others.values())
+            self.exchanged += sum(
+                DEPTH * len(encode(told, answer_kind)) for told in answer.others.values()
+            )
             answer = answer.others.get(0, answer.common)
         self.exchanged += sent + (self.size - 1) * len(encode(answer, answer_kind))
         return answer
@@ -183,7 +187,9 @@ def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
     known: list[Any] = []  # as `plan_save` keeps it
 
     def plan() -> tuple[Any, Any, bytes]:
-        answer, joined = agree(group, stated, name, sums, lambda: ATTEMPT, equal=True, arrays=form == "zarr")
+        answer, joined = agree(
+            group, stated, name, sums, lambda: ATTEMPT, equal=True, arrays=form == "zarr"
+        )
         if answer.attempt is None or joined is None:
             raise SystemExit(f"{name}: the descriptions do not fit each other")
         if not known or known[0] is not joined:
@@ -200,7 +206,11 @@ def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
     exchanged = group.exchanged
     peak = memory.peak_mb()
     again = time.process_time()
-    if not stated.is_of([replace(i) for i in stated.items], list(stated._distributions), stated.facts):  # noqa: SLF001
+    if not stated.is_of(
+        [replace(i) for i in stated.items],
+        list(stated._distributions),
+        stated.facts,
+    ):
         raise SystemExit(f"{name}: an equal state is not found to be equal")
     plan()
     again_s = time.process_time() - again
@@ -247,14 +257,21 @@ def manifest_with(tensors: Any, sidecar: bytes) -> bytes:
         id="0" * 32,
         attempt=ATTEMPT,
         created=datetime.now(UTC),
-        sidecar=SidecarDoc(path=path, nbytes=len(sidecar), digest=bytes_digest(sidecar)) if sidecar else None,
-        writers=tuple(WriterDoc(rank=n, nbytes=10**9 + n, seconds=10 + n / 7, stall=n / 7000) for n in range(64)),
+        sidecar=SidecarDoc(path=path, nbytes=len(sidecar), digest=bytes_digest(sidecar))
+        if sidecar
+        else None,
+        writers=tuple(
+            WriterDoc(rank=n, nbytes=10**9 + n, seconds=10 + n / 7, stall=n / 7000)
+            for n in range(64)
+        ),
         tensors=tensors,
     )
     return manifest_bytes(manifest)
 
 
-def of_other(name: str, rank: int, ranks: int, answers: dict[str, Any]) -> dict[str, tuple[float, float]]:
+def of_other(
+    name: str, rank: int, ranks: int, answers: dict[str, Any]
+) -> dict[str, tuple[float, float]]:
     """The processor seconds of another rank, and its memory in MB, for each form."""
     from ucformat.torch.saving.options import SaveOptions
     from ucformat.torch.saving.plan import write_plan
@@ -316,7 +333,10 @@ def of_load(name: str, rank: int, ranks: int, found: dict[str, Any]) -> dict[str
     matched, problems, _ = match(shards, {}, ck, stored_names(ck, None), cast=False)
     if problems.lines(unexpected=False):
         raise SystemExit(f"{name}: {problems.lines(unexpected=False)[:3]}")
-    items = [item_for(ck.source, m.stored, [(n, p) for p in m.target.pieces]) for n, m in enumerate(matched)]
+    items = [
+        item_for(ck.source, m.stored, [(n, p) for p in m.target.pieces])
+        for n, m in enumerate(matched)
+    ]
     plan = make_plan(items)
     _check_sizes(plan, ck.source.store)
     return {
@@ -352,7 +372,9 @@ def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
     for rank in range(ranks):
         stated, _, _ = statement_of(CASES[name], rank, ranks)
         plans = {
-            form: write_plan(stated, found[form]["answer"].exceptions or Exceptions(), SaveOptions("", form))
+            form: write_plan(
+                stated, found[form]["answer"].exceptions or Exceptions(), SaveOptions("", form)
+            )
             for form in ("packed", "zarr")
         }
         end = 0
@@ -362,12 +384,16 @@ def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
             extents[number[info.key], rank, end, box] += 1
             end += Tiling.of(info.shape, info.itemsize).nbytes(box)
         zarr = plans["zarr"]
-        received: Counter[int] = Counter()  # messages of each sender, which come in the order in which they are sent
+        received: Counter[int] = (
+            Counter()
+        )  # messages of each sender, which come in the order in which they are sent
         for batch in zarr.batches:
             for task in batch.shards:
                 owners[stated.items[task.tensor].info.key, task.at] += 1
             for sender in {f.sender for s in batch.shards for f in s.fragments} - {rank}:
-                sent = tuple((stated.items[f.tensor].info.key, f.box) for f in batch.sent_by(sender))
+                sent = tuple(
+                    (stated.items[f.tensor].info.key, f.box) for f in batch.sent_by(sender)
+                )
                 extents[sender, rank, received[sender], hash(sent)] -= 1
                 received[sender] += 1
         told: Counter[int] = Counter()
@@ -391,7 +417,9 @@ def simulate(name: str, ranks: int) -> list[dict[str, Any]]:
     tree.join()
     groups, chance = groups_of(case, ranks), random.Random(ranks)
     some = chance.sample(sorted(groups), min(len(groups), 8))
-    others = {r for g in some for r in (groups[g][0], groups[g][-1])} | set(chance.sample(range(ranks), 16))
+    others = {r for g in some for r in (groups[g][0], groups[g][-1])} | set(
+        chance.sample(range(ranks), 16)
+    )
     answers = {form: found[form]["answer"] for form in FORMS}
     measured = [in_fork(of_other, name, rank, ranks, answers) for rank in sorted(others - {0})]
     differ = in_fork(differences, name, ranks, found) if ranks <= COMPARED else None
@@ -424,7 +452,9 @@ def main() -> None:
         warm_up()
         print(json.dumps(simulate(given.case[0], given.ranks[0])))
         return
-    asked = [(case, ranks) for ranks in sorted(given.ranks, reverse=True) for case in given.case[::-1]]  # longest first
+    asked = [
+        (case, ranks) for ranks in sorted(given.ranks, reverse=True) for case in given.case[::-1]
+    ]  # longest first
     with ThreadPoolExecutor(2) as pool:
         rows = [row for found in pool.map(lambda one: run_alone(*one), asked) for row in found]
     order = {case: n for n, case in enumerate(CASES)}
@@ -434,14 +464,18 @@ def main() -> None:
         return
     print("Seconds are those of the processor, memory is that above the state and the imports.\n")
     for heads in (SAVE, LOAD):
-        print(table(list(heads), [[str(row.get(head, "")) for head in heads] for row in rows]) + "\n")
+        print(
+            table(list(heads), [[str(row.get(head, "")) for head in heads] for row in rows]) + "\n"
+        )
     print(targets(*goals(rows)))
 
 
 def run_alone(case: str, ranks: int) -> list[dict[str, Any]]:
     """The rows of a case, from a process of its own."""
     command = [sys.executable, "-m", "bench.ranks", "--one", "--case", case, "--ranks", str(ranks)]
-    rows: list[dict[str, Any]] = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+    rows: list[dict[str, Any]] = json.loads(
+        subprocess.check_output(command, text=True).splitlines()[-1]
+    )
     for row in rows:
         print(json.dumps(row), file=sys.stderr)
     return rows
@@ -458,13 +492,21 @@ def goals(rows: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
             "exchanged_mb": 20, "metadata_mb": 15 if large else 3, "listed": 0,
             **{k: 1 if k.endswith("_s") else 300 for k in last if k.endswith(("load_s", "load_rss_mb"))},
         }  # fmt: skip
-        out += [(f"{case}, {last['ranks']} ranks: {k}", f"<= {limit}", last[k]) for k, limit in limits.items()]
+        out += [
+            (f"{case}, {last['ranks']} ranks: {k}", f"<= {limit}", last[k])
+            for k, limit in limits.items()
+        ]
         compared = [row for row in of_case if row["differ"] is not None]
-        out += [(f"{case}, {row['ranks']} ranks: differ", "<= 0", row["differ"]) for row in compared]
+        out += [
+            (f"{case}, {row['ranks']} ranks: differ", "<= 0", row["differ"]) for row in compared
+        ]
         middle = next((row for row in of_case if row["ranks"] == 1024), None)
         if middle and last is not middle:
             growing = ("first_s", "rss_mb", "metadata_mb")
-            out += [(f"{case}, from 1024: {k}, times", "<= 1.5", last[k] / max(middle[k], 1e-3)) for k in growing]
+            out += [
+                (f"{case}, from 1024: {k}, times", "<= 1.5", last[k] / max(middle[k], 1e-3))
+                for k in growing
+            ]
     return out
 
 

@@ -16,9 +16,18 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.statement import Statement
     from ucformat.torch.state.local import LocalShard
 
-STATES = (("weight", "bfloat16"), ("master", "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
+STATES = (
+    ("weight", "bfloat16"),
+    ("master", "float32"),
+    ("exp_avg", "float32"),
+    ("exp_avg_sq", "float32"),
+)
 LAYERS, HIDDEN, FFN, VOCAB, KV = 126, 16384, 53248, 128256, 1024
-DENSE, EXPERTS, EP = 3, 256, 64  # layers without experts, experts of each other layer, and ranks over which these are
+DENSE, EXPERTS, EP = (
+    3,
+    256,
+    64,
+)  # layers without experts, experts of each other layer, and ranks over which these are
 
 
 def llama() -> dict[str, tuple[int, ...]]:
@@ -132,7 +141,14 @@ def zero1(rank: int, ranks: int) -> list[Held]:
             return [Shard(0), Replicate()]
         return [Shard(0) if dim else _StridedShard(0, split_factor=8), Shard(dim)]
 
-    return [Held((dp, 8), range(stage * each, (stage + 1) * each), {n: s for n, s in llama().items() if of(n)}, place)]
+    return [
+        Held(
+            (dp, 8),
+            range(stage * each, (stage + 1) * each),
+            {n: s for n, s in llama().items() if of(n)},
+            place,
+        )
+    ]
 
 
 def expert_parallel(rank: int, ranks: int) -> list[Held]:
@@ -168,9 +184,13 @@ def tensors_of(case: Case, rank: int, ranks: int) -> list[tuple[str, str, Any]]:
             mesh = DeviceMesh("cpu", places, _init_backend=False, _rank=rank)
 
             @cache  # layers repeat, and no value differs
-            def made(shape: tuple[int, ...], dtype: str, placements: tuple[Any, ...], mesh: Any = mesh) -> Any:
+            def made(
+                shape: tuple[int, ...], dtype: str, placements: tuple[Any, ...], mesh: Any = mesh
+            ) -> Any:
                 local, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
-                one = torch.zeros((), dtype=getattr(torch, dtype)).expand(local)  # replicas are equal
+                one = torch.zeros((), dtype=getattr(torch, dtype)).expand(
+                    local
+                )  # replicas are equal
                 strides = torch.empty(shape, device="meta").stride()
                 return DTensor.from_local(
                     one, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
@@ -214,5 +234,7 @@ def statement_of(case: Case, rank: int, ranks: int) -> Stated:
     distributions = [info.distributions[n] if n >= 0 else None for n in info.distributed]
     statement = Statement(rank, items, distributions, Facts({}, {}))
     memories = [host_memory(s.tensor) for s in shards]
-    sums = checksums(items, lambda n, p: elements_of(shards[n].pieces[p], memories[n], shards[n].info.itemsize))
+    sums = checksums(
+        items, lambda n, p: elements_of(shards[n].pieces[p], memories[n], shards[n].info.itemsize)
+    )
     return Stated(statement, sums, time.process_time() - begun)

@@ -1,8 +1,9 @@
 """Reading 1/8 along dim 0, 1/8 along dim 1 and all of a 1 GiB tensor into existing memory.
 
-`python -m bench.read`. ucformat against the best raw way to read as many bytes from the page cache, alternated with it
-in one process and into the same memory, for memory of 4 KiB pages and of huge pages; then from the disk; then PyTorch
-DCP, safetensors' `get_slice` and a copy, and TensorStore, each in a process of its own (`bench/readers.py`).
+`python -m bench.read`. ucformat against the best raw way to read as many bytes from the page cache,
+alternated with it in one process and into the same memory, for memory of 4 KiB pages and of huge
+pages; then from the disk; then PyTorch DCP, safetensors' `get_slice` and a copy, and TensorStore,
+each in a process of its own (`bench/readers.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ READERS = {
 
 def main() -> None:
     make_files()
-    print(f"float32 {SHAPE}; medians of {ROUNDS} alternated rounds; the best raw way is that of any pages.\n")
+    print(
+        f"float32 {SHAPE}; medians of {ROUNDS} alternated rounds; the best raw way is that of any pages.\n"
+    )
     for what in SLICES:
         warm(what)
     cold()
@@ -64,8 +67,13 @@ def warm(what: str) -> None:
         pages: {name: median(times) for name, times in of.items()}
         for pages, of in read("compare", what, [str(ROUNDS)]).items()
     }
-    raw = {name for name in next(iter(found.values())) if not name.startswith(("ucformat", NOWHERE))}
-    best = {n: min(of[name] for of in found.values() for name in raw if name.endswith(n)) for n in THREADS}
+    raw = {
+        name for name in next(iter(found.values())) if not name.startswith(("ucformat", NOWHERE))
+    }
+    best = {
+        n: min(of[name] for of in found.values() for name in raw if name.endswith(n))
+        for n in THREADS
+    }
     names = list(next(iter(found.values())))
     rows = [
         [name, *(f"{nbytes(what) / 1e9 / of[name]:.2f}" for of in found.values())]
@@ -73,20 +81,35 @@ def warm(what: str) -> None:
         for name in names
     ]
     print(f"**{what}**\n")
-    print(table([what, *(f"GB/s, {p}" for p in found), *(f"÷ best raw, {p}" for p in found)], rows) + "\n")
+    print(
+        table([what, *(f"GB/s, {p}" for p in found), *(f"÷ best raw, {p}" for p in found)], rows)
+        + "\n"
+    )
     least = {n: min(of[f"{NOWHERE}, {n}"] for of in found.values()) for n in THREADS}
     bounds = " and ".join(f"{best[n] / least[n]:.2f} with {n}" for n in THREADS)
-    print("`preadv` of 256 KiB again and again into one buffer, a bound of every reader that does not map files:")
+    print(
+        "`preadv` of 256 KiB again and again into one buffer, a bound of every reader that does not map files:"
+    )
     print(f"{bounds} of the best raw way.\n")
     ours_ = found["huge pages"]
     goals = [(f"ucformat {kind}, {n}", n, goal) for n in THREADS for kind, goal in GOALS.items()]
-    print(targets(*((f"{name} ÷ best raw", f">= {goal}", best[n] / ours_[name]) for name, n, goal in goals)) + "\n")
+    print(
+        targets(
+            *(
+                (f"{name} ÷ best raw", f">= {goal}", best[n] / ours_[name])
+                for name, n, goal in goals
+            )
+        )
+        + "\n"
+    )
 
 
 def cold() -> None:
     rows = []
     for what in SLICES:
-        times = {name: median(values) for name, values in read("cold", what, [str(COLD_ROUNDS)]).items()}
+        times = {
+            name: median(values) for name, values in read("cold", what, [str(COLD_ROUNDS)]).items()
+        }
         rows.append([what, *(f"{nbytes(what) / 1e9 / seconds:.2f}" for seconds in times.values())])
     print(f"From the disk: GB/s, 2 threads, medians of {COLD_ROUNDS} alternated rounds.\n")
     print(table(["", *times], rows) + "\n")
@@ -104,7 +127,15 @@ def peers() -> None:
         for name, of in results.items():
             peak = max(r["peak"] for r in of) / 1e6
             ratio = seconds["PyTorch DCP"] / seconds[name]
-            rows.append([what, name, f"{nbytes(what) / 1e9 / seconds[name]:.2f}", f"{ratio:.1f}", f"{peak:.0f}"])
+            rows.append(
+                [
+                    what,
+                    name,
+                    f"{nbytes(what) / 1e9 / seconds[name]:.2f}",
+                    f"{ratio:.1f}",
+                    f"{peak:.0f}",
+                ]
+            )
         name = next(iter(READERS))
         goals.append((f"{what}: {name}, × DCP", ">= 5", seconds["PyTorch DCP"] / seconds[name]))
     print(f"Beside peers: medians of {PEER_ROUNDS} interleaved rounds.\n")
@@ -122,7 +153,11 @@ def make_files() -> None:
         source = FakeSource.write(LocalStore(OUT / "fake"), {("w", "weight"): a}, ranks=2)
         ucformat.convert(Checkpoint(source), OUT / "universal")
     script = ["bench/readers.py", "make", "", str(SHAPE[0]), str(SHAPE[1])]
-    subprocess.run([str(engine("deepspeed")), *script], check=True, env={**engine_environment(), "PYTHONPATH": "."})
+    subprocess.run(
+        [str(engine("deepspeed")), *script],
+        check=True,
+        env={**engine_environment(), "PYTHONPATH": "."},
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What `bench/read.py` runs in processes of their own; each prints a line of JSON.
 
-`readers.py compare SLICE ROUNDS`: seconds of ucformat and of all raw ways to read as many bytes, alternated, into the
-same memory. `readers.py cold SLICE ROUNDS`: the same from the disk. `readers.py READER SLICE [ARGUMENTS]`: seconds,
-bytes needed and peak memory of one reader, the best of three repetitions. Opening and planning are part of the time;
-memory is given.
+`readers.py compare SLICE ROUNDS`: seconds of ucformat and of all raw ways to read as many bytes,
+alternated, into the same memory. `readers.py cold SLICE ROUNDS`: the same from the disk.
+`readers.py READER SLICE [ARGUMENTS]`: seconds, bytes needed and peak memory of one reader, the best
+of three repetitions. Opening and planning are part of the time; memory is given.
 """
 
 from __future__ import annotations
@@ -47,13 +47,17 @@ def in_calls(fd: int, view: memoryview, at: int, nbytes: int) -> None:
 def in_vectors(fd: int, view: memoryview, at: int) -> None:
     """`preadv` of 256 vectors of 64 KiB."""
     while view:
-        done = os.preadv(fd, [view[i : i + (64 << 10)] for i in range(0, min(len(view), 16 << 20), 64 << 10)], at)
+        done = os.preadv(
+            fd, [view[i : i + (64 << 10)] for i in range(0, min(len(view), 16 << 20), 64 << 10)], at
+        )
         view, at = view[done:], at + done
 
 
 def mapped(fd: int, view: memoryview, at: int) -> None:
     """Map the file, and copy."""
-    with mmap.mmap(fd, len(view), mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ, offset=at) as file:
+    with mmap.mmap(
+        fd, len(view), mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ, offset=at
+    ) as file:
         np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(file, np.uint8))
 
 
@@ -78,7 +82,9 @@ RAW: dict[str, Callable[[int, memoryview, int], None]] = {
 NOWHERE = "256 KiB into the cache"
 
 
-def raw(out: Any, read: Callable[[int, memoryview, int], None], threads: int, flags: int = 0) -> None:
+def raw(
+    out: Any, read: Callable[[int, memoryview, int], None], threads: int, flags: int = 0
+) -> None:
     """As many bytes from the front of a file, each thread its part."""
     view = memoryview(out).cast("B")
     part = len(view) // threads
@@ -88,7 +94,11 @@ def raw(out: Any, read: Callable[[int, memoryview, int], None], threads: int, fl
             read(fd, view, 0)
             return
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda k: read(fd, view[k * part : (k + 1) * part], k * part), range(threads)))
+            list(
+                pool.map(
+                    lambda k: read(fd, view[k * part : (k + 1) * part], k * part), range(threads)
+                )
+            )
     finally:
         os.close(fd)
 
@@ -138,7 +148,10 @@ def cold(what: str, rounds: str) -> dict[str, list[float]]:
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(int(rounds)):
         for name, act in acts.items():
-            for file in [OUT / "tensor.bin", *(p for p in (OUT / "universal").rglob("*") if p.is_file())]:
+            for file in [
+                OUT / "tensor.bin",
+                *(p for p in (OUT / "universal").rglob("*") if p.is_file()),
+            ]:
                 fd = os.open(file, os.O_RDONLY)
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -177,7 +190,9 @@ def tensorstore(out: Any, what: str) -> None:
     manifest = json.loads((OUT / "universal" / "manifest.json").read_text())
     table = manifest["tensors"]
     path = OUT / "universal" / table["kinds"][0]["path"] / table["names"][0]
-    store = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path.absolute())}}).result()
+    store = ts.open(
+        {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path.absolute())}}
+    ).result()
     view = ts.array(out, copy=False, write=True)
     view.write(store[BOXES[what]][ts.d[:].translate_to[0]]).result()
 
@@ -203,11 +218,18 @@ def dcp(out: Any, what: str) -> None:
         def create_local_plan(self) -> Any:
             starts = [s.start or 0 for s in BOXES[what]]
             chunk = ChunkStorageMetadata(torch.Size(starts), torch.Size(SHAPES[what]))
-            return LoadPlan(create_read_items_for_chunk_list("w", self.metadata.state_dict_metadata["w"], [chunk]))
+            return LoadPlan(
+                create_read_items_for_chunk_list(
+                    "w", self.metadata.state_dict_metadata["w"], [chunk]
+                )
+            )
 
         def resolve_tensor(self, read_item: Any) -> Any:
             return tensor[
-                tuple(slice(o, o + n) for o, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))
+                tuple(
+                    slice(o, o + n)
+                    for o, n in zip(read_item.dest_offsets, read_item.lengths, strict=True)
+                )
             ]
 
     tensor = torch.from_numpy(out)

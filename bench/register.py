@@ -1,10 +1,12 @@
 """Registering trees of steps for the first time, again, and again in full; and one that very many others need.
 
-`python -m bench.register [--steps N] [--dependents N] [--without-postgres]`. By default 1,000 tiny steps of DeepSpeed's
-of two ranks and 27 tensors, then as many of which half are universal ones; each `ucp register -r` is a process. Then a
-catalog with one checkpoint, and 100,000 virtual ones that need it. PostgreSQL, on the same machine, syncs every commit.
+`python -m bench.register [--steps N] [--dependents N] [--without-postgres]`. By default 1,000 tiny
+steps of DeepSpeed's of two ranks and 27 tensors, then as many of which half are universal ones;
+each `ucp register -r` is a process. Then a catalog with one checkpoint, and 100,000 virtual ones
+that need it. PostgreSQL, on the same machine, syncs every commit.
 
-`python -m bench.register --large N` registers so many steps of DeepSpeed's in one process, and in two at the same time.
+`python -m bench.register --large N` registers so many steps of DeepSpeed's in one process, and in
+two at the same time.
 """
 
 from __future__ import annotations
@@ -66,15 +68,37 @@ def make_both(folder: Path, steps: int) -> None:
 def registering(folder: Path, steps: int, what: str) -> dict[str, float]:
     """Print what each pass cost; processor seconds of each, for 10,000 steps."""
     time.sleep(0.2)  # files that were changed a moment ago are not passed over
-    command = [ours(), "-m", "ucformat.cli", "register", "-r", str(folder), "-q", "--catalog", f"sqlite:///{folder}.db"]
+    command = [
+        ours(),
+        "-m",
+        "ucformat.cli",
+        "register",
+        "-r",
+        str(folder),
+        "-q",
+        "--catalog",
+        f"sqlite:///{folder}.db",
+    ]
     rows, found = [], {}
     for name, more in (("first", []), ("again", []), ("again, with `--rescan`", ["--rescan"])):
         done = run([*command, *more])
         if (number := len((OUT / "command.log").read_text().split())) != steps:
             raise SystemExit(f"{number} of {steps} were registered")
         found[name] = done.processor / steps * 1e4
-        rows.append([name, *(f"{n:.1f}" for n in (done.processor, done.seconds, found[name])), f"{done.peak >> 20}"])
-    head = [f"{steps:,} {what}", "processor seconds", "seconds", "processor seconds for 10,000", "MiB"]
+        rows.append(
+            [
+                name,
+                *(f"{n:.1f}" for n in (done.processor, done.seconds, found[name])),
+                f"{done.peak >> 20}",
+            ]
+        )
+    head = [
+        f"{steps:,} {what}",
+        "processor seconds",
+        "seconds",
+        "processor seconds for 10,000",
+        "MiB",
+    ]
     print(table(head, rows))
     return found
 
@@ -84,21 +108,35 @@ def large(folder: Path, steps: int) -> None:
     make_deepspeed(folder / "deepspeed", steps)
     time.sleep(0.2)
     rows = []
-    for name, catalog, parts in (("first", "one", 1), ("again", "one", 1), ("in two processes", "two", 2)):
+    for name, catalog, parts in (
+        ("first", "one", 1),
+        ("again", "one", 1),
+        ("in two processes", "two", 2),
+    ):
         command = [ours(), "-m", "ucformat.cli", "register", "-r", str(folder / "deepspeed"), "-q"]
         command += ["--catalog", f"sqlite:///{folder}/{catalog}.db"]
         begun = time.perf_counter()
         with ThreadPoolExecutor(parts) as pool:
-            each = [[*command, *(["--part", f"{part}/{parts}"] if parts > 1 else [])] for part in range(parts)]
+            each = [
+                [*command, *(["--part", f"{part}/{parts}"] if parts > 1 else [])]
+                for part in range(parts)
+            ]
             done = list(pool.map(run, each))
         seconds, processor = time.perf_counter() - begun, sum(one.processor for one in done)
         with Catalog(f"sqlite:///{folder}/{catalog}.db") as opened, opened.database.reading() as c:
             if (number := c.scalar(sa.select(sa.func.count()).select_from(Checkpoint))) != steps:
                 raise SystemExit(f"{number} of {steps} were registered")
         peak = f"{max(one.peak for one in done) >> 20}"
-        rows.append([name, f"{processor:.1f}", f"{seconds:.1f}", f"{processor / steps * 1e3:.2f}", peak])
+        rows.append(
+            [name, f"{processor:.1f}", f"{seconds:.1f}", f"{processor / steps * 1e3:.2f}", peak]
+        )
         print(f"{name}: load average {os.getloadavg()[0]:.1f}", flush=True)
-    print(table([f"{steps:,} steps", "processor seconds", "seconds", "processor ms for each", "MiB"], rows))
+    print(
+        table(
+            [f"{steps:,} steps", "processor seconds", "seconds", "processor ms for each", "MiB"],
+            rows,
+        )
+    )
 
 
 def needing(urls: Mapping[str, str], dependents: int) -> dict[str, float]:
@@ -132,7 +170,13 @@ def make_dependents(catalog: Catalog, dependents: int) -> str:
         c.execute(sa.insert(Checkpoint), copies)
         places = [{"checkpoint": s, "url": f"/views/{s}", "seen": row["created"]} for s in serials]
         c.execute(sa.insert(Location), places)
-        edge = {"parent": row["serial"], "parent_id": None, "parent_url": BASE, "kind": "convert", "depends": True}
+        edge = {
+            "parent": row["serial"],
+            "parent_id": None,
+            "parent_url": BASE,
+            "kind": "convert",
+            "depends": True,
+        }
         c.execute(sa.insert(Edge), [edge | {"child": s} for s in serials])
         c.execute(sa.text("analyze"))
     return base.id
@@ -176,7 +220,10 @@ def main() -> None:
         print()
         print(
             targets(
-                *((f"processor seconds for 10,000 steps, {n}", f"<= {most}", spent[n]) for n, most in ASKED.items()),
+                *(
+                    (f"processor seconds for 10,000 steps, {n}", f"<= {most}", spent[n])
+                    for n, most in ASKED.items()
+                ),
                 *((f"{what}, {name}", "<= 1", seconds) for name, seconds in refusals.items()),
             )
         )

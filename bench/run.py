@@ -1,7 +1,7 @@
 """Every benchmark, or those named; writes `bench/RESULTS.md`. Run by `make bench`.
 
-Each section bears its own date, machine and commit, and is replaced only when it is run anew: its figures come from one
-run on one machine, and are compared with each other alone.
+Each section bears its own date, machine and commit, and is replaced only when it is run anew: its
+figures come from one run on one machine, and are compared with each other alone.
 """
 
 from __future__ import annotations
@@ -56,12 +56,20 @@ def main() -> None:
     machine, sections = machine_of_today(), before()
     for name in sys.argv[1:] or list(BENCHMARKS):
         made = f"{dt.datetime.now(dt.UTC).date()}, commit {commit()}; {software()}"
-        done = subprocess.run([sys.executable, "-m", f"bench.{name}"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", f"bench.{name}"], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         print(done.stdout, flush=True)
-        sections[BENCHMARKS[name]] = f"`python -m bench.{name}`\n\n{made}\n\n{machine}\n\n{done.stdout.strip()}"
-        written = [f"## {title}\n\n{sections[title]}\n" for title in BENCHMARKS.values() if title in sections]
+        sections[BENCHMARKS[name]] = (
+            f"`python -m bench.{name}`\n\n{made}\n\n{machine}\n\n{done.stdout.strip()}"
+        )
+        written = [
+            f"## {title}\n\n{sections[title]}\n"
+            for title in BENCHMARKS.values()
+            if title in sections
+        ]
         RESULTS.write_text(_HEAD + "\n" + "\n".join(written))
 
 
@@ -73,9 +81,15 @@ def before() -> dict[str, str]:
 
 def machine_of_today() -> str:
     """The machine that this runs on."""
-    cpu = next(s.split(":")[1].strip() for s in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in s)
+    cpu = next(
+        s.split(":")[1].strip()
+        for s in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in s
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; {platform.system()} {platform.release()}"
+    return (
+        f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; {platform.system()} {platform.release()}"
+    )
 
 
 def software() -> str:
@@ -89,7 +103,9 @@ def commit() -> str:
     """What is checked out, with a note where files differ from it; the page itself is not looked at."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     changed = git("status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
     return git("rev-parse", "--short=10", "HEAD") + (" with changes" if changed else "")

@@ -1,9 +1,10 @@
 """A rank of eight reads its part of a 1 GB checkpoint from S3, against raw requests, s3fs and PyTorch's DCP.
 
-`python -m bench.s3`. Everything is served over HTTP on this machine by `tests/s3_files.py`, once as fast as it answers
-and once 20 ms later, as S3 does. `UCP_BENCH_S3=s3://BUCKET/PATH` takes a real place instead, at which a copy of
-`bench/out/s3` lies; then nobody counts requests. Readers are processes of their own (`bench/s3_readers.py`), and ours
-and raw `get_ranges` take turns in one, too.
+`python -m bench.s3`. Everything is served over HTTP on this machine by `tests/s3_files.py`, once as
+fast as it answers and once 20 ms later, as S3 does. `UCP_BENCH_S3=s3://BUCKET/PATH` takes a real
+place instead, at which a copy of `bench/out/s3` lies; then nobody counts requests. Readers are
+processes of their own (`bench/s3_readers.py`), and ours and raw `get_ranges` take turns in one,
+too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def main() -> None:
         folder = made(OUT)
         make_universal(folder / "universal")
     total = sum(2 * math.prod(shape) for shape in shapes().values())
-    print(f"{total / 1e9:.2f} GB in {len(shapes())} tensors, {ROUNDS} interleaved rounds, medians:\n")
+    print(
+        f"{total / 1e9:.2f} GB in {len(shapes())} tensors, {ROUNDS} interleaved rounds, medians:\n"
+    )
     for latency in (0.0,) if place else LATENCIES:
         with _served(place, latency) as (url, environment):
             found: Found = {}
@@ -52,7 +55,11 @@ def main() -> None:
                         _read(found, names, layout, url, environment, turns)
         how = "at once" if not latency else f"after {1000 * latency:.0f} ms"
         for layout in LAYOUTS:
-            print(f"**sharding: {layout}**, responses {how}\n" if not place else f"**sharding: {layout}**, {place}\n")
+            print(
+                f"**sharding: {layout}**, responses {how}\n"
+                if not place
+                else f"**sharding: {layout}**, {place}\n"
+            )
             _show(found, layout)
 
 
@@ -63,17 +70,24 @@ def _served(place: str | None, latency: float) -> Iterator[tuple[str, dict[str, 
         yield place, environment
         return
     with serving_files(made(OUT), latency) as served:
-        yield served.url("").rstrip("/"), {**environment, **ENVIRONMENT, "UCP_ENDPOINT": served.endpoint}
+        yield (
+            served.url("").rstrip("/"),
+            {**environment, **ENVIRONMENT, "UCP_ENDPOINT": served.endpoint},
+        )
 
 
-def _read(found: Found, names: str, layout: str, url: str, environment: dict[str, str], turns: int) -> None:
+def _read(
+    found: Found, names: str, layout: str, url: str, environment: dict[str, str], turns: int
+) -> None:
     """One process."""
     endpoint = environment.get("UCP_ENDPOINT", "")
     run([ours(), "-m", "bench.s3_readers", names, layout, endpoint, url, str(turns)], environment)
     said = json.loads((OUT / "command.log").read_text().splitlines()[-1])
     for name in names.split(","):
         key = f"{name} in turn" if "," in names else name
-        found.setdefault((key, layout), []).extend({**took, "peak": said["peak"]} for took in said[name])
+        found.setdefault((key, layout), []).extend(
+            {**took, "peak": said["peak"]} for took in said[name]
+        )
 
 
 def _show(found: Found, layout: str) -> None:
@@ -84,9 +98,21 @@ def _show(found: Found, layout: str) -> None:
     counted = "requests" in found["ours", layout][0]
     rows = []
     for name, title in READERS.items():
-        asked = [f"{of(name, 'requests'):.0f}", f"{of(name, 'nbytes') / needed:.3f}"] if counted else ["", ""]
+        asked = (
+            [f"{of(name, 'requests'):.0f}", f"{of(name, 'nbytes') / needed:.3f}"]
+            if counted
+            else ["", ""]
+        )
         seconds, peak = of(name, "seconds"), max(t["peak"] for t in found[name, layout])
-        rows.append([title, f"{seconds:.3f}", f"{seconds / of('ours', 'seconds'):.1f}", *asked, f"{peak / 1e6:.0f}"])
+        rows.append(
+            [
+                title,
+                f"{seconds:.3f}",
+                f"{seconds / of('ours', 'seconds'):.1f}",
+                *asked,
+                f"{peak / 1e6:.0f}",
+            ]
+        )
     head = [f"{needed / 1e6:.0f} MB", "seconds", "÷ ucformat", "requests", "bytes read ÷ needed"]
     print(table([*head, "peak RSS above the tensors, MB"], rows) + "\n")
     mine, raw = of("ours in turn", "execute"), of("raw in turn", "execute")
@@ -98,11 +124,17 @@ def _show(found: Found, layout: str) -> None:
     )
     wanted = [
         ("speed of the reads ÷ `get_ranges`", ">= 0.85", raw / mine),
-        ("zarr-python over s3fs ÷ ucformat, seconds", ">= 3", of("zarr", "seconds") / of("ours", "seconds")),
+        (
+            "zarr-python over s3fs ÷ ucformat, seconds",
+            ">= 3",
+            of("zarr", "seconds") / of("ours", "seconds"),
+        ),
     ]
     if counted:
         most = f"<= {(needed / PART + len(shapes())) * 1.2:.0f}"
-        wanted.append(("requests with opening; (bytes / 8 MiB + tensors) × 1.2", most, of("ours", "requests")))
+        wanted.append(
+            ("requests with opening; (bytes / 8 MiB + tensors) × 1.2", most, of("ours", "requests"))
+        )
         wanted.append(("bytes read ÷ needed", "<= 1.05", of("ours", "nbytes") / needed))
     print(targets(*wanted) + "\n")
 

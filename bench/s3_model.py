@@ -74,8 +74,12 @@ def layout_of(layout: str) -> ucformat.Layout:
     """The layout as ucformat takes it."""
     rules: list[dict[str, Any]] = [{"match": "*norm.weight", "place": ["replicate"]}]
     if layout == LAYOUTS[0]:
-        rules.append({"match": ["*.o_proj.*", "*.down_proj.*"], "place": [{"shard": 1, "over": "tp"}]})
-    return ucformat.Layout({"tp": WAYS}, [*rules, {"match": "*", "place": [{"shard": 0, "over": "tp"}]}])
+        rules.append(
+            {"match": ["*.o_proj.*", "*.down_proj.*"], "place": [{"shard": 1, "over": "tp"}]}
+        )
+    return ucformat.Layout(
+        {"tp": WAYS}, [*rules, {"match": "*", "place": [{"shard": 0, "over": "tp"}]}]
+    )
 
 
 def check(arrays: dict[str, Any], layout: str) -> None:
@@ -108,12 +112,16 @@ def _save(rank: int, folder: str) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{Path(folder).absolute()}.init", rank=rank, world_size=WAYS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{Path(folder).absolute()}.init", rank=rank, world_size=WAYS
+    )
     mesh = init_device_mesh("cpu", (WAYS,))
     state = {}
     for name, shape in shapes().items():
         n = -(-shape[0] // WAYS)
-        mine = torch.from_numpy(content(name)[rank * n : (rank + 1) * n].view(np.int16).copy()).view(torch.bfloat16)
+        mine = torch.from_numpy(
+            content(name)[rank * n : (rank + 1) * n].view(np.int16).copy()
+        ).view(torch.bfloat16)
         state[name] = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
     dist_cp.save(state, checkpoint_id=folder)
     dist.destroy_process_group()

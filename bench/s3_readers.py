@@ -1,7 +1,8 @@
 """Readers of `bench/s3.py`: `s3_readers.py READERS LAYOUT ENDPOINT URL ROUNDS` prints what each round of each took.
 
-Each round opens the checkpoint anew and reads a rank's part into memory that is there; several readers take turns in
-one process. A first round, which connects, warms caches and is checked, does not count.
+Each round opens the checkpoint anew and reads a rank's part into memory that is there; several
+readers take turns in one process. A first round, which connects, warms caches and is checked, does
+not count.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Fsspec(Ours):
 class Raw:
     """obstore's `get_ranges` of the ranges of our plan, several files at once; the bytes are left where they come.
 
-    Each round connects anew and has asked for one object before, as whoever has just opened a checkpoint.
+    Each round connects anew and has asked for one object before, as whoever has just opened a
+    checkpoint.
     """
 
     def __init__(self, url: str, layout: str, threads: int = 32) -> None:
@@ -78,7 +80,9 @@ class Raw:
         plan = ours.open(ours.url).plan(ours.layout, RANK)
         bucket, _, prefix = ours.url.removeprefix("s3://").partition("/")
         options: dict[str, Any] = {"endpoint": ENDPOINT, "region": "us-east-1"} if ENDPOINT else {}
-        self.connect = partial(S3Store, bucket, prefix=prefix, client_options={"allow_http": True}, **options)
+        self.connect = partial(
+            S3Store, bucket, prefix=prefix, client_options={"allow_http": True}, **options
+        )
         self.files: dict[str, tuple[list[int], list[int]]] = {}
         self.threads = threads
         for r in plan.plan.requests:
@@ -110,7 +114,10 @@ class Zarr:
 
         ucformat.register_zarr_dtypes()
         ck = ucformat.open(f"{url}/universal")
-        self.paths = {t.name: str(t.path).removeprefix(f"data/{ck.manifest.attempt}/") for t in ck.manifest.tensors}
+        self.paths = {
+            t.name: str(t.path).removeprefix(f"data/{ck.manifest.attempt}/")
+            for t in ck.manifest.tensors
+        }
         self.url, self.layout, self.threads = ck.zarr_url, layout, threads
 
     def read(self, out: Out) -> Timed:
@@ -160,7 +167,13 @@ class Dcp:
         return {}
 
 
-READERS: dict[str, Callable[[str, str], Any]] = {"ours": Ours, "raw": Raw, "fsspec": Fsspec, "zarr": Zarr, "dcp": Dcp}
+READERS: dict[str, Callable[[str, str], Any]] = {
+    "ours": Ours,
+    "raw": Raw,
+    "fsspec": Fsspec,
+    "zarr": Zarr,
+    "dcp": Dcp,
+}
 ENDPOINT = sys.argv[3] if sys.argv[3:] else ""
 S3FS: dict[str, Any] = {"endpoint_url": ENDPOINT} if ENDPOINT else {}
 
@@ -180,16 +193,31 @@ def main() -> None:
                 served.counts()
             begun, busy = time.perf_counter(), time.process_time()
             more = reader.read(out)
-            took = {"seconds": time.perf_counter() - begun, "cpu": time.process_time() - busy, **more}
+            took = {
+                "seconds": time.perf_counter() - begun,
+                "cpu": time.process_time() - busy,
+                **more,
+            }
             if served:
                 counts = served.counts()
-                took |= {"requests": counts.requests, "reads": counts.reads, "nbytes": counts.nbytes}
+                took |= {
+                    "requests": counts.requests,
+                    "reads": counts.reads,
+                    "nbytes": counts.nbytes,
+                }
             if round_:
                 found[name].append(took)
             elif name != "raw":
                 after = peak()
                 check(out, layout)
-    print(json.dumps({"peak": (after if len(readers) == 1 and "raw" not in readers else peak()) - before, **found}))
+    print(
+        json.dumps(
+            {
+                "peak": (after if len(readers) == 1 and "raw" not in readers else peak()) - before,
+                **found,
+            }
+        )
+    )
 
 
 def peak() -> int:

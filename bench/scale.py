@@ -1,8 +1,9 @@
 """100,000 extents in some 1,000 files: the seconds to open them in place, to plan one rank of 512, to register them.
 
-`python -m bench.scale`. Four kinds of checkpoint with no tensors' bytes worth speaking of: safetensors shards (a tensor
-an extent), a PyTorch DCP folder (100 chunks a tensor), DeepSpeed ZeRO 3 of 334 ranks (three states of 100 parameters),
-and the virtual checkpoint that registering the second one makes. Each run is a process of its own, imports done.
+`python -m bench.scale`. Four kinds of checkpoint with no tensors' bytes worth speaking of:
+safetensors shards (a tensor an extent), a PyTorch DCP folder (100 chunks a tensor), DeepSpeed ZeRO
+3 of 334 ranks (three states of 100 parameters), and the virtual checkpoint that registering the
+second one makes. Each run is a process of its own, imports done.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def main() -> None:
         write(place)
         rows.append([label, *measured(place, register=True)])
         if write is write_dcp:
-            rows.append(["virtual, of that", *measured(FOLDER / f"{number}-virtual", register=False)])
+            rows.append(
+                ["virtual, of that", *measured(FOLDER / f"{number}-virtual", register=False)]
+            )
     begun = time.perf_counter()
     pickle.loads((FOLDER / "1" / ".metadata").read_bytes())  # noqa: S301 - written above
     plain = time.perf_counter() - begun
@@ -92,13 +95,19 @@ def write_safetensors(place: Path) -> None:
     for f in range(FILES):
         name = f"model-{f + 1:05d}-of-{FILES:05d}.safetensors"
         header = {
-            f"layers.{f}.w{t}": {"dtype": "F32", "shape": [4, 8], "data_offsets": [128 * t, 128 * (t + 1)]}
+            f"layers.{f}.w{t}": {
+                "dtype": "F32",
+                "shape": [4, 8],
+                "data_offsets": [128 * t, 128 * (t + 1)],
+            }
             for t in range(EACH)
         }
         text = json.dumps(header).encode()
         (place / name).write_bytes(len(text).to_bytes(8, "little") + text + bytes(128 * EACH))
         weights |= dict.fromkeys(header, name)
-    (place / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    (place / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weights})
+    )
 
 
 def write_dcp(place: Path) -> None:
@@ -113,8 +122,12 @@ def write_dcp(place: Path) -> None:
         tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size([4 * EACH, 16]), chunks)
         for e, offset in enumerate(offsets):
             at, file = divmod(t * EACH + e, FILES)
-            places[dcp.MetadataIndex(name, offset, e)] = _StorageInfo(f"__{file}_0.distcp", at * len(item), len(item))
-    metadata = dcp.Metadata(tensors, planner_data={n: tuple(n.split(".", 1)) for n in tensors}, storage_data=places)
+            places[dcp.MetadataIndex(name, offset, e)] = _StorageInfo(
+                f"__{file}_0.distcp", at * len(item), len(item)
+            )
+    metadata = dcp.Metadata(
+        tensors, planner_data={n: tuple(n.split(".", 1)) for n in tensors}, storage_data=places
+    )
     metadata.storage_meta = dcp.StorageMeta(str(place), str(uuid.uuid4()))  # as torch's writer does
     (place / ".metadata").write_bytes(pickle.dumps(metadata))
     for f in range(FILES):
@@ -130,7 +143,9 @@ def saved(tensor: torch.Tensor) -> bytes:
 
 
 def write_zero(place: Path) -> None:
-    arrays = {(f"layers.{t}.weight", s): np.zeros((64, 40), np.float32) for t in range(100) for s in FLAT}
+    arrays = {
+        (f"layers.{t}.weight", s): np.zeros((64, 40), np.float32) for t in range(100) for s in FLAT
+    }
     write_zero3(place, arrays, 334)
 
 

@@ -1,7 +1,7 @@
 """What commands cost before their work: processor time of whole processes on a checkpoint of one tensor.
 
-`python -m bench.startup`. All commands are interleaved with an interpreter that only imports the libraries that they
-need. The bytecode is compiled before, as pip does it.
+`python -m bench.startup`. All commands are interleaved with an interpreter that only imports the
+libraries that they need. The bytecode is compiled before, as pip does it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ FOLDER = OUT / "startup"
 FILE, SAVED = FOLDER / "a.safetensors", FOLDER / "run" / "1"
 COMMANDS = [
     *("--help", "ls", "alias list", "lineage {saved}", "log", "catalog info", "layout schema"),
-    *("show {saved}", "show {file}", "get {saved} a", "get {file} a", "verify {saved}", "ls step=1", "gc"),
+    *(
+        "show {saved}",
+        "show {file}",
+        "get {saved} a",
+        "get {file} a",
+        "verify {saved}",
+        "ls step=1",
+        "gc",
+    ),
     *("tag {saved} new", "convert {file} {saved}2 --overwrite"),
 ]
 LIBRARIES = ["click", "sqlalchemy", "pydantic", "numpy"]
@@ -40,7 +48,8 @@ def main() -> None:
     imports = {f"`import {name}`": [ours(), "-c", f"import {name}"] for name in LIBRARIES}
     lines = {"Python itself": [ours(), "-c", "pass"], **imports}
     lines |= {
-        f"`ucp {c.format(file='F', saved='U')}`": [*run, *c.format(file=FILE, saved=SAVED).split()] for c in COMMANDS
+        f"`ucp {c.format(file='F', saved='U')}`": [*run, *c.format(file=FILE, saved=SAVED).split()]
+        for c in COMMANDS
     }
     times: dict[str, list[float]] = {line: [] for line in lines}
     for number in range(ROUNDS + 1):
@@ -56,14 +65,26 @@ def main() -> None:
         "`U` is a universal checkpoint, `F` a file of safetensors. Commands that use the catalog import SQLAlchemy; of"
     )
     print(f"`ucp ls`, {catalog * 1000:.0f} ms are ours.\n")
-    print(targets(*((f"{line}, s", f"<= {GOAL}", median(times[line])) for line in lines if line.startswith("`ucp"))))
+    print(
+        targets(
+            *(
+                (f"{line}, s", f"<= {GOAL}", median(times[line]))
+                for line in lines
+                if line.startswith("`ucp")
+            )
+        )
+    )
     shutil.rmtree(FOLDER)
 
 
 def processor_time(command: list[str]) -> float:
     """Run a process to its end; returns its seconds of processor time."""
-    silent = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_WRONLY, 0) for descriptor in (1, 2)]
-    _, status, usage = os.wait4(os.posix_spawn(command[0], command, os.environ, file_actions=silent), 0)
+    silent = [
+        (os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_WRONLY, 0) for descriptor in (1, 2)
+    ]
+    _, status, usage = os.wait4(
+        os.posix_spawn(command[0], command, os.environ, file_actions=silent), 0
+    )
     if status:
         raise SystemExit(f"{' '.join(command)} failed")
     return usage.ru_utime + usage.ru_stime

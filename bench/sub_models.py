@@ -1,7 +1,8 @@
 """What a sub-model of one tensor costs: opening the view, planning, reading, and the bytes that are read.
 
-`python -m bench.sub_models`. The tensors are the two sides of an MLP, (14336, 4096) and (4096, 14336) in float16, as
-arrays and as safetensors. The bytes read are counted by the store. Each time is the least of some runs.
+`python -m bench.sub_models`. The tensors are the two sides of an MLP, (14336, 4096) and (4096,
+14336) in float16, as arrays and as safetensors. The bytes read are counted by the store. Each time
+is the least of some runs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def main() -> None:
     hidden = sorted(rng.permutation(HIDDEN)[:1024].tolist())
     cases: dict[str, list[dict[str, Any]]] = {
         "first quarter of the rows": [{"take": "up", "first": WIDE // 4}],
-        "4 of 32 blocks of columns": [{"take": "down", "dim": 1, "of": 32, "indices": [0, 3, 9, 30]}],
+        "4 of 32 blocks of columns": [
+            {"take": "down", "dim": 1, "of": 32, "indices": [0, 3, 9, 30]}
+        ],
         "4,096 rows, sorted": [{"take": "up", "indices": sorted(mixed)}],
         "4,096 rows, unsorted": [{"take": "up", "indices": mixed}],
         "4,096 columns, sorted": [{"take": "down", "dim": 1, "indices": sorted(mixed)}],
@@ -58,10 +61,19 @@ def main() -> None:
             rows.append([case, *cells, f"{found['planned'] / found['needed']:.3f}", f"{ratio:.3f}"])
             slowest[form] = max(slowest.get(form, 0), 1e3 * (took["open"] + took["plan"]))
             quarter.setdefault(form, ratio)
-        print(table([form, "view, ms", "plan, ms", "read, ms", "planned / needed", "read / needed"], rows) + "\n")
+        print(
+            table(
+                [form, "view, ms", "plan, ms", "read, ms", "planned / needed", "read / needed"],
+                rows,
+            )
+            + "\n"
+        )
     print(
         targets(
-            *((f"first quarter, bytes read / needed: {form}", "<= 1.02", ratio) for form, ratio in quarter.items()),
+            *(
+                (f"first quarter, bytes read / needed: {form}", "<= 1.02", ratio)
+                for form, ratio in quarter.items()
+            ),
             *((f"slowest view and plan, ms: {form}", "<= 100", ms) for form, ms in slowest.items()),
         )
     )
@@ -69,7 +81,9 @@ def main() -> None:
 
 
 def numbers(*shape: int) -> NDArray[Any]:
-    return np.arange(WIDE * HIDDEN, dtype=np.uint32).astype(np.uint16).view(np.float16).reshape(shape)
+    return (
+        np.arange(WIDE * HIDDEN, dtype=np.uint32).astype(np.uint16).view(np.float16).reshape(shape)
+    )
 
 
 def made(arrays: dict[str, NDArray[Any]]) -> dict[str, Path]:
@@ -85,13 +99,18 @@ def made(arrays: dict[str, NDArray[Any]]) -> dict[str, Path]:
 
 
 def measure(
-    ck: Checkpoint, store: RecordingStore, steps: list[dict[str, Any]], arrays: dict[str, NDArray[Any]]
+    ck: Checkpoint,
+    store: RecordingStore,
+    steps: list[dict[str, Any]],
+    arrays: dict[str, NDArray[Any]],
 ) -> tuple[dict[str, float], dict[str, int]]:
     """The least seconds of each stage, and the bytes."""
     name = steps[0]["take"]
     expected, least, found = arrays[name], {"open": 1e9, "plan": 1e9, "read": 1e9}, {}
     for step in steps:
-        expected = np.take(expected, indices_of(step, expected.shape[step.get("dim", 0)]), step.get("dim", 0))
+        expected = np.take(
+            expected, indices_of(step, expected.shape[step.get("dim", 0)]), step.get("dim", 0)
+        )
     for _ in range(ROUNDS):
         times = [time.perf_counter()]
         tensor = ck.view(steps)[name]

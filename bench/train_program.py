@@ -63,7 +63,9 @@ def state(mesh: DeviceMesh, kind: str, *, fill: bool) -> dict[str, DTensor]:
                 local[p.dim] = max(0, min(rows, shape[p.dim] - rows * mesh.get_local_rank()))
         tensor = torch.empty(local)
         if fill:
-            torch.manual_seed(number * 1000 + (mesh.get_local_rank() if kind == "fsdp2" or len(shape) > 1 else 0))
+            torch.manual_seed(
+                number * 1000 + (mesh.get_local_rank() if kind == "fsdp2" or len(shape) > 1 else 0)
+            )
             tensor.normal_()  # replicas alike
         else:
             tensor.fill_(-1)
@@ -143,7 +145,10 @@ def save(folder: Path, saved: dict[str, DTensor], rounds: int, tell: Tell) -> No
     copies = [torch.zeros_like(t) for t in tensors]
     arrays = [(c.numpy(), t.numpy()) for c, t in zip(copies, tensors, strict=True)]
     for _ in range(rounds + 1):
-        tell("memcpy torch", timed(lambda: [c.copy_(t) for c, t in zip(copies, tensors, strict=True)])[0])
+        tell(
+            "memcpy torch",
+            timed(lambda: [c.copy_(t) for c, t in zip(copies, tensors, strict=True)])[0],
+        )
         tell("memcpy numpy", timed(lambda: list(map(np.copyto, *zip(*arrays, strict=True))))[0])
         place = fresh(folder, "async")
         seconds, handle = timed(partial(uct.async_save, {"model": saved}, place, form="packed"))
@@ -172,13 +177,20 @@ def load(folder: Path, mesh: DeviceMesh, rounds: int, tell: Tell) -> None:
         for number in range(rounds + 1):
             if kind == "fsdp2":
                 for way in RAW:
-                    tell(f"load raw {way}", timed(partial(read_raw, folder / "raw", target, way))[0])
-            tell(f"load dcp {kind}", timed(partial(dcp.load, {"model": target}, checkpoint_id=folder / "dcp"))[0])
+                    tell(
+                        f"load raw {way}", timed(partial(read_raw, folder / "raw", target, way))[0]
+                    )
+            tell(
+                f"load dcp {kind}",
+                timed(partial(dcp.load, {"model": target}, checkpoint_id=folder / "dcp"))[0],
+            )
             expected = {n: t.to_local().clone() for n, t in target.items()} if number == 0 else {}
             for form in ("packed", "zarr"):
                 for t in target.values() if expected else ():
                     t.to_local().fill_(-1)
-                seconds, _ = timed(partial(uct.load, {"model": target}, folder / form, verify="never"))
+                seconds, _ = timed(
+                    partial(uct.load, {"model": target}, folder / form, verify="never")
+                )
                 tell(f"load {form} unverified {kind}", seconds)
                 seconds, report = timed(partial(uct.load, {"model": target}, folder / form))
                 tell(f"load {form} {kind}", seconds)
@@ -220,7 +232,9 @@ def profiled(act: Callable[[], Any]) -> dict[str, float]:
         for part, name in PARTS.items():
             module, _, attribute = name.rpartition(".")
             holder = pkgutil.resolve_name(module)
-            stack.enter_context(mock.patch.object(holder, attribute, timing(part, getattr(holder, attribute))))
+            stack.enter_context(
+                mock.patch.object(holder, attribute, timing(part, getattr(holder, attribute)))
+            )
         seconds, _ = timed(act)
     return {"all": seconds, **found}
 
@@ -230,7 +244,9 @@ def share(folder: Path, tell: Tell) -> None:
     whole = {n: torch.empty(s) for n, s in shapes().items()}
     total = sum(t.nbytes for t in whole.values())
     for form in ("packed", "zarr"):
-        shared = partial(uct.load, {"model": whole}, folder / form, broadcast_group=dist.group.WORLD)
+        shared = partial(
+            uct.load, {"model": whole}, folder / form, broadcast_group=dist.group.WORLD
+        )
         seconds, report = timed(shared)
         tell(f"load shared {form}", seconds)
         tell(f"read shared {form}", report.nbytes / total)

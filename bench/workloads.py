@@ -1,6 +1,7 @@
 """One workload, timed in this process by the public interface alone: `python bench/workloads.py NAME FOLDER`.
 
-`bench.commits` runs it with the package of each commit. It prints the seconds that passed and those of the processor.
+`bench.commits` runs it with the package of each commit. It prints the seconds that passed and those
+of the processor.
 """
 
 from __future__ import annotations
@@ -134,11 +135,17 @@ def _rank(rank: int, ranks: int, port: int, url: Path, form: str) -> Callable[[]
 
     import ucformat.torch
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+    )
     mesh = init_device_mesh("cpu", (ranks,))
     torch.manual_seed(0)
-    state = {f"layers.{n}": distribute_tensor(torch.rand(64, 64), mesh, [Shard(0)]) for n in range(100)}
-    state |= {f"norms.{n}": distribute_tensor(torch.rand(64), mesh, [Replicate()]) for n in range(20)}
+    state = {
+        f"layers.{n}": distribute_tensor(torch.rand(64, 64), mesh, [Shard(0)]) for n in range(100)
+    }
+    state |= {
+        f"norms.{n}": distribute_tensor(torch.rand(64), mesh, [Replicate()]) for n in range(20)
+    }
 
     def timed() -> None:
         for _ in range(_SAVES):
@@ -169,7 +176,11 @@ WORKLOADS: dict[str, Callable[[Path], Callable[[], object]]] = {
     "ucp show": _list,
     "save zarr": _save("zarr"),
     "save packed": _save("packed"),
-    **{f"save {form}, {n} ranks": _save_together(form, n) for form in ("zarr", "packed") for n in (2, 4)},
+    **{
+        f"save {form}, {n} ranks": _save_together(form, n)
+        for form in ("zarr", "packed")
+        for n in (2, 4)
+    },
     "load zarr": _load("zarr"),
     "load packed": _load("packed"),
 }

@@ -1,8 +1,9 @@
 """A ZeRO-3 checkpoint through its Zarr store, and the same slices through its lazy tensors.
 
-`python -m bench.zarr_store`. Slices of one chunk (1 MiB), of 16 chunks, and whole tensors, all of one state, from the
-page cache; and the same arrays in zarr-python's store in memory, the bound that zarr-python itself sets. The ways are
-alternated in one process, and each ratio is the median of those of the rounds.
+`python -m bench.zarr_store`. Slices of one chunk (1 MiB), of 16 chunks, and whole tensors, all of
+one state, from the page cache; and the same arrays in zarr-python's store in memory, the bound that
+zarr-python itself sets. The ways are alternated in one process, and each ratio is the median of
+those of the rounds.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def main() -> None:
                         array[at : at + edge]
                 times[name].append(time.perf_counter() - begun)
         lazy, store, held = (of[1:] for of in times.values())
-        ratio, most = (median([a / b for a, b in zip(lazy, of, strict=True)]) for of in (store, held))
+        ratio, most = (
+            median([a / b for a, b in zip(lazy, of, strict=True)]) for of in (store, held)
+        )
         speeds = (f"{nbytes / 1e9 / median(of):.2f}" for of in (lazy, store, held))
         rows.append([what, *speeds, f"{ratio:.2f}", f"{most:.2f}"])
         goals.append((f"{what}: Zarr store ÷ lazy tensors", f">= {GOAL}", ratio))
@@ -82,7 +85,13 @@ def held_in_memory(group: zarr.Group, paths: list[str]) -> zarr.storage.MemorySt
         array = group[path]
         assert isinstance(array, zarr.Array)
         made = zarr.create_array(
-            store, name=path, shape=array.shape, chunks=array.chunks, dtype=array.dtype, compressors=None, filters=None
+            store,
+            name=path,
+            shape=array.shape,
+            chunks=array.chunks,
+            dtype=array.dtype,
+            compressors=None,
+            filters=None,
         )
         made[...] = array[...]
     return store

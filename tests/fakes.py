@@ -105,7 +105,9 @@ class FakeSource:
             start, stop = min(k * part, info.size), min((k + 1) * part, info.size)
             for box in flat_boxes(info.shape, start, stop):
                 flat = sum(a * s for a, s in zip(box.start, strides, strict=True))
-                yield Extent(box, f"rank{k}.bin", self.offsets[key] + flat - start * info.itemsize, strides)
+                yield Extent(
+                    box, f"rank{k}.bin", self.offsets[key] + flat - start * info.itemsize, strides
+                )
 
     def records(self) -> Iterator[FileRecord]:
         return iter(())

@@ -1,7 +1,8 @@
 """Programs that start without their imports: forked from a process that has imported torch, which takes 4 s.
 
-One server for each interpreter serves all test processes of a session: the first that needs it starts it, and it ends
-with that one. What it forks is a process as any other, that may be killed, or exit as it likes.
+One server for each interpreter serves all test processes of a session: the first that needs it
+starts it, and it ends with that one. What it forks is a process as any other, that may be killed,
+or exit as it likes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Program:
         ranks: 0 for a program that is no rank.
         together: whether the others end when one rank fails, as under torchrun.
         cwd: its working directory.
-        modules: what it imports besides what its server has; imported once, before the ranks are forked.
+        modules: what it imports besides what its server has; imported once, before the ranks are
+            forked.
     """
 
     argv: Sequence[str]
@@ -83,7 +85,8 @@ def run(python: str, modules: Sequence[str], program: Program, timeout: float) -
 
     Args:
         python: the interpreter.
-        modules: what its server imports; each interpreter and set of modules has a server of its own.
+        modules: what its server imports; each interpreter and set of modules has a server of its
+            own.
         program: what to run.
         timeout: seconds; TimeoutError after these, and the program is killed.
     """
@@ -99,7 +102,9 @@ def run(python: str, modules: Sequence[str], program: Program, timeout: float) -
     return codes
 
 
-def ucp(arguments: Sequence[object], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def ucp(
+    arguments: Sequence[object], folder: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `ucp` in a process of its own.
 
     Args:
@@ -122,7 +127,10 @@ def _connect(python: str, modules: Sequence[str]) -> socket.socket:
         folder = tempfile.mkdtemp(prefix="ucf-")
         os.environ[FOLDER] = folder
         atexit.register(shutil.rmtree, folder)
-    place = Path(os.environ[FOLDER]) / hashlib.sha256(repr((python, *modules)).encode()).hexdigest()[:16]
+    place = (
+        Path(os.environ[FOLDER])
+        / hashlib.sha256(repr((python, *modules)).encode()).hexdigest()[:16]
+    )
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for _ in range(2):
@@ -138,9 +146,17 @@ def _connect(python: str, modules: Sequence[str]) -> socket.socket:
 
 
 def _start(python: str, place: Path, modules: Sequence[str]) -> None:
-    environment = {**os.environ, **_FIXED, "PYTHONPATH": str(_ROOT), "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+    environment = {
+        **os.environ,
+        **_FIXED,
+        "PYTHONPATH": str(_ROOT),
+        "DS_ACCELERATOR": "cpu",
+        "DS_BUILD_OPS": "0",
+    }
     command = [python, "-m", "tests.forkserver", str(place), *modules]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT)
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     ready = process.stdout.readline()
@@ -172,7 +188,9 @@ def _serve(place: Path, modules: Sequence[str]) -> None:
         ready.register(sys.stdin, selectors.EVENT_READ)
         sys.stdout.write("ready\n")
         sys.stdout.flush()
-        while all(key.fileobj is listening for key, _ in ready.select()):  # else whoever started it has ended
+        while all(
+            key.fileobj is listening for key, _ in ready.select()
+        ):  # else whoever started it has ended
             connection, _ = listening.accept()
             if not os.fork():
                 listening.close()
@@ -212,7 +230,9 @@ def _launch(connection: socket.socket) -> None:
     connection.sendall(json.dumps(codes).encode() + b"\n")
 
 
-def _wait(children: Sequence[int], connection: socket.socket, *, together: bool) -> list[int | None]:
+def _wait(
+    children: Sequence[int], connection: socket.socket, *, together: bool
+) -> list[int | None]:
     """The exit codes of processes; they are killed when whoever asked has gone."""
     codes: list[int | None] = [None] * len(children)
     failed = 0.0
@@ -252,7 +272,10 @@ def _be(program: Program, rank: int, port: int) -> None:
     """Be one process of a program."""
     log = os.open(program.logs[rank % len(program.logs)], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
-    os.dup2(os.open(program.errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if program.errors else log, 2)
+    os.dup2(
+        os.open(program.errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if program.errors else log,
+        2,
+    )
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.enable()
     os.environ.clear()

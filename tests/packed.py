@@ -40,7 +40,9 @@ FACTS: dict[str, Any] = {
 }
 
 
-def write_packed(store: Store, arrays: Arrays, ranks: int = 3, block_bytes: int = 512, **facts: Any) -> Checkpoint:
+def write_packed(
+    store: Store, arrays: Arrays, ranks: int = 3, block_bytes: int = 512, **facts: Any
+) -> Checkpoint:
     """Commit these arrays, cut flat over ranks: a file for each rank, and in it blocks, each with its checksum."""
     attempt = begin(store, {"packed": len(arrays)}, overwrite=False)
     files = [bytearray(4) for _ in range(ranks)]
@@ -58,12 +60,18 @@ def write_packed(store: Store, arrays: Arrays, ranks: int = 3, block_bytes: int 
                     flat = sum(x * s for x, s in zip(box.start, strides, strict=True))
                     where = at + flat - start * a.itemsize
                     name = f"data/{attempt.id}/rank{k}.bin"
-                    found.append(Extent(box, name, where, strides, Block(at, len(block), crc32c(block))))
+                    found.append(
+                        Extent(box, name, where, strides, Block(at, len(block), crc32c(block)))
+                    )
         extents.append(found)
     for k, file in enumerate(files):
         put_file(store, f"data/{attempt.id}/rank{k}.bin", bytes(file))
     stored = {n for n, _ in arrays}
-    facts = {**FACTS, "aliases": {a: n for a, n in FACTS["aliases"].items() if n in stored}, **facts}
+    facts = {
+        **FACTS,
+        "aliases": {a: n for a, n in FACTS["aliases"].items() if n in stored},
+        **facts,
+    }
     data, path = encode(extents), f"data/{attempt.id}/extents.safetensors"
     put_file(store, path, data)
     manifest = Manifest(
@@ -72,7 +80,9 @@ def write_packed(store: Store, arrays: Arrays, ranks: int = 3, block_bytes: int 
         created=datetime(2026, 1, 1, tzinfo=UTC),
         objects=put_file(store, f"objects/{attempt.id}/objects.json", json.dumps(OBJECTS).encode()),
         assets={"a/b.txt": put_file(store, f"assets/{attempt.id}/b.txt", b"asset")},
-        tensors=TensorTable.of(TensorDoc(n, s, dtype_name(a.dtype), a.shape) for (n, s), a in arrays.items()),
+        tensors=TensorTable.of(
+            TensorDoc(n, s, dtype_name(a.dtype), a.shape) for (n, s), a in arrays.items()
+        ),
         sidecar=SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data)),
         **facts,
     )

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PATIENCE", "wait_until"]
 
-PATIENCE = 1200.0  #: seconds: only what hangs takes so long, and it fails before pytest's own time-out
+PATIENCE = (
+    1200.0  #: seconds: only what hangs takes so long, and it fails before pytest's own time-out
+)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

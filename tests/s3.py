@@ -54,7 +54,9 @@ class Bucket:
 
     def keys(self, prefix: str = "") -> list[str]:
         """The keys of the objects that there are, as boto3 sees them."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.name, Prefix=prefix
+        )
         return [found["Key"] for page in pages for found in page.get("Contents", ())]
 
 
@@ -62,7 +64,8 @@ class Bucket:
 def serving(part: int | None = None) -> Iterator[Bucket]:
     """A fresh bucket; the environment must have a key that the endpoint takes (moto takes any).
 
-    `part` is the least that moto takes for a part of an upload; 5 MiB unless told otherwise, as of S3.
+    `part` is the least that moto takes for a part of an upload; 5 MiB unless told otherwise, as of
+    S3.
     """
     given = os.environ.get("UCP_TEST_S3_ENDPOINT")
     process = None
@@ -72,8 +75,13 @@ def serving(part: int | None = None) -> Iterator[Bucket]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [sys.executable, "-P", str(Path(__file__).with_name("s3_server.py")), str(port)]
-        environment = {**os.environ, **({} if part is None else {"S3_UPLOAD_PART_MIN_SIZE": str(part)})}
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+        environment = {
+            **os.environ,
+            **({} if part is None else {"S3_UPLOAD_PART_MIN_SIZE": str(part)}),
+        }
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+        )
         endpoint = f"http://127.0.0.1:{port}"
     try:
         yield _bucket(endpoint, process)

@@ -1,7 +1,8 @@
 """A folder, served as a bucket of S3 that can only be read: by a process of its own that sends files as the kernel can.
 
-`python -m tests.s3_files FOLDER [LATENCY]` prints its port. moto's server keeps all in memory and takes longer over a
-request than any client; this one counts what it is asked for and is never what is waited for.
+`python -m tests.s3_files FOLDER [LATENCY]` prints its port. moto's server keeps all in memory and
+takes longer over a request than any client; this one counts what it is asked for and is never what
+is waited for.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ class _Server(socketserver.ThreadingTCPServer):
         with self.lock:
             counted, self.counted = [*self.counted, self.most], [0, 0, 0]
             self.most = 0
-        return json.dumps(dict(zip(("requests", "reads", "nbytes", "most"), counted, strict=True))).encode()
+        return json.dumps(
+            dict(zip(("requests", "reads", "nbytes", "most"), counted, strict=True))
+        ).encode()
 
 
 class _Connection(socketserver.BaseRequestHandler):
@@ -128,16 +131,22 @@ class _Connection(socketserver.BaseRequestHandler):
     def answer(self, sock: socket.socket, head: str) -> None:
         first, *lines = head.split("\r\n")
         method, target, _ = first.split(" ")
-        headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+        headers = {
+            k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines)
+        }
         parts = urlsplit(target)
         if parts.path == "/-counts":
             _send(sock, "200 OK", self.server.take_counts(), "application/json")
             return
-        with self.server.one():  # not while it is sent: the client asks again before this thread knows that all is sent
+        with (
+            self.server.one()
+        ):  # not while it is sent: the client asks again before this thread knows that all is sent
             time.sleep(self.server.latency)
         self.serve(sock, method, headers, parts)
 
-    def serve(self, sock: socket.socket, method: str, headers: dict[str, str], parts: SplitResult) -> None:
+    def serve(
+        self, sock: socket.socket, method: str, headers: dict[str, str], parts: SplitResult
+    ) -> None:
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         if method not in ("GET", "HEAD") or bucket != BUCKET:
             self.server.count(0, 0)
@@ -195,7 +204,10 @@ def _etag(stat: os.stat_result) -> str:
 
 
 def _send(sock: socket.socket, status: str, body: bytes, kind: str = "text/plain") -> None:
-    sock.sendall(f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    sock.sendall(
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
 
 
 def _listing(folder: Path, query: dict[str, str]) -> bytes:
@@ -217,7 +229,9 @@ def _listing(folder: Path, query: dict[str, str]) -> bytes:
             f"<Contents><Key>{name}</Key><LastModified>{modified}</LastModified><ETag>{_etag(stat)}</ETag>"
             f"<Size>{stat.st_size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
         )
-    folders = "".join(f"<CommonPrefixes><Prefix>{escape(c)}</Prefix></CommonPrefixes>" for c in sorted(common))
+    folders = "".join(
+        f"<CommonPrefixes><Prefix>{escape(c)}</Prefix></CommonPrefixes>" for c in sorted(common)
+    )
     return (
         f'<?xml version="1.0" encoding="UTF-8"?><ListBucketResult><Name>{BUCKET}</Name>'
         f"<Prefix>{escape(prefix)}</Prefix><KeyCount>{len(found) + len(common)}</KeyCount><MaxKeys>1000</MaxKeys>"

@@ -16,11 +16,17 @@ def entries(document: dict[str, Any]) -> list[dict[str, Any]]:
     table, out = document["tensors"], []
     for row, (number, kind) in enumerate(zip(table["name"], table["kind"], strict=True)):
         name, of = table["names"][number], table["kinds"][kind]
-        found = {"name": name, **{k: of.get(k) for k in OF_KIND}, "at": table.get("at", {}).get(str(row), [])}
+        found = {
+            "name": name,
+            **{k: of.get(k) for k in OF_KIND},
+            "at": table.get("at", {}).get(str(row), []),
+        }
         if table.get("digest"):
             found["digest"] = table["digest"][row]
         if of.get("path") is not None:
-            found["path"] = table.get("path", {}).get(str(row), f"{of['path']}/{quote(name, safe='')}")
+            found["path"] = table.get("path", {}).get(
+                str(row), f"{of['path']}/{quote(name, safe='')}"
+            )
         out.append(found)
     return out
 

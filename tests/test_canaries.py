@@ -90,8 +90,14 @@ VARIABLES: list[tuple[dict[str, str], str]] = [
     ({"UCP_ENDPOINT": f"http://{C}@127.0.0.1:1"}, "s3://bucket/run"),
     ({"UCP_ENDPOINT": f"http://127.0.0.1:1/?token={C}"}, "s3://bucket/run"),
     ({"AWS_ENDPOINT_URL": f"http://me:{C}@127.0.0.1:1"}, "s3://bucket/run"),
-    ({"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_SAS_KEY": f"sv=1&sig={C}"}, "az://container/run"),
-    ({"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": f"{C}!"}, "az://container/run"),
+    (
+        {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_SAS_KEY": f"sv=1&sig={C}"},
+        "az://container/run",
+    ),
+    (
+        {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": f"{C}!"},
+        "az://container/run",
+    ),
     ({"GOOGLE_SERVICE_ACCOUNT_KEY": f'{{"private_key": "{C * 2}"}}'}, "gs://bucket/run"),
     ({"http_proxy": f"http://me:{C}@127.0.0.1:1", "no_proxy": ""}, "http://nowhere.invalid/run"),
     ({"HF_TOKEN": C, "HF_ENDPOINT": "http://127.0.0.1:1"}, "hf://datasets/org/repo"),
@@ -99,15 +105,51 @@ VARIABLES: list[tuple[dict[str, str], str]] = [
     ({"UCP_ROOTS": f"https://me:{C}@127.0.0.1:1/"}, "nowhere"),
 ]
 
-#: What is run with a place, and a catalog; S is a checkpoint, N a folder that is not there, X the place.
+#: What is run with a place, and a catalog; S is a checkpoint, N a folder that is not there, X the
+#: place.
 COMMANDS = [
-    *("show X", "verify X", "get X w", "plan X --rank 0", "convert X N", "convert S X", "copy S X", "copy X N"),
-    *("register X", "register -r X", "materialize X", "doctor X", "doctor --read-only X", "show --json X", "X"),
+    *(
+        "show X",
+        "verify X",
+        "get X w",
+        "plan X --rank 0",
+        "convert X N",
+        "convert S X",
+        "copy S X",
+        "copy X N",
+    ),
+    *(
+        "register X",
+        "register -r X",
+        "materialize X",
+        "doctor X",
+        "doctor --read-only X",
+        "show --json X",
+        "X",
+    ),
     *("show --bogus X", "show X X", "link X S", "note X text", "tag X new"),
 ]
 OF_CATALOGS = [
-    *("ls", "ls --json", "catalog info", "catalog info --json", "catalog upgrade", "log", "gc", "delete run@1"),
-    *("show S", "show run@1", "register S", "convert S N", "alias list", "lineage run@1", "reindex S", "tag run@1 new"),
+    *(
+        "ls",
+        "ls --json",
+        "catalog info",
+        "catalog info --json",
+        "catalog upgrade",
+        "log",
+        "gc",
+        "delete run@1",
+    ),
+    *(
+        "show S",
+        "show run@1",
+        "register S",
+        "convert S N",
+        "alias list",
+        "lineage run@1",
+        "reindex S",
+        "tag run@1 new",
+    ),
 ]
 
 ACTS: list[Callable[[str, str, str], object]] = [
@@ -182,10 +224,16 @@ class Watch:
 
     def check(self) -> None:
         plain = self.canary
-        files = [f for f in self.folder.rglob("*") if f.is_file() and f.name not in ("config.toml", "credentials")]
+        files = [
+            f
+            for f in self.folder.rglob("*")
+            if f.is_file() and f.name not in ("config.toml", "credentials")
+        ]
         texts = [*self.texts, *self.heard.texts]
         for file in files:
-            with suppress(FileNotFoundError):  # SQLite removes its own when the last connection is closed
+            with suppress(
+                FileNotFoundError
+            ):  # SQLite removes its own when the last connection is closed
                 texts.append(file.read_bytes().decode("latin-1"))
         texts += [str(f) for f in self.folder.rglob("*")]
         for text in texts:
@@ -204,7 +252,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def watch(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """A canary of its own, which nothing that ran before made known."""
     for name in list(os.environ):
-        if name.lower().endswith("_proxy") or name.startswith(("AWS_", "UCP_", "PG", "AZURE_", "GOOGLE_", "HF_")):
+        if name.lower().endswith("_proxy") or name.startswith(
+            ("AWS_", "UCP_", "PG", "AZURE_", "GOOGLE_", "HF_")
+        ):
             monkeypatch.delenv(name)
     monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
     monkeypatch.setenv("UCP_DEADLINE", "0.2")
@@ -253,7 +303,9 @@ def test_of_the_url_of_a_place(url: str, watch: Watch) -> None:
     watch.check()
 
 
-@pytest.mark.parametrize(("variables", "place"), VARIABLES, ids=[f"{min(v)}-{p}" for v, p in VARIABLES])
+@pytest.mark.parametrize(
+    ("variables", "place"), VARIABLES, ids=[f"{min(v)}-{p}" for v, p in VARIABLES]
+)
 def test_of_the_environment(
     variables: dict[str, str], place: str, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,22 +321,56 @@ def test_of_the_environment(
 #: Files of settings, what they say, and what is run.
 FILES = [
     ("config/ucformat/config.toml", f'catalog = "postgresql://me:{C}@127.0.0.1:1/db"', "ls"),
-    ("config/ucformat/config.toml", f'catalog = "postgresql://me@127.0.0.1:1/db?password={C}', "ls"),
-    ("config/ucformat/config.toml", f'endpoint = "http://me:{C}@127.0.0.1:1"', "show s3://bucket/run"),
-    ("config/ucformat/config.toml", f'endpoint = "http://me:{C}@127.0.0.1:1"', "doctor s3://bucket/run"),
-    ("config/ucformat/config.toml", f'endpoint = ["http://me:{C}@127.0.0.1:1"]', "doctor s3://bucket/run"),
+    (
+        "config/ucformat/config.toml",
+        f'catalog = "postgresql://me@127.0.0.1:1/db?password={C}',
+        "ls",
+    ),
+    (
+        "config/ucformat/config.toml",
+        f'endpoint = "http://me:{C}@127.0.0.1:1"',
+        "show s3://bucket/run",
+    ),
+    (
+        "config/ucformat/config.toml",
+        f'endpoint = "http://me:{C}@127.0.0.1:1"',
+        "doctor s3://bucket/run",
+    ),
+    (
+        "config/ucformat/config.toml",
+        f'endpoint = ["http://me:{C}@127.0.0.1:1"]',
+        "doctor s3://bucket/run",
+    ),
     ("ucformat.toml", f'catalog = "postgresql://me:{C}@127.0.0.1:1/db"', "ls"),
     ("ucformat.toml", f'endpoint = "http://me:{C}@127.0.0.1:1"', "show s3://bucket/run"),
-    ("credentials", f"[default]\naws_access_key_id = A\naws_secret_access_key {C}\n", "show s3://bucket/run"),
-    ("credentials", f"[default]\naws_access_key_id = A\naws_secret_access_key {C}\n", "doctor s3://bucket/run"),
-    ("credentials", f"[default]\naws_access_key_id = A\naws_secret_access_key = {C}\n", "doctor s3://bucket/run"),
+    (
+        "credentials",
+        f"[default]\naws_access_key_id = A\naws_secret_access_key {C}\n",
+        "show s3://bucket/run",
+    ),
+    (
+        "credentials",
+        f"[default]\naws_access_key_id = A\naws_secret_access_key {C}\n",
+        "doctor s3://bucket/run",
+    ),
+    (
+        "credentials",
+        f"[default]\naws_access_key_id = A\naws_secret_access_key = {C}\n",
+        "doctor s3://bucket/run",
+    ),
     ("config", f"[profile {C}\nx", "doctor s3://bucket/run"),
-    ("fsspec/ftp.json", json.dumps({"ftp": {"username": "me", "password": C}}), "show ftp://127.0.0.1:1/run"),
+    (
+        "fsspec/ftp.json",
+        json.dumps({"ftp": {"username": "me", "password": C}}),
+        "show ftp://127.0.0.1:1/run",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "line"), FILES)
-def test_of_files_of_settings(name: str, text: str, line: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_files_of_settings(
+    name: str, text: str, line: str, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(watch.folder / "config"))
     for variable in ("UCP_CATALOG", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(variable)
@@ -337,12 +423,17 @@ def _save_behind(watch: Watch, *places: str) -> None:
     from ucformat.torch.saving import background
 
     for place in (*places, watch.new()):
-        watch.act(lambda place=place: async_save({"w": torch.zeros(4)}, place, run="r", step=1).wait())  # type: ignore[misc]
+        watch.act(
+            lambda place=place: async_save({"w": torch.zeros(4)}, place, run="r", step=1).wait()  # type: ignore[misc]
+        )
     (mine,) = background.writers.values()
     process = Path(f"/proc/{mine._process.pid}")
     watch.texts.append((process / "cmdline").read_text())
     own = {os.fsencode(f"{name}={value}") for name, value in os.environ.items()}
-    assert {*(process / "environ").read_bytes().split(b"\0")} - own <= {b"", b"CUDA_VISIBLE_DEVICES="}
+    assert {*(process / "environ").read_bytes().split(b"\0")} - own <= {
+        b"",
+        b"CUDA_VISIBLE_DEVICES=",
+    }
     background._close_all()
 
 
@@ -359,7 +450,14 @@ def test_of_the_writers_of_async_save(
     file.write_text(json.dumps({"ftp": {"username": "me", "password": watch.canary}}))
     fsspec.config.set_conf_files(str(file.parent), fsspec.config.conf)
     given = [watch.put(PLACES[i]) for i in (0, 2, 7, 9, 11, 15, 20)]
-    _save_behind(watch, "s3://bucket/run", "az://container/run", "gs://bucket/run", "ftp://127.0.0.1:1/run", *given)
+    _save_behind(
+        watch,
+        "s3://bucket/run",
+        "az://container/run",
+        "gs://bucket/run",
+        "ftp://127.0.0.1:1/run",
+        *given,
+    )
     file.unlink()
     out, err = capfd.readouterr()
     assert "postgresql+psycopg://me@127.0.0.1:1/db" in err

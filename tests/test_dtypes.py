@@ -1,6 +1,7 @@
 """Every dtype of safetensors, PyTorch and ml_dtypes, through every form, source and exporter; and unknown ones.
 
-The names are those of the packages themselves, so a new version of one that defines another makes a test fail.
+The names are those of the packages themselves, so a new version of one that defines another makes a
+test fail.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 deserialize: Any = safetensors.deserialize
 
-TORCH = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+TORCH = {
+    str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)
+}
 QUANTIZED = {name for name in TORCH if name.startswith(("qint", "quint"))}
 STORED_BY_TORCH = sorted(TORCH.keys() - QUANTIZED)
 
@@ -103,11 +106,20 @@ def every_safetensors_dtype() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 def test_the_names_are_those_of_the_packages() -> None:
     assert set(STORED_BY_TORCH) <= ITEMSIZE.keys()
-    theirs = {np.dtype(v).name for n, v in vars(ml_dtypes).items() if isinstance(v, type) and "info" not in n}
+    theirs = {
+        np.dtype(v).name
+        for n, v in vars(ml_dtypes).items()
+        if isinstance(v, type) and "info" not in n
+    }
     assert theirs <= ITEMSIZE.keys()
     with pytest.raises(safetensors.SafetensorError) as caught:
-        deserialize(b'\x39\0\0\0\0\0\0\0{"a":{"dtype":"F9","shape":[1],"data_offsets":[0,2]}}     ..')
-    assert set(re.findall("`([A-Z]+[0-9]*(?:_[A-Z0-9]+)?)`", str(caught.value))) - {"F9"} == DTYPES.keys()
+        deserialize(
+            b'\x39\0\0\0\0\0\0\0{"a":{"dtype":"F9","shape":[1],"data_offsets":[0,2]}}     ..'
+        )
+    assert (
+        set(re.findall("`([A-Z]+[0-9]*(?:_[A-Z0-9]+)?)`", str(caught.value))) - {"F9"}
+        == DTYPES.keys()
+    )
     for name, itemsize in ITEMSIZE.items():
         dtype = numpy_dtype(name)
         assert (dtype.itemsize, dtype_name(dtype)) == (itemsize, name)
@@ -117,7 +129,11 @@ def test_the_names_are_those_of_the_packages() -> None:
 @pytest.mark.parametrize("form", ["zarr", "packed"])
 def test_a_training_state_of_every_dtype_of_torch(form: Any, tmp_path: Path) -> None:
     state = {name: torch_tensor(name, n) for n, name in enumerate(STORED_BY_TORCH)}
-    ucformat.torch.save({"model": state, "small": {"t": torch_tensor("float4_e2m1fn_x2")}}, tmp_path / "a", form=form)
+    ucformat.torch.save(
+        {"model": state, "small": {"t": torch_tensor("float4_e2m1fn_x2")}},
+        tmp_path / "a",
+        form=form,
+    )
     ck = ucformat.open(tmp_path / "a")
     assert {n: ck[n].info.dtype for n in ck if n in state} == {n: n for n in STORED_BY_TORCH}
     copy = tmp_path / "b"
@@ -130,7 +146,9 @@ def test_a_training_state_of_every_dtype_of_torch(form: Any, tmp_path: Path) -> 
         assert bits(small["t"]) == bits(torch_tensor("float4_e2m1fn_x2"))
         assert not verify(place).problems
     found = ucformat.torch.state_dict(copy, list(state))
-    assert {n: (t.dtype, bits(t)) for n, t in found.items()} == {n: (t.dtype, bits(t)) for n, t in state.items()}
+    assert {n: (t.dtype, bits(t)) for n, t in found.items()} == {
+        n: (t.dtype, bits(t)) for n, t in state.items()
+    }
 
 
 def test_files_of_safetensors_of_every_dtype(tmp_path: Path) -> None:
@@ -138,8 +156,12 @@ def test_files_of_safetensors_of_every_dtype(tmp_path: Path) -> None:
     safetensors_file(tmp_path / "model.safetensors", tensors)
     ck = ucformat.open(tmp_path / "model.safetensors")
     assert not ck.unreadable
-    assert {n: ck[n].read().tobytes() for n in ck} == {n: data for n, (_, _, data) in tensors.items()}
-    assert {n: ck[n].info.dtype for n in ck} == {n: DTYPES[dtype] for n, (dtype, _, _) in tensors.items()}
+    assert {n: ck[n].read().tobytes() for n in ck} == {
+        n: data for n, (_, _, data) in tensors.items()
+    }
+    assert {n: ck[n].info.dtype for n in ck} == {
+        n: DTYPES[dtype] for n, (dtype, _, _) in tensors.items()
+    }
     convert(ck, tmp_path / "arrays")
     convert(ck, tmp_path / "files", weights="safetensors")
     for place in (tmp_path / "arrays", tmp_path / "files"):
@@ -147,7 +169,9 @@ def test_files_of_safetensors_of_every_dtype(tmp_path: Path) -> None:
         assert not verify(place).problems
         export(place, tmp_path / "back" / place.name, "safetensors")
         made = (tmp_path / "back" / place.name / "model.safetensors").read_bytes()
-        theirs = {n: (v["dtype"], tuple(v["shape"]), bytes(v["data"])) for n, v in deserialize(made)}
+        theirs = {
+            n: (v["dtype"], tuple(v["shape"]), bytes(v["data"])) for n, v in deserialize(made)
+        }
         assert theirs == tensors
 
 
@@ -156,21 +180,29 @@ def test_files_of_torch_save_of_every_dtype(tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "m.pt")
     ck = ucformat.open(tmp_path / "m.pt")
     assert not ck.unreadable
-    assert {n: (ck[n].info.dtype, ck[n].read().tobytes()) for n in ck} == {n: (n, bits(t)) for n, t in saved.items()}
+    assert {n: (ck[n].info.dtype, ck[n].read().tobytes()) for n in ck} == {
+        n: (n, bits(t)) for n, t in saved.items()
+    }
     convert(ck, tmp_path / "u")
     export(tmp_path / "u", tmp_path / "back.pt", "torch")
     found = torch.load(tmp_path / "back.pt", weights_only=True)
-    assert {n: (t.dtype, bits(t)) for n, t in found.items()} == {n: (t.dtype, bits(t)) for n, t in saved.items()}
+    assert {n: (t.dtype, bits(t)) for n, t in found.items()} == {
+        n: (t.dtype, bits(t)) for n, t in saved.items()
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_checkpoints_of_dcp_of_every_dtype(tmp_path: Path) -> None:
-    names = sorted(name for name in TORCH_SAVE_DTYPES if not name.startswith("bits"))  # of which DCP knows no size
+    names = sorted(
+        name for name in TORCH_SAVE_DTYPES if not name.startswith("bits")
+    )  # of which DCP knows no size
     saved = {name: torch_tensor(name, n) for n, name in enumerate(names)}
     dcp.save({"model": saved}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     ck = ucformat.open(tmp_path / "dcp")
     assert not ck.unreadable
-    assert {ck[n].info.dtype: ck[n].read().tobytes() for n in ck} == {n: bits(t) for n, t in saved.items()}
+    assert {ck[n].info.dtype: ck[n].read().tobytes() for n in ck} == {
+        n: bits(t) for n, t in saved.items()
+    }
     convert(ck, tmp_path / "u")
     export(tmp_path / "u", tmp_path / "back", "dcp")
     found = {name: torch_tensor(name, 99) for name in saved}
@@ -184,7 +216,10 @@ def test_an_export_has_the_bits_or_names_the_tensor(
     tmp_path_factory: pytest.TempPathFactory, dtype: str, kind: str, seed: int
 ) -> None:
     folder = tmp_path_factory.mktemp("export")
-    arrays = {("layer.w", "weight"): random_array((4, 12), dtype, seed), ("z", "weight"): np.ones((2, 2), "float32")}
+    arrays = {
+        ("layer.w", "weight"): random_array((4, 12), dtype, seed),
+        ("z", "weight"): np.ones((2, 2), "float32"),
+    }
     ck = Checkpoint(FakeSource.write(LocalStore(folder / "s"), arrays))
     options: dict[str, Any] = {"raw": True} if kind in ("npy", "npz") else {}
     try:
@@ -221,7 +256,9 @@ def test_a_cast_takes_only_numbers(tmp_path: Path) -> None:
 
 def unknown_in_safetensors(folder: Path) -> Path:
     zeros = struct.pack("<4f", 0, 1, 2, 3)
-    safetensors_file(folder / "m.safetensors", {"a": ("F32", (4,), zeros), "bad": ("F9_E4M4", (4,), b"12345")})
+    safetensors_file(
+        folder / "m.safetensors", {"a": ("F32", (4,), zeros), "bad": ("F9_E4M4", (4,), b"12345")}
+    )
     return folder / "m.safetensors"
 
 
@@ -232,8 +269,13 @@ def rename_dtype(data: bytes) -> bytes:
 
 
 def unknown_in_torch_save(folder: Path) -> Path:
-    torch.save({"a": torch.arange(4.0), "bad": torch.zeros(3, dtype=torch.uint16)}, folder / "saved.pt")
-    with zipfile.ZipFile(folder / "saved.pt") as saved, zipfile.ZipFile(folder / "m.pt", "w") as out:
+    torch.save(
+        {"a": torch.arange(4.0), "bad": torch.zeros(3, dtype=torch.uint16)}, folder / "saved.pt"
+    )
+    with (
+        zipfile.ZipFile(folder / "saved.pt") as saved,
+        zipfile.ZipFile(folder / "m.pt", "w") as out,
+    ):
         for name in saved.namelist():
             data = saved.read(name)
             out.writestr(name, rename_dtype(data) if name.endswith("data.pkl") else data)
@@ -303,7 +345,9 @@ UNKNOWN += [pytest.param(saved_beside(make), id=what) for what, make in ODD_TENS
 
 
 @pytest.mark.parametrize("make", UNKNOWN)
-def test_a_dtype_that_nobody_knows_refuses_only_its_tensor(make: Any, tmp_path: Path, run: Run) -> None:
+def test_a_dtype_that_nobody_knows_refuses_only_its_tensor(
+    make: Any, tmp_path: Path, run: Run
+) -> None:
     place = make(tmp_path)
     ck = ucformat.open(place)
     assert [key.name for key in ck.unreadable] == ["bad"]
@@ -330,7 +374,9 @@ def test_a_dtype_that_nobody_knows_refuses_only_its_tensor(make: Any, tmp_path: 
     assert [problem.name for problem in verify(place).problems] == ["bad"]
     shown = run("show", place)
     assert "bad (weight)" in shown.stdout
-    assert [entry["name"] for entry in object_of(run("show", place, "--json").stdout)["unreadable"]] == ["bad"]
+    assert [
+        entry["name"] for entry in object_of(run("show", place, "--json").stdout)["unreadable"]
+    ] == ["bad"]
     (tmp_path / "view.yaml").write_text("version: 1\nview:\n  - drop: [bad]\n")
     view = ucformat.open(place, view=tmp_path / "view.yaml")
     assert not view.unreadable
@@ -344,7 +390,9 @@ def test_a_dtype_that_nobody_knows_refuses_only_its_tensor(make: Any, tmp_path: 
 def test_what_is_said_of_an_odd_tensor(what: str, tmp_path: Path) -> None:
     """Two of them are two tensors, although nothing in the file tells them apart; and so are its values elsewhere."""
     bad = ODD_TENSORS[what]
-    torch.save({"model": {"a": torch.ones(2), "x": bad(), "y": bad()}, "seen": [bad()]}, tmp_path / "m.pt")
+    torch.save(
+        {"model": {"a": torch.ones(2), "x": bad(), "y": bad()}, "seen": [bad()]}, tmp_path / "m.pt"
+    )
     ck = ucformat.open(tmp_path / "m.pt")
     assert {key.name for key in ck.unreadable} == {"x", "y", "seen.0"}
     assert all(what in reason for reason in ck.unreadable.values())
@@ -359,7 +407,9 @@ def test_an_odd_item_of_dcp(tmp_path: Path) -> None:
     assert ck["a"].read().tolist() == [0, 1, 2, 3]
     with pytest.raises(UnsupportedError, match=r"bad \(weight\)\[0:3\] is conjugated"):
         ck["bad"].read()
-    assert [(p.name, "resolve_conj" in p.reason) for p in verify(tmp_path / "dcp").problems] == [("bad", True)]
+    assert [(p.name, "resolve_conj" in p.reason) for p in verify(tmp_path / "dcp").problems] == [
+        ("bad", True)
+    ]
 
 
 def with_unknown_dtype(path: Path, change: Callable[[Any], Any]) -> None:
@@ -402,12 +452,19 @@ def one_unknown(*path: Any) -> Callable[[Any], Any]:
             "megatron/tp2-tied/classic",
             "model_optim_rng.pt",
             ("model", "decoder.final_layernorm.weight"),
-            {("decoder.final_layernorm.weight", state) for state in ("weight", "exp_avg", "exp_avg_sq", "step")},
+            {
+                ("decoder.final_layernorm.weight", state)
+                for state in ("weight", "exp_avg", "exp_avg_sq", "step")
+            },
         ),
     ],
 )
 def test_an_unknown_dtype_in_files_of_engines(
-    tmp_path: Path, folder: str, pattern: str, where: tuple[str, ...], unreadable: set[tuple[str, str]]
+    tmp_path: Path,
+    folder: str,
+    pattern: str,
+    where: tuple[str, ...],
+    unreadable: set[tuple[str, str]],
 ) -> None:
     """The tensor is refused; if it is a weight, then so are its states, which are cut as it is."""
     whole = ucformat.open(DATA / folder)
@@ -455,7 +512,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     class Finder(MetaPathFinder, Loader):
         def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
             return (
-                ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in ("deepspeed", "megatron") else None
+                ModuleSpec(name, self, is_package=True)
+                if name.partition(".")[0] in ("deepspeed", "megatron")
+                else None
             )
 
         def create_module(self, spec: ModuleSpec) -> types.ModuleType:
@@ -568,7 +627,12 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
     ],
 )
 def test_an_unknown_dtype_of_a_few_tensors(
-    tmp_path: Path, folder: str, pattern: str, change: Callable[[Path], None], names: Any, states: tuple[str, ...]
+    tmp_path: Path,
+    folder: str,
+    pattern: str,
+    change: Callable[[Path], None],
+    names: Any,
+    states: tuple[str, ...],
 ) -> None:
     """What is in the same buffer is refused with it; everything else is read, although other ranks know the dtype."""
     whole = ucformat.open(DATA / folder)
@@ -577,9 +641,15 @@ def test_an_unknown_dtype_of_a_few_tensors(
         change(path)
     ck = ucformat.open(place)
     of = set(whole.metadata.groups[names]["params"]) if isinstance(names, int) else None
-    bad = {k for k in whole.tensors if k.state in states and (k.name in of if of is not None else names in k.name)}
+    bad = {
+        k
+        for k in whole.tensors
+        if k.state in states and (k.name in of if of is not None else names in k.name)
+    }
     assert {k for k in ck.unreadable if not k.state.endswith(".padding")} == bad
-    assert {k for k in set(whole.tensors) - set(ck.tensors) if not k.state.endswith(".padding")} == bad
+    assert {
+        k for k in set(whole.tensors) - set(ck.tensors) if not k.state.endswith(".padding")
+    } == bad
     assert all(same(ck[key].read(), whole[key].read()) for key in ck.tensors)
 
 
@@ -587,7 +657,9 @@ def test_an_unknown_dtype_in_a_client_state(tmp_path: Path) -> None:
     whole, place = ucformat.open(DATA / "deepspeed/tp2-z0/ckpt"), tmp_path / "src"
     shutil.copytree(DATA / "deepspeed/tp2-z0/ckpt", place)
     for path in place.rglob("mp_rank_0?_model_states.pt"):
-        with_unknown_dtype(path, lambda value: {**value, "mine": torch.zeros(3, dtype=torch.uint16)})
+        with_unknown_dtype(
+            path, lambda value: {**value, "mine": torch.zeros(3, dtype=torch.uint16)}
+        )
     ck = ucformat.open(place)
     assert {key.name for key in ck.unreadable} == {"client_state.mine"}
     assert read_whole(ck) == read_whole(whole)
@@ -616,17 +688,22 @@ def test_an_unknown_dtype_on_a_later_data_parallel_rank(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("engines")
 @pytest.mark.parametrize(
-    ("folder", "masters"), [("tp2-dp2-z1", "single_partition_of_fp32_groups"), ("tp2-dp2-z3", "fp32_flat_groups")]
+    ("folder", "masters"),
+    [("tp2-dp2-z1", "single_partition_of_fp32_groups"), ("tp2-dp2-z3", "fp32_flat_groups")],
 )
 def test_ranks_that_disagree_about_a_dtype(tmp_path: Path, folder: str, masters: str) -> None:
     """Without the check, the elements of one rank would be read with the size of another's."""
     place = shutil.copytree(DATA / "deepspeed" / folder / "ckpt", tmp_path / "src")
     for path in place.rglob("*zero_pp_rank_1_*optim_states.pt"):
         value = torch.load(path, weights_only=False)
-        value["optimizer_state_dict"][masters] = [t.half() for t in value["optimizer_state_dict"][masters]]
+        value["optimizer_state_dict"][masters] = [
+            t.half() for t in value["optimizer_state_dict"][masters]
+        ]
         torch.save(value, path)
     ck = ucformat.open(place)
-    with pytest.raises(IntegrityError, match=r"other optimizer states of group 0 .*master \(float16\)"):
+    with pytest.raises(
+        IntegrityError, match=r"other optimizer states of group 0 .*master \(float16\)"
+    ):
         read_whole(ck)
 
 

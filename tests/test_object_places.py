@@ -62,14 +62,21 @@ def placed(source: Checkpoint, bucket: Bucket) -> str:
 
 def folders(bucket: Bucket, place: str) -> set[str]:
     """The attempts that have anything at a place."""
-    below = [k.removeprefix(place.split("/", 3)[3]).split("/")[1:] for k in bucket.keys(place.split("/", 3)[3])]
+    below = [
+        k.removeprefix(place.split("/", 3)[3]).split("/")[1:]
+        for k in bucket.keys(place.split("/", 3)[3])
+    ]
     return {parts[1].removesuffix(".json") for parts in below if len(parts) > 1}
 
 
 def data_of(bucket: Bucket, ck: Checkpoint) -> list[str]:
     """The keys of its shards."""
     prefix = ck.url.split("/", 3)[3]
-    return [k for k in bucket.keys(f"{prefix}/data/{ck.manifest.attempt}") if not k.endswith("zarr.json")]
+    return [
+        k
+        for k in bucket.keys(f"{prefix}/data/{ck.manifest.attempt}")
+        if not k.endswith("zarr.json")
+    ]
 
 
 class TestOpen:
@@ -84,7 +91,13 @@ class TestOpen:
     def test_slices_bit_for_bit(self, placed: str, key: tuple[str, str]) -> None:
         tensor, a = ucformat.open(placed)[key], ODD[key]
         ends = [slice(n // 3, n - n // 4) for n in a.shape]
-        for index in ((ends[0],), (..., ends[-1]), tuple(ends), (slice(None, None, 2),), (slice(0, 0),)):
+        for index in (
+            (ends[0],),
+            (..., ends[-1]),
+            tuple(ends),
+            (slice(None, None, 2),),
+            (slice(0, 0),),
+        ):
             assert same(tensor[index], np.ascontiguousarray(a[index])), index
         if a.size:
             assert same(np.asarray(tensor[-1]), np.ascontiguousarray(a[-1]).reshape(a[-1].shape))
@@ -108,14 +121,22 @@ class TestPlan:
         set_environment(monkeypatch)
 
     @pytest.mark.parametrize("sizes", [(64, 1024), (None, None)])
-    def test_ranks_read_what_their_plans_say(self, tmp_path: Path, sizes: tuple[int | None, int | None]) -> None:
+    def test_ranks_read_what_their_plans_say(
+        self, tmp_path: Path, sizes: tuple[int | None, int | None]
+    ) -> None:
         """As the endpoint counts it."""
         groups = tuple({"params": names, "lr": 0.1} for names in GROUPS)
-        foreign = Checkpoint(FakeSource.write(MemoryStore(f"places-{sizes[0]}"), MODEL, ranks=5, groups=groups))
+        foreign = Checkpoint(
+            FakeSource.write(MemoryStore(f"places-{sizes[0]}"), MODEL, ranks=5, groups=groups)
+        )
         ucformat.convert(foreign, tmp_path / "model", chunk_bytes=sizes[0], shard_bytes=sizes[1])
         with serving_files(tmp_path) as served:
             ck = ucformat.open(ObjectStore(served.url("model"), Options(endpoint=served.endpoint)))
-            for target, ranks in (((1, 1, 4, 3, 1), (0, 3)), ((2, 2, 2, 1, 1), (1, 6)), ((1, 2, 2, 1, 1), (3,))):
+            for target, ranks in (
+                ((1, 1, 4, 3, 1), (0, 3)),
+                ((2, 2, 2, 1, 1), (1, 6)),
+                ((1, 2, 2, 1, 1), (3,)),
+            ):
                 for rank in ranks:
                     served.counts()
                     plan = ck.plan(layout(*target), rank)
@@ -128,7 +149,9 @@ class TestPlan:
                     assert all(same(found[key], a) for key, a in reference(target, rank).items())
 
     @pytest.mark.parametrize(("requests", "nbytes"), [(3, 1 << 20), (25, 1 << 20), (128, 1)])
-    def test_no_more_requests_at_once_than_the_budget_allows(self, tmp_path: Path, requests: int, nbytes: int) -> None:
+    def test_no_more_requests_at_once_than_the_budget_allows(
+        self, tmp_path: Path, requests: int, nbytes: int
+    ) -> None:
         """Neither ranges of one file that are asked for together; a range larger than the budget goes alone."""
         arrays = {(f"w{k}", "weight"): random_array((64, 64), "float32", k) for k in range(6)}
         source = Checkpoint(FakeSource.write(MemoryStore("at-once"), arrays))
@@ -136,7 +159,10 @@ class TestPlan:
         before = BUDGET.requests, BUDGET.nbytes
         with serving_files(tmp_path, latency=0.01) as served:
             ck = ucformat.open(ObjectStore(served.url("model"), Options(endpoint=served.endpoint)))
-            plan = ck.plan(ucformat.Layout({"tp": 4}, [{"match": "*", "place": [{"shard": 1, "over": "tp"}]}]), 2)
+            plan = ck.plan(
+                ucformat.Layout({"tp": 4}, [{"match": "*", "place": [{"shard": 1, "over": "tp"}]}]),
+                2,
+            )
             assert plan.requests > 50
             served.counts()
             BUDGET.set(requests, nbytes)
@@ -156,7 +182,9 @@ class Interrupted(Exception):
 
 
 class TestConvert:
-    def test_from_a_disk_to_a_disk_and_between_buckets(self, placed: str, bucket: Bucket, tmp_path: Path) -> None:
+    def test_from_a_disk_to_a_disk_and_between_buckets(
+        self, placed: str, bucket: Bucket, tmp_path: Path
+    ) -> None:
         down = ucformat.convert(placed, tmp_path / "down", **SIZES)
         across = ucformat.convert(placed, bucket.place(), **SIZES)
         first = ucformat.open(placed).manifest
@@ -166,7 +194,9 @@ class TestConvert:
             assert [t.digest for t in ck.manifest.tensors] == [t.digest for t in first.tensors]
             assert ck.manifest.lineage[-1].url == placed
 
-    def test_overwrite_replaces_and_drops_the_old_attempt(self, placed: str, bucket: Bucket) -> None:
+    def test_overwrite_replaces_and_drops_the_old_attempt(
+        self, placed: str, bucket: Bucket
+    ) -> None:
         place = bucket.place()
         old = ucformat.convert(placed, place, states=["weight"])
         before = bucket.keys(place.split("/", 3)[3])
@@ -177,7 +207,9 @@ class TestConvert:
         assert holds(ucformat.open(place))
         assert folders(bucket, place) == {new.manifest.attempt} != {old.manifest.attempt}
 
-    def test_an_interrupted_one_is_not_seen_and_continues(self, source: Checkpoint, bucket: Bucket) -> None:
+    def test_an_interrupted_one_is_not_seen_and_continues(
+        self, source: Checkpoint, bucket: Bucket
+    ) -> None:
         place = bucket.place()
 
         def stop(done: int, total: int) -> None:
@@ -200,7 +232,9 @@ class TestConvert:
 
 
 class TestVerify:
-    def test_finds_a_flipped_byte_and_a_missing_shard(self, source: Checkpoint, bucket: Bucket) -> None:
+    def test_finds_a_flipped_byte_and_a_missing_shard(
+        self, source: Checkpoint, bucket: Bucket
+    ) -> None:
         ck = ucformat.convert(source, bucket.place(), **SIZES)
         assert ucformat.verify(ck).bytes_unverified == 0
         flipped, *_, gone = data_of(bucket, ck)
@@ -218,17 +252,26 @@ class TestVirtual:
     @pytest.fixture
     def arrays(self) -> Arrays:
         shapes = {"embed": (37, 12), "up": (24, 12), "norm": (12,)}
-        return {(n, s): random_array(shape, "float32", i) for i, (n, shape) in enumerate(shapes.items()) for s in FLAT}
+        return {
+            (n, s): random_array(shape, "float32", i)
+            for i, (n, shape) in enumerate(shapes.items())
+            for s in FLAT
+        }
 
     def test_files_on_s3_are_read_in_place_until_they_change(
         self, arrays: Arrays, bucket: Bucket, tmp_path: Path
     ) -> None:
         write_zero3(tmp_path / "run", arrays, 3)
-        files = {p.relative_to(tmp_path).as_posix(): p.read_bytes() for p in (tmp_path / "run").rglob("*.*")}
+        files = {
+            p.relative_to(tmp_path).as_posix(): p.read_bytes()
+            for p in (tmp_path / "run").rglob("*.*")
+        }
         files["run/latest"] = (tmp_path / "run" / "latest").read_bytes()
         place = bucket.place()
         for name, data in files.items():
-            bucket.client.put_object(Bucket=bucket.name, Key=f"{place.split('/', 3)[3]}/{name}", Body=data)
+            bucket.client.put_object(
+                Bucket=bucket.name, Key=f"{place.split('/', 3)[3]}/{name}", Body=data
+            )
         foreign = ucformat.open(f"{place}/run")
         assert foreign.kind == "deepspeed"
         assert reads(foreign, arrays)
@@ -238,8 +281,12 @@ class TestVirtual:
             assert reads(ck, arrays)
             assert ucformat.verify(ck)
         name = next(n for n in files if n.endswith("rank_1_mp_rank_00_optim_states.pt"))
-        other = files[name][:-1] + b"x"  # of the same size, within the same second: the ETag alone tells
-        bucket.client.put_object(Bucket=bucket.name, Key=f"{place.split('/', 3)[3]}/{name}", Body=other)
+        other = (
+            files[name][:-1] + b"x"
+        )  # of the same size, within the same second: the ETag alone tells
+        bucket.client.put_object(
+            Bucket=bucket.name, Key=f"{place.split('/', 3)[3]}/{name}", Body=other
+        )
         for ck in (here, ucformat.open(there.url)):
             with pytest.raises(IntegrityError, match=r"rank_1_mp.*has changed"):
                 reads(ck, arrays)
@@ -274,5 +321,7 @@ class TestTorch:
         ucformat.torch.load(loaded, ucformat.materialize(place) if form == "packed" else place)
         for a, b in zip(saved["model"].parameters(), loaded["model"].parameters(), strict=True):
             assert torch.equal(a, b)
-            mine, theirs = (s["optimizer"].state[p]["exp_avg"] for s, p in ((saved, a), (loaded, b)))
+            mine, theirs = (
+                s["optimizer"].state[p]["exp_avg"] for s, p in ((saved, a), (loaded, b))
+            )
             assert torch.equal(mine, theirs)

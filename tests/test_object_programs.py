@@ -48,7 +48,11 @@ def program(*args: object, code: int = 0, **env: str) -> str:
     """What a process of this interpreter says."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     done = subprocess.run(
-        [sys.executable, *map(str, args)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == code, done.stderr
     return done.stdout
@@ -58,7 +62,9 @@ def test_ucp(placed: Checkpoint, bucket: Bucket, tmp_path: Path) -> None:
     """Each command a process of its own."""
 
     def ucp(*args: object, code: int = 0) -> str:
-        return program("-m", "ucformat.cli", *args, code=code, UCP_CATALOG=str(tmp_path / "catalog.db"))
+        return program(
+            "-m", "ucformat.cli", *args, code=code, UCP_CATALOG=str(tmp_path / "catalog.db")
+        )
 
     def told(*args: object, code: int = 0) -> Any:
         return json.loads(ucp(*args, "--json", code=code))
@@ -70,7 +76,9 @@ def test_ucp(placed: Checkpoint, bucket: Bucket, tmp_path: Path) -> None:
     assert placed.url in ucp("show", "run8@17")
     assert told("verify", "run8@17")["ok"] is True
     plan = placed.plan(ucformat.Layout.load(layout), 1)
-    assert told("plan", placed.url, "-l", layout, "-r", 1)["ranks"][0]["bytes_read"] == plan.bytes_read
+    assert (
+        told("plan", placed.url, "-l", layout, "-r", 1)["ranks"][0]["bytes_read"] == plan.bytes_read
+    )
     ucp("get", placed.url, "w", "3:5, ::7", "-o", tmp_path / "w.npy")
     assert same(np.load(tmp_path / "w.npy"), np.ascontiguousarray(ARRAYS["w", "weight"][3:5, ::7]))
     ucp("convert", placed.url, bucket.place("there"), "-q")
@@ -101,7 +109,9 @@ def test_zarr_python_over_obstore(placed: Checkpoint, bucket: Bucket) -> None:
     ucformat.register_zarr_dtypes()
     prefix = str(placed.zarr_url).split("/", 3)[3]
     options: dict[str, Any] = {"client_options": {"allow_http": True}, "region": "us-east-1"}
-    store = ObjectStore(S3Store(bucket.name, prefix=prefix, endpoint=bucket.endpoint, **options), read_only=True)
+    store = ObjectStore(
+        S3Store(bucket.name, prefix=prefix, endpoint=bucket.endpoint, **options), read_only=True
+    )
     group = zarr.open_group(store, mode="r")
     for doc in placed.manifest.tensors:
         array = group[str(doc.path).removeprefix(f"data/{placed.manifest.attempt}/")]
@@ -136,14 +146,26 @@ def test_memory_stays_within_the_budget_for_what_is_ten_times_as_large(
     """Tensors of 160 MiB in one shard of tiles and one of rows, in a process that may have 16 MiB in flight."""
     set_environment(monkeypatch)
     budget, large = 16 << 20, np.random.default_rng(0).standard_normal((4096, 10240), np.float32)
-    arrays = {("w", "weight"): large, ("v", "weight"): large.reshape(-1), ("small", "weight"): large[0, :9]}
+    arrays = {
+        ("w", "weight"): large,
+        ("v", "weight"): large.reshape(-1),
+        ("small", "weight"): large[0, :9],
+    }
     source = Checkpoint(FakeSource.write(MemoryStore("budget"), arrays))
     ck = ucformat.convert(source, tmp_path / "large", shard_bytes=1 << 30)
     assert max(t.nbytes for t in ck.manifest.tensors) == 10 * budget
     with serving_files(tmp_path) as served:
         said = json.loads(
-            program("-c", READ, served.url("large"), UCP_ENDPOINT=served.endpoint, UCP_IN_FLIGHT=str(budget))
+            program(
+                "-c",
+                READ,
+                served.url("large"),
+                UCP_ENDPOINT=served.endpoint,
+                UCP_IN_FLIGHT=str(budget),
+            )
         )
     assert said["sums"] == [float(large.sum(dtype="f8"))] * 2
     assert 0 < said["most"] <= budget
-    assert said["peak"] <= budget + (24 << 20), said  # and what threads, connections and the allocator take
+    assert said["peak"] <= budget + (24 << 20), (
+        said
+    )  # and what threads, connections and the allocator take

@@ -45,7 +45,16 @@ def ck(catalog: Catalog, tmp_path: Path) -> Checkpoint:
 
 def test_all_that_the_catalog_knows(catalog: Catalog, ck: Checkpoint) -> None:
     catalog.alias("best", ck.id)
-    for ref in ("run7@1", "run7@latest", "run7@best", "alias:best", ck.id, ck.id[:4], ck.url, Path(ck.url)):
+    for ref in (
+        "run7@1",
+        "run7@latest",
+        "run7@best",
+        "alias:best",
+        ck.id,
+        ck.id[:4],
+        ck.url,
+        Path(ck.url),
+    ):
         assert ucformat.open(ref).id == ck.id
     assert ucformat.open(LocalStore(ck.url)).id == ck.id
     assert ucformat.open(f"file://{ck.url}").id == ck.id
@@ -66,15 +75,37 @@ def test_a_path_that_exists_wins(catalog: Catalog, ck: Checkpoint, name: str) ->
     assert ucformat.open(Path(name)).id == here.id
 
 
-def test_what_is_a_place_is_never_looked_up(catalog: Catalog, ck: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucformat.settings.load_settings", lambda **_: pytest.fail("the catalog was asked"))
-    for place in ("/nowhere/run7@1", "./run7@1", "../x", "memory://run7@1", "abc", "BEEF", "some.folder", "@", "run@"):
+def test_what_is_a_place_is_never_looked_up(
+    catalog: Catalog, ck: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ucformat.settings.load_settings", lambda **_: pytest.fail("the catalog was asked")
+    )
+    for place in (
+        "/nowhere/run7@1",
+        "./run7@1",
+        "../x",
+        "memory://run7@1",
+        "abc",
+        "BEEF",
+        "some.folder",
+        "@",
+        "run@",
+    ):
         with pytest.raises(NotFound):
             ucformat.open(place)
 
 
 def test_what_the_catalog_does_not_know(catalog: Catalog, ck: Checkpoint) -> None:
-    for ref in ("run7@2", "run8@1", "alias:none", "feedbeef", "run7@best", "x" * 5000 + "@1", "a\0b@1"):
+    for ref in (
+        "run7@2",
+        "run8@1",
+        "alias:none",
+        "feedbeef",
+        "run7@best",
+        "x" * 5000 + "@1",
+        "a\0b@1",
+    ):
         with pytest.raises(NotFound) as caught:
             ucformat.open(ref)
         assert caught.value.hint
@@ -82,7 +113,9 @@ def test_what_the_catalog_does_not_know(catalog: Catalog, ck: Checkpoint) -> Non
         ucformat.open("alias:")
 
 
-def test_without_a_catalog(catalog: Catalog, ck: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_catalog(
+    catalog: Catalog, ck: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UCP_CATALOG", "none")
     with pytest.raises(NotFound, match="no catalog to look it up in"):
         ucformat.open("run7@1")
@@ -100,7 +133,9 @@ def test_what_is_deleted_or_gone(catalog: Catalog, ck: Checkpoint) -> None:
         ucformat.open(ck.id)
 
 
-def test_another_place_is_tried_where_one_fails(catalog: Catalog, ck: Checkpoint, tmp_path: Path) -> None:
+def test_another_place_is_tried_where_one_fails(
+    catalog: Catalog, ck: Checkpoint, tmp_path: Path
+) -> None:
     for copy in ("copy", "another copy"):
         shutil.copytree(ck.url, tmp_path / copy)
         register([str(tmp_path / copy)], catalog)
@@ -120,7 +155,9 @@ def test_another_place_is_tried_where_one_fails(catalog: Catalog, ck: Checkpoint
 
 
 @pytest.mark.parametrize("change", [{"step": 9}, {"tensors": "xxh3:" + "0" * 32}])
-def test_a_manifest_that_was_changed_is_seen(catalog: Catalog, ck: Checkpoint, change: dict[str, Any]) -> None:
+def test_a_manifest_that_was_changed_is_seen(
+    catalog: Catalog, ck: Checkpoint, change: dict[str, Any]
+) -> None:
     """Of the same id, under a digest that is right."""
     if "tensors" in change:  # the weights are those of another
         first, *rest = ck.manifest.tensors
@@ -131,14 +168,25 @@ def test_a_manifest_that_was_changed_is_seen(catalog: Catalog, ck: Checkpoint, c
         with pytest.raises(IntegrityError, match="is not the one that the catalog recorded"):
             ucformat.open(ref)
     assert ucformat.open(ck.url).id == ck.id
-    assert any("is not the one that the catalog recorded" in p.reason for p in ucformat.verify(ck.url).problems)
+    assert any(
+        "is not the one that the catalog recorded" in p.reason
+        for p in ucformat.verify(ck.url).problems
+    )
 
 
 def test_arrays_that_were_made_in_place_are_what_was_recorded(
     catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = {("w", "weight"): random_array((4, 2), "float32")}
-    ck = write_packed(LocalStore(tmp_path / "packed"), arrays, lineage=(), aliases={}, groups=(), run="run8", step=4)
+    ck = write_packed(
+        LocalStore(tmp_path / "packed"),
+        arrays,
+        lineage=(),
+        aliases={},
+        groups=(),
+        run="run8",
+        step=4,
+    )
     register([ck.url], catalog)
     assert ucformat.open("run8@4").id == ck.id
     with monkeypatch.context() as somebody_without_a_catalog:
@@ -155,14 +203,18 @@ def test_what_lies_there_by_now_is_not_taken_for_it(
     with monkeypatch.context() as somebody_without_a_catalog:
         somebody_without_a_catalog.setenv("UCP_CATALOG", "none")
         new = universal(ck.url, 2, overwrite=True)
-    with pytest.raises(NotFound, match=f"there is another checkpoint at .* by now, {new.id}") as caught:
+    with pytest.raises(
+        NotFound, match=f"there is another checkpoint at .* by now, {new.id}"
+    ) as caught:
         ucformat.open("run7@1")
     assert f"ucp register {ck.url}" in str(caught.value.hint)
     register([str(tmp_path / "copy")], catalog)
     assert ucformat.open("run7@1").id == ck.id
 
 
-def test_convert_and_verify_take_references(catalog: Catalog, ck: Checkpoint, tmp_path: Path) -> None:
+def test_convert_and_verify_take_references(
+    catalog: Catalog, ck: Checkpoint, tmp_path: Path
+) -> None:
     made = ucformat.convert("run7@1", tmp_path / "run8" / "1")
     assert np.array_equal(made["w"][...], ck["w"][...], equal_nan=True)
     assert ucformat.verify("run7@1").url == ck.url
@@ -171,13 +223,17 @@ def test_convert_and_verify_take_references(catalog: Catalog, ck: Checkpoint, tm
     assert not (tmp_path / "x").exists()
 
 
-def test_a_catalog_that_is_away_is_said(catalog: Catalog, ck: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_catalog_that_is_away_is_said(
+    catalog: Catalog, ck: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UCP_CATALOG", "postgresql://nobody@127.0.0.1:1/none")
     with pytest.raises(UcformatError, match="the catalog postgresql"):
         ucformat.open("run7@1")
 
 
-def test_opening_writes_nothing(catalog: Catalog, ck: Checkpoint, tmp_path: Path, monkeypatch: Any) -> None:
+def test_opening_writes_nothing(
+    catalog: Catalog, ck: Checkpoint, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "not" / "there.db"))
     with pytest.raises(NotFound):
         ucformat.open("run7@1")

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No settings at all, in a folder `here/below`."""
-    for name in [n for n in os.environ if n.startswith("UCP_")]:  # as the endpoint of tests that need one
+    for name in [
+        n for n in os.environ if n.startswith("UCP_")
+    ]:  # as the endpoint of tests that need one
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
@@ -43,7 +45,9 @@ def test_by_default_the_catalog_is_a_file_of_the_user(tmp_path: Path) -> None:
     assert load_settings().catalog_url() == str(tmp_path / "data" / "ucformat" / "catalog.db")
 
 
-def test_each_source_wins_over_those_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_source_wins_over_those_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user(tmp_path, "catalog = 'sqlite:////user'")
     assert load_settings().catalog == "sqlite:////user"
     project(tmp_path, "catalog = 'sqlite:////project'")
@@ -79,7 +83,9 @@ def test_the_nearest_file_of_a_project_is_read(tmp_path: Path) -> None:
     assert load_settings().catalog == "sqlite:////near"
 
 
-def test_a_path_in_a_file_is_relative_to_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_in_a_file_is_relative_to_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project(tmp_path, "catalog = 'kept/catalog.db'")
     assert load_settings().catalog_url() == str(tmp_path / "here" / "kept" / "catalog.db")
     monkeypatch.chdir(tmp_path / "here")
@@ -111,9 +117,10 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str, write: o
     with pytest.raises(UsageError) as caught:
         load_settings()
     assert str(file) in caught.value.message
-    others = {str(tmp_path / "here" / "ucformat.toml"), str(tmp_path / "config" / "ucformat" / "config.toml")} - {
-        str(file)
-    }
+    others = {
+        str(tmp_path / "here" / "ucformat.toml"),
+        str(tmp_path / "config" / "ucformat" / "config.toml"),
+    } - {str(file)}
     assert not any(other in str(caught.value) for other in others)
 
 
@@ -155,7 +162,9 @@ def test_a_folder_that_was_removed_has_no_file_of_a_project(tmp_path: Path) -> N
         ("cache_bytes", "0"),
     ],
 )
-def test_a_number_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch, key: str, text: str) -> None:
+def test_a_number_that_cannot_be_used_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, key: str, text: str
+) -> None:
     monkeypatch.setenv(f"UCP_{key.upper()}", text)
     with pytest.raises(UsageError, match=f"the setting {key} is invalid"):
         load_settings()
@@ -163,7 +172,9 @@ def test_a_number_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatc
     assert getattr(load_settings(), key) == 7
 
 
-def test_places_are_a_list_or_text_with_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_a_list_or_text_with_commas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user(tmp_path, 'roots = ["/a", "/b"]')
     assert load_settings().roots == ("/a", "/b")
     monkeypatch.setenv("UCP_ROOTS", "/c,/d")
@@ -192,7 +203,10 @@ SETTINGS = ["catalog = 'x.db'", "region = 'moon'", "requests = 1", "catalog = 'n
 @pytest.mark.parametrize("text", SETTINGS)
 @pytest.mark.parametrize("write", [project, user])
 def test_a_file_of_another_user_is_an_error_not_passed_over(
-    tmp_path: Path, of_another: Callable[[Path], None], text: str, write: Callable[[Path, str], Path]
+    tmp_path: Path,
+    of_another: Callable[[Path], None],
+    text: str,
+    write: Callable[[Path, str], Path],
 ) -> None:
     user(tmp_path, "catalog = 'mine.db'\nregion = 'here'\nrequests = 2")
     file = write(tmp_path, text)

@@ -42,7 +42,11 @@ def test_a_word_that_is_none_of_those(tmp_path: Path) -> None:
             call()
     assert not (tmp_path / "new").exists()
     assert tensor.read(verify=False).tobytes() == tensor.read(verify=True).tobytes()
-    assert tensor.plan(verify=False).bytes_unverified == tensor.plan(verify="never").bytes_unverified == tensor.nbytes
+    assert (
+        tensor.plan(verify=False).bytes_unverified
+        == tensor.plan(verify="never").bytes_unverified
+        == tensor.nbytes
+    )
 
 
 def test_a_word_for_pytorch(tmp_path: Path) -> None:
@@ -68,7 +72,11 @@ def test_a_word_for_pytorch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [b"x", None, 3, ["a"]])
 def test_what_is_no_place(place: Any, tmp_path: Path) -> None:
     source = universal(tmp_path / "a", {("w", "weight"): random_array((3,), "float32")})
-    for call in (ucformat.open, lambda p: ucformat.convert(source, p), lambda p: ucformat.copy(source, p)):
+    for call in (
+        ucformat.open,
+        lambda p: ucformat.convert(source, p),
+        lambda p: ucformat.copy(source, p),
+    ):
         with pytest.raises(UsageError, match="a place is a path or url, not"):
             call(place)
     with pytest.raises(UsageError):

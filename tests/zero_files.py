@@ -1,7 +1,7 @@
 """ZeRO-3 checkpoints as DeepSpeed 0.19 lays them out, of any arrays and any number of ranks, without DeepSpeed.
 
-For what real engines are too slow for: many ranks, large tensors, many rounds. `tests/sources` proves the
-source on real ones.
+For what real engines are too slow for: many ranks, large tensors, many rounds. `tests/sources`
+proves the source on real ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.sources.torch_files import call, dictionary, glob, integer, save, storage, tensor, text, tuple_of
+from tests.sources.torch_files import (
+    call,
+    dictionary,
+    glob,
+    integer,
+    save,
+    storage,
+    tensor,
+    text,
+    tuple_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +39,9 @@ def a_list(*items: bytes) -> bytes:
     return b"](" + b"".join(items) + b"e"
 
 
-def write_zero3(folder: Path, arrays: Mapping[tuple[str, str], Any], ranks: int, step: int = 5) -> Path:
+def write_zero3(
+    folder: Path, arrays: Mapping[tuple[str, str], Any], ranks: int, step: int = 5
+) -> Path:
     """Write `folder/global_step<step>` and `latest`; each tensor must be there in all of `FLAT`, as float32."""
     tag = folder / f"global_step{step}"
     tag.mkdir(parents=True)
@@ -37,9 +49,17 @@ def write_zero3(folder: Path, arrays: Mapping[tuple[str, str], Any], ranks: int,
     shapes = {name: a.shape for (name, state), a in arrays.items() if state == "master"}
     for rank in range(ranks):
         stem = f"zero_pp_rank_{rank}_mp_rank_00"
-        sizes = [(text(n), call(glob("torch", "Size"), tuple_of(*map(integer, s)))) for n, s in shapes.items()]
+        sizes = [
+            (text(n), call(glob("torch", "Size"), tuple_of(*map(integer, s))))
+            for n, s in shapes.items()
+        ]
         model = dictionary(
-            module=mapping([(text(n), tensor((0,), (1,), 0, storage("0", 0, "BFloat16Storage"))) for n in shapes]),
+            module=mapping(
+                [
+                    (text(n), tensor((0,), (1,), 0, storage("0", 0, "BFloat16Storage")))
+                    for n in shapes
+                ]
+            ),
             buffer_names=a_list(),
             param_shapes=a_list(mapping(sizes)),
             frozen_param_shapes=b"N",
@@ -55,7 +75,9 @@ def write_zero3(folder: Path, arrays: Mapping[tuple[str, str], Any], ranks: int,
         n = flat["master"].size
         whole = {s: tensor((n,), (1,), 0, storage(str(i), n)) for i, s in enumerate(FLAT)}
         state = dictionary(
-            step=tensor((), (), 0, storage("3", 1)), exp_avg=whole["exp_avg"], exp_avg_sq=whole["exp_avg_sq"]
+            step=tensor((), (), 0, storage("3", 1)),
+            exp_avg=whole["exp_avg"],
+            exp_avg_sq=whole["exp_avg_sq"],
         )
         group = dictionary(lr=b"G" + np.array(1e-3, ">f8").tobytes(), params=a_list(integer(0)))
         inner = dictionary(state=mapping([(integer(0), state)]), param_groups=a_list(group))
@@ -66,7 +88,9 @@ def write_zero3(folder: Path, arrays: Mapping[tuple[str, str], Any], ranks: int,
             optimizer_state_dict=inner,
             fp32_flat_groups=a_list(whole["master"]),
         )
-        data = {str(i): flat[s].tobytes() for i, s in enumerate(FLAT)} | {"3": np.float32(step).tobytes()}
+        data = {str(i): flat[s].tobytes() for i, s in enumerate(FLAT)} | {
+            "3": np.float32(step).tobytes()
+        }
         save(
             tag / f"bf16_{stem}_optim_states.pt",
             dictionary(optimizer_state_dict=optimizer, ds_version=text("0.19.8")),
@@ -76,7 +100,11 @@ def write_zero3(folder: Path, arrays: Mapping[tuple[str, str], Any], ranks: int,
 
 
 def partition(
-    arrays: Mapping[tuple[str, str], Any], shapes: Mapping[str, Any], state: str, rank: int, ranks: int
+    arrays: Mapping[tuple[str, str], Any],
+    shapes: Mapping[str, Any],
+    state: str,
+    rank: int,
+    ranks: int,
 ) -> Any:
     """A rank's flat group: its part of each tensor, each padded to equal parts; the padding is poisoned."""
     parts = []

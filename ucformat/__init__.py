@@ -124,7 +124,9 @@ def _ask_beside(places: Mapping[str, Sequence[str]]) -> Mapping[str, frozenset[s
 
 
 logging.getLogger("ucformat").addFilter(hide_in_record)
-on_change.append(_keep_documents)  # here, for the catalog and the format know nothing of the rooms above them
+on_change.append(
+    _keep_documents
+)  # here, for the catalog and the format know nothing of the rooms above them
 may_replace.append(_refuse_protected)
 on_abandon.append(_release)
 dependent_finders.append(_ask_beside)

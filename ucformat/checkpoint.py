@@ -10,7 +10,14 @@ from os import PathLike
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UcformatError, UnsupportedError, UsageError
+from ucformat.errors import (
+    NotACheckpoint,
+    NotFound,
+    TensorNotFound,
+    UcformatError,
+    UnsupportedError,
+    UsageError,
+)
 from ucformat.format.attempts import attempt_of, outside_attempts
 from ucformat.format.digest import bytes_digest, document_digest
 from ucformat.format.universal import Universal, describe, index_tensors
@@ -45,7 +52,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
-_CONFIGURATIONS = ("adapter_config.json", "config.json", "params.json")  # that make another model of equal tensors
+_CONFIGURATIONS = (
+    "adapter_config.json",
+    "config.json",
+    "params.json",
+)  # that make another model of equal tensors
 _MAX_DOCUMENT = 64 << 20  # bytes: larger ones are read by no source
 _MAX_LISTED = 10_000  # files in which checkpoints are looked for
 _MAX_NAMED = 10  # folders that an error names
@@ -62,7 +73,8 @@ def open_checkpoint(
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
     Args:
-        roots: returns the places that may hold a virtual checkpoint's files; called only if they are needed.
+        roots: returns the places that may hold a virtual checkpoint's files; called only if they
+            are needed.
 
     Raises:
         NotFound: the place does not exist, or is empty.
@@ -85,11 +97,16 @@ def _open(
             try:
                 missing: UcformatError | None = None
                 if next(iter(seen.list()), None) is None:
-                    missing = NotFound(f"{store.url} does not exist, or is empty", hint="check the path")
+                    missing = NotFound(
+                        f"{store.url} does not exist, or is empty", hint="check the path"
+                    )
             except UnsupportedError as error:  # plain HTTP, which has no folders
                 missing = error
             if missing is not None:
-                if isinstance(place, str | PathLike) and (file := open_source_file(place, watch, options)) is not None:
+                if (
+                    isinstance(place, str | PathLike)
+                    and (file := open_source_file(place, watch, options)) is not None
+                ):
                     return Checkpoint(file)
                 raise missing
             source = open_source(seen, options=options)
@@ -120,7 +137,9 @@ def _open(
         return Checkpoint(source)
     if options:
         hint = f"leave out {', '.join(options)}"
-        raise UsageError(f"{store.url} is a universal checkpoint, which takes no options", hint=hint)
+        raise UsageError(
+            f"{store.url} is a universal checkpoint, which takes no options", hint=hint
+        )
     return Checkpoint(Universal(store, roots))
 
 
@@ -128,20 +147,28 @@ def _checkpoints_below(infos: Sequence[Info]) -> list[str]:
     """The outermost folders that look like checkpoints, numbers in their names by value: the last is the newest."""
     from ucformat.sources.opening import marked_folders
 
-    folders = marked_folders(infos) | {i.key.rpartition("/")[0] for i in infos if i.key.endswith(f"/{MANIFEST}")}
+    folders = marked_folders(infos) | {
+        i.key.rpartition("/")[0] for i in infos if i.key.endswith(f"/{MANIFEST}")
+    }
     folders = outside_attempts(folders, (i.key for i in infos))
-    outer = [f for f in folders if f and not any(f.startswith(f"{other}/") for other in folders if other)]
+    outer = [
+        f for f in folders if f and not any(f.startswith(f"{other}/") for other in folders if other)
+    ]
     return sorted(outer, key=_by_numbers)
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", name)]
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part)
+        for part in re.split(r"(\d{1,18})", name)
+    ]
 
 
 class Checkpoint(Mapping[str, "Tensor"]):
     """A checkpoint that is read in place, whatever wrote it.
 
-    `ck[name]` is a lazy tensor in state `weight`, or `master` where only that is stored; `ck[name, state]` in another.
+    `ck[name]` is a lazy tensor in state `weight`, or `master` where only that is stored; `ck[name,
+    state]` in another.
     """
 
     def __init__(self, source: Readable) -> None:
@@ -158,8 +185,12 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.foreign = None if self.universal else cast("OpenSource", origin)
         self.viewed = _view(source)
         self._infos, self._states = index_tensors(source.metadata.tensor_list.tensors)
-        self._bound: tuple[Layout, Any, Readable, Bound] | None = None  # the last one, since ranks are planned in turn
-        self.opened: tuple[str, Mapping[str, Any]] | None = None  # the place and the options, for other processes
+        self._bound: tuple[Layout, Any, Readable, Bound] | None = (
+            None  # the last one, since ranks are planned in turn
+        )
+        self.opened: tuple[str, Mapping[str, Any]] | None = (
+            None  # the place and the options, for other processes
+        )
         self.roots: tuple[str, ...] = ()  # with which it was opened
 
     @property
@@ -176,10 +207,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def id(self) -> str:
         """The id: of a universal checkpoint the manifest's, of a foreign one a digest of its content.
 
-        The latter is computed from the writer's unique id of the save, if it has one; else from the checksums in its
-        files, and from the documents beside them that have none, which may tell two saves of equal tensors apart (steps
-        and metrics in `trainer_state.json`, the scale of an adapter); or if not all tensors have a checksum, from the
-        place and the files' sizes and times, too. That of a view includes its steps.
+        The latter is computed from the writer's unique id of the save, if it has one; else from the
+        checksums in its files, and from the documents beside them that have none, which may tell
+        two saves of equal tensors apart (steps and metrics in `trainer_state.json`, the scale of an
+        adapter); or if not all tensors have a checksum, from the place and the files' sizes and
+        times, too. That of a view includes its steps.
         """
         if self.viewed is not None and self.viewed.steps:
             steps = [step.model_dump(by_alias=True) for _, step in self.viewed.steps]
@@ -189,7 +221,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if self.metadata.save_id:
             return document_digest([self.kind, self.metadata.save_id]).rpartition(":")[2][:32]
         records = list(cast("OpenSource", self.foreign).records())
-        sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in records if r.crc32)
+        sums = sorted(
+            (r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in records if r.crc32
+        )
         if not sums or any(r.crc32 is None for r in records):
             files = [(i.key.rpartition("/")[2], i.size, i.version) for i in self.files()]
             return document_digest([self.home, *files, *self._documents()]).rpartition(":")[2][:32]
@@ -200,7 +234,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         documents = [key for key in self._file_keys() if key.endswith(".json")]
         keys = [key for key in documents if self.store.info(key).size <= _MAX_DOCUMENT]
         contents = {key.rpartition("/")[2]: self.store.read(key) for key in keys}
-        if not self.metadata.folder:  # configurations above the folder belong to all checkpoints of the run
+        if (
+            not self.metadata.folder
+        ):  # configurations above the folder belong to all checkpoints of the run
             contents |= {name: self.assets[name] for name in _CONFIGURATIONS if name in self.assets}
         return sorted((name, bytes_digest(data)) for name, data in contents.items())
 
@@ -241,7 +277,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """Tensors of a foreign checkpoint that cannot be read, such as those of an unknown dtype, with the reason."""
         return MappingProxyType(dict(self.metadata.unreadable))
 
-    def check_readable(self, states: Iterable[str] | None = None, matches: Callable[[str], bool] | None = None) -> None:
+    def check_readable(
+        self, states: Iterable[str] | None = None, matches: Callable[[str], bool] | None = None
+    ) -> None:
         """Check that all tensors can be read.
 
         Args:
@@ -252,7 +290,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
             UnsupportedError: one of them cannot be read.
         """
         chosen = None if states is None else set(states)
-        wrong = {k: why for k, why in self.metadata.unreadable.items() if chosen is None or k.state in chosen}
+        wrong = {
+            k: why
+            for k, why in self.metadata.unreadable.items()
+            if chosen is None or k.state in chosen
+        }
         if wrong := {k: why for k, why in wrong.items() if matches is None or matches(k.name)}:
             raise unreadable_error(wrong, self.url)
 
@@ -272,7 +314,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         doc = self.universal.manifest.per_rank if self.universal else None
         if self.universal is None or doc is None:
             return {}
-        from ucformat.format.objects import PerRankValues  # with NumPy, which many commands do not need
+        from ucformat.format.objects import (
+            PerRankValues,
+        )  # with NumPy, which many commands do not need
 
         return PerRankValues(self.universal, doc)
 
@@ -302,7 +346,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def missing(self) -> Sequence[str]:
         """Files that a foreign checkpoint lacks although its program always writes them, such as `scheduler.pt`.
 
-        What there is can be read without them, and a training that continues from it would lack their state.
+        What there is can be read without them, and a training that continues from it would lack
+        their state.
         """
         return self.metadata.missing
 
@@ -314,7 +359,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if self.universal:
             m = self.universal.manifest
             return TrainingInfo(m.config, m.metrics, m.run)
-        return find_training_info(self.metadata, LazyValues(self.metadata.assets, self.store.read), self.url)
+        return find_training_info(
+            self.metadata, LazyValues(self.metadata.assets, self.store.read), self.url
+        )
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -337,12 +384,17 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def zarr_url(self) -> str | None:
         """The url of the Zarr v3 group with the arrays; None for a foreign checkpoint or a view."""
-        return f"{self.url}/data/{self.manifest.attempt}" if self.universal and not self.viewed else None
+        return (
+            f"{self.url}/data/{self.manifest.attempt}"
+            if self.universal and not self.viewed
+            else None
+        )
 
     def zarr_store(self, *, verify: Verify = "whole") -> CheckpointStore:
         """A read-only store for zarr-python (extra `zarr`), whatever wrote the checkpoint: `zarr.open_group(store)`.
 
-        It has a group for each state, and in it an array for each tensor. A chunk is read when it is asked for.
+        It has a group for each state, and in it an array for each tensor. A chunk is read when it
+        is asked for.
 
         Args:
             verify: which checksums to verify, as for `Tensor.read`.
@@ -360,7 +412,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def _stored(self, name: str) -> str:
         name = self.aliases.get(name, name)
         if name not in self._states:
-            raise TensorNotFound(f"{self.url} has no tensor {name!r}", hint=_nearest(name, self._states))
+            raise TensorNotFound(
+                f"{self.url} has no tensor {name!r}", hint=_nearest(name, self._states)
+            )
         return name
 
     def __getitem__(self, key: str | tuple[str, str]) -> Tensor:
@@ -414,26 +468,32 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """Plan the reads of one rank of a layout; reads no tensor bytes.
 
         Args:
-            layout: the placement of each tensor on each rank; if it has a view, of the tensors of the view.
+            layout: the placement of each tensor on each rank; if it has a view, of the tensors of
+                the view.
             rank: the rank in the layout's mesh.
             states: one of `weight`, `master`, `exp_avg`, …, or several (None: all).
-            verify: the checksums to verify: of chunks that are read `whole` (default), `always` (reads whole chunks) or
-                `never`.
+            verify: the checksums to verify: of chunks that are read `whole` (default), `always`
+                (reads whole chunks) or `never`.
         """
         from ucformat.reading.rank import Bound, plan_rank
 
         chosen = None if states is None else as_strings(states)
         if self._bound is None or self._bound[0] is not layout or self._bound[1] != chosen:
             source = self.view(layout).source if layout.view else self.source
-            self._bound = (layout, chosen, source, Bound.of(source.metadata.tensor_list, layout, chosen))
+            self._bound = (
+                layout,
+                chosen,
+                source,
+                Bound.of(source.metadata.tensor_list, layout, chosen),
+            )
         return plan_rank(self._bound[2], self._bound[3], rank, verify)
 
     def view(self, steps: Steps) -> Checkpoint:
         """The same checkpoint under other names, shapes and dtypes; nothing is copied.
 
         Args:
-            steps: the steps as a layout file spells them (`docs/view.md`), that is, a list of mappings; or the path of
-                such a file, a layout, or the name of a preset.
+            steps: the steps as a layout file spells them (`docs/view.md`), that is, a list of
+                mappings; or the path of such a file, a layout, or the name of a preset.
 
         Raises:
             LayoutError: a step cannot be applied; the message names the step and the tensor.
@@ -442,7 +502,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
         from ucformat.views.viewed import Viewed
 
         viewed = Checkpoint(
-            Viewed(self.source, expand(read_steps(steps), lambda: (self.objects, self.assets, self.names())))
+            Viewed(
+                self.source,
+                expand(read_steps(steps), lambda: (self.objects, self.assets, self.names())),
+            )
         )
         viewed.opened, viewed.roots = self.opened, self.roots
         return viewed
@@ -460,13 +523,19 @@ class Checkpoint(Mapping[str, "Tensor"]):
         source = self.source
         while (view := _view(source)) is not None:
             if view.steps:
-                views.insert(0, [step.model_dump(by_alias=True, mode="json") for _, step in view.steps])
+                views.insert(
+                    0, [step.model_dump(by_alias=True, mode="json") for _, step in view.steps]
+                )
             source = view.base
         return *(self.opened or (self.url, {})), self.roots, views
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Any, ...]]:
-        if (self.opened is None and self.foreign is not None) or self.recipe[0].startswith("memory:"):
-            raise UsageError(f"{self.url} cannot be opened in another process", hint="open it by its path or url")
+        if (self.opened is None and self.foreign is not None) or self.recipe[0].startswith(
+            "memory:"
+        ):
+            raise UsageError(
+                f"{self.url} cannot be opened in another process", hint="open it by its path or url"
+            )
         return _open_again, self.recipe
 
     def __repr__(self) -> str:
@@ -475,7 +544,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
 
 def _open_again(
-    place: str, options: Mapping[str, Any], roots: tuple[str, ...], views: list[list[dict[str, Any]]]
+    place: str,
+    options: Mapping[str, Any],
+    roots: tuple[str, ...],
+    views: list[list[dict[str, Any]]],
 ) -> Checkpoint:
     """Open a checkpoint by its recipe."""
     checkpoint = open_checkpoint(place, roots=lambda: (*roots, *allowed_roots()), options=options)

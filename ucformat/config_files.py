@@ -52,7 +52,9 @@ def line_of(path: Path, place: str) -> int | None:
         below = None
         if isinstance(node, yaml.MappingNode):
             below = next(((k.start_mark, v) for k, v in node.value if k.value == part), None)
-        elif isinstance(node, yaml.SequenceNode) and part.isdecimal() and int(part) < len(node.value):
+        elif (
+            isinstance(node, yaml.SequenceNode) and part.isdecimal() and int(part) < len(node.value)
+        ):
             below = (node.value[int(part)].start_mark, node.value[int(part)])
         if below is not None:  # else it is the name of a union variant, which is not in the file
             line, node = below[0].line + 1, below[1]
@@ -82,7 +84,11 @@ def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:
     class Loader(yaml.SafeLoader):
         """A safe loader that rejects duplicate keys: PyYAML ignores the first."""
 
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
+        def construct_mapping(
+            self,
+            node: yaml.MappingNode,
+            deep: bool = False,  # noqa: FBT001, FBT002
+        ) -> dict[Hashable, Any]:
             seen = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode):
@@ -94,7 +100,11 @@ def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:
 
         def construct_number(self, node: yaml.ScalarNode) -> Any:
             """A number; of `8:16`, which YAML 1.1 takes for 496, the text."""
-            kind = type(self).construct_yaml_float if node.tag.endswith("float") else type(self).construct_yaml_int
+            kind = (
+                type(self).construct_yaml_float
+                if node.tag.endswith("float")
+                else type(self).construct_yaml_int
+            )
             return node.value if ":" in node.value else kind(self, node)
 
     for tag in ("int", "float"):
@@ -112,7 +122,14 @@ def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:
         raise fault(f"{path}{line}: {getattr(e, 'problem', None) or e}") from e
     except RecursionError as e:
         raise fault(f"{path} is nested too deeply") from e
-    except (ValueError, IndexError, KeyError, OverflowError, AttributeError, TypeError) as e:  # of a number or a date
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        OverflowError,
+        AttributeError,
+        TypeError,
+    ) as e:  # of a number or a date
         raise fault(f"{path} holds an invalid value: {e}") from e
 
 
@@ -121,7 +138,9 @@ def _check_aliases(root: yaml.Node) -> None:
     if _expanded_size(root) > _MAX_VALUES:
         from yaml.constructor import ConstructorError
 
-        raise ConstructorError(None, None, f"its aliases expand to more than {_MAX_VALUES:,} values", root.start_mark)
+        raise ConstructorError(
+            None, None, f"its aliases expand to more than {_MAX_VALUES:,} values", root.start_mark
+        )
 
 
 def _expanded_size(root: yaml.Node) -> float:
@@ -134,7 +153,9 @@ def _expanded_size(root: yaml.Node) -> float:
         if done:
             sizes[id(node)] = 1 + sum(sizes[id(n)] for n in inner)
         elif id(node) not in sizes:
-            sizes[id(node)] = math.inf  # until it is known: a node that refers to it meanwhile is inside of it
+            sizes[id(node)] = (
+                math.inf
+            )  # until it is known: a node that refers to it meanwhile is inside of it
             todo.append((node, True))
             todo += [(n, False) for n in inner]
     return sizes[id(root)]

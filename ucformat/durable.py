@@ -35,14 +35,16 @@ def sync_open_folder(fd: int) -> None:
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, all of them durable.
 
-    Each is made after the one above it is durable: so of the existing ones only the innermost may not be durable yet,
-    if its creator was killed.
+    Each is made after the one above it is durable: so of the existing ones only the innermost may
+    not be durable yet, if its creator was killed.
     """
     missing = []
     while not folder.is_dir() and folder != folder.parent:
         missing.append(folder)
         folder = folder.parent
-    with suppress(PermissionError):  # without read permission, no ucformat process made a folder there
+    with suppress(
+        PermissionError
+    ):  # without read permission, no ucformat process made a folder there
         sync_folder(folder.parent)
     for one in reversed(missing):
         one.mkdir(exist_ok=True)

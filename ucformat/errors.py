@@ -22,8 +22,9 @@
     ├── NotFinished                       0      this process has done its part of a job, which another one finishes
     └── UpgradeNeeded                     7      written by a newer ucformat
 
-Each has a `hint`, what to do next, which `str()` shows on a line of its own; an IntegrityError always has one. Messages
-and hints do not contain the secrets that this process knows (docs/security.md, rule 10).
+Each has a `hint`, what to do next, which `str()` shows on a line of its own; an IntegrityError
+always has one. Messages and hints do not contain the secrets that this process knows
+(docs/security.md, rule 10).
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class UcformatError(Exception):
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
-    def __reduce__(self) -> tuple[object, ...]:  # keyword-only `hint` must survive a process boundary
+    def __reduce__(
+        self,
+    ) -> tuple[object, ...]:  # keyword-only `hint` must survive a process boundary
         return (_rebuild, (type(self), self.message, self.hint))
 
 
@@ -149,7 +152,9 @@ class ChecksumError(IntegrityError):
 class Inconsistent(IntegrityError):
     """A manifest or a sidecar that contradicts itself; `problems` lists all contradictions."""
 
-    def __init__(self, message: str, *, hint: str | None = None, problems: tuple[object, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, hint: str | None = None, problems: tuple[object, ...] = ()
+    ) -> None:
         super().__init__(message, hint=hint)
         self.problems = problems
 
@@ -229,7 +234,8 @@ def spelling_options(spell: Spelling) -> Iterator[None]:
     """Format options in hints in another way inside the block, as the command line does.
 
     Args:
-        spell: returns the text from an option's name, its value in Python, and its value on the command line.
+        spell: returns the text from an option's name, its value in Python, and its value on the
+            command line.
     """
     _spellings.append(spell)
     try:

@@ -1,8 +1,9 @@
 """Redaction: secrets that this process knows do not appear in errors, log records or the output of `ucp`.
 
-A secret is known if it was registered (`learn`), or is in a variable of the environment that is named like a secret or
-contains a url with one. It is found literally and as quoted in urls, JSON, Python and base64. Messages of libraries may
-contain other secrets, which `redacted` recognises by their syntax.
+A secret is known if it was registered (`learn`), or is in a variable of the environment that is
+named like a secret or contains a url with one. It is found literally and as quoted in urls, JSON,
+Python and base64. Messages of libraries may contain other secrets, which `redacted` recognises by
+their syntax.
 """
 
 from __future__ import annotations
@@ -33,7 +34,19 @@ _VARIABLE = re.compile(
 )
 _USERINFO = re.compile(r"(\w[\w+.-]*)://([^\s/?#@]*)@")
 _USERS = {  # schemes in which the part before an @ is the name of a user or container, not a token
-    *("postgres", "postgresql", "mysql", "sqlite", "sftp", "ssh", "ftp", "ftps", "smb", "hdfs", "webhdfs"),
+    *(
+        "postgres",
+        "postgresql",
+        "mysql",
+        "sqlite",
+        "sftp",
+        "ssh",
+        "ftp",
+        "ftps",
+        "smb",
+        "hdfs",
+        "webhdfs",
+    ),
     *("az", "azure", "abfs", "abfss"),
 }
 _PARAMETER = re.compile(
@@ -84,7 +97,9 @@ def hide(text: str) -> str:
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
     """A message of a library without known and possible secrets."""
     _learn_environment()
-    for secret in sorted({s for s in (*secrets, *_learned) if len(s) >= _MIN_LENGTH}, key=len, reverse=True):
+    for secret in sorted(
+        {s for s in (*secrets, *_learned) if len(s) >= _MIN_LENGTH}, key=len, reverse=True
+    ):
         text = text.replace(secret, "…")
     text = _SCHEME.sub(r"\1 …", hide(text))
     text = _NAMED.sub(r"\1…", text)
@@ -108,7 +123,9 @@ def scrub(error: BaseException) -> None:
         found.add(id(one))
         one.args = tuple(hide(a) if isinstance(a, str) else a for a in one.args)
         for name, value in list(vars(one).items()):
-            if hide(repr(value)) != repr(value):  # psycopg's errors hold all parameters of a connection
+            if hide(repr(value)) != repr(
+                value
+            ):  # psycopg's errors hold all parameters of a connection
                 setattr(one, name, hide(value) if isinstance(value, str) else None)
         todo += [e for e in (one.__cause__, one.__context__) if e is not None]
 
@@ -183,7 +200,8 @@ class Hiding:
 
 
 def _learn_environment() -> None:
-    # This runs for every error: comparing the dict behind `os.environ` is much faster than decoding it.
+    # This runs for every error: comparing the dict behind `os.environ` is much faster than decoding
+    # it.
     current = dict(getattr(os.environ, "_data", None) or os.environ)
     if current == _scanned:
         return

@@ -37,14 +37,15 @@ def open_reference(
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
     Args:
-        place: a path or url of a universal checkpoint, or of one that a known engine wrote; or, of a checkpoint in the
-            catalog, `run@step`, `run@latest`, `alias:name`, its id or a prefix of that. An existing path takes
-            precedence.
-        view: the steps of a view, as in `Checkpoint.view`: a preset, a layout file, or a list (default: no view).
-        roots: a place, or places, that may hold a virtual checkpoint's files, in addition to those in the settings
-            (`UCP_ROOTS`) and those that this user has registered.
-        options: facts that the files of a foreign checkpoint lack, such as its layout; each kind of checkpoint has its
-            own (docs/sources).
+        place: a path or url of a universal checkpoint, or of one that a known engine wrote; or, of
+            a checkpoint in the catalog, `run@step`, `run@latest`, `alias:name`, its id or a prefix
+            of that. An existing path takes precedence.
+        view: the steps of a view, as in `Checkpoint.view`: a preset, a layout file, or a list
+            (default: no view).
+        roots: a place, or places, that may hold a virtual checkpoint's files, in addition to those
+            in the settings (`UCP_ROOTS`) and those that this user has registered.
+        options: facts that the files of a foreign checkpoint lack, such as its layout; each kind of
+            checkpoint has its own (docs/sources).
 
     Raises:
         NotFound: the place is empty or does not exist, or the catalog has no such checkpoint.
@@ -69,7 +70,9 @@ def expand_references(places: Iterable[str | PathLike[str]]) -> list[str | PathL
             continue
         run, first, last = found[1], int(found[2]), int(found[3])
         if last < first:
-            raise UsageError(f"the range {place} ends before it begins", hint=f"write {run}@{last}..{first}")
+            raise UsageError(
+                f"the range {place} ends before it begins", hint=f"write {run}@{last}..{first}"
+            )
         with open_catalog(str(place)) as catalog:
             out += [entry.id for entry in catalog.between(run, first, last)]
     return out
@@ -81,7 +84,10 @@ def open_catalog(ref: str) -> Catalog:
     from ucformat.settings import load_settings
 
     if load_settings().catalog_url() is None:
-        raise NotFound(f"there is no {ref}, and no catalog to look it up in", hint="check the path, or set UCP_CATALOG")
+        raise NotFound(
+            f"there is no {ref}, and no catalog to look it up in",
+            hint="check the path, or set UCP_CATALOG",
+        )
     return Catalog(read_only=True)
 
 
@@ -108,7 +114,11 @@ def _open(
     with open_catalog(place) as catalog:
         entry = catalog.get(place)
         if entry.state != "committed":
-            hint = f"`ucp restore {place}` brings it back" if entry.state == "deleted" else "its bytes are gone"
+            hint = (
+                f"`ucp restore {place}` brings it back"
+                if entry.state == "deleted"
+                else "its bytes are gone"
+            )
             raise NotFound(f"the checkpoint {place} is {entry.state}", hint=hint)
         failure: UcformatError | None = None
         for url in entry.urls:
@@ -119,11 +129,16 @@ def _open(
                 failure = failure or error
                 continue
             return ck, url
-    raise failure or NotFound(f"the catalog knows {place}, but no place of it", hint="`ucp register PLACE` adds one")
+    raise failure or NotFound(
+        f"the catalog knows {place}, but no place of it", hint="`ucp register PLACE` adds one"
+    )
 
 
 def _opened_recorded(
-    url: str, roots: tuple[str, ...], options: Mapping[str, Any] | None, watch: Callable[[Store], WatchedStore]
+    url: str,
+    roots: tuple[str, ...],
+    options: Mapping[str, Any] | None,
+    watch: Callable[[Store], WatchedStore],
 ) -> Checkpoint:
     """Open a place that the catalog has recorded; where nothing is left, the error has the command that forgets it."""
     try:
@@ -141,9 +156,17 @@ def _opened(
     options: Mapping[str, Any] | None,
     watch: Callable[[Store], WatchedStore],
 ) -> Checkpoint:
-    ck = open_checkpoint(place, roots=lambda: (*roots, *allowed_roots()), options=options, watch=watch)
+    ck = open_checkpoint(
+        place, roots=lambda: (*roots, *allowed_roots()), options=options, watch=watch
+    )
     scheme, path = split_url(place) if isinstance(place, str | os.PathLike) else ("url", "")
-    url = ck.url if scheme == "url" else os.path.abspath(path) if scheme in ("", "file") else str(place)  # noqa: PTH100 - of text
+    url = (
+        ck.url
+        if scheme == "url"
+        else os.path.abspath(path)  # noqa: PTH100
+        if scheme in ("", "file")
+        else str(place)
+    )
     ck.opened, ck.roots = (url, options or {}), roots
     return ck
 
@@ -153,10 +176,15 @@ def _must_be_recorded(catalog: Catalog, entry: Entry, ck: Checkpoint, url: str) 
     if ck.kind != "ucformat":  # engines rewrite a step in place, and then the new one is wanted
         return
     if ck.id != entry.id:
-        raise NotFound(f"there is another checkpoint at {url} by now, {ck.id}", hint=f"`ucp register {url}` records it")
+        raise NotFound(
+            f"there is another checkpoint at {url} by now, {ck.id}",
+            hint=f"`ucp register {url}` records it",
+        )
     reason = catalog.contradiction(ck.manifest, url)
     if reason is not None:
-        raise IntegrityError(reason, hint="restore it from another copy; its path opens it without this check")
+        raise IntegrityError(
+            reason, hint="restore it from another copy; its path opens it without this check"
+        )
 
 
 def _is_reference(text: str) -> bool:

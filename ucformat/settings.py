@@ -1,12 +1,14 @@
 """Settings: from an option, else `UCP_*` in the environment, else the project's file, else the user's.
 
-The project's file is the nearest `ucformat.toml` in this folder or one above; the user's is `config.toml` in the user's
-configuration folder (`~/.config/ucformat` on Linux). A path in a file is relative to the folder of the file.
+The project's file is the nearest `ucformat.toml` in this folder or one above; the user's is
+`config.toml` in the user's configuration folder (`~/.config/ucformat` on Linux). A path in a file
+is relative to the folder of the file.
 
-A user with write access to a folder above the working directory must not control where credentials are sent, or which
-catalog `gc` trusts (docs/security.md). So a file is used only if it belongs to this user or root and nobody else may
-write to it, and a project's file cannot set everything. A refused setting never falls back to a default: unless an
-option or the environment sets the same, it is an error.
+A user with write access to a folder above the working directory must not control where credentials
+are sent, or which catalog `gc` trusts (docs/security.md). So a file is used only if it belongs to
+this user or root and nobody else may write to it, and a project's file cannot set everything. A
+refused setting never falls back to a default: unless an option or the environment sets the same, it
+is an error.
 """
 
 from __future__ import annotations
@@ -39,18 +41,23 @@ PROJECT_FILE = "ucformat.toml"
 class Settings:
     """The settings. A plain dataclass: every command loads it, and a settings library would be slow to import."""
 
-    #: The path of a file or a url, which may contain a password; "none" disables the catalog, "" is the default.
+    #: The path of a file or a url, which may contain a password; "none" disables the catalog, "" is
+    #: the default.
     catalog: str = field(default="", repr=False)
-    #: Places that may hold files of virtual checkpoints, in addition to those that this user has registered.
+    #: Places that may hold files of virtual checkpoints, in addition to those that this user has
+    #: registered.
     roots: tuple[str, ...] = ()
 
-    #: The endpoint of an S3-compatible service other than Amazon's; also AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL.
+    #: The endpoint of an S3-compatible service other than Amazon's; also AWS_ENDPOINT_URL_S3 and
+    #: AWS_ENDPOINT_URL.
     endpoint: str = field(default="", repr=False)
     region: str = ""  # of S3; also AWS_REGION and AWS_DEFAULT_REGION
     deadline: float = 180.0  # seconds after which a failing request to a store is given up
     requests: int = 128  # concurrent reads of object stores, in the whole process
     in_flight: int = 256 << 20  # bytes of these reads
-    cache: str = ""  # a folder for copies of what is read over a network; "none" or "": there are none
+    cache: str = (
+        ""  # a folder for copies of what is read over a network; "none" or "": there are none
+    )
     cache_bytes: int = 64 << 30  # of these copies on the disk
 
     #: Projects' files that are used although they belong to another user.
@@ -76,7 +83,9 @@ def using(**given: str | None) -> Iterator[None]:
 def load_settings(**given: str | None) -> Settings:
     """Load the settings."""
     overrides: dict[str, Any] = {}
-    for key, value in (_environment() | _given.get() | {k: v for k, v in given.items() if v is not None}).items():
+    for key, value in (
+        _environment() | _given.get() | {k: v for k, v in given.items() if v is not None}
+    ).items():
         try:
             overrides[key] = _checked(key, value)
         except ValueError as error:
@@ -88,7 +97,9 @@ def load_settings(**given: str | None) -> Settings:
             continue
         trusted = (found | overrides).get("trusted", ())
         for key, value in _read(file).items():
-            reason = (_not_of_a_project(file, key, value) if of_project else None) or _not_ours(file, key, trusted)
+            reason = (_not_of_a_project(file, key, value) if of_project else None) or _not_ours(
+                file, key, trusted
+            )
             refused.pop(key, None)
             if reason is None:
                 found[key] = value
@@ -113,7 +124,10 @@ def source_of(key: str) -> str:
 
 
 def allowed_roots() -> tuple[str, ...]:
-    """The places that may hold files of virtual checkpoints: those in the settings, and those this user has registered."""
+    """The places that may hold files of virtual checkpoints.
+
+    Those in the settings, and those this user has registered.
+    """
     settings = load_settings()
     return (*settings.roots, *_registered_roots(settings.trusted))
 
@@ -152,7 +166,9 @@ def allow_root(url: str) -> None:
     path, known = _registered(), _registered_roots(settings.trusted)
     try:
         make_folder(path.parent)
-        out = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # not writable by others, whatever the umask
+        out = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
+        )  # not writable by others, whatever the umask
         try:
             if url not in known:  # on a line of its own, even after an incomplete line
                 os.write(out, f"\n{json.dumps(url)}\n".encode())
@@ -173,14 +189,19 @@ def _registered() -> Path:
 
 _FIELDS = tuple(f.name for f in fields(Settings))
 _KNOWN = f"the settings are: {', '.join(_FIELDS)}"
-#: Settings that a project's file cannot have: where secrets are sent, which files may be read, and where copies are.
+#: Settings that a project's file cannot have: where secrets are sent, which files may be read, and
+#: where copies are.
 _USER_ONLY = ("cache", "cache_bytes", "endpoint", "roots", "trusted")
 _MAX_FILE_BYTES = 1 << 20  # bytes of a file of settings
 
 
 def _environment() -> dict[str, str]:
     """The settings in `UCP_*` variables; empty ones are ignored, as are the many that are not settings."""
-    named = {name.upper().removeprefix("UCP_"): v for name, v in os.environ.items() if name.upper().startswith("UCP_")}
+    named = {
+        name.upper().removeprefix("UCP_"): v
+        for name, v in os.environ.items()
+        if name.upper().startswith("UCP_")
+    }
     return {key: named[key.upper()] for key in _FIELDS if named.get(key.upper())}
 
 
@@ -190,7 +211,9 @@ def _checked(key: str, value: Any) -> Any:
         raise ValueError("there is no such setting")
     if key in ("roots", "trusted"):
         listed = _listed(value) if isinstance(value, str) else value
-        if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
+        if not isinstance(listed, list | tuple) or not all(
+            isinstance(part, str) for part in listed
+        ):
             raise ValueError("it must be a list of places")
         return tuple(part for part in listed if part)
     if key in ("requests", "in_flight", "cache_bytes"):
@@ -209,7 +232,9 @@ def _listed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError("it must be a list of places: separated by commas, or JSON if it begins with [") from None
+        raise ValueError(
+            "it must be a list of places: separated by commas, or JSON if it begins with ["
+        ) from None
 
 
 def _number(value: Any, kind: type[int | float], means: str) -> int | float:
@@ -238,16 +263,22 @@ def _opened(path: Path | None) -> _File | None:
         return None
     try:
         link = path.lstat()
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # do not block on a named pipe
+        number = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # do not block on a named pipe
         with open(number, "rb") as file:  # noqa: PTH123 - of a number, not of a path
             found = os.fstat(number)
             text = file.read(_MAX_FILE_BYTES + 1 if stat.S_ISREG(found.st_mode) else 0).decode()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"the settings in {path} cannot be read: {error}", hint="it must be a text file") from error
+        raise UsageError(
+            f"the settings in {path} cannot be read: {error}", hint="it must be a text file"
+        ) from error
     if not stat.S_ISREG(found.st_mode) or len(text) > _MAX_FILE_BYTES:
-        raise UsageError(f"the settings in {path} cannot be read: not a regular file of ≤ {_MAX_FILE_BYTES} bytes")
+        raise UsageError(
+            f"the settings in {path} cannot be read: not a regular file of ≤ {_MAX_FILE_BYTES} bytes"
+        )
     return _File(path, text, frozenset({link.st_uid, found.st_uid}), found.st_mode)
 
 
@@ -301,7 +332,9 @@ def _read(file: _File) -> dict[str, Any]:
     try:
         found = tomllib.loads(file.text)
     except ValueError as error:
-        raise UsageError(f"the settings in {file.path} cannot be read: {error}", hint="use TOML syntax") from error
+        raise UsageError(
+            f"the settings in {file.path} cannot be read: {error}", hint="use TOML syntax"
+        ) from error
     for key, value in found.items():
         if key not in _FIELDS:
             raise UsageError(f"{file.path} sets {key!r}, which is not a setting", hint=_KNOWN)
@@ -341,7 +374,8 @@ def local_path(text: str | os.PathLike[str], *, absolute: bool = True) -> Path:
         os.fsencode(path)
     except RuntimeError:  # no such user
         raise UsageError(
-            f"{given!r}: there is no user of that name", hint="write ./~… for a folder whose name begins with ~"
+            f"{given!r}: there is no user of that name",
+            hint="write ./~… for a folder whose name begins with ~",
         ) from None
     except (UnicodeEncodeError, TypeError):
         raise UsageError(f"{given!r} is not a path: it cannot be encoded as a file name") from None

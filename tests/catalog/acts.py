@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def put(catalog: Catalog, number: int, url: str | None = None, **more: Any) -> Entry:
     """Record checkpoint `number` of run7, at the step of that number."""
-    return catalog.record(manifest(number, **({"step": number} | more)), url or f"/data/run7/{number}")
+    return catalog.record(
+        manifest(number, **({"step": number} | more)), url or f"/data/run7/{number}"
+    )
 
 
 def rows(catalog: Catalog, table: type[Base]) -> int:

@@ -59,7 +59,9 @@ def database_url(engine_name: str, request: pytest.FixtureRequest, tmp_path: Pat
 
 
 @pytest.fixture
-def empty_database_url(engine_name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def empty_database_url(
+    engine_name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[str]:
     """The url of a new database without tables, of each engine in turn."""
     if engine_name == "sqlite":
         yield f"sqlite:///{tmp_path}/catalog.db"

@@ -63,14 +63,19 @@ class Postgres:
         self.made.add(name)
         url = self.url.set(database=name)
         if not superuser:
-            self._run(f"CREATE ROLE {name} LOGIN PASSWORD '{name}'", f"ALTER DATABASE {name} OWNER TO {name}")
+            self._run(
+                f"CREATE ROLE {name} LOGIN PASSWORD '{name}'",
+                f"ALTER DATABASE {name} OWNER TO {name}",
+            )
             url = url.set(username=name, password=name)
         return url.render_as_string(hide_password=False)
 
     def lasting(self, name: str) -> str:
         """The url of a superuser's database that stays, created unless it exists; for a server whose folder is kept."""
         with self._engine.connect() as connection:
-            found = connection.scalar(text("SELECT 1 FROM pg_database WHERE datname = :name"), {"name": name})
+            found = connection.scalar(
+                text("SELECT 1 FROM pg_database WHERE datname = :name"), {"name": name}
+            )
         if found is None:
             self._run(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'UTF8'")
         return self.url.set(database=name).render_as_string(hide_password=False)
@@ -116,7 +121,9 @@ def running_postgres(folder: Path | None = None) -> Iterator[Postgres]:
     server = _start(folder or Path(tempfile.mkdtemp(prefix="ucp-pg-")), keep=folder is not None)
     try:
         postgres = Postgres(make_url(server.get_uri(driver="psycopg")))
-        postgres._run("ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")  # nothing outlives the tests
+        postgres._run(
+            "ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()"
+        )  # nothing outlives the tests
         yield postgres
         postgres._engine.dispose()
     finally:
@@ -134,7 +141,9 @@ def _start(folder: Path, *, keep: bool) -> PostgresServer:
     def started() -> bool:
         try:
             server.start()
-        except subprocess.TimeoutExpired:  # it waits 10 seconds, which may not be enough on a busy machine
+        except (
+            subprocess.TimeoutExpired
+        ):  # it waits 10 seconds, which may not be enough on a busy machine
             return False
         except subprocess.SubprocessError:  # workers collide
             if next(collisions, None) is None:

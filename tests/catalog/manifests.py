@@ -16,7 +16,9 @@ def digest(*words: Any) -> str:
     return f"xxh3:{hashlib.md5(repr(words).encode(), usedforsecurity=False).hexdigest()}"
 
 
-def tensor(name: str = "w", state: str = "weight", shape: tuple[int, ...] = (4, 2), content: Any = 0) -> TensorDoc:
+def tensor(
+    name: str = "w", state: str = "weight", shape: tuple[int, ...] = (4, 2), content: Any = 0
+) -> TensorDoc:
     return TensorDoc(
         name=name,
         state=state,
@@ -28,7 +30,9 @@ def tensor(name: str = "w", state: str = "weight", shape: tuple[int, ...] = (4, 
     )
 
 
-def manifest(id_: str | int, run: str | None = "run7", step: int | None = 0, **more: Any) -> Manifest:
+def manifest(
+    id_: str | int, run: str | None = "run7", step: int | None = 0, **more: Any
+) -> Manifest:
     """A committed checkpoint; ids of different numbers share no beginning."""
     number = id_ if isinstance(id_, int) else 0
     values: dict[str, Any] = {
@@ -43,7 +47,9 @@ def manifest(id_: str | int, run: str | None = "run7", step: int | None = 0, **m
     return Manifest(**{**values, "tensors": TensorTable.of(values["tensors"])})
 
 
-def made_from(parent: Manifest, kind: Any = "convert", url: str = "/nowhere") -> tuple[LineageDoc, ...]:
+def made_from(
+    parent: Manifest, kind: Any = "convert", url: str = "/nowhere"
+) -> tuple[LineageDoc, ...]:
     return (LineageDoc(kind=kind, url=url, id=parent.id),)
 
 

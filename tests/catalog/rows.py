@@ -48,15 +48,22 @@ def row_lists(draw: st.DrawFn) -> list[RetentionRow]:
         row(
             i,
             kind=draw(st.sampled_from(["ucformat"] * 7 + ["deepspeed"])),
-            state=draw(st.sampled_from(["committed"] * 6 + ["deleted"] * 3 + ["purged", "replaced"])),
+            state=draw(
+                st.sampled_from(["committed"] * 6 + ["deleted"] * 3 + ["purged", "replaced"])
+            ),
             run=draw(st.sampled_from(["a", "a", "b", None])),
             step=draw(st.none() | st.integers(0, 6)),
             created=draw(instants),
             metrics=draw(st.dictionaries(st.sampled_from(["m", "n"]), value)),
             aliases=draw(rarely),
             tags=draw(rarely),
-            holds=tuple(RetentionHold("why", until) for until in draw(st.lists(st.none() | instants, max_size=1))),
-            dependents=tuple(draw(st.lists(st.sampled_from(ids), max_size=2, unique=True))) if draw(booleans) else (),
+            holds=tuple(
+                RetentionHold("why", until)
+                for until in draw(st.lists(st.none() | instants, max_size=1))
+            ),
+            dependents=tuple(draw(st.lists(st.sampled_from(ids), max_size=2, unique=True)))
+            if draw(booleans)
+            else (),
             matches=draw(st.frozensets(st.integers(0, 2))),
             deleted=draw(st.none() | instants),
             purge_after=draw(st.none() | instants),

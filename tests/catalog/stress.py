@@ -1,7 +1,8 @@
 """One of the many that work on a catalog at once: does what comes, and notes what it tries and what the catalog said.
 
-Each worker appends lines of JSON to its own file: `try` before a call, `did` when it returned, `due` when it was
-refused for a reason that is due (somebody else was quicker), `error` for anything else, which nobody should ever see.
+Each worker appends lines of JSON to its own file: `try` before a call, `did` when it returned,
+`due` when it was refused for a reason that is due (somebody else was quicker), `error` for anything
+else, which nobody should ever see.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ POSTS = 16  # checkpoints that are there from the beginning, and that all worker
 class Task:
     """What one worker is to do.
 
-    `turns` are how many things it does, None: until it is killed; after `dies` of them it kills itself in the middle of
-    a transaction.
+    `turns` are how many things it does, None: until it is killed; after `dies` of them it kills
+    itself in the middle of a transaction.
     """
 
     url: str
@@ -69,7 +70,9 @@ def made(worker: int, number: int) -> Manifest:
 
     Its parent is what the worker before it records at about the same time.
     """
-    lineage = (LineageDoc(kind="resume", url="/nowhere", id=_id(worker - 1, number)),) if worker else ()
+    lineage = (
+        (LineageDoc(kind="resume", url="/nowhere", id=_id(worker - 1, number)),) if worker else ()
+    )
     return _manifest(_id(worker, number), number, f"run{worker % 3}", lineage)
 
 
@@ -87,7 +90,13 @@ def _manifest(id_: str, number: int, run: str, lineage: tuple[LineageDoc, ...]) 
     config = {"optimizer": {"lr": 10.0 ** -(1 + number % 4)}, "generation": number // 3}
     metrics = {"val_loss": 1 / (1 + number)}
     return manifest(
-        id_, run=f"{run}.{number // 10}", step=number, tensors=tensors, config=config, metrics=metrics, lineage=lineage
+        id_,
+        run=f"{run}.{number // 10}",
+        step=number,
+        tensors=tensors,
+        config=config,
+        metrics=metrics,
+        lineage=lineage,
     )
 
 
@@ -116,8 +125,20 @@ class _Worker:
         os.write(self._file, (json.dumps({"what": what, **values}) + "\n").encode())
 
     def run(self) -> None:
-        turns = [self._count] * 3 + [self._record] * 3 + [self._record_shared, self._move, self._move, self._point]
-        turns += [self._tag, self._metric, self._metric, self._hold, self._release, self._delete, self._look]
+        turns = (
+            [self._count] * 3
+            + [self._record] * 3
+            + [self._record_shared, self._move, self._move, self._point]
+        )
+        turns += [
+            self._tag,
+            self._metric,
+            self._metric,
+            self._hold,
+            self._release,
+            self._delete,
+            self._look,
+        ]
         catalog = self._open()
         while self._task.turns is None or self._turn < self._task.turns:
             self._turn += 1
@@ -139,7 +160,9 @@ class _Worker:
         if late and connection.info.get("writing") and self._random.random() < 0.2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _do(self, call: Callable[[], Any], due: tuple[type[UcformatError], ...], **values: Any) -> Any:
+    def _do(
+        self, call: Callable[[], Any], due: tuple[type[UcformatError], ...], **values: Any
+    ) -> Any:
         """Call, between two lines; None where what is due was raised."""
         self.note("try", **values)
         try:
@@ -158,7 +181,9 @@ class _Worker:
         return self._recorded()
 
     def _recorded(self) -> str:
-        worker = self._random.choice([self._task.number, self._random.randrange(self._task.workers)])
+        worker = self._random.choice(
+            [self._task.number, self._random.randrange(self._task.workers)]
+        )
         return _id(worker, self._random.randrange(1 + len(self._mine)))
 
     # What there is to do
@@ -166,13 +191,27 @@ class _Worker:
     def _record(self, catalog: Catalog) -> None:
         number, worker = len(self._mine), self._task.number
         found, url = made(worker, number), f"/data/{worker}/{number}"
-        self._do(lambda: catalog.record(found, url), (), do="record", id=found.id, url=url, of=[worker, number])
+        self._do(
+            lambda: catalog.record(found, url),
+            (),
+            do="record",
+            id=found.id,
+            url=url,
+            of=[worker, number],
+        )
         self._mine.append(found.id)
 
     def _record_shared(self, catalog: Catalog) -> None:
         number = self._turn // 4
         found, url = shared(number), f"/data/shared/{number}/{self._task.number % 2}"
-        self._do(lambda: catalog.record(found, url), (), do="record", id=found.id, url=url, of=["shared", number])
+        self._do(
+            lambda: catalog.record(found, url),
+            (),
+            do="record",
+            id=found.id,
+            url=url,
+            of=["shared", number],
+        )
 
     def _count(self, catalog: Catalog) -> None:
         """Move the alias `counter` from one post to the next: no two may do so from the same one."""
@@ -206,7 +245,14 @@ class _Worker:
 
     def _metric(self, catalog: Catalog) -> None:
         ref, name, value = self._some(), f"loss{self._task.number}", self._random.random()
-        self._do(lambda: catalog.metric(ref, {name: value}), _GONE, do="metric", id=ref, name=name, value=value)
+        self._do(
+            lambda: catalog.metric(ref, {name: value}),
+            _GONE,
+            do="metric",
+            id=ref,
+            name=name,
+            value=value,
+        )
 
     def _hold(self, catalog: Catalog) -> None:
         ref = self._some()
@@ -222,7 +268,10 @@ class _Worker:
 
     def _delete(self, catalog: Catalog) -> None:
         ref = self._recorded()
-        if self._do(lambda: catalog.delete(ref), _GONE, do="delete", id=ref) and self._random.random() < 0.5:
+        if (
+            self._do(lambda: catalog.delete(ref), _GONE, do="delete", id=ref)
+            and self._random.random() < 0.5
+        ):
             self._do(lambda: catalog.restore(ref), _GONE, do="restore", id=ref)
 
     def _look(self, catalog: Catalog) -> None:

@@ -98,9 +98,13 @@ def _no_duplicates(c: Connection) -> None:
     for columns in unique:
         query = sa.select(*columns).group_by(*columns).having(sa.func.count() > 1)
         assert c.execute(query).all() == [], columns
-    recorded = sa.select(Event.checkpoint).where(Event.action == "record").group_by(Event.checkpoint)
+    recorded = (
+        sa.select(Event.checkpoint).where(Event.action == "record").group_by(Event.checkpoint)
+    )
     assert c.execute(recorded.having(sa.func.count() != 1)).all() == []
-    assert c.scalar(sa.select(sa.func.count()).select_from(recorded.subquery())) == _number(c, Checkpoint)
+    assert c.scalar(sa.select(sa.func.count()).select_from(recorded.subquery())) == _number(
+        c, Checkpoint
+    )
 
 
 def _number(c: Connection, table: Any) -> int:
@@ -111,8 +115,14 @@ def _whole(c: Connection) -> None:
     """No row without the rows that belong to it."""
     for r in c.execute(sa.select(Config.hash, Config.document)):
         assert r.hash == canonical_hash(r.document)
-    sizes = dict(c.execute(sa.select(Tensor.tensor_set_id, sa.func.count()).group_by(Tensor.tensor_set_id)).all())
-    digests = dict(c.execute(sa.select(Digest.checkpoint, sa.func.count()).group_by(Digest.checkpoint)).all())
+    sizes = dict(
+        c.execute(
+            sa.select(Tensor.tensor_set_id, sa.func.count()).group_by(Tensor.tensor_set_id)
+        ).all()
+    )
+    digests = dict(
+        c.execute(sa.select(Digest.checkpoint, sa.func.count()).group_by(Digest.checkpoint)).all()
+    )
     for r in c.execute(sa.select(Checkpoint.serial, Checkpoint.tensor_set_id, Checkpoint.tensors)):
         assert sizes[r.tensor_set_id] == digests[r.serial] == r.tensors
     parent = Checkpoint.__table__.alias()
@@ -124,7 +134,10 @@ def _names_protect(c: Connection) -> None:
     """Nothing is deleted that has an alias, a tag or a hold."""
     gone = sa.select(Checkpoint.serial).where(Checkpoint.state != "committed")
     for table, *where in ((Alias,), (Tag,), (Hold, Hold.released.is_(None))):
-        assert c.execute(sa.select(table.checkpoint).where(table.checkpoint.in_(gone), *where)).all() == [], table
+        assert (
+            c.execute(sa.select(table.checkpoint).where(table.checkpoint.in_(gone), *where)).all()
+            == []
+        ), table
 
 
 def _said(c: Connection, notes: Notes) -> None:
@@ -150,7 +163,9 @@ def _said(c: Connection, notes: Notes) -> None:
         assert n["number"] in open_ or (when is not None) == (n["number"] in released)
     assert 0 <= len(holds) - len(made_) <= len(notes.maybe("hold"))
 
-    urls = {r.url: ids[r.checkpoint] for r in c.execute(sa.select(Location.url, Location.checkpoint))}
+    urls = {
+        r.url: ids[r.checkpoint] for r in c.execute(sa.select(Location.url, Location.checkpoint))
+    }
     for n in notes.done("record"):
         assert urls[n["url"]] == n["id"], n
 
@@ -163,7 +178,11 @@ def _records(catalog: Catalog, notes: Notes) -> None:
     assert set(done) <= set(known) <= set(done) | maybe | {post(i).id for i in range(POSTS)}
     for id_, (worker, number) in done.items():
         manifest, found = shared(number) if worker == "shared" else made(worker, number), known[id_]
-        assert (found.run, found.step, found.config) == (manifest.run, manifest.step, manifest.config)
+        assert (found.run, found.step, found.config) == (
+            manifest.run,
+            manifest.step,
+            manifest.config,
+        )
         assert manifest.metrics.items() <= found.metrics.items()
         told = [(t.name, t.digest) for t in manifest.tensors]
         assert [(t.name, t.digest) for t in catalog.tensors(id_)] == told

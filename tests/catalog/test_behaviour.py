@@ -28,7 +28,13 @@ NAN, INF = float("nan"), float("inf")
 
 class TestRecording:
     def test_a_checkpoint_is_what_its_manifest_says(self, catalog: Catalog, clock: Clock) -> None:
-        lost = {"lr": 3e-4, "betas": [0.9, 0.95], "name": "adamw", "none": None, "inner": {"é": True, "big": 1 << 80}}
+        lost = {
+            "lr": 3e-4,
+            "betas": [0.9, 0.95],
+            "name": "adamw",
+            "none": None,
+            "inner": {"é": True, "big": 1 << 80},
+        }
         doc = manifest(
             1,
             step=1000,
@@ -49,9 +55,18 @@ class TestRecording:
         )
         assert (entry.created, entry.recorded, entry.deleted) == (doc.created, clock.now, None)
         assert entry.created.tzinfo is UTC
-        assert (entry.tensors, entry.nbytes, entry.format_version, entry.engine) == (2, 36, 1, "deepspeed")
+        assert (entry.tensors, entry.nbytes, entry.format_version, entry.engine) == (
+            2,
+            36,
+            1,
+            "deepspeed",
+        )
         assert (entry.config, entry.topology, entry.producer) == (lost, {"zero": 3}, doc.producer)
-        assert (entry.metrics, entry.urls, entry.url) == ({"val_loss": 2.5}, ("/data/run7/1000",), "/data/run7/1000")
+        assert (entry.metrics, entry.urls, entry.url) == (
+            {"val_loss": 2.5},
+            ("/data/run7/1000",),
+            "/data/run7/1000",
+        )
         assert entry.name == "run7@1000"
         assert actions(catalog) == ["record"]
         assert [(e.id, e.at, e.who) for e in catalog.events()] == [(doc.id, clock.now, catalog.who)]
@@ -88,9 +103,14 @@ class TestRecording:
         put(catalog, 1, "/data/last")
         put(catalog, 1, "/data/1")
         put(catalog, 2, "/data/last")
-        assert (catalog.get("run7@1").state, catalog.get("run7@1").urls) == ("committed", ("/data/1",))
+        assert (catalog.get("run7@1").state, catalog.get("run7@1").urls) == (
+            "committed",
+            ("/data/1",),
+        )
 
-    def test_a_purged_one_that_reappears_is_known_again(self, catalog: Catalog, clock: Clock) -> None:
+    def test_a_purged_one_that_reappears_is_known_again(
+        self, catalog: Catalog, clock: Clock
+    ) -> None:
         id_ = put(catalog, 1).id
         catalog.delete("run7@1", grace=timedelta(0))
         purge(catalog, "run7@1")
@@ -113,13 +133,19 @@ class TestRecording:
         assert catalog.record(manifest(2, None, 5), "s3://bucket/5").run == "bucket"
         assert catalog.record(manifest(3, None, 5), "/top").run is None
         assert catalog.record(manifest(4, "its own", 5), "/data/sweep/6").run == "its own"
-        assert catalog.record(manifest(4, "its own", 5), "/data/sweep/6", run="given").run == "given"
+        assert (
+            catalog.record(manifest(4, "its own", 5), "/data/sweep/6", run="given").run == "given"
+        )
         assert catalog.record(manifest(4, "its own", 5), "/data/sweep/6").run == "given"
-        assert catalog.record(manifest(5, "its own", 5), "/data/sweep/7", run="given").run == "given"
+        assert (
+            catalog.record(manifest(5, "its own", 5), "/data/sweep/7", run="given").run == "given"
+        )
         assert catalog.get("/top").name == "top"
 
     def test_one_that_an_engine_wrote(self, catalog: Catalog) -> None:
-        doc = manifest(1, producer={"engine.name": "deepspeed"}, tensors=(replace(tensor(), digest=None),))
+        doc = manifest(
+            1, producer={"engine.name": "deepspeed"}, tensors=(replace(tensor(), digest=None),)
+        )
         entry = catalog.record(doc, "/data/run7/global_step0", kind="deepspeed", files=(8, 12345))
         assert (entry.kind, entry.engine, entry.format_version) == ("deepspeed", "deepspeed", None)
         assert (entry.files, entry.files_nbytes) == (8, 12345)
@@ -132,7 +158,9 @@ class TestRecording:
             catalog.record(manifest(""), "/data/1")
         assert catalog.count(deleted=True) == 0
 
-    def test_it_happens_as_a_whole_or_not_at_all(self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_happens_as_a_whole_or_not_at_all(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def fail(*_: Any, **__: Any) -> None:
             raise ZeroDivisionError
 
@@ -187,21 +215,32 @@ class TestContent:
         )
         put(catalog, 1, tensors=docs)
         found = [
-            (t.name, t.state, t.dtype, t.shape, t.chunk, t.shard, t.nbytes, t.digest) for t in catalog.tensors("run7@1")
+            (t.name, t.state, t.dtype, t.shape, t.chunk, t.shard, t.nbytes, t.digest)
+            for t in catalog.tensors("run7@1")
         ]
-        assert found == [(d.name, d.state, d.dtype, d.shape, d.chunk, d.shard, d.nbytes, d.digest) for d in docs]
+        assert found == [
+            (d.name, d.state, d.dtype, d.shape, d.chunk, d.shard, d.nbytes, d.digest) for d in docs
+        ]
 
-    def test_which_checkpoints_hold_a_tensor(self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_which_checkpoints_hold_a_tensor(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(content, "BLOCK", 4)
         for step in range(6):
             put(
                 catalog,
                 step,
-                tensors=(tensor("frozen", content="same"), tensor("w", content=step), tensor("x", content="same")),
+                tensors=(
+                    tensor("frozen", content="same"),
+                    tensor("w", content=step),
+                    tensor("x", content="same"),
+                ),
             )
         put(catalog, 6, tensors=())
         found = catalog.holding(digest("same"))
-        assert sorted((e.step, t.name) for e, t in found) == sorted((s, n) for s in range(6) for n in ("frozen", "x"))
+        assert sorted((e.step, t.name) for e, t in found) == sorted(
+            (s, n) for s in range(6) for n in ("frozen", "x")
+        )
         assert [(e.step, t.name) for e, t in catalog.holding(digest(3))] == [(3, "w")]
         assert catalog.holding(digest("nobody")) == []
         with catalog.database.reading() as c:
@@ -210,7 +249,15 @@ class TestContent:
 
     def test_metrics_of_all_kinds(self, catalog: Catalog) -> None:
         put(catalog, 1, metrics={"a": NAN, "b": INF, "c": -INF, "d": -0.0})
-        values = {"e": 5e-324, "f": 1.7976931348623157e308, "g": 0.1 + 0.2, "h": 3, "i": True, "b": -INF, "c": NAN}
+        values = {
+            "e": 5e-324,
+            "f": 1.7976931348623157e308,
+            "g": 0.1 + 0.2,
+            "h": 3,
+            "i": True,
+            "b": -INF,
+            "c": NAN,
+        }
         catalog.metric("run7@1", values)
         found = catalog.get("run7@1").metrics
         assert {k: v for k, v in found.items() if not math.isnan(v)} == {
@@ -268,7 +315,9 @@ class TestReferences:
         with pytest.raises(NotFound, match="no checkpoint with a step"):
             filled.get("run7@latest")
 
-    def test_a_deleted_one_is_found_by_its_step_until_another_takes_it(self, filled: Catalog) -> None:
+    def test_a_deleted_one_is_found_by_its_step_until_another_takes_it(
+        self, filled: Catalog
+    ) -> None:
         filled.delete("run7@1000")
         assert filled.get("run7@1000").state == "deleted"
         new = put(filled, 8, "/data/run7/again", step=1000)
@@ -313,12 +362,20 @@ class TestReferences:
         catalog.record(manifest("/data/0", step=9), "/data/9")
         assert catalog.get("/data/0").id == "my id"  # a place is a place
 
-    def test_by_place(self, catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_by_place(
+        self, catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(tmp_path)
         folder = f"{tmp_path}/a run/1"
         put(catalog, 1, f"file://{tmp_path}/a%20run/1/")
         assert catalog.get(folder).urls == (folder,)
-        same = [folder + "/", "a run/1", "./a run/1", "a run/../a run/1", f"file://localhost{tmp_path}/a%20run/1"]
+        same = [
+            folder + "/",
+            "a run/1",
+            "./a run/1",
+            "a run/../a run/1",
+            f"file://localhost{tmp_path}/a%20run/1",
+        ]
         assert {catalog.get(p).id for p in same} == {manifest(1).id}
         monkeypatch.setenv("HOME", str(tmp_path))
         assert catalog.get("~/a run/1").step == 1
@@ -344,18 +401,31 @@ class TestEdges:
     def edges(self, catalog: Catalog, ref: str) -> list[tuple[str, bool]]:
         return [(e.parent, e.depends) for e in catalog.lineage(ref).edges]
 
-    def test_a_parent_is_adopted_when_it_is_recorded_after_its_child(self, catalog: Catalog) -> None:
+    def test_a_parent_is_adopted_when_it_is_recorded_after_its_child(
+        self, catalog: Catalog
+    ) -> None:
         by_id = manifest(2, step=2, lineage=made_from(manifest(1), "resume", "/old/place"))
         catalog.record(by_id, "/data/2")
-        catalog.record(manifest(3, step=3, lineage=(LineageDoc(kind="resume", url="file:///data/./1/"),)), "/data/3")
+        catalog.record(
+            manifest(3, step=3, lineage=(LineageDoc(kind="resume", url="file:///data/./1/"),)),
+            "/data/3",
+        )
         assert self.edges(catalog, "/data/2") == [("/old/place", False)]
         assert self.edges(catalog, "/data/3") == [("/data/1", False)]
         put(catalog, 1, "/data/1")
-        assert self.edges(catalog, "/data/2") == self.edges(catalog, "/data/3") == [(manifest(1).id, False)]
+        assert (
+            self.edges(catalog, "/data/2")
+            == self.edges(catalog, "/data/3")
+            == [(manifest(1).id, False)]
+        )
 
-    def test_a_parent_known_by_its_id_is_not_taken_for_what_lies_at_its_place(self, catalog: Catalog) -> None:
+    def test_a_parent_known_by_its_id_is_not_taken_for_what_lies_at_its_place(
+        self, catalog: Catalog
+    ) -> None:
         put(catalog, 9, "/data/last")
-        catalog.record(manifest(2, step=2, lineage=made_from(manifest(1), url="/data/last")), "/data/2")
+        catalog.record(
+            manifest(2, step=2, lineage=made_from(manifest(1), url="/data/last")), "/data/2"
+        )
         put(catalog, 8, "/data/last")
         assert self.edges(catalog, "/data/2") == [("/data/last", False)]
 
@@ -365,7 +435,10 @@ class TestEdges:
         catalog.link("run7@2", "run7@1", "finetune")
         catalog.link("run7@2", "run7@1", "finetune")
         catalog.link("run7@2", "s3://else/where/", "merge")
-        assert self.edges(catalog, "run7@2") == [(manifest(1).id, False), ("s3://else/where", False)]
+        assert self.edges(catalog, "run7@2") == [
+            (manifest(1).id, False),
+            ("s3://else/where", False),
+        ]
         assert actions(catalog, "run7@2") == ["record", "link", "link"]
         for parent in ("run7@2", "run7@99"):
             with pytest.raises(UcformatError):
@@ -394,7 +467,11 @@ class TestEdges:
     def test_who_lies_in_the_files_of_another_needs_it(
         self, catalog: Catalog, clock: Clock, root: str, lineage_url: str | None, parent_first: bool
     ) -> None:
-        lineage = () if lineage_url is None else (LineageDoc(kind="convert", url=lineage_url, id=manifest(1).id),)
+        lineage = (
+            ()
+            if lineage_url is None
+            else (LineageDoc(kind="convert", url=lineage_url, id=manifest(1).id),)
+        )
         child = manifest(2, step=2, lineage=lineage, sidecar=packed_over("/v/2/own", root))
         if parent_first:
             put(catalog, 1)
@@ -413,13 +490,23 @@ class TestEdges:
 
     def test_one_that_lies_in_its_own_files_needs_nobody(self, catalog: Catalog) -> None:
         put(catalog, 1)
-        child = manifest(2, step=2, lineage=made_from(manifest(1), url="/data/run7/1"), sidecar=packed_over("/v/2/x"))
+        child = manifest(
+            2,
+            step=2,
+            lineage=made_from(manifest(1), url="/data/run7/1"),
+            sidecar=packed_over("/v/2/x"),
+        )
         catalog.record(child, "/v/2")
         assert self.edges(catalog, "/v/2") == [(manifest(1).id, False)]
-        catalog.record(manifest(3, step=3, sidecar=packed_over("/data/RUN7/1", "/data/run_", "/data/run7/11")), "/v/3")
+        catalog.record(
+            manifest(3, step=3, sidecar=packed_over("/data/RUN7/1", "/data/run_", "/data/run7/11")),
+            "/v/3",
+        )
         catalog.delete("run7@1")
 
-    def test_one_that_was_made_arrays_has_their_digests_and_needs_nobody(self, catalog: Catalog) -> None:
+    def test_one_that_was_made_arrays_has_their_digests_and_needs_nobody(
+        self, catalog: Catalog
+    ) -> None:
         put(catalog, 1)
         arrays = (tensor(content="new"),)
         over = packed_over("/data/run7/1")
@@ -447,7 +534,11 @@ class TestDeletion:
     def test_deleted_restored_deleted_purged(self, catalog: Catalog, clock: Clock) -> None:
         catalog.delete("run7@1", "run7@2", grace=timedelta(days=3))
         found = catalog.get("run7@1")
-        assert (found.state, found.deleted, found.purge_after) == ("deleted", clock.now, clock.now + timedelta(days=3))
+        assert (found.state, found.deleted, found.purge_after) == (
+            "deleted",
+            clock.now,
+            clock.now + timedelta(days=3),
+        )
         assert [e.step for e in catalog.find()] == [3]
         assert catalog.count(deleted=True) == 3
         catalog.restore("run7@1", "run7@2")
@@ -461,7 +552,14 @@ class TestDeletion:
             catalog.restore(manifest(1).id)
         with pytest.raises(PermissionDenied, match="gone already"):
             catalog.delete(manifest(1).id)
-        assert actions(catalog, manifest(1).id) == ["record", "delete", "restore", "delete", "purge", "purged"]
+        assert actions(catalog, manifest(1).id) == [
+            "record",
+            "delete",
+            "restore",
+            "delete",
+            "purge",
+            "purged",
+        ]
 
     def test_all_or_none(self, catalog: Catalog) -> None:
         catalog.tag("run7@2", "good")
@@ -469,7 +567,10 @@ class TestDeletion:
             catalog.delete("run7@1", "run7@2")
         assert catalog.count() == 3
         catalog.delete("run7@1")
-        for act, refs in ((catalog.restore, ("run7@1", "run7@3")), (catalog.delete, ("run7@3", "run7@1"))):
+        for act, refs in (
+            (catalog.restore, ("run7@1", "run7@3")),
+            (catalog.delete, ("run7@3", "run7@1")),
+        ):
             with pytest.raises(PermissionDenied):
                 act(*refs)
         assert [e.step for e in catalog.find(sort="step")] == [2, 3]
@@ -557,7 +658,10 @@ class TestReadOnly:
             ):
                 with pytest.raises(PermissionDenied, match="read-only"):
                     act()
-            with pytest.raises(UcformatError), reader.database.reading() as c:  # not even by mistake
+            with (
+                pytest.raises(UcformatError),
+                reader.database.reading() as c,
+            ):  # not even by mistake
                 c.execute(sa.insert(Run).values(name="x", created=BEGIN))
 
     def test_it_makes_nothing(self, empty_database_url: str, tmp_path: Path) -> None:

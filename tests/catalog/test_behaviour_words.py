@@ -59,12 +59,21 @@ class TestHostileText:
         assert (entry.run, entry.engine, entry.metrics) == (kept, kept, {kept: 1.0})
         assert entry.topology == {kept: kept}
         assert entry.producer == {"engine.name": kept, kept: kept}
-        assert entry.config == {kept: {"x": [kept, {"$float": "nan"}, {"$float": "-inf"}, None, "\ufffd"]}}
+        assert entry.config == {
+            kept: {"x": [kept, {"$float": "nan"}, {"$float": "-inf"}, None, "\ufffd"]}
+        }
         assert [t.name for t in catalog.tensors("/data/1")] == [kept, kept]
         assert rows(catalog, Run) == 1
         catalog.note("/data/1", f"n {text}")
         catalog.hold("/data/1", f"r {text}")
-        catalog.verified("/data/1", url=f"/x/{text}", ok=False, bytes_verified=1, bytes_unverified=2, problems=[text])
+        catalog.verified(
+            "/data/1",
+            url=f"/x/{text}",
+            ok=False,
+            bytes_verified=1,
+            bytes_unverified=2,
+            problems=[text],
+        )
         entry = catalog.get("/data/1")
         assert [n.text for n in entry.notes] == [f"n {kept}"]
         assert [h.reason for h in entry.holds] == [f"r {kept}"]
@@ -107,7 +116,9 @@ class TestHostileText:
         assert (entry.aliases, entry.tags, entry.metrics) == ((), (), {})
 
     @pytest.mark.parametrize("url", ["/data/a\0b", "/data/\udce9", "s3://b/\ud83e"])
-    def test_a_place_that_could_not_be_found_again_is_refused(self, catalog: Catalog, url: str) -> None:
+    def test_a_place_that_could_not_be_found_again_is_refused(
+        self, catalog: Catalog, url: str
+    ) -> None:
         with pytest.raises(UsageError, match="place is not text"):
             put(catalog, 1, url)
         with pytest.raises(UsageError, match="id is not text"):
@@ -118,13 +129,18 @@ class TestHostileText:
         for step in ((1 << 62) + 1, -(1 << 70)):
             with pytest.raises(ValidationError, match="step"):
                 manifest(1, step=step)
-        for doc in (manifest(1).model_copy(update={"step": 1 << 63}), manifest(1, tensors=(tensor(shape=(1 << 62,)),))):
+        for doc in (
+            manifest(1).model_copy(update={"step": 1 << 63}),
+            manifest(1, tensors=(tensor(shape=(1 << 62,)),)),
+        ):
             with pytest.raises(UsageError, match="fit into 64 bits"):
                 catalog.record(doc, "/data/1")
         assert catalog.record(manifest(1, step=1 << 62), "/data/1").step == 1 << 62
 
     def test_a_time_without_a_zone_is_utc(self, catalog: Catalog) -> None:
-        entry = put(catalog, 1, created=datetime.fromisoformat("2026-01-01T05:00:00"), metrics={"a": 1})
+        entry = put(
+            catalog, 1, created=datetime.fromisoformat("2026-01-01T05:00:00"), metrics={"a": 1}
+        )
         assert entry.created == datetime(2026, 1, 1, 5, tzinfo=UTC)
         entry = put(catalog, 2, created=datetime.fromisoformat("2026-01-01T05:00:00.123456+02:00"))
         assert entry.created == datetime(2026, 1, 1, 3, 0, 0, 123456, tzinfo=UTC)
@@ -213,13 +229,23 @@ class TestWhatPeopleSay:
         assert actions(catalog, "run7@1") == ["record", "tag"]
         assert catalog.events("run7@1", 1)[0].detail == {"tags": ["b", "a"]}
 
-    def test_holds_end_with_their_time_or_when_released(self, catalog: Catalog, clock: Clock) -> None:
+    def test_holds_end_with_their_time_or_when_released(
+        self, catalog: Catalog, clock: Clock
+    ) -> None:
         first = catalog.hold("run7@1", "paper", until=timedelta(days=2))
         second = catalog.hold("run7@1", "eval", until=clock.now + timedelta(days=5))
         third = catalog.hold("run7@1", "for ever")
         held = catalog.get("run7@1").holds
-        assert [(h.id, h.reason) for h in held] == [(first, "paper"), (second, "eval"), (third, "for ever")]
-        assert [h.until for h in held] == [clock.now + timedelta(days=2), clock.now + timedelta(days=5), None]
+        assert [(h.id, h.reason) for h in held] == [
+            (first, "paper"),
+            (second, "eval"),
+            (third, "for ever"),
+        ]
+        assert [h.until for h in held] == [
+            clock.now + timedelta(days=2),
+            clock.now + timedelta(days=5),
+            None,
+        ]
         clock.wait(days=2)
         assert [h.id for h in catalog.get("run7@1").holds] == [second, third]
         assert catalog.release("run7@2", third) == 0
@@ -231,7 +257,9 @@ class TestWhatPeopleSay:
         catalog.delete("run7@1")
         assert actions(catalog, "run7@1") == ["record", "hold", "hold", "hold", "release", "delete"]
 
-    def test_a_hold_of_what_is_deleted_meanwhile_can_be_released(self, catalog: Catalog, clock: Clock) -> None:
+    def test_a_hold_of_what_is_deleted_meanwhile_can_be_released(
+        self, catalog: Catalog, clock: Clock
+    ) -> None:
         catalog.hold("run7@1", "why", until=timedelta(days=1))
         clock.wait(days=1)
         catalog.delete("run7@1")
@@ -254,7 +282,9 @@ class TestWhatPeopleSay:
         catalog.note("run7@1", "second\nline")
         catalog.note("run7@1", "first")
         found = catalog.get("run7@1").notes
-        assert [(n.text, n.who) for n in found] == [(t, catalog.who) for t in ("first", "second\nline", "first")]
+        assert [(n.text, n.who) for n in found] == [
+            (t, catalog.who) for t in ("first", "second\nline", "first")
+        ]
         assert found[1].created - found[0].created == timedelta(seconds=1)
         with pytest.raises(UsageError, match="empty"):
             catalog.note("run7@1", "\n")
@@ -262,16 +292,34 @@ class TestWhatPeopleSay:
     def test_the_last_verification_counts(self, catalog: Catalog, clock: Clock) -> None:
         assert catalog.get("run7@1").verified is None
         catalog.verified(
-            "run7@1", url="/data/1/", ok=False, bytes_verified=1 << 40, bytes_unverified=0, problems=["bad"] * 500
+            "run7@1",
+            url="/data/1/",
+            ok=False,
+            bytes_verified=1 << 40,
+            bytes_unverified=0,
+            problems=["bad"] * 500,
         )
         found = catalog.get("run7@1").verified
         assert found is not None
-        assert (found.ok, found.url, found.bytes_verified, len(found.problems)) == (False, "/data/1", 1 << 40, 100)
+        assert (found.ok, found.url, found.bytes_verified, len(found.problems)) == (
+            False,
+            "/data/1",
+            1 << 40,
+            100,
+        )
         assert catalog.events(limit=1)[0].detail == {"ok": False, "problems": 500}
-        catalog.verified("run7@1", url="/data/1", ok=True, bytes_verified=5, bytes_unverified=6, tool="t")
+        catalog.verified(
+            "run7@1", url="/data/1", ok=True, bytes_verified=5, bytes_unverified=6, tool="t"
+        )
         found = catalog.get("run7@1").verified
         assert found is not None
-        assert (found.at, found.ok, found.bytes_unverified, found.problems, found.tool) == (clock.now, True, 6, (), "t")
+        assert (found.at, found.ok, found.bytes_unverified, found.problems, found.tool) == (
+            clock.now,
+            True,
+            6,
+            (),
+            "t",
+        )
 
     def test_nothing_is_said_of_what_is_gone(self, catalog: Catalog) -> None:
         catalog.delete("run7@1", grace=timedelta(0))

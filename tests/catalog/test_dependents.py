@@ -45,7 +45,13 @@ def needing(catalog: Catalog, base: str, numbers: range) -> None:
     with catalog.database.writing() as c:
         of = dict(c.execute(sa.select(Checkpoint.id, Checkpoint.serial)).all())
         parent = c.scalar(sa.select(Location.checkpoint).where(Location.url == base))
-        edge = {"parent": parent, "parent_id": None, "parent_url": base, "kind": "convert", "depends": True}
+        edge = {
+            "parent": parent,
+            "parent_id": None,
+            "parent_url": base,
+            "kind": "convert",
+            "depends": True,
+        }
         c.execute(sa.insert(Edge), [{**edge, "child": of[e.id]} for e in serials.values()])
 
 
@@ -82,7 +88,9 @@ def test_the_number_of_statements_does_not_grow_with_what_is_deleted(catalog: Ca
 
 
 def catalog_serial(connection: sa.Connection, checkpoint: str) -> int:
-    return connection.execute(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint)).scalar_one()
+    return connection.execute(
+        sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint)
+    ).scalar_one()
 
 
 def test_edges_of_one_checkpoint_are_looked_up_by_index(catalog: Catalog) -> None:
@@ -126,13 +134,22 @@ def test_a_place_needs_what_lies_at_it_in_it_and_around_it(
         put(catalog, n, url)
     child = put(catalog, 99, "/elsewhere")
     with catalog.database.writing() as c:
-        edge = {"child": catalog_serial(c, child.id), "parent_url": root, "kind": "convert", "depends": True}
+        edge = {
+            "child": catalog_serial(c, child.id),
+            "parent_url": root,
+            "kind": "convert",
+            "depends": True,
+        }
         c.execute(sa.insert(Edge).values(parent=None, parent_id=None, **edge))
     with catalog.database.reading() as c:
         rows = [*retention_rows(c, now())]
         alone = [*(r for row in rows for r in retention_rows(c, now(), serials=[row.serial]))]
         of = dict(c.execute(sa.select(Location.checkpoint, Location.url)).all())
-    wanted = {u for u in PLACES if f"{u}/".startswith(f"{root.rstrip('/')}/") or f"{root}/".startswith(f"{u}/")}
+    wanted = {
+        u
+        for u in PLACES
+        if f"{u}/".startswith(f"{root.rstrip('/')}/") or f"{root}/".startswith(f"{u}/")
+    }
     if root == "/":
         wanted = {
             u for u in PLACES if u.startswith("//")

@@ -42,7 +42,9 @@ def put(database: Database, **values: Any) -> int:
     number = next(made)
     found = manifest(number, step=number, **values)
     with database.writing() as c:
-        return record(c, found, f"/r/{number}", kind="ucformat", run="r", files=None, stamp=Stamp("me", NOW))
+        return record(
+            c, found, f"/r/{number}", kind="ucformat", run="r", files=None, stamp=Stamp("me", NOW)
+        )
 
 
 def compare(database: Database, a: dict[str, Any], b: dict[str, Any]) -> Diff:
@@ -59,7 +61,13 @@ def changed(database: Database, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
 
 
 def test_a_checkpoint_is_equal_to_itself(database: Database) -> None:
-    serial = put(database, config={"a": [1, {}]}, metrics={"loss": NAN}, producer={"python": "3"}, layout={"dp": 2})
+    serial = put(
+        database,
+        config={"a": [1, {}]},
+        metrics={"loss": NAN},
+        producer={"python": "3"},
+        layout={"dp": 2},
+    )
     with database.reading() as c:
         found = diff(c, serial, serial, NOW)
     assert found.equal
@@ -97,7 +105,10 @@ def test_any_difference_is_one(
 
 
 def test_values_that_are_missing_are_not_null(database: Database) -> None:
-    assert changed(database, {"a": None, "b": 1}, {"b": None}) == [("a", None, MISSING), ("b", 1, None)]
+    assert changed(database, {"a": None, "b": 1}, {"b": None}) == [
+        ("a", None, MISSING),
+        ("b", 1, None),
+    ]
     assert changed(database, {}, {"a": None}) == [("a", MISSING, None)]
     assert changed(database, {"a": None}, {"a": None}) == []
     assert copy.deepcopy(MISSING) is MISSING
@@ -106,10 +117,15 @@ def test_values_that_are_missing_are_not_null(database: Database) -> None:
 
 def test_numbers_are_compared_as_numbers_and_truth_as_truth(database: Database) -> None:
     assert changed(database, {"a": 1, "b": 100}, {"a": 1.0, "b": 1e2}) == []
-    assert changed(database, {"a": 1, "b": 0.0}, {"a": True, "b": False}) == [("a", 1, True), ("b", 0.0, False)]
+    assert changed(database, {"a": 1, "b": 0.0}, {"a": True, "b": False}) == [
+        ("a", 1, True),
+        ("b", 0.0, False),
+    ]
     assert changed(database, {"a": "1"}, {"a": 1}) == [("a", "1", 1)]
     assert changed(database, {"a": NAN, "b": INF}, {"a": NAN, "b": INF}) == []
-    assert changed(database, {"a": NAN}, {"a": -INF}) == [("a", {"$float": "nan"}, {"$float": "-inf"})]
+    assert changed(database, {"a": NAN}, {"a": -INF}) == [
+        ("a", {"$float": "nan"}, {"$float": "-inf"})
+    ]
 
 
 def test_paths_are_those_of_filters_and_none_stands_for_two(database: Database) -> None:
@@ -125,7 +141,10 @@ def test_paths_are_those_of_filters_and_none_stands_for_two(database: Database) 
         ('"say ""hi"""', 1, 2),
         ("ü-x", 1, 2),
     ]
-    assert changed(database, {"a": [1]}, {"a": {"0": 1}}) == [("a.0", 1, MISSING), ("a.0", MISSING, 1)]
+    assert changed(database, {"a": [1]}, {"a": {"0": 1}}) == [
+        ("a.0", 1, MISSING),
+        ("a.0", MISSING, 1),
+    ]
 
 
 def test_what_is_empty_is_a_value(database: Database) -> None:
@@ -150,7 +169,9 @@ def test_a_configuration_nested_as_deep_as_a_manifest_allows(database: Database)
 keys = st.sampled_from(["a", "b", "c.d", "0", ""])
 leaves = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.5, 1.0, "", "x", NAN])
 documents = st.dictionaries(
-    keys, st.recursive(leaves, lambda v: st.lists(v, max_size=3) | st.dictionaries(keys, v, max_size=3)), max_size=3
+    keys,
+    st.recursive(leaves, lambda v: st.lists(v, max_size=3) | st.dictionaries(keys, v, max_size=3)),
+    max_size=3,
 )
 
 
@@ -170,8 +191,12 @@ def oracle(a: Any, b: Any) -> int:
         left, right = items(a), items(b)
         if isinstance(a, list) is not isinstance(b, list):
             return leaves_in(a) + leaves_in(b)
-        only = [left[k] for k in left.keys() - right.keys()] + [right[k] for k in right.keys() - left.keys()]
-        return sum(map(leaves_in, only)) + sum(oracle(left[k], right[k]) for k in left.keys() & right.keys())
+        only = [left[k] for k in left.keys() - right.keys()] + [
+            right[k] for k in right.keys() - left.keys()
+        ]
+        return sum(map(leaves_in, only)) + sum(
+            oracle(left[k], right[k]) for k in left.keys() & right.keys()
+        )
     if container(a) or container(b):
         return leaves_in(a) + leaves_in(b)
     alike = json.dumps(a) == json.dumps(b)
@@ -185,7 +210,13 @@ def test_as_many_changes_as_leaves_differ(database: Database, a: Any, b: Any, ne
     b = {**a, **b} if near else b
     found = changed(database, a, b)
     top = {"k": a}, {"k": b}  # an empty document has no leaf of its own
-    expected = oracle(*top) if a and b else oracle(a, b) if not a and not b else sum(map(count_leaves, (a, b)))
+    expected = (
+        oracle(*top)
+        if a and b
+        else oracle(a, b)
+        if not a and not b
+        else sum(map(count_leaves, (a, b)))
+    )
     assert len(found) == expected
 
 
@@ -194,7 +225,10 @@ def count_leaves(document: Any) -> int:
 
 
 def test_metrics_that_are_not_numbers(database: Database) -> None:
-    a, b = {"nan": NAN, "inf": INF, "was": NAN, "gone": 1.0}, {"nan": NAN, "inf": INF, "was": 1.0, "new": NAN}
+    a, b = (
+        {"nan": NAN, "inf": INF, "was": NAN, "gone": 1.0},
+        {"nan": NAN, "inf": INF, "was": 1.0, "new": NAN},
+    )
     found = compare(database, {"metrics": a}, {"metrics": b}).metrics
     assert [c.path for c in found] == ["gone", "new", "was"]
     assert found[0] == Changed("gone", 1.0, MISSING)
@@ -222,7 +256,9 @@ def like(doc: TensorDoc, **change: Any) -> TensorDoc:
 
 def test_tensors_that_came_and_went(database: Database) -> None:
     w, v, both = tensor("w"), tensor("v"), tensor("u")
-    found = compare_tensors(database, [w, both, like(w, state="exp_avg")], [both, v, like(w, state="exp_avg_sq")])
+    found = compare_tensors(
+        database, [w, both, like(w, state="exp_avg")], [both, v, like(w, state="exp_avg_sq")]
+    )
     t = found.tensors
     assert [(x.name, x.state) for x in t.added] == [("v", "weight"), ("w", "exp_avg_sq")]
     assert [(x.name, x.state) for x in t.removed] == [("w", "weight"), ("w", "exp_avg")]
@@ -240,12 +276,17 @@ def test_tensors_that_came_and_went(database: Database) -> None:
         ({"dtype": "int32"}, ("dtype",)),
         ({"digest": digest("other")}, ("digest",)),
         ({"digest": digest("other"), "shard": (8, 2)}, ("digest", "grid")),
-        ({"shape": (8,), "chunk": (8,), "shard": (8,), "dtype": "int32"}, ("shape", "dtype", "grid")),
+        (
+            {"shape": (8,), "chunk": (8,), "shard": (8,), "dtype": "int32"},
+            ("shape", "dtype", "grid"),
+        ),
         ({"shape": (), "chunk": (), "shard": ()}, ("shape", "grid")),
         ({"digest": None, "dtype": "int32"}, ("dtype",)),
     ],
 )
-def test_tensors_that_changed(database: Database, change: dict[str, Any], what: tuple[str, ...]) -> None:
+def test_tensors_that_changed(
+    database: Database, change: dict[str, Any], what: tuple[str, ...]
+) -> None:
     a = tensor()
     found = compare_tensors(database, [a, tensor("z")], [tensor("z"), like(a, **change)])
     (c,) = found.tensors.changed
@@ -268,7 +309,9 @@ def test_tensors_that_changed(database: Database, change: dict[str, Any], what: 
         ({}, {"digest": "sha256:" + "0" * 64}),
     ],
 )
-def test_tensors_of_which_it_cannot_be_said(database: Database, a: dict[str, Any], b: dict[str, Any]) -> None:
+def test_tensors_of_which_it_cannot_be_said(
+    database: Database, a: dict[str, Any], b: dict[str, Any]
+) -> None:
     found = compare_tensors(database, [like(tensor(), **a)], [like(tensor(), **b)])
     assert (found.tensors.changed, found.tensors.unknown, found.tensors.same) == ((), 1, 0)
     assert not found.tensors.equal
@@ -283,19 +326,26 @@ def test_other_shards_of_the_same_chunks_are_the_same_tensor(database: Database)
 
 docs = st.builds(
     lambda shape, dtype, chunk, content: like(
-        tensor(shape=shape, content=content), dtype=dtype, chunk=chunk, **({"digest": None} if content is None else {})
+        tensor(shape=shape, content=content),
+        dtype=dtype,
+        chunk=chunk,
+        **({"digest": None} if content is None else {}),
     ),
     st.sampled_from([(4, 2), (8,), ()]),
     st.sampled_from(["float32", "int32"]),
     st.sampled_from([(4, 2), (2, 2), None]),
     st.sampled_from([None, 1, 2]),
 )
-tables = st.dictionaries(st.tuples(st.sampled_from("abcd"), st.sampled_from(["weight", "master"])), docs, max_size=6)
+tables = st.dictionaries(
+    st.tuples(st.sampled_from("abcd"), st.sampled_from(["weight", "master"])), docs, max_size=6
+)
 
 
 @settings(max_examples=60)
 @given(a=tables, b=tables)
-def test_every_tensor_is_counted_once(database: Database, a: dict[Any, TensorDoc], b: dict[Any, TensorDoc]) -> None:
+def test_every_tensor_is_counted_once(
+    database: Database, a: dict[Any, TensorDoc], b: dict[Any, TensorDoc]
+) -> None:
     left, right = ([like(d, name=n, state=s) for (n, s), d in side.items()] for side in (a, b))
     t = compare_tensors(database, left, right).tensors
     assert [(x.name, x.state) for x in t.added] == [k for k in b if k not in a]
@@ -320,7 +370,9 @@ def test_every_tensor_is_counted_once(database: Database, a: dict[Any, TensorDoc
 def test_twenty_thousand_tensors_take_seconds_not_minutes(database: Database) -> None:
     a = [tensor(f"layer.{i}", content=i) for i in range(10_000)]
     b = [like(d, digest=digest("new", d.name)) if i % 2 else d for i, d in enumerate(a)]
-    serials = [put(database, tensors=tuple(side)) for side in (a, b, [like(d, chunk=(2, 2)) for d in b])]
+    serials = [
+        put(database, tensors=tuple(side)) for side in (a, b, [like(d, chunk=(2, 2)) for d in b])
+    ]
     with database.reading() as c:
         started = time.process_time()
         found = diff(c, serials[0], serials[1], NOW)

@@ -41,11 +41,18 @@ def begins(catalog: Catalog) -> bool:
 @pytest.mark.parametrize("clock", ["the database's clock", "the time since boot"])
 @pytest.mark.parametrize(("deleted", "purged"), [(0, 30), (-30, 0), (-400, 4000)])
 def test_a_clock_that_jumps_ahead_ends_no_grace(
-    catalog: Catalog, wrong: Any, monkeypatch: pytest.MonkeyPatch, clock: str, deleted: int, purged: int
+    catalog: Catalog,
+    wrong: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: str,
+    deleted: int,
+    purged: int,
 ) -> None:
     if clock.startswith("the database"):
         if catalog.database.sqlite:
-            pytest.skip("needs PostgreSQL, as the other half of these has it: SQLite has no clock of its own")
+            pytest.skip(
+                "needs PostgreSQL, as the other half of these has it: SQLite has no clock of its own"
+            )
         monkeypatch.setattr(stamp, "CLOCKS", stamp.CLOCKS[:1])
     else:
         monkeypatch.setattr(stamp, "CLOCKS", stamp.CLOCKS[1:])
@@ -65,12 +72,18 @@ def test_a_clock_that_jumps_ahead_ends_no_grace(
     assert not begins(catalog)
     wrong(purged + 8)
     real = stamp.clocks
-    monkeypatch.setattr(stamp, "clocks", lambda c: {name: t + 8 * 86400 for name, t in real(c).items()})
+    monkeypatch.setattr(
+        stamp, "clocks", lambda c: {name: t + 8 * 86400 for name, t in real(c).items()}
+    )
     assert [row.step for row in catalog.purgeable().purge] == [1]
 
 
-def test_gc_says_that_clocks_disagree(catalog: Catalog, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCP_CATALOG", catalog.database.engine.url.render_as_string(hide_password=False))
+def test_gc_says_that_clocks_disagree(
+    catalog: Catalog, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "UCP_CATALOG", catalog.database.engine.url.render_as_string(hide_password=False)
+    )
     put(catalog, 1)
     catalog.delete("run7@1")
     wrong(30)
@@ -96,7 +109,9 @@ def test_after_another_boot_only_the_other_clocks_tell(
 ) -> None:
     put(catalog, 1)
     catalog.delete("run7@1")
-    monkeypatch.setattr(stamp, "CLOCKS", [stamp.CLOCKS[0], lambda _: iter([("the time since boot another", 10.0)])])
+    monkeypatch.setattr(
+        stamp, "CLOCKS", [stamp.CLOCKS[0], lambda _: iter([("the time since boot another", 10.0)])]
+    )
     wrong(30)
     assert (catalog.purgeable().purge == ()) == (not catalog.database.sqlite)
 

@@ -34,13 +34,17 @@ QUESTIONS: dict[str, Callable[[Catalog], Any]] = {
     "the newest of a run": lambda c: c.find("run = 'run7'", limit=2),
     "the newest that match": lambda c: c.find("metric.loss < 3 and tag = 'good'", limit=2),
     "the best": lambda c: c.find(sort="metric.loss", limit=2),
-    "the best of those that match": lambda c: c.find("run = 'run7' and tag = 'good'", sort="-metric.loss", limit=1),
+    "the best of those that match": lambda c: c.find(
+        "run = 'run7' and tag = 'good'", sort="-metric.loss", limit=1
+    ),
     "one": lambda c: c.get("run7@3"),
     "the latest of a run": lambda c: c.get("run7@latest"),
     "ancestors": lambda c: c.lineage("run7@5"),
     "descendants": lambda c: c.lineage("run7@1", "down", depth=100),
     "retention of a run": lambda c: c.retain(
-        policy({"last": 1, "best": {"metric": "loss", "count": 1, "mode": "min"}}, scope="run = 'run7'")
+        policy(
+            {"last": 1, "best": {"metric": "loss", "count": 1, "mode": "min"}}, scope="run = 'run7'"
+        )
     ),
 }
 
@@ -59,5 +63,7 @@ def test_no_question_reads_a_whole_table(catalog: Catalog, question: str) -> Non
     with catalog.database.reading() as c:
         for statement, parameters in seen:
             if statement.lstrip().upper().startswith(("SELECT", "WITH")):
-                plan = [r[-1] for r in c.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+                plan = [
+                    r[-1] for r in c.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+                ]
                 assert not reads_all(plan), (statement, plan)

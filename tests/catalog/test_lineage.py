@@ -51,10 +51,15 @@ def database(database_url: str) -> Iterator[Database]:
 def put(database: Database, *manifests: Manifest) -> list[int]:
     """Record checkpoints at `/r/<step>`; their serials."""
     with database.writing() as c:
-        return [record(c, m, f"/r/{m.step}", kind="ucformat", run=m.run, files=None, stamp=STAMP) for m in manifests]
+        return [
+            record(c, m, f"/r/{m.step}", kind="ucformat", run=m.run, files=None, stamp=STAMP)
+            for m in manifests
+        ]
 
 
-def ask(database: Database, serial: int, direction: Any = "up", depth: int | None = None) -> Lineage:
+def ask(
+    database: Database, serial: int, direction: Any = "up", depth: int | None = None
+) -> Lineage:
     with database.reading() as c:
         return load_lineage(c, serial, direction, depth, NOW)
 
@@ -64,9 +69,18 @@ def link(database: Database, child: int, parent: str, kind: str = "finetune") ->
         return add_link(c, child, parent, kind, STAMP)
 
 
-def bare(database: Database, ids: Sequence[str], edges: Sequence[tuple[int, int | str]]) -> list[int]:
+def bare(
+    database: Database, ids: Sequence[str], edges: Sequence[tuple[int, int | str]]
+) -> list[int]:
     """Checkpoints with nothing in them, and edges from child to parent (a text: a place that is unknown)."""
-    values = {"kind": "ucformat", "state": "committed", "created": NOW, "recorded": NOW, "tensors": 0, "nbytes": 0}
+    values = {
+        "kind": "ucformat",
+        "state": "committed",
+        "created": NOW,
+        "recorded": NOW,
+        "tensors": 0,
+        "nbytes": 0,
+    }
     more: dict[str, Any] = {
         "producer": {},
         "topology": {},
@@ -75,10 +89,14 @@ def bare(database: Database, ids: Sequence[str], edges: Sequence[tuple[int, int 
         "document_written": 0,
     }
     with database.writing() as c:
-        structure = c.execute(sa.insert(TensorSet).values(hash=ids[0]).returning(TensorSet.id)).scalar_one()
+        structure = c.execute(
+            sa.insert(TensorSet).values(hash=ids[0]).returning(TensorSet.id)
+        ).scalar_one()
         rows = [{"id": i, "tensor_set_id": structure, **values, **more} for i in ids]
         c.execute(sa.insert(Checkpoint), rows)
-        found = c.execute(sa.select(Checkpoint.id, Checkpoint.serial).where(Checkpoint.tensor_set_id == structure))
+        found = c.execute(
+            sa.select(Checkpoint.id, Checkpoint.serial).where(Checkpoint.tensor_set_id == structure)
+        )
         known = {r.id: r.serial for r in found}
         serials = [known[i] for i in ids]
         lines = [
@@ -118,7 +136,11 @@ made = iter(range(1 << 30))
     counted=st.sampled_from([1, 2, 64]),
 )
 def test_every_step_is_there_once_whatever_the_graph(
-    database: Database, graph: tuple[int, list[tuple[int, int | str]]], up: bool, depth: int | None, counted: int
+    database: Database,
+    graph: tuple[int, list[tuple[int, int | str]]],
+    up: bool,
+    depth: int | None,
+    counted: int,
 ) -> None:
     n, edges = graph
     names = [f"{next(made):032x}" for _ in range(n)]
@@ -145,8 +167,12 @@ def test_every_step_is_there_once_whatever_the_graph(
         return x if isinstance(x, str) else names[x]
 
     assert found.root == names[0]
-    assert {k: node.distance for k, node in found.nodes.items()} == {key(x): d for x, d in distances.items()}
-    assert sorted((e.child, e.parent) for e in found.edges) == sorted((key(a), key(b)) for a, b in expected)
+    assert {k: node.distance for k, node in found.nodes.items()} == {
+        key(x): d for x, d in distances.items()
+    }
+    assert sorted((e.child, e.parent) for e in found.edges) == sorted(
+        (key(a), key(b)) for a, b in expected
+    )
     near_first = [found.nodes[e.child if up else e.parent].distance for e in found.edges]
     assert near_first == sorted(near_first)
     assert [n.distance for n in found.nodes.values()] == sorted(distances.values())
@@ -183,18 +209,26 @@ def test_what_is_gone_stays_in_the_lineage(database: Database) -> None:
 
 def test_unknown_parents_are_known_by_their_url(database: Database) -> None:
     stranger = made_from(manifest(99), "convert", "/strange/place/")
-    serials = put(database, manifest(1, step=1, lineage=stranger), manifest(2, step=2, run=None, lineage=stranger))
+    serials = put(
+        database,
+        manifest(1, step=1, lineage=stranger),
+        manifest(2, step=2, run=None, lineage=stranger),
+    )
     found = ask(database, serials[0])
     assert found.nodes["/strange/place"] == LineageNode(
         None, "/strange/place", "/strange/place", None, None, None, None, None, 1
     )
     assert found.edges[0].parent == "/strange/place"
-    assert render_tree(ask(database, serials[1]))[1] == "← convert  /strange/place  not in the catalog"
+    assert (
+        render_tree(ask(database, serials[1]))[1] == "← convert  /strange/place  not in the catalog"
+    )
 
 
 def test_edges_that_bytes_depend_on_are_told_apart(database: Database) -> None:
     parent = manifest(1, step=1)
-    child = manifest(2, step=2, lineage=made_from(parent, "convert", "/r/1"), sidecar=packed_over("/r/1/data"))
+    child = manifest(
+        2, step=2, lineage=made_from(parent, "convert", "/r/1"), sidecar=packed_over("/r/1/data")
+    )
     serials = put(database, parent, child)
     found = ask(database, serials[1])
     assert found.edges == (LineageEdge(child.id, parent.id, "convert", depends=True),)
@@ -205,13 +239,17 @@ def test_edges_that_bytes_depend_on_are_told_apart(database: Database) -> None:
 
 def test_parents_come_as_recorded_and_children_by_age(database: Database) -> None:
     parents = [manifest(i, step=i) for i in (3, 1, 2)]
-    merged = manifest(9, step=9, lineage=tuple(d for p in parents for d in made_from(p, "merge", f"/r/{p.step}")))
+    merged = manifest(
+        9, step=9, lineage=tuple(d for p in parents for d in made_from(p, "merge", f"/r/{p.step}"))
+    )
     serials = put(database, *parents, merged)
     assert [e.parent for e in ask(database, serials[-1]).edges] == [p.id for p in parents]
     base = manifest(20, step=20)
     children = [manifest(i, step=i, lineage=made_from(base, "finetune")) for i in (33, 31, 32)]
     serials = put(database, base, *children)
-    assert [e.child for e in ask(database, serials[0], "down").edges] == [manifest(i).id for i in (31, 32, 33)]
+    assert [e.child for e in ask(database, serials[0], "down").edges] == [
+        manifest(i).id for i in (31, 32, 33)
+    ]
 
 
 def test_a_ladder_of_diamonds_is_walked_once(database: Database) -> None:
@@ -227,13 +265,20 @@ def test_a_ladder_of_diamonds_is_walked_once(database: Database) -> None:
 
 def test_a_thousand_steps_are_walked_in_two_statements(database: Database) -> None:
     n, length = 10_000, 1000
-    serials = bare(database, [f"{i:032x}" for i in range(n)], [(i, i + 1) for i in range(n) if (i + 1) % length])
+    serials = bare(
+        database,
+        [f"{i:032x}" for i in range(n)],
+        [(i, i + 1) for i in range(n) if (i + 1) % length],
+    )
     asked: list[str] = []
     sa.event.listen(database.engine, "before_cursor_execute", lambda *seen: asked.append(seen[2]))
     for direction, serial in (("up", serials[0]), ("down", serials[length - 1])):
         asked.clear()
         found = ask(database, serial, direction)
-        assert len([text for text in asked if text.lstrip().upper().startswith(("SELECT", "WITH"))]) == 2
+        assert (
+            len([text for text in asked if text.lstrip().upper().startswith(("SELECT", "WITH"))])
+            == 2
+        )
         assert len(found.nodes) == length
         assert max(node.distance for node in found.nodes.values()) == length - 1
     assert len(ask(database, serials[0], depth=100).nodes) == 101
@@ -255,10 +300,18 @@ def test_a_link_is_made_once_however_the_parent_is_named(database: Database) -> 
         assert not link(database, serials[1], ref), ref
     assert link(database, serials[1], "/r/1", "merge")
     found = ask(database, serials[1])
-    assert [(e.parent, e.kind) for e in found.edges] == [(parent.id, "finetune"), (parent.id, "merge")]
+    assert [(e.parent, e.kind) for e in found.edges] == [
+        (parent.id, "finetune"),
+        (parent.id, "merge"),
+    ]
     with database.reading() as c:
-        events = c.execute(sa.select(Event.checkpoint, Event.detail).where(Event.action == "link")).all()
-    assert [(e.checkpoint, e.detail["kind"]) for e in events] == [(serials[1], "finetune"), (serials[1], "merge")]
+        events = c.execute(
+            sa.select(Event.checkpoint, Event.detail).where(Event.action == "link")
+        ).all()
+    assert [(e.checkpoint, e.detail["kind"]) for e in events] == [
+        (serials[1], "finetune"),
+        (serials[1], "merge"),
+    ]
     assert events[0].detail["parent"] == "run7@1"
 
 
@@ -316,7 +369,14 @@ def test_a_parent_that_lies_nowhere_any_more(database: Database) -> None:
 
 
 def node(key: str, distance: int = 1, **more: Any) -> LineageNode:
-    values = {"url": None, "state": "committed", "kind": "ucformat", "run": None, "step": None, "created": NOW}
+    values = {
+        "url": None,
+        "state": "committed",
+        "kind": "ucformat",
+        "run": None,
+        "step": None,
+        "created": NOW,
+    }
     return LineageNode(id=key, distance=distance, **{"name": key, **values, **more})
 
 
@@ -368,7 +428,9 @@ def test_a_long_line_of_descent_stays_narrow() -> None:
 
 def test_a_tree_tells_what_is_gone() -> None:
     root = node("a" * 32, name="run7@3", state="purged", kind="deepspeed")
-    assert render_tree(Lineage("a", "up", {"a": root}, ())) == ["run7@3  aaaaaaaaaaaa  deepspeed  purged"]
+    assert render_tree(Lineage("a", "up", {"a": root}, ())) == [
+        "run7@3  aaaaaaaaaaaa  deepspeed  purged"
+    ]
 
 
 NASTY = [
@@ -409,7 +471,11 @@ def test_no_name_breaks_a_picture(name: str) -> None:
     parsed = [re.fullmatch(r'  n[01]\["([^"]*)"\]', line) for line in lines[1:3]]
     parsed.append(re.fullmatch(r'  n1 -->\|"([^"]*)"\| n0', lines[3]))
     texts = [re.sub(r"#(\d+);", lambda m: chr(int(m[1])), m[1]) for m in parsed if m is not None]
-    assert texts == [f"{plain}<br/>{'  '.join(t for t in ('x', plain) if t)}", f"{plain}<br/>not in the catalog", plain]
+    assert texts == [
+        f"{plain}<br/>{'  '.join(t for t in ('x', plain) if t)}",
+        f"{plain}<br/>not in the catalog",
+        plain,
+    ]
     for m in parsed:
         assert m is not None
         assert re.fullmatch(r"([\w @./:-]|#\d+;|<br/>)*", m[1])
@@ -418,7 +484,10 @@ def test_no_name_breaks_a_picture(name: str) -> None:
     assert lines[:3] == ["digraph lineage {", "  rankdir=LR;", "  node [shape=box];"]
     assert lines[-1] == "}"
     assert len(lines) == 7
-    labels = [re.fullmatch(r'  n\d(?: -> n0)? \[label="((?:[^"\\]|\\.)*)"\];', line) for line in lines[3:6]]
+    labels = [
+        re.fullmatch(r'  n\d(?: -> n0)? \[label="((?:[^"\\]|\\.)*)"\];', line)
+        for line in lines[3:6]
+    ]
     raw = [m[1] for m in labels if m is not None]
     assert len(raw) == 3
 

@@ -13,7 +13,13 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.catalog.acts import put
 from tests.catalog.manifests import BEGIN, manifest
@@ -36,13 +42,17 @@ def launch(name: str, **continues: int) -> LaunchDoc:
     return LaunchDoc(id=name[0] * 32, continues={k * 32: n for k, n in continues.items()})
 
 
-def saved(catalog: Catalog, of: LaunchDoc, folder: str, *steps: int, first: int = 1, **more: Any) -> list[Entry]:
+def saved(
+    catalog: Catalog, of: LaunchDoc, folder: str, *steps: int, first: int = 1, **more: Any
+) -> list[Entry]:
     """A launch saves steps, and counts from `first`."""
     more = {"created": BEGIN + timedelta(hours=first)} | more
     numbers = [crc32(f"{folder}/{step}".encode()) % 10**4 for step in steps]
     return [
         put(catalog, number, f"/data/{folder}/{step}", step=step, launch=of, commits=count, **more)
-        for number, step, count in zip(numbers, steps, range(first, first + len(steps)), strict=True)
+        for number, step, count in zip(
+            numbers, steps, range(first, first + len(steps)), strict=True
+        )
     ]
 
 
@@ -66,7 +76,9 @@ class TestTwoLaunches:
         assert len(best.delete) == 6
         assert best.contradictions == catalog.retain(policy({"last": 1})).contradictions == ()
 
-    def test_latest_is_an_error_that_lists_both_and_the_ways_to_choose(self, catalog: Catalog) -> None:
+    def test_latest_is_an_error_that_lists_both_and_the_ways_to_choose(
+        self, catalog: Catalog
+    ) -> None:
         with pytest.raises(UsageError) as caught:
             catalog.get("run7@latest")
         for word in (
@@ -81,14 +93,33 @@ class TestTwoLaunches:
             assert word in caught.value.message
         assert "launch:ID@latest" in str(caught.value.hint)
         assert "folder:PLACE@latest" in str(caught.value.hint)
-        assert catalog.get("launch:aaaa@latest").step == catalog.get("folder:/data/first@latest").step == 4
-        assert catalog.get("launch:bbbb@latest").step == catalog.get("folder:/data/second/@latest").step == 2
-        assert catalog.get("launch:bbbb@1").url == catalog.get("folder:/data/second@1").url == "/data/second/1"
+        assert (
+            catalog.get("launch:aaaa@latest").step
+            == catalog.get("folder:/data/first@latest").step
+            == 4
+        )
+        assert (
+            catalog.get("launch:bbbb@latest").step
+            == catalog.get("folder:/data/second/@latest").step
+            == 2
+        )
+        assert (
+            catalog.get("launch:bbbb@1").url
+            == catalog.get("folder:/data/second@1").url
+            == "/data/second/1"
+        )
         with pytest.raises(UsageError, match="2 lines"):
             catalog.get("folder:/data@latest")
 
     @pytest.mark.parametrize(
-        "ref", ["launch:zz@latest", "launch:aaaa", "folder:/data/first", "folder:@latest", "launch:aaaa@x"]
+        "ref",
+        [
+            "launch:zz@latest",
+            "launch:aaaa",
+            "folder:/data/first",
+            "folder:@latest",
+            "launch:aaaa@x",
+        ],
     )
     def test_references_that_say_too_little(self, catalog: Catalog, ref: str) -> None:
         with pytest.raises(UsageError):
@@ -105,7 +136,9 @@ class TestTwoLaunches:
         assert kept(catalog) == {("first", 4), ("second", 2)}  # 4 is the highest step
 
     def test_they_are_listed(self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("UCP_CATALOG", catalog.database.engine.url.render_as_string(hide_password=False))
+        monkeypatch.setenv(
+            "UCP_CATALOG", catalog.database.engine.url.render_as_string(hide_password=False)
+        )
         listed = CliRunner().invoke(ucp, ["ls", "--runs"])
         assert listed.exit_code == 0, listed.output
         assert [line.split()[:3] for line in listed.output.splitlines()[1:]] == [
@@ -130,8 +163,16 @@ class TestContinued:
         with pytest.raises(UsageError, match="2 lines"):
             catalog.get("run7@latest")
         assert kept(catalog) == {("first", 4), ("second", 4)}
-        assert kept(catalog, 3) == {("first", 2), ("first", 3), ("first", 4), ("second", 3), ("second", 4)}
-        [warning] = catalog.retain(policy({"last": 1})).contradictions  # before its origin, by its clock
+        assert kept(catalog, 3) == {
+            ("first", 2),
+            ("first", 3),
+            ("first", 4),
+            ("second", 3),
+            ("second", 4),
+        }
+        [warning] = catalog.retain(
+            policy({"last": 1})
+        ).contradictions  # before its origin, by its clock
         assert warning.startswith("run7@4 was committed after run7@")
 
     def test_what_it_left_behind_in_its_folder_is_in_its_line(self, catalog: Catalog) -> None:
@@ -145,7 +186,9 @@ class TestContinued:
         saved(catalog, launch("c", a=2, b=4), "third", 5, first=5)
         assert catalog.get("run7@latest").step == 5
 
-    def test_an_origin_is_a_head_again_if_nothing_that_continues_it_is_left(self, catalog: Catalog) -> None:
+    def test_an_origin_is_a_head_again_if_nothing_that_continues_it_is_left(
+        self, catalog: Catalog
+    ) -> None:
         saved(catalog, launch("a"), "first", 1, 2)
         [only] = saved(catalog, launch("b", a=2), "second", 3, first=3)
         catalog.delete(only.id)
@@ -182,7 +225,9 @@ class TestWithoutLaunches:
         edge = LineageDoc(kind="resume", url="/data/first/2", id=manifest(2).id)
         child = manifest(3, step=3, launch=launch("a"), commits=1, lineage=(edge,))
         parents = [(manifest(n, step=n), f"/data/first/{n}") for n in (1, 2)]
-        for made, place in [(child, "/data/second/3"), *parents] if late else [*parents, (child, "/data/second/3")]:
+        for made, place in (
+            [(child, "/data/second/3"), *parents] if late else [*parents, (child, "/data/second/3")]
+        ):
             catalog.record(made, place)
         assert catalog.get("run7@latest").step == 3
         assert kept(catalog) == {("first", 2), ("second", 3)}  # 2 is the last without a count
@@ -205,7 +250,10 @@ def test_counts_go_on_from_the_whole_run(catalog: Catalog) -> None:
 
 def test_no_false_clocks_between_lines() -> None:
     one = [row(n, commits=n, launch=A, created=BEGIN + timedelta(hours=n)) for n in range(1, 5)]
-    two = [row(10 + n, commits=n, launch=B, created=BEGIN - timedelta(hours=9 - n)) for n in range(1, 9)]
+    two = [
+        row(10 + n, commits=n, launch=B, created=BEGIN - timedelta(hours=9 - n))
+        for n in range(1, 9)
+    ]
     assert contradictions([*one, *two], lambda r: r.id) == []
     three = row(20, commits=9, launch=C, continues={A: 4, B: 8}, created=BEGIN)
     assert len(contradictions([*one, *two, three], lambda r: r.id)) == 1
@@ -262,7 +310,9 @@ class Launches(RuleBasedStateMachine):
         known = [self.manifests[i] for i in here + ([origin] if origin else [])]
         commits = max((m.commits or 0 for m in known), default=0)
         step = (self.manifests[origin].step or 0) if origin else 0
-        self.launches.append(Known(LaunchDoc(id=uuid4().hex, continues=continues), folder, behind, commits, step))
+        self.launches.append(
+            Known(LaunchDoc(id=uuid4().hex, continues=continues), folder, behind, commits, step)
+        )
 
     @initialize()
     def first(self) -> None:
@@ -285,17 +335,30 @@ class Launches(RuleBasedStateMachine):
         launch.commits += 1
         launch.step += 1
         created = BEGIN + timedelta(hours=self.clock.randrange(-99, 99))
-        made = manifest(uuid4().hex, self.run, launch.step, launch=launch.doc, commits=launch.commits, created=created)
+        made = manifest(
+            uuid4().hex,
+            self.run,
+            launch.step,
+            launch=launch.doc,
+            commits=launch.commits,
+            created=created,
+        )
         self.manifests[made.id] = made
         self.behind[made.id] = launch.behind | frozenset(launch.made)
         self.places[made.id] = f"/{self.run}/{launch.folder}/{made.id}"
         launch.made.append(made.id)
 
-    @rule(which=st.integers(0, 1), numbers=st.lists(st.integers(0, 99), max_size=6), copied=st.booleans())
+    @rule(
+        which=st.integers(0, 1),
+        numbers=st.lists(st.integers(0, 99), max_size=6),
+        copied=st.booleans(),
+    )
     def record(self, which: int, numbers: list[int], copied: bool) -> None:
         ids = [*self.manifests]
         for i in (ids[n % len(ids)] for n in numbers):
-            self.catalogs[which].record(self.manifests[i], f"/copy{self.places[i]}" if copied else self.places[i])
+            self.catalogs[which].record(
+                self.manifests[i], f"/copy{self.places[i]}" if copied else self.places[i]
+            )
             self.seen[which].add(i)
 
     @invariant()
@@ -318,7 +381,9 @@ class Launches(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"])
-def test_launches_against_a_model(engine: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_launches_against_a_model(
+    engine: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     if engine == "sqlite":
         urls = (f"sqlite:///{tmp_path}/a.db", f"sqlite:///{tmp_path}/b.db")
     else:
@@ -327,6 +392,9 @@ def test_launches_against_a_model(engine: str, tmp_path: Path, request: pytest.F
     machine = type("Machine", (Launches,), {"urls": urls})
     examples = 12 if engine == "sqlite" else 3
     chosen = settings(
-        max_examples=examples, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples,
+        stateful_step_count=15,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(machine, settings=chosen)

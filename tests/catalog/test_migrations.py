@@ -58,7 +58,9 @@ def next_release(folder: Path) -> Iterator[None]:
         made.set_main_option("script_location", str(folder))
         return made
 
-    with patch.multiple("ucformat.catalog.database", HEAD="toy", KNOWN=(*KNOWN, "toy"), configuration=found):
+    with patch.multiple(
+        "ucformat.catalog.database", HEAD="toy", KNOWN=(*KNOWN, "toy"), configuration=found
+    ):
         yield
 
 
@@ -99,7 +101,9 @@ def test_every_foreign_key_has_an_index(empty_database_url: str) -> None:
     database.close()
 
 
-def test_an_older_database_waits_for_an_upgrade_that_keeps_its_data(empty_database_url: str, tmp_path: Path) -> None:
+def test_an_older_database_waits_for_an_upgrade_that_keeps_its_data(
+    empty_database_url: str, tmp_path: Path
+) -> None:
     filled(empty_database_url)
     with next_release(tmp_path / "scripts"):
         with pytest.raises(UpgradeNeeded, match="older") as caught:
@@ -111,7 +115,9 @@ def test_an_older_database_waits_for_an_upgrade_that_keeps_its_data(empty_databa
             assert (entry.urls, entry.tags) == (("/data/1",), ("good",))
             assert catalog.lineage(entry.id).edges
             with catalog.database.reading() as connection:
-                assert connection.execute(sa.text("select distinct toy from checkpoint")).scalars().all() == [7]
+                assert connection.execute(
+                    sa.text("select distinct toy from checkpoint")
+                ).scalars().all() == [7]
             catalog.record(manifest(3), "/data/3")
         Database(empty_database_url).close()  # and nothing more to do
 

@@ -48,7 +48,9 @@ class TestClocks:
             put(catalog, step, commits=count, created=created)
         return catalog
 
-    def test_latest_is_what_was_committed_last(self, run: Catalog, caplog: pytest.LogCaptureFixture) -> None:
+    def test_latest_is_what_was_committed_last(
+        self, run: Catalog, caplog: pytest.LogCaptureFixture
+    ) -> None:
         assert run.get("run7@latest").step == 300
         newer, older = (run.get(f"run7@{step}").id[:12] for step in (300, 200))
         assert f"{newer} was committed after {older}, but created earlier" in caplog.text
@@ -73,10 +75,16 @@ class TestClocks:
         [text] = plan.contradictions
         assert text.startswith("run7@300 was committed after run7@200, but created earlier")
 
-    def test_the_commands_say_so(self, run: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("UCP_CATALOG", run.database.engine.url.render_as_string(hide_password=False))
+    def test_the_commands_say_so(
+        self, run: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv(
+            "UCP_CATALOG", run.database.engine.url.render_as_string(hide_password=False)
+        )
         listed = CliRunner().invoke(ucp, ["ls", "-q"])
-        assert listed.output.split()[:3] == [run.get(f"run7@{s}").id for s in (300, 200, 100)], listed.output
+        assert listed.output.split()[:3] == [run.get(f"run7@{s}").id for s in (300, 200, 100)], (
+            listed.output
+        )
         assert "was committed after" in CliRunner().invoke(ucp, ["ls"]).stderr
         file = tmp_path / "policy.yaml"
         file.write_text("version: 1\nkeep: {last: 1}\n")
@@ -91,7 +99,9 @@ class TestClocks:
         from tests.torch.runs import fill, folders, manager_of, names, restored, state_at
         from tests.torch.test_restoring import skew
 
-        monkeypatch.setenv("UCP_CATALOG", catalog.database.engine.url.render_as_string(hide_password=False))
+        monkeypatch.setenv(
+            "UCP_CATALOG", catalog.database.engine.url.render_as_string(hide_password=False)
+        )
         skew(monkeypatch, 0)
         place = tmp_path / "run7"
         fill(place, 100)
@@ -107,12 +117,17 @@ class TestClocks:
 
 
 class TestOrder:
-    def test_of_a_training_that_went_back_the_newest_is_what_it_writes_now(self, catalog: Catalog) -> None:
+    def test_of_a_training_that_went_back_the_newest_is_what_it_writes_now(
+        self, catalog: Catalog
+    ) -> None:
         for number, (step, count) in enumerate(((100, 1), (200, 2), (300, 3), (200, 4))):
             put(catalog, number, step=step, commits=count)
         assert catalog.get("run7@latest").commits == 4
         assert [e.commits for e in catalog.find()] == [4, 3, 2, 1]
-        assert {kept.row.commits for kept in catalog.retain(last(1)).keep} == {4, 3}  # and the highest step
+        assert {kept.row.commits for kept in catalog.retain(last(1)).keep} == {
+            4,
+            3,
+        }  # and the highest step
 
     def test_what_nobody_counted_stands_by_its_step(self, catalog: Catalog) -> None:
         put(catalog, 1, step=100, commits=1)

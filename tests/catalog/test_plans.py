@@ -59,7 +59,9 @@ def executed() -> Iterator[Statements]:
     """The statements of all catalogs meanwhile, each with the parameters that it had first."""
     seen: Statements = {}
 
-    def note(_c: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, many: bool) -> None:
+    def note(
+        _c: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, many: bool
+    ) -> None:
         seen.setdefault(statement, parameters[0] if isinstance(parameters, list) else parameters)
 
     sa.event.listen(sa.Engine, "before_cursor_execute", note)
@@ -71,8 +73,14 @@ def executed() -> Iterator[Statements]:
 
 def scanned_by_sqlite(connection: sa.Connection, statement: str, parameters: Any) -> set[str]:
     """The growing tables that SQLite would read from one end to the other."""
-    plan = [row[-1] for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]
-    scans = [found[1] for step in plan if (found := re.match(r"SCAN (\w+?)(?:_\d+)?(?: USING .*)?$", step))]
+    plan = [
+        row[-1] for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+    ]
+    scans = [
+        found[1]
+        for step in plan
+        if (found := re.match(r"SCAN (\w+?)(?:_\d+)?(?: USING .*)?$", step))
+    ]
     return {name for name in scans if name in GROWING}
 
 
@@ -83,7 +91,10 @@ def scanned_by_postgresql(connection: sa.Connection, statement: str, parameters:
     while nodes:
         node = nodes.pop()
         nodes += node.get("Plans", ())
-        scans = node["Node Type"] in ("Seq Scan", "Index Scan", "Index Only Scan") and "Index Cond" not in node
+        scans = (
+            node["Node Type"] in ("Seq Scan", "Index Scan", "Index Only Scan")
+            and "Index Cond" not in node
+        )
         if scans and node["Relation Name"] in GROWING:
             found.add(node["Relation Name"])
     return found
@@ -128,7 +139,9 @@ def grow(catalog: Catalog) -> None:
         run = c.exec_driver_sql("select max(id) + 1 from run").scalar_one()
         first = c.exec_driver_sql("select min(serial) from checkpoint").scalar_one()
         of_first = ", ".join("'other'" if name == "kind" else f"k.{name}" for name in names)
-        text = GROW.format(columns=", ".join(names), of_first=of_first, run=run, first=first, rows=ROWS)
+        text = GROW.format(
+            columns=", ".join(names), of_first=of_first, run=run, first=first, rows=ROWS
+        )
         c.exec_driver_sql(text.replace("%", "%%"))
     with catalog.database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as c:
         c.exec_driver_sql("VACUUM ANALYZE")
@@ -205,9 +218,15 @@ def document(catalog: Catalog) -> None:
 
 def record(catalog: Catalog) -> None:
     new = manifest(5000, step=50, metrics={"loss": 1.0}, config={"lr": 0.2})
-    for place in ("/data/new", "/data/copy", "/data/run7/5"):  # new, elsewhere, and in place of another one
+    for place in (
+        "/data/new",
+        "/data/copy",
+        "/data/run7/5",
+    ):  # new, elsewhere, and in place of another one
         catalog.record(new, place)
-    catalog.record(manifest(5001, step=51), "/engine/1", kind="deepspeed", run="given", files=(1, 2))
+    catalog.record(
+        manifest(5001, step=51), "/engine/1", kind="deepspeed", run="given", files=(1, 2)
+    )
     catalog.record(manifest(5001, step=51), "/engine/1", kind="deepspeed", run="another")
 
 
@@ -248,10 +267,15 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "metric": lambda c: c.metric("run7@1", {"loss": 9.0}),
     "note": lambda c: c.note("run7@1", "text"),
     "places": lambda c: c.places("/data"),
-    "protections": lambda c: (c.protections(c.get("run7@1").id, "/data/run7/1"), c.protections("none", "/data/base")),
+    "protections": lambda c: (
+        c.protections(c.get("run7@1").id, "/data/run7/1"),
+        c.protections("none", "/data/base"),
+    ),
     "purgeable": purgeable,
     "record": record,
-    "record_all": lambda c: c.record_all([Found(manifest(n, step=n), f"/data/many/{n}") for n in range(6000, 6010)]),
+    "record_all": lambda c: c.record_all(
+        [Found(manifest(n, step=n), f"/data/many/{n}") for n in range(6000, 6010)]
+    ),
     "release": lambda c: c.release("run7@4"),
     "restore": restore,
     "retain": apply_retention,
@@ -260,14 +284,20 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "tensors": lambda c: c.tensors("run7@1"),
     "unalias": lambda c: c.unalias("best"),
     "untag": lambda c: c.untag("run7@1", "good", reason="why"),
-    "verified": lambda c: c.verified("run7@1", url="/data/run7/1", ok=True, bytes_verified=1, bytes_unverified=0),
+    "verified": lambda c: c.verified(
+        "run7@1", url="/data/run7/1", ok=True, bytes_verified=1, bytes_unverified=0
+    ),
 }
 #: Methods that may read all that the user asks for, or that ask the database about its roles alone.
 ASKED = {"sql", "excess_rights"}
 
 
 def test_every_public_method_is_here() -> None:
-    public = {name for name in dir(Catalog) if not name.startswith("_") and callable(getattr(Catalog, name))}
+    public = {
+        name
+        for name in dir(Catalog)
+        if not name.startswith("_") and callable(getattr(Catalog, name))
+    }
     assert public - {"close"} == set(METHODS)
 
 

@@ -74,7 +74,10 @@ def test_what_is_needed_waits_for_a_later_run_than_what_needs_it() -> None:
     assert waits(base, middle, top) == [(1, ("needed by c2",), NOW), (2, ("needed by c3",), NOW)]
     late = replace(top, purge_after=NOW + HOUR)
     assert waits(base, middle, late)[0] == (1, ("needed by c2",), NOW + HOUR)
-    assert waits(base, middle, row(3)) == [(1, ("needed by c2",), None), (2, ("needed by c3",), None)]
+    assert waits(base, middle, row(3)) == [
+        (1, ("needed by c2",), None),
+        (2, ("needed by c3",), None),
+    ]
 
 
 def test_a_circle_is_never_purged() -> None:
@@ -85,7 +88,10 @@ def test_a_circle_is_never_purged() -> None:
 
 def test_the_id_stands_for_what_is_purged() -> None:
     plan = plan_purge([dead(1), dead(2)], NOW, GRACE, {})
-    assert plan.id == plan_purge([dead(2), row(3), dead(1), dead(4, tags=("x",))], NOW + HOUR, GRACE, {}).id
+    assert (
+        plan.id
+        == plan_purge([dead(2), row(3), dead(1), dead(4, tags=("x",))], NOW + HOUR, GRACE, {}).id
+    )
     assert plan.id != plan_purge([dead(1)], NOW, GRACE, {}).id
 
 
@@ -94,18 +100,28 @@ def everything_until(rows: list[RetentionRow], now: datetime) -> set[str]:
     gone: set[str] = set()
     while plan := plan_purge(rows, now, GRACE, {}).purge:
         gone |= {r.id for r in plan}
-        rows = [replace(r, dependents=tuple(set(r.dependents) - gone)) for r in rows if r.id not in gone]
+        rows = [
+            replace(r, dependents=tuple(set(r.dependents) - gone)) for r in rows if r.id not in gone
+        ]
     return gone
 
 
 @given(row_lists(), instants)
-def test_nothing_is_purged_early_or_while_protected(rows: list[RetentionRow], now: datetime) -> None:
+def test_nothing_is_purged_early_or_while_protected(
+    rows: list[RetentionRow], now: datetime
+) -> None:
     plan = plan_purge(rows, now, GRACE, {})
     for r in plan.purge:
         end = r.purge_after or (r.deleted and r.deleted + GRACE)
         assert end is not None
         assert end <= now
-        assert (r.kind, r.state, r.aliases, r.tags, r.dependents) == ("ucformat", "deleted", (), (), ())
+        assert (r.kind, r.state, r.aliases, r.tags, r.dependents) == (
+            "ucformat",
+            "deleted",
+            (),
+            (),
+            (),
+        )
         assert all(h.until is not None and h.until <= now for h in r.holds)
     assert sorted(r.serial for r in rows if r.state == "deleted") == sorted(
         [*purged(plan), *(w.row.serial for w in plan.wait)]

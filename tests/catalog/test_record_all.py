@@ -23,10 +23,18 @@ if TYPE_CHECKING:
 def state(catalog: Catalog) -> dict[str, Any]:
     """What a catalog has, without serials and times of recording."""
     with catalog.database.reading() as c:
-        ids: dict[int | None, str | None] = dict(c.execute(sa.select(Checkpoint.serial, Checkpoint.id)).all())
+        ids: dict[int | None, str | None] = dict(
+            c.execute(sa.select(Checkpoint.serial, Checkpoint.id)).all()
+        )
         ids[None] = None
-        edges = c.execute(sa.select(Edge.child, Edge.parent, Edge.parent_id, Edge.parent_url, Edge.kind, Edge.depends))
-        places = c.execute(sa.select(Location.checkpoint, Location.url, Location.listing, Location.spared))
+        edges = c.execute(
+            sa.select(
+                Edge.child, Edge.parent, Edge.parent_id, Edge.parent_url, Edge.kind, Edge.depends
+            )
+        )
+        places = c.execute(
+            sa.select(Location.checkpoint, Location.url, Location.listing, Location.spared)
+        )
         forms = c.execute(sa.select(Form.checkpoint, Form.manifest))
         digests = c.execute(sa.select(Digest.checkpoint, Digest.position, Digest.digest))
         return {
@@ -34,9 +42,21 @@ def state(catalog: Catalog) -> dict[str, Any]:
             "places": sorted(str((ids[p.checkpoint], *p[1:])) for p in places),
             "forms": sorted((ids[f.checkpoint], f.manifest) for f in forms),
             "digests": sorted((ids[d.checkpoint], *d[1:]) for d in digests),
-            "events": Counter((e.id, e.action, str(e.detail)) for e in catalog.events(limit=10_000)),
+            "events": Counter(
+                (e.id, e.action, str(e.detail)) for e in catalog.events(limit=10_000)
+            ),
             "entries": {
-                e.id: (e.kind, e.state, e.run, e.step, e.metrics, e.config, e.tensors, e.nbytes, e.files)
+                e.id: (
+                    e.kind,
+                    e.state,
+                    e.run,
+                    e.step,
+                    e.metrics,
+                    e.config,
+                    e.tensors,
+                    e.nbytes,
+                    e.files,
+                )
                 for e in catalog.find(deleted=True)
             },
         }
@@ -50,13 +70,17 @@ def scenario(seed: int) -> list[Found]:
         metrics = {"loss": float(number)} if pick.random() < 0.5 else {}
         doc = manifest(number, step=number, metrics=metrics, config={"lr": pick.choice([0.1, 0.2])})
         parents = [p for p in docs if pick.random() < 0.2]
-        lineage = tuple(edge for p in parents for edge in made_from(p, "resume", f"/data/run7/{p.step}"))
+        lineage = tuple(
+            edge for p in parents for edge in made_from(p, "resume", f"/data/run7/{p.step}")
+        )
         docs.append(doc.model_copy(update={"lineage": lineage}))
     pick.shuffle(docs)
     found = []
     for doc in docs:
         kind: dict[str, Any] = {} if doc.step % 3 else {"kind": "deepspeed", "files": (2, 100)}
-        for place in pick.sample([f"/data/run7/{doc.step}", "/data/run7/1", "/data/copy/2", "/data/copy/3"], 2):
+        for place in pick.sample(
+            [f"/data/run7/{doc.step}", "/data/run7/1", "/data/copy/2", "/data/copy/3"], 2
+        ):
             run = pick.choice([None, None, "given"])
             found.append(Found(doc, place, run=run, listing=pick.choice([None, "x"]), **kind))
     return found
@@ -77,7 +101,11 @@ def test_all_or_none(catalog: Catalog) -> None:
     first, second = manifest(1), manifest(2)
     with pytest.raises(Conflict, match="another checkpoint"):
         catalog.record_all(
-            [Found(first, "/data/1"), Found(second, "/data/2"), Found(second.model_copy(update={"step": 9}), "/data/3")]
+            [
+                Found(first, "/data/1"),
+                Found(second, "/data/2"),
+                Found(second.model_copy(update={"step": 9}), "/data/3"),
+            ]
         )
     assert catalog.empty
     assert not catalog.events()

@@ -36,7 +36,14 @@ def test_a_plan_says_all_there_is_to_say() -> None:
         row(1, tags=("good",), aliases=("best", "again")),
         row(2, metrics={"loss": 1.0}),
         row(3),
-        row(4, holds=(RetentionHold("paper"), RetentionHold("audit", NOW + 48 * HOUR), RetentionHold("over", NOW))),
+        row(
+            4,
+            holds=(
+                RetentionHold("paper"),
+                RetentionHold("audit", NOW + 48 * HOUR),
+                RetentionHold("over", NOW),
+            ),
+        ),
         row(5, kind="deepspeed"),
         row(6, state="deleted"),
         row(7, dependents=("c8", "c6")),
@@ -76,13 +83,23 @@ def test_a_plan_says_all_there_is_to_say() -> None:
 
 
 def test_the_order_is_by_run_and_step() -> None:
-    rows = [row(1, run="b"), row(2, run="a"), row(3, run="a", step=5), row(4, run=None), row(5, run="a", step=None)]
+    rows = [
+        row(1, run="b"),
+        row(2, run="a"),
+        row(3, run="a", step=5),
+        row(4, run=None),
+        row(5, run="a", step=None),
+    ]
     plan = plan_retention(policy({"every": 1000}), rows, NOW)
     assert [r.serial for r in plan.delete] == [4, 5, 3, 2, 1]
 
 
 def test_out_of_scope_is_not_judged() -> None:
-    rows = [row(1, matches=frozenset({0})), row(2, matches=frozenset({1})), row(3, matches=frozenset({0, 1}))]
+    rows = [
+        row(1, matches=frozenset({0})),
+        row(2, matches=frozenset({1})),
+        row(3, matches=frozenset({0, 1})),
+    ]
     plan = plan_retention(policy({"where": "tag = 'x'"}, scope="run = 'a'"), rows, NOW)
     assert [r.serial for r in plan.delete] == [1]
     assert [k.row.serial for k in plan.keep] == [3]
@@ -145,7 +162,11 @@ def test_the_best(values: list[float | None], mode: str, best: list[int]) -> Non
 
 
 def test_younger_means_less_than_that_ago() -> None:
-    rows = [row(1, created=NOW - HOUR), row(2, created=NOW - 0.99 * HOUR), row(3, created=NOW + HOUR)]
+    rows = [
+        row(1, created=NOW - HOUR),
+        row(2, created=NOW - 0.99 * HOUR),
+        row(3, created=NOW + HOUR),
+    ]
     assert kept({"younger": "1h"}, *rows) == [2, 3]
 
 
@@ -161,7 +182,9 @@ def test_the_id_stands_for_what_is_deleted_and_by_which_policy() -> None:
     rows = [row(i) for i in range(1, 6)]
     plan = plan_retention(policy({"last": 2}), rows, NOW)
     assert plan.id == plan_retention(policy({"last": 2}), rows[::-1], NOW + HOUR).id
-    assert plan.id == plan_retention(policy({"last": {"count": 2}}), [*rows, row(6, run="b")], NOW).id
+    assert (
+        plan.id == plan_retention(policy({"last": {"count": 2}}), [*rows, row(6, run="b")], NOW).id
+    )
     renamed = [replace(r, run="z") if r.serial == 1 else r for r in rows]
     every = policy({"every": 1000})
     assert plan_retention(every, renamed, NOW).id == plan_retention(every, rows, NOW).id
@@ -189,7 +212,11 @@ def protected(r: RetentionRow) -> bool:
 def rivals(rule: Any, r: RetentionRow, rows: list[RetentionRow]) -> list[RetentionRow]:
     """The others that a checkpoint competes with."""
     others = [o for o in rows if o.serial != r.serial]
-    return others if rule.group == "all" else [o for o in others if r.run is not None and o.run == r.run]
+    return (
+        others
+        if rule.group == "all"
+        else [o for o in others if r.run is not None and o.run == r.run]
+    )
 
 
 def is_last(rule: Any, r: RetentionRow, rows: list[RetentionRow]) -> bool:
@@ -202,7 +229,11 @@ def is_last(rule: Any, r: RetentionRow, rows: list[RetentionRow]) -> bool:
         return True
     if rule.group == "all" or r.step is None:
         return False
-    higher = [o for o in others if o.step is not None and (o.step, o.created, o.serial) > (r.step, r.created, r.serial)]
+    higher = [
+        o
+        for o in others
+        if o.step is not None and (o.step, o.created, o.serial) > (r.step, r.created, r.serial)
+    ]
     return len(higher) < int(rule.count)
 
 
@@ -245,7 +276,9 @@ def test_a_plan_agrees_with_the_rules_read_one_checkpoint_at_a_time(
 
 
 @given(row_lists(), keeps, scopes)
-def test_nothing_protected_is_deleted(rows: list[RetentionRow], keep: dict[str, Any], scope: dict[str, Any]) -> None:
+def test_nothing_protected_is_deleted(
+    rows: list[RetentionRow], keep: dict[str, Any], scope: dict[str, Any]
+) -> None:
     p = policy(keep, **scope)
     for r in plan_retention(p, rows, NOW).delete:
         assert judged(p, r)
@@ -272,7 +305,9 @@ def test_the_same_policy_deletes_nothing_more(
 
 
 @given(row_lists(), keeps, scopes)
-def test_nor_once_the_deleted_are_purged(rows: list[RetentionRow], keep: dict[str, Any], scope: dict[str, Any]) -> None:
+def test_nor_once_the_deleted_are_purged(
+    rows: list[RetentionRow], keep: dict[str, Any], scope: dict[str, Any]
+) -> None:
     rows = [replace(r, dependents=()) for r in rows]
     p = policy(keep, **scope)
     plan = plan_retention(p, rows, NOW)
@@ -292,7 +327,9 @@ def test_last_keeps_so_many_of_each_run(rows: list[RetentionRow], n: int) -> Non
     """Exactly n where steps grow with time, else never fewer, and never more than n by step and n by time."""
     bare = [row(r.serial, run=r.run or "c", step=r.step, created=r.created) for r in rows]
     plan = plan_retention(policy({"last": n}), bare, NOW)
-    in_order = plan_retention(policy({"last": n}), [replace(r, step=int(r.created.timestamp())) for r in bare], NOW)
+    in_order = plan_retention(
+        policy({"last": n}), [replace(r, step=int(r.created.timestamp())) for r in bare], NOW
+    )
     for run in {r.run for r in bare}:
         there = min(n, sum(r.run == run for r in bare))
         assert there <= sum(k.row.run == run for k in plan.keep) <= 2 * n
@@ -300,7 +337,9 @@ def test_last_keeps_so_many_of_each_run(rows: list[RetentionRow], n: int) -> Non
 
 
 @given(row_lists(), lasts)
-def test_the_newest_checkpoint_of_a_run_survives_last(rows: list[RetentionRow], last: dict[str, Any]) -> None:
+def test_the_newest_checkpoint_of_a_run_survives_last(
+    rows: list[RetentionRow], last: dict[str, Any]
+) -> None:
     plan = plan_retention(policy({"last": last["count"]}), rows, NOW)
     for r in plan.delete:
         assert any(k.row.run == r.run and k.row.created >= r.created for k in plan.keep)

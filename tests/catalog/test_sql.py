@@ -37,7 +37,9 @@ NOW = datetime(2026, 6, 1, tzinfo=UTC)
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+def database(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Database]:
     """One for all: if a statement writes, the next test sees it too."""
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path_factory.mktemp('sql')}/catalog.db"
@@ -55,18 +57,27 @@ def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def contents(database: Database) -> dict[str, list[Any]]:
     """All rows of all tables."""
     with database.reading() as c:
-        return {t: sorted(map(repr, c.execute(sa.select(table)))) for t, table in Base.metadata.tables.items()}
+        return {
+            t: sorted(map(repr, c.execute(sa.select(table))))
+            for t, table in Base.metadata.tables.items()
+        }
 
 
 def test_rows_and_columns(database: Database) -> None:
     found = run_sql(database, "select step, id as who from checkpoint order by step", None)
-    assert found == Table(("step", "who"), tuple((i, manifest(i).id) for i in (1, 2, 3)), truncated=False)
-    assert run_sql(database, "select 1 as a, 2 as a", None) == Table(("a", "a"), ((1, 2),), truncated=False)
+    assert found == Table(
+        ("step", "who"), tuple((i, manifest(i).id) for i in (1, 2, 3)), truncated=False
+    )
+    assert run_sql(database, "select 1 as a, 2 as a", None) == Table(
+        ("a", "a"), ((1, 2),), truncated=False
+    )
     empty = run_sql(database, "select id from checkpoint where step > 100", None)
     assert empty == Table(("id",), (), truncated=False)
 
 
-@pytest.mark.parametrize(("limit", "rows", "truncated"), [(0, 0, True), (2, 2, True), (3, 3, False), (9, 3, False)])
+@pytest.mark.parametrize(
+    ("limit", "rows", "truncated"), [(0, 0, True), (2, 2, True), (3, 3, False), (9, 3, False)]
+)
 def test_a_limit(database: Database, limit: int, rows: int, truncated: bool) -> None:
     found = run_sql(database, "select step from checkpoint", limit)
     assert (len(found.rows), found.truncated) == (rows, truncated)
@@ -74,7 +85,9 @@ def test_a_limit(database: Database, limit: int, rows: int, truncated: bool) -> 
 
 def test_a_limit_fetches_no_more(database: Database) -> None:
     series = "with recursive n(i) as (select 1 union all select i + 1 from n) select i from n"
-    assert run_sql(database, series, 5) == Table(("i",), ((1,), (2,), (3,), (4,), (5,)), truncated=True)
+    assert run_sql(database, series, 5) == Table(
+        ("i",), ((1,), (2,), (3,), (4,), (5,)), truncated=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +186,9 @@ def test_several_statements_are_none(database: Database, statement: str) -> None
         ("select '\ud800'", "surrogates"),
     ],
 )
-def test_what_the_engine_cannot_make_sense_of(database: Database, statement: str, said: str) -> None:
+def test_what_the_engine_cannot_make_sense_of(
+    database: Database, statement: str, said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         run_sql(database, statement, None)
 
@@ -294,10 +309,16 @@ def test_sqlite_lets_nothing_else_through(lite: Database, tmp_path: Path, statem
     assert {p for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-def test_sqlite_refuses_even_without_the_authorizer(lite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sqlite_refuses_even_without_the_authorizer(
+    lite: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sql, "_allowed", lambda *_: True)
     opened, connect = [], sqlite3.connect
-    monkeypatch.setattr(sqlite3, "connect", lambda url, **more: opened.append(url) or connect(url, **more))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        sqlite3,
+        "connect",
+        lambda url, **more: opened.append(url) or connect(url, **more),  # type: ignore[func-returns-value]
+    )
     with pytest.raises(PermissionDenied, match="readonly"):
         run_sql(lite, "delete from run", None)
     assert [url.partition("?")[2] for url in opened] == ["mode=ro"]
@@ -311,7 +332,9 @@ def test_sqlite_tells_of_its_tables(lite: Database) -> None:
 
 
 def test_sqlite_gives_what_it_stores(lite: Database) -> None:
-    found = run_sql(lite, "select x'00ff', 9223372036854775807, 1.5, cast(x'41ff' as text), '', 1e999", None).rows
+    found = run_sql(
+        lite, "select x'00ff', 9223372036854775807, 1.5, cast(x'41ff' as text), '', 1e999", None
+    ).rows
     assert found == ((b"\x00\xff", 2**63 - 1, 1.5, "A\ufffd", "", float("inf")),)
 
 
@@ -355,7 +378,9 @@ def test_sqlite_takes_no_more_memory_than_it_may(lite: Database) -> None:
 
 
 def test_sqlite_can_be_interrupted(lite: Database) -> None:
-    endless = "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
+    endless = (
+        "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
+    )
     timer = threading.Timer(0.3, _thread.interrupt_main)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the timer may be up as soon as it starts
         timer.start()
@@ -405,7 +430,9 @@ def server(postgres_server: Postgres) -> Iterator[Database]:
         "merge into run using run as r on false when matched then delete",
     ],
 )
-def test_postgresql_lets_nothing_else_through(server: Database, tmp_path: Path, statement: str) -> None:
+def test_postgresql_lets_nothing_else_through(
+    server: Database, tmp_path: Path, statement: str
+) -> None:
     before = contents(server)
     with pytest.raises(PermissionDenied):
         run_sql(server, statement.format(other=tmp_path / "other"), None, trust_role=True)
@@ -418,7 +445,10 @@ def test_postgresql_keeps_functions_from_writing(server: Database) -> None:
         for name, body in (
             ("writes", "delete from catalog;"),
             ("turns", "set transaction read write; delete from catalog;"),
-            ("configures", "perform set_config('transaction_read_only', 'off', true); delete from catalog;"),
+            (
+                "configures",
+                "perform set_config('transaction_read_only', 'off', true); delete from catalog;",
+            ),
         ):
             code = f"create function {name}() returns int language plpgsql as $$ begin {body} return 1; end $$"
             c.exec_driver_sql(code)
@@ -432,13 +462,18 @@ def test_postgresql_keeps_functions_from_writing(server: Database) -> None:
 
 def test_postgresql_forgets_what_a_query_did_to_the_session(server: Database) -> None:
     ((first,),) = run_sql(
-        server, "select pg_backend_pid() from (select pg_advisory_lock(7)) as locked", None, trust_role=True
+        server,
+        "select pg_backend_pid() from (select pg_advisory_lock(7)) as locked",
+        None,
+        trust_role=True,
     ).rows
     run_sql(server, "select set_config('search_path', 'nowhere', false)", None, trust_role=True)
     ((second,),) = run_sql(server, "select pg_backend_pid()", None, trust_role=True).rows
     assert first != second
     locks = "select count(*) from pg_locks where locktype = 'advisory'"
-    wait_until(lambda: run_sql(server, locks, None, trust_role=True).rows == ((0,),))  # with the process that held it
+    wait_until(
+        lambda: run_sql(server, locks, None, trust_role=True).rows == ((0,),)
+    )  # with the process that held it
     assert run_sql(server, "select count(*) from run", None, trust_role=True).rows == ((1,),)
 
 
@@ -498,7 +533,12 @@ def test_postgresql_statements_cannot_lift_the_time_limit(server: Database, lift
     """The first row lifts it, the others wait."""
     if (
         "transaction_timeout" in lifting
-        and run_sql(server, "select 1 from pg_settings where name = 'transaction_timeout'", None, trust_role=True).rows
+        and run_sql(
+            server,
+            "select 1 from pg_settings where name = 'transaction_timeout'",
+            None,
+            trust_role=True,
+        ).rows
         == ()
     ):
         pytest.skip("transaction_timeout needs PostgreSQL 17")
@@ -508,8 +548,12 @@ def test_postgresql_statements_cannot_lift_the_time_limit(server: Database, lift
         run_sql(server, statement, None, timeout=0.5, trust_role=True)
 
 
-@pytest.mark.filterwarnings("ignore:.*ServerCursor:ResourceWarning")  # SQLAlchemy closes none whose connection is gone
-def test_postgresql_is_hung_up_on_if_it_does_not_end(server: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:.*ServerCursor:ResourceWarning"
+)  # SQLAlchemy closes none whose connection is gone
+def test_postgresql_is_hung_up_on_if_it_does_not_end(
+    server: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with server.writing() as c:
         c.exec_driver_sql(
             "create function deaf() returns int language plpgsql as $$ begin loop begin perform pg_sleep(3600);"
@@ -519,7 +563,9 @@ def test_postgresql_is_hung_up_on_if_it_does_not_end(server: Database, monkeypat
     with pytest.raises(UcformatError, match=r"cancelled after 0.2 s"):
         run_sql(server, "select deaf()", None, timeout=0.2, trust_role=True)
     gc.collect()
-    with server.writing() as c:  # nobody listens to it any more, and it would go on for as long as the server
+    with (
+        server.writing() as c
+    ):  # nobody listens to it any more, and it would go on for as long as the server
         c.exec_driver_sql(
             "select pg_terminate_backend(pid) from pg_stat_activity where position('deaf()' in query) > 0"
             " and pid <> pg_backend_pid()"
@@ -568,7 +614,9 @@ def test_an_ordinary_role_reaches_nothing_but_tables(
 ) -> None:
     """All of these a superuser may do in a transaction that is read only."""
     other, superuser = tmp_path / "other", postgres_server.url.username
-    with pytest.raises((PermissionDenied, UsageError), match=r"permission denied|only|privilege|role|terminate"):
+    with pytest.raises(
+        (PermissionDenied, UsageError), match=r"permission denied|only|privilege|role|terminate"
+    ):
         run_sql(ordinary, statement.format(other=other, superuser=superuser), None)
     assert not other.exists()
     assert run_sql(ordinary, "select count(*) from pg_replication_slots", None).rows == ((0,),)
@@ -595,14 +643,21 @@ def ordinary(postgres_server: Postgres) -> Iterator[Database]:
         ("pg_read_all_data", None),
     ],
 )
-def test_a_role_that_may_do_more_is_refused(postgres_server: Postgres, right: str, said: str | None) -> None:
+def test_a_role_that_may_do_more_is_refused(
+    postgres_server: Postgres, right: str, said: str | None
+) -> None:
     url = postgres_server.fresh()
     inner = f"{right}_of_tests"
-    if right in ("superuser", "replication"):  # not inherited, but the role can be set, in the statement itself
+    if right in (
+        "superuser",
+        "replication",
+    ):  # not inherited, but the role can be set, in the statement itself
         postgres_server._run(f"create role {inner} {right}")
         postgres_server.grant(inner, url)
     elif right.startswith("execute"):
-        admin = sa.create_engine(postgres_server.url.set(database=sa.make_url(url).database), poolclass=sa.NullPool)
+        admin = sa.create_engine(
+            postgres_server.url.set(database=sa.make_url(url).database), poolclass=sa.NullPool
+        )
         with admin.begin() as c:
             c.exec_driver_sql(f"grant {right} to {sa.make_url(url).username}")
     else:
@@ -618,4 +673,7 @@ def test_a_role_that_may_do_more_is_refused(postgres_server: Postgres, right: st
     finally:
         database.close()
         postgres_server.drop(url)
-        postgres_server._run(f"drop role if exists {inner}") if right in ("superuser", "replication") else None
+        postgres_server._run(f"drop role if exists {inner}") if right in (
+            "superuser",
+            "replication",
+        ) else None

@@ -93,7 +93,10 @@ class Catalogs(RuleBasedStateMachine):
             number in self.aliases.values()
             or known.tags
             or any(until is None or until > self.now for until in known.holds.values())
-            or any(number in k.needs and k.state in ("committed", "deleted", "purging") for k in self.known.values())
+            or any(
+                number in k.needs and k.state in ("committed", "deleted", "purging")
+                for k in self.known.values()
+            )
         )
 
     def alive(self, number: int) -> bool:
@@ -113,7 +116,9 @@ class Catalogs(RuleBasedStateMachine):
 
     # What happens
 
-    @initialize(needs=st.lists(st.none() | NUMBERS, min_size=4, max_size=6), foreign=st.none() | NUMBERS)
+    @initialize(
+        needs=st.lists(st.none() | NUMBERS, min_size=4, max_size=6), foreign=st.none() | NUMBERS
+    )
     def begin(self, needs: list[int | None], foreign: int | None) -> None:
         for number, needed in enumerate(needs):
             self.record(number, number == foreign, needed, number % 2 == 0)
@@ -125,7 +130,9 @@ class Catalogs(RuleBasedStateMachine):
         if needs is not None and needs < number:
             more["sidecar"] = packed_over(f"/r/{needs}")
             if by_id:
-                more["lineage"] = (LineageDoc(kind="reshard", url=f"/r/{needs}", id=manifest(needs).id),)
+                more["lineage"] = (
+                    LineageDoc(kind="reshard", url=f"/r/{needs}", id=manifest(needs).id),
+                )
         needed = {needs} if needs is not None and more else set()
         first = (manifest(number, "run", number, **more), kind, needed)
         made, kind, needed = self.made.setdefault(number, first)  # of an id there is one checkpoint
@@ -168,7 +175,9 @@ class Catalogs(RuleBasedStateMachine):
         self.moves[name].append(None)
 
     @rule(number=NUMBERS, tag=st.sampled_from("ab"), really=RARELY)
-    def tag(self, number: int, tag: str, really: bool = True) -> None:  # a tag ends all that could happen
+    def tag(
+        self, number: int, tag: str, really: bool = True
+    ) -> None:  # a tag ends all that could happen
         if really and not self.refused(number, lambda id_: self.catalog.tag(id_, tag)):
             self.catalog.tag(self.known[number].id, tag)
             self.known[number].tags.add(tag)
@@ -184,7 +193,9 @@ class Catalogs(RuleBasedStateMachine):
         if number in self.known:
             holds = self.known[number].holds
             which = min(holds, default=0) if one else None
-            assert self.catalog.release(self.known[number].id, which) == (bool(holds) if one else len(holds))
+            assert self.catalog.release(self.known[number].id, which) == (
+                bool(holds) if one else len(holds)
+            )
             self.known[number].holds = {k: v for k, v in holds.items() if one and k != which}
 
     @rule(number=NUMBERS, value=VALUES)
@@ -197,7 +208,10 @@ class Catalogs(RuleBasedStateMachine):
     def delete(self, numbers: list[int], grace: timedelta) -> None:
         numbers = [n for n in numbers if n in self.known]
         ids = [self.known[n].id for n in numbers]
-        if any(not self.alive(n) or self.protected(n) or self.known[n].kind != "ucformat" for n in numbers):
+        if any(
+            not self.alive(n) or self.protected(n) or self.known[n].kind != "ucformat"
+            for n in numbers
+        ):
             with pytest.raises(PermissionDenied):
                 self.catalog.delete(*ids, grace=grace)
             return
@@ -214,10 +228,17 @@ class Catalogs(RuleBasedStateMachine):
             with pytest.raises(PermissionDenied):
                 self.catalog.restore(self.known[number].id)
 
-    @rule(keep=st.sampled_from(KEEP), scope=st.sampled_from([None, "step < 4"]), late=RARELY, grace=HOURS)
+    @rule(
+        keep=st.sampled_from(KEEP),
+        scope=st.sampled_from([None, "step < 4"]),
+        late=RARELY,
+        grace=HOURS,
+    )
     def retain(self, keep: Any, scope: str | None, late: bool, grace: timedelta) -> None:
         more = {} if scope is None else {"scope": scope}
-        policy = load_policy({"version": 1, "keep": keep, "grace": f"{grace // timedelta(hours=1)}h", **more})
+        policy = load_policy(
+            {"version": 1, "keep": keep, "grace": f"{grace // timedelta(hours=1)}h", **more}
+        )
         plan = self.catalog.retain(policy)
         deleted = {n for n, k in self.known.items() if k.id in {r.id for r in plan.delete}}
         assert not any(self.protected(n) or not self.alive(n) for n in deleted)
@@ -260,7 +281,11 @@ class Catalogs(RuleBasedStateMachine):
         assert set(found) == {k.id for k in self.known.values()}
         for number, known in self.known.items():
             entry = found[known.id]
-            assert (entry.state, entry.kind, entry.purge_after) == (known.state, known.kind, known.purge_after)
+            assert (entry.state, entry.kind, entry.purge_after) == (
+                known.state,
+                known.kind,
+                known.purge_after,
+            )
             assert set(entry.tags) == known.tags
             assert {h.id for h in entry.holds} == {
                 k for k, until in known.holds.items() if until is None or until > self.now
@@ -271,19 +296,31 @@ class Catalogs(RuleBasedStateMachine):
 
     @invariant()
     def aliases_are_where_they_were_moved_to(self) -> None:
-        assert {a.name: a.id for a in self.catalog.aliases()} == {a: self.known[n].id for a, n in self.aliases.items()}
+        assert {a.name: a.id for a in self.catalog.aliases()} == {
+            a: self.known[n].id for a, n in self.aliases.items()
+        }
         for name, moves in self.moves.items():
             history = self.catalog.alias_history(name)
             assert [m.version for m in history] == list(range(1, len(moves) + 1))
             targets = [None if n is None else self.known[n].id for n in moves]
             assert [m.target for m in history] == targets
             assert [m.source for m in history] == [None, *targets[:-1]]
-        assert {a.name: a.version for a in self.catalog.aliases()} == {a: len(self.moves[a]) for a in self.aliases}
+        assert {a.name: a.version for a in self.catalog.aliases()} == {
+            a: len(self.moves[a]) for a in self.aliases
+        }
 
     @invariant()
     def what_is_protected_is_there(self) -> None:
-        held = {n for n, k in self.known.items() if any(u is None or u > self.now for u in k.holds.values())}
-        for number in {*self.aliases.values(), *(n for n, k in self.known.items() if k.tags), *held}:
+        held = {
+            n
+            for n, k in self.known.items()
+            if any(u is None or u > self.now for u in k.holds.values())
+        }
+        for number in {
+            *self.aliases.values(),
+            *(n for n, k in self.known.items() if k.tags),
+            *held,
+        }:
             assert self.catalog.get(self.known[number].id).state == "committed"
 
 

@@ -39,10 +39,13 @@ def test_many_that_work_at_once_lose_nothing(database_url: str, tmp_path: Path, 
 
 
 @lengths
-def test_many_of_whom_half_are_killed_lose_nothing(database_url: str, tmp_path: Path, turns: int) -> None:
+def test_many_of_whom_half_are_killed_lose_nothing(
+    database_url: str, tmp_path: Path, turns: int
+) -> None:
     rng = random.Random(7)
     half = WORKERS // 2
-    # One half of those that die kill themselves within a transaction, the other is killed wherever it is.
+    # One half of those that die kill themselves within a transaction, the other is killed wherever
+    # it is.
     tasks = _tasks(database_url, tmp_path, turns)
     when = [round(rng.uniform(0.2, 0.8) * turns) for _ in range(half)]
     tasks[:half] = [
@@ -55,7 +58,9 @@ def test_many_of_whom_half_are_killed_lose_nothing(database_url: str, tmp_path: 
         os.kill(processes[i].pid or 0, signal.SIGKILL)
     _end(processes)
     notes = Notes([t.notes for t in tasks])
-    assert [p.exitcode for p in processes] == [-signal.SIGKILL] * half + [0] * half, notes.errors[:1]
+    assert [p.exitcode for p in processes] == [-signal.SIGKILL] * half + [0] * half, notes.errors[
+        :1
+    ]
     _check(database_url, notes)
 
 

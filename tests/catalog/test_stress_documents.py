@@ -57,7 +57,9 @@ def test_documents_agree_with_the_catalog_in_the_end(database_url: str, tmp_path
             again.record(ucformat.open(place).manifest, place)
             again.import_document(doc.id, doc, place)
         found = [again.get(i) for i in ids]
-    assert [(e.tags, e.aliases, e.metrics) for e in found] == [(e.tags, e.aliases, e.metrics) for e in entries]
+    assert [(e.tags, e.aliases, e.metrics) for e in found] == [
+        (e.tags, e.aliases, e.metrics) for e in entries
+    ]
 
 
 def _checkpoint(folder: Path, step: int) -> Path:

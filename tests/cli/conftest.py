@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 FACTS: dict[str, Any] = {
-    "groups": ({"params": ["embed.weight"], "lr": 0.1, "foreach": None}, {"params": ["norm.bias"], "lr": float("inf")}),
+    "groups": (
+        {"params": ["embed.weight"], "lr": 0.1, "foreach": None},
+        {"params": ["norm.bias"], "lr": float("inf")},
+    ),
     "aliases": {"head.weight": "embed.weight"},
     "objects": {"scheduler": {"last": 3}, "client_state": {}},
     "step": 1700,
@@ -62,7 +65,9 @@ def _filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     now = datetime.now(UTC)
     with ucformat.Catalog(str(file)) as catalog:
         last = None
-        for k, (run, step) in enumerate((("run7", 1000), ("run7", 2000), ("run7", 3000), (LONG_RUN, 4000))):
+        for k, (run, step) in enumerate(
+            (("run7", 1000), ("run7", 2000), ("run7", 3000), (LONG_RUN, 4000))
+        ):
             doc = manifest(
                 k,
                 run,
@@ -71,7 +76,9 @@ def _filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 metrics={"val_loss": 3 - step / 2000},
                 config={"optimizer": {"lr": 3e-4 * (k + 1), "name": "adamw"}},
                 layout={"dp": 8},
-                lineage=() if last is None else made_from(last, "resume", f"/nowhere/{last.run}/{last.step}"),
+                lineage=()
+                if last is None
+                else made_from(last, "resume", f"/nowhere/{last.run}/{last.step}"),
             )
             catalog.record(doc, f"/nowhere/{run}/{step}")
             last = doc
@@ -149,7 +156,9 @@ def terminal() -> Terminal:
             "    except SystemExit: pass"
         )
         environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-        with subprocess.Popen([sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, env=environ):
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, env=environ
+        ):
             os.close(slave)
             text = b""
             try:
@@ -166,5 +175,7 @@ def terminal() -> Terminal:
 def object_of(text: str) -> dict[str, Any]:
     """The one JSON object on one line."""
     assert text.count("\n") == 1
-    found: dict[str, Any] = json.loads(text, parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
+    found: dict[str, Any] = json.loads(
+        text, parse_constant=lambda c: pytest.fail(f"{c} is not JSON")
+    )
     return found

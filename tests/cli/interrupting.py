@@ -34,7 +34,9 @@ main()
 def interrupted(words: list[str], place: Path) -> tuple[int, str, str]:
     """Run `ucp` until it has written a few shards of weights at a place, then stop it: exit code, stdout, stderr."""
     command = [sys.executable, "-c", _PROGRAM, *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         assert len(list(place.glob("data/*/weight/*/c/*/*"))) > 2
         process.send_signal(signal.SIGINT)

@@ -14,14 +14,22 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
 
 
-def test_an_alias_is_set_moved_and_removed(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
+def test_an_alias_is_set_moved_and_removed(
+    run: Run, catalog: Path, entry: Callable[[str], Entry]
+) -> None:
     one, two = entry("run7@1000").id, entry("run7@2000").id
     assert run("alias", "set", "best", "run7@1000", "--new").stdout == f"best -> run7@1000  {one}\n"
-    found = object_of(run("alias", "set", "best", "run7@2000", "--expect", "run7@1000", "--json").stdout)
+    found = object_of(
+        run("alias", "set", "best", "run7@2000", "--expect", "run7@1000", "--json").stdout
+    )
     assert found == {"alias": "best", "id": two, "name": "run7@2000", "version": 2, "previous": one}
     assert entry("alias:best").id == two
     assert run("alias", "set", "best", "run7@1000", "-q").stdout == f"{one}\n"
-    assert object_of(run("alias", "rm", "best", "--json").stdout) == {"alias": "best", "version": 4, "previous": one}
+    assert object_of(run("alias", "rm", "best", "--json").stdout) == {
+        "alias": "best",
+        "version": 4,
+        "previous": one,
+    }
     moves = object_of(run("alias", "log", "best", "--json").stdout)["moves"]
     assert [(m["version"], m["from"], m["to"]) for m in moves] == [
         (1, None, one),
@@ -33,7 +41,9 @@ def test_an_alias_is_set_moved_and_removed(run: Run, catalog: Path, entry: Calla
     assert run("alias", "log", "best").stdout.splitlines()[4].split()[:3] == ["4", one, "-"]
 
 
-def test_who_expected_something_else_is_told(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
+def test_who_expected_something_else_is_told(
+    run: Run, catalog: Path, entry: Callable[[str], Entry]
+) -> None:
     run("alias", "set", "best", "run7@1000")
     for options in (["--new"], ["--expect", "run7@3000"]):
         assert "points to" in run("alias", "set", "best", "run7@2000", *options, code=4).stderr

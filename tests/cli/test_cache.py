@@ -31,7 +31,9 @@ def test_there_is_none(run: Run) -> None:
     assert "no cache is configured" in run("cache", code=2).stderr
 
 
-def test_one_that_others_can_read_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_others_can_read_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cache").mkdir(mode=0o755)
     monkeypatch.setenv("UCP_CACHE", str(tmp_path / "cache"))
     assert "others may read or write" in run("cache", code=6).stderr

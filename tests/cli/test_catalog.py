@@ -39,7 +39,9 @@ def test_what_is_in_it(run: Run, catalog: Path) -> None:
     assert run("catalog", "info", "-q").stdout == f"sqlite:///{catalog}\n"
 
 
-def test_who_says_which(run: Run, catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_which(
+    run: Run, catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def source(*options: Any) -> tuple[str, str]:
         found = object_of(run("catalog", "info", "--json", *options).stdout)
         return found["from"], found["url"]
@@ -69,8 +71,13 @@ def test_one_that_cannot_be_used(run: Run, tmp_path: Path) -> None:
     }
     assert "secret" not in result.output
     assert object_of(run("catalog", "info", "--json", "--catalog", "none").stdout)["state"] == "off"
-    assert run("catalog", "info", "--catalog", "none").stdout.startswith("the catalog is switched off\n")
-    assert object_of(run("catalog", "info", "--json", "--catalog", tmp_path / "x").stdout)["state"] == "not created yet"
+    assert run("catalog", "info", "--catalog", "none").stdout.startswith(
+        "the catalog is switched off\n"
+    )
+    assert (
+        object_of(run("catalog", "info", "--json", "--catalog", tmp_path / "x").stdout)["state"]
+        == "not created yet"
+    )
 
 
 def test_an_older_one_is_upgraded_when_asked(run: Run, tmp_path: Path) -> None:
@@ -83,8 +90,13 @@ def test_an_older_one_is_upgraded_when_asked(run: Run, tmp_path: Path) -> None:
         revision = "toy"
         found = {"url": url, "upgraded": True, "revision": revision}
         assert object_of(run("catalog", "upgrade", "--json", "--catalog", url).stdout) == found
-        assert object_of(run("catalog", "upgrade", "--json", "--catalog", url).stdout) == found | {"upgraded": False}
-        assert run("catalog", "upgrade", "--catalog", url).stdout == f"{url}: already at revision {revision}\n"
+        assert object_of(run("catalog", "upgrade", "--json", "--catalog", url).stdout) == found | {
+            "upgraded": False
+        }
+        assert (
+            run("catalog", "upgrade", "--catalog", url).stdout
+            == f"{url}: already at revision {revision}\n"
+        )
         assert run("catalog", "upgrade", "-q", "--catalog", url).stdout == f"{revision}\n"
         assert "switched off" in run("catalog", "upgrade", "--catalog", "none", code=6).stderr
 

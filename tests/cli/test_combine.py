@@ -31,11 +31,16 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for step in (1000, 2000):
         w = rng.standard_normal((20, 30)).astype(np.float32)
         place = saved(tmp_path / "ckpt" / str(step), {"x.q.weight": w}, step=step)
-        ucformat.convert(place, tmp_path / "run7" / str(step), run="run7", metrics={"val_loss": 3 - step / 1000})
+        ucformat.convert(
+            place, tmp_path / "run7" / str(step), run="run7", metrics={"val_loss": 3 - step / 1000}
+        )
         with ucformat.Catalog() as catalog:
             catalog.metric(str(place), {"val_loss": 3 - step / 1000})
     (tmp_path / "base").mkdir()
-    save_file({"x.q.weight": rng.standard_normal((20, 30)).astype(np.float32)}, tmp_path / "base" / "model.safetensors")
+    save_file(
+        {"x.q.weight": rng.standard_normal((20, 30)).astype(np.float32)},
+        tmp_path / "base" / "model.safetensors",
+    )
     adapter(tmp_path / "adapter", low_rank("x.q", 20, 30))
     return tmp_path
 
@@ -57,18 +62,35 @@ def test_the_guide(models: Path, run: Run) -> None:
 
 
 def test_what_it_prints(models: Path, run: Run) -> None:
-    done = run("average", "ckpt/1000", "ckpt/2000", "dst", "--json", "-s", "weight", "--take", "x.*")
+    done = run(
+        "average", "ckpt/1000", "ckpt/2000", "dst", "--json", "-s", "weight", "--take", "x.*"
+    )
     found = object_of(done.stdout)
     assert (found["tensors"], found["bytes"]) == (1, 2400)
     assert found["id"] == ucformat.open("dst").id
-    assert run("average", "ckpt/1000", "ckpt/2000", "other", "-q").stdout.strip() == ucformat.open("other").id
+    assert (
+        run("average", "ckpt/1000", "ckpt/2000", "other", "-q").stdout.strip()
+        == ucformat.open("other").id
+    )
     edges = json.loads(run("lineage", "dst", "--json", "--depth", "1").stdout)["edges"]
     assert [e["how"] for e in edges] == [{"method": "average", "weight": 0.5}] * 2
 
 
 def test_what_it_would_cost(models: Path, run: Run) -> None:
-    of_two = object_of(run("average", "ckpt/1000", "ckpt/2000", "dst", "--dry-run", "--json").stdout)
-    words = ["merge", "ckpt/1000", "ckpt/2000", "dst", "--method", "ties", "--base", "base", "--dry-run"]
+    of_two = object_of(
+        run("average", "ckpt/1000", "ckpt/2000", "dst", "--dry-run", "--json").stdout
+    )
+    words = [
+        "merge",
+        "ckpt/1000",
+        "ckpt/2000",
+        "dst",
+        "--method",
+        "ties",
+        "--base",
+        "base",
+        "--dry-run",
+    ]
     of_ties = object_of(run(*words, "--json").stdout)
     assert of_ties["tasks"] == of_two["tasks"] == 1
     assert of_two["bytes_read"] >= 2 * 2400
@@ -76,7 +98,10 @@ def test_what_it_would_cost(models: Path, run: Run) -> None:
     assert of_ties["bytes_written"] == of_two["bytes_written"] >= 2400
     assert "1 task; nothing was done" in run(*words).stdout
     assert not (models / "dst").exists()
-    assert "needs a base" in run("merge", "ckpt/1000", "dst", "--method", "ties", "--dry-run", code=2).stderr
+    assert (
+        "needs a base"
+        in run("merge", "ckpt/1000", "dst", "--method", "ties", "--dry-run", code=2).stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +110,10 @@ def test_what_it_would_cost(models: Path, run: Run) -> None:
         (["average", "ckpt/1000", "dst"], "two checkpoints or more"),
         (["average", "ckpt/1000", "ckpt/2000", "dst", "--weights", "1;2"], "not a list of numbers"),
         (["average", "ckpt/1000", "ckpt/2000", "dst", "--by", "metric.val_loss"], "--min or --max"),
-        (["merge", "ckpt/1000", "dst", "--method", "dare", "--base", "base", "--density", "0.5"], "--seed"),
+        (
+            ["merge", "ckpt/1000", "dst", "--method", "dare", "--base", "base", "--density", "0.5"],
+            "--seed",
+        ),
         (["merge", "ckpt/1000", "dst", "--method", "slerp"], "exactly two"),
     ],
 )

@@ -65,7 +65,9 @@ def test_a_replacement(run: Run, parent: str, gone: str, tmp_path: Path) -> None
 
 
 def test_a_packed_one_in_place(run: Run, gone: str, tmp_path: Path) -> None:
-    packed = write_packed(open_store(tmp_path / "packed"), {("w", "weight"): random_array((5, 7), "float32", 1)})
+    packed = write_packed(
+        open_store(tmp_path / "packed"), {("w", "weight"): random_array((5, 7), "float32", 1)}
+    )
     found = run("register", packed.url, tmp_path / "w", "--virtual", "--json")
     again = json.loads(found.stdout)["id"]
     assert again != gone

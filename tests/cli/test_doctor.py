@@ -29,7 +29,17 @@ def test_a_folder(run: Run, tmp_path: Path) -> None:
 def test_json(run: Run, tmp_path: Path) -> None:
     found = object_of(run("doctor", tmp_path, "--json").stdout)
     assert list(found) == [
-        *("url", "ok", "read_only", "can_read", "can_save", "can_overwrite", "endpoint", "region", "credentials"),
+        *(
+            "url",
+            "ok",
+            "read_only",
+            "can_read",
+            "can_save",
+            "can_overwrite",
+            "endpoint",
+            "region",
+            "credentials",
+        ),
         *("cache", "latency_ms", "mb_per_s", "write_mb_per_s", "probes"),
     ]
     assert found["ok"] is True

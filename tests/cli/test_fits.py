@@ -63,7 +63,9 @@ def test_one_that_does_not(run: Run, committed: Path, layout: Path) -> None:
 
 def test_a_query(run: Run, catalog: Path, layout: Path) -> None:
     layout.write_text(layout.read_text().replace("[{shard: 0, over: tp}]", "[replicate]"))
-    found = object_of(run("fits", "--where", "step >= 0", "-l", layout, "--json", code=1).stdout)["checkpoints"]
+    found = object_of(run("fits", "--where", "step >= 0", "-l", layout, "--json", code=1).stdout)[
+        "checkpoints"
+    ]
     assert len(found) > 1  # the catalog's checkpoints have no files
     assert all("error" in one for one in found)
 
@@ -85,7 +87,9 @@ def test_which_rule_takes_what(run: Run, committed: Path, layout: Path) -> None:
     text = run("layout", "check", layout, "--against", committed, code=1).stdout
     assert "rules[0], line 4 (match 'nobody')        0" in text
     assert "no rule of the section rules matches it" in text
-    found = object_of(run("layout", "check", layout, "--against", committed, "--json", code=1).stdout)
+    found = object_of(
+        run("layout", "check", layout, "--against", committed, "--json", code=1).stdout
+    )
     assert found["rules"] == [{"rule": "rules[0], line 4 (match 'nobody')", "tensors": []}]
 
 
@@ -95,7 +99,9 @@ def test_what_the_steps_of_a_view_take(run: Run, committed: Path, view: Path) ->
     assert "model." in text
 
 
-def test_a_checkpoint_is_seen_through_a_view(run: Run, committed: Path, view: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_seen_through_a_view(
+    run: Run, committed: Path, view: Path, tmp_path: Path
+) -> None:
     names = run("show", committed, "--view", view, "-q").stdout.split()
     assert names
     assert all(name.startswith("model.") for name in names)
@@ -107,7 +113,9 @@ def test_a_checkpoint_is_seen_through_a_view(run: Run, committed: Path, view: Pa
 
 def test_a_view_that_is_none(run: Run, committed: Path, layout: Path) -> None:
     assert "has no view" in run("show", committed, "--view", layout, code=2).stderr
-    assert "neither a preset nor a file" in run("show", committed, "--view", "nothing", code=2).stderr
+    assert (
+        "neither a preset nor a file" in run("show", committed, "--view", "nothing", code=2).stderr
+    )
 
 
 class TestSourceOptions:
@@ -118,7 +126,9 @@ class TestSourceOptions:
         save_file({"a": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
         return tmp_path / "model.safetensors"
 
-    def test_a_kind_that_takes_no_such_option_says_which_it_takes(self, run: Run, foreign: Path) -> None:
+    def test_a_kind_that_takes_no_such_option_says_which_it_takes(
+        self, run: Run, foreign: Path
+    ) -> None:
         error = run("show", foreign, "--source", "layout=megatron", code=2).stderr
         assert "a checkpoint of safetensors is not opened with the option 'layout'" in error
 
@@ -130,7 +140,12 @@ class TestSourceOptions:
         assert "write KEY=VALUE" in run("show", foreign, "--source", text, code=2).stderr
 
     def test_what_it_says_reaches_the_source(self, run: Run, tmp_path: Path) -> None:
-        array = zarr.open_group(tmp_path / "z").create_array("a", shape=(4,), chunks=(2,), dtype="float32")
+        array = zarr.open_group(tmp_path / "z").create_array(
+            "a", shape=(4,), chunks=(2,), dtype="float32"
+        )
         array[:2] = 1
         assert "missing" in run("get", tmp_path / "z", "a", code=5).stderr
-        assert run("get", tmp_path / "z", "a", "--source", "fill_missing=true").stdout == "[1. 1. 0. 0.]\n"
+        assert (
+            run("get", tmp_path / "z", "a", "--source", "fill_missing=true").stdout
+            == "[1. 1. 0. 0.]\n"
+        )

@@ -45,7 +45,22 @@ def test_slices_are_read_as_numpy_spells_them(text: str, index: Any) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "a", "1:2:3:4", "1;2", "0:2,,1", "[0", "::0", "__import__('os')", "1e3", "0x1", "9" * 30, "٣", ","],
+    [
+        "",
+        "[]",
+        "a",
+        "1:2:3:4",
+        "1;2",
+        "0:2,,1",
+        "[0",
+        "::0",
+        "__import__('os')",
+        "1e3",
+        "0x1",
+        "9" * 30,
+        "٣",
+        ",",
+    ],
 )
 def test_anything_else_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="is not a slice"):
@@ -56,7 +71,9 @@ def _spell(part: Any) -> str:
     if part is Ellipsis:
         return "..."
     if isinstance(part, slice):
-        return f"{_none(part.start)}:{_none(part.stop)}" + (f":{part.step}" if part.step is not None else "")
+        return f"{_none(part.start)}:{_none(part.stop)}" + (
+            f":{part.step}" if part.step is not None else ""
+        )
     return str(part)
 
 
@@ -67,7 +84,12 @@ def _none(n: int | None) -> str:
 _INTS = st.none() | st.integers(-40, 40)
 
 
-@given(st.lists(st.builds(slice, _INTS, _INTS, _INTS.filter(lambda n: n != 0)) | st.integers(-9, 9), min_size=1))
+@given(
+    st.lists(
+        st.builds(slice, _INTS, _INTS, _INTS.filter(lambda n: n != 0)) | st.integers(-9, 9),
+        min_size=1,
+    )
+)
 def test_every_slice_survives_its_spelling(parts: list[Any]) -> None:
     assert parse_slice(",".join(map(_spell, parts))) == tuple(parts)
     assert parse_slice(f"[{' , '.join(map(_spell, parts))}]") == tuple(parts)
@@ -114,7 +136,9 @@ def test_a_cast_is_made_on_request_only(run: Run, committed: Path, tmp_path: Pat
         "embed.weight", "bfloat16", "float32", "float32",
     )  # fmt: skip
     assert "lose" in run("get", committed, "table", "0,0", "--dtype", "float64", code=2).stderr
-    assert "unknown dtype" in run("get", committed, "table", "0,0", "--dtype", "float7", code=2).stderr
+    assert (
+        "unknown dtype" in run("get", committed, "table", "0,0", "--dtype", "float7", code=2).stderr
+    )
 
 
 def test_no_file_is_overwritten_unasked(run: Run, committed: Path, tmp_path: Path) -> None:
@@ -152,14 +176,19 @@ def test_small_slices_are_printed(run: Run, tmp_path: Path) -> None:
 
 def test_wrong_names_and_slices_are_explained(run: Run, committed: Path) -> None:
     assert "did you mean embed.weight" in run("get", committed, "embed.weigth", code=3).stderr
-    assert "it is stored in: weight, master" in run("get", committed, "embed.weight", "-s", "m", code=3).stderr
+    assert (
+        "it is stored in: weight, master"
+        in run("get", committed, "embed.weight", "-s", "m", code=3).stderr
+    )
     assert "has the shape [7]" in run("get", committed, "norm.bias", "7", code=2).stderr
     assert "has the shape [7]" in run("get", committed, "norm.bias", "0,0", code=2).stderr
     assert "'[-1]'" in run("get", committed, "norm.bias", "-1", code=2).stderr
     assert run("get", committed, "norm.bias", "[9:]", "-q").stdout == "[]\n"
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of one that comes between `open` and `with`
+@pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning"
+)  # of one that comes between `open` and `with`
 @pytest.mark.parametrize("force", [False, True])
 def test_ctrl_c_at_any_instant_leaves_no_part_of_a_file(force: bool, tmp_path: Path) -> None:
     file, instants = tmp_path / "x.npy", 0

@@ -88,12 +88,16 @@ def test_commands(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("show", str(tmp_path), "--view", path),
     ):
         result = CliRunner().invoke(ucp, list(words))
-        codes = (1, 2, 3, 6) if words[0] == "gc" else (2, 3, 6)  # a removal that failed is no wrong word
+        codes = (
+            (1, 2, 3, 6) if words[0] == "gc" else (2, 3, 6)
+        )  # a removal that failed is no wrong word
         assert result.exit_code in codes, (words, result.output, result.exception)
         assert result.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("path", ["~nouserofthisname/x", "", "x" * 300, "/" + "x/" * 3000], ids=range(4))
+@pytest.mark.parametrize(
+    "path", ["~nouserofthisname/x", "", "x" * 300, "/" + "x/" * 3000], ids=range(4)
+)
 def test_places_to_probe(path: str) -> None:
     result = CliRunner().invoke(ucp, ["doctor", path])
     assert result.exit_code in (1, 2, 3, 6)
@@ -110,7 +114,9 @@ def test_what_is_not_there_is_not_found(url: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file://", "FILE://", "file://localhost"])
-def test_a_file_directly_in_the_root_folder(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_directly_in_the_root_folder(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = open_store
 
     def in_root(place: str) -> Store:

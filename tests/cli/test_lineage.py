@@ -22,14 +22,19 @@ def test_up_and_down(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> 
         f"← resume  run7@1000  {one[:12]}  ucformat",
     ]
     assert run("lineage", "run7@3000", "-q", "--depth", 1).stdout == f"{two}\n"
-    assert run("lineage", "run7@2000", "-q", "--down").stdout.split() == [three, entry(f"{LONG_RUN}@4000").id]
+    assert run("lineage", "run7@2000", "-q", "--down").stdout.split() == [
+        three,
+        entry(f"{LONG_RUN}@4000").id,
+    ]
     found = object_of(run("lineage", "run7@2000", "--json").stdout)
     assert list(found) == ["root", "direction", "nodes", "edges"]
     assert (found["root"], found["direction"]) == (two, "up")
     assert list(found["nodes"][0]) == [
         "key", "id", "name", "url", "state", "kind", "run", "step", "created", "distance",
     ]  # fmt: skip
-    assert found["edges"] == [{"child": two, "parent": one, "kind": "resume", "depends": False, "how": {}}]
+    assert found["edges"] == [
+        {"child": two, "parent": one, "kind": "resume", "depends": False, "how": {}}
+    ]
 
 
 def test_graphs(run: Run, catalog: Path) -> None:
@@ -44,8 +49,16 @@ def test_links(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
     assert run("link", "run7@1000", "/nowhere/base", "--kind", "finetune").stdout == said
     assert run("lineage", "run7@1000", "-q").stdout == "/nowhere/base\n"
     found = object_of(run("link", "run7@3000", "run7@1000", "--kind", "merge", "--json").stdout)
-    assert found == {"id": entry("run7@3000").id, "name": "run7@3000", "parent": "run7@1000", "kind": "merge"}
-    assert "made from itself" in run("link", "run7@1000", "run7@3000", "--kind", "merge", code=2).stderr
+    assert found == {
+        "id": entry("run7@3000").id,
+        "name": "run7@3000",
+        "parent": "run7@1000",
+        "kind": "merge",
+    }
+    assert (
+        "made from itself"
+        in run("link", "run7@1000", "run7@3000", "--kind", "merge", code=2).stderr
+    )
     assert "--kind" in run("link", "run7@1000", "run7@3000", "--kind", "copy", code=2).stderr
 
 

@@ -28,23 +28,39 @@ DELETION = {"ucformat.catalog.retention"}
 FILES = {"ucformat.checkpoint", "ucformat.schema.manifest", "pydantic", "xxhash"}
 ARRAYS = {"numpy", "ml_dtypes"} | (set() if NATIVE else {"crc32c"})
 FOREIGN = {"ucformat.sources.opening"}
-#: What takes long to import. Of these a command loads what the table says and no more; of the rest, as an ORM, torch,
-#: other dialects, libraries for object stores and terminals, none of these loads any.
+#: What takes long to import. Of these a command loads what the table says and no more; of the rest,
+#: as an ORM, torch, other dialects, libraries for object stores and terminals, none of these loads
+#: any.
 HEAVY = {
     *(CATALOG | FILTER | DELETION | FILES | ARRAYS | FOREIGN | {"crc32c"}),
-    *("alembic", "sqlalchemy.orm", "sqlalchemy.dialects.postgresql", "torch", "zarr", "tensorstore"),
+    *(
+        "alembic",
+        "sqlalchemy.orm",
+        "sqlalchemy.dialects.postgresql",
+        "torch",
+        "zarr",
+        "tensorstore",
+    ),
     *("numcodecs", "safetensors", "obstore", "fsspec", "boto3", "rich", "yaml", "tomllib"),
-    *("ucformat.reading.rank", "ucformat.views.viewed", "ucformat.geometry.layout", "ucformat.views.document"),
+    *(
+        "ucformat.reading.rank",
+        "ucformat.views.viewed",
+        "ucformat.geometry.layout",
+        "ucformat.views.document",
+    ),
 }
 #: The modules of sources that read a checkpoint, which recognising it does not need.
 READERS = (".opened", ".classic", ".dist", ".universal", ".engines", ".unpickle", ".index")
 PLANS = {"ucformat.reading.rank"}
 
-#: Command -> what it loads of these. `U` is a universal checkpoint in the catalog, `F` a safetensors file.
+#: Command -> what it loads of these. `U` is a universal checkpoint in the catalog, `F` a
+#: safetensors file.
 COMMANDS: dict[str, set[str]] = {
     "--help": set(),
     "sql 'select 1'": CATALOG | {"pydantic"},
-    **dict.fromkeys(("ls", "log", "alias list", "lineage U", "diff --quiet U U", "catalog info"), CATALOG),
+    **dict.fromkeys(
+        ("ls", "log", "alias list", "lineage U", "diff --quiet U U", "catalog info"), CATALOG
+    ),
     **dict.fromkeys(("ls 'step = 1'", "ls --sort -step"), CATALOG | FILTER),
     "show U": CATALOG | FILES,
     "gc": CATALOG | FILES | DELETION,
@@ -73,7 +89,11 @@ def test_a_command_loads_only_what_it_works_with(command: str, words: dict[str, 
     loaded = modules_of([words.get(word, word) for word in shlex.split(command)])
     allowed = COMMANDS[command]
     assert sorted(loaded & HEAVY) == sorted(allowed)
-    readers = {m.split(".")[2] for m in loaded if m.startswith("ucformat.sources.opening.") and m.endswith(READERS)}
+    readers = {
+        m.split(".")[2]
+        for m in loaded
+        if m.startswith("ucformat.sources.opening.") and m.endswith(READERS)
+    }
     assert readers == ({"safetensors", "index"} if "ucformat.sources.opening" in allowed else set())
 
 

@@ -23,9 +23,34 @@ CHECKPOINT = [
 
 def test_the_newest_come_first(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
     lines = run("ls").stdout.splitlines()
-    assert lines[0].split() == ["name", "id", "kind", "size", "age", "alias", "tag", "metrics", "url"]
-    assert [line.split()[0] for line in lines[1:]] == [f"{LONG_RUN}@4000", "run7@3000", "run7@2000", "run7@1000"]
-    row = ["run7@3000", entry("run7@3000").id, "ucformat", "32", "B", "8d", "-", "-", "val_loss=1.5"]
+    assert lines[0].split() == [
+        "name",
+        "id",
+        "kind",
+        "size",
+        "age",
+        "alias",
+        "tag",
+        "metrics",
+        "url",
+    ]
+    assert [line.split()[0] for line in lines[1:]] == [
+        f"{LONG_RUN}@4000",
+        "run7@3000",
+        "run7@2000",
+        "run7@1000",
+    ]
+    row = [
+        "run7@3000",
+        entry("run7@3000").id,
+        "ucformat",
+        "32",
+        "B",
+        "8d",
+        "-",
+        "-",
+        "val_loss=1.5",
+    ]
     assert lines[2].split() == [*row, "/nowhere/run7/3000"]
 
 
@@ -48,9 +73,17 @@ def test_json_and_ids(run: Run, catalog: Path, entry: Callable[[str], Entry]) ->
 
 
 def test_people_are_told_that_there_are_more(run: Run, catalog: Path) -> None:
-    assert run("ls", "-n", 2).stderr == "note: 2 of 4 checkpoints; -n 4 shows more, or a narrower filter\n"
-    with mock.patch("ucformat.catalog.search.count_checkpoints", return_value=None):  # too many to count
-        assert run("ls", "-n", 2).stderr == "note: the first 2; -n 4 shows more, or a narrower filter\n"
+    assert (
+        run("ls", "-n", 2).stderr
+        == "note: 2 of 4 checkpoints; -n 4 shows more, or a narrower filter\n"
+    )
+    with mock.patch(
+        "ucformat.catalog.search.count_checkpoints", return_value=None
+    ):  # too many to count
+        assert (
+            run("ls", "-n", 2).stderr
+            == "note: the first 2; -n 4 shows more, or a narrower filter\n"
+        )
     assert run("ls", "-n", 2, "--offset", 2).stderr == ""
     assert run("ls", "-n", 4).stderr == ""
     assert run("ls", "-n", 0).stderr == ""
@@ -64,7 +97,18 @@ def test_columns_are_keys_of_the_filter_language(run: Run, catalog: Path) -> Non
     lines = run("ls", "run = 'run7' and step < 3000", "--columns", keys).stdout.splitlines()
     assert lines[0].split() == keys.split(",")
     row = lines[1].replace('{"lr": 0.0006, "name": "adamw"}', "{}").split()
-    assert row == ["run7@2000", "2,000", "2", "nan", "0.0006", "{}", "8", "good", "/nowhere/run7/2000", "-"]
+    assert row == [
+        "run7@2000",
+        "2,000",
+        "2",
+        "nan",
+        "0.0006",
+        "{}",
+        "8",
+        "good",
+        "/nowhere/run7/2000",
+        "-",
+    ]
     assert "did you mean step?" in run("ls", "--columns", "stepp", code=2).stderr
     assert "config.KEY" in run("ls", "--columns", "nonsense.x", code=2).stderr
 
@@ -86,7 +130,10 @@ def test_filters_that_cannot_be_read_are_usage(run: Run, catalog: Path) -> None:
 
 def test_an_empty_catalog(run: Run, tmp_path: Path) -> None:
     assert run("ls", "--catalog", tmp_path / "new.db").stdout == "no checkpoints\n"
-    assert object_of(run("ls", "--json", "--catalog", tmp_path / "new.db").stdout) == {"checkpoints": [], "total": 0}
+    assert object_of(run("ls", "--json", "--catalog", tmp_path / "new.db").stdout) == {
+        "checkpoints": [],
+        "total": 0,
+    }
     assert run("ls", "-q", "--catalog", tmp_path / "new.db").stdout == ""
     assert "switched off" in run("ls", "--catalog", "none", code=6).stderr
 
@@ -103,7 +150,9 @@ def test_tables_fit_a_terminal(terminal: Terminal, run: Run, catalog: Path) -> N
         ["show", f"{LONG_RUN}@4000"],
     )  # fmt: skip
     lines = text.splitlines()
-    assert not [line for line in lines if len(line) > 80 and not line.startswith(("/", "sqlite:", "note:"))]
+    assert not [
+        line for line in lines if len(line) > 80 and not line.startswith(("/", "sqlite:", "note:"))
+    ]
     assert lines[0].split() == [
         "name",
         "id",

@@ -23,10 +23,16 @@ if TYPE_CHECKING:
 def test_tags(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
     assert run("tag", "run7@1000", "paper", "a tag").stdout == "run7@1000: a tag, paper\n"
     found = object_of(run("tag", "run7@1000", "good", "--json").stdout)
-    assert found == {"id": entry("run7@1000").id, "name": "run7@1000", "tags": ["a tag", "good", "paper"]}
+    assert found == {
+        "id": entry("run7@1000").id,
+        "name": "run7@1000",
+        "tags": ["a tag", "good", "paper"],
+    }
     assert run("tag", "run7@1000", "good", "-q").stdout == ""
     assert run("tag", "run7@1000", " bad", code=2).stdout == ""
-    assert "run7@1000" in run("tag", "run7@999", "good", code=3).stderr.replace("'run7'", "run7@1000")
+    assert "run7@1000" in run("tag", "run7@999", "good", code=3).stderr.replace(
+        "'run7'", "run7@1000"
+    )
 
 
 def test_metrics(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
@@ -34,7 +40,11 @@ def test_metrics(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None
         "run7@1000: acc 0.7, val_loss nan, x -0.001\n"
     )
     found = object_of(run("metric", "run7@1000", "acc=inf", "--json").stdout)
-    assert found["metrics"] == {"acc": {"$float": "inf"}, "val_loss": {"$float": "nan"}, "x": -0.001}
+    assert found["metrics"] == {
+        "acc": {"$float": "inf"},
+        "val_loss": {"$float": "nan"},
+        "x": -0.001,
+    }
     for wrong in ("acc", "acc=", "acc=much", "=1"):
         assert "NAME=VALUE" in run("metric", "run7@1000", "y=1", wrong, code=2).stderr
     assert "y" not in entry("run7@1000").metrics
@@ -48,8 +58,13 @@ def test_notes(run: Run, catalog: Path) -> None:
 
 
 def test_holds(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
-    assert run("hold", "run7@1000", "--reason", "paper").stdout == "run7@1000: hold 1, until it is released\n"
-    found = object_of(run("hold", "run7@1000", "--reason", "eval", "--until", "30d", "--json").stdout)
+    assert (
+        run("hold", "run7@1000", "--reason", "paper").stdout
+        == "run7@1000: hold 1, until it is released\n"
+    )
+    found = object_of(
+        run("hold", "run7@1000", "--reason", "eval", "--until", "30d", "--json").stdout
+    )
     assert list(found) == ["id", "name", "hold"]
     assert list(found["hold"]) == ["number", "reason", "until", "created", "who"]
     assert run("hold", "run7@1000", "--reason", "more", "-q").stdout == "3\n"
@@ -73,7 +88,9 @@ def test_holds(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
         ("12h", None),
     ],
 )
-def test_until(run: Run, catalog: Path, entry: Callable[[str], Entry], until: str, end: Any) -> None:
+def test_until(
+    run: Run, catalog: Path, entry: Callable[[str], Entry], until: str, end: Any
+) -> None:
     run("hold", "run7@1000", "--reason", "r", "--until", until)
     found = entry("run7@1000").holds[0].until
     assert found is not None
@@ -93,11 +110,20 @@ def test_the_log(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None
     assert [e["action"] for e in events] == ["tag", "record"]
     assert list(events[0]) == ["at", "who", "action", "id", "detail"]
     assert events[0]["detail"] == {"tags": ["good"]}
-    assert [e["action"] for e in object_of(run("log", "-n", 2, "--json").stdout)["events"]] == ["hold", "tag"]
+    assert [e["action"] for e in object_of(run("log", "-n", 2, "--json").stdout)["events"]] == [
+        "hold",
+        "tag",
+    ]
     cells = run("log", "-q", "-n", 1).stdout.rstrip("\n").split("\t")
     assert cells[2:4] == ["hold", entry("run7@2000").id]
     assert json.loads(cells[4])["reason"] == "a\ttab\nand more"
-    assert run("log").stdout.splitlines()[0].split() == ["when", "what", "checkpoint", "who", "detail"]
+    assert run("log").stdout.splitlines()[0].split() == [
+        "when",
+        "what",
+        "checkpoint",
+        "who",
+        "detail",
+    ]
 
 
 def test_interrupted_it_has_not_happened(
@@ -115,7 +141,13 @@ def test_interrupted_it_has_not_happened(
 
 def test_ages() -> None:
     now = datetime(2026, 1, 10, tzinfo=UTC)
-    spans = [timedelta(seconds=-5), timedelta(seconds=119), timedelta(minutes=119), timedelta(hours=47), timedelta(9)]
+    spans = [
+        timedelta(seconds=-5),
+        timedelta(seconds=119),
+        timedelta(minutes=119),
+        timedelta(hours=47),
+        timedelta(9),
+    ]
     assert [ago(now - s, now) for s in spans] == ["0s", "119s", "119m", "47h", "9d"]
 
 
@@ -123,10 +155,15 @@ def test_a_tag_is_taken_off_with_a_reason(run: Run, entry: Callable[[str], Entry
     run("tag", "run7@1000", "good", "oops")
     assert run("untag", "run7@1000", "oops", code=2).stdout == ""
     assert run("untag", "run7@1000", "oops", "--reason", "a slip").stdout == "run7@1000: good\n"
-    assert object_of(run("untag", "run7@1000", "good", "--reason", "x", "--json").stdout)["tags"] == []
+    assert (
+        object_of(run("untag", "run7@1000", "good", "--reason", "x", "--json").stdout)["tags"] == []
+    )
     [last] = object_of(run("log", "run7@1000", "-n", 1, "--json").stdout)["events"]
     assert (last["action"], last["detail"]) == ("untag", {"tags": ["good"], "reason": "x"})
-    assert "does not have the tag 'good'" in run("untag", "run7@1000", "good", "--reason", "x", code=3).stderr
+    assert (
+        "does not have the tag 'good'"
+        in run("untag", "run7@1000", "good", "--reason", "x", code=3).stderr
+    )
     run("tag", "run7@1000", "kept", "--permanent")
     assert "is permanent" in run("untag", "run7@1000", "kept", "--reason", "x", code=6).stderr
     assert entry("run7@1000").tags == ("kept",)

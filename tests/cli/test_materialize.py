@@ -43,7 +43,14 @@ def test_in_place_and_again(run: Run, packed: Path) -> None:
     assert not is_packed(ck)
     for key, a in ODD.items():
         assert same(ck[key][...], a)
-    assert max(t.shard[0] * t.shard[1] * 16 for t in ck.manifest.tensors if t.name == "table" and t.shard) <= 1024
+    assert (
+        max(
+            t.shard[0] * t.shard[1] * 16
+            for t in ck.manifest.tensors
+            if t.name == "table" and t.shard
+        )
+        <= 1024
+    )
     again = run("materialize", packed)
     assert again.stdout.startswith(f"{packed}  {before}  0 tensors, ")
     assert again.stderr == f"note: {packed} is not packed: nothing to do\n"
@@ -54,11 +61,18 @@ def test_elsewhere(run: Run, packed: Path, tmp_path: Path) -> None:
     found = object_of(run("materialize", packed, tmp_path / "a", "--json").stdout)
     assert list(found) == ["url", "id", "tensors", "bytes", "seconds", "mb_per_s"]
     ck = ucformat.open(tmp_path / "a")
-    assert (found["id"], found["tensors"], found["bytes"]) == (ck.id, len(ODD), sum(a.nbytes for a in ODD.values()))
+    assert (found["id"], found["tensors"], found["bytes"]) == (
+        ck.id,
+        len(ODD),
+        sum(a.nbytes for a in ODD.values()),
+    )
     assert is_packed(ucformat.open(packed))
     assert "--overwrite" in run("materialize", packed, tmp_path / "a", code=4).stderr
     assert run("materialize", packed, tmp_path / "a", "-q", "--overwrite").stdout != f"{ck.id}\n"
-    assert run("materialize", tmp_path / "a", tmp_path / "b", "-q").stdout == f"{ucformat.open(tmp_path / 'b').id}\n"
+    assert (
+        run("materialize", tmp_path / "a", tmp_path / "b", "-q").stdout
+        == f"{ucformat.open(tmp_path / 'b').id}\n"
+    )
 
 
 def test_json_and_quiet_where_nothing_is_to_do(run: Run, committed: Path) -> None:

@@ -72,9 +72,13 @@ def test_where_a_virtual_checkpoint_has_its_files(
     assert "/was set" in said.partition("UCP_ROOTS=")[2]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who alone gives files away: run it as root")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs root, who alone gives files away: run it as root"
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_of_a_colleague(tmp_path: Path, run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_a_colleague(
+    tmp_path: Path, run: Run, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / name)
     place = str(universal(tmp_path / "place").url)

@@ -45,15 +45,38 @@ def test_one_rank_prints_its_plan_and_its_files(run: Run, committed: Path, layou
 
 def test_all_ranks_are_a_table_with_a_total(run: Run, committed: Path, layout: Path) -> None:
     lines = run("plan", committed, "-l", layout).stdout.splitlines()
-    assert lines[0].split() == ["rank", "tensors", "memory", "needed", "read", "ratio", "requests", "files"]
+    assert lines[0].split() == [
+        "rank",
+        "tensors",
+        "memory",
+        "needed",
+        "read",
+        "ratio",
+        "requests",
+        "files",
+    ]
     assert [line.split()[0] for line in lines[1:5]] == ["0", "1", "2", "3"]
     assert lines[-1].split()[:2] == ["total", "40"]
     assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("verify", ["whole", "always", "never"])
-def test_json_has_the_numbers_of_the_plan(run: Run, committed: Path, layout: Path, verify: str) -> None:
-    args = ("plan", committed, "-l", layout, "-s", "master", "-s", "exp_avg", "--verify", verify, "--json")
+def test_json_has_the_numbers_of_the_plan(
+    run: Run, committed: Path, layout: Path, verify: str
+) -> None:
+    args = (
+        "plan",
+        committed,
+        "-l",
+        layout,
+        "-s",
+        "master",
+        "-s",
+        "exp_avg",
+        "--verify",
+        verify,
+        "--json",
+    )
     found = object_of(run(*args).stdout)
     ck, tp2 = ucformat.open(committed), ucformat.Layout.load(layout)
     assert [r["rank"] for r in found["ranks"]] == [0, 1, 2, 3]
@@ -77,11 +100,20 @@ def test_json_has_the_numbers_of_the_plan(run: Run, committed: Path, layout: Pat
 
 def test_a_json_layout_serves_too(run: Run, committed: Path, tmp_path: Path) -> None:
     path = tmp_path / "one.json"
-    path.write_text(json.dumps({"version": 1, "mesh": {"dp": 1}, "rules": [{"match": "*", "place": ["replicate"]}]}))
-    assert object_of(run("plan", committed, "-l", path, "-r", 0, "--json").stdout)["total"]["tensors"] == 10
+    path.write_text(
+        json.dumps(
+            {"version": 1, "mesh": {"dp": 1}, "rules": [{"match": "*", "place": ["replicate"]}]}
+        )
+    )
+    assert (
+        object_of(run("plan", committed, "-l", path, "-r", 0, "--json").stdout)["total"]["tensors"]
+        == 10
+    )
 
 
-def test_wrong_ranks_and_layouts_are_explained(run: Run, committed: Path, layout: Path, tmp_path: Path) -> None:
+def test_wrong_ranks_and_layouts_are_explained(
+    run: Run, committed: Path, layout: Path, tmp_path: Path
+) -> None:
     assert "ranks 0 to 3" in run("plan", committed, "-l", layout, "-r", 4, code=2).stderr
     assert "neither a rank" in run("plan", committed, "-l", layout, "-r", "first", code=2).stderr
     assert "--layout" in run("plan", committed, code=2).stderr

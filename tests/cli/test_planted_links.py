@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 FOLDERS = ("data", "objects", "assets", "attempts", NEEDED_BY)
 FILES = (MANIFEST, CATALOG_DOCUMENT, ".ucf-lock")
-#: What is done to a checkpoint that is there, or to a place where none is; `{other}` is another checkpoint.
+#: What is done to a checkpoint that is there, or to a place where none is; `{other}` is another
+#: checkpoint.
 TO_ONE = {
     "convert": ["convert {other} {place} --overwrite"],
     "copy": ["copy {other} {place} --overwrite"],

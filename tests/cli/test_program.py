@@ -70,24 +70,32 @@ def _section(path: str) -> str:
 
 
 @pytest.mark.parametrize(("path", "command", "text"), COMMANDS, ids=[c[0] for c in COMMANDS])
-def test_every_command_and_option_is_documented(path: str, command: click.Command, text: str) -> None:
+def test_every_command_and_option_is_documented(
+    path: str, command: click.Command, text: str
+) -> None:
     section = _section(path)
     common = DOCS[: DOCS.index("\n## ucp ")]
     assert f"`{path}`" in common
     for param in command.params:
-        for spelling in [*param.opts, *param.secondary_opts] if isinstance(param, click.Option) else []:
+        for spelling in (
+            [*param.opts, *param.secondary_opts] if isinstance(param, click.Option) else []
+        ):
             where = common if spelling in COMMON else section
             assert re.search(rf"`{spelling}[ `]", where), f"{path} {spelling} is not in docs/cli.md"
         if isinstance(param, click.Argument):
             assert str(param.metavar) in section
-    documented = set(re.findall(r"(?<=[`\s])--[a-z-]+", re.sub(r"```.*?```", "", section, flags=re.DOTALL)))
+    documented = set(
+        re.findall(r"(?<=[`\s])--[a-z-]+", re.sub(r"```.*?```", "", section, flags=re.DOTALL))
+    )
     assert documented <= {o for p in command.params for o in (*p.opts, *p.secondary_opts)}, (
         "docs/cli.md has options that are no more"
     )
 
 
 @pytest.mark.parametrize(("path", "command", "text"), COMMANDS, ids=[c[0] for c in COMMANDS])
-def test_every_command_has_json_and_quiet_and_help(path: str, command: click.Command, text: str) -> None:
+def test_every_command_has_json_and_quiet_and_help(
+    path: str, command: click.Command, text: str
+) -> None:
     spellings = {o for p in command.params for o in p.opts}
     assert {"--json", "-q", "--quiet"} <= spellings
     assert command.help
@@ -96,7 +104,11 @@ def test_every_command_has_json_and_quiet_and_help(path: str, command: click.Com
 
 
 def test_every_exit_code_is_documented() -> None:
-    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.UcformatError)]
+    classes = [
+        c
+        for c in vars(errors).values()
+        if isinstance(c, type) and issubclass(c, errors.UcformatError)
+    ]
     for code in {c.exit_code for c in classes}:
         assert f"\n| {code} | " in DOCS
 
@@ -190,8 +202,12 @@ def test_pipes_get_plain_text(shell: Shell, committed: Path, tmp_path: Path) -> 
         assert "…" not in done.stdout
 
 
-@pytest.mark.parametrize(("env", "colour"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_a_terminal_gets_colours_unless_told_not_to(committed: Path, env: dict[str, str], colour: bool) -> None:
+@pytest.mark.parametrize(
+    ("env", "colour"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_a_terminal_gets_colours_unless_told_not_to(
+    committed: Path, env: dict[str, str], colour: bool
+) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "ucformat.cli", "show", str(committed), "-t", "*"]
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80", **env}
@@ -228,7 +244,9 @@ def test_a_command_that_was_meant() -> None:
 
 def test_a_shell_completes_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
-    source = universal(tmp_path / "runs" / "run7" / "1", {("w", "weight"): random_array((3,), "float32")}, step=500)
+    source = universal(
+        tmp_path / "runs" / "run7" / "1", {("w", "weight"): random_array((3,), "float32")}, step=500
+    )
     with Catalog() as catalog:
         catalog.record(source.manifest, source.url)
         name = catalog.get(source.id)

@@ -85,7 +85,12 @@ def test_a_tree_again_opens_nothing_and_rescan_everything(
 
     monkeypatch.setattr("ucformat.jobs.opening.open_checkpoint", noting)
     place = str(tree / "run9" / "1700")
-    for words, expected in (((), [place]), ((), []), (("--rescan",), [place]), (("--run", "other"), [place])):
+    for words, expected in (
+        ((), [place]),
+        ((), []),
+        (("--rescan",), [place]),
+        (("--run", "other"), [place]),
+    ):
         opened.clear()
         found = object_of(run("register", "-r", tree, *words, "--json").stdout)["checkpoints"]
         assert [c["step"] for c in found] == [1700]
@@ -103,14 +108,22 @@ def test_a_lost_catalog_comes_back(run: Run, tree: Path, tmp_path: Path) -> None
     assert found["checkpoints"][0]["aliases"] == ["best"]
     assert run("reindex", tree).stdout.splitlines()[0].startswith("1 checkpoint, ")
     shutil.rmtree(tree / "run9" / "1700")
-    assert "is empty, and the catalog knows 1 checkpoint there" in run("reindex", tree, code=3).stderr
+    assert (
+        "is empty, and the catalog knows 1 checkpoint there" in run("reindex", tree, code=3).stderr
+    )
     (tree / "README").write_text("no checkpoint")
     for _ in range(2):
         result = run("reindex", tree, code=1)
         assert result.stdout == f"0 checkpoints, 0 B\n  missing   {tree}/run9/1700\n"
-        assert "has checkpoints in 1 place where there are none: nothing was forgotten" in result.stderr
+        assert (
+            "has checkpoints in 1 place where there are none: nothing was forgotten"
+            in result.stderr
+        )
         assert f"ucp reindex {tree} --forget" in result.stderr
-    assert run("reindex", tree, "--forget").stdout == f"0 checkpoints, 0 B\n  forgotten {tree}/run9/1700\n"
+    assert (
+        run("reindex", tree, "--forget").stdout
+        == f"0 checkpoints, 0 B\n  forgotten {tree}/run9/1700\n"
+    )
     assert run("reindex", tree, "-q").stdout == ""
     _damage(tree)
     assert "  failed    " in run("reindex", tree, code=1).stdout
@@ -127,7 +140,9 @@ def test_interrupted_what_is_recorded_stays(
         assert "is kept" in run(command, tree / "run9" / "1700", code=130).stderr
 
 
-def test_what_goes_wrong_beside_it_is_a_warning(run: Run, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_beside_it_is_a_warning(
+    run: Run, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise UcformatError("the disk is full")
 
@@ -150,7 +165,18 @@ def test_what_it_would_cost(run: Run, tree: Path, tmp_path: Path) -> None:
     assert lines[1].split(None, 1) == ["estimate", "from a sample: 2 of the 2 tasks"]
     assert not (tmp_path / "catalog.db").exists()
     run("register", "-r", tree, code=1)
-    assert object_of(run("register", "-r", tree, "--dry-run", "--run", "other", "--json").stdout)["tasks"] == 2
+    assert (
+        object_of(run("register", "-r", tree, "--dry-run", "--run", "other", "--json").stdout)[
+            "tasks"
+        ]
+        == 2
+    )
     for words in (("--part", "0/2"), ("--on", "dask://127.0.0.1:1")):
-        assert "--dry-run goes with -r" in run("register", "-r", tree, "--dry-run", *words, code=2).stderr
-    assert "--dry-run goes with -r" in run("register", tree / "run9" / "1700", "--dry-run", code=2).stderr
+        assert (
+            "--dry-run goes with -r"
+            in run("register", "-r", tree, "--dry-run", *words, code=2).stderr
+        )
+    assert (
+        "--dry-run goes with -r"
+        in run("register", tree / "run9" / "1700", "--dry-run", code=2).stderr
+    )

@@ -24,7 +24,9 @@ ROW = ["id", "name", "run", "step", "created", "bytes"]
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
     file = tmp_path / "policy.yaml"
-    file.write_text("version: 1\nkeep: {last: 1, best: {metric: nonsense, count: 1, mode: min}}\ngrace: 2d\n")
+    file.write_text(
+        "version: 1\nkeep: {last: 1, best: {metric: nonsense, count: 1, mode: min}}\ngrace: 2d\n"
+    )
     return file
 
 
@@ -40,13 +42,17 @@ def stored(run: Run, committed: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_delete_and_restore(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
     one, two = entry("run7@1000").id, entry("run7@2000").id
-    assert run("delete", "run7@1000").stdout.startswith("run7@1000: deleted; can be restored until 20")
+    assert run("delete", "run7@1000").stdout.startswith(
+        "run7@1000: deleted; can be restored until 20"
+    )
     assert entry(one).state == "deleted"
     assert "it is deleted" in run("delete", "run7@1000", code=6).stderr
     found = object_of(run("delete", "run7@2000", "--grace", "48h", "--json").stdout)
     assert [list(d) for d in found["deleted"]] == [["id", "name", "purge_after"]]
     assert run("restore", "run7@1000", "-q").stdout == f"{one}\n"
-    assert object_of(run("restore", two[:10], "--json").stdout) == {"restored": [{"id": two, "name": "run7@2000"}]}
+    assert object_of(run("restore", two[:10], "--json").stdout) == {
+        "restored": [{"id": two, "name": "run7@2000"}]
+    }
     assert entry("run7@1000").state == "committed"
     assert "cannot be restored" in run("restore", "run7@1000", code=6).stderr
     assert "--grace" in run("delete", "run7@1000", "--grace", "soon", code=2).stderr
@@ -79,10 +85,17 @@ def test_a_policy_is_shown_and_then_applied(
     assert result.stderr == "note: the rule keeps nothing: best of its run by min nonsense\n"
     assert entry("run7@2000").state == "committed"
     assert run("retain", "-p", policy, "-q").stdout == f"{two}\n"
-    assert run("retain", "-p", policy, "--apply").stdout.splitlines()[-1] == "deleted 1 checkpoint, 32 B"
+    assert (
+        run("retain", "-p", policy, "--apply").stdout.splitlines()[-1]
+        == "deleted 1 checkpoint, 32 B"
+    )
     assert entry(two).state == "deleted"
     again = run("retain", "-p", policy, "--apply").stdout.splitlines()
-    assert again[-3:] == ["", "not covered by the policy: 1 checkpoint", "       1  already deleted"]
+    assert again[-3:] == [
+        "",
+        "not covered by the policy: 1 checkpoint",
+        "       1  already deleted",
+    ]
 
 
 def test_a_plan_as_json(run: Run, catalog: Path, policy: Path) -> None:
@@ -105,13 +118,22 @@ def test_a_policy_that_cannot_be_read(run: Run, catalog: Path, tmp_path: Path) -
     assert "--policy" in run("retain", code=2).stderr
 
 
-@pytest.mark.parametrize(("answer", "state"), [("y\n", "deleted"), ("n\n", "committed"), ("\n", "committed")])
+@pytest.mark.parametrize(
+    ("answer", "state"), [("y\n", "deleted"), ("n\n", "committed"), ("\n", "committed")]
+)
 def test_at_a_terminal_one_is_asked(
-    terminal: Terminal, catalog: Path, policy: Path, entry: Callable[[str], Entry], answer: str, state: str
+    terminal: Terminal,
+    catalog: Path,
+    policy: Path,
+    entry: Callable[[str], Entry],
+    answer: str,
+    state: str,
 ) -> None:
     id_ = entry("run7@2000").id
     text = terminal(["retain", "-p", policy, "--apply"], answer=answer)
-    assert text.index("delete 2 checkpoints, 64 B\n") < text.index("delete 2 checkpoints, 64 B? [y/N]: ")
+    assert text.index("delete 2 checkpoints, 64 B\n") < text.index(
+        "delete 2 checkpoints, 64 B? [y/N]: "
+    )
     assert entry(id_).state == state
     assert ("nothing was done" in text) is (state == "committed")
     assert max(len(line) for line in text.splitlines() if "warning:" not in line) <= 80
@@ -125,7 +147,9 @@ def test_at_a_terminal_with_yes_nobody_is_asked(
     assert entry(id_).state == "deleted"
 
 
-def test_storage_is_freed_when_the_grace_is_over(run: Run, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_is_freed_when_the_grace_is_over(
+    run: Run, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run("delete", "run9@1700", "--grace", "2d")
     id_ = object_of(run("show", stored, "--json").stdout)["id"]
     result = run("gc", "--apply")
@@ -150,7 +174,9 @@ def test_storage_is_freed_when_the_grace_is_over(run: Run, stored: Path, monkeyp
     assert "  state     purged" in run("show", id_).stdout.splitlines()
 
 
-def test_a_removal_that_fails_is_told(run: Run, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_that_fails_is_told(
+    run: Run, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def away(*_: Any) -> None:
         raise UcformatError("the storage is away")
 
@@ -161,7 +187,9 @@ def test_a_removal_that_fails_is_told(run: Run, stored: Path, monkeypatch: pytes
     assert result.stderr.startswith("error: 1 removal failed\n")
 
 
-def test_what_was_removed_by_hand_is_told_with_the_command_that_forgets_it(run: Run, stored: Path) -> None:
+def test_what_was_removed_by_hand_is_told_with_the_command_that_forgets_it(
+    run: Run, stored: Path
+) -> None:
     run("delete", "run9@1700", "--grace", "0s")
     shutil.rmtree(stored.parent)
     result = run("gc", "--apply", code=1)
@@ -170,7 +198,9 @@ def test_what_was_removed_by_hand_is_told_with_the_command_that_forgets_it(run: 
     assert "failed" not in run("gc", "--apply").stdout
 
 
-def test_a_policy_tells_which_of_those_it_keeps_a_program_has_removed(run: Run, stored: Path) -> None:
+def test_a_policy_tells_which_of_those_it_keeps_a_program_has_removed(
+    run: Run, stored: Path
+) -> None:
     policy = stored.parent.parent / "policy.yaml"
     policy.write_text("version: 1\nkeep: {last: 1}\nscope: \"run = 'others'\"\n")
     for step in ("1", "2"):
@@ -201,7 +231,9 @@ def test_many_folders_that_are_gone_are_one_warning(run: Run, stored: Path) -> N
     assert f"ucp reindex {stored.parent.parent / 'gone'} --forget" in told
 
 
-def test_interrupted_the_next_one_goes_on(run: Run, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_the_next_one_goes_on(
+    run: Run, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 

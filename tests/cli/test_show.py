@@ -52,7 +52,10 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     assert found["kind"] == "ucformat"
     assert found["step"] == 1700
     assert found["total"]["bytes"] == sum(a.nbytes for a in ODD.values())
-    assert found["groups"][0] == {"params": ["embed.weight"], "options": {"lr": 0.1, "foreach": None}}
+    assert found["groups"][0] == {
+        "params": ["embed.weight"],
+        "options": {"lr": 0.1, "foreach": None},
+    }
     assert found["groups"][1]["options"]["lr"] == {"$float": "inf"}
     assert found["zarr_url"].startswith(f"{committed}/data/")
     assert found["catalog"] is None
@@ -64,7 +67,10 @@ def test_a_view_beside_the_whole_checkpoint(run: Run, tmp_path: Path) -> None:
         for i in range(4)
         for state, dtype in (("weight", "bfloat16"), ("master", "float32"))
     }
-    arrays |= {("only", "master"): random_array((5,), "float32"), ("only", "step"): random_array((), "float32")}
+    arrays |= {
+        ("only", "master"): random_array((5,), "float32"),
+        ("only", "step"): random_array((), "float32"),
+    }
     store = LocalStore(tmp_path / "src")
     with store.create("hf/config.json") as file:
         file.write(b'{"num_hidden_layers": 4}')
@@ -82,24 +88,41 @@ def test_a_view_beside_the_whole_checkpoint(run: Run, tmp_path: Path) -> None:
     found = object_of(run("show", tmp_path / "ck", "--view", view, "--json").stdout)
     assert (whole["parameters"], whole["whole"], whole["outdated"]) == (4 * 48 + 5, None, [])
     assert whole["dtypes"] == {"bfloat16": 4 * 96, "float32": 4 * 192 + 24}
-    assert found["parameters"] == 3 * 12 + 48 + 5  # the tied name is not cut, and is a tensor of its own
+    assert (
+        found["parameters"] == 3 * 12 + 48 + 5
+    )  # the tied name is not cut, and is a tensor of its own
     assert found["whole"] == {k: whole[k] for k in ("parameters", "dtypes")}
     assert found["outdated"] == ["hf/config.json", "args"]
     lines = run("show", tmp_path / "ck", "--view", view).stdout.splitlines()
     assert "  params    89" in lines
     assert "  outdated  args has the sizes of the whole model, not of the view" in lines
-    assert next(line.split() for line in lines if line.startswith("parameters")) == ["parameters", "89", "197"]
+    assert next(line.split() for line in lines if line.startswith("parameters")) == [
+        "parameters",
+        "89",
+        "197",
+    ]
     done = run("convert", tmp_path / "ck", tmp_path / "sub", "--view", view)
     assert "hf/config.json is copied unchanged" in done.stderr
     again = object_of(run("show", tmp_path / "sub", "--json").stdout)
     assert (again["parameters"], again["outdated"]) == (89, ["hf/config.json", "args"])
-    assert object_of(run("show", tmp_path / "ck", "--view", view, "-t", "l.*", "--json").stdout)["parameters"] == 89
+    assert (
+        object_of(run("show", tmp_path / "ck", "--view", view, "-t", "l.*", "--json").stdout)[
+            "parameters"
+        ]
+        == 89
+    )
 
 
 def test_tensors_are_listed_by_glob_and_state(run: Run, committed: Path) -> None:
     found = object_of(run("show", committed, "-t", "embed*", "-s", "master", "--json").stdout)
     assert found["tensors"] == [
-        {"name": "embed.weight", "state": "master", "dtype": "float32", "shape": [211, 30], "bytes": 25320}
+        {
+            "name": "embed.weight",
+            "state": "master",
+            "dtype": "float32",
+            "shape": [211, 30],
+            "bytes": 25320,
+        }
     ]
     lines = run("show", committed, "--tensors", "experts.*", "-t", "norm.bias").stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["name", "norm.bias", "experts.w1", "experts.w2"]
@@ -114,11 +137,16 @@ def test_a_tied_name_finds_the_stored_tensor(run: Run, committed: Path) -> None:
 
 def test_what_is_not_there_is_said(run: Run, committed: Path, tmp_path: Path) -> None:
     assert "matches 'nope*'" in run("show", committed, "-t", "nope*", code=3).stderr
-    assert "hint: the states are weight, master" in run("show", committed, "-s", "momentum", code=2).stderr
+    assert (
+        "hint: the states are weight, master"
+        in run("show", committed, "-s", "momentum", code=2).stderr
+    )
     assert run("show", tmp_path, code=3).stdout == ""
 
 
-def test_a_terminal_sees_lines_that_fit_and_a_pipe_full_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_sees_lines_that_fit_and_a_pipe_full_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = "model.decoder.layers.17.mixture_of_experts.experts.local_experts.3.linear_fc1.weight"
     tensors = [TensorInfo(name, s, "float32", (28672, 8192)) for s in ("master", "exp_avg")]
     full = list(_list(tensors))
@@ -157,7 +185,9 @@ def known(run: Run, committed: Path, catalog: Path, tmp_path: Path) -> Path:
     return place
 
 
-def test_what_the_catalog_knows_is_shown(run: Run, known: Path, entry: Callable[[str], Entry]) -> None:
+def test_what_the_catalog_knows_is_shown(
+    run: Run, known: Path, entry: Callable[[str], Entry]
+) -> None:
     lines = run("show", "alias:best").stdout.splitlines()
     assert lines[0] == str(known)
     assert lines[6:11] == [
@@ -176,7 +206,9 @@ def test_what_the_catalog_knows_is_shown(run: Run, known: Path, entry: Callable[
     assert found["metrics"] == {"acc": {"$float": "nan"}, "val_loss": 2.13}
     parent = entry("run7@3000")
     assert [p["kind"] for p in found["parents"]] == ["convert", "finetune"]
-    assert found["parents"][1:] == [{"kind": "finetune", "id": parent.id, "name": "run7@3000", "url": parent.url}]
+    assert found["parents"][1:] == [
+        {"kind": "finetune", "id": parent.id, "name": "run7@3000", "url": parent.url}
+    ]
 
 
 def test_where_else_it_lies_and_whether_it_is_whole(run: Run, known: Path, tmp_path: Path) -> None:
@@ -191,16 +223,25 @@ def test_where_else_it_lies_and_whether_it_is_whole(run: Run, known: Path, tmp_p
 def test_without_a_catalog_the_rest_is_shown(run: Run, known: Path, tmp_path: Path) -> None:
     everything = run("show", known).stdout
     (tmp_path / "broken.db").write_text("this is no database, and never was one")
-    for url in ("none", tmp_path / "never-made.db", tmp_path / "broken.db", "postgresql://127.0.0.1:1/x"):
+    for url in (
+        "none",
+        tmp_path / "never-made.db",
+        tmp_path / "broken.db",
+        "postgresql://127.0.0.1:1/x",
+    ):
         result = run("show", known, "--catalog", url)
         assert set(result.stdout.splitlines()) < set(everything.splitlines())
-        assert result.stderr.startswith("note: the catalog is not available: ") is ("never" not in str(url) != "none")
+        assert result.stderr.startswith("note: the catalog is not available: ") is (
+            "never" not in str(url) != "none"
+        )
         assert object_of(run("show", known, "--catalog", url, "--json").stdout)["catalog"] is None
     assert not (tmp_path / "never-made.db").exists()
     assert "no catalog" in run("show", "run9@1700", "--catalog", "none", code=3).stderr
 
 
-def test_of_what_is_gone_the_catalog_still_knows(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
+def test_of_what_is_gone_the_catalog_still_knows(
+    run: Run, catalog: Path, entry: Callable[[str], Entry]
+) -> None:
     gone = entry("run7@2000")
     result = run("show", "run7@2000")
     assert result.stderr.endswith(
@@ -213,12 +254,19 @@ def test_of_what_is_gone_the_catalog_still_knows(run: Run, catalog: Path, entry:
     assert "  from      run7@1000 (resume)" in lines
     assert lines[-1].split() == ["total", "1", "8", "32", "B"]
     found = object_of(run("show", gone.id[:8], "--json").stdout)
-    assert (found["id"], found["groups"], found["objects"], found["zarr_url"]) == (gone.id, None, None, None)
+    assert (found["id"], found["groups"], found["objects"], found["zarr_url"]) == (
+        gone.id,
+        None,
+        None,
+        None,
+    )
     assert found["catalog"]["state"] == "committed"
     assert run("show", "run7@2000", "-t", "*", "-q").stdout == "w\n"
 
 
-def test_one_that_is_deleted_or_purged_is_shown_too(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
+def test_one_that_is_deleted_or_purged_is_shown_too(
+    run: Run, catalog: Path, entry: Callable[[str], Entry]
+) -> None:
     run("delete", "run7@2000")
     lines = run("show", "run7@2000").stdout.splitlines()
     assert any(line.startswith("  state     deleted 20") for line in lines)
@@ -231,14 +279,19 @@ def test_one_that_is_deleted_or_purged_is_shown_too(run: Run, catalog: Path, ent
     assert run("show", "run7@2001", code=3).stdout == ""
 
 
-def test_it_says_what_is_packed_beside_arrays(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_what_is_packed_beside_arrays(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(small, "MOST_SMALL_ARRAYS", 2)
     monkeypatch.setattr(small, "SMALL_BYTES", 100)
     arrays = {(f"n{i}", "weight"): random_array((4,), "float32", i) for i in range(3)}
     arrays["large", "weight"] = random_array((100,), "float32", 3)
     place = tmp_path / "ck"
     convert(Checkpoint(FakeSource.write(LocalStore(tmp_path / "src"), arrays)), place)
-    assert "  packed    3 tensors, 48 B: no arrays of Zarr; `ucp materialize` makes them" in run("show", place).stdout
+    assert (
+        "  packed    3 tensors, 48 B: no arrays of Zarr; `ucp materialize` makes them"
+        in run("show", place).stdout
+    )
     assert object_of(run("show", place, "--json").stdout)["packed"] == {"tensors": 3, "bytes": 48}
     run("materialize", place)
     assert "  packed  " not in run("show", place).stdout

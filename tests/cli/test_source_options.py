@@ -40,7 +40,9 @@ def _catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def place(tmp_path: Path) -> Path:
     """A DeepSpeed checkpoint of which one matrix may be cut or not."""
     folder = tmp_path / "foreign"
-    write(folder, added(gpt(**SMALL), NAME, "replicate", dict.fromkeys(FLAT, np.zeros((3, 8)))), tp=2)
+    write(
+        folder, added(gpt(**SMALL), NAME, "replicate", dict.fromkeys(FLAT, np.zeros((3, 8)))), tp=2
+    )
     return folder
 
 
@@ -51,7 +53,8 @@ def layout(tmp_path: Path) -> Path:
     return file
 
 
-#: Each command that is given a place, or of which a place is read: how it is called on one that cannot be opened so.
+#: Each command that is given a place, or of which a place is read: how it is called on one that
+#: cannot be opened so.
 OPENING: dict[str, Sequence[str]] = {
     "show": ["{place}"],
     "get": ["{place}", NAME],
@@ -71,13 +74,39 @@ OPENING: dict[str, Sequence[str]] = {
         f"export {kind}": ["{place}", "{tmp}/exported", "--dry-run"]
         for kind in ("safetensors", "dcp", "deepspeed-universal", "torch", "orbax")
     },
-    **{f"export {kind}": ["{place}", "{tmp}/exported", "--dry-run", "--raw"] for kind in ("npz", "npy")},
+    **{
+        f"export {kind}": ["{place}", "{tmp}/exported", "--dry-run", "--raw"]
+        for kind in ("npz", "npy")
+    },
     "export deepspeed": ["{place}", "{tmp}/exported", "--dry-run", "--tp", "1", "--world", "2"],
 }
 #: Those that ask the catalog, storage or nobody what a checkpoint is, and open none.
 OTHERS = {
-    *("doctor", "layout schema", "ls", "lineage", "sql", "tag", "untag", "metric", "note", "hold", "release", "link"),
-    *("log", "delete", "restore", "retain", "gc", "alias set", "alias rm", "alias list", "alias log"),
+    *(
+        "doctor",
+        "layout schema",
+        "ls",
+        "lineage",
+        "sql",
+        "tag",
+        "untag",
+        "metric",
+        "note",
+        "hold",
+        "release",
+        "link",
+    ),
+    *(
+        "log",
+        "delete",
+        "restore",
+        "retain",
+        "gc",
+        "alias set",
+        "alias rm",
+        "alias list",
+        "alias log",
+    ),
     *("cache", "catalog info", "catalog upgrade"),
 }
 #: Which refuses the names of these tensors.
@@ -97,7 +126,10 @@ def commands(group: LazyGroup = ucp, path: str = "") -> Iterator[tuple[str, clic
 def test_these_are_all_commands() -> None:
     assert {name for name, _ in commands()} == OPENING.keys() | OTHERS | {REFUSING}
     takes = {name for name, c in commands() if any(p.name == "options" for p in c.params)}
-    assert takes == (OPENING.keys() | {REFUSING}) - {"copy", "materialize"}  # which are of universal checkpoints
+    assert takes == (OPENING.keys() | {REFUSING}) - {
+        "copy",
+        "materialize",
+    }  # which are of universal checkpoints
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["deepspeed", "trainer"])
@@ -108,7 +140,10 @@ def test_each_command_takes_it_and_its_hint_says_so(
     if wrapped:
         (place / "trainer_state.json").write_text("{}")
     shutil.copytree(place, tmp_path / "twin")
-    words = [*name.split(), *(w.format(place=place, layout=layout, tmp=tmp_path) for w in OPENING[name])]
+    words = [
+        *name.split(),
+        *(w.format(place=place, layout=layout, tmp=tmp_path) for w in OPENING[name]),
+    ]
     if name == "reindex":  # which looks for whatever is there, and fails last
         result = run(*words, code=1)
         assert NAME in result.stdout
@@ -132,17 +167,24 @@ def test_a_tree_is_registered_with_them(run: Run, place: Path, tmp_path: Path) -
     shutil.copytree(place, tmp_path / "foreign2", ignore=shutil.ignore_patterns("inside"))
     assert run("register", "-r", tmp_path, code=1).stderr.count("could not be read") == 1
     step = next(place.glob("global_step*")).name
-    found = {str(Path(p).relative_to(tmp_path)) for p in _urls(run, "register", "-r", tmp_path, *ASK)}
+    found = {
+        str(Path(p).relative_to(tmp_path)) for p in _urls(run, "register", "-r", tmp_path, *ASK)
+    }
     assert found == {f"foreign/{step}", f"foreign2/{step}", "foreign/inside/made"}
     assert len(_urls(run, "reindex", tmp_path, *ASK)) == 3
 
 
 def _urls(run: Run, *words: object) -> set[str]:
-    return {url for c in json.loads(run(*words, "--json").stdout)["checkpoints"] for url in c["urls"]}
+    return {
+        url for c in json.loads(run(*words, "--json").stdout)["checkpoints"] for url in c["urls"]
+    }
 
 
 def test_where_it_cannot_be_meant(run: Run, layout: Path) -> None:
-    assert "needs REF" in run("fits", "--where", "step > 1", "-l", layout, "--source", "a=1", code=2).stderr
+    assert (
+        "needs REF"
+        in run("fits", "--where", "step > 1", "-l", layout, "--source", "a=1", code=2).stderr
+    )
     assert "--against" in run("layout", "check", layout, "--source", "a=1", code=2).stderr
 
 
@@ -153,9 +195,17 @@ def test_sources_have_the_options_that_their_hints_name() -> None:
     assert known["bytecheckpoint"] >= known["dcp"]  # whose names it has
     named = set()
     for file in Path(sources.__file__).parent.rglob("*.py"):
-        kinds = [file.parent.name] if file.parent.name in known else [file.stem] if file.stem in known else []
+        kinds = (
+            [file.parent.name]
+            if file.parent.name in known
+            else [file.stem]
+            if file.stem in known
+            else []
+        )
         if file.stem == "allowed":
-            kinds = [k for k in known if k not in ("orbax", "safetensors", "zarr")]  # which unpickle nothing
+            kinds = [
+                k for k in known if k not in ("orbax", "safetensors", "zarr")
+            ]  # which unpickle nothing
         if file.stem in ("parts", "model_files"):
             kinds = list(known)
         if file.parent.name == "tp_merge":
@@ -164,7 +214,16 @@ def test_sources_have_the_options_that_their_hints_name() -> None:
             assert kinds, f"{file} names the option {option}: of which source is it?"
             assert all(option in known[k] for k in kinds), (file, option)
             named.add(option)
-    assert named >= {"layout", "cuts", "groups", "owners", "allow", "optimizer", "vocab", "fill_missing"}
+    assert named >= {
+        "layout",
+        "cuts",
+        "groups",
+        "owners",
+        "allow",
+        "optimizer",
+        "vocab",
+        "fill_missing",
+    }
 
 
 def test_an_option_is_written_alike_for_all_sources() -> None:
@@ -189,7 +248,9 @@ def test_the_python_names_them_as_it_takes_them(place: Path, layout: Path) -> No
     ):
         with pytest.raises(AmbiguousLayout) as failure:
             act()
-        assert "ucformat.open(…, options={'layout': ucformat.Layout.load(file)})" in str(failure.value)
+        assert "ucformat.open(…, options={'layout': ucformat.Layout.load(file)})" in str(
+            failure.value
+        )
         assert "--source" not in str(failure.value)
         act(options={"cuts": {"*adapter*": "replicate"}})
 

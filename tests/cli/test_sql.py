@@ -16,7 +16,11 @@ QUERY = "select r.name, max(c.step) as step, count(*) as n from checkpoint c joi
 
 def test_a_query(run: Run, catalog: Path) -> None:
     lines = run("sql", f"{QUERY} order by 2").stdout.splitlines()
-    assert [line.split() for line in lines] == [["name", "step", "n"], ["run7", "3000", "3"], [LONG_RUN, "4000", "1"]]
+    assert [line.split() for line in lines] == [
+        ["name", "step", "n"],
+        ["run7", "3000", "3"],
+        [LONG_RUN, "4000", "1"],
+    ]
     found = object_of(run("sql", f"{QUERY} order by 2", "--json").stdout)
     assert found == {
         "columns": ["name", "step", "n"],
@@ -38,7 +42,10 @@ def test_people_are_told_that_there_are_more(run: Run, catalog: Path) -> None:
     result = run("sql", "select id from checkpoint", "-n", 2)
     assert len(result.stdout.splitlines()) == 3
     assert result.stderr == "note: there are more than 2 rows; -n 0 shows all\n"
-    assert object_of(run("sql", "select id from checkpoint", "-n", 2, "--json").stdout)["truncated"] is True
+    assert (
+        object_of(run("sql", "select id from checkpoint", "-n", 2, "--json").stdout)["truncated"]
+        is True
+    )
     assert run("sql", "select id from checkpoint", "-n", 0).stderr == ""
     assert run("sql", "select id from checkpoint where 0").stdout == "id\nno rows\n"
 
@@ -50,5 +57,7 @@ def test_nothing_is_written(run: Run, catalog: Path) -> None:
 
 
 def test_wide_rows_fit_a_terminal(terminal: Terminal, catalog: Path) -> None:
-    lines = terminal(["sql", QUERY], ["sql", "select name, name as other, length(name) from run"]).splitlines()
+    lines = terminal(
+        ["sql", QUERY], ["sql", "select name, name as other, length(name) from run"]
+    ).splitlines()
     assert max(map(len, lines)) <= 80

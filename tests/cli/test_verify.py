@@ -37,7 +37,9 @@ def test_a_whole_checkpoint(run: Run, committed: Path) -> None:
     assert found["bytes_verified"] > sum(a.nbytes for a in ODD.values())
 
 
-def test_every_problem_is_named_on_a_line_of_its_own(run: Run, committed: Path, tmp_path: Path) -> None:
+def test_every_problem_is_named_on_a_line_of_its_own(
+    run: Run, committed: Path, tmp_path: Path
+) -> None:
     place = _damaged(committed, tmp_path / "bad")
     result = run("verify", place, code=5)
     assert len(result.stdout.splitlines()) == 2
@@ -50,7 +52,9 @@ def test_json_of_a_damaged_one(run: Run, committed: Path, tmp_path: Path) -> Non
     result = run("verify", _damaged(committed, tmp_path / "bad"), "--json", code=5)
     found = object_of(result.stdout)
     assert found["ok"] is False
-    assert [sorted(p) for p in found["problems"]] == [["chunk", "file", "name", "reason", "state"]] * 2
+    assert [sorted(p) for p in found["problems"]] == [
+        ["chunk", "file", "name", "reason", "state"]
+    ] * 2
     assert json.loads(result.stderr)["error"]["exit_code"] == 5
 
 

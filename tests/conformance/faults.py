@@ -55,7 +55,10 @@ def of_arrays(flat: Files) -> Faults:
         return edit(lambda m: m["tensors"][column].__setitem__(0, value))
 
     manifest, objects = "manifest.json", f"objects/{ATTEMPT}/objects.json"
-    ranked, of_ranks = per_rank_of(flat, ranges_of(PER_RANK)), f"objects/{ATTEMPT}/per_rank-00000.bin"
+    ranked, of_ranks = (
+        per_rank_of(flat, ranges_of(PER_RANK)),
+        f"objects/{ATTEMPT}/per_rank-00000.bin",
+    )
     more = [*ranges_of(PER_RANK)[:2], b'{"other": 1}']
 
     def ranks(number: int, **values: Any) -> Files:
@@ -66,10 +69,18 @@ def of_arrays(flat: Files) -> Faults:
 
     first = next(k for k in flat if k.endswith("/weight/a/c/0/0"))
     second = next(k for k in flat if k.endswith("/exp_avg/a/c/0/0"))
-    third = next(k for k in flat if k.startswith(second.rpartition("/c/")[0]) and k != second and "/c/" in k)
+    third = next(
+        k for k in flat if k.startswith(second.rpartition("/c/")[0]) and k != second and "/c/" in k
+    )
     zarr = first.replace("c/0/0", "zarr.json")
     tomb = json.dumps(
-        {"format": "ucformat-tombstone", "version": 1, "id": "0" * 32, "attempt": ATTEMPT, "created": CREATED}
+        {
+            "format": "ucformat-tombstone",
+            "version": 1,
+            "id": "0" * 32,
+            "attempt": ATTEMPT,
+            "created": CREATED,
+        }
     )
     number = json.dumps({"a": 1})
     return {
@@ -168,7 +179,9 @@ def of_packed(columns: Columns, files: Files) -> Faults:
 
     without = {k: v for k, v in columns.items() if k != "strides"}
     no_first = {
-        k: v[1:] if k in ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c") else v[2:]
+        k: v[1:]
+        if k in ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
+        else v[2:]
         for k, v in columns.items()
     }
     assert n == 7
@@ -185,9 +198,14 @@ def of_packed(columns: Columns, files: Files) -> Faults:
     begin = columns["offset"][-1]
     elements = files[rank1][begin::2]
     tiled = files[rank1][:begin] + b"".join(
-        data + placed(1, at, data) for at, data in ((begin, elements[:4]), (begin + 8, elements[4:]))
+        data + placed(1, at, data)
+        for at, data in ((begin, elements[:4]), (begin + 8, elements[4:]))
     )
-    apart = {**columns, "strides": [*columns["strides"][:-1], 1], "tile": [*columns["tile"][:-1], 4]}
+    apart = {
+        **columns,
+        "strides": [*columns["strides"][:-1], 1],
+        "tile": [*columns["tile"][:-1], 4],
+    }
     return {
         "sidecar-flipped": ("damaged", "a bit of the sidecar is flipped", flipped(good, path, -3)),
         "sidecar-missing": ("damaged", "the sidecar is missing", changed(good, path, lambda _: b"")),

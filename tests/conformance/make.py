@@ -1,6 +1,7 @@
 """Make the conformance corpus: `python -m tests.conformance.make [FOLDER]`, by default `tests/conformance/cases`.
 
-Valid checkpoints are written with the package, invalid ones are edits of these. All is the same every time.
+Valid checkpoints are written with the package, invalid ones are edits of these. All is the same
+every time.
 """
 
 # ruff: noqa: E501 - tables
@@ -94,33 +95,54 @@ DIMS = ("start", "shape", "strides", "tile")
 
 def arrays() -> Arrays:
     """The elements, which are random bits."""
-    return {key: random_array(shape, dtype, seed) for seed, (key, (dtype, shape)) in enumerate(SHAPES.items())}
+    return {
+        key: random_array(shape, dtype, seed)
+        for seed, (key, (dtype, shape)) in enumerate(SHAPES.items())
+    }
 
 
 def facts(**more: Any) -> dict[str, Any]:
     """What a manifest says besides its tensors."""
-    return {"id": "0" * 32, "attempt": ATTEMPT, "created": CREATED, "aliases": {"tied": "a"}, "step": 3, **more}
+    return {
+        "id": "0" * 32,
+        "attempt": ATTEMPT,
+        "created": CREATED,
+        "aliases": {"tied": "a"},
+        "step": 3,
+        **more,
+    }
 
 
 def of_every_dtype() -> Arrays:
     """A tensor of each dtype, of random bits."""
-    return {(dtype, "weight"): random_array((3, 4), dtype, seed) for seed, dtype in enumerate(ITEMSIZE)}
+    return {
+        (dtype, "weight"): random_array((3, 4), dtype, seed) for seed, dtype in enumerate(ITEMSIZE)
+    }
 
 
 def made_of_arrays(tensors: Arrays | None = None) -> Files:
     """Arrays, in several shards of several chunks, some of them padded."""
     if tensors is not None:
-        return _files(Checkpoint(FakeSource.write(MemoryStore(f"conformance-{uuid4().hex}"), tensors)), {"aliases": {}})
+        return _files(
+            Checkpoint(FakeSource.write(MemoryStore(f"conformance-{uuid4().hex}"), tensors)),
+            {"aliases": {}},
+        )
     source = MemoryStore(f"conformance-{uuid4().hex}")
     with source.create("vocab.txt") as out:
         out.write(b"a\nb\n")
-    return _files(Checkpoint(FakeSource.write(source, arrays(), objects=OBJECTS, assets=("vocab.txt",))), {})
+    return _files(
+        Checkpoint(FakeSource.write(source, arrays(), objects=OBJECTS, assets=("vocab.txt",))), {}
+    )
 
 
 def _files(opened: Checkpoint, more: dict[str, Any]) -> Files:
     store = MemoryStore(f"conformance-{uuid4().hex}")
     ck = ucformat.convert(opened, store, chunk_bytes=16, shard_bytes=64)
-    files = {i.key: store.read(i.key) for i in store.list() if i.key.split("/")[0] in ("data", "objects", "assets")}
+    files = {
+        i.key: store.read(i.key)
+        for i in store.list()
+        if i.key.split("/")[0] in ("data", "objects", "assets")
+    }
     text = ck.manifest.model_dump_json().replace(ck.manifest.attempt, ATTEMPT)
     made = Manifest.model_validate_json(text).model_copy(
         update={
@@ -138,7 +160,12 @@ def _files(opened: Checkpoint, more: dict[str, Any]) -> Files:
 
 def record() -> bytes:
     """The record of an attempt."""
-    head = {"format": "ucformat-attempt", "version": 1, "attempt": ATTEMPT, "plan": bytes_digest(b"")}
+    head = {
+        "format": "ucformat-attempt",
+        "version": 1,
+        "attempt": ATTEMPT,
+        "plan": bytes_digest(b""),
+    }
     return json.dumps({**head, "owner": "conformance", "started": CREATED}, indent=1).encode()
 
 
@@ -147,30 +174,51 @@ def rows() -> tuple[Columns, Files]:
     columns: Columns = {name: [] for name in (*ROWS, *DIMS)}
     files = [bytearray(64), bytearray()]
 
-    def add(tensor: int, file: int, offset: int, block: tuple[int, int, int], **dims: tuple[int, ...]) -> None:
+    def add(
+        tensor: int, file: int, offset: int, block: tuple[int, int, int], **dims: tuple[int, ...]
+    ) -> None:
         for name, value in zip(ROWS, (tensor, file, offset, *block), strict=True):
             columns[name].append(value)
         for name in DIMS:
             columns[name] += dims.get(name, (0,) * len(dims["start"]))
 
     weight, average, step, vector, _ = arrays().values()
-    for k, (low, high) in enumerate(((0, 2), (2, 5))):  # by rows over both files: checksums in the sidecar
+    for k, (low, high) in enumerate(
+        ((0, 2), (2, 5))
+    ):  # by rows over both files: checksums in the sidecar
         data, at = weight[low:high].tobytes(), len(files[k])
         files[k] += data
-        add(0, k, at, (at, len(data), crc32c(data)), start=(low, 0), shape=(high - low, 6), strides=(12, 2))
+        add(
+            0,
+            k,
+            at,
+            (at, len(data), crc32c(data)),
+            start=(low, 0),
+            shape=(high - low, 6),
+            strides=(12, 2),
+        )
         files[k] += bytes(-len(files[k]) % 64)
-    for k, (low, high) in enumerate(((0, 3), (3, 5))):  # tiles of 2 by 4, each with a placed checksum
+    for k, (low, high) in enumerate(
+        ((0, 3), (3, 5))
+    ):  # tiles of 2 by 4, each with a placed checksum
         at = len(files[k])
-        bounds = ([(max(low, r), min(high, r + 2)) for r in range(low // 2 * 2, high, 2)], [(0, 4), (4, 6)])
+        bounds = (
+            [(max(low, r), min(high, r + 2)) for r in range(low // 2 * 2, high, 2)],
+            [(0, 4), (4, 6)],
+        )
         for (r, s), (c, d) in product(*bounds):
             data = average[r:s, c:d].tobytes()
             files[k] += data + placed(k, len(files[k]), data)
-        add(1, k, at, (-1, 0, 0), start=(low, 0), shape=(high - low, 6), strides=(0, 4), tile=(2, 4))
+        add(
+            1, k, at, (-1, 0, 0), start=(low, 0), shape=(high - low, 6), strides=(0, 4), tile=(2, 4)
+        )
         files[k] += bytes(-len(files[k]) % 64)
     at, data = len(files[0]), step.tobytes()  # without dims: one block with a placed checksum
     files[0] += data + placed(0, at, data)
     add(2, 0, at, (at, 4, -2), start=(), shape=(), strides=())
-    for k in range(2):  # replicas: one with a checksum behind it, one with a stride and without a checksum
+    for k in range(
+        2
+    ):  # replicas: one with a checksum behind it, one with a stride and without a checksum
         files[k] += bytes(-len(files[k]) % 64)
         at, data = len(files[k]), vector.tobytes()
         if k == 0:
@@ -200,11 +248,18 @@ def described_rows() -> tuple[Columns, Files]:
     from ucformat.format.distribution import Cut, Distribution, RankMesh
 
     columns: Columns = {name: [] for name in (*ROWS, *DIMS)}
-    more: Columns = {name: [] for name in ("described", "distribution", "writer", "position", "described_tile")}
+    more: Columns = {
+        name: [] for name in ("described", "distribution", "writer", "position", "described_tile")
+    }
     files: dict[int, bytearray] = {rank: bytearray() for rank in range(5)}
     meshes = [RankMesh((2, 2), 0, (2, 1)), RankMesh((3,), listed=(4, 0, 2))]
     known = [
-        Distribution(meshes[d["mesh"]], tuple(Cut(*c) for c in d.get("cuts", ())), d.get("flat"), d.get("part", 0))
+        Distribution(
+            meshes[d["mesh"]],
+            tuple(Cut(*c) for c in d.get("cuts", ())),
+            d.get("flat"),
+            d.get("part", 0),
+        )
         for d in DESCRIBED["distributions"]
     ]
     held = list(arrays().values())
@@ -221,12 +276,17 @@ def described_rows() -> tuple[Columns, Files]:
             for box in d.boxes(a.shape, at) if d.copy_of(at) == writer else ():
                 file += bytes(-len(file) % 64)
                 ranges = zip(box.start, box.stop, tile, strict=True)
-                bounds = [[(max(a, r), min(b, r + t)) for r in range(a // t * t, b, t)] for a, b, t in ranges]
+                bounds = [
+                    [(max(a, r), min(b, r + t)) for r in range(a // t * t, b, t)]
+                    for a, b, t in ranges
+                ]
                 for one in product(*bounds):
                     data = a[tuple(slice(*bound) for bound in one)].tobytes()
                     name = f"rank-{int(d.mesh.ranks[at]):05}"
                     file += data + placed_in(name, len(file), data)
-    return {**columns, **more}, {f"{DATA}/rank-{rank:05}.bin": bytes(data) for rank, data in files.items()}
+    return {**columns, **more}, {
+        f"{DATA}/rank-{rank:05}.bin": bytes(data) for rank, data in files.items()
+    }
 
 
 def placed(file: int, offset: int, data: bytes) -> bytes:
@@ -236,7 +296,9 @@ def placed(file: int, offset: int, data: bytes) -> bytes:
 
 def placed_in(name: str, offset: int, data: bytes) -> bytes:
     """The same, in a file of any name."""
-    return crc32c(f"{ATTEMPT}/{name}.bin".encode() + struct.pack("<Q", offset) + data).to_bytes(4, "little")
+    return crc32c(f"{ATTEMPT}/{name}.bin".encode() + struct.pack("<Q", offset) + data).to_bytes(
+        4, "little"
+    )
 
 
 def sidecar(columns: Columns, files: list[str], **changed: Any) -> bytes:
@@ -249,7 +311,11 @@ def sidecar(columns: Columns, files: list[str], **changed: Any) -> bytes:
     header: dict[str, Any] = {"__metadata__": meta}
     end = 0
     for name, data in packed.items():
-        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [end, end := end + len(data)]}
+        header[name] = {
+            "dtype": "U8",
+            "shape": [len(data)],
+            "data_offsets": [end, end := end + len(data)],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + b"".join(packed.values())
@@ -263,11 +329,15 @@ def pack(name: str, values: list[int]) -> bytes:
     return zlib.compress(b"".join(bytes(w[k] for w in words) for k in range(8)), 0)
 
 
-def packed_files(columns: Columns, files: Files, names: list[str] | None = None, **changed: Any) -> Files:
+def packed_files(
+    columns: Columns, files: Files, names: list[str] | None = None, **changed: Any
+) -> Files:
     """A packed checkpoint of these extents."""
     data = sidecar(columns, list(files) if names is None else names, **changed)
     path = f"{DATA}/extents.safetensors"
-    tensors = TensorTable.of(TensorDoc(n, s, dtype, shape) for (n, s), (dtype, shape) in SHAPES.items())
+    tensors = TensorTable.of(
+        TensorDoc(n, s, dtype, shape) for (n, s), (dtype, shape) in SHAPES.items()
+    )
     doc = SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data))
     made = manifest_bytes(Manifest.model_validate(facts(tensors=tensors, sidecar=doc)))
     return {**files, path: data, "manifest.json": made}
@@ -279,7 +349,11 @@ def safetensors_files() -> Files:
     data, names = b"", {"bfloat16": "BF16", "float32": "F32", "int8": "I8", "int64": "I64"}
     for ((name, state), (dtype, shape)), a in zip(SHAPES.items(), arrays().values(), strict=True):
         offsets = [len(data), len(data) + a.nbytes]
-        header[f"{name}.{state}"] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": offsets}
+        header[f"{name}.{state}"] = {
+            "dtype": names[dtype],
+            "shape": list(shape),
+            "data_offsets": offsets,
+        }
         data += a.tobytes()
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -287,7 +361,9 @@ def safetensors_files() -> Files:
     columns: Columns = {name: [] for name in (*ROWS, *DIMS)}
 
     def add(tensor: int, begin: int, body: bytes, **dims: tuple[int, ...]) -> None:
-        for name, value in zip(ROWS, (tensor, 0, begin, begin, len(body), crc32c(body)), strict=True):
+        for name, value in zip(
+            ROWS, (tensor, 0, begin, begin, len(body), crc32c(body)), strict=True
+        ):
             columns[name].append(value)
         for name in DIMS:
             columns[name] += dims.get(name, (0,) * len(dims["start"]))
@@ -326,15 +402,28 @@ def mixed_files(flat: Files) -> Files:
     packed = {("a", "step"), ("ü/.b", "weight")}
     made = Manifest.model_validate_json(flat["manifest.json"])
     folders = [f"{t.path}/" for t in made.tensors if (t.name, t.state) in packed]
-    docs = [TensorDoc(t.name, t.state, t.dtype, t.shape) if (t.name, t.state) in packed else t for t in made.tensors]
+    docs = [
+        TensorDoc(t.name, t.state, t.dtype, t.shape) if (t.name, t.state) in packed else t
+        for t in made.tensors
+    ]
     number = {(t.name, t.state): n for n, t in enumerate(docs)}
     step, vector = (arrays()[key].tobytes() for key in [("a", "step"), ("ü/.b", "weight")])
     block = (number["ü/.b", "weight"], 0, 0, 0, len(vector), crc32c(vector))
     columns: Columns = {name: [value] for name, value in zip(ROWS, block, strict=True)}
     columns |= {"start": [0], "shape": [len(vector)], "strides": [1]}
-    columns |= {"described": [number["a", "step"]], "distribution": [0], "writer": [0], "position": [0]}
+    columns |= {
+        "described": [number["a", "step"]],
+        "distribution": [0],
+        "writer": [0],
+        "position": [0],
+    }
     columns["described_tile"] = []
-    told = {"tensors": 1, "folder": DATA, "meshes": [{"sizes": [1], "strides": [1]}], "distributions": [{"mesh": 0}]}
+    told = {
+        "tensors": 1,
+        "folder": DATA,
+        "meshes": [{"sizes": [1], "strides": [1]}],
+        "distributions": [{"mesh": 0}],
+    }
     data = sidecar(columns, [f"{DATA}/small-00000.bin"], described=json.dumps(told))
     path = f"{DATA}/extents.safetensors"
     doc = SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data))
@@ -398,7 +487,10 @@ def changed(files: Files, name: str, change: Callable[[bytes], bytes]) -> Files:
 def objects_of(files: Files, data: bytes) -> Files:
     """The same with other objects, under the right digest."""
     name = f"objects/{ATTEMPT}/objects.json"
-    return edited({**files, name: data}, lambda m: m["objects"].update(nbytes=len(data), digest=bytes_digest(data)))
+    return edited(
+        {**files, name: data},
+        lambda m: m["objects"].update(nbytes=len(data), digest=bytes_digest(data)),
+    )
 
 
 def per_rank_of(files: Files, *parts: list[bytes], move: int = 0) -> Files:
@@ -411,11 +503,18 @@ def per_rank_of(files: Files, *parts: list[bytes], move: int = 0) -> Files:
             index += offset.to_bytes(8, "little") + (len(body) + 4).to_bytes(8, "little")
             data += body + crc32c(body).to_bytes(4, "little")
         added[name] = data = data + index + crc32c(index).to_bytes(4, "little")
-        doc = {"path": name, "nbytes": len(data), "digest": bytes_digest(data), "first": first, "ranks": len(ranges)}
+        doc = {
+            "path": name,
+            "nbytes": len(data),
+            "digest": bytes_digest(data),
+            "first": first,
+            "ranks": len(ranges),
+        }
         docs.append(doc)
         first += len(ranges)
     return edited(
-        {**files, **added}, lambda m: m.update(per_rank={"ranks": first, "names": [*PER_RANK], "files": docs})
+        {**files, **added},
+        lambda m: m.update(per_rank={"ranks": first, "names": [*PER_RANK], "files": docs}),
     )
 
 
@@ -429,7 +528,10 @@ def of_two_files(files: Files) -> Files:
 def ranges_of(values: dict[str, list[Any]]) -> list[bytes]:
     """The JSON of each rank's values."""
     ranks = zip(*values.values(), strict=True)
-    return [json.dumps(dict(zip(values, of_rank, strict=True)), ensure_ascii=False).encode() for of_rank in ranks]
+    return [
+        json.dumps(dict(zip(values, of_rank, strict=True)), ensure_ascii=False).encode()
+        for of_rank in ranks
+    ]
 
 
 def expected_of(tensors: Arrays) -> dict[str, Any]:
@@ -444,10 +546,23 @@ def expected_of(tensors: Arrays) -> dict[str, Any]:
 def expected(**more: Any) -> dict[str, Any]:
     """What a reader must give."""
     listed = [
-        {"name": n, "state": s, "dtype": d, "shape": shape, "sha256": hashlib.sha256(a.tobytes()).hexdigest()}
+        {
+            "name": n,
+            "state": s,
+            "dtype": d,
+            "shape": shape,
+            "sha256": hashlib.sha256(a.tobytes()).hexdigest(),
+        }
         for ((n, s), (d, shape)), a in zip(SHAPES.items(), arrays().values(), strict=True)
     ]
-    return {"tensors": listed, "aliases": {"tied": "a"}, "objects": {}, "per_rank": {}, "assets": {}, **more}
+    return {
+        "tensors": listed,
+        "aliases": {"tied": "a"},
+        "objects": {},
+        "per_rank": {},
+        "assets": {},
+        **more,
+    }
 
 
 def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
@@ -472,7 +587,10 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
     def spelled_out(m: Any) -> None:
         """What no writer has reason to do: other orders, names and kinds that are not used, every folder listed."""
         t = m["tensors"]
-        paths = [f"{t['kinds'][k]['path']}/{quoted(t['names'][n])}" for n, k in zip(t["name"], t["kind"], strict=True)]
+        paths = [
+            f"{t['kinds'][k]['path']}/{quoted(t['names'][n])}"
+            for n, k in zip(t["name"], t["kind"], strict=True)
+        ]
         t["names"], t["kinds"] = (
             ["unused", *reversed(t["names"])],
             [*reversed(t["kinds"]), {**t["kinds"][3], "state": "unused"}],
@@ -489,7 +607,10 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
     renamed = changed(flat, document, lambda d: d.replace(b'"exp_avg"', b'"state of tomorrow"'))
     tomorrow = copy.deepcopy(all_of_it)
     tomorrow["tensors"][1]["state"] = "state of tomorrow"
-    permuted = {name: [v for at in (6, 5, 4, 3, 2, 1, 0) for v in by_row(columns, name, at)] for name in (*ROWS, *DIMS)}
+    permuted = {
+        name: [v for at in (6, 5, 4, 3, 2, 1, 0) for v in by_row(columns, name, at)]
+        for name in (*ROWS, *DIMS)
+    }
     nothing = manifest_bytes(Manifest.model_validate({**facts(tensors=NOTHING), "aliases": {}}))
     return {
         "arrays": ("arrays, objects in every spelling, an asset, an alias, a NaN metric", flat, all_of_it),
@@ -513,7 +634,11 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
 def by_row(columns: Columns, name: str, row: int) -> list[int]:
     """What a column has of one extent."""
     ndims = [len(list(SHAPES.values())[t][1]) for t in columns["tensor"]]
-    return columns[name][row : row + 1] if name in ROWS else columns[name][sum(ndims[:row]) : sum(ndims[: row + 1])]
+    return (
+        columns[name][row : row + 1]
+        if name in ROWS
+        else columns[name][sum(ndims[:row]) : sum(ndims[: row + 1])]
+    )
 
 
 def invalid() -> dict[str, tuple[str, str, Files]]:
@@ -521,7 +646,11 @@ def invalid() -> dict[str, tuple[str, str, Files]]:
     from tests.conformance.faults import of_arrays, of_packed, of_virtual
 
     columns, files = rows()
-    return {**of_arrays(made_of_arrays()), **of_packed(columns, files), **of_virtual(virtual_files())}
+    return {
+        **of_arrays(made_of_arrays()),
+        **of_packed(columns, files),
+        **of_virtual(virtual_files()),
+    }
 
 
 def vectors() -> dict[str, Any]:
@@ -539,8 +668,15 @@ def vectors() -> dict[str, Any]:
         grid = Grid.of(shape, ITEMSIZE[dtype], target)
         tile = tile_shape(shape, ITEMSIZE[dtype])
         assert grid.chunk == chunk_shape(shape, ITEMSIZE[dtype], target or 1 << 20)
-        row: dict[str, Any] = {"dtype": dtype, "shape": shape, "target": target or 1 << 20, "limit": 128 << 20}
-        grids.append({**row, "chunk": grid.chunk, "shard": grid.shard, **({} if target else {"tile": tile})})
+        row: dict[str, Any] = {
+            "dtype": dtype,
+            "shape": shape,
+            "target": target or 1 << 20,
+            "limit": 128 << 20,
+        }
+        grids.append(
+            {**row, "chunk": grid.chunk, "shard": grid.shard, **({} if target else {"tile": tile})}
+        )
     folders = [
         ["a", "a.weight", "a/b", "ü", ".hidden", "..", "", "c", "C", "zarr.json", "__x", "_x", "~", "a\0b", "a b"],
         ["Case", "case", "other"], ["n" * 200], ["n" * 201], ["ü" * 40], ["__" + "ü" * 40], ["a%2Fb", "a/b"], ["é", "É"],
@@ -553,7 +689,13 @@ def vectors() -> dict[str, Any]:
         grid = Grid(shape, chunk, shard, ITEMSIZE[dtype])
         elements = bytes(k % 251 for k in range(math.prod(shape) * grid.itemsize))
         digests.append(
-            {"dtype": dtype, "shape": shape, "chunk": chunk, "shard": shard, **written(grid, dtype, elements)}
+            {
+                "dtype": dtype,
+                "shape": shape,
+                "chunk": chunk,
+                "shard": shard,
+                **written(grid, dtype, elements),
+            }
         )
     zarr = [
         {"name": name, "state": "weight", "dtype": dtype, "shape": shape, "chunk": chunk, "shard": shard,
@@ -566,14 +708,20 @@ def vectors() -> dict[str, Any]:
     ]  # fmt: skip
     document = b'{\n "format": "x"\n}'
     whole = with_own_digest(document)
-    own = {"document": document.decode(), "with_digest": whole.decode(), "digest": own_digest(whole)}
+    own = {
+        "document": document.decode(),
+        "with_digest": whole.decode(),
+        "digest": own_digest(whole),
+    }
     checks = [
         {"bytes": data.hex(), "crc32c": crc32c(data), "sha256": bytes_digest(data)}
         for data in (b"", b"123456789", bytes(32))
     ]
     return {
         "grids": grids,
-        "folders": [{"names": names, "folders": list(folder_names(names).values())} for names in folders],
+        "folders": [
+            {"names": names, "folders": list(folder_names(names).values())} for names in folders
+        ],
         "tensors": digests,
         "zarr": zarr,
         "document": own,
@@ -610,14 +758,27 @@ def main(folder: Path = CASES) -> None:
             bases[name] = files
     for name, (fault, says, files) in invalid().items():
         error, _, stage = fault.partition(":")
-        virtual = {"roots": ["sources"], "modified": MODIFIED} if "manifest.json.in" in files else {}
-        put(folder, name, files, {"says": says, "error": error, "found": stage or "read", **virtual}, bases)
+        virtual = (
+            {"roots": ["sources"], "modified": MODIFIED} if "manifest.json.in" in files else {}
+        )
+        put(
+            folder,
+            name,
+            files,
+            {"says": says, "error": error, "found": stage or "read", **virtual},
+            bases,
+        )
     (folder / "vectors.json").write_text(json.dumps(vectors(), indent=1) + "\n")
 
 
-def put(folder: Path, name: str, files: Files, want: dict[str, Any], bases: dict[str, Files]) -> None:
+def put(
+    folder: Path, name: str, files: Files, want: dict[str, Any], bases: dict[str, Files]
+) -> None:
     """Write what one checkpoint has and its base has not, and beside it what a reader must make of it."""
-    alike = {base: sum(there.get(k) == data for k, data in files.items()) for base, there in bases.items()}
+    alike = {
+        base: sum(there.get(k) == data for k, data in files.items())
+        for base, there in bases.items()
+    }
     base = max(alike, key=lambda n: alike[n], default="")
     there = bases[base] if base and alike[base] else {}
     (folder / name).mkdir(parents=True, exist_ok=True)
@@ -631,5 +792,7 @@ def put(folder: Path, name: str, files: Files, want: dict[str, Any], bases: dict
 
 
 if __name__ == "__main__":
-    os.environ["UCP_CATALOG"] = f"sqlite:///{mkdtemp()}/catalog.db"  # what is made here is nobody's checkpoint
+    os.environ["UCP_CATALOG"] = (
+        f"sqlite:///{mkdtemp()}/catalog.db"  # what is made here is nobody's checkpoint
+    )
     main(*map(Path, sys.argv[1:]))

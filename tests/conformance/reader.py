@@ -1,6 +1,7 @@
 """A reader of universal checkpoints that shares no code with the package: it was written from docs/spec.md alone.
 
-`python reader.py CHECKPOINT [ROOT …]` lists the tensors of a checkpoint in a local folder. It holds them whole.
+`python reader.py CHECKPOINT [ROOT …]` lists the tensors of a checkpoint in a local folder. It holds
+them whole.
 """
 
 from __future__ import annotations
@@ -47,10 +48,20 @@ class Refused(Exception):
     """It leads out of the checkpoint."""
 
 
-SIZES = {"bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
+SIZES = {
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "bfloat16": 2,
+    "complex64": 8,
+    "complex128": 16,
+}
 SIZES |= {f"{kind}{n}": n // 8 for kind in ("int", "uint") for n in (8, 16, 32, 64)}
 SIZES |= {f"float{n}": n // 8 for n in (16, 32, 64)}
-OTHERS = {f"float8_{kind}": 1 for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
+OTHERS = {
+    f"float8_{kind}": 1
+    for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
+}
 OTHERS |= {f"float6_{kind}{how}": 1 for kind in ("e2m3fn", "e3m2fn") for how in ("", "_packed")}
 OTHERS |= {"float4_e2m1fn": 1, "float4_e2m1fn_x2": 1, "complex32": 4, "bcomplex32": 4}
 OTHERS |= {f"{kind}{n}": 1 for kind in ("int", "uint") for n in range(1, 8)}
@@ -69,7 +80,9 @@ def need(truth: object, reason: str, error: type[Exception] = Damaged) -> None:
 def strict(data: bytes) -> Any:
     """JSON as RFC 8259 has it."""
     try:
-        return json.loads(data.decode(), parse_constant=lambda word: need(None, f"{word} is no JSON"))
+        return json.loads(
+            data.decode(), parse_constant=lambda word: need(None, f"{word} is no JSON")
+        )
     except (ValueError, RecursionError) as error:
         raise Damaged(f"no JSON: {error}") from None
 
@@ -77,9 +90,15 @@ def strict(data: bytes) -> Any:
 def of_type(document: Any, required: Any, nullable: Any = (), optional: Any = ()) -> None:
     """The types of an object's members. Optional ones may be absent, nullable ones may be null, too."""
     need(isinstance(document, dict), "not an object")
-    required = {**required, **{name: kind for name, kind in dict(optional).items() if name in document}}
+    required = {
+        **required,
+        **{name: kind for name, kind in dict(optional).items() if name in document},
+    }
     for name, kind in required.items():
-        need(isinstance(document.get(name), kind) and document[name] is not True, f"{name} is missing or no {kind}")
+        need(
+            isinstance(document.get(name), kind) and document[name] is not True,
+            f"{name} is missing or no {kind}",
+        )
     for name, kind in dict(nullable).items():
         need(document.get(name) is None or isinstance(document[name], kind), f"{name} is no {kind}")
 
@@ -87,7 +106,10 @@ def of_type(document: Any, required: Any, nullable: Any = (), optional: Any = ()
 def check_digest(digest: str) -> None:
     kind, _, digits = digest.partition(":")
     need(kind in ("sha256", "xxh3"), f"the digest {digest} is of an unknown kind", Upgrade)
-    need(re.fullmatch("[0-9a-f]{64}" if kind == "sha256" else "[0-9a-f]{32}", digits), f"{digest} is no digest")
+    need(
+        re.fullmatch("[0-9a-f]{64}" if kind == "sha256" else "[0-9a-f]{32}", digits),
+        f"{digest} is no digest",
+    )
 
 
 def check_paths(paths: Any, pairs: tuple[type[Any], ...] = ()) -> None:
@@ -95,7 +117,10 @@ def check_paths(paths: Any, pairs: tuple[type[Any], ...] = ()) -> None:
     need(isinstance(paths, list) and all(isinstance(p, list) for p in paths), "paths in the state")
     parts = [part for path in paths for part in path]
     need(all(type(p) in (str, int, *pairs) for p in parts), "a path in the state")
-    need(all([*map(type, p)] == [str, str] for p in parts if isinstance(p, list)), "a pair in a path in the state")
+    need(
+        all([*map(type, p)] == [str, str] for p in parts if isinstance(p, list)),
+        "a pair in a path in the state",
+    )
 
 
 def folder_of(name: str) -> str:
@@ -131,8 +156,13 @@ class Checkpoint:
         need(len(names) == len(self.tensors), "a name and state is listed twice")
         self.aliases: dict[str, str] = self.manifest["aliases"]
         stored = {name for name, _ in names}
-        need(all(n not in stored and of in stored for n, of in self.aliases.items()), "an alias of nothing, or a name")
-        self.sources = {s["path"]: s for s in (self.manifest.get("sidecar") or {}).get("sources", ())}
+        need(
+            all(n not in stored and of in stored for n, of in self.aliases.items()),
+            "an alias of nothing, or a name",
+        )
+        self.sources = {
+            s["path"]: s for s in (self.manifest.get("sidecar") or {}).get("sources", ())
+        }
         self._extents: list[list[Extent]] | None = None
 
     def _open(self) -> Any:
@@ -146,18 +176,36 @@ class Checkpoint:
                 need(strict(data)["format"] != "ucformat-tombstone", "it is being removed", Absent)
             raise Damaged("the manifest is not what its digest says")
         m: Any = strict(data)
-        need(isinstance(m, dict) and m.get("format") == "ucformat" and type(m.get("version")) is int, "no manifest")
-        need(m["version"] <= 1 and not m.get("requires"), f"version {m['version']}, {m.get('requires')}", Upgrade)
+        need(
+            isinstance(m, dict) and m.get("format") == "ucformat" and type(m.get("version")) is int,
+            "no manifest",
+        )
+        need(
+            m["version"] <= 1 and not m.get("requires"),
+            f"version {m['version']}, {m.get('requires')}",
+            Upgrade,
+        )
         need(m["version"] == 1, "there is no such version")
         files = dict.fromkeys(("objects", "per_rank", "sidecar", "verified", "grid"), dict)
         nullable = {"run": str, "step": int, "commits": int, **files}
-        optional = dict.fromkeys(("producer", "metrics", "config", "layout", "aliases", "assets"), dict)
+        optional = dict.fromkeys(
+            ("producer", "metrics", "config", "layout", "aliases", "assets"), dict
+        )
         lists = dict.fromkeys(("requires", "groups", "lineage", "writers"), list)
         m = {name: kind() for name, kind in [*optional.items(), *lists.items()]} | m
-        of_type(m, {"id": str, "attempt": str, "created": str, "tensors": dict}, nullable, {**optional, **lists})
+        of_type(
+            m,
+            {"id": str, "attempt": str, "created": str, "tensors": dict},
+            nullable,
+            {**optional, **lists},
+        )
         need(re.fullmatch("[0-9a-f]{20}", m["attempt"]), "no attempt has this name")
         of_ranks = self._check_ranks(m["per_rank"]) if m.get("per_rank") else ()
-        for file in (*m["assets"].values(), *of_ranks, *(m[k] for k in ("objects", "sidecar") if m.get(k))):
+        for file in (
+            *m["assets"].values(),
+            *of_ranks,
+            *(m[k] for k in ("objects", "sidecar") if m.get(k)),
+        ):
             of_type(file, {"path": str, "nbytes": int, "digest": str})
             need(file["nbytes"] >= 0, "a negative size")
             check_digest(file["digest"])
@@ -165,18 +213,33 @@ class Checkpoint:
             of_type(edge, {"kind": str, "url": str}, {"id": str, "commits": int}, {"engine": dict})
             need(edge["kind"] in KINDS, f"lineage of the unknown kind {edge['kind']}", Upgrade)
         for group in m["groups"]:
-            of_type(group, {"params": list}, {"at": list, "names": list}, {"options": dict, "flattened": int})
+            of_type(
+                group,
+                {"params": list},
+                {"at": list, "names": list},
+                {"options": dict, "flattened": int},
+            )
         self._check_sources(m.get("sidecar") or {})
         return m
 
     def _check_ranks(self, doc: Any) -> list[Any]:
         of_type(doc, {"ranks": int, "names": list, "files": list})
-        need(all(isinstance(n, str) for n in doc["names"]) and len({*doc["names"]}) == len(doc["names"]), "names")
+        need(
+            all(isinstance(n, str) for n in doc["names"])
+            and len({*doc["names"]}) == len(doc["names"]),
+            "names",
+        )
         end = 0
         for file in doc["files"]:
             of_type(file, {"first": int, "ranks": int, "nbytes": int})
-            need(file["first"] == end and file["ranks"] >= 1, "the values of a rank are missing, or there twice")
-            need(file["nbytes"] >= 22 * file["ranks"] + 4, "there is no room for the values of the ranks")
+            need(
+                file["first"] == end and file["ranks"] >= 1,
+                "the values of a rank are missing, or there twice",
+            )
+            need(
+                file["nbytes"] >= 22 * file["ranks"] + 4,
+                "there is no room for the values of the ranks",
+            )
             end += file["ranks"]
         need(1 <= end == doc["ranks"] <= 1 << 20, "the number of ranks")
         return list(doc["files"])
@@ -184,16 +247,27 @@ class Checkpoint:
     def _check_sources(self, sidecar: Any) -> None:
         seen = set()
         for source in sidecar.get("sources", ()):
-            of_type(source, {"path": str, "nbytes": int}, {"modified": int | float, "etag": str, "digest": str})
+            of_type(
+                source,
+                {"path": str, "nbytes": int},
+                {"modified": int | float, "etag": str, "digest": str},
+            )
             check_digest(source.get("digest") or NONE)
             path = re.fullmatch("roots/([0-9]{1,9})/(.+)", source["path"], re.DOTALL)
-            need(path and int(path[1]) < len(sidecar.get("roots", ())), f"{source['path']} lies below no root")
+            need(
+                path and int(path[1]) < len(sidecar.get("roots", ())),
+                f"{source['path']} lies below no root",
+            )
             need(source["path"] not in seen, f"{source['path']} is listed twice")
             seen.add(source["path"])
 
     def _table(self, t: Any) -> list[Any]:
         t = {"digest": [], "path": {}, "at": {}} | t
-        of_type(t, dict.fromkeys(("names", "kinds", "name", "kind", "digest"), list) | {"path": dict, "at": dict})
+        of_type(
+            t,
+            dict.fromkeys(("names", "kinds", "name", "kind", "digest"), list)
+            | {"path": dict, "at": dict},
+        )
         names, kinds, n = t["names"], t["kinds"], len(t["name"])
         need(all(isinstance(x, str) for x in names) and len(set(names)) == len(names), "names")
         for kind in kinds:
@@ -210,8 +284,15 @@ class Checkpoint:
             need(isinstance(digest, str | None), "a digest that is no text")
             check_digest(digest or NONE)
             need(folder is None or digest, "an array without digest")
-            need(folder is not None or str(row) not in t["path"], "a path of a tensor that is no array")
-            path = None if folder is None else t["path"].get(str(row), f"{folder}/{folder_of(names[name])}")
+            need(
+                folder is not None or str(row) not in t["path"],
+                "a path of a tensor that is no array",
+            )
+            path = (
+                None
+                if folder is None
+                else t["path"].get(str(row), f"{folder}/{folder_of(names[name])}")
+            )
             need(path is None or re.fullmatch("[A-Za-z0-9._~%/-]+", path), "path")
             out.append({**kinds[kind], "name": names[name], "digest": digest, "path": path})
         return out
@@ -223,7 +304,9 @@ class Checkpoint:
         check_paths(t.get("at", []), (list,))
         shape = t["shape"]
         need(
-            all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 64 and max(shape, default=0) <= 1 << 62,
+            all(type(n) is int and n >= 0 for n in shape)
+            and len(shape) <= 64
+            and max(shape, default=0) <= 1 << 62,
             "shape",
         )
         if t.get("path") is None:
@@ -233,16 +316,30 @@ class Checkpoint:
         need(chunk is not None and shard is not None, "an array without chunk or shard")
         need(len(shape) <= 32 and len(chunk) == len(shard) == len(shape), "dims")
         need(all(type(n) is int and n >= 1 for n in (*chunk, *shard)), "edges of a chunk or shard")
-        need(all(s % c == 0 for s, c in zip(shard, chunk, strict=True)), "a shard is not a multiple of its chunk")
-        need(math.prod(-(-n // s) for n, s in zip(shape, shard, strict=True)) <= 10**7, "too many shards")
+        need(
+            all(s % c == 0 for s, c in zip(shard, chunk, strict=True)),
+            "a shard is not a multiple of its chunk",
+        )
+        need(
+            math.prod(-(-n // s) for n, s in zip(shape, shard, strict=True)) <= 10**7,
+            "too many shards",
+        )
 
     def _path(self, path: str) -> Path:
         parts = path.split("/")
-        bad = any(p in ("", ".", "..") or p.startswith(".ucf-") for p in parts) or "\\" in path or "\0" in path
+        bad = (
+            any(p in ("", ".", "..") or p.startswith(".ucf-") for p in parts)
+            or "\\" in path
+            or "\0" in path
+        )
         need(not bad, f"{path!r} leads out of the checkpoint", Refused)
         if not path.startswith("roots/"):
             found = (self.place / path).resolve()
-            need(found.is_relative_to(self.place.resolve()), f"{path!r} is a link that leads out", Refused)
+            need(
+                found.is_relative_to(self.place.resolve()),
+                f"{path!r} is a link that leads out",
+                Refused,
+            )
             return found
         source: Any = self.sources.get(path)
         need(source is not None, f"{path!r} is not listed")
@@ -253,7 +350,11 @@ class Checkpoint:
         found = root.joinpath(*parts[2:])
         need(found.is_file(), f"{found} is missing")
         info = found.stat()
-        same = (info.st_size, info.st_mtime, None) == (source["nbytes"], source.get("modified"), source.get("etag"))
+        same = (info.st_size, info.st_mtime, None) == (
+            source["nbytes"],
+            source.get("modified"),
+            source.get("etag"),
+        )
         need(same, f"{found} has changed")
         return found
 
@@ -266,7 +367,11 @@ class Checkpoint:
 
     def _file(self, doc: Any) -> bytes:
         data = self.read(doc["path"])
-        need(len(data) == doc["nbytes"] and "sha256:" + hashlib.sha256(data).hexdigest() == doc["digest"], doc["path"])
+        need(
+            len(data) == doc["nbytes"]
+            and "sha256:" + hashlib.sha256(data).hexdigest() == doc["digest"],
+            doc["path"],
+        )
         return data
 
     def objects(self) -> dict[str, Any]:
@@ -321,16 +426,29 @@ class Checkpoint:
                 if any(w >= n for w, n in zip(where, shape, strict=True)):
                     index += b"\xff" * 16
                     continue
-                body, crc = data[offset : offset + nbytes], data[offset + nbytes : offset + nbytes + 4]
-                need(len(crc) == 4 and int.from_bytes(crc, "little") == crc32c(body), f"a chunk of {t['name']}")
+                body, crc = (
+                    data[offset : offset + nbytes],
+                    data[offset + nbytes : offset + nbytes + 4],
+                )
+                need(
+                    len(crc) == 4 and int.from_bytes(crc, "little") == crc32c(body),
+                    f"a chunk of {t['name']}",
+                )
                 index += offset.to_bytes(8, "little") + (nbytes + 4).to_bytes(8, "little")
                 offset += nbytes + 4
                 box = [min(c, n - w) for c, n, w in zip(chunk, shape, where, strict=True)]
                 held = np.frombuffer(body, np.uint8).reshape(*chunk, size)[tuple(map(slice, box))]
                 out[tuple(slice(w, w + b) for w, b in zip(where, box, strict=True))] = held
-                leaves[tuple(w // c for w, c in zip(where, chunk, strict=True))] = xxh3_128_digest(body)
-            need(data[offset:] == index + crc32c(index).to_bytes(4, "little"), f"the index of a shard of {t['name']}")
-        need(t["digest"] == digest_of(t["dtype"], shape, chunk, leaves), f"the digest of {t['name']}")
+                leaves[tuple(w // c for w, c in zip(where, chunk, strict=True))] = xxh3_128_digest(
+                    body
+                )
+            need(
+                data[offset:] == index + crc32c(index).to_bytes(4, "little"),
+                f"the index of a shard of {t['name']}",
+            )
+        need(
+            t["digest"] == digest_of(t["dtype"], shape, chunk, leaves), f"the digest of {t['name']}"
+        )
         return out
 
     def extents(self) -> list[list[Extent]]:
@@ -347,28 +465,46 @@ class Checkpoint:
         rows = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
         dims = ("start", "shape", "strides")
         need({*rows, *dims} <= set(header), "columns are missing")
-        known = {*rows, *dims, "tile", *(("described_tile", *DESCRIBED) if "described" in meta else ())}
+        known = {
+            *rows,
+            *dims,
+            "tile",
+            *(("described_tile", *DESCRIBED) if "described" in meta else ()),
+        }
         need(set(header) <= known, "unknown columns", Upgrade)
         files = strict(meta["files"].encode())
         need(isinstance(files, list), "files")
         for file in files:
             outside = not isinstance(file, str) or "://" in file or file.startswith("/")
             need(not outside, f"{file!r} lies outside", Refused)
-        need(re.fullmatch("[0-9]{1,10}", meta.get("extents", "")), "it does not say how many extents it has")
+        need(
+            re.fullmatch("[0-9]{1,10}", meta.get("extents", "")),
+            "it does not say how many extents it has",
+        )
 
         def column(name: str, count: int) -> list[int]:
             entry = header[name]
             need(entry["dtype"] == "U8" and len(entry["shape"]) == 1, f"the column {name}")
             packed = data[end + entry["data_offsets"][0] : end + entry["data_offsets"][1]]
             need(len(packed) == entry["shape"][0], f"the column {name}")
-            need(count <= 1 << 27 and 8 * count <= 1032 * len(packed), f"the column {name} cannot be so long")
+            need(
+                count <= 1 << 27 and 8 * count <= 1032 * len(packed),
+                f"the column {name} cannot be so long",
+            )
             stream = zlib.decompressobj()
             try:
                 raw = stream.decompress(packed, 8 * count + 1)
             except zlib.error as error:
                 raise Damaged(f"the column {name}: {error}") from None
-            need(len(raw) == 8 * count and stream.eof and not stream.unused_data, f"the column {name}")
-            values = np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(8, count).T).view("<u8").reshape(count)
+            need(
+                len(raw) == 8 * count and stream.eof and not stream.unused_data,
+                f"the column {name}",
+            )
+            values = (
+                np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(8, count).T)
+                .view("<u8")
+                .reshape(count)
+            )
             if name in ("tensor", "file", "offset", "block_offset"):
                 values = np.cumsum(values, dtype=np.uint64)  # modulo 2^64
             return list(values.astype(np.int64).tolist())
@@ -386,22 +522,40 @@ class Checkpoint:
             box = {name: values[first : first + ndim] for name, values in by_dim.items()}
             first += ndim
             need(row["crc32c"] >= -2, "an unknown kind of checksum", Upgrade)
-            need(0 <= row["file"] < len(files) and row["offset"] >= 0 and row["block_offset"] >= -1, "a row")
+            need(
+                0 <= row["file"] < len(files) and row["offset"] >= 0 and row["block_offset"] >= -1,
+                "a row",
+            )
             need(row["block_nbytes"] >= 0 and row["crc32c"] < 1 << 32, "a row")
-            need(min((v for values in box.values() for v in values), default=0) >= 0, "a negative number")
-            block = (row["block_offset"], row["block_nbytes"], row["crc32c"]) if row["block_offset"] >= 0 else None
+            need(
+                min((v for values in box.values() for v in values), default=0) >= 0,
+                "a negative number",
+            )
+            block = (
+                (row["block_offset"], row["block_nbytes"], row["crc32c"])
+                if row["block_offset"] >= 0
+                else None
+            )
             e = Extent(files[row["file"]], row["offset"], block, **box)
             self._check_extent(e, self.tensors[row["tensor"]])
             out[row["tensor"]].append(e)
         if "described" in meta:
             need({*DESCRIBED, "described_tile"} <= set(header), "columns are missing")
-            for number, found in self._described(strict(meta["described"].encode()), column).items():
+            for number, found in self._described(
+                strict(meta["described"].encode()), column
+            ).items():
                 need(not out[number], "a tensor is described and listed")
                 out[number] = found
         return out
 
-    def _described(self, told: Any, column: Callable[[str, int], list[int]]) -> dict[int, list[Extent]]:
-        need(isinstance(told, dict) and set(told) == {"tensors", "folder", "meshes", "distributions"}, "described")
+    def _described(
+        self, told: Any, column: Callable[[str, int], list[int]]
+    ) -> dict[int, list[Extent]]:
+        need(
+            isinstance(told, dict)
+            and set(told) == {"tensors", "folder", "meshes", "distributions"},
+            "described",
+        )
         need(re.fullmatch("data/[^/]+", told["folder"]) and whole(told["tensors"]), "described")
         meshes = [mesh(m) for m in told["meshes"]]
         rows = list(zip(*(column(name, told["tensors"]) for name in DESCRIBED), strict=True))
@@ -413,16 +567,31 @@ class Checkpoint:
         for number, which, writer, position in rows:
             shape, size = self.tensors[number]["shape"], SIZES[self.tensors[number]["dtype"]]
             tile, tiles = tiles[: len(shape)], tiles[len(shape) :]
-            need(0 <= which < len(told["distributions"]) and number not in out and all(t > 0 for t in tile), "a row")
+            need(
+                0 <= which < len(told["distributions"])
+                and number not in out
+                and all(t > 0 for t in tile),
+                "a row",
+            )
             d = {"cuts": [], "flat": None, "part": 0, **told["distributions"][which]}
-            need(set(d) == {"mesh", "cuts", "flat", "part"} and 0 <= d["mesh"] < len(meshes), "a distribution")
+            need(
+                set(d) == {"mesh", "cuts", "flat", "part"} and 0 <= d["mesh"] < len(meshes),
+                "a distribution",
+            )
             sizes, ranks = meshes[d["mesh"]]
             axes = [axis for _, axis in d["cuts"]] + ([] if d["flat"] is None else [d["flat"]])
             need(len(set(axes)) == len(axes) and all(0 <= a < len(sizes) for a in axes), "axes")
             need(all(0 <= dim < len(shape) for dim, _ in d["cuts"]) and position >= 0, "a row")
-            need(d["part"] > 0 if d["flat"] is not None else (d["part"], position) == (0, 0), "a flat buffer")
+            need(
+                d["part"] > 0 if d["flat"] is not None else (d["part"], position) == (0, 0),
+                "a flat buffer",
+            )
             group = (which,) if d["flat"] is not None else (which, shape, size, tile)
-            need(group not in groups[:-1] and not (len(group) > 1 and groups and len(groups[-1]) == 1), "the order")
+            need(
+                group not in groups[:-1]
+                and not (len(group) > 1 and groups and len(groups[-1]) == 1),
+                "the order",
+            )
             groups += [group] if [group] != groups[-1:] else []
             others = [a for a in range(len(sizes)) if a not in axes]
             need(0 <= writer < math.prod(sizes[a] for a in others), "a writer")
@@ -435,10 +604,19 @@ class Checkpoint:
                 boxes = [box]
                 if d["flat"] is not None:
                     count = math.prod(b - a for a, b in box)
-                    need(position + count <= d["part"] * sizes[d["flat"]], "a flat buffer is too short")
+                    need(
+                        position + count <= d["part"] * sizes[d["flat"]],
+                        "a flat buffer is too short",
+                    )
                     low = min(max(0, at[d["flat"]] * d["part"] - position), count)
-                    boxes = list(parts(box, low, min(max(0, (at[d["flat"]] + 1) * d["part"] - position), count)))
-                if [at[a] for a in others] != list(np.unravel_index(writer, [sizes[a] for a in others])):
+                    boxes = list(
+                        parts(
+                            box, low, min(max(0, (at[d["flat"]] + 1) * d["part"] - position), count)
+                        )
+                    )
+                if [at[a] for a in others] != list(
+                    np.unravel_index(writer, [sizes[a] for a in others])
+                ):
                     continue
                 for found in boxes:
                     begin, edges = [a for a, _ in found], [b - a for a, b in found]
@@ -447,7 +625,15 @@ class Checkpoint:
                     end = ends.get(rank, 0)
                     block = None if shape else (end, size, -2)
                     strides = [0] * (len(shape) - 1) + [size] * bool(shape)
-                    e = Extent(f"{told['folder']}/rank-{rank:05}.bin", end, block, begin, edges, strides, tile)
+                    e = Extent(
+                        f"{told['folder']}/rank-{rank:05}.bin",
+                        end,
+                        block,
+                        begin,
+                        edges,
+                        strides,
+                        tile,
+                    )
                     count = math.prod(len(cuts(e, k)) for k in range(len(shape)))
                     ends[rank] = -(-(end + math.prod(edges) * size + 4 * count) // 64) * 64
                     out[number].append(e)
@@ -460,14 +646,23 @@ class Checkpoint:
         if any(e.tile):
             need(all(e.tile) and e.block is None, "impossible tiles")
             need(e.strides == [0] * (len(e.shape) - 1) + [size], "strides of tiles")
-            need(math.prod(max(1, len(cuts(e, d))) for d in range(len(e.tile))) <= 1 << 20, "too many tiles")
-            need(math.prod(e.shape) * size <= FARTHEST and e.offset <= FARTHEST, "an impossible offset")
+            need(
+                math.prod(max(1, len(cuts(e, d))) for d in range(len(e.tile))) <= 1 << 20,
+                "too many tiles",
+            )
+            need(
+                math.prod(e.shape) * size <= FARTHEST and e.offset <= FARTHEST,
+                "an impossible offset",
+            )
         elif math.prod(e.shape):
             span = sum((n - 1) * s for n, s in zip(e.shape, e.strides, strict=True))
             need(max(span, e.offset, *(e.block or ())[:2]) <= FARTHEST, "an impossible offset")
             if e.block is not None:
                 begin, nbytes, _ = e.block
-                need(begin <= e.offset and e.offset + span + size <= begin + nbytes, "an extent leaves its block")
+                need(
+                    begin <= e.offset and e.offset + span + size <= begin + nbytes,
+                    "an extent leaves its block",
+                )
 
     def _packed(self, number: int, t: Any) -> Bytes:
         size = SIZES[t["dtype"]]
@@ -480,7 +675,10 @@ class Checkpoint:
             held = self._tiles(e, size) if any(e.tile) else self._strided(e, size)
             box = (tuple(e.start), tuple(e.shape))
             if box in boxes:
-                need(boxes[box] == e.tile and (out[where] == held).all(), f"replicas of {t['name']} differ")
+                need(
+                    boxes[box] == e.tile and (out[where] == held).all(),
+                    f"replicas of {t['name']} differ",
+                )
                 continue
             need(not seen[where].any(), f"extents of {t['name']} overlap")
             boxes[box] = e.tile
@@ -501,7 +699,9 @@ class Checkpoint:
         for tile in product(*(cuts(e, d) for d in range(len(e.tile)))):
             nbytes = math.prod(b - a for a, b in tile) * size
             check_block(e.file, data, offset, nbytes, -2)
-            held = np.frombuffer(data, np.uint8, nbytes, offset).reshape(*(b - a for a, b in tile), size)
+            held = np.frombuffer(data, np.uint8, nbytes, offset).reshape(
+                *(b - a for a, b in tile), size
+            )
             out[tuple(slice(a - s, b - s) for (a, b), s in zip(tile, e.start, strict=True))] = held
             offset += nbytes + 4
         return out
@@ -517,7 +717,11 @@ def mesh(m: Any) -> tuple[list[int], list[int]]:
     m = {"first": 0, "strides": [], "ranks": [], **m}
     sizes, strides = m["sizes"], m["strides"]
     need(set(m) == {"sizes", "first", "strides", "ranks"}, "a mesh")
-    need(all(whole(v) for v in (m["first"], *strides, *m["ranks"])) and all(whole(n, 1) for n in sizes), "a mesh")
+    need(
+        all(whole(v) for v in (m["first"], *strides, *m["ranks"]))
+        and all(whole(n, 1) for n in sizes),
+        "a mesh",
+    )
     need(math.prod(sizes) <= 1 << 20, "a mesh")
     ranks = m["ranks"]
     if strides:
@@ -538,7 +742,8 @@ def parts(box: list[tuple[int, int]], low: int, high: int) -> Iterator[list[tupl
     first, last = -(-low // below), high // below
     if first > last:  # within one row
         yield from (
-            [(begin + last, begin + last + 1), *p] for p in parts(box[1:], low - last * below, high - last * below)
+            [(begin + last, begin + last + 1), *p]
+            for p in parts(box[1:], low - last * below, high - last * below)
         )
         return
     yield from (
@@ -548,7 +753,9 @@ def parts(box: list[tuple[int, int]], low: int, high: int) -> Iterator[list[tupl
     )
     if first < last:
         yield [(begin + first, begin + last), *box[1:]]
-    yield from ([(begin + last, begin + last + 1), *p] for p in parts(box[1:], 0, high - last * below))
+    yield from (
+        [(begin + last, begin + last + 1), *p] for p in parts(box[1:], 0, high - last * below)
+    )
 
 
 def cuts(e: Extent, d: int) -> list[tuple[int, int]]:
@@ -563,17 +770,27 @@ def check_block(file: str, data: bytes, begin: int, nbytes: int, crc: int) -> No
     """Compare the bytes of a block with their checksum."""
     body, stored = data[begin : begin + nbytes], data[begin + nbytes : begin + nbytes + 4]
     need(len(body) == nbytes and (crc >= 0 or len(stored) == 4), f"{file} ends before a block does")
-    place = "/".join(file.split("/")[-2:]).encode() + begin.to_bytes(8, "little") if crc == -2 else b""
+    place = (
+        "/".join(file.split("/")[-2:]).encode() + begin.to_bytes(8, "little") if crc == -2 else b""
+    )
     expected = crc if crc >= 0 else int.from_bytes(stored, "little")
     need(crc32c(place + body) == expected, f"the checksum of the block at {begin} of {file}")
 
 
-def digest_of(dtype: str, shape: Sequence[int], chunk: Sequence[int], leaves: dict[tuple[int, ...], bytes]) -> str:
+def digest_of(
+    dtype: str, shape: Sequence[int], chunk: Sequence[int], leaves: dict[tuple[int, ...], bytes]
+) -> str:
     """The digest of a tensor from those of its chunks."""
-    head = json.dumps({"dtype": dtype, "shape": list(shape), "chunk": list(chunk)}, separators=(",", ":"))
-    return "xxh3:" + xxh3_128_hexdigest(head.encode() + b"\n" + b"".join(leaves[at] for at in sorted(leaves)))
+    head = json.dumps(
+        {"dtype": dtype, "shape": list(shape), "chunk": list(chunk)}, separators=(",", ":")
+    )
+    return "xxh3:" + xxh3_128_hexdigest(
+        head.encode() + b"\n" + b"".join(leaves[at] for at in sorted(leaves))
+    )
 
 
 if __name__ == "__main__":
     for tensor, elements in Checkpoint(sys.argv[1], sys.argv[2:]):
-        sys.stdout.write(f"{tensor['name']} {tensor['state']} {hashlib.sha256(elements).hexdigest()}\n")
+        sys.stdout.write(
+            f"{tensor['name']} {tensor['state']} {hashlib.sha256(elements).hexdigest()}\n"
+        )

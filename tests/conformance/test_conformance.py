@@ -33,8 +33,18 @@ CASES = Path(__file__).parent / "cases"
 NAMES = sorted(p.stem for p in CASES.glob("*.json") if p.stem != "vectors")
 VECTORS = json.loads((CASES / "vectors.json").read_text())
 
-OURS = {NotACheckpoint: "absent", UpgradeNeeded: "upgrade", IntegrityError: "damaged", UnsafeError: "refused"}
-THEIRS = {reader.Absent: "absent", reader.Upgrade: "upgrade", reader.Damaged: "damaged", reader.Refused: "refused"}
+OURS = {
+    NotACheckpoint: "absent",
+    UpgradeNeeded: "upgrade",
+    IntegrityError: "damaged",
+    UnsafeError: "refused",
+}
+THEIRS = {
+    reader.Absent: "absent",
+    reader.Upgrade: "upgrade",
+    reader.Damaged: "damaged",
+    reader.Refused: "refused",
+}
 
 
 def assembled(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -66,7 +76,9 @@ def by_ucformat(place: Path, roots: list[str], stage: str) -> dict[str, Any]:
                 "state": k.state,
                 "dtype": i.dtype,
                 "shape": list(i.shape),
-                "sha256": hashlib.sha256(np.asarray(ck[k.name, k.state][...]).tobytes()).hexdigest(),
+                "sha256": hashlib.sha256(
+                    np.asarray(ck[k.name, k.state][...]).tobytes()
+                ).hexdigest(),
             }
             for k, i in ck.tensors.items()
         ],
@@ -107,7 +119,10 @@ both = pytest.mark.parametrize(
 @both
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_reader_makes_of_it(
-    name: str, read: Callable[..., dict[str, Any]], classes: dict[type[Exception], str], tmp_path: Path
+    name: str,
+    read: Callable[..., dict[str, Any]],
+    classes: dict[type[Exception], str],
+    tmp_path: Path,
 ) -> None:
     place, want = assembled(name, tmp_path)
     roots = [str(place / r) for r in want.get("roots", ())]
@@ -120,7 +135,9 @@ def test_what_a_reader_makes_of_it(
         pytest.skip("it looks at no zarr.json, and not at what is outside of extents")
     with pytest.raises(tuple(classes)) as failure:
         read(place, roots, want["found"])
-    assert {error for kind, error in classes.items() if isinstance(failure.value, kind)} == {want["error"]}
+    assert {error for kind, error in classes.items() if isinstance(failure.value, kind)} == {
+        want["error"]
+    }
 
 
 @pytest.mark.parametrize("place", GOLDEN, ids=lambda p: p.name)
@@ -130,13 +147,18 @@ def test_golden_checkpoints(place: Path) -> None:
     assert found["tensors"] == [
         {k: t[k] for k in ("name", "state", "dtype", "shape", "sha256")} for t in want["tensors"]
     ]
-    assert (found["objects"], found["aliases"]) == (want["facts"]["objects"], want["facts"]["aliases"])
+    assert (found["objects"], found["aliases"]) == (
+        want["facts"]["objects"],
+        want["facts"]["aliases"],
+    )
     assert found["assets"] == want["assets"]
 
 
 def test_the_corpus_is_what_the_script_makes(tmp_path: Path) -> None:
     make.main(tmp_path)
-    paths = [{str(p.relative_to(at)) for p in at.rglob("*") if p.is_file()} for at in (tmp_path, CASES)]
+    paths = [
+        {str(p.relative_to(at)) for p in at.rglob("*") if p.is_file()} for at in (tmp_path, CASES)
+    ]
     assert paths[0] == paths[1]
     assert filecmp.cmpfiles(tmp_path, CASES, sorted(paths[0]), shallow=False)[1:] == ([], [])
     assert sum(p.stat().st_size for p in CASES.rglob("*") if p.is_file()) < 500_000
@@ -148,7 +170,9 @@ def test_the_second_reader_is_no_part_of_the_package() -> None:
     assert not re.search(r"^\s*(from|import) (ucformat|tests)", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("vector", VECTORS["grids"], ids=lambda v: f"{v['dtype']}-{v['shape']}-{v['target']}")
+@pytest.mark.parametrize(
+    "vector", VECTORS["grids"], ids=lambda v: f"{v['dtype']}-{v['shape']}-{v['target']}"
+)
 def test_grids(vector: dict[str, Any]) -> None:
     shape, size = tuple(vector["shape"]), ITEMSIZE[vector["dtype"]]
     grid = Grid.of(shape, size, vector["target"], vector["limit"])
@@ -162,7 +186,9 @@ def test_folder_names() -> None:
         assert list(folder_names(vector["names"]).values()) == vector["folders"]
 
 
-@pytest.mark.parametrize("vector", VECTORS["tensors"], ids=lambda v: f"{v['dtype']}-{v['shape']}-{v['chunk']}")
+@pytest.mark.parametrize(
+    "vector", VECTORS["tensors"], ids=lambda v: f"{v['dtype']}-{v['shape']}-{v['chunk']}"
+)
 def test_digests_and_shards(vector: dict[str, Any], tmp_path: Path) -> None:
     """The second reader reads the files of each, and finds the digest."""
     (tmp_path / "data" / "t").mkdir(parents=True)
@@ -171,7 +197,13 @@ def test_digests_and_shards(vector: dict[str, Any], tmp_path: Path) -> None:
         (tmp_path / "data" / "t" / path).write_bytes(base64.b64decode(data))
     elements = base64.b64decode(vector["elements"])
     tensor = {k: vector[k] for k in ("dtype", "shape", "chunk", "shard", "digest")}
-    head = {"format": "ucformat", "version": 1, "id": "x", "attempt": make.ATTEMPT, "created": make.CREATED}
+    head = {
+        "format": "ucformat",
+        "version": 1,
+        "id": "x",
+        "attempt": make.ATTEMPT,
+        "created": make.CREATED,
+    }
     document = with_entries(head, [{**tensor, "name": "t", "state": "weight", "path": "data/t"}])
     (tmp_path / "manifest.json").write_bytes(with_own_digest(json.dumps(document).encode()))
     for read in (by_ucformat, by_the_second):
@@ -182,6 +214,9 @@ def test_digests_and_shards(vector: dict[str, Any], tmp_path: Path) -> None:
 def test_documents_and_checksums() -> None:
     vector = VECTORS["document"]
     assert own_digest(vector["with_digest"].encode()) == vector["digest"]
-    assert vector["digest"] == "sha256:" + hashlib.sha256(vector["with_digest"].encode()[:-88]).hexdigest()
+    assert (
+        vector["digest"]
+        == "sha256:" + hashlib.sha256(vector["with_digest"].encode()[:-88]).hexdigest()
+    )
     for check in VECTORS["checksums"]:
         assert crc32c(bytes.fromhex(check["bytes"])) == check["crc32c"]

@@ -41,7 +41,9 @@ def block(label: str) -> bytes:
 
 
 def test_the_shard_of_the_example() -> None:
-    parts = re.findall(r"^(?:chunk \d|its CRC|index) +((?:[0-9a-f]{2}[ \n]+)+)", EXAMPLE, re.MULTILINE)
+    parts = re.findall(
+        r"^(?:chunk \d|its CRC|index) +((?:[0-9a-f]{2}[ \n]+)+)", EXAMPLE, re.MULTILINE
+    )
     shard = b"".join(map(bytes.fromhex, parts))
     chunks = [struct.pack("<2f", 1, 2), struct.pack("<2f", 3, 0)]
     index = struct.pack("<4Q", 0, 12, 12, 12)
@@ -87,7 +89,11 @@ def test_the_ending_has_as_many_bytes_as_it_says() -> None:
 def test_dtypes() -> None:
     table = re.findall(r"^\| (\d+) \| (`.*`.*) \|(.*) \|$", TEXT, re.MULTILINE)
     zarr, others = (
-        {name: int(size) for size, *kinds in table for name in re.findall("`([a-z0-9_]+)`", kinds[column])}
+        {
+            name: int(size)
+            for size, *kinds in table
+            for name in re.findall("`([a-z0-9_]+)`", kinds[column])
+        }
         for column in (0, 1)
     )
     assert zarr == ZARR_DTYPES
@@ -99,7 +105,11 @@ def rows(section: str) -> dict[str, tuple[str, str]]:
     """Of a table with the columns `required` and `null` what each member has."""
     text = TEXT[TEXT.index(section) :]
     found = re.findall(r"^\| (`[^|]+`) \| (yes|no) \| (yes|no) \|", text, re.MULTILINE)
-    return {name: (required, null) for names, required, null in found for name in re.findall("`([a-z_]+)`", names)}
+    return {
+        name: (required, null)
+        for names, required, null in found
+        for name in re.findall("`([a-z_]+)`", names)
+    }
 
 
 def test_members_of_the_manifest() -> None:
@@ -107,7 +117,11 @@ def test_members_of_the_manifest() -> None:
     assert set(said) == set(schema["properties"])
     for name, (required, null) in said.items():
         kinds = [k.get("type") for k in schema["properties"][name].get("anyOf", ())]
-        if name not in ("format", "version", "digest"):  # which are asked for before the document is parsed
+        if name not in (
+            "format",
+            "version",
+            "digest",
+        ):  # which are asked for before the document is parsed
             assert (required == "yes") == (name in schema["required"]), name
             assert (null == "yes") == ("null" in kinds), name
 
@@ -116,7 +130,8 @@ def test_members_of_the_table() -> None:
     section = TEXT[TEXT.index("### Tensors") : TEXT.index("### Objects")]
     lines = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
     columns, kind = (
-        {name for line in lines if len(line) == cells for name in re.findall("`([a-z]+)`", line[0])} for cells in (3, 2)
+        {name for line in lines if len(line) == cells for name in re.findall("`([a-z]+)`", line[0])}
+        for cells in (3, 2)
     )
     assert columns == set(TensorTable.model_fields)
     assert kind == set(KindDoc.model_fields)
@@ -124,7 +139,10 @@ def test_members_of_the_table() -> None:
 
 def test_the_table_of_the_example() -> None:
     (shown,) = re.findall(r'```\n "tensors": (\{.*?\n \}),\n "digest"', EXAMPLE, re.DOTALL)
-    digest, path = "xxh3:23c183416aa2335ed6cbc2dd2f80cb1a", "data/0123456789abcdef0123/weight/%C3%BC"
+    digest, path = (
+        "xxh3:23c183416aa2335ed6cbc2dd2f80cb1a",
+        "data/0123456789abcdef0123/weight/%C3%BC",
+    )
     doc = TensorDoc("ü", "weight", "float32", (3,), (2,), (4,), digest, path, (("model", "ü"),))
     assert TensorTable.of([doc]).as_json().decode() == shown
     assert f"`{path}`" in EXAMPLE
@@ -132,7 +150,10 @@ def test_the_table_of_the_example() -> None:
 
 @pytest.mark.parametrize(
     ("document", "section", "until"),
-    [(AttemptDoc, "### Attempts", "### Committing"), (SourceFileDoc, "*Virtual checkpoints.*", "## 8.")],
+    [
+        (AttemptDoc, "### Attempts", "### Committing"),
+        (SourceFileDoc, "*Virtual checkpoints.*", "## 8."),
+    ],
 )
 def test_members_of_other_documents(document: type[BaseModel], section: str, until: str) -> None:
     text = TEXT[TEXT.index(section) :]
@@ -143,7 +164,9 @@ def test_members_of_other_documents(document: type[BaseModel], section: str, unt
 
 def test_kinds_of_lineage() -> None:
     (said,) = re.findall(r"`kind` \((.*?)\)", TEXT)
-    assert re.findall("`([a-z]+)`", said) == list(LineageDoc.model_fields["kind"].annotation.__args__)  # type: ignore[union-attr]
+    assert re.findall("`([a-z]+)`", said) == list(
+        LineageDoc.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
+    )
 
 
 def chunk_of(shape: Sequence[int], itemsize: int, target: int, most: int) -> list[int]:
@@ -184,7 +207,9 @@ def shard_of(shape: Sequence[int], chunk: Sequence[int], itemsize: int, limit: i
     return [c * k for c, k in zip(chunk, t, strict=True)]
 
 
-@pytest.mark.parametrize("v", VECTORS["grids"], ids=lambda v: f"{v['dtype']}-{v['shape']}-{v['target']}")
+@pytest.mark.parametrize(
+    "v", VECTORS["grids"], ids=lambda v: f"{v['dtype']}-{v['shape']}-{v['target']}"
+)
 def test_grids_as_the_text_has_them(v: dict[str, Any]) -> None:
     size = ITEMSIZE[v["dtype"]]
     assert chunk_of(v["shape"], size, v["target"], 16) == v["chunk"]
@@ -200,7 +225,13 @@ def folders_of(names: Sequence[str]) -> list[str]:
     out = []
     for name, p in zip(names, plain, strict=True):
         clash = [q.lower() for q in plain].count(p.lower()) > 1
-        if p and len(p) <= 200 and p.lower() not in ("c", "zarr.json") and not p.startswith("__") and not clash:
+        if (
+            p
+            and len(p) <= 200
+            and p.lower() not in ("c", "zarr.json")
+            and not p.startswith("__")
+            and not clash
+        ):
             out.append(p)
             continue
         head = p[:183].rstrip("%")

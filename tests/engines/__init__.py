@@ -23,7 +23,14 @@ _MODULES = (
     "torch.distributed.fsdp",
     "ucformat.torch.deepspeed",
 )
-_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "BOOL": "bool"}
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I64": "int64",
+    "BOOL": "bool",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,11 @@ class Made:
             if key != "__metadata__":
                 state, _, name = key.partition("/")
                 first, last = entry["data_offsets"]
-                out[state, name] = (_DTYPES[entry["dtype"]], tuple(entry["shape"]), data[start + first : start + last])
+                out[state, name] = (
+                    _DTYPES[entry["dtype"]],
+                    tuple(entry["shape"]),
+                    data[start + first : start + last],
+                )
         return out
 
 
@@ -67,7 +78,8 @@ def make_deepspeed(
 ) -> dict[str, Made]:
     """Checkpoints of these configurations by name, made by `world` processes unless they are there.
 
-    Test processes that share `folder` make them once: a file lock lets one work, and the others wait.
+    Test processes that share `folder` make them once: a file lock lets one work, and the others
+    wait.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -75,10 +87,16 @@ def make_deepspeed(
         left = [spec for spec in specs if not (folder / spec["name"] / "done").exists()]
         for start in range(0, len(left), _AT_ONCE):
             (folder / "specs.json").write_text(json.dumps(left[start : start + _AT_ONCE]))
-            torchrun(world, [str(_HERE / script), str(folder / "specs.json"), str(folder)], folder / "log")
+            torchrun(
+                world,
+                [str(_HERE / script), str(folder / "specs.json"), str(folder)],
+                folder / "log",
+            )
     return {
         spec["name"]: Made(
-            spec["name"], folder / spec["name"], json.loads((folder / spec["name"] / "truth.json").read_text())
+            spec["name"],
+            folder / spec["name"],
+            json.loads((folder / spec["name"] / "truth.json").read_text()),
         )
         for spec in specs
     }
@@ -95,7 +113,9 @@ def torchrun(world: int, script: list[str], log: Path) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     log.unlink(missing_ok=True)
-    codes = run(str(python), _MODULES, Program(script, environment, [str(log)], ranks=world), PATIENCE)
+    codes = run(
+        str(python), _MODULES, Program(script, environment, [str(log)], ranks=world), PATIENCE
+    )
     if any(codes):
         lines = [line for line in log.read_text().splitlines() if "Error" in line]
         raise RuntimeError(f"DeepSpeed failed with {codes}, see {log}:\n" + "\n".join(lines[-12:]))

@@ -21,7 +21,9 @@ def main() -> None:
             max_model_len=64,
             max_num_seqs=2,
         )
-        how = SamplingParams(temperature=0, max_tokens=request["tokens"], detokenize=False, ignore_eos=True)
+        how = SamplingParams(
+            temperature=0, max_tokens=request["tokens"], detokenize=False, ignore_eos=True
+        )
         (answer,) = llm.generate([{"prompt_token_ids": request["prompt"]}], how, use_tqdm=False)
         found.append(list(answer.outputs[0].token_ids))
         del llm  # a process has one engine at a time

@@ -1,8 +1,9 @@
 """Load distributed checkpoints with Megatron-Core itself, under any layout; save what the ranks then have.
 
-Run by torchrun in the virtual environment that has Megatron: `load_megatron.py JOB`, JSON of the form `{"spec", "from",
-"to"}`: the layout as in `tests/data/megatron/make.py`, the checkpoint, and the folder for `loaded/truth.safetensors`,
-every tensor whole, and `resumed/truth.safetensors`, the same after one more step.
+Run by torchrun in the virtual environment that has Megatron: `load_megatron.py JOB`, JSON of the
+form `{"spec", "from", "to"}`: the layout as in `tests/data/megatron/make.py`, the checkpoint, and
+the folder for `loaded/truth.safetensors`, every tensor whole, and `resumed/truth.safetensors`, the
+same after one more step.
 """
 
 from __future__ import annotations
@@ -51,15 +52,24 @@ def main(job: dict[str, Any]) -> None:
     run.step(7)  # makes the states, which the checkpoint then replaces
     metadata = dist_checkpointing.load_content_metadata(job["from"])
     chunks = [c.module.sharded_state_dict(metadata=dict(metadata)) for c in run.chunks]
-    model = {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": m for i, m in enumerate(chunks)}
-    state = {**model, "optimizer": run.optimizer.sharded_state_dict(model, is_loading=True, metadata=dict(metadata))}
+    model = (
+        {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": m for i, m in enumerate(chunks)}
+    )
+    state = {
+        **model,
+        "optimizer": run.optimizer.sharded_state_dict(
+            model, is_loading=True, metadata=dict(metadata)
+        ),
+    }
     loaded = dist_checkpointing.load(state, job["from"], strict="raise_unexpected")
     for i, chunk in enumerate(run.chunks):
         chunk.module.load_state_dict(loaded["model" if len(run.chunks) == 1 else f"model{i}"])
     run.optimizer.load_state_dict(loaded["optimizer"])
     for optimizer in run.optimizers:
         for held in optimizer.optimizer.state.values():
-            held["step"] = held["step"].clone()  # it is one tensor for all parameters, which each would count up
+            held["step"] = held[
+                "step"
+            ].clone()  # it is one tensor for all parameters, which each would count up
     to = Path(job["to"])
     for name in ("loaded", "resumed"):
         (to / name).mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
 """Train a tiny model with DeepSpeed under several configurations; save each, with the truth beside it.
 
-Run by torchrun in the virtual environment that has DeepSpeed: `make_deepspeed.py SPECS OUT`. SPECS is a JSON list of
-specs (`Spec` below); OUT/<name>/ckpt is what `save_checkpoint` wrote, OUT/<name>/truth.safetensors holds
-`<state>/<name>` for each whole tensor of the live engine, and OUT/<name>/truth.json the rest.
+Run by torchrun in the virtual environment that has DeepSpeed: `make_deepspeed.py SPECS OUT`. SPECS
+is a JSON list of specs (`Spec` below); OUT/<name>/ckpt is what `save_checkpoint` wrote,
+OUT/<name>/truth.safetensors holds `<state>/<name>` for each whole tensor of the live engine, and
+OUT/<name>/truth.json the rest.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ STATES = {
 class Spec:
     """One configuration. `freeze` is a part of parameter names; `zero_options` go into `zero_optimization`.
 
-    With `load`, the engine does not train `steps` steps, but loads the checkpoint in that folder, with the arguments
-    `load_options`, or as DeepSpeed's universal format, and saves none; `refused` says that it must load nothing,
-    and `bare` that it has no optimizer states then.
-    `after` steps follow, whose losses are recorded. With `fsdp`, PyTorch trains, and OUT/<name>/ckpt is DCP's.
+    With `load`, the engine does not train `steps` steps, but loads the checkpoint in that folder,
+    with the arguments `load_options`, or as DeepSpeed's universal format, and saves none; `refused`
+    says that it must load nothing, and `bare` that it has no optimizer states then. `after` steps
+    follow, whose losses are recorded. With `fsdp`, PyTorch trains, and OUT/<name>/ckpt is DCP's.
     """
 
     name: str
@@ -121,7 +122,9 @@ class Net(torch.nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(x)[:, :-1].float()
-        return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
+        return torch.nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1)
+        )
 
 
 def split(spec: Spec, model: torch.nn.Module) -> list[dict]:
@@ -146,10 +149,16 @@ def optimizer(spec: Spec, groups: list[dict]) -> torch.optim.Optimizer:
 
 
 def config(spec: Spec) -> dict:
-    zero = {"stage": spec.zero, "stage3_param_persistence_threshold": 0, **(spec.zero_options or {})}
+    zero = {
+        "stage": spec.zero,
+        "stage3_param_persistence_threshold": 0,
+        **(spec.zero_options or {}),
+    }
     out = {
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 1.0 if spec.zero else 0.0,  # clipping fails on 0-d parameters without ZeRO
+        "gradient_clipping": 1.0
+        if spec.zero
+        else 0.0,  # clipping fails on 0-d parameters without ZeRO
         "steps_per_print": 10**6,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -189,7 +198,9 @@ def truth_zero0(spec: Spec, opt: Any, model: torch.nn.Module) -> dict:
             piece = slice(start, start + p.numel())
             start += p.numel()
             if hasattr(opt, "fp16_groups"):
-                out.setdefault("master", {})[name] = high.detach()[piece].view(p.shape) if flat else high.detach()
+                out.setdefault("master", {})[name] = (
+                    high.detach()[piece].view(p.shape) if flat else high.detach()
+                )
             for state, value in inner.state.get(high, {}).items():
                 if torch.is_tensor(value):
                     cut = value[piece].view(p.shape) if flat and value.dim() else value
@@ -209,7 +220,10 @@ def truth_round_robin(spec: Spec, opt: Any) -> dict:
     out: dict = {}
     for index, group in enumerate(opt.round_robin_bit16_groups):
         piece = opt.single_partition_of_fp32_groups[index]
-        held = {"master": piece, **{k: v for k, v in opt.optimizer.state[piece].items() if torch.is_tensor(v)}}
+        held = {
+            "master": piece,
+            **{k: v for k, v in opt.optimizer.state[piece].items() if torch.is_tensor(v)},
+        }
         flat = {k: gathered(v) if v.dim() else v for k, v in held.items()}
         for p, start in zip(group, opt.round_robin_bit16_offsets[index], strict=True):
             for state, value in flat.items():
@@ -224,7 +238,9 @@ def truth(spec: Spec, engine: Any, opt: Any) -> dict:
     for name, p in model.named_parameters():
         with deepspeed.zero.GatheredParameters([p], enabled=spec.zero == 3):
             out["weight"][name] = p.detach().clone()
-    out["weight"].update({n: b for n, b in model.state_dict().items() if n in dict(model.named_buffers())})
+    out["weight"].update(
+        {n: b for n, b in model.state_dict().items() if n in dict(model.named_buffers())}
+    )
     if spec.bare:
         return out
     if spec.zero == 0:
@@ -245,7 +261,9 @@ def truth(spec: Spec, engine: Any, opt: Any) -> dict:
         shape = out["weight"][name].shape
         found = {"master": safe_get_full_fp32_param(p)}
         found |= {
-            s: safe_get_full_optimizer_state(p, s) for s in STATES[spec.optimizer] if s not in ("row_var", "col_var")
+            s: safe_get_full_optimizer_state(p, s)
+            for s in STATES[spec.optimizer]
+            if s not in ("row_var", "col_var")
         }
         for state, value in found.items():
             out.setdefault(state, {})[name] = value.detach().reshape(shape)
@@ -259,7 +277,10 @@ def client_state(spec: Spec, rank: int) -> dict:
     if spec.client == "tensors":
         generator = torch.Generator().manual_seed(rank if spec.zero == 3 else 0)
         state["rng"] = torch.arange(64, dtype=torch.uint8) + (rank if spec.zero == 3 else 0)
-        state["ema"] = {"decay": 0.9, "big.weight": torch.randn(200, 300, generator=torch.Generator().manual_seed(7))}
+        state["ema"] = {
+            "decay": 0.9,
+            "big.weight": torch.randn(200, 300, generator=torch.Generator().manual_seed(7)),
+        }
         state["own"] = torch.randn(150, 300, generator=generator)
     return state
 
@@ -283,7 +304,9 @@ def make(spec: Spec, out: Path) -> None:
     real_fused = ds_engine.FusedAdam
     if spec.fused:  # the class that a GPU run gets from DeepSpeed's own fused Adam
         ds_engine.FusedAdam = torch.optim.AdamW
-    engine, opt, _, _ = deepspeed.initialize(model=model, config=config(spec), optimizer=optimizer(spec, groups))
+    engine, opt, _, _ = deepspeed.initialize(
+        model=model, config=config(spec), optimizer=optimizer(spec, groups)
+    )
     ds_engine.FusedAdam = real_fused
     generator = torch.Generator().manual_seed(99 + rank)
 
@@ -304,7 +327,9 @@ def make(spec: Spec, out: Path) -> None:
         if client is None:
             done(spec, engine, out)
             return
-    hyper = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in opt.param_groups]
+    hyper = [
+        {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in opt.param_groups
+    ]
     folder = out / spec.name
     folder.mkdir(parents=True, exist_ok=True)
     if not spec.load:
@@ -312,16 +337,27 @@ def make(spec: Spec, out: Path) -> None:
     found = truth(spec, engine, opt)
     if spec.load and rank == 0 and spec.zero and not spec.universal and not spec.load_options:
         found["fp32"] = get_fp32_state_dict_from_zero_checkpoint(spec.load)
-    found = {state: {name: t.detach().clone() for name, t in held.items()} for state, held in found.items()}
-    for name, master in found.get("master", {}).items():  # what the step does, and so proves the names
+    found = {
+        state: {name: t.detach().clone() for name, t in held.items()}
+        for state, held in found.items()
+    }
+    for name, master in found.get(
+        "master", {}
+    ).items():  # what the step does, and so proves the names
         weight = found["weight"][name]
         # NaN counts as equal: Adafactor takes its mean over ZeRO-3's uninitialised padding too
-        same = torch.isclose(master.to(weight.dtype).reshape(weight.shape), weight, rtol=0, atol=0, equal_nan=True)
+        same = torch.isclose(
+            master.to(weight.dtype).reshape(weight.shape), weight, rtol=0, atol=0, equal_nan=True
+        )
         assert same.all(), f"{name}: master is not its weight"
     counters = {k: getattr(engine, k) for k in ("global_steps", "global_samples", "skipped_steps")}
     losses = [step() for _ in range(spec.after)]
     if rank == 0:
-        flat = {f"{s}/{n}": t.detach().clone().contiguous() for s, ts in found.items() for n, t in ts.items()}
+        flat = {
+            f"{s}/{n}": t.detach().clone().contiguous()
+            for s, ts in found.items()
+            for n, t in ts.items()
+        }
         save_file(flat, folder / "truth.safetensors")
         facts = {"tied": tied, "frozen": frozen, "groups": names, "hyper": hyper, "class": type(opt).__name__,
                  "world": dist.get_world_size(), "version": deepspeed.__version__, "losses": losses,
@@ -362,7 +398,9 @@ def make_fsdp(spec: Spec, out: Path) -> None:
     names = [[n for n, _ in g["params"]] for g in groups]
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     sharded = dict(model.named_parameters())
-    opt = optimizer(spec, [{**g, "params": [(n, sharded[n]) for n, _ in g["params"]]} for g in groups])
+    opt = optimizer(
+        spec, [{**g, "params": [(n, sharded[n]) for n, _ in g["params"]]} for g in groups]
+    )
     generator = torch.Generator().manual_seed(99 + rank)
     for _ in range(spec.steps):
         model(torch.randint(0, 23, (2, 6), generator=generator)).backward()
@@ -387,14 +425,18 @@ def make_fsdp(spec: Spec, out: Path) -> None:
     flat = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in flat.items()}
     if rank == 0:
         save_file({n: t.clone() for n, t in flat.items()}, folder / "truth.safetensors")
-        (folder / "truth.json").write_text(json.dumps({"groups": names, "tied": {"head.weight": "embed.weight"}}))
+        (folder / "truth.json").write_text(
+            json.dumps({"groups": names, "tied": {"head.weight": "embed.weight"}})
+        )
         (folder / "done").touch()
     dist.barrier()
 
 
 def main() -> None:
     specs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does as well, and is not compiled first
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # gloo does as well, and is not compiled first
+    )
     deepspeed.init_distributed("gloo")
     deepspeed.get_accelerator().is_fp16_supported = lambda: True  # slow on CPU, not impossible
     # all ranks start from one seed; the broadcast at the start refuses 0-d parameters

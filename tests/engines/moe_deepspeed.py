@@ -1,9 +1,10 @@
 """Train tiny models with experts (`deepspeed.moe`), and save them, or load exports; run by torchrun with DeepSpeed.
 
-`moe_deepspeed.py SPECS OUT`: SPECS is a JSON list of specs as in `tests/data/deepspeed/make.py`, with a `name`; with
-`load`, the folder of a checkpoint, the engine loads it instead of training; `max_group` is the largest group of experts
-in elements, for which DeepSpeed has no setting. OUT/<name> has `ckpt`, if it was trained,
-`truth.safetensors` and `truth.json` with the losses of two further steps.
+`moe_deepspeed.py SPECS OUT`: SPECS is a JSON list of specs as in `tests/data/deepspeed/make.py`,
+with a `name`; with `load`, the folder of a checkpoint, the engine loads it instead of training;
+`max_group` is the largest group of experts in elements, for which DeepSpeed has no setting.
+OUT/<name> has `ckpt`, if it was trained, `truth.safetensors` and `truth.json` with the losses of
+two further steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ STEPS, AFTER, VOCAB = 3, 2, 22
 def run(spec: dict[str, Any], out: Path) -> None:
     for name in _GROUPS:  # which outlive an engine, and are kept by `ep_size` alone
         getattr(groups, name).clear()
-    split_params_into_different_moe_groups_for_optimizer.__defaults__ = (spec.get("max_group", 178956971),)
+    split_params_into_different_moe_groups_for_optimizer.__defaults__ = (
+        spec.get("max_group", 178956971),
+    )
     rank, folder = dist.get_rank(), out / spec["name"]
     folder.mkdir(parents=True, exist_ok=True)
     model = make.model_of(spec)
@@ -68,13 +71,17 @@ def run(spec: dict[str, Any], out: Path) -> None:
     losses = [step() for _ in range(AFTER)]
     if rank == 0:
         make.write_truth(folder, everyone, shapes, spec, {})
-        (folder / "truth.json").write_text(json.dumps({"losses": losses, "hyper": hyper}, default=str))
+        (folder / "truth.json").write_text(
+            json.dumps({"losses": losses, "hyper": hyper}, default=str)
+        )
         (folder / "done").touch()
     dist.barrier()
 
 
 def main() -> None:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does as well, and is not compiled first
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # gloo does as well, and is not compiled first
+    )
     deepspeed.init_distributed("gloo")
     for spec in json.loads(Path(sys.argv[1]).read_text()):
         run({**spec, "world": dist.get_world_size()}, Path(sys.argv[2]))

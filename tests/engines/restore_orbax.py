@@ -23,7 +23,9 @@ MESH = Mesh(np.array(jax.devices()), ("x",))
 
 def flat(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
-    keys = [json.dumps([getattr(k, "key", getattr(k, "idx", None)) for k in path]) for path, _ in leaves]
+    keys = [
+        json.dumps([getattr(k, "key", getattr(k, "idx", None)) for k in path]) for path, _ in leaves
+    ]
     return {key: leaf for key, (_, leaf) in zip(keys, leaves, strict=True)}
 
 
@@ -31,7 +33,11 @@ def bits(leaf: Any) -> tuple[str, Any, str]:
     if leaf is None or isinstance(leaf, str | bool | int | float):
         return type(leaf).__name__, None, repr(leaf)
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return str(leaf.dtype), list(leaf.shape), np.asarray(jax.random.key_data(leaf)).tobytes().hex()
+        return (
+            str(leaf.dtype),
+            list(leaf.shape),
+            np.asarray(jax.random.key_data(leaf)).tobytes().hex(),
+        )
     return str(leaf.dtype), list(leaf.shape), np.asarray(leaf).tobytes().hex()
 
 
@@ -41,12 +47,16 @@ def sharded(leaf: Any) -> Any:
         return leaf
     cut = next((d for d, n in enumerate(leaf.shape) if n and n % devices == 0), None)
     spec = [None] * leaf.ndim if cut is None else [*[None] * cut, "x"]
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(MESH, PartitionSpec(*spec)))
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=NamedSharding(MESH, PartitionSpec(*spec))
+    )
 
 
 def by_target(target: Any) -> Any:
     """The arguments that restore a tree as JAX arrays with shardings."""
-    return ocp.args.PyTreeRestore(item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    return ocp.args.PyTreeRestore(
+        item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
+    )
 
 
 plain = ocp.StandardCheckpointer().restore(folder)

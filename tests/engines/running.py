@@ -22,11 +22,27 @@ def run_engine(engine: str, ranks: int, script: str, arguments: Sequence[str]) -
 
     `.engines/<engine>` has it, or `UCFORMAT_<ENGINE>_PYTHON` names an interpreter that has.
     """
-    python = os.environ.get(f"UCFORMAT_{engine.upper()}_PYTHON") or str(_ROOT / ".engines" / engine / "bin" / "python")
+    python = os.environ.get(f"UCFORMAT_{engine.upper()}_PYTHON") or str(
+        _ROOT / ".engines" / engine / "bin" / "python"
+    )
     if not Path(python).exists():
         pytest.skip(f"{engine} is not installed in .engines/{engine}")
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    command = [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
+    env = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     script = str(Path(__file__).parent / script)
-    done = subprocess.run([*command, script, *arguments], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, script, *arguments], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]

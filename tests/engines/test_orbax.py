@@ -39,7 +39,9 @@ def restored(folder: Path, devices: int) -> dict[str, Any]:
         "JAX_ENABLE_X64": "1",
     }
     script = [str(engine("orbax")), "tests/engines/restore_orbax.py", str(folder), str(out)]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        script, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, Any]] = json.loads(out.read_text())
     return found["leaves"] | found["typed"]
@@ -55,9 +57,18 @@ def check(ck: Checkpoint, found: dict[str, Any], paths: dict[Any, str]) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("limits", [{}, {"max_chunk_bytes": 1000, "max_file_bytes": 5000}], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "limits", [{}, {"max_chunk_bytes": 1000, "max_file_bytes": 5000}], ids=["whole", "cut"]
+)
 def test_every_dtype_and_state(devices: int, limits: dict[str, Any], tmp_path: Path) -> None:
-    objects = {"flag": True, "n": 3, "x": 1.5, "text": "ü", "none": None, "deep": {"a": [1.5, {"b": 2}]}}
+    objects = {
+        "flag": True,
+        "n": 3,
+        "x": 1.5,
+        "text": "ü",
+        "none": None,
+        "deep": {"a": [1.5, {"b": 2}]},
+    }
     source = opened(tmp_path / "s", ALL, objects=objects, aliases={"head.weight": "embed.weight"})
     export(source, tmp_path / "out", "orbax", **limits)
     found = restored(tmp_path / "out", devices)
@@ -83,7 +94,11 @@ def test_a_tree_of_orbax_is_restored_as_it_was(devices: int, name: str, tmp_path
     convert(kept("orbax", name).checkpoint, tmp_path / "universal")
     export(tmp_path / "universal", tmp_path / "out", "orbax")
     found = restored(tmp_path / "out", devices)
-    check(source, found, {key: json.dumps(list(paths[0])) for key, paths in source.metadata.paths.items()})
+    check(
+        source,
+        found,
+        {key: json.dumps(list(paths[0])) for key, paths in source.metadata.paths.items()},
+    )
     assert found['["rng"]'][0] == "key<fry>"
     assert found['["opt_state", 0]'] == ["NoneType", None, "None"]
     original = kept("orbax", name).truth

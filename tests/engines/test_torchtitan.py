@@ -1,6 +1,7 @@
 """torchtitan's own trainer goes on from what its configuration of our manager has saved, on other ranks too.
 
-`make .engines/torchtitan/.installed` installs it; `UCFORMAT_TORCHTITAN_PYTHON` names another interpreter that has it.
+`make .engines/torchtitan/.installed` installs it; `UCFORMAT_TORCHTITAN_PYTHON` names another
+interpreter that has it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,24 @@ def _python() -> Path:
     told = os.environ.get("UCFORMAT_TORCHTITAN_PYTHON")
     python = Path(told) if told else _ROOT / ".engines" / "torchtitan" / "bin" / "python"
     if not python.exists():
-        pytest.skip("torchtitan is not installed: run `make .engines/torchtitan/.installed` (300 MB)")
+        pytest.skip(
+            "torchtitan is not installed: run `make .engines/torchtitan/.installed` (300 MB)"
+        )
     return python
 
 
-def trained(ranks: int, folder: Path, steps: int, /, kill: str = "", **options: Any) -> dict[str, Any]:
+def trained(
+    ranks: int, folder: Path, steps: int, /, kill: str = "", **options: Any
+) -> dict[str, Any]:
     """What the trainer tells of a training; nothing if it is killed (`tests/torch/killed.py`)."""
-    command = [str(_python()), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [
+        str(_python()),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     script = [str(Path(__file__).parent / "train_torchtitan.py"), str(folder), str(steps)]
     if kill:
         script = ["-m", "tests.torch.killed", *kill.split(), *script]
@@ -70,7 +82,12 @@ def write_inputs(folder: Path) -> None:
     tokenizer.pre_tokenizer = WhitespaceSplit()
     (folder / "tokenizer").mkdir()
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    special = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}
+    special = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "add_eos_token": True,
+    }
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(special))
     texts = [" ".join(str((kind + 1) * n) for n in range(1, _SEQUENCE)) for kind in range(2)]
     (folder / "data").mkdir()
@@ -90,7 +107,16 @@ def test_the_trainer_goes_on(tmp_path: Path) -> None:
     assert ucformat.open(place).metadata.step == 2
 
     loaded: dict[str, Any] = {"initial_load_path": str(place), "initial_load_model_only": False}
-    again = trained(2, tmp_path / "again", 4, **loaded, form="packed", async_mode="async", run="titan", folder="ck")
+    again = trained(
+        2,
+        tmp_path / "again",
+        4,
+        **loaded,
+        form="packed",
+        async_mode="async",
+        run="titan",
+        folder="ck",
+    )
     assert again["states"]["2"] == saved
     assert again["states"]["4"] == last
     assert again["losses"] == {step: whole["losses"][step] for step in ("3", "4")}
@@ -98,11 +124,17 @@ def test_the_trainer_goes_on(tmp_path: Path) -> None:
     assert ucformat.open(tmp_path / "again" / "ck" / "step-00000004").manifest.run == "titan"
 
     (tmp_path / "ranks-3" / "checkpoint").mkdir(parents=True)
-    shutil.copytree(place, tmp_path / "ranks-3" / "checkpoint" / place.name)  # a run's own checkpoint needs no path
+    shutil.copytree(
+        place, tmp_path / "ranks-3" / "checkpoint" / place.name
+    )  # a run's own checkpoint needs no path
     for ranks, where in ((1, loaded), (3, {"interval": 1, "keep_latest_k": 2})):
-        other = trained(ranks, tmp_path / f"ranks-{ranks}", 4, **where, exclude_from_loading=["dataloader"])
+        other = trained(
+            ranks, tmp_path / f"ranks-{ranks}", 4, **where, exclude_from_loading=["dataloader"]
+        )
         assert other["states"]["2"] == saved
-        assert other["losses"] == pytest.approx({step: whole["losses"][step] for step in ("3", "4")}, rel=1e-3)
+        assert other["losses"] == pytest.approx(
+            {step: whole["losses"][step] for step in ("3", "4")}, rel=1e-3
+        )
     kept = sorted(path.name for path in (tmp_path / "ranks-3" / "checkpoint").iterdir())
     assert kept == ["step-00000003", "step-00000004"]
     assert whole["losses"]["4"] < whole["losses"]["1"]
@@ -122,5 +154,7 @@ def test_the_trainer_is_killed_and_goes_on_on_other_ranks(tmp_path: Path) -> Non
     assert ucformat.open(places[1]).manifest.layout["world"] == 2
     last = trained(3, run, 6, merge=True)
     assert ucformat.open(places[2]).manifest.layout["world"] == 3
-    assert last["losses"] == pytest.approx({step: whole["losses"][step] for step in ("5", "6")}, rel=1e-3)
+    assert last["losses"] == pytest.approx(
+        {step: whole["losses"][step] for step in ("5", "6")}, rel=1e-3
+    )
     assert [edge.kind for edge in ucformat.open(places[2]).manifest.lineage] == ["reshard"]

@@ -27,9 +27,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guides" / "trainer_deepspeed.md").read_text()
 #: DeepSpeed first: the others look for it when they are imported.
 BOTH = ("tests.engines.beside", "transformers.trainer", "accelerate")
-UNFINISHED = (
-    "transformers.trainer_callback:TrainerState.save_to_json"  # the last file but one of a Trainer's checkpoint
-)
+# the last file but one of a Trainer's checkpoint
+UNFINISHED = "transformers.trainer_callback:TrainerState.save_to_json"
 
 
 @pytest.fixture
@@ -56,7 +55,12 @@ def shell(folder: Path, line: str) -> None:
     command = line.replace("ucp ", f"{sys.executable} -m ucformat.cli ")
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=variables, capture_output=True, text=True, check=False
+        ["bash", "-c", command],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

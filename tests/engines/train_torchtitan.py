@@ -1,14 +1,19 @@
 """torchtitan's own trainer with its debug Llama, under torchrun: `train_torchtitan.py FOLDER STEPS [KEY=VALUE…]`.
 
-`FOLDER/..` has `tokenizer` and `data`. Each `KEY=VALUE`, the value in JSON, is an option of the configuration of our
-checkpoint manager. Writes `FOLDER/watched.json`: the loss of each step, and for the moments before the first step and
-after each one, the hash of each whole tensor of the training.
+`FOLDER/..` has `tokenizer` and `data`. Each `KEY=VALUE`, the value in JSON, is an option of the
+configuration of our checkpoint manager. Writes `FOLDER/watched.json`: the loss of each step, and
+for the moments before the first step and after each one, the hash of each whole tensor of the
+training.
 
-What torchtitan 0.3.0 asks of GPUs and of a later PyTorch is replaced, and nothing that a checkpoint has:
+What torchtitan 0.3.0 asks of GPUs and of a later PyTorch is replaced, and nothing that a checkpoint
+has:
 
-- the device is "cpu", whose memory has no statistics; kernels for experts in Triton are not imported;
-- attention is PyTorch's own, since FlexAttention has no backward pass on CPU (neither has parameters);
-- parameters are sharded as `partial_dtensor`; PyTorch 2.13 does not read the annotations of `spmd_types`;
+- the device is "cpu", whose memory has no statistics; kernels for experts in Triton are not
+  imported;
+- attention is PyTorch's own, since FlexAttention has no backward pass on CPU (neither has
+  parameters);
+- parameters are sharded as `partial_dtensor`; PyTorch 2.13 does not read the annotations of
+  `spmd_types`;
 - gradients are reduced by sums, as Gloo can, and the timeouts of process groups stay as they are.
 """
 
@@ -83,7 +88,9 @@ class Watched(Trainer):
     def hashes(self) -> dict[str, Any]:
         """The hash of each weight as the state dict has it, and of each optimizer state, and the plain values."""
         (model,) = self.model_parts
-        out: dict[str, Any] = {f"weight/{name}": _hash(tensor) for name, tensor in model.state_dict().items()}
+        out: dict[str, Any] = {
+            f"weight/{name}": _hash(tensor) for name, tensor in model.state_dict().items()
+        }
         names = {param: name for name, param in model.named_parameters()}
         for optimizer in self.optimizers:
             for param, states in optimizer.state.items():
@@ -94,7 +101,9 @@ class Watched(Trainer):
 
 def _hash(tensor: torch.Tensor) -> str:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return hashlib.sha256(whole.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()[:16]
+    return hashlib.sha256(
+        whole.detach().contiguous().flatten().view(torch.uint8).numpy()
+    ).hexdigest()[:16]
 
 
 def _refused() -> Iterator[str]:
@@ -125,7 +134,9 @@ def _off(trainer: Watched) -> list[bool]:
 
 def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-    options = {key: json.loads(value) for key, _, value in (text.partition("=") for text in sys.argv[3:])}
+    options = {
+        key: json.loads(value) for key, _, value in (text.partition("=") for text in sys.argv[3:])
+    }
     config = llama3_debugmodel()
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()

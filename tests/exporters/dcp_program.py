@@ -65,7 +65,9 @@ class _Run:
         for key, value in _flat(self.state()).items():
             if isinstance(value, torch.Tensor):
                 full = value.full_tensor() if isinstance(value, DTensor) else value
-                out[key] = full.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                out[key] = (
+                    full.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                )
             else:
                 out[key] = repr(value).encode()
         return out
@@ -73,9 +75,13 @@ class _Run:
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
-        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()}
+        return {
+            k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()
+        }
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return {k: v for i, inner in enumerate(value) for k, v in _flat(inner, f"{prefix}{i}.").items()}
+        return {
+            k: v for i, inner in enumerate(value) for k, v in _flat(inner, f"{prefix}{i}.").items()
+        }
     return {prefix: value}
 
 
@@ -94,7 +100,12 @@ def resume(folder: Path, checkpoint: str, *, values: bool = True, **how: Any) ->
     run = _Run(2, **how)
     state = run.state()
     if values:
-        state["train"] = {"step": 0, "seen": torch.zeros(3, dtype=torch.int64), "note": (), "nested": [{"x": 0.0}]}
+        state["train"] = {
+            "step": 0,
+            "seen": torch.zeros(3, dtype=torch.int64),
+            "note": (),
+            "nested": [{"x": 0.0}],
+        }
     dcp.load(state, checkpoint_id=checkpoint)
     set_state_dict(
         run.model,
@@ -103,5 +114,7 @@ def resume(folder: Path, checkpoint: str, *, values: bool = True, **how: Any) ->
         optim_state_dict=state["optim"],
         options=run.options,
     )
-    train_state = {k: v.tolist() if torch.is_tensor(v) else v for k, v in state.get("train", {}).items()}
+    train_state = {
+        k: v.tolist() if torch.is_tensor(v) else v for k, v in state.get("train", {}).items()
+    }
     return run.whole(), [run.step(number) for number in (2, 3)], train_state

@@ -23,8 +23,8 @@ class Engines:
         folder: where they are made.
         script: the program of `tests/engines` that makes them.
         sources: the specs of the engines that save.
-        loads: by the name of an engine its number of ranks, and what exports one of the sources to a folder and
-            returns the spec of the engine that is to load it.
+        loads: by the name of an engine its number of ranks, and what exports one of the sources to
+            a folder and returns the spec of the engine that is to load it.
     """
 
     def __init__(

@@ -32,7 +32,11 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     if isinstance(a, list | tuple):
         if len(a) != len(b):
             return [f"{path}: {len(a)}, {len(b)} items"]
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}/{i}")]
+        return [
+            d
+            for i, (x, y) in enumerate(zip(a, b, strict=True))
+            for d in differences(x, y, f"{path}/{i}")
+        ]
     if isinstance(a, torch.Tensor):
         raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
         return [] if (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw) else [path]
@@ -49,7 +53,9 @@ def globals_of(folder: Path) -> set[tuple[str, str]]:
         data = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             assert archive.testzip() is None
-            found |= _globals(next(archive.read(n) for n in archive.namelist() if n.endswith("data.pkl")))
+            found |= _globals(
+                next(archive.read(n) for n in archive.namelist() if n.endswith("data.pkl"))
+            )
     return found
 
 

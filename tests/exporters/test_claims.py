@@ -35,7 +35,9 @@ def models_in(folder: Path) -> set[float]:
     """The values of all tensors that a loader finds there."""
     try:
         tensors = tensors_of(folder)
-    except FileNotFoundError:  # the loader fails, too: a shard has been removed, and the index not yet
+    except (
+        FileNotFoundError
+    ):  # the loader fails, too: a shard has been removed, and the index not yet
         return set()
     return {float(v) for array in tensors.values() for v in np.unique(array.view(np.float32))}
 
@@ -44,7 +46,8 @@ class Interrupted(BaseException):
     """The process has ended."""
 
 
-#: No store has conditional deletions and renames: what follows a look at the claim at once is one step with it.
+#: No store has conditional deletions and renames: what follows a look at the claim at once is one
+#: step with it.
 STEPS = ("read_versioned", "put_if_absent", "replace", "list", "info", "create", "flush")
 
 
@@ -86,7 +89,9 @@ def export(what: Any, where: Any, **options: Any) -> bool:
     [(False, False), (True, False), (True, True)],
     ids=["into an empty place", "both overwrite", "both replace another"],
 )
-def test_an_export_meanwhile(tmp_path: Path, *, overwrite: bool, one_file: bool, first: bool) -> None:
+def test_an_export_meanwhile(
+    tmp_path: Path, *, overwrite: bool, one_file: bool, first: bool
+) -> None:
     """The other one runs as a whole between any two operations of an export."""
     options: dict[str, Any] = {"name": "model.safetensors"} if one_file else dict(SHARDS)
     steps, number = None, 0

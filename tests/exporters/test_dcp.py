@@ -27,7 +27,9 @@ from ucformat.storage.local import LocalStore
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # without ranks
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled:UserWarning"
+)  # without ranks
 KEPT = sorted(p.name for p in (DATA / "dcp").iterdir() if (p / "ckpt" / ".metadata").exists())
 PROGRAM = Ranks("tests.exporters.dcp_program")
 GROUPS = (
@@ -62,9 +64,14 @@ def test_what_came_from_dcp_goes_back_as_it_was(name: str, how: str, tmp_path: P
     before, after = (FileSystemReader(f).read_metadata() for f in (source, tmp_path / "dcp"))
     beside = after.planner_data.keys() - before.planner_data.keys()
     assert {name: after.planner_data[name] for name in before.planner_data} == before.planner_data
-    assert bool(beside) == (source / "meta.pt").exists(), "what Lightning keeps in a file of its own is exported, too"
+    assert bool(beside) == (source / "meta.pt").exists(), (
+        "what Lightning keeps in a file of its own is exported, too"
+    )
     assert after.version == before.version
-    first_state, second_state = state_of(source, tmp_path / "a"), state_of(tmp_path / "dcp", tmp_path / "b")
+    first_state, second_state = (
+        state_of(source, tmp_path / "a"),
+        state_of(tmp_path / "dcp", tmp_path / "b"),
+    )
     for name in {path.partition(".")[0] for path in beside}:
         del second_state[name]
     assert differences(first_state, second_state) == []
@@ -89,24 +96,39 @@ def test_what_came_from_dcp_goes_back_as_it_was(name: str, how: str, tmp_path: P
 )
 def test_fsdp2_resumes_at_other_world_sizes(how: dict[str, Any], tmp_path: Path) -> None:
     (truth, losses), *_ = PROGRAM.run("train", 2, tmp_path / "train", **how)
-    export(tmp_path / "train" / "dcp", tmp_path / "out", "dcp", max_item_bytes=90, max_file_bytes=3000)
+    export(
+        tmp_path / "train" / "dcp", tmp_path / "out", "dcp", max_item_bytes=90, max_file_bytes=3000
+    )
     for world in (2, 3):
         found, after, values = PROGRAM.run(
             "resume", world, tmp_path / f"{world}", checkpoint=str(tmp_path / "out"), **how
         )[0]
         assert found == truth, [k for k in truth if found[k] != truth[k]]
         assert values == {"step": 2, "seen": [0, 1, 2], "note": ("a", None), "nested": [{"x": 1.5}]}
-        stock = PROGRAM.run("resume", world, tmp_path / f"{world}", checkpoint=str(tmp_path / "train" / "dcp"), **how)[
-            0
-        ]
+        stock = PROGRAM.run(
+            "resume",
+            world,
+            tmp_path / f"{world}",
+            checkpoint=str(tmp_path / "train" / "dcp"),
+            **how,
+        )[0]
         assert after == stock[1]
         if world == 2:
             assert after == losses
 
 
 def test_names_are_those_that_get_state_dict_gives(tmp_path: Path) -> None:
-    facts = {"groups": GROUPS, "aliases": {"head.weight": "embed.weight"}, "objects": {"sched": {"last": 3}}}
-    export(fake(tmp_path / "src", **facts), tmp_path / "out", "dcp", states=["master", "exp_avg", "exp_avg_sq"])
+    facts = {
+        "groups": GROUPS,
+        "aliases": {"head.weight": "embed.weight"},
+        "objects": {"sched": {"last": 3}},
+    }
+    export(
+        fake(tmp_path / "src", **facts),
+        tmp_path / "out",
+        "dcp",
+        states=["master", "exp_avg", "exp_avg_sq"],
+    )
     model = torch.nn.ParameterDict({"x": torch.zeros(5, 3), "y": torch.zeros(3)})
     optimizer = torch.optim.AdamW([{"params": [model["x"]]}, {"params": [model["y"]]}])
     for p in model.values():
@@ -120,9 +142,14 @@ def test_names_are_those_that_get_state_dict_gives(tmp_path: Path) -> None:
     for group in groups:
         del group["weight_decay"], group["eps"]  # which the source does not have
     state = {
-        "model": {**dict(zip(names, model.values(), strict=True)), "head.weight": torch.zeros(5, 3)},
+        "model": {
+            **dict(zip(names, model.values(), strict=True)),
+            "head.weight": torch.zeros(5, 3),
+        },
         "optim": {
-            "state": {n: dict(optimizer.state[p]) for n, p in zip(names, model.values(), strict=True)},
+            "state": {
+                n: dict(optimizer.state[p]) for n, p in zip(names, model.values(), strict=True)
+            },
             "param_groups": groups,
         },
         "sched": {"last": 0},
@@ -136,13 +163,19 @@ def test_names_are_those_that_get_state_dict_gives(tmp_path: Path) -> None:
         assert state["optim"]["state"][name]["step"].item() == 7
     first, second = state["optim"]["param_groups"]
     assert (first["params"], first["lr"], first["betas"]) == (["embed.weight"], 0.1, (0.9, 0.95))
-    assert (second["params"], second["lr"], second["decoupled_weight_decay"]) == (["norm.bias"], 0.2, True)
+    assert (second["params"], second["lr"], second["decoupled_weight_decay"]) == (
+        ["norm.bias"],
+        0.2,
+        True,
+    )
 
 
 def test_tied_names_share_their_bytes(tmp_path: Path) -> None:
     source = fake(tmp_path / "src", aliases={"head.weight": "embed.weight"})
     export(source, tmp_path / "out", "dcp")
-    stored = {k.fqn: v for k, v in FileSystemReader(tmp_path / "out").read_metadata().storage_data.items()}
+    stored = {
+        k.fqn: v for k, v in FileSystemReader(tmp_path / "out").read_metadata().storage_data.items()
+    }
     assert stored["model.head.weight"] == stored["model.embed.weight"]
 
 
@@ -186,7 +219,8 @@ def test_a_state_of_torch_save_whose_parameters_are_numbered(tmp_path: Path) -> 
         assert FileSystemReader(out).read_metadata().planner_data == stock.planner_data
         again = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters()).state_dict()
         again["state"] = {
-            n: {k: torch.zeros_like(v) for k, v in s.items()} for n, s in state["optimizer"]["state"].items()
+            n: {k: torch.zeros_like(v) for k, v in s.items()}
+            for n, s in state["optimizer"]["state"].items()
         }
         dcp.load({"optimizer": again}, checkpoint_id=out, no_dist=True)
         for number, states in state["optimizer"]["state"].items():
@@ -194,8 +228,17 @@ def test_a_state_of_torch_save_whose_parameters_are_numbered(tmp_path: Path) -> 
 
 
 def test_what_has_no_place_is_named(tmp_path: Path) -> None:
-    objects = {"ok": 1, "model": {"code": {"$opaque": "gASVAA=="}}, "loss": {"$class": "os.system", "$args": ["ls"]}}
-    done = export(fake(tmp_path / "src", groups=GROUPS, objects=objects), tmp_path / "out", "dcp", states="weight")
+    objects = {
+        "ok": 1,
+        "model": {"code": {"$opaque": "gASVAA=="}},
+        "loss": {"$class": "os.system", "$args": ["ls"]},
+    }
+    done = export(
+        fake(tmp_path / "src", groups=GROUPS, objects=objects),
+        tmp_path / "out",
+        "dcp",
+        states="weight",
+    )
     assert set(done.left_out) == {
         *(f"{state} of 2 tensors" for state in ("master", "exp_avg", "exp_avg_sq")),
         "the value model.code: a value of the form $opaque is not written to a pickle",
@@ -206,7 +249,11 @@ def test_what_has_no_place_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tensor", [{"dtype": "float32", "shape": [9], "data": "AAAA"}, {"dtype": "Size", "shape": [], "data": ""}]
+    "tensor",
+    [
+        {"dtype": "float32", "shape": [9], "data": "AAAA"},
+        {"dtype": "Size", "shape": [], "data": ""},
+    ],
 )
 def test_a_tensor_of_a_value_that_is_none(tensor: Any, tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="tensor of shape"):
@@ -220,7 +267,12 @@ def test_two_entries_of_one_name(tmp_path: Path) -> None:
 
 
 def test_options_are_checked() -> None:
-    for options in ({"max_file_bytes": 0}, {"max_item_bytes": -1}, {"optimizer": "SGD"}, {"shards": 1}):
+    for options in (
+        {"max_file_bytes": 0},
+        {"max_item_bytes": -1},
+        {"optimizer": "SGD"},
+        {"shards": 1},
+    ):
         with pytest.raises(UsageError):
             make_exporter("dcp", **options)
 
@@ -236,7 +288,9 @@ def test_only_the_metadata_is_written_last(tmp_path: Path) -> None:
     st.lists(
         st.tuples(
             st.lists(st.integers(0, 9), max_size=4).map(tuple),
-            st.sampled_from(["float32", "bfloat16", "bool", "int64", "float8_e4m3fn", "uint16", "complex64"]),
+            st.sampled_from(
+                ["float32", "bfloat16", "bool", "int64", "float8_e4m3fn", "uint16", "complex64"]
+            ),
         ),
         min_size=1,
         max_size=4,
@@ -245,13 +299,21 @@ def test_only_the_metadata_is_written_last(tmp_path: Path) -> None:
     st.integers(1, 3000),
 )
 def test_any_shape_in_any_chunks(
-    tmp_path_factory: pytest.TempPathFactory, tensors: list[tuple[tuple[int, ...], str]], item: int, file: int
+    tmp_path_factory: pytest.TempPathFactory,
+    tensors: list[tuple[tuple[int, ...], str]],
+    item: int,
+    file: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("any")
-    arrays = {(f"t{i}", "weight"): random_array(shape, dtype, i) for i, (shape, dtype) in enumerate(tensors)}
+    arrays = {
+        (f"t{i}", "weight"): random_array(shape, dtype, i)
+        for i, (shape, dtype) in enumerate(tensors)
+    }
     source = fake(folder / "src", arrays)
     export(source, folder / "out", "dcp", max_item_bytes=item, max_file_bytes=file, model_key="")
-    state = {n: torch.zeros(a.shape, dtype=getattr(torch, str(a.dtype))) for (n, _), a in arrays.items()}
+    state = {
+        n: torch.zeros(a.shape, dtype=getattr(torch, str(a.dtype))) for (n, _), a in arrays.items()
+    }
     dcp.load(state, checkpoint_id=folder / "out", no_dist=True)
     for (name, _), a in arrays.items():
         assert state[name].reshape(-1).view(torch.uint8).numpy().tobytes() == a.tobytes()
@@ -270,7 +332,10 @@ def test_every_dtype(tmp_path: Path) -> None:
 def test_known_scalars_beside_stored_ones(tmp_path: Path) -> None:
     """Their archives differ in size, and all have one dtype and shape."""
     arrays = {(f"s{i}", "weight"): random_array((), "float32", i) for i in range(3)}
-    known = {f"k{i}": {"$tensor": {"dtype": "float32", "shape": [], "data": "AACAPw=="}} for i in range(3)}
+    known = {
+        f"k{i}": {"$tensor": {"dtype": "float32", "shape": [], "data": "AACAPw=="}}
+        for i in range(3)
+    }
     export(fake(tmp_path / "src", arrays, objects=known), tmp_path / "out", "dcp")
     found = state_of(tmp_path / "out", tmp_path / "state")
     assert [found[k].item() for k in known] == [1.0, 1.0, 1.0]

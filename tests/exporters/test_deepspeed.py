@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 #: Of `CHOSEN`: their files are not written, or their states have no names.
 OTHERS = ("z1-bf16opt", "z1-bf16opt-frozen", "z1-elastic-sgd", "z2-elastic", "z0-unclear")
-SAME = [(world, str(spec["name"])) for world, specs in CHOSEN.items() for spec in specs if spec["name"] not in OTHERS]
+SAME = [
+    (world, str(spec["name"]))
+    for world, specs in CHOSEN.items()
+    for spec in specs
+    if spec["name"] not in OTHERS
+]
 ZERO = [(world, name) for world, name in SAME if not name.startswith("z0")]
 
 
@@ -44,7 +49,9 @@ def contents(ck: Checkpoint) -> dict[Key, tuple[str, tuple[int, ...], bytes]]:
 
 
 @pytest.mark.parametrize(("world", "name"), SAME)
-def test_files_are_as_deepspeeds_own(chosen: Callable[[int, str], Made], tmp_path: Path, world: int, name: str) -> None:
+def test_files_are_as_deepspeeds_own(
+    chosen: Callable[[int, str], Made], tmp_path: Path, world: int, name: str
+) -> None:
     spec = next(s for s in CHOSEN[world] if s["name"] == name)
     before = ucformat.open(chosen(world, name).checkpoint)
     done = export(before, tmp_path, "deepspeed", fused=spec.get("fused", False))
@@ -60,7 +67,9 @@ def test_files_are_as_deepspeeds_own(chosen: Callable[[int, str], Made], tmp_pat
         if key.endswith(".pt"):
             folders = (tmp_path, chosen(world, name).checkpoint)
             ours, theirs = (form(TorchFile(LocalStore(folder), key).value) for folder in folders)
-            if "round" in name:  # DeepSpeed computes the slices as if it did not deal parameters in turn
+            if (
+                "round" in name
+            ):  # DeepSpeed computes the slices as if it did not deal parameters in turn
                 for value in (ours, theirs):
                     value.get("optimizer_state_dict", {}).pop("param_slice_mappings", None)
             assert ours == theirs, key
@@ -73,7 +82,11 @@ def form(value: Any) -> Any:
     if isinstance(value, Inert):
         return value.name, form(value.args), form(value.state)
     if isinstance(value, dict):
-        return {key: form(inner) for key, inner in value.items() if key != "frozen_param_fragments" or inner}
+        return {
+            key: form(inner)
+            for key, inner in value.items()
+            if key != "frozen_param_fragments" or inner
+        }
     if isinstance(value, list | tuple):
         return [form(inner) for inner in value]
     return repr(value) if isinstance(value, float) else value
@@ -87,8 +100,12 @@ def test_the_universal_format_keeps_names_and_states(
     export(before, tmp_path, "deepspeed-universal")
     after = ucformat.open(tmp_path)
     rank = {key for key in before.tensors if key.name.startswith("rank")}
-    assert contents(after) == {key: value for key, value in contents(before).items() if key not in rank}
-    groups = [[{**g, "params": sorted(g["params"])} for g in ck.metadata.groups] for ck in (after, before)]
+    assert contents(after) == {
+        key: value for key, value in contents(before).items() if key not in rank
+    }
+    groups = [
+        [{**g, "params": sorted(g["params"])} for g in ck.metadata.groups] for ck in (after, before)
+    ]
     assert groups[0] == groups[1]  # in another order if the engine deals gradients round-robin
     assert after.aliases == before.aliases
 
@@ -145,7 +162,9 @@ def fake(
     arrays: dict[Any, Any] = {}
     for i, (name, shape) in enumerate(shapes.items()):
         random = np.random.default_rng(i)
-        arrays[name, "weight"] = arrays[name, "master"] = random.standard_normal(shape, "float32").reshape(shape)
+        arrays[name, "weight"] = arrays[name, "master"] = random.standard_normal(
+            shape, "float32"
+        ).reshape(shape)
         if dtype != "float32":
             arrays[name, "weight"] = arrays[name, "master"].astype(dtype_of(dtype))
         if any(name in group for group in groups):
@@ -154,17 +173,26 @@ def fake(
             arrays[name, "step"] = np.array(3, "float32")
         else:
             del arrays[name, "master"]
-    documents = tuple({**ADAM, "weight_decay": 0.1 / (i + 1), "params": names} for i, names in enumerate(groups))
+    documents = tuple(
+        {**ADAM, "weight_decay": 0.1 / (i + 1), "params": names} for i, names in enumerate(groups)
+    )
     known: dict[str, Any] = {"step": 3, "groups": documents}
-    return Checkpoint(FakeSource.write(MemoryStore(f"fake-{next(_numbers)}"), arrays, **known | facts))
+    return Checkpoint(
+        FakeSource.write(MemoryStore(f"fake-{next(_numbers)}"), arrays, **known | facts)
+    )
 
 
 shapes = st.lists(st.integers(1, 6), max_size=3).map(tuple)
 
 
 @given(data=st.data())
-def test_any_geometry_comes_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = {f"layer.{i}.w": shape for i, shape in enumerate(data.draw(st.lists(shapes, min_size=1, max_size=7)))}
+def test_any_geometry_comes_back(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = {
+        f"layer.{i}.w": shape
+        for i, shape in enumerate(data.draw(st.lists(shapes, min_size=1, max_size=7)))
+    }
     of = {name: data.draw(st.integers(0, 2)) for name in model}  # 2: frozen
     groups = [[n for n in model if of[n] == g] for g in (0, 1)]
     groups = [g for g in groups if g]
@@ -172,14 +200,18 @@ def test_any_geometry_comes_back(data: st.DataObject, tmp_path_factory: pytest.T
         return
     stage = data.draw(st.integers(0, 3))
     zero = {"stage": stage, "sub_group_size": data.draw(st.sampled_from([1, 7, 30, 10**9]))}
-    zero |= {name: data.draw(st.booleans()) for name in ("round_robin_gradients", "parameter_alignment")}
+    zero |= {
+        name: data.draw(st.booleans()) for name in ("round_robin_gradients", "parameter_alignment")
+    }
     dtype = data.draw(st.sampled_from(["float32", "bfloat16"]))
     config = {"zero_optimization": zero, "bf16": {"enabled": dtype == "bfloat16"}}
     source = fake(model, groups=groups, dtype=dtype)
     folder = tmp_path_factory.mktemp("geometry")
     world = data.draw(st.integers(1, 5))
     options: dict[str, Any] = {"config": config, "world": world, "buffers": "none"}
-    options["fused"] = stage == 0 and dtype == "bfloat16" and sum(len(g) for g in groups) < len(model)
+    options["fused"] = (
+        stage == 0 and dtype == "bfloat16" and sum(len(g) for g in groups) < len(model)
+    )
     done = export(source, folder, "deepspeed", **options)
     names = [list(g) for g in groups]
     after = ucformat.open(folder, options=None if stage or options["fused"] else {"groups": names})
@@ -187,8 +219,12 @@ def test_any_geometry_comes_back(data: st.DataObject, tmp_path_factory: pytest.T
     for key, value in found.items():
         assert value == wanted[key], key
     lost = wanted.keys() - found.keys()
-    assert {key.state for key in lost} <= ({"weight"} if stage == 3 else {"master"} if dtype == "float32" else set())
-    assert done.left_out == tuple(f"{s} of {len(lost)} tensor{'s' * (len(lost) != 1)}" for s in {k.state for k in lost})
+    assert {key.state for key in lost} <= (
+        {"weight"} if stage == 3 else {"master"} if dtype == "float32" else set()
+    )
+    assert done.left_out == tuple(
+        f"{s} of {len(lost)} tensor{'s' * (len(lost) != 1)}" for s in {k.state for k in lost}
+    )
 
 
 def test_ranks_are_planned_when_they_are_written() -> None:
@@ -212,21 +248,37 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no step": ({"step": None}, {"stage": 1, "world": 2}, "pass step"),
     "no groups": ({"groups": []}, {"stage": 1, "world": 2}, "pass weights_only"),
     "no layout": ({}, {"stage": 1, "world": 2, "tp": 2}, "pass layout"),
-    "ranks that tp does not divide": ({}, {"stage": 1, "world": 3, "tp": 2}, "3 ranks are not divided by 2"),
+    "ranks that tp does not divide": (
+        {},
+        {"stage": 1, "world": 3, "tp": 2},
+        "3 ranks are not divided by 2",
+    ),
     "no loss scale": ({"dtype": "float16"}, {"stage": 1, "world": 2}, "pass config"),
     "a group of what is not stored": (
         {"groups": [["a.w", "b.w", "c.w"]]},
         {"stage": 1, "world": 2},
         "of which no weight is exported: c.w",
     ),
-    "floats in no group": ({"groups": [["a.w"]]}, {"stage": 3, "world": 2}, "the optimizer does not have b.w"),
-    "an unknown buffer": ({}, {"stage": 3, "world": 2, "buffers": ["c"]}, "these buffers are not stored: c"),
+    "floats in no group": (
+        {"groups": [["a.w"]]},
+        {"stage": 3, "world": 2},
+        "the optimizer does not have b.w",
+    ),
+    "an unknown buffer": (
+        {},
+        {"stage": 3, "world": 2, "buffers": ["c"]},
+        "these buffers are not stored: c",
+    ),
     "overflow": (
         {"groups": [["a.w", "b.w"]], "states": ("weight", "exp_avg", "exp_avg_sq", "step")},
         {"world": 2, "config": {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}},
         "in float16 it might overflow",
     ),
-    "elastic": ({}, {"world": 2, "config": {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}}, "elastic"),
+    "elastic": (
+        {},
+        {"world": 2, "config": {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}},
+        "elastic",
+    ),
     "fp32 gradients": (
         {"dtype": "bfloat16"},
         {
@@ -248,7 +300,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case: str, tmp_path: Path) -> None:
     facts, options, message = REFUSED[case]
-    source = fake(**{"shapes": {"a.w": (3, 4), "b.w": (5,)}} | {k: v for k, v in facts.items() if k != "states"})
+    source = fake(
+        **{"shapes": {"a.w": (3, 4), "b.w": (5,)}}
+        | {k: v for k, v in facts.items() if k != "states"}
+    )
     with pytest.raises(UcformatError) as caught:
         export(source, tmp_path / "x", "deepspeed", states=facts.get("states"), **options)
     assert message in f"{caught.value.message} {caught.value.hint}"
@@ -271,7 +326,10 @@ class TestStatesThatAreNotJoined:
             ({"b__step": np.array(2, "float32")}, "step of b differs from that of a"),
             ({"b__exp_avg": None}, "b have no exp_avg"),
             ({"b__exp_avg": np.ones(3, "float32")}, "exp_avg of b has another shape"),
-            ({"b__exp_avg": np.ones(4, "float16")}, "exp_avg of an optimizer group is float32 (a) and float16 (b)"),
+            (
+                {"b__exp_avg": np.ones(4, "float16")},
+                "exp_avg of an optimizer group is float32 (a) and float16 (b)",
+            ),
         ],
     )
     def test_they_are_refused(self, arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -285,7 +343,9 @@ class TestStatesThatAreNotJoined:
     def test_stage_0_keeps_each_parameters_own(self, tmp_path: Path) -> None:
         source = self.source(b__step=np.array(2, "float32"))
         export(source, tmp_path, "deepspeed", stage=0, world=2)
-        assert contents(ucformat.open(tmp_path, options={"groups": [["a", "b"]]})) == contents(source)
+        assert contents(ucformat.open(tmp_path, options={"groups": [["a", "b"]]})) == contents(
+            source
+        )
 
 
 TP = {
@@ -308,13 +368,20 @@ def test_tensor_parallel_ranks(tmp_path: Path, stage: int) -> None:
     after = ucformat.open(tmp_path, options=options)
     assert after.metadata.layout.items() >= {"tp": 2, "dp": 2, "zero": stage}.items()
     found, wanted = contents(after), contents(source)
-    assert found == {key: value for key, value in wanted.items() if stage != 3 or key.state != "weight"}
+    assert found == {
+        key: value for key, value in wanted.items() if stage != 3 or key.state != "weight"
+    }
 
 
 def test_values_of_other_programs_become_client_state(tmp_path: Path) -> None:
     source = fake(
         {"w": (3,)},
-        objects={"train": {"epoch": 2, "rng": {"$tensor": {"dtype": "uint8", "shape": [2], "data": "AQI="}}}},
+        objects={
+            "train": {
+                "epoch": 2,
+                "rng": {"$tensor": {"dtype": "uint8", "shape": [2], "data": "AQI="}},
+            }
+        },
     )
     export(source, tmp_path, "deepspeed", stage=1, world=1)
     assert ucformat.open(tmp_path).objects["client_state"] == source.objects
@@ -333,18 +400,24 @@ def test_what_deepspeed_does_not_restore_is_told() -> None:
     assert plan_export(source, "deepspeed-universal", **options).left_out == (frozen,)
     told = plan_export(source, "deepspeed-universal", **options | {"stage": 3}).left_out
     assert frozen in told
-    assert any(text.startswith("hyper-parameters of optimizer groups after the first") for text in told)
+    assert any(
+        text.startswith("hyper-parameters of optimizer groups after the first") for text in told
+    )
 
 
 def test_what_is_last_is_what_deepspeed_needs(tmp_path: Path) -> None:
     source = fake({"w": (3,)}, dtype="bfloat16")
     last = {
-        stage: [f.key for f in plan_export(source, "deepspeed", stage=stage, world=2).files if f.last]
+        stage: [
+            f.key for f in plan_export(source, "deepspeed", stage=stage, world=2).files if f.last
+        ]
         for stage in (0, 1, 3)
     }
     assert last[0] == last[1] == ["global_step3/mp_rank_00_model_states.pt", "latest"]
     assert last[3] == ["global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "latest"]
-    universal = [f.key for f in plan_export(source, "deepspeed-universal", stage=3, tag="t").files if f.last]
+    universal = [
+        f.key for f in plan_export(source, "deepspeed-universal", stage=3, tag="t").files if f.last
+    ]
     assert universal == ["t/zero_pp_rank_0_mp_rank_00_model_states.pt", "latest_universal"]
 
 

@@ -26,9 +26,14 @@ FSDP = "fsdp2-fp32"
 UNIVERSAL = "deepspeed-universal"
 SOURCES = [
     {"name": FSDP, "dtype": "fp32", **MODEL, "freeze": "", "fsdp": True},
-    *({"name": f"z{z}-{dtype}", "zero": z, "dtype": dtype, **MODEL} for z in (0, 1, 2, 3) for dtype in DTYPES),
+    *(
+        {"name": f"z{z}-{dtype}", "zero": z, "dtype": dtype, **MODEL}
+        for z in (0, 1, 2, 3)
+        for dtype in DTYPES
+    ),
 ]
-#: Source, stage, ranks, whether by way of a universal checkpoint of ours, whether as DeepSpeed's universal format.
+#: Source, stage, ranks, whether by way of a universal checkpoint of ours, whether as DeepSpeed's
+#: universal format.
 Load = tuple[str, int, int, bool, bool]
 CHOSEN: list[Load] = [
     ("z1-bf16", 1, 2, False, False),
@@ -75,14 +80,23 @@ def exported(load: Load, sources: Mapping[str, Made], folder: Path) -> dict[str,
     ck = ucformat.open(sources[name].checkpoint)
     if name == FSDP:
         ck = ck.view([{"alias": {"head.weight": "embed.weight"}}])
-        options["config"] = {"zero_optimization": {"stage": stage}, "scheduler": {"type": "WarmupLR"}}
+        options["config"] = {
+            "zero_optimization": {"stage": stage},
+            "scheduler": {"type": "WarmupLR"},
+        }
         options["buffers"] = [n for n in ck if n.endswith((".seen", ".mean")) or n == "mask"]
     if via:
         ucformat.convert(ck, folder / "ours")
         ck = ucformat.open(folder / "ours")
     export(ck, folder / "x", "deepspeed-universal" if universal else "deepspeed", **options)
     model = {**MODEL, "freeze": ""} if name == FSDP else MODEL
-    return {"zero": stage, "dtype": dtype_of(name), "load": str(folder / "x"), "universal": universal, **model}
+    return {
+        "zero": stage,
+        "dtype": dtype_of(name),
+        "load": str(folder / "x"),
+        "universal": universal,
+        **model,
+    }
 
 
 @pytest.fixture(scope="session")
@@ -108,46 +122,70 @@ def check(engines: Engines, load: Load) -> None:
     for (state, tensor), value in found.items():
         if universal and tensor in buffers:
             continue  # DeepSpeed does not restore them
-        reference = wanted.get((state, tensor)) or wanted["weight", tensor]  # a master of what has no fp32 copy
+        reference = (
+            wanted.get((state, tensor)) or wanted["weight", tensor]
+        )  # a master of what has no fp32 copy
         assert value == reference, (state, tensor)
     assert {key for key in wanted if key[0] not in ("master", "weight")} <= found.keys()
-    for tensor in {n for s, n in wanted if s == "exp_avg"} if whole else ():  # what `zero_to_fp32` makes of the files
-        assert whole[tensor][2] == (wanted.get(("master", tensor)) or wanted["weight", tensor])[2], tensor
-    if not (universal and stage == 3) and "hyper" in before.facts:  # of which DeepSpeed restores the first group's
+    for tensor in (
+        {n for s, n in wanted if s == "exp_avg"} if whole else ()
+    ):  # what `zero_to_fp32` makes of the files
+        assert (
+            whole[tensor][2] == (wanted.get(("master", tensor)) or wanted["weight", tensor])[2]
+        ), tensor
+    if (
+        not (universal and stage == 3) and "hyper" in before.facts
+    ):  # of which DeepSpeed restores the first group's
         assert after.facts["hyper"] == before.facts["hyper"]
     if "counters" in before.facts:
         assert after.facts["counters"] == before.facts["counters"]
     if name == f"z{stage}-{dtype_of(name)}" and world == 2 and not universal:
         assert after.facts["losses"] == before.facts["losses"]
-        assert after.facts["client"].items() >= {**before.facts["client"], "5": repr({"of": [1, 2]})}.items()
+        assert (
+            after.facts["client"].items()
+            >= {**before.facts["client"], "5": repr({"of": [1, 2]})}.items()
+        )
 
 
 @pytest.mark.parametrize("load", CHOSEN, ids=label)
-def test_deepspeed_loads_what_was_saved(engines: Callable[[list[Load], str], Engines], load: Load) -> None:
+def test_deepspeed_loads_what_was_saved(
+    engines: Callable[[list[Load], str], Engines], load: Load
+) -> None:
     check(engines(CHOSEN, "chosen"), load)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("load", [one for one in ALL if one not in CHOSEN], ids=label)
-def test_every_source_to_every_engine(engines: Callable[[list[Load], str], Engines], load: Load) -> None:
+def test_every_source_to_every_engine(
+    engines: Callable[[list[Load], str], Engines], load: Load
+) -> None:
     check(engines([one for one in ALL if one not in CHOSEN], "all"), load)
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage"), [("deepspeed", 0), ("deepspeed", 2), ("deepspeed", 3), (UNIVERSAL, 2), (UNIVERSAL, 3)]
+    ("kind", "stage"),
+    [("deepspeed", 0), ("deepspeed", 2), ("deepspeed", 3), (UNIVERSAL, 2), (UNIVERSAL, 3)],
 )
 def test_nothing_is_loaded_without_a_last_file(
     engines: Callable[[list[Load], str], Engines], tmp_path: Path, kind: str, stage: int
 ) -> None:
     source = engines(CHOSEN, "chosen").sources["z3-fp32"].checkpoint
-    last = [f.key for f in ucformat.jobs.export.plan_export(source, kind, stage=stage).files if f.last]
+    last = [
+        f.key for f in ucformat.jobs.export.plan_export(source, kind, stage=stage).files if f.last
+    ]
     specs = []
     for i, key in enumerate(last):
         place = tmp_path / f"without-{i}"
         export(source, place, kind, stage=stage)
         (place / key).unlink()
         options = {} if key.startswith("latest") else {"tag": "global_step3"}
-        spec = {"zero": stage, "dtype": "fp32", "load": str(place), "load_options": options, "refused": True}
+        spec = {
+            "zero": stage,
+            "dtype": "fp32",
+            "load": str(place),
+            "load_options": options,
+            "refused": True,
+        }
         spec["universal"] = kind == UNIVERSAL
         specs.append({"name": f"refused-{i}", **spec, **MODEL})
     assert len(specs) == 2
@@ -166,8 +204,23 @@ def test_weights_alone(engines: Callable[[list[Load], str], Engines], tmp_path: 
     }.items():
         place = tmp_path / f"weights-{stage}"
         buffers = ["mask", *(f"blocks.{i}.{name}" for i in (0, 1) for name in ("seen", "mean"))]
-        export(tmp_path / "hf", place, "deepspeed", stage=stage, world=2, step=0, weights_only=True, buffers=buffers)
-        spec = {"zero": stage, "dtype": "fp32", "load": str(place), "load_options": options, "bare": True}
+        export(
+            tmp_path / "hf",
+            place,
+            "deepspeed",
+            stage=stage,
+            world=2,
+            step=0,
+            weights_only=True,
+            buffers=buffers,
+        )
+        spec = {
+            "zero": stage,
+            "dtype": "fp32",
+            "load": str(place),
+            "load_options": options,
+            "bare": True,
+        }
         specs.append({"name": f"weights-{stage}", **MODEL, "after": 0, **spec})
     for name, after in make_deepspeed(specs, 2, tmp_path / "engines").items():
         for (state, tensor), value in after.truth.items():

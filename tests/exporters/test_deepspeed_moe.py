@@ -54,13 +54,21 @@ def test_files_are_as_deepspeeds_own(tmp_path: Path, name: str) -> None:
     assert globals_in(tmp_path) <= ALLOWED
 
 
-#: Of all: two layers of four experts, the last with one that all tokens pass, and two optimizer groups, or one.
+#: Of all: two layers of four experts, the last with one that all tokens pass, and two optimizer
+#: groups, or one.
 SOURCES: dict[str, dict[str, Any]] = {
-    f"z{zero}-ep{ep}-{dtype}": {"zero": zero, "ep": ep, "dtype": dtype, "layers": 2, "groups": 2 - zero % 2}
+    f"z{zero}-ep{ep}-{dtype}": {
+        "zero": zero,
+        "ep": ep,
+        "dtype": dtype,
+        "layers": 2,
+        "groups": 2 - zero % 2,
+    }
     for zero, ep, dtype in product((0, 1, 2), (1, 2), ("fp32", "bf16"))
 }
 SMALL = 700  # elements: a rank has 2 · 2 · (2 · 15 · 12 + 15) in two layers, so its experts are several groups
-#: Source, stage, ranks, expert-parallel ranks, whether by way of a universal checkpoint of ours, and what is special.
+#: Source, stage, ranks, expert-parallel ranks, whether by way of a universal checkpoint of ours,
+#: and what is special.
 Load = tuple[str, int, int, int, bool, str]
 CHOSEN: list[Load] = [
     ("z0-ep2-fp32", 0, 2, 2, False, ""),
@@ -78,7 +86,16 @@ CHOSEN: list[Load] = [
     ("z2-ep2-bf16", 2, 2, 1, False, "small"),
     ("z1-ep1-fp32", 1, 2, 2, True, "small"),
 ]
-LAYOUTS = ((1, 1, ""), (2, 1, ""), (2, 2, ""), (3, 1, ""), (4, 1, ""), (4, 2, ""), (4, 2, "data-first"), (4, 4, ""))
+LAYOUTS = (
+    (1, 1, ""),
+    (2, 1, ""),
+    (2, 2, ""),
+    (3, 1, ""),
+    (4, 1, ""),
+    (4, 2, ""),
+    (4, 2, "data-first"),
+    (4, 4, ""),
+)
 ALL: list[Load] = [
     (name, stage, world, ep, (i + i // len(LAYOUTS)) % 2 == 0, special)
     for i, (name, stage, (world, ep, special)) in enumerate(product(SOURCES, (0, 1, 2), LAYOUTS))
@@ -94,7 +111,10 @@ def spec_of(load: Load) -> dict[str, Any]:
     """The engine that loads an export."""
     name, stage, _, ep, _, special = load
     spec = {**SOURCES[name], "zero": stage, "ep": ep}
-    more: dict[str, dict[str, Any]] = {"small": {"max_group": SMALL}, "data-first": {"data_first": True}}
+    more: dict[str, dict[str, Any]] = {
+        "small": {"max_group": SMALL},
+        "data-first": {"data_first": True},
+    }
     return spec | more.get(special, {})
 
 
@@ -129,8 +149,15 @@ def exported(load: Load, sources: Mapping[str, Made], folder: Path) -> dict[str,
 def made(folder: Path, loads: list[Load]) -> Engines:
     specs = [{**spec, "name": name} for name, spec in SOURCES.items()]
     small = {one[0] for one in loads if one[5] == "small"}
-    specs += [{**SOURCES[name], "name": f"{name}-small", "max_group": SMALL} for name in sorted(small)]
-    return Engines(folder, "moe_deepspeed.py", specs, {label(one): (one[2], partial(exported, one)) for one in loads})
+    specs += [
+        {**SOURCES[name], "name": f"{name}-small", "max_group": SMALL} for name in sorted(small)
+    ]
+    return Engines(
+        folder,
+        "moe_deepspeed.py",
+        specs,
+        {label(one): (one[2], partial(exported, one)) for one in loads},
+    )
 
 
 @pytest.fixture(scope="session")
@@ -151,7 +178,9 @@ def check(before: Made, after: Made) -> None:
     assert {key for key in wanted if key[0] != "master"} <= found.keys()
 
     def hypers(made: Made) -> list[dict[str, Any]]:
-        unnamed = [{**group, "name": "moe"} if group.get("moe") else group for group in made.facts["hyper"]]
+        unnamed = [
+            {**group, "name": "moe"} if group.get("moe") else group for group in made.facts["hyper"]
+        ]
         return [group for i, group in enumerate(unnamed) if group not in unnamed[:i]]
 
     assert hypers(after) == hypers(before)
@@ -194,8 +223,12 @@ def test_groups_that_deepspeed_did_not_make(engines: Engines, tmp_path: Path) ->
         {**dense, "params": sorted([*dense["params"], *moe["params"]], key=rank.__getitem__)}
         for dense, moe in zip(ck.metadata.groups[:half], ck.metadata.groups[half:], strict=True)
     ]
-    source = Checkpoint(FakeSource.write(MemoryStore("plain-moe"), arrays, step=3, groups=tuple(groups)))
-    with pytest.raises(UcformatError, match="does not tell the number of expert-parallel ranks") as caught:
+    source = Checkpoint(
+        FakeSource.write(MemoryStore("plain-moe"), arrays, step=3, groups=tuple(groups))
+    )
+    with pytest.raises(
+        UcformatError, match="does not tell the number of expert-parallel ranks"
+    ) as caught:
         export(source, tmp_path / "x", "deepspeed", stage=2, world=2)
     assert "--ep" in (caught.value.hint or "")
     specs = []
@@ -203,10 +236,20 @@ def test_groups_that_deepspeed_did_not_make(engines: Engines, tmp_path: Path) ->
         place = tmp_path / f"z{stage}-ep{ep}"
         client = {"client_state": {"iteration": 3}}
         source = Checkpoint(
-            FakeSource.write(MemoryStore(place.name), arrays, step=3, groups=tuple(groups), objects=client)
+            FakeSource.write(
+                MemoryStore(place.name), arrays, step=3, groups=tuple(groups), objects=client
+            )
         )
         export(source, place, "deepspeed", stage=stage, world=2, ep=ep)
-        specs.append({**SOURCES["z2-ep1-fp32"], "name": place.name, "zero": stage, "ep": ep, "load": str(place)})
+        specs.append(
+            {
+                **SOURCES["z2-ep1-fp32"],
+                "name": place.name,
+                "zero": stage,
+                "ep": ep,
+                "load": str(place),
+            }
+        )
     for after in make_deepspeed(specs, 2, tmp_path / "engines", "moe_deepspeed.py").values():
         check(made, after)
 
@@ -218,7 +261,9 @@ def test_weights_alone_need_no_ranks(tmp_path: Path) -> None:
 
 
 def moe(layers: int = 2, number: int = 4, **facts: Any) -> Checkpoint:
-    names = [EXPERT.format(i, e, w) for i in range(layers) for e in range(number) for w in ("up", "down")]
+    names = [
+        EXPERT.format(i, e, w) for i in range(layers) for e in range(number) for w in ("up", "down")
+    ]
     return fake({"embed": (3, 2), **dict.fromkeys(names, (2, 3))}, **facts)
 
 
@@ -227,8 +272,16 @@ REFUSED: dict[str, tuple[Checkpoint, dict[str, Any], str]] = {
     "tensor parallelism": (moe(), {"stage": 1, "world": 4, "tp": 2, "ep": 2}, "tensor parallelism"),
     "fused": (moe(dtype="bfloat16"), {"stage": 0, "world": 2, "fused": True, "ep": 2}, "FusedAdam"),
     "no degree": (moe(), {"stage": 1, "world": 2}, "pass ep (--ep)"),
-    "ranks": (moe(), {"stage": 1, "world": 3, "ep": 2}, "3 ranks are not divided by 2 expert-parallel ones"),
-    "experts": (moe(number=3), {"stage": 1, "world": 2, "ep": 2}, "the 3 experts of moe.0.deepspeed_moe"),
+    "ranks": (
+        moe(),
+        {"stage": 1, "world": 3, "ep": 2},
+        "3 ranks are not divided by 2 expert-parallel ones",
+    ),
+    "experts": (
+        moe(number=3),
+        {"stage": 1, "world": 2, "ep": 2},
+        "the 3 experts of moe.0.deepspeed_moe",
+    ),
     "degree": (moe(), {"stage": 1, "world": 2, "ep": 0}, "ep must be at least 1"),
     "gap": (
         fake({EXPERT.format(0, e, "up"): (2,) for e in (0, 2)}),
@@ -259,7 +312,9 @@ def labelled(names: list[str], degree: int) -> dict[str, Any]:
     return {**ADAM, "name": f"ep_size_{degree}", "moe": True, "params": names}
 
 
-def written(names: list[str], shapes: Mapping[str, tuple[int, ...]], *groups: dict[str, Any]) -> Checkpoint:
+def written(
+    names: list[str], shapes: Mapping[str, tuple[int, ...]], *groups: dict[str, Any]
+) -> Checkpoint:
     arrays = {(n, s): np.ones(shapes[n], "float32") for n in names for s in ("weight", "exp_avg")}
     return Checkpoint(FakeSource.write(MemoryStore("labelled"), arrays, step=3, groups=groups))
 
@@ -273,7 +328,9 @@ def test_layers_of_different_degrees_are_refused() -> None:
 
 
 def test_an_order_that_is_not_the_modules_is_kept_or_refused(tmp_path: Path) -> None:
-    by_weight = [EXPERT.format(0, e, w) for k in range(2) for w in ("down", "up") for e in (2 * k, 2 * k + 1)]
+    by_weight = [
+        EXPERT.format(0, e, w) for k in range(2) for w in ("down", "up") for e in (2 * k, 2 * k + 1)
+    ]
     names = sorted(by_weight, key=lambda n: re.findall(r"\d+", n))
     source = written(names, dict.fromkeys(names, (2, 3)), labelled(by_weight, 2))
     export(source, tmp_path / "same", "deepspeed", stage=1, world=2, ep=2)
@@ -286,7 +343,9 @@ def test_an_order_that_is_not_the_modules_is_kept_or_refused(tmp_path: Path) -> 
 def test_ranks_that_would_train_different_experts_are_refused() -> None:
     names = [EXPERT.format(0, e, w) for e in range(4) for w in ("up", "down")]
     shapes = dict.fromkeys(names, (2, 3))
-    trained = [n for n in names if n not in (names[1], names[5])]  # "down" of the first of two on each rank
+    trained = [
+        n for n in names if n not in (names[1], names[5])
+    ]  # "down" of the first of two on each rank
     source = written(names, shapes, labelled(trained, 2))
     for ep in (1, 2):
         assert plan_export(source, "deepspeed", stage=1, world=4, ep=ep).files
@@ -295,13 +354,17 @@ def test_ranks_that_would_train_different_experts_are_refused() -> None:
 
 
 @given(data=st.data())
-def test_any_geometry_comes_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_geometry_comes_back(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     numbers = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=1, max_size=3))
     degrees = [d for d in (1, 2, 3, 4) if all(n % d == 0 for n in numbers)]
     shapes: dict[str, tuple[int, ...]] = {"embed": (3, 5)}
     of = {"embed": 0}
     for layer, number in enumerate(numbers):
-        kinds = data.draw(st.lists(st.tuples(dims, st.integers(0, 2)), min_size=1, max_size=3))  # 2: frozen
+        kinds = data.draw(
+            st.lists(st.tuples(dims, st.integers(0, 2)), min_size=1, max_size=3)
+        )  # 2: frozen
         for expert in range(number):
             for kind, (shape, group) in enumerate(kinds):
                 name = EXPERT.format(layer, expert, f"w{kind}")
@@ -312,15 +375,22 @@ def test_any_geometry_comes_back(data: st.DataObject, tmp_path_factory: pytest.T
     source = fake(shapes, dtype=dtype, groups=groups)
     folder = tmp_path_factory.mktemp("geometry")
 
-    def exported(before: Checkpoint, name: str, config: dict[str, Any], world: int, ep: int) -> Checkpoint:
-        export(before, folder / name, "deepspeed", config=config, world=world, ep=ep, buffers="none")
+    def exported(
+        before: Checkpoint, name: str, config: dict[str, Any], world: int, ep: int
+    ) -> Checkpoint:
+        export(
+            before, folder / name, "deepspeed", config=config, world=world, ep=ep, buffers="none"
+        )
         found = ucformat.open(folder / name)
         assert contents(found) == contents(source)
         return found
 
     def engine() -> tuple[dict[str, Any], int, int]:
         zero = {"stage": data.draw(st.sampled_from([1, 2]))}
-        zero |= {name: data.draw(st.booleans()) for name in ("round_robin_gradients", "parameter_alignment")}
+        zero |= {
+            name: data.draw(st.booleans())
+            for name in ("round_robin_gradients", "parameter_alignment")
+        }
         config = {"zero_optimization": zero, "bf16": {"enabled": dtype == "bfloat16"}}
         ep = data.draw(st.sampled_from(degrees))
         first = {"use_data_before_expert_parallelism": data.draw(st.booleans())}

@@ -44,12 +44,20 @@ def of_torch(place: Path) -> dict[str, Any]:
 
 def of_npz(place: Path) -> dict[str, Any]:
     with np.load(place) as found:
-        arrays = {n: a.view(ml_dtypes.bfloat16) if a.dtype == np.uint16 else a for n, a in found.items()}
-    return {name: (array.dtype.name, array.shape, array.tobytes()) for name, array in arrays.items()}
+        arrays = {
+            n: a.view(ml_dtypes.bfloat16) if a.dtype == np.uint16 else a for n, a in found.items()
+        }
+    return {
+        name: (array.dtype.name, array.shape, array.tobytes()) for name, array in arrays.items()
+    }
 
 
 def of_orbax(place: Path) -> dict[str, Any]:
-    return {name: data for (state, name), data in read_whole(open_checkpoint(place)).items() if state == "weight"}
+    return {
+        name: data
+        for (state, name), data in read_whole(open_checkpoint(place)).items()
+        if state == "weight"
+    }
 
 
 KINDS: dict[str, tuple[str, dict[str, Any], Callable[[Path], dict[str, Any]]]] = {
@@ -59,7 +67,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], Callable[[Path], dict[str, Any]]]] =
 
 
 def weights(ck: Checkpoint) -> dict[str, Any]:
-    found = {name: (ck[name].info.dtype, ck[name].shape, ck[name].read().tobytes()) for name in _weighted(ck)}
+    found = {
+        name: (ck[name].info.dtype, ck[name].shape, ck[name].read().tobytes())
+        for name in _weighted(ck)
+    }
     return found | {alias: found[name] for alias, name in ck.aliases.items() if name in found}
 
 

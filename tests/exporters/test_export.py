@@ -45,7 +45,9 @@ def load_file(file: Path) -> dict[str, np.ndarray]:
     found = {}
     for name, tensor in safetensors.deserialize(file.read_bytes()):  # type: ignore[no-untyped-call]
         size = max(1, int(np.prod(tensor["shape"])))
-        found[name] = np.frombuffer(tensor["data"], f"V{max(1, len(tensor['data']) // size)}").reshape(tensor["shape"])
+        found[name] = np.frombuffer(
+            tensor["data"], f"V{max(1, len(tensor['data']) // size)}"
+        ).reshape(tensor["shape"])
     return found
 
 
@@ -60,7 +62,9 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     return load_file(single) if single.exists() else {}
 
 
-def same(found: dict[str, np.ndarray], arrays: dict[tuple[str, str], np.ndarray], state: str = "weight") -> None:
+def same(
+    found: dict[str, np.ndarray], arrays: dict[tuple[str, str], np.ndarray], state: str = "weight"
+) -> None:
     wanted = {name: a for (name, s), a in arrays.items() if s == state}
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
@@ -74,11 +78,17 @@ class _Scattered(Exporter):
     kind, title = "scattered", "scattered spans"
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
-        return Target(tuple(TargetFile.of(f"{n}", HEAD, *self._spans(i), b"tail") for n, i in enumerate(infos)))
+        return Target(
+            tuple(
+                TargetFile.of(f"{n}", HEAD, *self._spans(i), b"tail") for n, i in enumerate(infos)
+            )
+        )
 
     def _spans(self, info: TensorInfo) -> Iterator[Span]:
         shape = info.shape
-        strides = tuple(int(np.prod(shape[:d])) for d in range(len(shape)))  # Fortran order, after a pad of 3
+        strides = tuple(
+            int(np.prod(shape[:d])) for d in range(len(shape))
+        )  # Fortran order, after a pad of 3
         yield Span(info.dtype, info.size + 5, ((info, Piece(Box.whole(shape), 3, strides)),))
         if shape and shape[0] > 1:
             inner = shape[1:]
@@ -90,7 +100,9 @@ class _Scattered(Exporter):
 
 @given(seed=st.integers(0, 10**6), band=st.sampled_from([64, 1000, 1 << 20]))
 @settings(max_examples=25, deadline=None)
-def test_any_placement_of_elements(tmp_path_factory: pytest.TempPathFactory, seed: int, band: int) -> None:
+def test_any_placement_of_elements(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, band: int
+) -> None:
     folder = tmp_path_factory.mktemp("scattered")
     arrays = random_arrays(seed, 5, edge=9)
     source = universal(folder / "u", arrays)
@@ -100,7 +112,9 @@ def test_any_placement_of_elements(tmp_path_factory: pytest.TempPathFactory, see
         done = ucformat.export(source, folder / "out", "scattered")
     assert done.verified
     for n, array in enumerate(arrays.values()):
-        fortran = np.concatenate([np.zeros(3, array.dtype), array.ravel("F"), np.zeros(2, array.dtype)])
+        fortran = np.concatenate(
+            [np.zeros(3, array.dtype), array.ravel("F"), np.zeros(2, array.dtype)]
+        )
         wanted = HEAD + fortran.tobytes()
         if array.ndim and array.shape[0] > 1:
             wanted += np.moveaxis(array, 0, -1).tobytes()
@@ -114,12 +128,22 @@ def test_any_order_of_parts(
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
     source, arrays = zero3(folder / "src", seed)
-    order = data.draw(st.permutations([*range(count), *data.draw(st.lists(st.integers(0, count - 1), max_size=3))]))
+    order = data.draw(
+        st.permutations(
+            [*range(count), *data.draw(st.lists(st.integers(0, count - 1), max_size=3))]
+        )
+    )
     for n, index in enumerate(order):
         with pytest.raises(NotFinished, match="another process finishes it"):
-            ucformat.export(source, folder / "out", "safetensors", on=f"part:{index}/{count}", **SMALL)
+            ucformat.export(
+                source, folder / "out", "safetensors", on=f"part:{index}/{count}", **SMALL
+            )
         assert tensors_of(folder / "out") == {}
-        if n + 1 < len(order) and set(order[: n + 1]) != set(range(count)) and data.draw(st.booleans()):
+        if (
+            n + 1 < len(order)
+            and set(order[: n + 1]) != set(range(count))
+            and data.draw(st.booleans())
+        ):
             try:
                 ucformat.export(source, folder / "out", "safetensors", on="commit", **SMALL)
             except MissingData:
@@ -171,7 +195,9 @@ def test_killed_at_any_instant(tmp_path: Path, seed: int) -> None:
         seconds, ended = forks.seconds, 0
         for number in range(12):
             target = tmp_path / f"out{number // 4}"
-            code, _ = forks.run(source, target, "safetensors", options, kill_after=chance.uniform(0, seconds))
+            code, _ = forks.run(
+                source, target, "safetensors", options, kill_after=chance.uniform(0, seconds)
+            )
             assert code in (0, -signal.SIGKILL, 1)
             if found := tensors_of(target):
                 same(found, arrays, "master")
@@ -260,7 +286,9 @@ def test_an_interrupted_replacement_is_continued_only_by_one(tmp_path: Path) -> 
         ucformat.export(source, out, "safetensors", overwrite=True, **SMALL)
 
 
-def test_a_protected_export_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_protected_export_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
     source, _ = zero3(tmp_path / "src")
     ucformat.register(source, Catalog())
@@ -268,7 +296,10 @@ def test_a_protected_export_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
     with Catalog() as catalog:
         entry = catalog.get(str(tmp_path / "out"))
         edges = catalog.lineage(entry.id)
-        assert [(e.kind, e.run) for e in catalog.find()] == [("safetensors", tmp_path.name), ("deepspeed", "src")]
+        assert [(e.kind, e.run) for e in catalog.find()] == [
+            ("safetensors", tmp_path.name),
+            ("deepspeed", "src"),
+        ]
         assert [edge.kind for edge in edges.edges] == ["convert"]
         catalog.hold(entry.id, "in production")
     with pytest.raises(Conflict, match="in production"):
@@ -293,7 +324,10 @@ def test_what_has_no_place_is_named(tmp_path: Path) -> None:
 
 
 def test_a_cast_that_loses_a_value_is_an_error(tmp_path: Path) -> None:
-    arrays = {("a", "weight"): np.array([1.0, 70000.0], np.float32), ("b", "weight"): random_array((4,), "int64")}
+    arrays = {
+        ("a", "weight"): np.array([1.0, 70000.0], np.float32),
+        ("b", "weight"): random_array((4,), "int64"),
+    }
     source = opened(arrays)
     with pytest.raises(UsageError, match=r"70000\.0 does not fit float16"):
         ucformat.export(source, tmp_path / "out", "safetensors", cast="float16")
@@ -310,14 +344,24 @@ def test_the_command(tmp_path: Path) -> None:
     arrays = random_arrays(3)
     universal(tmp_path / "u", arrays)
     run = CliRunner().invoke
-    words = ["export", "safetensors", str(tmp_path / "u"), str(tmp_path / "out"), "--max-shard-bytes", "2KB"]
+    words = [
+        "export",
+        "safetensors",
+        str(tmp_path / "u"),
+        str(tmp_path / "out"),
+        "--max-shard-bytes",
+        "2KB",
+    ]
     planned = json.loads(run(ucp, [*words, "--dry-run", "--json"]).stdout)
     assert not (tmp_path / "out").exists()
     assert planned["bytes_read"] >= sum(a.nbytes for a in arrays.values())
     assert planned["seconds"] is None
     assert "time" in run(ucp, [*words, "--dry-run"]).stdout
     one = json.loads(
-        run(ucp, ["export", "torch", str(tmp_path / "u"), str(tmp_path / "m.pt"), "--dry-run", "--json"]).stdout
+        run(
+            ucp,
+            ["export", "torch", str(tmp_path / "u"), str(tmp_path / "m.pt"), "--dry-run", "--json"],
+        ).stdout
     )
     assert [f["file"] for f in one["files"]] == ["m.pt"]
     done = json.loads(run(ucp, [*words, "--json"]).stdout)
@@ -336,7 +380,12 @@ def test_other_tensors_than_the_model_has(tmp_path: Path) -> None:
     arrays = {(f"w{n}", "weight"): random_array((n + 1, 3), "float32") for n in range(4)}
     source = opened(arrays, aliases={"tied": "w0"})
     ucformat.export(source, tmp_path / "model", "safetensors")
-    ucformat.export(source.view([{"cast": "*", "dtype": "float64"}]), tmp_path / "same", "safetensors", like=source)
+    ucformat.export(
+        source.view([{"cast": "*", "dtype": "float64"}]),
+        tmp_path / "same",
+        "safetensors",
+        like=source,
+    )
     ucformat.export(source, tmp_path / "same2", "safetensors", like=tmp_path / "model")
     changed = source.view([{"rename": "w1", "to": "v1"}, {"transpose": "w3"}])
     with pytest.raises(UsageError) as raised:

@@ -34,11 +34,22 @@ def load_dcp(folder: Path) -> Found:
         metadata = dcp.FileSystemReader(folder).read_metadata()
     except FileNotFoundError:
         return None
-    entries = {n: e for n, e in metadata.state_dict_metadata.items() if isinstance(e, dcp.TensorStorageMetadata)}
-    state = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    entries = {
+        n: e
+        for n, e in metadata.state_dict_metadata.items()
+        if isinstance(e, dcp.TensorStorageMetadata)
+    }
+    state = {
+        name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+    }
     with warnings.catch_warnings(action="ignore"):  # that one process loads
         dcp.load(state, checkpoint_id=folder)
-    return {name.removeprefix("model."): t.numpy() for name, t in state.items() if name.startswith("model.")}
+    return {
+        name.removeprefix("model."): t.numpy()
+        for name, t in state.items()
+        if name.startswith("model.")
+    }
 
 
 def load_torch(folder: Path) -> Found:
@@ -70,19 +81,25 @@ LOADERS: dict[str, tuple[Callable[[Path], Found], dict[str, int]]] = {
 }
 
 
-#: By what DeepSpeed and Megatron find a checkpoint, in the order in which it is written. That DeepSpeed loads nothing
-#: without one of its files is proved with it in `test_deepspeed_engines.py`. Megatron takes a folder without
-#: `metadata.json` for no checkpoint (`check_is_distributed_checkpoint`), and PyTorch's reader one without `.metadata`.
+#: By what DeepSpeed and Megatron find a checkpoint, in the order in which it is written. That
+#: DeepSpeed loads nothing without one of its files is proved with it in
+#: `test_deepspeed_engines.py`. Megatron takes a folder without `metadata.json` for no checkpoint
+#: (`check_is_distributed_checkpoint`), and PyTorch's reader one without `.metadata`.
 MARKS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("global_step3/mp_rank_00_model_states.pt", "latest"),
     "deepspeed-3": ("global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "latest"),
     "deepspeed-universal": ("global_step3/mp_rank_00_model_states.pt", "latest_universal"),
-    "deepspeed-universal-3": ("global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt", "latest_universal"),
+    "deepspeed-universal-3": (
+        "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "latest_universal",
+    ),
     "megatron": (".metadata", "metadata.json"),
 }
 ENGINES: dict[str, list[dict[str, int]]] = {
     "deepspeed": [{"stage": stage, "world": world} for stage in (0, 1, 2, 3) for world in (1, 3)],
-    "deepspeed-experts": [{"stage": stage, "world": 4, "ep": ep} for stage in (0, 1, 2) for ep in (1, 2)],
+    "deepspeed-experts": [
+        {"stage": stage, "world": 4, "ep": ep} for stage in (0, 1, 2) for ep in (1, 2)
+    ],
     "deepspeed-universal": [{"stage": stage} for stage in (1, 2, 3)],
     "megatron": [{"max_file_bytes": 9000, "max_item_bytes": 500}],
 }
@@ -91,9 +108,13 @@ ENGINES: dict[str, list[dict[str, int]]] = {
 def trained(folder: Path, *, experts: bool) -> Path:
     """A universal checkpoint of a model in bf16 with an optimizer."""
     chance = random.Random(5)
-    shapes = {f"layers.{n}.weight": (chance.randrange(1, 120), chance.randrange(1, 90)) for n in range(6)}
+    shapes = {
+        f"layers.{n}.weight": (chance.randrange(1, 120), chance.randrange(1, 90)) for n in range(6)
+    }
     if experts:
-        shapes |= {f"mlp.deepspeed_moe.experts.deepspeed_experts.{n}.weight": (41, 37) for n in range(4)}
+        shapes |= {
+            f"mlp.deepspeed_moe.experts.deepspeed_experts.{n}.weight": (41, 37) for n in range(4)
+        }
     ucformat.convert(fake(shapes, dtype="bfloat16", objects={"buffer_names": []}), folder)
     return folder
 
@@ -101,7 +122,11 @@ def trained(folder: Path, *, experts: bool) -> Path:
 def files_of(folder: Path) -> dict[str, bytes]:
     """The files of an export by their paths, without the records of an unfinished one."""
     found = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
-    return {key: file.read_bytes() for key, file in found.items() if not key.startswith("ucformat-export/")}
+    return {
+        key: file.read_bytes()
+        for key, file in found.items()
+        if not key.startswith("ucformat-export/")
+    }
 
 
 def check_files(folder: Path, wanted: dict[str, bytes], marks: tuple[str, ...]) -> bool:
@@ -117,7 +142,11 @@ def check_files(folder: Path, wanted: dict[str, bytes], marks: tuple[str, ...]) 
 
 
 def fifty_kills(
-    folder: Path, kind: str, source: Path, options: Sequence[Mapping[str, int]], check: Callable[[Path, int], bool]
+    folder: Path,
+    kind: str,
+    source: Path,
+    options: Sequence[Mapping[str, int]],
+    check: Callable[[Path, int], bool],
 ) -> None:
     """Kill exports with options chosen at random; `check(target, n)` says whether those of options `n` are whole."""
     chance, given = random.Random(kind), [repr(o).replace(" ", "") for o in options]
@@ -132,7 +161,9 @@ def fifty_kills(
             target, n = folder / f"out{number}", chance.randrange(len(given))
             number += 1
             for _ in range(3):
-                code, _ = forks.run(source, target, kind, given[n], kill_after=chance.uniform(0, seconds[n]))
+                code, _ = forks.run(
+                    source, target, kind, given[n], kill_after=chance.uniform(0, seconds[n])
+                )
                 kills += code == -signal.SIGKILL
                 if check(target, n):
                     break
@@ -165,7 +196,11 @@ def test_fifty_kills(tmp_path: Path, kind: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ENGINES)
 def test_fifty_kills_of_an_engines_files(tmp_path: Path, kind: str) -> None:
-    source = MEGATRON if kind == "megatron" else trained(tmp_path / "src", experts=kind == "deepspeed-experts")
+    source = (
+        MEGATRON
+        if kind == "megatron"
+        else trained(tmp_path / "src", experts=kind == "deepspeed-experts")
+    )
     before, options = ucformat.open(source), ENGINES[kind]
     kind = kind.removesuffix("-experts")
     whole: dict[int, dict[str, bytes]] = {}
@@ -173,7 +208,9 @@ def test_fifty_kills_of_an_engines_files(tmp_path: Path, kind: str) -> None:
     def check(folder: Path, n: int) -> bool:
         if n not in whole:
             after, whole[n] = ucformat.open(folder), files_of(folder)
-            assert all(after[key].read().tobytes() == before[key].read().tobytes() for key in after.tensors)
+            assert all(
+                after[key].read().tobytes() == before[key].read().tobytes() for key in after.tensors
+            )
             lost = {key.state for key in before.tensors.keys() - after.tensors.keys()}
             assert lost == ({"weight"} if options[n].get("stage") == 3 else set())
         name = f"{kind}-3" if options[n].get("stage") == 3 else kind

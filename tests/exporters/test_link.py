@@ -26,7 +26,9 @@ def model(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets" / "config.json").write_text("{}")
     source = opened(random_arrays(5))
-    ucformat.export(source, tmp_path / "hf", "safetensors", assets=str(tmp_path / "assets"), **request.param)
+    ucformat.export(
+        source, tmp_path / "hf", "safetensors", assets=str(tmp_path / "assets"), **request.param
+    )
     return tmp_path / "hf"
 
 
@@ -41,7 +43,9 @@ def test_a_hard_link_shares_a_file_that_nobody_writes(model: Path, tmp_path: Pat
         assert file.samefile(model / file.name)
         assert stat.S_IMODE(file.stat().st_mode) & 0o222 == 0
     assert (tmp_path / "out" / "config.json").read_text() == "{}"
-    ucformat.export(model, tmp_path / "again", "safetensors", link="hard")  # they cannot be written any more
+    ucformat.export(
+        model, tmp_path / "again", "safetensors", link="hard"
+    )  # they cannot be written any more
     assert {p.name for p in (tmp_path / "again").iterdir()} == {p.name for p in model.iterdir()}
 
 
@@ -56,7 +60,9 @@ def test_the_files_of_a_universal_checkpoint_are_linked(model: Path, tmp_path: P
     assert ucformat.verify(ck)
 
 
-def test_a_reflink_shares_blocks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reflink_shares_blocks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a system call that copies, since few file systems of test machines have reflinks."""
 
     def clone(made: int, request: int, taken: int) -> int:
@@ -65,13 +71,17 @@ def test_a_reflink_shares_blocks(model: Path, tmp_path: Path, monkeypatch: pytes
         return 0
 
     monkeypatch.setattr(fcntl, "ioctl", clone)
-    run = CliRunner().invoke(ucp, ["export", "safetensors", str(model), str(tmp_path / "out"), "--link"])
+    run = CliRunner().invoke(
+        ucp, ["export", "safetensors", str(model), str(tmp_path / "out"), "--link"]
+    )
     assert run.exit_code == 0, run.stderr
     same(tensors_of(tmp_path / "out"), random_arrays(5))
     assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in model.iterdir()}
 
 
-def test_a_file_system_without_reflinks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_reflinks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> int:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -90,7 +100,8 @@ def test_shards_in_subfolders_keep_their_paths(model: Path, tmp_path: Path) -> N
         return
     found = json.loads(index.read_text())
     places = {
-        file: f"{'ab'[n % 2]}/part{n // 2}.safetensors" for n, file in enumerate(set(found["weight_map"].values()))
+        file: f"{'ab'[n % 2]}/part{n // 2}.safetensors"
+        for n, file in enumerate(set(found["weight_map"].values()))
     }
     for file, place in places.items():
         (model / place).parent.mkdir(exist_ok=True)
@@ -119,7 +130,9 @@ def test_what_cannot_be_linked(model: Path, tmp_path: Path) -> None:
         ucformat.export(model, tmp_path / "out", "safetensors", link="soft")
 
 
-def test_where_no_hard_link_can_be_made(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_hard_link_can_be_made(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = os.link
 
     def on_another_disk(source: Any, *args: Any, **options: Any) -> None:

@@ -27,14 +27,19 @@ if TYPE_CHECKING:
 
 KEPT = sorted(p.name for p in (DATA / "megatron").iterdir() if (p / "sharded").exists())
 FULL = DATA / "megatron" / "tp2-dp2-full" / "sharded" / "iter_0000002"
-NORM, QKV = "decoder.layers.{}.input_layernorm.weight", "decoder.layers.{}.self_attention.linear_qkv.weight"
+NORM, QKV = (
+    "decoder.layers.{}.input_layernorm.weight",
+    "decoder.layers.{}.self_attention.linear_qkv.weight",
+)
 FC1, EXPERT = (
     "decoder.layers.{}.mlp.linear_fc1.weight",
     "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight",
 )
 
 
-def fake(folder: Path, shapes: dict[str, tuple[int, ...]], *states: str, **facts: Any) -> Checkpoint:
+def fake(
+    folder: Path, shapes: dict[str, tuple[int, ...]], *states: str, **facts: Any
+) -> Checkpoint:
     arrays = {
         (name, state): random_array(shape, "float32", seed)
         for seed, (name, shape) in enumerate(shapes.items())
@@ -58,7 +63,10 @@ def test_what_megatron_wrote_goes_back_as_it_was(name: str, how: str, tmp_path: 
     before, after = metadata_of(place), metadata_of(tmp_path / "out")
     assert after.state_dict_metadata.keys() == before.state_dict_metadata.keys()
     assert after.planner_data is None
-    assert differences(state_of(place, tmp_path / "a"), state_of(tmp_path / "out", tmp_path / "b")) == []
+    assert (
+        differences(state_of(place, tmp_path / "a"), state_of(tmp_path / "out", tmp_path / "b"))
+        == []
+    )
     common = [torch.load(f / "common.pt", weights_only=False) for f in (place, tmp_path / "out")]
     common = [{**c, "args": vars(c["args"])} for c in common]
     assert differences(*common) == []
@@ -82,7 +90,11 @@ def test_a_distributed_optimizer_becomes_one_that_is_not(name: str, tmp_path: Pa
     assert not any("step" in group for group in optimizer["param_groups"])
     assert "distrib_optim_sharding_type" not in common["content_metadata"]
     found = ucformat.open(tmp_path / "out")
-    assert all(found[k][...].tobytes() == source[k][...].tobytes() for k in source.tensors if k in found.tensors)
+    assert all(
+        found[k][...].tobytes() == source[k][...].tobytes()
+        for k in source.tensors
+        if k in found.tensors
+    )
 
 
 @pytest.mark.parametrize("kind", ["sharded", "classic"])
@@ -94,11 +106,17 @@ def test_every_layout_becomes_one(name: str, kind: str, tmp_path: Path) -> None:
     assert found.kind == "megatron"
     steps = {k for k in source.tensors if k.state == "step"}  # which are one number in the groups
     assert not source.tensors.keys() - steps - found.tensors.keys()
-    assert all(found[k][...].tobytes() == source[k][...].tobytes() for k in source.tensors if k not in steps)
+    assert all(
+        found[k][...].tobytes() == source[k][...].tobytes()
+        for k in source.tensors
+        if k not in steps
+    )
     masters = {k for k in found.tensors if k not in source.tensors}
     assert all(k.state.startswith("master") for k in masters)
     assert all(
-        found[k][...].tobytes() == source[k.name, k.state.replace("master", "weight")][...].tobytes() for k in masters
+        found[k][...].tobytes()
+        == source[k.name, k.state.replace("master", "weight")][...].tobytes()
+        for k in masters
     )
     assert found.aliases == source.aliases
     assert found.metadata.step == source.metadata.step
@@ -115,25 +133,40 @@ def test_hugging_face_names_become_megatrons_by_a_view(tmp_path: Path) -> None:
         **{f"model.layers.{i}.input_layernorm.weight": (8,) for i in range(2)},
         **{f"model.layers.{i}.post_attention_layernorm.weight": (8,) for i in range(2)},
         **{f"model.layers.{i}.self_attn.{p}_proj.weight": (8, 8) for i in range(2) for p in "qkvo"},
-        **{f"model.layers.{i}.mlp.{p}_proj.weight": (12, 8) for i in range(2) for p in ("gate", "up")},
+        **{
+            f"model.layers.{i}.mlp.{p}_proj.weight": (12, 8)
+            for i in range(2)
+            for p in ("gate", "up")
+        },
         **{f"model.layers.{i}.mlp.down_proj.weight": (8, 12) for i in range(2)},
     }
     groups = ({"params": list(names), "lr": 0.1, "betas": [0.9, 0.95], "state": {"step": 4}},)
     source = fake(tmp_path / "src", names, "exp_avg", "exp_avg_sq", groups=groups)
-    with pytest.raises(UnsupportedError, match=r"names that Megatron does not have: model\.embed_tokens") as caught:
+    with pytest.raises(
+        UnsupportedError, match=r"names that Megatron does not have: model\.embed_tokens"
+    ) as caught:
         export(source, tmp_path / "out", "megatron")
     assert "llama-to-megatron" in (caught.value.hint or "")
     view = source.view([{"preset": "llama-to-megatron", "with": {"heads": 4, "groups": 4}}])
     export(view, tmp_path / "out", "megatron")
     meta = metadata_of(tmp_path / "out").state_dict_metadata
     assert tuple(meta["decoder.layers.mlp.linear_fc1.weight"].size) == (2, 24, 8)
-    assert tuple(meta["optimizer.state.param.decoder.layers.mlp.linear_fc1.weight"].size) == (2, 24, 8)
+    assert tuple(meta["optimizer.state.param.decoder.layers.mlp.linear_fc1.weight"].size) == (
+        2,
+        24,
+        8,
+    )
     assert "decoder.layers.mlp.linear_fc2._extra_state/shard_1_2" in meta
     found = ucformat.open(tmp_path / "out")
     assert all(found[k][...].tobytes() == view[k][...].tobytes() for k in view.tensors)
     common = torch.load(tmp_path / "out" / "common.pt")  # with the restricted unpickler
     first, second = common["optimizer"]["optimizer"]["param_groups"]
-    assert (first["wd_mult"], second["wd_mult"], first["step"], second["step"]) == (1.0, 0.0, 4.0, 4.0)
+    assert (first["wd_mult"], second["wd_mult"], first["step"], second["step"]) == (
+        1.0,
+        0.0,
+        4.0,
+        4.0,
+    )
     assert first["betas"] == (0.9, 0.95)
     assert "params" not in first
 
@@ -158,10 +191,15 @@ def test_layers_that_differ_have_numbers_in_their_keys(tmp_path: Path) -> None:
         ({QKV.format(0): (4, 2), QKV.format(2): (4, 2)}, "2 layers or experts"),
         ({QKV.format(0): (4, 2), QKV.format(1): (5, 2)}, "Megatron stacks them in one tensor"),
         ({"decoder.layers.0.self_attn.q.weight": (4, 2)}, "names that Megatron does not have"),
-        ({"layers.0.weight": (4, 2), "decoder.final_layernorm.weight": (2,)}, "does not have: layers"),
+        (
+            {"layers.0.weight": (4, 2), "decoder.final_layernorm.weight": (2,)},
+            "does not have: layers",
+        ),
     ],
 )
-def test_what_megatron_cannot_hold(shapes: dict[str, tuple[int, ...]], message: str, tmp_path: Path) -> None:
+def test_what_megatron_cannot_hold(
+    shapes: dict[str, tuple[int, ...]], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UnsupportedError, match=message):
         export(fake(tmp_path / "src", shapes), tmp_path / "out", "megatron")
 
@@ -175,13 +213,25 @@ def test_what_megatron_cannot_hold(shapes: dict[str, tuple[int, ...]], message: 
             "different hyper-parameters",
         ),
         (
-            [{"params": [QKV.format(0), QKV.format(1)], "state": {"step": {QKV.format(0): 1, QKV.format(1): 2}}}],
+            [
+                {
+                    "params": [QKV.format(0), QKV.format(1)],
+                    "state": {"step": {QKV.format(0): 1, QKV.format(1): 2}},
+                }
+            ],
             "one number",
         ),
     ],
 )
-def test_an_optimizer_that_megatron_cannot_have(groups: list[Any], message: str, tmp_path: Path) -> None:
-    source = fake(tmp_path / "src", {QKV.format(0): (4, 2), QKV.format(1): (4, 2)}, "exp_avg", groups=tuple(groups))
+def test_an_optimizer_that_megatron_cannot_have(
+    groups: list[Any], message: str, tmp_path: Path
+) -> None:
+    source = fake(
+        tmp_path / "src",
+        {QKV.format(0): (4, 2), QKV.format(1): (4, 2)},
+        "exp_avg",
+        groups=tuple(groups),
+    )
     with pytest.raises(UnsupportedError, match=message):
         export(source, tmp_path / "out", "megatron")
     done = export(source, tmp_path / "out", "megatron", states="weight")
@@ -210,9 +260,19 @@ MOE = {"swiglu": True, "experts": 2, "bf16": True}
 LAYOUTS = [
     pytest.param("tp2-dp2-full", {"layers": 1, "bf16": True}, 2, {}, id="dense-dp2"),
     pytest.param("tp2-dp2-full", {"layers": 1, "bf16": True, "tp": 2}, 4, {}, id="dense-tp2-dp2"),
-    pytest.param("pp2-bf16-tied", {"bf16": True, "swiglu": True, "tied": True, "tp": 2}, 2, DISTRIBUTED, id="tied-tp2"),
     pytest.param(
-        "pp2-bf16-tied", {"bf16": True, "swiglu": True, "tied": True, "pp": 2}, 4, DISTRIBUTED, id="tied-pp2-dp2"
+        "pp2-bf16-tied",
+        {"bf16": True, "swiglu": True, "tied": True, "tp": 2},
+        2,
+        DISTRIBUTED,
+        id="tied-tp2",
+    ),
+    pytest.param(
+        "pp2-bf16-tied",
+        {"bf16": True, "swiglu": True, "tied": True, "pp": 2},
+        4,
+        DISTRIBUTED,
+        id="tied-pp2-dp2",
     ),
     pytest.param("ep2-dp2-flat", {**MOE, "ep": 2}, 2, {}, id="moe-ep2"),
     pytest.param("ep2-dp2-flat", {**MOE, "pp": 2}, 2, {"expert_parallel": False}, id="moe-pp2"),
@@ -221,26 +281,42 @@ LAYOUTS = [
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "layout", "ranks", "options"), LAYOUTS)
-def test_megatron_loads_it(name: str, layout: dict[str, Any], ranks: int, options: Any, tmp_path: Path) -> None:
+def test_megatron_loads_it(
+    name: str, layout: dict[str, Any], ranks: int, options: Any, tmp_path: Path
+) -> None:
     spec = {**layout, "optimizer": "fully_reshardable"}
-    export(DATA / "megatron" / name / "classic", tmp_path / "out", "megatron", max_item_bytes=200, **options)
+    export(
+        DATA / "megatron" / name / "classic",
+        tmp_path / "out",
+        "megatron",
+        max_item_bytes=200,
+        **options,
+    )
     job = {"spec": spec, "from": str(tmp_path / "out"), "to": str(tmp_path / "found")}
     run_engine("megatron", ranks, "load_megatron.py", [json.dumps(job)])
     truth, found = (
-        load_file(f / "truth.safetensors") for f in (DATA / "megatron" / name, tmp_path / "found" / "loaded")
+        load_file(f / "truth.safetensors")
+        for f in (DATA / "megatron" / name, tmp_path / "found" / "loaded")
     )
     assert [k for k in truth if ".padding/" not in k and not torch.equal(truth[k], found[k])] == []
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "ranks"), [({"tp": 2}, 4), ({}, 2)])
-def test_megatron_resumes_as_from_its_own(layout: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+def test_megatron_resumes_as_from_its_own(
+    layout: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
     export(FULL, tmp_path / "out", "megatron")
     resumed: list[Any] = []
     for place in (FULL, tmp_path / "out"):
         spec = {"layers": 1, "bf16": True, "optimizer": "fully_reshardable", **layout}
         job = {"spec": spec, "from": str(place), "to": str(tmp_path / f"found-{len(resumed)}")}
         run_engine("megatron", ranks, "load_megatron.py", [json.dumps(job)])
-        resumed.append(load_file(tmp_path / f"found-{len(resumed)}" / "resumed" / "truth.safetensors"))
+        resumed.append(
+            load_file(tmp_path / f"found-{len(resumed)}" / "resumed" / "truth.safetensors")
+        )
     assert differences(*resumed) == []
-    assert differences(resumed[0], load_file(DATA / "megatron" / "tp2-dp2-full" / "truth.safetensors")) != []
+    assert (
+        differences(resumed[0], load_file(DATA / "megatron" / "tp2-dp2-full" / "truth.safetensors"))
+        != []
+    )

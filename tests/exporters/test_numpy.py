@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
     from tests.fakes import Arrays
 
-KNOWN: Arrays = {(f"layer.{name}", "weight"): random_array((3, 5), name) for name in ITEMSIZE if hasattr(np, name)}
+KNOWN: Arrays = {
+    (f"layer.{name}", "weight"): random_array((3, 5), name)
+    for name in ITEMSIZE
+    if hasattr(np, name)
+}
 SHAPES: Arrays = {
     ("scalar", "weight"): random_array((), "float32"),
     ("empty", "weight"): random_array((0, 4), "int64"),
@@ -39,7 +43,10 @@ def loaded(place: Path) -> dict[str, Any]:
     """The tensors of an archive or a folder, as NumPy reads them."""
     if place.is_dir():
         index = json.loads((place / "index.json").read_text())["tensors"]
-        return {name: np.load(place / entry["file"], allow_pickle=False) for name, entry in index.items()}
+        return {
+            name: np.load(place / entry["file"], allow_pickle=False)
+            for name, entry in index.items()
+        }
     with np.load(place, allow_pickle=False) as found:
         return dict(found)
 
@@ -48,7 +55,9 @@ def loaded(place: Path) -> dict[str, Any]:
 class TestBoth:
     def test_numpy_reads_the_same_bits(self, kind: str, place: str, tmp_path: Path) -> None:
         arrays = KNOWN | SHAPES
-        source = opened(tmp_path / "src", arrays | {("large", "exp_avg"): SHAPES["large", "weight"]})
+        source = opened(
+            tmp_path / "src", arrays | {("large", "exp_avg"): SHAPES["large", "weight"]}
+        )
         done = export(source, tmp_path / place, kind)
         found = loaded(tmp_path / place)
         assert found.keys() == {name for name, _ in arrays}
@@ -58,7 +67,9 @@ class TestBoth:
 
     def test_tied_names_are_there(self, kind: str, place: str, tmp_path: Path) -> None:
         export(
-            opened(tmp_path / "src", SHAPES, aliases={"tied": "large", "of nothing": "gone"}), tmp_path / place, kind
+            opened(tmp_path / "src", SHAPES, aliases={"tied": "large", "of nothing": "gone"}),
+            tmp_path / place,
+            kind,
         )
         found = loaded(tmp_path / place)
         assert found.keys() == {"scalar", "empty", "large", "tied"}
@@ -66,7 +77,9 @@ class TestBoth:
 
     def test_dtypes_that_numpy_lacks(self, kind: str, place: str, tmp_path: Path) -> None:
         source = opened(tmp_path / "src", {k: a for k, a in ODD.items() if k[1] == "weight"})
-        with pytest.raises(UnsupportedError, match=r"embed.weight \(weight\) has the dtype bfloat16") as caught:
+        with pytest.raises(
+            UnsupportedError, match=r"embed.weight \(weight\) has the dtype bfloat16"
+        ) as caught:
             export(source, tmp_path / place, kind)
         assert "--cast float32" in str(caught.value.hint)
         assert "--raw" in str(caught.value.hint)
@@ -80,11 +93,33 @@ class TestBoth:
 
     def test_a_cast_resolves_it(self, kind: str, place: str, tmp_path: Path) -> None:
         array = np.arange(12).reshape(3, 4).astype(ml_dtypes.bfloat16)
-        export(opened(tmp_path / "src", {("w", "weight"): array}), tmp_path / place, kind, cast="float32")
+        export(
+            opened(tmp_path / "src", {("w", "weight"): array}),
+            tmp_path / place,
+            kind,
+            cast="float32",
+        )
         assert same(loaded(tmp_path / place)["w"], array.astype(np.float32))
 
-    def test_names_that_are_no_file_names_come_back(self, kind: str, place: str, tmp_path: Path) -> None:
-        names = ["../../up", "/root", "a/b/c", "..", ".", "x" * 3000, "ü%2F", "%n3", "A", "a", "CON", "a b", "%2E", ""]
+    def test_names_that_are_no_file_names_come_back(
+        self, kind: str, place: str, tmp_path: Path
+    ) -> None:
+        names = [
+            "../../up",
+            "/root",
+            "a/b/c",
+            "..",
+            ".",
+            "x" * 3000,
+            "ü%2F",
+            "%n3",
+            "A",
+            "a",
+            "CON",
+            "a b",
+            "%2E",
+            "",
+        ]
         arrays = {(name, "weight"): np.full(3, n) for n, name in enumerate(names)}
         export(opened(tmp_path / "src", arrays), tmp_path / place, kind)
         assert {name: array.tolist() for name, array in loaded(tmp_path / place).items()} == {
@@ -96,7 +131,9 @@ class TestBoth:
 
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=12), unique=True, min_size=1))
 def test_no_two_names_have_one_file(names: list[str]) -> None:
-    source = Checkpoint(FakeSource.write(MemoryStore("names"), {(n, "weight"): np.zeros(1) for n in names}))
+    source = Checkpoint(
+        FakeSource.write(MemoryStore("names"), {(n, "weight"): np.zeros(1) for n in names})
+    )
     target = make_exporter("npy").target(source, list(source.tensors.values()))
     keys = [file.key for file in target.files]
     assert len({key.lower() for key in keys}) == len(names) + 1
@@ -113,7 +150,11 @@ def test_names_that_an_archive_confuses_are_refused(names: tuple[str, ...], tmp_
 
 
 def test_an_array_of_as_many_dims_as_numpy_has(tmp_path: Path) -> None:
-    export(opened(tmp_path / "s", {("w", "weight"): np.ones((1,) * 64, "f4")}), tmp_path / "w.npz", "npz")
+    export(
+        opened(tmp_path / "s", {("w", "weight"): np.ones((1,) * 64, "f4")}),
+        tmp_path / "w.npz",
+        "npz",
+    )
     assert loaded(tmp_path / "w.npz")["w"].shape == (1,) * 64
 
 

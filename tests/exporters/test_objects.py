@@ -50,7 +50,9 @@ def sources(bucket: Bucket) -> dict[Path, str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bytes_are_those_on_a_disk(kind: str, tmp_path: Path, bucket: Bucket, sources: dict[Path, str]) -> None:
+def test_the_bytes_are_those_on_a_disk(
+    kind: str, tmp_path: Path, bucket: Bucket, sources: dict[Path, str]
+) -> None:
     source, name, options = KINDS[kind]
     ucformat.export(source, f"{tmp_path}/out{name}", kind, **options)
     there = bucket.place()

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 keys = st.text(st.sampled_from("ab./é0") | st.characters(codec="utf-8"), min_size=1, max_size=30)
-values = st.dictionaries(keys, st.tuples(st.integers(0, 3), st.binary(max_size=300)), min_size=1, max_size=60)
+values = st.dictionaries(
+    keys, st.tuples(st.integers(0, 3), st.binary(max_size=300)), min_size=1, max_size=60
+)
 
 
 def put(folder: Path, given_: Mapping[str, tuple[int, bytes]]) -> None:
@@ -35,7 +37,11 @@ def put(folder: Path, given_: Mapping[str, tuple[int, bytes]]) -> None:
             found[key] = data
     nodes, manifest = make_tree(found, "d/nodes")
     (folder / "d").mkdir()
-    for name, content in {**files, "d/nodes": bytearray(nodes), "manifest.ocdbt": bytearray(manifest)}.items():
+    for name, content in {
+        **files,
+        "d/nodes": bytearray(nodes),
+        "manifest.ocdbt": bytearray(manifest),
+    }.items():
         (folder / name).write_bytes(content)
 
 
@@ -47,11 +53,15 @@ def test_tensorstore_reads_it(given_: dict[str, tuple[int, bytes]], cut: int) ->
         put(folder, given_)
         base = ts.KvStore.open(f"file://{folder}/").result()
         store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
-        assert {k.decode(): store[k] for k in store.list().result()} == {k: v for k, (_, v) in given_.items()}
+        assert {k.decode(): store[k] for k in store.list().result()} == {
+            k: v for k, (_, v) in given_.items()
+        }
         version = ts.ocdbt.dump(base).result()["versions"][0]
         sums = version["root"]["statistics"]
         assert sums["num_keys"] == len(given_)
-        assert sums["num_indirect_value_bytes"] == sum(len(v) for where, v in given_.values() if where)
+        assert sums["num_indirect_value_bytes"] == sum(
+            len(v) for where, v in given_.values() if where
+        )
         assert sums["num_tree_bytes"] == (folder / "d/nodes").stat().st_size
         ours = LocalStore(folder)
         sizes = {info.key: info.size for info in ours.list()}

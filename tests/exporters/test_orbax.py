@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
     from tests.fakes import Arrays
 
-ALL: Arrays = ODD | {(f"m.{name}", "weight"): random_array((3, 5), name) for name in OrbaxExporter.dtypes}
-ALL["padded", "weight"] = random_array((20, 37), "float32")  # whose chunks do not divide the last dim
+ALL: Arrays = ODD | {
+    (f"m.{name}", "weight"): random_array((3, 5), name) for name in OrbaxExporter.dtypes
+}
+ALL["padded", "weight"] = random_array(
+    (20, 37), "float32"
+)  # whose chunks do not divide the last dim
 
 
 def opened(folder: Path, arrays: Arrays, **facts: Any) -> Checkpoint:
@@ -52,16 +56,30 @@ def test_a_tree_of_orbax_goes_back(name: str, *, between: bool, tmp_path: Path) 
     assert dict(a.objects) == dict(b.objects)
     assert dict(a.metadata.paths) == dict(b.metadata.paths)
     assert a.metadata.step == b.metadata.step
-    old, new = (json.loads((f / "_METADATA").read_text())["tree_metadata"] for f in (source, tmp_path / "out"))
-    assert {k: e["key_metadata"] for k, e in old.items()} == {k: e["key_metadata"] for k, e in new.items()}
+    old, new = (
+        json.loads((f / "_METADATA").read_text())["tree_metadata"]
+        for f in (source, tmp_path / "out")
+    )
+    assert {k: e["key_metadata"] for k, e in old.items()} == {
+        k: e["key_metadata"] for k, e in new.items()
+    }
     for key, entry in old.items():
         same = {entry["value_metadata"]["value_type"], new[key]["value_metadata"]["value_type"]}
         assert len(same) == 1 or same == {"jax.Array", "np.ndarray"}
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_chunk_bytes": 1000, "max_file_bytes": 5000}], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "limits", [{}, {"max_chunk_bytes": 1000, "max_file_bytes": 5000}], ids=["whole", "cut"]
+)
 def test_every_dtype_and_state(limits: dict[str, Any], tmp_path: Path) -> None:
-    objects = {"flag": True, "n": 3, "nan": {"$float": "nan"}, "text": "ü", "none": None, "deep": {"a": [1.5, {}]}}
+    objects = {
+        "flag": True,
+        "n": 3,
+        "nan": {"$float": "nan"},
+        "text": "ü",
+        "none": None,
+        "deep": {"a": [1.5, {}]},
+    }
     source = opened(tmp_path / "s", ALL, objects=objects, aliases={"head.weight": "embed.weight"})
     done = export(source, tmp_path / "out", "orbax", **limits)
     assert done.left_out == ()
@@ -87,11 +105,19 @@ def test_tied_names_have_one_value(tmp_path: Path) -> None:
 
 
 def test_values_without_a_place_are_named(tmp_path: Path) -> None:
-    objects = {"huge": 1 << 80, "bytes": {"$bytes": "AA=="}, "fine": {"class": {"$class": "a.B"}, "n": 1}}
-    source = opened(tmp_path / "s", ODD, objects=objects, groups=({"lr": 0.1, "params": ["norm.bias"]},))
+    objects = {
+        "huge": 1 << 80,
+        "bytes": {"$bytes": "AA=="},
+        "fine": {"class": {"$class": "a.B"}, "n": 1},
+    }
+    source = opened(
+        tmp_path / "s", ODD, objects=objects, groups=({"lr": 0.1, "params": ["norm.bias"]},)
+    )
     left = export(source, tmp_path / "out", "orbax").left_out
     hypers = "the hyper-parameters of the optimizer"
-    assert sorted(left) == ["the " + v for v in (hypers[4:], "value bytes", "value fine.class", "value huge")]
+    assert sorted(left) == [
+        "the " + v for v in (hypers[4:], "value bytes", "value fine.class", "value huge")
+    ]
     assert open_checkpoint(tmp_path / "out").objects["fine.n"] == 1
 
 
@@ -119,7 +145,13 @@ def test_noted_names_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "out/_METADATA"
     tree = json.loads(path.read_text())
     assert tree["custom_metadata"] == {"ucformat": {"params.w": ["w", "weight"]}}
-    for noted in (3, {"params.w": 3}, {"params.w": ["w"]}, {"params.w": ["w", 3]}, {"other": ["w", "weight"]}):
+    for noted in (
+        3,
+        {"params.w": 3},
+        {"params.w": ["w"]},
+        {"params.w": ["w", 3]},
+        {"other": ["w", "weight"]},
+    ):
         path.write_text(json.dumps({**tree, "custom_metadata": {"ucformat": noted}}))
         assert list(open_checkpoint(tmp_path / "out").tensors) == [("params.w", "weight")]
 

@@ -68,7 +68,9 @@ def saved(model: Any, folder: Path, way: str) -> Path:
     else:
         names = dict(model.named_parameters())  # those of tied tensors once, as engines have them
         arrays = {
-            (n, s): (p.detach().numpy() if s == "master" else random_array(tuple(p.shape), "float32", k))
+            (n, s): (
+                p.detach().numpy() if s == "master" else random_array(tuple(p.shape), "float32", k)
+            )
             for n, p in names.items()
             for k, s in enumerate(FLAT)
         }
@@ -91,7 +93,9 @@ def test_from_pretrained_has_equal_logits(tmp_path: Path, family: str, way: str)
             assets=str(tmp_path / "config"),
             max_shard_bytes=most,
         )
-        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(done.url, output_loading_info=True)
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+            done.url, output_loading_info=True
+        )
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
         assert torch.equal(logits(loaded.eval()), logits(model))
@@ -105,9 +109,13 @@ def test_from_megatron_through_a_view(tmp_path: Path, family: str) -> None:
     named = ucformat.open(tmp_path / "hf").view(f"{name}-to-megatron")
     ucformat.export(named, tmp_path / "megatron", "megatron")
     heads = {"heads": 4} if name == "gpt2" else {"heads": 4, "groups": 2}
-    source = ucformat.open(tmp_path / "megatron", view=[{"preset": f"megatron-to-{name}", "with": heads}])
+    source = ucformat.open(
+        tmp_path / "megatron", view=[{"preset": f"megatron-to-{name}", "with": heads}]
+    )
     done = ucformat.export(source, tmp_path / "out", "safetensors", assets=str(tmp_path / "config"))
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(done.url, output_loading_info=True)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        done.url, output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert torch.equal(logits(loaded.eval()), logits(model))
@@ -120,21 +128,30 @@ def test_assets_of_the_checkpoint_are_carried_over(tmp_path: Path) -> None:
     for source in (ck, ucformat.open(tmp_path / "hf")):
         done = ucformat.export(source, tmp_path / f"out-{source.kind}", "safetensors")
         for name in ("config.json", "generation_config.json", "tokenizer.json"):
-            assert (tmp_path / f"out-{source.kind}" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+            assert (tmp_path / f"out-{source.kind}" / name).read_bytes() == (
+                tmp_path / "hf" / name
+            ).read_bytes()
         assert not any("config.json" in what for what in done.left_out)
 
 
 def test_tied_names_come_back(tmp_path: Path) -> None:
     arrays = {("lm_head.weight", "weight"): random_array((7, 4), "bfloat16")}
-    source = opened(arrays, aliases={"model.embed_tokens.weight": "lm_head.weight", "format": "lm_head.weight"})
+    source = opened(
+        arrays, aliases={"model.embed_tokens.weight": "lm_head.weight", "format": "lm_head.weight"}
+    )
     ucformat.export(source, tmp_path / "out", "safetensors")
     with safetensors_file(tmp_path / "out" / "model.safetensors") as header:
-        assert header["__metadata__"] == {"format": "pt", "lm_head.weight": "model.embed_tokens.weight"}
+        assert header["__metadata__"] == {
+            "format": "pt",
+            "lm_head.weight": "model.embed_tokens.weight",
+        }
     back = ucformat.open(tmp_path / "out")
     assert back.names() == ["model.embed_tokens.weight"]
     assert back["lm_head.weight"].read().tobytes() == arrays["lm_head.weight", "weight"].tobytes()
     infos = [TensorInfo("a", "weight", "float32", ())]
-    assert written_names({"embed_tokens.weight": "a", "wte": "a"}, infos) == {"a": "embed_tokens.weight"}
+    assert written_names({"embed_tokens.weight": "a", "wte": "a"}, infos) == {
+        "a": "embed_tokens.weight"
+    }
     assert written_names({"embedder": "a"}, infos) == {"a": "a"}
 
 
@@ -151,17 +168,28 @@ def test_files_that_the_library_writes_are_equal(tmp_path: Path) -> None:
     arrays = {(n, "weight"): random_array((3, 5), dtype, k) for k, (n, dtype) in enumerate(names)}
     ucformat.export(opened(arrays), tmp_path / "out", "safetensors")
     tensors = {n: torch.from_numpy(a.view(np.uint8).copy()) for (n, _), a in arrays.items()}
-    dtypes = {"int64": torch.int64, "float32": torch.float32, "bfloat16": torch.bfloat16, "bool": torch.bool}
+    dtypes = {
+        "int64": torch.int64,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "bool": torch.bool,
+    }
     typed = {n: tensors[n].view(dtypes[dtype]).reshape(3, 5) for n, dtype in names}
     save_file(typed, tmp_path / "theirs.safetensors", {"format": "pt"})
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "theirs.safetensors"
+    ).read_bytes()
 
 
 def test_what_safetensors_does_not_have(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"a \(weight\) has the dtype complex128, which safetensors"):
+    with pytest.raises(
+        UnsupportedError, match=r"a \(weight\) has the dtype complex128, which safetensors"
+    ):
         plan_export(opened({("a", "weight"): random_array((2,), "complex128")}), "safetensors")
     with pytest.raises(UnsupportedError, match="no tensor of the name '__metadata__'"):
-        plan_export(opened({("__metadata__", "weight"): random_array((2,), "float32")}), "safetensors")
+        plan_export(
+            opened({("__metadata__", "weight"): random_array((2,), "float32")}), "safetensors"
+        )
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"has no config\.json"):
         plan_export(opened(random_arrays(0)), "safetensors", assets=str(tmp_path / "empty"))
@@ -172,11 +200,15 @@ def test_what_safetensors_does_not_have(tmp_path: Path) -> None:
 def test_the_configuration_of_a_sub_model_is_not_that_of_the_model(tmp_path: Path) -> None:
     model = made("llama")
     model.save_pretrained(tmp_path / "hf")
-    sub = ucformat.open(tmp_path / "hf").view([{"select": r"/model\.layers\.(\d+)\..*/", "indices": [1]}])
+    sub = ucformat.open(tmp_path / "hf").view(
+        [{"select": r"/model\.layers\.(\d+)\..*/", "indices": [1]}]
+    )
     done = ucformat.export(sub, tmp_path / "out", "safetensors")
     assert "the asset config.json" in done.left_out
     assert not (tmp_path / "out" / "config.json").exists()
-    one = transformers.AutoConfig.for_model("llama", **{**FAMILIES["llama"], "num_hidden_layers": 1})
+    one = transformers.AutoConfig.for_model(
+        "llama", **{**FAMILIES["llama"], "num_hidden_layers": 1}
+    )
     one.save_pretrained(tmp_path / "config")
     ucformat.export(sub, tmp_path / "right", "safetensors", assets=str(tmp_path / "config"))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "right").eval()

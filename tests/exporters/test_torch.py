@@ -70,7 +70,14 @@ def whole() -> dict[str, Any]:
         "step": 17,
         "best": float("nan"),
         "loss": torch.tensor(0.5),
-        "values": (1, [2.5, None, True], {"a": "b", 3: -(2**80), (1, "x"): 4}, {1, 2}, 1 + 2j, b"\0\xff"),
+        "values": (
+            1,
+            [2.5, None, True],
+            {"a": "b", 3: -(2**80), (1, "x"): 4},
+            {1, 2},
+            1 + 2j,
+            b"\0\xff",
+        ),
         "dtype": torch.bfloat16,
         "rng": {"cpu": torch.get_rng_state(), "cuda": [torch.ones(2)]},
         "large": [torch.randn(200, 100), {"w": (torch.randn(200, 100), "x")}],
@@ -93,7 +100,10 @@ def lightning() -> dict[str, Any]:
 def two_groups() -> dict[str, Any]:
     net = Net()
     named = list(net.named_parameters())
-    groups = [{"params": [p for _, p in named[:3]], "lr": 0.1}, {"params": [p for _, p in named[3:]], "lr": 0.2}]
+    groups = [
+        {"params": [p for _, p in named[:3]], "lr": 0.1},
+        {"params": [p for _, p in named[3:]], "lr": 0.2},
+    ]
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1)
     net(torch.randint(11, (5,))).square().mean().backward()
     optimizer.step()
@@ -102,7 +112,11 @@ def two_groups() -> dict[str, Any]:
 
 def stateless() -> dict[str, Any]:
     net = Net()
-    return {"model": net.state_dict(), "optimizer": torch.optim.SGD(net.parameters(), lr=0.1).state_dict(), "step": 3}
+    return {
+        "model": net.state_dict(),
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1).state_dict(),
+        "step": 3,
+    }
 
 
 STATES = {f.__name__: f for f in (whole, lightning, two_groups, stateless)}
@@ -158,7 +172,12 @@ def test_an_optimizer_loads_it_and_goes_on(tmp_path: Path) -> None:
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
@@ -183,7 +202,9 @@ class TestWeights:
     def test_every_dtype(self, tmp_path: Path) -> None:
         weights = {k: a for k, a in ODD.items() if k[1] == "weight"}
         weights["u", "weight"] = np.arange(5, dtype=np.uint64)
-        source = Checkpoint(FakeSource.write(LocalStore(tmp_path / "s"), weights, aliases={"head": "embed.weight"}))
+        source = Checkpoint(
+            FakeSource.write(LocalStore(tmp_path / "s"), weights, aliases={"head": "embed.weight"})
+        )
         done = export(source, tmp_path / "x/weights.pth", "torch")
         found = loaded(tmp_path / "x/weights.pth")
         assert list(found) == [*(n for n, _ in weights), "head"]
@@ -197,7 +218,11 @@ class TestWeights:
     def test_what_is_left_out_is_told(self, tmp_path: Path) -> None:
         torch.save(whole(), tmp_path / "a.pt")
         left = export(tmp_path / "a.pt", tmp_path / "b.pt", "torch").left_out
-        assert {"exp_avg of 7 tensors", "the hyper-parameters of the optimizer", "the value scheduler"} <= set(left)
+        assert {
+            "exp_avg of 7 tensors",
+            "the hyper-parameters of the optimizer",
+            "the value scheduler",
+        } <= set(left)
 
     def test_several_states_need_a_nested_state(self, tmp_path: Path) -> None:
         torch.save(whole(), tmp_path / "a.pt")
@@ -209,7 +234,9 @@ class TestWeights:
 
 def test_a_cast_keeps_the_nesting(tmp_path: Path) -> None:
     torch.save(lightning(), tmp_path / "a.pt")
-    export(tmp_path / "a.pt", tmp_path / "b.pt", "torch", nested=True, states="weight", cast="float64")
+    export(
+        tmp_path / "a.pt", tmp_path / "b.pt", "torch", nested=True, states="weight", cast="float64"
+    )
     found = loaded(tmp_path / "b.pt")
     assert found["state_dict"]["net.up.weight"].dtype == torch.float64
     assert found["epoch"] == 1
@@ -229,7 +256,12 @@ def test_a_state_without_paths_is_that_of_pytorchs_functions(tmp_path: Path) -> 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_what_dcp_saved_comes_back(tmp_path: Path) -> None:
     net, optimizer = trained()
-    state = {"model": net.state_dict(), "optim": optimizer.state_dict(), "epoch": 2, "list": [1, {"a": torch.ones(3)}]}
+    state = {
+        "model": net.state_dict(),
+        "optim": optimizer.state_dict(),
+        "epoch": 2,
+        "list": [1, {"a": torch.ones(3)}],
+    }
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     export(tmp_path / "dcp", tmp_path / "x.pt", "torch", nested=True)
     equal(loaded(tmp_path / "x.pt"), state)
@@ -237,7 +269,9 @@ def test_what_dcp_saved_comes_back(tmp_path: Path) -> None:
 
 def test_what_we_saved_in_training_comes_back(tmp_path: Path) -> None:
     net, optimizer = trained()
-    ucformat.torch.save({"model": net, "optim": optimizer, "epoch": 2, "x": (1, "a")}, tmp_path / "u")
+    ucformat.torch.save(
+        {"model": net, "optim": optimizer, "epoch": 2, "x": (1, "a")}, tmp_path / "u"
+    )
     export(tmp_path / "u", tmp_path / "x.pt", "torch", nested=True)
     found = loaded(tmp_path / "x.pt")
     equal(found["model"], net.state_dict())
@@ -248,7 +282,12 @@ def test_what_we_saved_in_training_comes_back(tmp_path: Path) -> None:
 
 
 def test_values_without_a_place_are_named(tmp_path: Path) -> None:
-    state = {"model": {"w": torch.ones(3)}, "fine": 1, "bad": {"a": 2, "when": slice(1, 2)}, "list": [slice(1, 2)]}
+    state = {
+        "model": {"w": torch.ones(3)},
+        "fine": 1,
+        "bad": {"a": 2, "when": slice(1, 2)},
+        "list": [slice(1, 2)],
+    }
     torch.save(state, tmp_path / "a.pt")
     done = export(tmp_path / "a.pt", tmp_path / "b.pt", "torch", nested=True)
     assert sorted(done.left_out) == ["the value bad.when (a slice)", "the value list[0] (a slice)"]
@@ -270,10 +309,15 @@ def test_a_position_in_a_list_allocates_nothing(tmp_path: Path) -> None:
     source = FakeSource.write(LocalStore(tmp_path / "s"), ODD)
     metadata = source.metadata
     for position in (1, -1, 7, 2**31, 2**62, 10**30):
-        paths = {key: (("list", n),) for n, key in enumerate(source.offsets, -2 if position < 0 else 0)}
+        paths = {
+            key: (("list", n),) for n, key in enumerate(source.offsets, -2 if position < 0 else 0)
+        }
         paths[next(iter(paths))] = (("list", position),)
         source.metadata = metadata.replace(paths=paths)
-        with pytest.raises(UcformatError, match=r"does not record all items of the list list|where another value is"):
+        with pytest.raises(
+            UcformatError,
+            match=r"does not record all items of the list list|where another value is",
+        ):
             export(Checkpoint(source), tmp_path / "x.pt", "torch", nested=True)
     source.metadata = metadata.replace(
         paths={key: (("list", n),) for n, key in enumerate(reversed(list(source.offsets)))}
@@ -284,12 +328,28 @@ def test_a_position_in_a_list_allocates_nothing(tmp_path: Path) -> None:
 
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, dict | list | tuple | set):
-        return [leaf for v in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(v)]
+        return [
+            leaf
+            for v in (value.values() if isinstance(value, dict) else value)
+            for leaf in _leaves(v)
+        ]
     return [value]
 
 
 parts = st.integers(-2, 3) | st.sampled_from(
-    ["model", "optim", "state", "param_groups", "params", "1", "$int:1", "$int:--1", "$int:" + "1" * 5000, 10**30, "²"]
+    [
+        "model",
+        "optim",
+        "state",
+        "param_groups",
+        "params",
+        "1",
+        "$int:1",
+        "$int:--1",
+        "$int:" + "1" * 5000,
+        10**30,
+        "²",
+    ]
 )
 paths = st.lists(parts, max_size=5)
 odd_values = st.recursive(
@@ -297,7 +357,10 @@ odd_values = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["$tuple", "$dict", "$set", "$ref", "$tensor", "$dtype", "params", "1"]), inner
+            st.sampled_from(
+                ["$tuple", "$dict", "$set", "$ref", "$tensor", "$dtype", "params", "1"]
+            ),
+            inner,
         )
     ),
     max_leaves=8,
@@ -307,11 +370,19 @@ odd_values = st.recursive(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(
     st.lists(paths, min_size=len(ODD), max_size=len(ODD)),
-    st.lists(st.tuples(paths, odd_values, st.lists(st.sampled_from(["0", "1", "a"]), max_size=2)), max_size=2),
-    st.dictionaries(st.sampled_from(["model", "optim", "state", "value", "param_groups"]), odd_values),
+    st.lists(
+        st.tuples(paths, odd_values, st.lists(st.sampled_from(["0", "1", "a"]), max_size=2)),
+        max_size=2,
+    ),
+    st.dictionaries(
+        st.sampled_from(["model", "optim", "state", "value", "param_groups"]), odd_values
+    ),
 )
 def test_paths_of_any_kind_end_in_an_error_or_in_a_state_with_all_tensors(
-    tmp_path: Path, at: list[list[Any]], groups: list[tuple[list[Any], Any, list[str]]], objects: dict[str, Any]
+    tmp_path: Path,
+    at: list[list[Any]],
+    groups: list[tuple[list[Any], Any, list[str]]],
+    objects: dict[str, Any],
 ) -> None:
     source = FakeSource.write(LocalStore(tmp_path / "s"), ODD, objects=objects)
     keys = source.offsets
@@ -324,7 +395,9 @@ def test_paths_of_any_kind_end_in_an_error_or_in_a_state_with_all_tensors(
         export(Checkpoint(source), tmp_path / "b.pt", "torch", nested=True, overwrite=True)
     except UcformatError:
         return
-    tensors = [leaf for leaf in _leaves(loaded(tmp_path / "b.pt")) if isinstance(leaf, torch.Tensor)]
+    tensors = [
+        leaf for leaf in _leaves(loaded(tmp_path / "b.pt")) if isinstance(leaf, torch.Tensor)
+    ]
     assert len({id(tensor) for tensor in tensors}) >= len(ODD)
 
 
@@ -333,7 +406,11 @@ def test_pickles_name_nothing_else(tmp_path: Path) -> None:
     export(tmp_path / "a.pt", tmp_path / "b.pt", "torch", nested=True)
     with zipfile.ZipFile(tmp_path / "b.pt") as archive:
         data = archive.read("b/data.pkl")
-    named = {str(arg) for op, arg, _ in pickletools.genops(data) if op.name in ("GLOBAL", "STACK_GLOBAL", "INST")}
+    named = {
+        str(arg)
+        for op, arg, _ in pickletools.genops(data)
+        if op.name in ("GLOBAL", "STACK_GLOBAL", "INST")
+    }
     assert named <= {f"{g.module} {g.name}" for g in ALLOWED}
 
 
@@ -356,13 +433,20 @@ def test_a_safetensors_file_is_written_alone(tmp_path: Path) -> None:
     done = export(tmp_path / "m", tmp_path / "x.safetensors", "safetensors", max_shard_bytes=1)
     assert {p.name for p in tmp_path.iterdir()} == {"m", "x.safetensors"}
     assert done.left_out == ("the asset config.json",)
-    assert open_checkpoint(tmp_path / "x.safetensors").tensors == open_checkpoint(tmp_path / "m").tensors
+    assert (
+        open_checkpoint(tmp_path / "x.safetensors").tensors
+        == open_checkpoint(tmp_path / "m").tensors
+    )
 
 
 def test_more_than_65535_tensors(tmp_path: Path) -> None:
     storage = Storage(Span("int8", 0, ()), b"")
-    parts = torch_archive({str(i): SavedTensor(Storage(storage.span, b""), (0,)) for i in range(65_600)})
-    data = b"".join(p if isinstance(p, bytes) else p.make(()) for p in parts if not isinstance(p, Span))
+    parts = torch_archive(
+        {str(i): SavedTensor(Storage(storage.span, b""), (0,)) for i in range(65_600)}
+    )
+    data = b"".join(
+        p if isinstance(p, bytes) else p.make(()) for p in parts if not isinstance(p, Span)
+    )
     (tmp_path / "many.pt").write_bytes(data)
     assert len(loaded(tmp_path / "many.pt")) == 65_600
 
@@ -372,7 +456,9 @@ def test_more_than_four_gigabytes(tmp_path: Path) -> None:
     rng = random.Random(3)
     with (tmp_path / "large.safetensors").open("wb") as file:
         half = (1 << 31) + 1001
-        a, b = ({"dtype": "U8", "shape": [half], "data_offsets": [at, at + half]} for at in (0, half))
+        a, b = (
+            {"dtype": "U8", "shape": [half], "data_offsets": [at, at + half]} for at in (0, half)
+        )
         header = json.dumps({"a": a, "b": b})
         file.write(len(header).to_bytes(8, "little") + header.encode())
         begin = file.tell()
@@ -385,5 +471,7 @@ def test_more_than_four_gigabytes(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "large.pt", weights_only=True, mmap=True)
     for spot, value in spots.items():
         assert found["ab"[spot // half]][spot % half].item() == value
-    parts = (found[name][at : at + (1 << 26)].numpy() for name in "ab" for at in range(0, half, 1 << 26))
+    parts = (
+        found[name][at : at + (1 << 26)].numpy() for name in "ab" for at in range(0, half, 1 << 26)
+    )
     assert sum(int(np.count_nonzero(part)) for part in parts) == len(spots)

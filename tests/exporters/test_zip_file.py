@@ -44,11 +44,17 @@ def joined(parts: Sequence[Part], spans: Sequence[bytes]) -> bytes:
     return bytes(out)
 
 
-names = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40), unique=True)
+names = st.lists(
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40), unique=True
+)
 contents = st.lists(st.tuples(st.booleans(), st.binary(max_size=200)), max_size=4)
 
 
-@given(names.flatmap(lambda n: st.tuples(st.just(n), st.lists(contents, min_size=len(n), max_size=len(n)))))
+@given(
+    names.flatmap(
+        lambda n: st.tuples(st.just(n), st.lists(contents, min_size=len(n), max_size=len(n)))
+    )
+)
 def test_every_archive_is_read_by_the_standard_library(
     made: tuple[list[str], list[list[tuple[bool, bytes]]]],
 ) -> None:
@@ -104,7 +110,12 @@ def test_sizes_and_offsets_beyond_32_bits(nbytes: int, tmp_path: Path) -> None:
         file.seek(large.header_offset + 26)
         lengths = struct.unpack("<2H", file.read(4))
         file.seek(large.header_offset + 30 + sum(lengths) + nbytes)
-        assert struct.unpack(form, file.read(struct.calcsize(form))) == (b"PK\7\10", large.CRC, nbytes, nbytes)
+        assert struct.unpack(form, file.read(struct.calcsize(form))) == (
+            b"PK\7\10",
+            large.CRC,
+            nbytes,
+            nbytes,
+        )
 
 
 def test_a_name_that_is_too_long_is_refused() -> None:

@@ -25,7 +25,9 @@ S3 = ObjectStore("s3://bucket").costs
 
 
 @given(shape=SHAPE, itemsize=ITEMSIZE, target=st.sampled_from([64, 4096, CHUNK_BYTES]))
-def test_chunks_and_shards_keep_their_bounds(shape: tuple[int, ...], itemsize: int, target: int) -> None:
+def test_chunks_and_shards_keep_their_bounds(
+    shape: tuple[int, ...], itemsize: int, target: int
+) -> None:
     grid = Grid.of(shape, itemsize, target)
     assert all(1 <= c <= max(1, n) for c, n in zip(grid.chunk, shape, strict=True))
     assert grid.chunk_nbytes <= max(target, itemsize)
@@ -41,10 +43,14 @@ def test_the_number_of_objects_is_bounded_by_bytes(shape: tuple[int, ...], items
 
 
 @given(
-    shape=st.lists(st.sampled_from([16, 48, 1024, 4096, 1000, 513, 7168]), min_size=2, max_size=2).map(tuple),
+    shape=st.lists(
+        st.sampled_from([16, 48, 1024, 4096, 1000, 513, 7168]), min_size=2, max_size=2
+    ).map(tuple),
     itemsize=st.sampled_from([2, 4]),
 )
-def test_degrees_fall_on_chunk_boundaries_where_the_dim_divides(shape: tuple[int, ...], itemsize: int) -> None:
+def test_degrees_fall_on_chunk_boundaries_where_the_dim_divides(
+    shape: tuple[int, ...], itemsize: int
+) -> None:
     grid = Grid.of(shape, itemsize)
     if math.prod(shape) * itemsize < 16 * MIB:
         return
@@ -54,16 +60,26 @@ def test_degrees_fall_on_chunk_boundaries_where_the_dim_divides(shape: tuple[int
                 assert c == n or (n // degree) % c == 0
 
 
-@pytest.mark.parametrize("shape", [(2048, 2048), (16, 512, 512), (256, 256, 8, 8), (64, 64, 32, 32)])
+@pytest.mark.parametrize(
+    "shape", [(2048, 2048), (16, 512, 512), (256, 256, 8, 8), (64, 64, 32, 32)]
+)
 def test_a_tensor_of_16_mib_keeps_four_cuts_of_each_dim(shape: tuple[int, ...]) -> None:
     assert min(Grid.of(shape, 4).chunks) >= 4
 
 
-LENGTH = st.one_of(st.integers(1, 40), st.integers(1, 64).map(lambda n: 16 * n), st.integers(1, 2000))
+LENGTH = st.one_of(
+    st.integers(1, 40), st.integers(1, 64).map(lambda n: 16 * n), st.integers(1, 2000)
+)
 
 
-@given(data=st.data(), leading=st.lists(LENGTH, min_size=1, max_size=3), itemsize=st.sampled_from([1, 2, 4]))
-def test_what_cuts_of_large_tensors_read(data: st.DataObject, leading: list[int], itemsize: int) -> None:
+@given(
+    data=st.data(),
+    leading=st.lists(LENGTH, min_size=1, max_size=3),
+    itemsize=st.sampled_from([1, 2, 4]),
+)
+def test_what_cuts_of_large_tensors_read(
+    data: st.DataObject, leading: list[int], itemsize: int
+) -> None:
     """The bounds of ADR 0007, which hold for any dim, any number of parts, and whatever is verified."""
     least = -(-16 * MIB // (math.prod(leading) * itemsize))  # last dim of a tensor of 16 MiB
     last = data.draw(st.sampled_from([least, 16 * -(-least // 16), least + 7]))
@@ -82,11 +98,15 @@ def test_what_cuts_of_large_tensors_read(data: st.DataObject, leading: list[int]
         pieces = [(0, Piece(Box(start, extent), 0, row_major(extent)))]
         tiles = [grid.tiles(s, f"{s}") for s in grid.shards(Box(start, extent))]
         read += make_plan(
-            [ReadItem(TensorInfo("x", "weight", DTYPES[itemsize], shape), tiles, pieces)], verify, costs
+            [ReadItem(TensorInfo("x", "weight", DTYPES[itemsize], shape), tiles, pieces)],
+            verify,
+            costs,
         ).bytes_read
     inside = sum(boundary % edge != 0 for boundary in range(step, n, step))
     stored = math.prod(c * e for c, e in zip(grid.chunks, grid.chunk, strict=True)) * itemsize
-    assert read <= stored * (1 + inside / chunks) * 1.011  # checksums, and gaps of up to a hundredth
+    assert (
+        read <= stored * (1 + inside / chunks) * 1.011
+    )  # checksums, and gaps of up to a hundredth
     if n % parts == 0 and parts in (2, 4):
         assert inside == 0
     if n % parts == 0 and parts in (8, 16):
@@ -116,7 +136,9 @@ def test_what_cuts_of_large_tensors_read(data: st.DataObject, leading: list[int]
         ((2048, 2048, 3, 3), 4, (128, 128, 3, 3), None),  # and not rows of one element
     ],
 )
-def test_examples(shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...], shard: tuple[int, ...] | None) -> None:
+def test_examples(
+    shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...], shard: tuple[int, ...] | None
+) -> None:
     found = chunk_shape(shape, itemsize)
     if shape != (50257, 768):  # an odd first dim is cut by rows inside its tiles
         assert found == chunk
@@ -130,7 +152,9 @@ def test_examples(shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...],
     target=st.sampled_from([8, 64, 500]),
     most=st.sampled_from([1, 100, 1000, 10**6]),
 )
-def test_bands_cover_each_shard_in_the_order_of_its_chunks(shape: tuple[int, ...], target: int, most: int) -> None:
+def test_bands_cover_each_shard_in_the_order_of_its_chunks(
+    shape: tuple[int, ...], target: int, most: int
+) -> None:
     grid = Grid.of(shape, 4, target, 6 * target)
     boxes = []
     for shard in grid.shards():
@@ -151,5 +175,7 @@ def test_bands_cover_each_shard_in_the_order_of_its_chunks(shape: tuple[int, ...
 def test_the_shards_that_meet_a_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     grid = Grid.of(shape, 4, 64, 256)
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    box = Box(start, tuple(data.draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True)))
+    box = Box(
+        start, tuple(data.draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True))
+    )
     assert list(grid.shards(box)) == [s for s in grid.shards() if grid.box(s).intersect(box)]

@@ -30,7 +30,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def manifest(attempt: str) -> Manifest:
-    return Manifest(id=new_id(), attempt=attempt, created="2026-01-01T00:00:00Z", tensors=TensorTable.of(()))  # type: ignore[arg-type]
+    return Manifest(
+        id=new_id(),
+        attempt=attempt,
+        created="2026-01-01T00:00:00Z",  # type: ignore[arg-type]
+        tensors=TensorTable.of(()),
+    )
 
 
 def test_the_published_schema_is_that_of_the_code() -> None:
@@ -55,7 +60,9 @@ def test_whoever_continues_an_attempt_replaces_its_record() -> None:
     key = record_key(one.id)
     old = store.read(key)
     record = json.loads(old)
-    store.replace(key, json.dumps(record | {"started": "2020-01-01T00:00:00Z"}).encode(), content_version(old))
+    store.replace(
+        key, json.dumps(record | {"started": "2020-01-01T00:00:00Z"}).encode(), content_version(old)
+    )
     begin(store, {"a": 1}, overwrite=False)
     assert json.loads(store.read(key))["started"] >= record["started"]
 
@@ -110,12 +117,18 @@ def test_overwriting_fails_when_the_checkpoint_was_replaced_meanwhile() -> None:
 
 
 def tombstone(checkpoint: str, attempt: str) -> bytes:
-    return TombstoneDoc(id=checkpoint, attempt=attempt, created=datetime.now(UTC)).model_dump_json().encode()
+    return (
+        TombstoneDoc(id=checkpoint, attempt=attempt, created=datetime.now(UTC))
+        .model_dump_json()
+        .encode()
+    )
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("committed", [False, True])
-def test_nobody_begins_where_a_checkpoint_is_being_removed(overwrite: bool, committed: bool) -> None:
+def test_nobody_begins_where_a_checkpoint_is_being_removed(
+    overwrite: bool, committed: bool
+) -> None:
     store = MemoryStore(f"tombstone-{overwrite}-{committed}")
     old = begin(store, {"a": 0}, overwrite=False)
     if committed:
@@ -162,7 +175,9 @@ def test_what_was_to_be_replaced_may_be_deleted_meanwhile(gone: bool) -> None:
     if gone:
         store.delete("manifest.json")
     else:
-        store.replace("manifest.json", tombstone("x", old.id), store.read_versioned("manifest.json")[1])
+        store.replace(
+            "manifest.json", tombstone("x", old.id), store.read_versioned("manifest.json")[1]
+        )
     with pytest.raises(Conflict, match="deleted in the meantime"):
         commit(store, new, manifest(new.id))
     assert new.id not in " ".join(i.key for i in store.list())
@@ -182,7 +197,9 @@ def test_listeners_hear_of_a_commit() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("base"), ODD)), tmp_path / "ck", chunk_bytes=256)
+    ucformat.convert(
+        Checkpoint(FakeSource.write(MemoryStore("base"), ODD)), tmp_path / "ck", chunk_bytes=256
+    )
     return tmp_path / "ck"
 
 
@@ -198,7 +215,9 @@ def test_a_newer_version_asks_for_an_upgrade(checkpoint: Path) -> None:
         ucformat.open(checkpoint)
     assert caught.value.exit_code == 7
     with pytest.raises(Conflict, match="cannot read"):
-        ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("b2"), ODD)), checkpoint, overwrite=True)
+        ucformat.convert(
+            Checkpoint(FakeSource.write(MemoryStore("b2"), ODD)), checkpoint, overwrite=True
+        )
 
 
 def test_unknown_keys_are_ignored(checkpoint: Path) -> None:
@@ -218,14 +237,18 @@ def test_grids_can_be_computed_again_from_what_the_manifest_records(
 ) -> None:
     source = Checkpoint(FakeSource.write(MemoryStore("b3"), ODD))
     target = MemoryStore(f"b4-{chunk_bytes}")
-    made = ucformat.convert(source, target, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes).manifest
+    made = ucformat.convert(
+        source, target, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes
+    ).manifest
     assert made.grid is not None
     for doc in made.tensors:
         grid = Grid.of(doc.shape, ITEMSIZE[doc.dtype], made.grid.chunk_bytes, made.grid.shard_bytes)
         assert (grid.chunk, grid.shard) == (doc.chunk, doc.shard)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other", "version": 1}', '{"format": "ucformat"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": "other", "version": 1}', '{"format": "ucformat"}']
+)
 def test_a_manifest_that_is_none_is_damage(checkpoint: Path, text: str) -> None:
     (checkpoint / "manifest.json").write_text(text)
     with pytest.raises(IntegrityError, match=r"manifest\.json"):
@@ -263,7 +286,9 @@ def test_a_manifest_that_contradicts_itself_is_refused_before_anything_is_alloca
 
 
 @pytest.mark.parametrize("changed", [{"dtype": "float7"}, {"digest": "md5:0"}])
-def test_what_a_later_version_may_write_is_not_called_damaged(checkpoint: Path, changed: dict[str, Any]) -> None:
+def test_what_a_later_version_may_write_is_not_called_damaged(
+    checkpoint: Path, changed: dict[str, Any]
+) -> None:
     edit_tensor(checkpoint, **changed)
     with pytest.raises(UpgradeNeeded, match=changed.get("dtype", "md5:0")):
         ucformat.open(checkpoint)

@@ -40,9 +40,9 @@ def described(draw: st.DrawFn) -> tuple[list[TensorInfo], list[DescribedRow]]:
     kinds: dict[object, list[DescribedRow]] = {}
     for row in sorted(rows, key=lambda r: file_order(infos[r.tensor], r.distribution)):
         flat = row.distribution.flat is not None
-        kinds.setdefault((flat, None if flat else (row.tile, row.distribution, infos[row.tensor].dtype)), []).append(
-            row
-        )
+        kinds.setdefault(
+            (flat, None if flat else (row.tile, row.distribution, infos[row.tensor].dtype)), []
+        ).append(row)
     return infos, [row for same in kinds.values() for row in same]
 
 
@@ -69,12 +69,17 @@ def test_offsets_are_those_of_files_written_in_order(
     for number, info in enumerate(infos):
         assert set(found.stored(number)) == expected.get(number, set())
         start = tuple(data.draw(st.integers(0, n)) for n in info.shape)
-        within = Box(start, tuple(data.draw(st.integers(0, n - a)) for n, a in zip(info.shape, start, strict=True)))
+        within = Box(
+            start,
+            tuple(data.draw(st.integers(0, n - a)) for n, a in zip(info.shape, start, strict=True)),
+        )
         met = {s for s in expected.get(number, ()) if s[1].intersect(within) is not None}
         assert set(found.stored(number, within)) == met
         tiles = {e.box for e in single_extents(found.extents(number, within))}
         tiling = Tiling(rows[[r.tensor for r in rows].index(number)].tile, info.itemsize)
-        assert tiles == {t for _, box, _ in met for t in tiling.boxes(box) if t.intersect(within) is not None}
+        assert tiles == {
+            t for _, box, _ in met for t in tiling.boxes(box) if t.intersect(within) is not None
+        }
 
 
 FOUR = RankMesh((4,), 0, (1,))
@@ -90,7 +95,10 @@ FOUR = RankMesh((4,), 0, (1,))
         ([DescribedRow(0, Distribution(FOUR), 0, (1, 1))], "tiles of the shape"),
         ([DescribedRow(2, Distribution(FOUR), 0, (1,))], "too many tiles"),
         ([DescribedRow(3, Distribution(FOUR), 0, (1 << 40,))], "too many, or too large"),
-        ([DescribedRow(0, Distribution(RankMesh((1 << 21,), 0, (1,))), 0, (8,))], "cannot be distributed"),
+        (
+            [DescribedRow(0, Distribution(RankMesh((1 << 21,), 0, (1,))), 0, (8,))],
+            "cannot be distributed",
+        ),
         ([DescribedRow(0, Distribution(FOUR), 0, (8,))] * 2, "described twice"),
         (
             [
@@ -110,7 +118,10 @@ FOUR = RankMesh((4,), 0, (1,))
     ],
 )
 def test_impossible_rows_are_refused(rows: list[DescribedRow], reason: str) -> None:
-    infos = [TensorInfo(f"t{n}", "weight", "uint8", (size,)) for n, size in enumerate((8, 8, 1 << 22, 1 << 58))]
+    infos = [
+        TensorInfo(f"t{n}", "weight", "uint8", (size,))
+        for n, size in enumerate((8, 8, 1 << 22, 1 << 58))
+    ]
     with pytest.raises(LayoutError, match=reason):
         Described(rows, infos, "data/x")
 
@@ -130,14 +141,22 @@ def test_they_survive_in_a_sidecar(case: tuple[list[TensorInfo], list[DescribedR
         assert read.extents(number) == tuple(found.extents(number))
     assert encode_columns(read.columns, [], read.described) == data
     expected = {
-        (e.file, number, e.block) for number in range(len(infos)) for e in single_extents(found.extents(number))
+        (e.file, number, e.block)
+        for number in range(len(infos))
+        for e in single_extents(found.extents(number))
     }
     assert set(blocks_of(read)) == expected
 
 
 def changed(doc: dict[str, Any], rows: dict[str, list[int]]) -> bytes:
     """A sidecar of one described tensor of 8 bytes on four ranks, with other metadata or columns."""
-    columns = {"described": [0], "distribution": [0], "writer": [0], "position": [0], "described_tile": [8]} | rows
+    columns = {
+        "described": [0],
+        "distribution": [0],
+        "writer": [0],
+        "position": [0],
+        "described_tile": [8],
+    } | rows
     meta = {
         "tensors": 1,
         "folder": "data/x",
@@ -145,13 +164,30 @@ def changed(doc: dict[str, Any], rows: dict[str, list[int]]) -> bytes:
         "distributions": [{"mesh": 0, "cuts": [[0, 0]]}],
         **doc,
     }
-    names = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c", "start", "shape", "strides")
+    names = (
+        "tensor",
+        "file",
+        "offset",
+        "block_offset",
+        "block_nbytes",
+        "crc32c",
+        "start",
+        "shape",
+        "strides",
+    )
     empty: dict[str, list[int]] = {name: [] for name in names}
     packed = {
-        name: np.frombuffer(zlib.compress(np.array(c, "<i8").view(np.uint8).reshape(-1, 8).T.tobytes()), np.uint8)
+        name: np.frombuffer(
+            zlib.compress(np.array(c, "<i8").view(np.uint8).reshape(-1, 8).T.tobytes()), np.uint8
+        )
         for name, c in (empty | columns).items()
     }
-    told = {"format": "ucformat-extents", "extents": "0", "files": "[]", "described": json.dumps(meta)}
+    told = {
+        "format": "ucformat-extents",
+        "extents": "0",
+        "files": "[]",
+        "described": json.dumps(meta),
+    }
     data: bytes = save(packed, told)
     return data
 

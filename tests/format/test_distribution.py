@@ -25,7 +25,9 @@ def distributed(draw: st.DrawFn) -> tuple[tuple[int, ...], Distribution]:
     ranks = RankMesh.of(mesh, range(math.prod(mesh)))
     axes = draw(st.permutations(range(len(mesh))))
     cuts = tuple(
-        Cut(draw(st.integers(0, len(shape) - 1)), axis) for axis in axes[: draw(st.integers(0, len(mesh)))] if shape
+        Cut(draw(st.integers(0, len(shape) - 1)), axis)
+        for axis in axes[: draw(st.integers(0, len(mesh)))]
+        if shape
     )
     rest = [axis for axis in axes if axis not in {c.axis for c in cuts}]
     whole = Distribution(ranks, cuts)
@@ -41,7 +43,9 @@ def coordinates(mesh: tuple[int, ...]) -> list[tuple[int, ...]]:
     return list(product(*map(range, mesh)))
 
 
-def chunked(shape: tuple[int, ...], found: Distribution, coordinate: tuple[int, ...]) -> torch.Tensor:
+def chunked(
+    shape: tuple[int, ...], found: Distribution, coordinate: tuple[int, ...]
+) -> torch.Tensor:
     """The elements that a rank holds, cut by torch itself; empty parts are empty tensors."""
     local = torch.arange(math.prod(shape)).reshape(shape)
     for dim, axis in found.cuts:
@@ -64,10 +68,13 @@ def test_boxes_are_those_of_torch(case: tuple[tuple[int, ...], Distribution]) ->
     for at in coordinates(found.mesh.sizes):
         boxes = found.boxes(shape, at)
         held = [
-            whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].reshape(-1) for box in boxes
+            whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].reshape(-1)
+            for box in boxes
         ]
         assert all(box.size for box in boxes)
-        assert torch.cat([*held, torch.empty(0, dtype=torch.int64)]).equal(chunked(shape, found, at))
+        assert torch.cat([*held, torch.empty(0, dtype=torch.int64)]).equal(
+            chunked(shape, found, at)
+        )
     prove(
         TensorInfo("t", "weight", "float32", shape),
         [(0, box) for at in coordinates(found.mesh.sizes) for box in found.boxes(shape, at)],
@@ -75,10 +82,14 @@ def test_boxes_are_those_of_torch(case: tuple[tuple[int, ...], Distribution]) ->
 
 
 @given(distributed(), st.data())
-def test_holdings_are_all_boxes_that_intersect(case: tuple[tuple[int, ...], Distribution], data: st.DataObject) -> None:
+def test_holdings_are_all_boxes_that_intersect(
+    case: tuple[tuple[int, ...], Distribution], data: st.DataObject
+) -> None:
     shape, found = case
     start = tuple(data.draw(st.integers(0, n)) for n in shape)
-    within = Box(start, tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True)))
+    within = Box(
+        start, tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))
+    )
     expected = sorted(
         (tuple(at[axis] for axis in found.axes), box)
         for at in coordinates(found.mesh.sizes)

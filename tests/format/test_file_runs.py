@@ -49,10 +49,14 @@ def distributions(draw: st.DrawFn) -> tuple[tuple[int, ...], Distribution]:
     elif order == "backwards":
         ranks = ranks[::-1]
     mesh = RankMesh.of(sizes, [int(r) for r in ranks])
-    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 7, 16, 24, 64, 100, 130]), min_size=1, max_size=3)))
+    shape = tuple(
+        draw(st.lists(st.sampled_from([1, 2, 7, 16, 24, 64, 100, 130]), min_size=1, max_size=3))
+    )
     shape = shape if math.prod(shape) <= 20000 else shape[:2]
     axes = draw(st.permutations(range(len(sizes))))[: draw(st.integers(1, len(sizes)))]
-    return shape, Distribution(mesh, tuple(Cut(draw(st.integers(0, len(shape) - 1)), axis) for axis in axes))
+    return shape, Distribution(
+        mesh, tuple(Cut(draw(st.integers(0, len(shape) - 1)), axis) for axis in axes)
+    )
 
 
 @st.composite
@@ -64,7 +68,9 @@ def saved(draw: st.DrawFn) -> tuple[Described, list[np.ndarray[Any, Any]], Memor
     infos = [TensorInfo(f"t{n}", "weight", dtype, shape) for n in range(draw(st.integers(1, 3)))]
     rows = [DescribedRow(n, d, draw(st.integers(0, d.copies - 1)), tile) for n in range(len(infos))]
     values = [
-        np.random.default_rng(n).integers(0, 256, (*shape, infos[0].itemsize), np.uint8).view(dtype)[..., 0]
+        np.random.default_rng(n)
+        .integers(0, 256, (*shape, infos[0].itemsize), np.uint8)
+        .view(dtype)[..., 0]
         for n in range(len(infos))
     ]
     files: dict[int, bytearray] = {}
@@ -77,7 +83,9 @@ def saved(draw: st.DrawFn) -> tuple[Described, list[np.ndarray[Any, Any]], Memor
                 file += bytes(-len(file) % ALIGNMENT)
                 for part in tiling.boxes(box):
                     data = np.ascontiguousarray(value[slices(part)]).tobytes()
-                    crc = checksum(memoryview(data), place_checksum(packed_file(FOLDER, rank), len(file)))
+                    crc = checksum(
+                        memoryview(data), place_checksum(packed_file(FOLDER, rank), len(file))
+                    )
                     file += data + crc.to_bytes(4, "little")
     store = MemoryStore(uuid4().hex)
     for rank, content in files.items():
@@ -95,19 +103,27 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     if draw(st.booleans()):
         start = (0,) * len(shape)
     return Box(
-        start, tuple(draw(st.one_of(st.just(n - a), st.integers(1, n - a))) for n, a in zip(shape, start, strict=True))
+        start,
+        tuple(
+            draw(st.one_of(st.just(n - a), st.integers(1, n - a)))
+            for n, a in zip(shape, start, strict=True)
+        ),
     )
 
 
 def each(found: Sequence[Any]) -> Iterator[Any]:
     """The extents for which runs stand."""
     for e in found:
-        yield from single_extents(map(e.tiles, range(len(e.files))) if isinstance(e, FileRun) else [e])
+        yield from single_extents(
+            map(e.tiles, range(len(e.files))) if isinstance(e, FileRun) else [e]
+        )
 
 
 @given(saved(), st.data(), st.sampled_from([1, 8]))
 def test_runs_stand_for_the_extents(
-    case: tuple[Described, list[np.ndarray[Any, Any]], MemoryStore], data: st.DataObject, fewest: int
+    case: tuple[Described, list[np.ndarray[Any, Any]], MemoryStore],
+    data: st.DataObject,
+    fewest: int,
 ) -> None:
     found, values, _ = case
     for number, value in enumerate(values):
@@ -127,10 +143,15 @@ def test_runs_stand_for_the_extents(
 
 @given(saved(), st.data(), st.sampled_from(["whole", "always", "never"]), st.integers(1, 3))
 def test_what_is_read_is_what_was_written(
-    case: tuple[Described, list[np.ndarray[Any, Any]], MemoryStore], data: st.DataObject, verify: Any, parts: int
+    case: tuple[Described, list[np.ndarray[Any, Any]], MemoryStore],
+    data: st.DataObject,
+    verify: Any,
+    parts: int,
 ) -> None:
     found, values, store = case
-    costs = data.draw(st.sampled_from([Costs(), Costs(request=64, join=32, gap=8), Costs(gap=0, short=0)]))
+    costs = data.draw(
+        st.sampled_from([Costs(), Costs(request=64, join=32, gap=8), Costs(gap=0, short=0)])
+    )
     items: dict[bool, list[ReadItem]] = {True: [], False: []}
     expected: list[tuple[np.ndarray[Any, Any], str]] = []
     for number, value in enumerate(values):
@@ -154,7 +175,8 @@ def test_what_is_read_is_what_was_written(
         assert memory.tobytes() == np.ascontiguousarray(value).tobytes()
     for what in ("bytes_needed", "bytes_unverified"):
         assert getattr(plans[True], what) == getattr(plans[False], what)
-    # What several pieces want of a tile is read once where the files are listed, and for each piece where they are not.
+    # What several pieces want of a tile is read once where the files are listed, and for each piece
+    # where they are not.
     assert plans[True].bytes_besides >= plans[False].bytes_besides
     if parts == 1:
         assert plans[True].bytes_besides == plans[False].bytes_besides
@@ -162,9 +184,13 @@ def test_what_is_read_is_what_was_written(
     assert [(r.file, r.offset) for r in listed] == sorted((r.file, r.offset) for r in listed)
     assert sum(r.count for r in listed) == plans[True].ranges
     assert sum(r.total for r in listed) == plans[True].bytes_read == sum(plans[True].files.values())
-    assert plans[True].ends == {f: max(r.end for r in listed if r.file == f) for f in {r.file for r in listed}}
+    assert plans[True].ends == {
+        f: max(r.end for r in listed if r.file == f) for f in {r.file for r in listed}
+    }
     assert plans[True].ends == plans[False].ends
-    assert plans[True].ranges <= max(1.1 * plans[False].ranges, plans[False].ranges + 2 * len(values) * parts * 16)
+    assert plans[True].ranges <= max(
+        1.1 * plans[False].ranges, plans[False].ranges + 2 * len(values) * parts * 16
+    )
 
 
 def test_a_thousand_ranks_take_a_few_requests() -> None:
@@ -173,7 +199,10 @@ def test_a_thousand_ranks_take_a_few_requests() -> None:
     infos = [TensorInfo(f"t{n}", "weight", "float32", (4000, 15)) for n in range(2)]
     found = Described([DescribedRow(n, d, 0, (4, 15)) for n in range(2)], infos, FOLDER)
     box = Box((10, 0), (2001, 15))
-    items = [ReadItem(i, found.file_runs(n, box), [(n, Piece(box, 0, (15, 1)))]) for n, i in enumerate(infos)]
+    items = [
+        ReadItem(i, found.file_runs(n, box), [(n, Piece(box, 0, (15, 1)))])
+        for n, i in enumerate(infos)
+    ]
     plan = make_plan(items)
     assert len(plan.requests) <= 3
     assert len(plan.files) == plan.ranges == 501  # the tensors follow each other in each file
@@ -204,8 +233,13 @@ def test_a_damaged_tile_is_found_in_any_file() -> None:
         store = MemoryStore(uuid4().hex)
         for rank in range(16):
             data = bytes([rank] * 4)
-            crc = checksum(memoryview(data), place_checksum(packed_file(FOLDER, rank), 0)).to_bytes(4, "little")
-            store.put_if_absent(packed_file(FOLDER, rank), (b"\xff" if rank == damaged else data[:1]) + data[1:] + crc)
+            crc = checksum(memoryview(data), place_checksum(packed_file(FOLDER, rank), 0)).to_bytes(
+                4, "little"
+            )
+            store.put_if_absent(
+                packed_file(FOLDER, rank),
+                (b"\xff" if rank == damaged else data[:1]) + data[1:] + crc,
+            )
         plan = make_plan([ReadItem(info, found.file_runs(0, box), [(0, Piece(box, 0, (1,)))])])
         with pytest.raises(ChecksumError, match=f"rank-{damaged:05d}.bin"):
             execute(plan, store, [np.zeros(64, np.uint8)], ["t"])

@@ -68,14 +68,18 @@ def test_what_exceeds_a_limit_replaces_nothing(more: dict[str, Any], tmp_path: P
     assert ucformat.open(tmp_path / "a").metadata.step == 1
 
 
-@pytest.mark.parametrize("value", ["x\ud800", {"\udfff": 1}, nested(300)], ids=["text", "key", "depth"])
+@pytest.mark.parametrize(
+    "value", ["x\ud800", {"\udfff": 1}, nested(300)], ids=["text", "key", "depth"]
+)
 def test_objects_that_exceed_a_limit(value: Any, tmp_path: Path) -> None:
     ucformat.torch.save(STATE, tmp_path / "a")
     before = (tmp_path / "a" / "manifest.json").read_bytes()
     with pytest.raises(UcformatError):
         ucformat.torch.save({**STATE, "o": value}, tmp_path / "a", overwrite=True)
     with pytest.raises(UcformatError):
-        ucformat.torch.save({**STATE, "o": ucformat.torch.PerRank(value)}, tmp_path / "a", overwrite=True)
+        ucformat.torch.save(
+            {**STATE, "o": ucformat.torch.PerRank(value)}, tmp_path / "a", overwrite=True
+        )
     assert (tmp_path / "a" / "manifest.json").read_bytes() == before
 
 
@@ -91,7 +95,9 @@ def test_the_deepest_values_come_back(tmp_path: Path) -> None:
 TEXT = st.text(max_size=4)  # lone surrogates included
 LONG = st.builds(lambda text, count: text * count, st.text(max_size=3), st.integers(100, 100_000))
 LEAVES = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | TEXT
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
+)
 ARRAYS = {("w", "weight"): random_array((2,), "float32")}
 
 
@@ -120,26 +126,36 @@ def test_whatever_is_committed_opens(
     source = MemoryStore("limits-source")
     arrays = {**ARRAYS, (name, state): random_array((2,), "float32", 1)}
     try:
-        ck = Checkpoint(FakeSource.write(source, arrays, objects={"o": nested(levels) if deep else config}))
+        ck = Checkpoint(
+            FakeSource.write(source, arrays, objects={"o": nested(levels) if deep else config})
+        )
     except UcformatError:  # a view of it has no such name
         return
     place = MemoryStore("limits")
-    ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("limits-first"), ARRAYS)), place, overwrite=True)
+    ucformat.convert(
+        Checkpoint(FakeSource.write(MemoryStore("limits-first"), ARRAYS)), place, overwrite=True
+    )
     before = place.read("manifest.json")
     try:
-        ucformat.convert(ck, place, run=run, config=config, metrics=metrics, overwrite=True, weights=weights)
+        ucformat.convert(
+            ck, place, run=run, config=config, metrics=metrics, overwrite=True, weights=weights
+        )
     except UcformatError:
         assert place.read("manifest.json") == before
     again = ucformat.open(place)
     assert again.objects is not None
-    assert place.read("manifest.json") == before or same(again[name, state].read(), arrays[name, state])
+    assert place.read("manifest.json") == before or same(
+        again[name, state].read(), arrays[name, state]
+    )
     json.loads(place.read("manifest.json"))
 
 
 @given(TEXT, TEXT)
 def test_documents_of_the_catalog_are_parsed_again(run: str, key: str) -> None:
     metric = MetricDoc(value=1.0, measured=datetime.now(UTC))
-    doc = CatalogDoc(id="x", catalog="c", revision=1).model_copy(update={"run": run, "metrics": {key: metric}})
+    doc = CatalogDoc(id="x", catalog="c", revision=1).model_copy(
+        update={"run": run, "metrics": {key: metric}}
+    )
     try:
         data = encoded(doc)
     except UsageError:
@@ -154,10 +170,14 @@ def test_what_passes_the_check_is_the_same_in_json(value: Any) -> None:
     except ValueError:
         return
     json.dumps(value).encode().decode()
-    assert json.loads(json.dumps(value, ensure_ascii=False).encode()) == value or "nan" in repr(value)
+    assert json.loads(json.dumps(value, ensure_ascii=False).encode()) == value or "nan" in repr(
+        value
+    )
 
 
-def with_columns(count: int, block: tuple[int, int], tensors: int) -> tuple[SidecarDoc, TensorTable, Sidecar]:
+def with_columns(
+    count: int, block: tuple[int, int], tensors: int
+) -> tuple[SidecarDoc, TensorTable, Sidecar]:
     """A sidecar's entry, tensors of bytes, and the sidecar, whose blocks grow from a small one on."""
     table = TensorTable.of(TensorDoc(f"t{n}", "weight", "uint8", (count,)) for n in range(tensors))
     rows = range(count * tensors)
@@ -186,7 +206,9 @@ def test_blocks_that_overlap_are_refused_before_anything_is_read() -> None:
 
 def test_one_block_of_many_tensors_is_bounded_by_the_file() -> None:
     assert not list(extent_problems(*with_columns(1, (0, 4 << 20), 32)))
-    assert "far more than it has" in next(extent_problems(*with_columns(1, (0, 4 << 20), 33))).reason
+    assert (
+        "far more than it has" in next(extent_problems(*with_columns(1, (0, 4 << 20), 33))).reason
+    )
 
 
 def wrong_column(name: str) -> Any:
@@ -199,7 +221,9 @@ def wrong_column(name: str) -> Any:
     return packed
 
 
-def test_a_sidecar_that_no_reader_accepts_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sidecar_that_no_reader_accepts_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever writes one parses it again."""
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     source = ucformat.open(tmp_path / "model.safetensors")
@@ -207,13 +231,18 @@ def test_a_sidecar_that_no_reader_accepts_replaces_nothing(tmp_path: Path, monke
         lambda to: ucformat.torch.save(STATE, tmp_path / to, overwrite=True, form="packed"),
         lambda to: ucformat.torch.save(STATE, tmp_path / to, overwrite=True, form="safetensors"),
         lambda to: ucformat.convert(source, tmp_path / to, overwrite=True, weights="safetensors"),
-        lambda to: ucformat.convert(source, tmp_path / to, overwrite=True, virtual=True, unprotected=True),
+        lambda to: ucformat.convert(
+            source, tmp_path / to, overwrite=True, virtual=True, unprotected=True
+        ),
     ]
     for number, way in enumerate(ways):
         way(f"{number}")
     before = {path: path.read_bytes() for path in tmp_path.glob("*/manifest.json")}
     assert len(before) == len(ways)
-    for number, column in [(0, "described"), *((n, c) for n in (1, 2, 3) for c in ("tensor", "offset"))]:
+    for number, column in [
+        (0, "described"),
+        *((n, c) for n in (1, 2, 3) for c in ("tensor", "offset")),
+    ]:
         with monkeypatch.context() as patch:
             patch.setattr(sidecar_module, "_pack", wrong_column(column))
             with pytest.raises(UsageError, match="the sidecar would exceed the limits"):

@@ -42,7 +42,9 @@ def test_a_shard_that_reading_needs(store: Store) -> None:
     assert caught.value.hint
 
 
-def test_a_shard_that_a_large_plan_asks_the_size_of(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_a_large_plan_asks_the_size_of(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "_CHECK_SIZES", 0)
     lose(store, "weight/table/c/")
     with pytest.raises(MissingData, match="weight/table/c/"):
@@ -78,7 +80,11 @@ def test_verify_names_a_packed_file_that_is_gone_or_cut_and_goes_on(kept: int | 
                 out.write(data[:kept])
     problems = ucformat.verify(store).problems
     assert {p.file for p in problems} == {f"data/{attempt}/rank{rank}.bin" for rank in range(2)}
-    assert {(p.name, p.state) for p in problems} >= {("square", "weight"), ("a", "weight"), ("dtypes.int8", "weight")}
+    assert {(p.name, p.state) for p in problems} >= {
+        ("square", "weight"),
+        ("a", "weight"),
+        ("dtypes.int8", "weight"),
+    }
 
 
 def test_damage_always_says_what_to_do() -> None:
@@ -88,8 +94,12 @@ def test_damage_always_says_what_to_do() -> None:
 
 def test_sizes_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of large tensors before planning, and of all files of a large plan: each waits for an object store."""
-    arrays = {(f"t{n}", "weight"): np.arange(12.0, dtype=np.float32).reshape(3, 4) for n in range(24)}
-    ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("at-once-source"), arrays)), MemoryStore("at-once"))
+    arrays = {
+        (f"t{n}", "weight"): np.arange(12.0, dtype=np.float32).reshape(3, 4) for n in range(24)
+    }
+    ucformat.convert(
+        Checkpoint(FakeSource.write(MemoryStore("at-once-source"), arrays)), MemoryStore("at-once")
+    )
     asking, most = 0, 0
     lock = threading.Lock()
 
@@ -117,7 +127,9 @@ def test_sizes_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most > 2
 
 
-def test_sizes_are_asked_for_once_and_only_of_files_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_asked_for_once_and_only_of_files_that_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     array = np.arange(4096.0, dtype=np.float32).reshape(64, 64)
     source = Checkpoint(FakeSource.write(MemoryStore("needed-source"), {("t", "weight"): array}))
     ucformat.convert(source, MemoryStore("needed"), chunk_bytes=1024, shard_bytes=2048)
@@ -130,7 +142,9 @@ def test_sizes_are_asked_for_once_and_only_of_files_that_are_read(monkeypatch: p
 
     monkeypatch.setattr(universal, "_LARGE_BYTES", 0)
     monkeypatch.setattr(reading, "_CHECK_SIZES", 0)
-    monkeypatch.setattr(Counting, "costs", replace(MemoryStore.costs, parallel=8))  # else reading asks, too
+    monkeypatch.setattr(
+        Counting, "costs", replace(MemoryStore.costs, parallel=8)
+    )  # else reading asks, too
     layout = ucformat.Layout({"dp": 8}, [{"match": "*", "place": [{"shard": 0, "over": "dp"}]}])
     ck = ucformat.open(Counting("needed"))
     asked.clear()
@@ -138,4 +152,6 @@ def test_sizes_are_asked_for_once_and_only_of_files_that_are_read(monkeypatch: p
     assert asked == list(plan.files)
     (found,) = plan.execute().values()
     assert np.array_equal(found, array[24:32])
-    assert sorted(asked[1:]) == sorted([*plan.files, "manifest.json"])  # whether they have changed meanwhile
+    assert sorted(asked[1:]) == sorted(
+        [*plan.files, "manifest.json"]
+    )  # whether they have changed meanwhile

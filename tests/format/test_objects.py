@@ -45,7 +45,9 @@ class Counting(MemoryStore):
 def stored(ranks: Sequence[dict[str, Any]], *begins: int) -> Counting:
     """A checkpoint with values of each rank, in files that begin at rank 0 and at these."""
     name = uuid4().hex
-    source = Checkpoint(FakeSource.write(MemoryStore(f"{name}-from"), {("w", "weight"): np.ones(2, np.float32)}))
+    source = Checkpoint(
+        FakeSource.write(MemoryStore(f"{name}-from"), {("w", "weight"): np.ones(2, np.float32)})
+    )
     store = Counting(name)
     ucformat.convert(source, store)
     give_values(store, ranks, *begins)
@@ -85,7 +87,11 @@ def test_several_ranks_read_their_files_once_and_no_others() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 
@@ -93,7 +99,9 @@ JSON = st.recursive(
 @given(st.data())
 def test_values_come_back_under_their_names(data: st.DataObject) -> None:
     """Each rank has names of its own; wherever files begin."""
-    ranks = data.draw(st.lists(st.dictionaries(st.sampled_from("abcü") | st.text(), JSON), min_size=1, max_size=6))
+    ranks = data.draw(
+        st.lists(st.dictionaries(st.sampled_from("abcü") | st.text(), JSON), min_size=1, max_size=6)
+    )
     begins = sorted(data.draw(st.sets(st.integers(1, len(ranks) - 1)))) if len(ranks) > 1 else []
     store = stored(ranks, *begins)
     copied = MemoryStore(uuid4().hex)
@@ -165,7 +173,9 @@ def test_a_missing_file_is_named() -> None:
     assert "per_rank-00001.bin" in str(ucformat.verify(store).problems)
 
 
-def doc(*files: tuple[int, int, int], ranks: int = 5, names: tuple[str, ...] = ("a", "b")) -> PerRankDoc:
+def doc(
+    *files: tuple[int, int, int], ranks: int = 5, names: tuple[str, ...] = ("a", "b")
+) -> PerRankDoc:
     """The entry of files, each with its first rank, its number of ranks, and its bytes."""
     entries = [
         {"path": f"objects/{n}", "digest": DIGEST, "first": first, "ranks": count, "nbytes": nbytes}
@@ -177,11 +187,26 @@ def doc(*files: tuple[int, int, int], ranks: int = 5, names: tuple[str, ...] = (
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (doc((0, 2, 100), (3, 2, 100)), "'objects/1' has the values of ranks from 3 on, not from 2 on"),
-        (doc((0, 2, 100), (1, 4, 100)), "'objects/1' has the values of ranks from 1 on, not from 2 on"),
-        (doc((3, 2, 100), (0, 3, 100)), "'objects/0' has the values of ranks from 3 on, not from 0 on"),
-        (doc((0, 2, 100), (2, 2, 100)), "the manifest has files with the values of 4 ranks, and 5 ranks"),
-        (doc((0, 2, 100), (2, 4, 100)), "the manifest has files with the values of 6 ranks, and 5 ranks"),
+        (
+            doc((0, 2, 100), (3, 2, 100)),
+            "'objects/1' has the values of ranks from 3 on, not from 2 on",
+        ),
+        (
+            doc((0, 2, 100), (1, 4, 100)),
+            "'objects/1' has the values of ranks from 1 on, not from 2 on",
+        ),
+        (
+            doc((3, 2, 100), (0, 3, 100)),
+            "'objects/0' has the values of ranks from 3 on, not from 0 on",
+        ),
+        (
+            doc((0, 2, 100), (2, 2, 100)),
+            "the manifest has files with the values of 4 ranks, and 5 ranks",
+        ),
+        (
+            doc((0, 2, 100), (2, 4, 100)),
+            "the manifest has files with the values of 6 ranks, and 5 ranks",
+        ),
         (doc(), "the manifest has files with the values of 0 ranks, and 5 ranks"),
         (doc((0, 5, 113)), "'objects/0' has 113 bytes, too few for the values of 5 ranks"),
         (doc((0, 5, 114), names=("a", "a")), "the manifest lists a name of values of ranks twice"),
@@ -196,7 +221,8 @@ def test_files_that_have_each_rank_once_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "ranks"), [(((0, 0, 100),), 5), (((0, 2**20 + 1, 2**30),), 2**20 + 1), (((2**20, 1, 100),), 5), ((), 0)]
+    ("files", "ranks"),
+    [(((0, 0, 100),), 5), (((0, 2**20 + 1, 2**30),), 2**20 + 1), (((2**20, 1, 100),), 5), ((), 0)],
 )
 def test_numbers_of_ranks_are_bounded(files: tuple[tuple[int, int, int], ...], ranks: int) -> None:
     with pytest.raises(ValueError, match=r"ranks|first"):

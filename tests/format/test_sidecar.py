@@ -19,7 +19,14 @@ from safetensors.numpy import save
 
 import ucformat
 from tests.fakes import ODD, FakeSource, same
-from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsafeError, UpgradeNeeded, UsageError
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    UcformatError,
+    UnsafeError,
+    UpgradeNeeded,
+    UsageError,
+)
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.extents import extent_problems
@@ -91,7 +98,9 @@ def packed_column(name: str, values: list[int]) -> bytes:
     return zlib.compress(b"".join(bytes(w[k] for w in words) for k in range(8)))
 
 
-def sidecar_of(columns: dict[str, list[int]], files: object = ("f",), **changed: bytes | str) -> bytes:
+def sidecar_of(
+    columns: dict[str, list[int]], files: object = ("f",), **changed: bytes | str
+) -> bytes:
     """A sidecar of these columns; `changed` are packed columns, or the number of extents."""
     packed = {name: packed_column(name, values) for name, values in columns.items()}
     n = changed.pop("extents", str(len(columns["tensor"])))
@@ -101,7 +110,9 @@ def sidecar_of(columns: dict[str, list[int]], files: object = ("f",), **changed:
 
 
 def tensors_of(ndims: Sequence[int]) -> TensorTable:
-    return TensorTable.of(TensorDoc(f"t{n}", "weight", "uint8", (1,) * ndim) for n, ndim in enumerate(ndims))
+    return TensorTable.of(
+        TensorDoc(f"t{n}", "weight", "uint8", (1,) * ndim) for n, ndim in enumerate(ndims)
+    )
 
 
 def unpacked(data: bytes) -> tuple[dict[str, list[int]], list[str]]:
@@ -137,7 +148,9 @@ def test_those_that_meet_a_box(tensors: list[list[Extent]], data: st.DataObject)
     found = decode(encode(tensors), tensors_of(ndims), "sidecar")
     for number, ndim in enumerate(ndims):
         sides = st.tuples(*[N] * ndim)
-        near = data.draw(st.builds(Box, sides, sides) | st.sampled_from([Box((0,) * ndim, (1 << 41,) * ndim)]))
+        near = data.draw(
+            st.builds(Box, sides, sides) | st.sampled_from([Box((0,) * ndim, (1 << 41,) * ndim)])
+        )
         expected = [e for e in tensors[number] if e.box.intersect(near)]
         assert [e for e in found.extents(number, near) if e.box.intersect(near)] == expected
 
@@ -146,7 +159,10 @@ def test_only_those_that_meet_a_box() -> None:
     strides, boxes = (40, 4), [Box((r, c), (1, 5)) for r in range(10) for c in (0, 5)]
     rows = [Extent(box, "f", 40 * box.start[0] + 4 * box.start[1], strides) for box in boxes]
     found = decode(encode([rows]), tensors_of([2]), "sidecar")
-    assert [e.box for e in found.extents(0, Box((3, 0), (2, 5)))] == [Box((3, 0), (1, 5)), Box((4, 0), (1, 5))]
+    assert [e.box for e in found.extents(0, Box((3, 0), (2, 5)))] == [
+        Box((3, 0), (1, 5)),
+        Box((4, 0), (1, 5)),
+    ]
     assert found.extents(0, Box((10, 0), (1, 5))) == ()
 
 
@@ -268,7 +284,11 @@ def test_tiles_lie_where_the_specification_says() -> None:
     at, expected = 64, {}
     for r, rows in ((1, 1), (2, 2), (4, 1)):
         for c, wide in ((0, 4), (4, 2)):
-            expected[Box((r, c), (rows, wide))] = (at, (wide * 4, 4), Block(at, rows * wide * 4, placed=True))
+            expected[Box((r, c), (rows, wide))] = (
+                at,
+                (wide * 4, 4),
+                Block(at, rows * wide * 4, placed=True),
+            )
             at += rows * wide * 4 + 4
     assert {e.box: (e.offset, e.strides, e.block) for e in found} == expected
 
@@ -304,7 +324,9 @@ def test_tiles_that_cannot_be_are_refused(changed: dict[str, list[int]], reason:
     tensors = TensorTable.of([TensorDoc("t", "weight", "float32", (5, 6))])
     doc = SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64)
     assert not list(extent_problems(doc, tensors, decode(sidecar_of(tiled()), tensors, "sidecar")))
-    (problem,) = extent_problems(doc, tensors, decode(sidecar_of(tiled(**changed)), tensors, "sidecar"))
+    (problem,) = extent_problems(
+        doc, tensors, decode(sidecar_of(tiled(**changed)), tensors, "sidecar")
+    )
     assert reason in problem.reason
 
 
@@ -319,7 +341,9 @@ def test_tiles_that_cannot_be_are_refused(changed: dict[str, list[int]], reason:
         ("float32", MAX_SPAN // 4, {"block_offset": [-1], "strides": [4], "tile": [MAX_SPAN // 4]}),
     ],
 )
-def test_offsets_and_sizes_in_files_have_a_limit(dtype: str, shape: int, rows: dict[str, list[int]]) -> None:
+def test_offsets_and_sizes_in_files_have_a_limit(
+    dtype: str, shape: int, rows: dict[str, list[int]]
+) -> None:
     doc = SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64)
 
     def impossible(shape: int, rows: dict[str, list[int]]) -> bool:
@@ -329,7 +353,9 @@ def test_offsets_and_sizes_in_files_have_a_limit(dtype: str, shape: int, rows: d
         return any("impossible offset" in problem.reason for problem in found)
 
     assert not impossible(shape, rows)
-    larger = {name: [n + (n >= 1 << 58) * 1024] for name, (n,) in rows.items()}  # 1 more is lost in a float
+    larger = {
+        name: [n + (n >= 1 << 58) * 1024] for name, (n,) in rows.items()
+    }  # 1 more is lost in a float
     assert impossible(shape + (shape > 2) * 1024, larger)
 
 
@@ -355,7 +381,13 @@ ROOTS = ["/elsewhere", "/other"]
 def test_sources_are_below_the_roots(path: str, reason: str | None) -> None:
     sources = [{"path": p, "nbytes": 1} for p in ("roots/1/same", path)]
     doc = SidecarDoc.model_validate(
-        {"path": "data/x", "nbytes": 1, "digest": "sha256:" + "0" * 64, "roots": ROOTS, "sources": sources}
+        {
+            "path": "data/x",
+            "nbytes": 1,
+            "digest": "sha256:" + "0" * 64,
+            "roots": ROOTS,
+            "sources": sources,
+        }
     )
     reasons = [problem.reason for problem in source_problems(doc)]
     assert len(reasons) == (reason is not None)
@@ -365,7 +397,10 @@ def test_sources_are_below_the_roots(path: str, reason: str | None) -> None:
 def test_the_error_names_the_tensor_of_an_impossible_extent() -> None:
     rows = {name: [0, 0, 0] for name in ROWS}
     dims = {name: [0] * 4 for name in DIMS}
-    for changed in ({"tensor": [0, 1, 2], "offset": [0, 0, -1]}, {"tensor": [1, 0, 2], "shape": [0, 0, 0, -1]}):
+    for changed in (
+        {"tensor": [0, 1, 2], "offset": [0, 0, -1]},
+        {"tensor": [1, 0, 2], "shape": [0, 0, 0, -1]},
+    ):
         with pytest.raises(IntegrityError, match="an extent of tensor 2 is impossible"):
             decode(sidecar_of({**rows, **dims, **changed}), tensors_of([0, 2, 2]), "sidecar")
 
@@ -402,7 +437,9 @@ def test_a_stream_that_is_not_one_column_is_refused(name: str, stream: bytes) ->
         decode(sidecar_of(columns(), **{name: stream}), tensors_of([1]), "sidecar")
 
 
-@pytest.mark.parametrize("extents", ["-1", "0", "2", str(1 << 27), str(1 << 40), "9" * 5000, "x", ""])
+@pytest.mark.parametrize(
+    "extents", ["-1", "0", "2", str(1 << 27), str(1 << 40), "9" * 5000, "x", ""]
+)
 def test_a_wrong_number_of_extents_is_refused(extents: str) -> None:
     with pytest.raises(IntegrityError):
         decode(sidecar_of(columns(), extents=extents), tensors_of([1]), "sidecar")
@@ -421,7 +458,12 @@ def test_bombs_are_not_inflated() -> None:
         (sidecar_of(columns(), start=bomb), 1),
         (sidecar_of(columns(), extents=str(16 << 20)), 1),
         (sidecar_of({**columns(), "tensor": [0] * 1000}), 64),
-        (sidecar_of({**{name: [0] * 1000 for name in ROWS}, **{name: [] for name in DIMS}}, start=dims), 2000),
+        (
+            sidecar_of(
+                {**{name: [0] * 1000 for name in ROWS}, **{name: [] for name in DIMS}}, start=dims
+            ),
+            2000,
+        ),
     ]
     tracemalloc.start()
     try:

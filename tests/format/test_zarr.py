@@ -23,7 +23,17 @@ from ucformat.storage.local import LocalStore
 if TYPE_CHECKING:
     from pathlib import Path
 
-SHAPES: list[tuple[int, ...]] = [(), (0,), (5,), (3, 0, 2), (7, 9), (64, 48), (33, 17, 5), (16, 16, 16, 3), (1, 1)]
+SHAPES: list[tuple[int, ...]] = [
+    (),
+    (0,),
+    (5,),
+    (3, 0, 2),
+    (7, 9),
+    (64, 48),
+    (33, 17, 5),
+    (16, 16, 16, 3),
+    (1, 1),
+]
 SIZES: list[tuple[int | None, int | None]] = [(64, 1024), (4096, 1 << 16), (None, None), (24, 100)]
 
 
@@ -60,11 +70,17 @@ def test_tensorstore_and_zarr_python_read_what_we_write(dtype: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_tensorstore_reads_what_zarr_python_writes_with_our_types(dtype: str, tmp_path: Path) -> None:
+def test_tensorstore_reads_what_zarr_python_writes_with_our_types(
+    dtype: str, tmp_path: Path
+) -> None:
     ucformat.register_zarr_dtypes()
     a = np.arange(63).reshape(9, 7).astype(numpy_dtype(dtype))
     array = zarr.create_array(
-        str(tmp_path / "z"), shape=a.shape, dtype=a.dtype, chunks=(4, 4), fill_value=numpy_dtype(dtype).type("nan")
+        str(tmp_path / "z"),
+        shape=a.shape,
+        dtype=a.dtype,
+        chunks=(4, 4),
+        fill_value=numpy_dtype(dtype).type("nan"),
     )
     array[...] = a
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "z")}}

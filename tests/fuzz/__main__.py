@@ -37,10 +37,14 @@ def main() -> int:
     """Do what the command line says; 1 where anything was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(NAMES))
-    parser.add_argument("--runs", type=int, default=100_000, help="inputs that each target is given")
+    parser.add_argument(
+        "--runs", type=int, default=100_000, help="inputs that each target is given"
+    )
     parser.add_argument("--seconds", type=int, default=0, help="end each target after so long")
     parser.add_argument("--input", type=Path, help="give a target this input alone")
-    parser.add_argument("--keep", action="store_true", help="keep what reaches new code in the tree")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep what reaches new code in the tree"
+    )
     parser.add_argument("--out", type=Path, help="where to note what was done")
     given = parser.parse_args()
     targets = given.targets or NAMES
@@ -50,7 +54,9 @@ def main() -> int:
         for target in targets:
             _keep(target)
         return 0
-    return sum(_run(target, given.runs, given.seconds, given.out) for target in targets) > 0  # each, whatever is found
+    return (
+        sum(_run(target, given.runs, given.seconds, given.out) for target in targets) > 0
+    )  # each, whatever is found
 
 
 def _command(target: str, *more: str) -> list[str]:
@@ -70,8 +76,18 @@ def fuzz(target: str, *options: str) -> None:
     with atheris.instrument_imports(include=["ucformat"]):
         from tests.fuzz.targets import REFUSED, TARGETS
 
-        for package in ("catalog", "format", "geometry", "jobs", "schema", "sources", "storage"):  # else when needed
-            for info in pkgutil.walk_packages(import_module(f"ucformat.{package}").__path__, f"ucformat.{package}."):
+        for package in (
+            "catalog",
+            "format",
+            "geometry",
+            "jobs",
+            "schema",
+            "sources",
+            "storage",
+        ):  # else when needed
+            for info in pkgutil.walk_packages(
+                import_module(f"ucformat.{package}").__path__, f"ucformat.{package}."
+            ):
                 import_module(info.name)
 
     act = TARGETS[target]
@@ -94,7 +110,12 @@ def _run(target: str, runs: int, seconds: int, out: Path | None) -> bool:
     done = subprocess.run(
         _command(
             *(target, str(found / "corpus"), str(HERE / "corpus" / target), f"-runs={runs}"),
-            *(f"-max_total_time={seconds}", f"-max_len={_LONGEST}", f"-artifact_prefix={found}/", "-timeout=60"),
+            *(
+                f"-max_total_time={seconds}",
+                f"-max_len={_LONGEST}",
+                f"-artifact_prefix={found}/",
+                "-timeout=60",
+            ),
             *(
                 "-rss_limit_mb=3000",
                 "-print_final_stats=1",
@@ -109,7 +130,9 @@ def _run(target: str, runs: int, seconds: int, out: Path | None) -> bool:
     said = done.stderr.decode(errors="replace")
     counted = re.search(r"number_of_executed_units: (\d+)", said)
     covered = re.findall(r" cov: (\d+)", said)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
     row = {
         "target": target,
         "runs": int(counted[1]) if counted else 0,
@@ -135,7 +158,11 @@ def _keep(target: str) -> None:
     with tempfile.TemporaryDirectory() as merged:
         new = FOUND / target / "corpus"
         new.mkdir(parents=True, exist_ok=True)
-        subprocess.run(_command(target, "-merge=1", merged, str(kept), str(new)), check=True, capture_output=True)
+        subprocess.run(
+            _command(target, "-merge=1", merged, str(kept), str(new)),
+            check=True,
+            capture_output=True,
+        )
         files = sorted(Path(merged).iterdir(), key=lambda p: (p.stat().st_size, p.name))
         room = _KEPT
         chosen: list[tuple[str, bytes]] = []
@@ -145,7 +172,9 @@ def _keep(target: str) -> None:
                 chosen.append((file.name, file.read_bytes()))
     for name, data in chosen:
         (kept / name).write_bytes(data)
-    click.echo(f"{target}: {len(chosen)} of {len(files)} inputs, {sum(len(d) for _, d in chosen):,} bytes")
+    click.echo(
+        f"{target}: {len(chosen)} of {len(files)} inputs, {sum(len(d) for _, d in chosen):,} bytes"
+    )
 
 
 if __name__ == "__main__":

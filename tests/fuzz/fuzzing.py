@@ -1,7 +1,8 @@
 """What every fuzz test shares: how bytes and documents are damaged, and the property that is asserted of a reader.
 
-A reader of a hostile file returns, or raises an error of ours; it takes less than two seconds of processor time; and
-what it allocates is at most a constant and so many bytes for each byte of the file.
+A reader of a hostile file returns, or raises an error of ours; it takes less than two seconds of
+processor time; and what it allocates is at most a constant and so many bytes for each byte of the
+file.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ __all__ = [
 Files = dict[str, bytes]
 
 SECONDS = 2.0
-CONSTANT = 192 << 20  # bytes that any reader may allocate: decoded chunks are kept, buffers are reused
+CONSTANT = (
+    192 << 20
+)  # bytes that any reader may allocate: decoded chunks are kept, buffers are reused
 FACTOR = 400  # and for each byte of its input: an empty Python set is 216 bytes, and one byte of a pickle makes it
 _READ = 1 << 20  # bytes of a tensor that is read whole
 
@@ -53,7 +56,9 @@ class Hang(BaseException):
 
 
 @contextmanager
-def bounded(nbytes: int, *, constant: int = CONSTANT, factor: int = FACTOR, seconds: float = SECONDS) -> Iterator[None]:
+def bounded(
+    nbytes: int, *, constant: int = CONSTANT, factor: int = FACTOR, seconds: float = SECONDS
+) -> Iterator[None]:
     """Fails where the block takes more processor time, or allocates more for an input of `nbytes`."""
 
     def stop(_signal: int, _frame: object) -> None:
@@ -75,7 +80,9 @@ def bounded(nbytes: int, *, constant: int = CONSTANT, factor: int = FACTOR, seco
         _threads_end(threads)
         tracemalloc.stop()
     assert not late, f"more than {seconds} seconds for an input of {nbytes} bytes"
-    assert peak <= constant + factor * nbytes, f"{peak} bytes were allocated for an input of {nbytes}"
+    assert peak <= constant + factor * nbytes, (
+        f"{peak} bytes were allocated for an input of {nbytes}"
+    )
 
 
 def _threads() -> int:
@@ -101,7 +108,16 @@ def harmless(act: Callable[[], object], nbytes: int, **limits: Any) -> bool:
 # bytes
 
 _BOUNDARIES = sorted(
-    {0, 1, 2, 7, 8, 255, 256, *(2**n + d for n in (15, 16, 31, 32, 40, 62, 63, 64) for d in (-1, 0, 1))}
+    {
+        0,
+        1,
+        2,
+        7,
+        8,
+        255,
+        256,
+        *(2**n + d for n in (15, 16, 31, 32, 40, 62, 63, 64) for d in (-1, 0, 1)),
+    }
 )
 _WIDTHS = (1, 2, 4, 8)
 
@@ -113,13 +129,20 @@ def mutated(draw: st.DrawFn, corpus: Sequence[bytes], most: int = 4) -> bytes:
     for _ in range(draw(st.integers(1, most))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
         length = draw(st.integers(1, 1 + min(64, len(data))))
-        match draw(st.sampled_from(("flip", "set", "number", "add", "cut", "delete", "repeat", "splice", "move"))):
+        match draw(
+            st.sampled_from(
+                ("flip", "set", "number", "add", "cut", "delete", "repeat", "splice", "move")
+            )
+        ):
             case "flip" if data:
                 data[at] ^= 1 << draw(st.integers(0, 7))
             case "set" if data:
                 data[at] = draw(st.integers(0, 255))
             case "number":
-                width, order = draw(st.sampled_from(_WIDTHS)), draw(st.sampled_from(("little", "big")))
+                width, order = (
+                    draw(st.sampled_from(_WIDTHS)),
+                    draw(st.sampled_from(("little", "big"))),
+                )
                 value = draw(st.sampled_from(_BOUNDARIES)) % (1 << 8 * width)
                 data[at : at + width] = value.to_bytes(width, order)
             case "add":  # a length field that is a little off
@@ -167,7 +190,11 @@ HOSTILE: tuple[Any, ...] = (
 def _places(document: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield at
     inner = (
-        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+        document.items()
+        if isinstance(document, dict)
+        else enumerate(document)
+        if isinstance(document, list)
+        else ()
     )
     for key, value in inner:
         yield from _places(value, (*at, key))
@@ -215,7 +242,11 @@ def changed(draw: st.DrawFn, document: Any, most: int = 3, values: Sequence[Any]
 
 def files_below(folder: Path) -> Files:
     """Every file below a folder, by its path in it."""
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def stored(files: Mapping[str, bytes]) -> MemoryStore:

@@ -42,13 +42,37 @@ def table(path: str) -> bytes:
 
 def manifest_of(path: str, nbytes: int, height: int = 0, offset: int = 0) -> bytes:
     """A manifest of one version, whose root lies there."""
-    config = bytes(16) + number(0) + number(1024) + number(100_000_000) + b"\x04" + number(1) + struct.pack("<i", 0)
-    root = [number(1), bytes([height]), number(0), number(offset), number(nbytes), number(1), number(1), number(1)]
+    config = (
+        bytes(16)
+        + number(0)
+        + number(1024)
+        + number(100_000_000)
+        + b"\x04"
+        + number(1)
+        + struct.pack("<i", 0)
+    )
+    root = [
+        number(1),
+        bytes([height]),
+        number(0),
+        number(offset),
+        number(nbytes),
+        number(1),
+        number(1),
+        number(1),
+    ]
     versions = number(1) + b"".join(root) + struct.pack("<Q", 1)
     return node_of(config + table(path) + versions + number(0), manifest=True)
 
 
 def leaf(shared: list[int], own: list[bytes], values: list[bytes]) -> bytes:
     """The content of a node without others below: of each key how much is like the one before, and what follows."""
-    out = [b"\0", number(0), number(len(own)), *map(number, shared), *(number(len(key)) for key in own), *own]
+    out = [
+        b"\0",
+        number(0),
+        number(len(own)),
+        *map(number, shared),
+        *(number(len(key)) for key in own),
+        *own,
+    ]
     return b"".join([*out, *(number(len(v)) for v in values), bytes(len(values)), *values])

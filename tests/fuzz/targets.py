@@ -1,7 +1,8 @@
 """What coverage-guided fuzzing tries: each target reads bytes, and returns, or raises an error of ours.
 
-Whatever else it raises is a finding, also that two ways to read the same do not agree: a tensor whole and in parts, our
-reader and the peer's own, what was parsed and what is parsed of its own text.
+Whatever else it raises is a finding, also that two ways to read the same do not agree: a tensor
+whole and in parts, our reader and the peer's own, what was parsed and what is parsed of its own
+text.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ _SOME = 4  # tensors of a checkpoint that are read
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def compare(files: Files, changed: Files, theirs: Callable[[], Mapping[str, Any]] | None = None) -> None:
+def compare(
+    files: Files, changed: Files, theirs: Callable[[], Mapping[str, Any]] | None = None
+) -> None:
     """Open a checkpoint with some files changed, and read each tensor whole, in halves, and as others read it."""
     ck = open_checkpoint(_stored(files, changed))
     other: Mapping[str, Any] = {}
@@ -73,7 +76,9 @@ def compare(files: Files, changed: Files, theirs: Callable[[], Mapping[str, Any]
                 with suppress(Exception):  # what others refuse is theirs to know
                     other, theirs = theirs(), None
             if name in other and state == "weight":
-                assert same(np.asarray(other[name]), whole), f"{name} differs from what its own library reads"
+                assert same(np.asarray(other[name]), whole), (
+                    f"{name} differs from what its own library reads"
+                )
     for look in (
         lambda: list(ck.metadata.groups),
         lambda: ck.objects,
@@ -112,7 +117,9 @@ def _compare_parts(tensor: Any, whole: Any) -> None:
         for part in (slice(None, at), slice(at, None)):
             index = (slice(None),) * dim + (part,)
             with suppress(UcformatError):
-                assert same(tensor[index], np.ascontiguousarray(whole[index])), f"{tensor} in parts differs"
+                assert same(tensor[index], np.ascontiguousarray(whole[index])), (
+                    f"{tensor} in parts differs"
+                )
 
 
 # our own
@@ -200,8 +207,13 @@ def _beside(key: str, data: bytes, *commands: str) -> None:
     world, first = _world()
     world.restore(first)
     before = {k: f.data for k, f in world.files.items() if k.startswith(("w/t/p/", "w/src/"))}
-    said = [world.rows("one", f"select * from {table} order by 1, 2") for table in ("alias", "tag", "hold")]  # noqa: S608
-    world.files[key] = type(next(iter(world.files.values())))(data, world.version(), world.time.timestamp())
+    said = [
+        world.rows("one", f"select * from {table} order by 1, 2")  # noqa: S608
+        for table in ("alias", "tag", "hold")
+    ]
+    world.files[key] = type(next(iter(world.files.values())))(
+        data, world.version(), world.time.timestamp()
+    )
     errors = []
     for command in commands:
         actor = world.actor(command, COMMANDS[command].work, CATALOGS[0], first.time - first.time)

@@ -47,7 +47,10 @@ COMMANDS = pytest.mark.parametrize("command", [convert, read, plan])
 def refused(command: Callable[[Path], None], place: Path, match: str) -> None:
     """The command ends with an error, having done little, and nothing is committed."""
     errors = (IntegrityError, UnsafeError, UnsupportedError)
-    with bounded(10_000, constant=CONSTANT, seconds=20), pytest.raises(errors, match=match) as error:
+    with (
+        bounded(10_000, constant=CONSTANT, seconds=20),
+        pytest.raises(errors, match=match) as error,
+    ):
         command(place)
     assert len(str(error.value)) < 1000
     with pytest.raises(NotFound):
@@ -98,7 +101,9 @@ def test_a_shard_of_very_many_chunks(tmp_path: Path, command: Callable[[Path], N
 # grids of our own arrays
 
 
-def arrays_of(folder: Path, *tensors: tuple[list[int], list[int], list[int]], dtype: str = "float32") -> Path:
+def arrays_of(
+    folder: Path, *tensors: tuple[list[int], list[int], list[int]], dtype: str = "float32"
+) -> Path:
     """A universal checkpoint of arrays of these shapes, chunks and shards, of which nothing is stored."""
     place = folder / "universal"
     place.mkdir()
@@ -139,7 +144,8 @@ def test_arrays_of_very_many_shards(tmp_path: Path, command: Callable[[Path], No
 
 
 @pytest.mark.parametrize(
-    ("chunk", "shard"), [([1 << 50], [1 << 50]), ([1], [1 << 50]), ([1 << 18], [1 << 45]), ([1 << 40], [1 << 40])]
+    ("chunk", "shard"),
+    [([1 << 50], [1 << 50]), ([1], [1 << 50]), ([1 << 18], [1 << 45]), ([1 << 40], [1 << 40])],
 )
 @pytest.mark.parametrize("command", [convert, read, plan, copy])
 def test_an_array_of_very_many_bytes(
@@ -178,9 +184,14 @@ def torch_of(folder: Path, values: dict[str, bytes], numel: int = 1 << 14) -> Pa
 
 
 @COMMANDS
-@pytest.mark.parametrize(("shape", "strides"), [((1 << 50,), (0,)), ((2,) * 60, (0,) * 60), ((1 << 14,) * 2, (1, 0))])
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((1 << 50,), (0,)), ((2,) * 60, (0,) * 60), ((1 << 14,) * 2, (1, 0))]
+)
 def test_a_tensor_that_repeats_its_elements(
-    tmp_path: Path, shape: tuple[int, ...], strides: tuple[int, ...], command: Callable[[Path], None]
+    tmp_path: Path,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    command: Callable[[Path], None],
 ) -> None:
     place = torch_of(tmp_path, {"w": tensor(shape, strides, 0, storage("0", 1 << 14))})
     refused(command, place, "expands a storage of 16384 elements")

@@ -55,19 +55,30 @@ def test_mutated_items(name: str, draw: st.DataObject) -> None:
 
 # other numbers
 
-_number = st.sampled_from((-1, 0, 1, 2, 3, 8, 2**31, 2**32, 2**61, 2**62, 2**63, 2**64, 10**400, None, 0.5, True, "3"))
+_number = st.sampled_from(
+    (-1, 0, 1, 2, 3, 8, 2**31, 2**32, 2**61, 2**62, 2**63, 2**64, 10**400, None, 0.5, True, "3")
+)
 _sizes: st.SearchStrategy[Any] = (
     st.lists(_number, max_size=4).map(tuple)
-    | st.sampled_from([(0,) * 64, (1,) * 65, (1,) * 20_000, (2**31,) * 3, [2, 3], None, {}, "", (2**61, 2**61)])
-    | st.sampled_from([tuple(t.size) for t in REAL.state_dict_metadata.values() if hasattr(t, "size")])
+    | st.sampled_from(
+        [(0,) * 64, (1,) * 65, (1,) * 20_000, (2**31,) * 3, [2, 3], None, {}, "", (2**61, 2**61)]
+    )
+    | st.sampled_from(
+        [tuple(t.size) for t in REAL.state_dict_metadata.values() if hasattr(t, "size")]
+    )
 )
-_dtype = st.sampled_from((torch.float32, torch.bfloat16, torch.complex128, torch.float8_e4m3fn, torch.quint8, None, 5))
+_dtype = st.sampled_from(
+    (torch.float32, torch.bfloat16, torch.complex128, torch.float8_e4m3fn, torch.quint8, None, 5)
+)
 _text = st.sampled_from(
     ("", "a", ".", "..", "../x", "/etc/passwd", ".metadata", "__0_0.distcp", "__1_0.distcp", "x" * 20_000, "a\0b",
      "state.0.exp_avg", "param_groups", "optim.param_groups.0.lr", "\ud800", "a" + ".a" * 5000, 5, None)
 )  # fmt: skip
 _path: st.SearchStrategy[Any] = (
-    st.lists(_text | _number, max_size=4).map(tuple) | st.just(("a",) * 20_000) | st.just(("model", "model")) | _number
+    st.lists(_text | _number, max_size=4).map(tuple)
+    | st.just(("a",) * 20_000)
+    | st.just(("model", "model"))
+    | _number
 )
 
 
@@ -89,12 +100,25 @@ class Edits:
 
     def chunk(self) -> None:
         chunk: Any = self.draw.draw(st.sampled_from(self._entry().chunks))
-        setattr(chunk, self.draw.draw(st.sampled_from(("offsets", "sizes"))), self.draw.draw(_sizes))
+        setattr(
+            chunk, self.draw.draw(st.sampled_from(("offsets", "sizes"))), self.draw.draw(_sizes)
+        )
 
     def chunks(self) -> None:
         entry: Any = self._entry()
         entry.chunks = self.draw.draw(
-            st.sampled_from([[], entry.chunks * 2, entry.chunks * 1000, entry.chunks[:-1], None, [None], [[]], {}])
+            st.sampled_from(
+                [
+                    [],
+                    entry.chunks * 2,
+                    entry.chunks * 1000,
+                    entry.chunks[:-1],
+                    None,
+                    [None],
+                    [[]],
+                    {},
+                ]
+            )
         )
 
     def dtype(self) -> None:
@@ -102,7 +126,9 @@ class Edits:
 
     def place(self) -> None:
         info: Any = self.meta.storage_data[self._stored()]
-        setattr(info, self.draw.draw(st.sampled_from(("offset", "length"))), self.draw.draw(_number))
+        setattr(
+            info, self.draw.draw(st.sampled_from(("offset", "length"))), self.draw.draw(_number)
+        )
 
     def file(self) -> None:
         self.meta.storage_data[self._stored()].relative_path = self.draw.draw(_text)
@@ -122,22 +148,34 @@ class Edits:
     def kind(self) -> None:
         name = self.draw.draw(st.sampled_from(sorted(self.meta.state_dict_metadata, key=str)))
         self.meta.state_dict_metadata[name] = self.draw.draw(
-            st.sampled_from([BytesStorageMetadata(), None, 5, ChunkStorageMetadata((0,), (2,)), Metadata({})])
+            st.sampled_from(
+                [BytesStorageMetadata(), None, 5, ChunkStorageMetadata((0,), (2,)), Metadata({})]
+            )
         )
 
     def name(self) -> None:
         entries = self.meta.state_dict_metadata
-        entries[self.draw.draw(_text)] = entries[self.draw.draw(st.sampled_from(sorted(entries, key=str)))]
+        entries[self.draw.draw(_text)] = entries[
+            self.draw.draw(st.sampled_from(sorted(entries, key=str)))
+        ]
 
     def path(self) -> None:
         planned = self.meta.planner_data
-        planned[self.draw.draw(st.sampled_from(sorted(planned, key=str)) | _text)] = self.draw.draw(_path)
+        planned[self.draw.draw(st.sampled_from(sorted(planned, key=str)) | _text)] = self.draw.draw(
+            _path
+        )
 
     def part(self) -> None:
         name = self.draw.draw(
-            st.sampled_from(("state_dict_metadata", "planner_data", "storage_data", "version", "storage_meta"))
+            st.sampled_from(
+                ("state_dict_metadata", "planner_data", "storage_data", "version", "storage_meta")
+            )
         )
-        setattr(self.meta, name, self.draw.draw(st.sampled_from([None, {}, [], 5, {"a": None}, {5: 5}, {None: {}}])))
+        setattr(
+            self.meta,
+            name,
+            self.draw.draw(st.sampled_from([None, {}, [], 5, {"a": None}, {5: 5}, {None: {}}])),
+        )
 
 
 _EDITS = [name for name in vars(Edits) if not name.startswith("_")]
@@ -148,7 +186,9 @@ _EDITS = [name for name in vars(Edits) if not name.startswith("_")]
 def test_metadata_with_other_numbers(edits: list[str], draw: st.DataObject) -> None:
     change = Edits(copy.deepcopy(REAL), draw)
     for name in edits:
-        with suppress(AttributeError, TypeError, KeyError, ValueError):  # an earlier edit left nothing to change
+        with suppress(
+            AttributeError, TypeError, KeyError, ValueError
+        ):  # an earlier edit left nothing to change
             getattr(change, name)()
     check({**FILES, ".metadata": pickle.dumps(change.meta)})
 
@@ -162,7 +202,10 @@ def made(
     """A folder with the tensor `w`, whose chunks lie at these places: file, offset, length."""
     chunks: Any = [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in boxes]
     entry = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
-    item = next((info for index, info in REAL.storage_data.items() if index.offset is not None), _StorageInfo("", 0, 0))
+    item = next(
+        (info for index, info in REAL.storage_data.items() if index.offset is not None),
+        _StorageInfo("", 0, 0),
+    )
     places = places or [(item.relative_path, item.offset, item.length)] * len(boxes)
     data = {MetadataIndex("w", b[0]): _StorageInfo(*p) for b, p in zip(boxes, places, strict=True)}
     return {**FILES, ".metadata": pickle.dumps(Metadata({"w": entry}, {"w": ("w",)}, data))}
@@ -186,7 +229,9 @@ DAMAGED: dict[str, Files] = {
     "many chunks of no elements, and one that leaves a hole": made(
         (1 << 40,), [((i,), (0,)) for i in range(2000)] + [((0,), (4,))]
     ),
-    "chunks of one element, of a huge tensor": made((1 << 40,), [((3 * i,), (1,)) for i in range(2000)]),
+    "chunks of one element, of a huge tensor": made(
+        (1 << 40,), [((3 * i,), (1,)) for i in range(2000)]
+    ),
 }
 
 

@@ -18,7 +18,17 @@ import pytest
 
 from tests.fuzz.fuzzing import Files, bounded, files_below, open_files, stored
 from tests.fuzz.ocdbt_files import leaf, manifest_of, node_of, number, table
-from tests.fuzz.test_zarr_documents import BLOSC, BYTES, CRC, GZIP, SHARDS, ZSTD, array, checked, with_documents
+from tests.fuzz.test_zarr_documents import (
+    BLOSC,
+    BYTES,
+    CRC,
+    GZIP,
+    SHARDS,
+    ZSTD,
+    array,
+    checked,
+    with_documents,
+)
 from tests.sources.suite import DATA
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import ChecksumError, IntegrityError, UnsafeError, UnsupportedError
@@ -62,7 +72,10 @@ def zeros(codec: str, nbytes: int = LARGE) -> bytes:
 def chunk_of(codecs: list[Any], data: bytes, shape: tuple[int, int] = (2, 3)) -> Files:
     """A group with one array, which is this chunk."""
     return with_documents(
-        {"zarr.json": {"zarr_format": 3, "node_type": "group"}, "a/zarr.json": array(list(shape), list(shape), codecs)},
+        {
+            "zarr.json": {"zarr_format": 3, "node_type": "group"},
+            "a/zarr.json": array(list(shape), list(shape), codecs),
+        },
         {"a/c/0/0": data},
     )
 
@@ -100,12 +113,18 @@ def test_a_chunk_that_inflates_to_more_than_it_is(what: str) -> None:
     codecs, make = CHUNKS[what]
     files = chunk_of(codecs, make())
     tensor = open_checkpoint(stored(files))["a"]
-    with resident(), bounded(10_000), pytest.raises((IntegrityError, UnsafeError, UnsupportedError)) as error:
+    with (
+        resident(),
+        bounded(10_000),
+        pytest.raises((IntegrityError, UnsafeError, UnsupportedError)) as error,
+    ):
         tensor.read()
     assert "chunk [0, 0]" in str(error.value)
 
 
-@pytest.mark.parametrize("codecs", [[BYTES, BLOSC], [BYTES, BLOSC, CRC], [_TURNED, BYTES, BLOSC, CRC]])
+@pytest.mark.parametrize(
+    "codecs", [[BYTES, BLOSC], [BYTES, BLOSC, CRC], [_TURNED, BYTES, BLOSC, CRC]]
+)
 def test_a_chunk_of_blosc_with_a_checksum_is_read(codecs: list[Any]) -> None:
     value = np.arange(6, dtype=np.float32).reshape(2, 3)
     data = bytes(numcodecs.blosc.compress(value.tobytes(), b"lz4", 5))
@@ -127,7 +146,9 @@ def test_a_chunk_that_claims_to_be_huge() -> None:
 FILES = files_below(DATA / "orbax/ocdbt_raw/ckpt")
 _MANY = 200_000
 _KEYS = [struct.pack(">I", i) for i in range(_MANY)]
-_SHARED = [3 if i & 255 else 2 if i & 65535 else 1 for i in range(1, _MANY)]  # bytes that are those of the key before
+_SHARED = [
+    3 if i & 255 else 2 if i & 65535 else 1 for i in range(1, _MANY)
+]  # bytes that are those of the key before
 
 
 def frame(blocks: bytes, head: bytes = b"\x00\x58") -> bytes:
@@ -146,7 +167,11 @@ NODES: dict[str, Callable[[], bytes]] = {
         leaf([60_000] * 20_000, [b"x" * 60_000, *(k[1:] for k in _KEYS[1:20_001])], [b""] * 20_001)
     ),
     "very many keys": lambda: node_of(
-        leaf(_SHARED, [_KEYS[0], *(key[n:] for key, n in zip(_KEYS[1:], _SHARED, strict=True))], [b""] * _MANY)
+        leaf(
+            _SHARED,
+            [_KEYS[0], *(key[n:] for key, n in zip(_KEYS[1:], _SHARED, strict=True))],
+            [b""] * _MANY,
+        )
     ),
     "a path that is repeated": lambda: node_of(
         b"\0"
@@ -161,7 +186,9 @@ NODES: dict[str, Callable[[], bytes]] = {
     "blocks of one byte, repeated": lambda: raw_node(
         frame((((128 << 10) << 3 | 2).to_bytes(3, "little") + b"\0") * 3200)
     ),
-    "a size of 2**62": lambda: raw_node(frame(b"\1\0\0", b"\xe0" + (1 << 62).to_bytes(8, "little"))),
+    "a size of 2**62": lambda: raw_node(
+        frame(b"\1\0\0", b"\xe0" + (1 << 62).to_bytes(8, "little"))
+    ),
     "a block that is cut off": lambda: raw_node(frame(b"\xfc\xff\xff")),
     "a block of no kind": lambda: raw_node(frame(b"\7\0\0")),
     "two frames": lambda: raw_node(zeros("zstd", 100) * 2),
@@ -182,7 +209,11 @@ def raw_node(content: bytes) -> bytes:
 @pytest.mark.parametrize("what", NODES)
 def test_a_node_that_stands_for_too_much(what: str) -> None:
     files = with_node(NODES[what]())
-    with resident(), bounded(sum(map(len, files.values()))), pytest.raises(IntegrityError, match="d/root") as error:
+    with (
+        resident(),
+        bounded(sum(map(len, files.values()))),
+        pytest.raises(IntegrityError, match="d/root") as error,
+    ):
         open_checkpoint(stored(files))
     assert len(str(error.value)) < 2000
 
@@ -196,14 +227,27 @@ def test_a_manifest_that_stands_for_too_much() -> None:
 def test_a_tree_that_names_one_node_in_many_spellings() -> None:
     """The base path of a data file and the rest of it may be cut anywhere."""
     path, entries = "d/node", 6
-    inner = b"\1" + number(entries) + bytes([0] * (entries - 1)) + bytes([len(path)] * entries) + bytes(range(entries))
+    inner = (
+        b"\1"
+        + number(entries)
+        + bytes([0] * (entries - 1))
+        + bytes([len(path)] * entries)
+        + bytes(range(entries))
+    )
     inner += path.encode() * entries
     keys = b"".join(bytes([97 + i]) for i in range(entries))
     inner += number(entries) + bytes(entries - 1) + b"\1" * entries + bytes(entries) + keys
     node = node_of(leaf([], [b"x"], [b"v"]))
-    inner += bytes(range(entries)) + bytes(entries) + number(len(node)) * entries + b"\1" * entries * 3
+    inner += (
+        bytes(range(entries)) + bytes(entries) + number(len(node)) * entries + b"\1" * entries * 3
+    )
     root = node_of(inner)
-    files = {**FILES, "d/node": node, "d/root": root, "manifest.ocdbt": manifest_of("d/root", len(root), 1)}
+    files = {
+        **FILES,
+        "d/node": node,
+        "d/root": root,
+        "manifest.ocdbt": manifest_of("d/root", len(root), 1),
+    }
     with pytest.raises(IntegrityError, match="comes back"):
         open_files(files)
 
@@ -216,9 +260,13 @@ def test_a_large_node_of_tensorstore_is_read(tmp_path: Path) -> None:
     from ucformat.storage.local import LocalStore
 
     config = {"max_decoded_node_bytes": 100_000_000}
-    kv = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/", "config": config}).result()
+    kv = ts.KvStore.open(
+        {"driver": "ocdbt", "base": f"file://{tmp_path}/", "config": config}
+    ).result()
     with ts.Transaction() as transaction:
         for i in range(20_000):
-            kv.with_transaction(transaction)[f"params.layers.{i}.mlp/c/0/{i}"] = b"%020d" % i + bytes(i % 200)
+            kv.with_transaction(transaction)[f"params.layers.{i}.mlp/c/0/{i}"] = (
+                b"%020d" % i + bytes(i % 200)
+            )
     store = LocalStore(tmp_path)
     assert len(read_ocdbt(store, "", {i.key: i.size for i in store.list()})) == 20_000

@@ -24,16 +24,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONSTANT = 48 << 20
-TENSORS = TensorList((TensorInfo("a.0.w", "weight", "float32", (8, 6)), TensorInfo("b", "weight", "bfloat16", (7,))))
+TENSORS = TensorList(
+    (TensorInfo("a.0.w", "weight", "float32", (8, 6)), TensorInfo("b", "weight", "bfloat16", (7,)))
+)
 DOCUMENT: dict[str, Any] = {
     "version": 1,
     "mesh": {"pp": 2, "dp": 2, "tp": 2},
-    "stages": [{"match": r"/a\.(\d+)\.w/", "place": [{"stage": [0, 4], "over": "pp"}]}, {"match": "*", "place": []}],
+    "stages": [
+        {"match": r"/a\.(\d+)\.w/", "place": [{"stage": [0, 4], "over": "pp"}]},
+        {"match": "*", "place": []},
+    ],
     "rules": [
         {"match": ["a.*", "c"], "place": [{"shard": 0, "over": "tp", "parts": [2, 2, 4]}]},
         {"match": "*", "states": ["weight"], "place": [{"pattern": "replicate"}, "replicate"]},
     ],
-    "data": [{"match": "*", "place": [{"flat": "all", "over": ["dp"], "tensor_align": 4, "group_pad": 2}]}],
+    "data": [
+        {
+            "match": "*",
+            "place": [{"flat": "all", "over": ["dp"], "tensor_align": 4, "group_pad": 2}],
+        }
+    ],
     "renames": [{"from": r"(.*)\.w", "to": r"\1.v"}],
     "view": [
         {"rename": r"/a\.(\d+)\.w/", "to": r"c.\1.w"},
@@ -45,7 +55,11 @@ DOCUMENT: dict[str, Any] = {
     ],
 }
 STEPS = DOCUMENT["view"]
-TEXTS = (yaml.safe_dump(DOCUMENT).encode(), yaml.safe_dump(DOCUMENT, default_flow_style=True).encode(), b"a: &a [*a]")
+TEXTS = (
+    yaml.safe_dump(DOCUMENT).encode(),
+    yaml.safe_dump(DOCUMENT, default_flow_style=True).encode(),
+    b"a: &a [*a]",
+)
 
 
 def use(layout: Layout) -> None:
@@ -72,7 +86,10 @@ def test_documents_near_a_layout(document: Any) -> None:
 @settings(max_examples=120)
 def test_documents_near_a_view(document: Any) -> None:
     def view() -> None:
-        apply(Table.of(TENSORS, {}, {}), read_steps(document if isinstance(document, list) else [document]))
+        apply(
+            Table.of(TENSORS, {}, {}),
+            read_steps(document if isinstance(document, list) else [document]),
+        )
 
     harmless(view, 1000, constant=CONSTANT)
 
@@ -91,7 +108,10 @@ def test_mutated_json(tmp_path: Path, data: bytes) -> None:
 
 def laughs(times: int, width: int = 9) -> str:
     """A list of lists that is ever so much longer once it is written out."""
-    lines = ["a0: &a0 [x]", *(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * width)}]" for i in range(times))]
+    lines = [
+        "a0: &a0 [x]",
+        *(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * width)}]" for i in range(times)),
+    ]
     return "version: 1\n" + "\n".join(lines) + f"\nrules: *a{times}\n"
 
 
@@ -125,9 +145,16 @@ BOMBS = {
 def test_what_stands_for_too_much_is_an_error(tmp_path: Path, what: str, suffix: str) -> None:
     path = tmp_path / f"a{suffix}"
     path.write_text(BOMBS[what])
-    with bounded(len(BOMBS[what]), constant=CONSTANT, seconds=4), pytest.raises(LayoutError) as error:
+    with (
+        bounded(len(BOMBS[what]), constant=CONSTANT, seconds=4),
+        pytest.raises(LayoutError) as error,
+    ):
         Layout.load(path)
-    assert "a.yaml" in str(error.value) or "a.json" in str(error.value) or what.startswith(("a pattern", "a mesh"))
+    assert (
+        "a.yaml" in str(error.value)
+        or "a.json" in str(error.value)
+        or what.startswith(("a pattern", "a mesh"))
+    )
     assert len(str(error.value)) < 20_000
 
 

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from tests.fuzz.fuzzing import bounded, harmless, mutated
 from tests.sources.suite import DATA
-from tests.sources.torch_files import call, dictionary, glob, integer, pickled, storage, tensor, text, tuple_of
+from tests.sources.torch_files import (
+    call,
+    dictionary,
+    glob,
+    integer,
+    pickled,
+    storage,
+    tensor,
+    text,
+    tuple_of,
+)
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.pickle.unpickler import unpickle
@@ -34,16 +44,24 @@ def check(data: bytes) -> bool:
     return harmless(lambda: read(data), len(data), constant=CONSTANT)
 
 
-_ARRAY = pickle.dumps([{"a": (1, 2.5, b"x", "é", None, True), 3: {4}}, frozenset({1}), 1 << 70, complex(1, 2)], 4)
+_ARRAY = pickle.dumps(
+    [{"a": (1, 2.5, b"x", "é", None, True), 3: {4}}, frozenset({1}), 1 << 70, complex(1, 2)], 4
+)
 CORPUS = (
-    pickled(tuple_of(tensor(), call(glob("deepspeed.x", "T"), text("a")), integer(5), dictionary(a=tensor()))),
+    pickled(
+        tuple_of(
+            tensor(), call(glob("deepspeed.x", "T"), text("a")), integer(5), dictionary(a=tensor())
+        )
+    ),
     _ARRAY,
     (DATA / "dcp/sgd-hf/ckpt/.metadata").read_bytes()[:3000],
     pickle.dumps(list(range(300)), 2),
 )
 
 _number = st.integers(0, 255)
-_texts = st.sampled_from(("", "a", "storage", "torch", "os.system", "0", "cpu", "deepspeed.x", "builtins"))
+_texts = st.sampled_from(
+    ("", "a", "storage", "torch", "os.system", "0", "cpu", "deepspeed.x", "builtins")
+)
 _globals = st.sampled_from((
     *(("builtins", n) for n in ("set", "dict", "list", "tuple", "int", "str", "bytearray", "slice", "getattr")),
     *(("collections", n) for n in ("OrderedDict", "Counter", "defaultdict", "deque")),
@@ -54,16 +72,28 @@ _globals = st.sampled_from((
     *(("torch", "FloatStorage"), ("torch._tensor", "_rebuild_from_type_v2"), ("os", "system")),
 ))  # fmt: skip
 _opcode = (
-    st.sampled_from([bytes([c]) for c in b"(012N\x88\x89]})\x8fldt\x91\x85\x86\x87aesu\x90\x93R\x81\x92bQ\x94."])
+    st.sampled_from(
+        [bytes([c]) for c in b"(012N\x88\x89]})\x8fldt\x91\x85\x86\x87aesu\x90\x93R\x81\x92bQ\x94."]
+    )
     | st.builds(lambda n: b"K" + bytes([n]), _number)
     | st.builds(lambda n: b"h" + bytes([n]), st.integers(0, 9))
     | st.builds(lambda n: b"q" + bytes([n]), st.integers(0, 9))
     | st.builds(text, _texts)
     | st.builds(integer, st.integers(-(1 << 70), 1 << 70))
     | st.builds(lambda g: glob(*g), _globals)
-    | st.builds(lambda g, a: call(glob(*g), *a), _globals, st.lists(st.sampled_from([b"N", b"]", b"}", b"h\x01"])))
+    | st.builds(
+        lambda g, a: call(glob(*g), *a),
+        _globals,
+        st.lists(st.sampled_from([b"N", b"]", b"}", b"h\x01"])),
+    )
     | st.sampled_from(
-        [tensor(), storage(), b"\x8b" + struct.pack("<i", 1 << 30), b"X\xff\xff\xff\x7f", b"G" + b"\x7f" * 8]
+        [
+            tensor(),
+            storage(),
+            b"\x8b" + struct.pack("<i", 1 << 30),
+            b"X\xff\xff\xff\x7f",
+            b"G" + b"\x7f" * 8,
+        ]
     )
 )
 opcode_sequences = st.lists(_opcode, max_size=40).map(b"".join)
@@ -129,7 +159,10 @@ HOSTILE = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_what_would_cost_more_than_it_weighs_is_refused(what: str) -> None:
     data = HOSTILE[what]
-    with bounded(len(data), constant=CONSTANT), pytest.raises((UnsafeError, UnsupportedError, IntegrityError)) as error:
+    with (
+        bounded(len(data), constant=CONSTANT),
+        pytest.raises((UnsafeError, UnsupportedError, IntegrityError)) as error,
+    ):
         load(data)
     assert len(str(error.value)) < 2000
 

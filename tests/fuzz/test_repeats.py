@@ -1,6 +1,7 @@
 """Small files whose documents name the same bytes again and again: reading all of it would take far more than its size.
 
-Each is refused before its tensors are read; what programs do with names of shared bytes is read, each byte once.
+Each is refused before its tensors are read; what programs do with names of shared bytes is read,
+each byte once.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Counting(MemoryStore):
         self.nbytes += len(data)
         return data
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Any = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Any = None
+    ) -> None:
         self.nbytes += sum(b.nbytes for b in buffers)
         super().read_into(key, offset, buffers, crcs)
 
@@ -81,7 +84,9 @@ def size_of(folder: Path) -> int:
 
 def views_in_torch_save(folder: Path, count: int) -> None:
     """Windows of one storage."""
-    each = {f"w{i}": tensor(((MIB >> 2) - i,), (1,), 0, storage("0", MIB >> 2)) for i in range(count)}
+    each = {
+        f"w{i}": tensor(((MIB >> 2) - i,), (1,), 0, storage("0", MIB >> 2)) for i in range(count)
+    }
     save(folder / "m.pt", dictionary(**each), {"0": bytes(MIB)})
 
 
@@ -106,7 +111,10 @@ def chunks_of_a_shard(folder: Path, count: int) -> None:
     inner = {
         "chunk_shape": [MIB >> 2],
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-        "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        "index_codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        ],
         "index_location": "end",
     }
     document = {
@@ -123,10 +131,14 @@ def chunks_of_a_shard(folder: Path, count: int) -> None:
     (folder / "zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group"}))
     (folder / "w" / "zarr.json").write_text(json.dumps(document))
     index = np.array([(0, MIB)] * count, "<u8").tobytes()
-    (folder / "w" / "c" / "0").write_bytes(bytes(MIB) + index + checksum(memoryview(index)).to_bytes(4, "little"))
+    (folder / "w" / "c" / "0").write_bytes(
+        bytes(MIB) + index + checksum(memoryview(index)).to_bytes(4, "little")
+    )
 
 
-def universal(folder: Path, change: Callable[[dict[str, Any]], None], *, virtual: bool = False) -> None:
+def universal(
+    folder: Path, change: Callable[[dict[str, Any]], None], *, virtual: bool = False
+) -> None:
     """A universal checkpoint of two files of a MiB, whose manifest somebody changed who knows the format."""
     source = folder.parent / "source"
     source.mkdir(exist_ok=True)
@@ -151,7 +163,11 @@ def arrays_in_one_folder(folder: Path, count: int) -> None:
         table = document["tensors"]
         path = f"{table['kinds'][0]['path']}/w"
         table["names"] = [f"w{n}" for n in range(count)]
-        table["name"], table["kind"], table["digest"] = list(range(count)), [0] * count, table["digest"] * count
+        table["name"], table["kind"], table["digest"] = (
+            list(range(count)),
+            [0] * count,
+            table["digest"] * count,
+        )
         table["path"] = {str(n): path for n in range(count)}
 
     universal(folder, change)
@@ -161,7 +177,11 @@ def states_in_one_folder(folder: Path, count: int) -> None:
     def change(document: dict[str, Any]) -> None:
         table = document["tensors"]
         table["kinds"] = [{**table["kinds"][0], "state": f"s{n}"} for n in range(count)]
-        table["name"], table["kind"], table["digest"] = [0] * count, list(range(count)), table["digest"] * count
+        table["name"], table["kind"], table["digest"] = (
+            [0] * count,
+            list(range(count)),
+            table["digest"] * count,
+        )
 
     universal(folder, change)
 
@@ -171,8 +191,17 @@ def roots_of_one_file(folder: Path, count: int) -> None:
 
     def change(document: dict[str, Any]) -> None:
         (root,), (source,) = document["sidecar"]["roots"], document["sidecar"]["sources"]
-        source["digest"] = "sha256:" + hashlib.sha256((Path(root) / "model.safetensors").read_bytes()).hexdigest()
-        spelled = (root, f"{root}/", f"file://{root}", f"file://localhost{root}/.", f"{root}/x/..", f"/.{root}")
+        source["digest"] = (
+            "sha256:" + hashlib.sha256((Path(root) / "model.safetensors").read_bytes()).hexdigest()
+        )
+        spelled = (
+            root,
+            f"{root}/",
+            f"file://{root}",
+            f"file://localhost{root}/.",
+            f"{root}/x/..",
+            f"/.{root}",
+        )
         document["sidecar"]["roots"] = [spelled[n % len(spelled)] for n in range(count)]
         named = [{**source, "path": f"roots/{n}/model.safetensors"} for n in range(count)]
         document["sidecar"]["sources"] = named
@@ -225,7 +254,9 @@ def test_what_names_a_byte_again_and_again_is_refused_before_it_is_read(
     store = counting(folder)
     for use in (read_all, problems_of, lambda ck: ucformat.convert(ck, tmp_path / "out")):
         store.nbytes = 0
-        with pytest.raises((IntegrityError, UnsafeError), match=r"far more than it has|far larger than the file"):
+        with pytest.raises(
+            (IntegrityError, UnsafeError), match=r"far more than it has|far larger than the file"
+        ):
             use(ucformat.open(store))
         assert store.nbytes < 3 * size_of(folder)
     name = "w" if make is chunks_of_a_shard else "w0"
@@ -276,10 +307,17 @@ def test_values_of_ocdbt_at_one_place(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def at_one_place(*args: Any) -> dict[str, Any]:
         found = dump(*args)
-        first = next((e["indirect_value"] for e in found.get("entries", ()) if e["key"] == b"000"), None)
-        return {**found, "entries": [e | {"indirect_value": first} for e in found.get("entries", ())]}
+        first = next(
+            (e["indirect_value"] for e in found.get("entries", ()) if e["key"] == b"000"), None
+        )
+        return {
+            **found,
+            "entries": [e | {"indirect_value": first} for e in found.get("entries", ())],
+        }
 
-    monkeypatch.setattr(ocdbt, "_dump", lambda *args: at_one_place(*args) if args[2] == "node" else dump(*args))
+    monkeypatch.setattr(
+        ocdbt, "_dump", lambda *args: at_one_place(*args) if args[2] == "node" else dump(*args)
+    )
     with pytest.raises(IntegrityError, match="far more than it has"):
         read_ocdbt(store, "", sizes)
 
@@ -306,10 +344,16 @@ def test_extents_without_checksums(file: str, strides: int, *, spread: bool) -> 
             columns = replace(columns, file=np.arange(count))
             roots = tuple("file:///a" + "/b" * (n % 9) for n in range(count))
             files = tuple(f"roots/{n}/{'b/' * (8 - n % 9)}m.bin" for n in range(count))
-        sources = tuple(SourceFileDoc(path=f, nbytes=MIB, modified=None, etag=None, digest=None) for f in files)
-        doc = SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64, roots=roots, sources=sources)
+        sources = tuple(
+            SourceFileDoc(path=f, nbytes=MIB, modified=None, etag=None, digest=None) for f in files
+        )
+        doc = SidecarDoc(
+            path="data/x", nbytes=1, digest="sha256:" + "0" * 64, roots=roots, sources=sources
+        )
         table = TensorTable.of(TensorDoc(f"t{n}", "weight", "uint8", (MIB,)) for n in range(count))
-        found = list(extent_problems(doc, table, Sidecar(columns, files, np.ones(count, np.int64), None)))
+        found = list(
+            extent_problems(doc, table, Sidecar(columns, files, np.ones(count, np.int64), None))
+        )
         assert bool(found) == refused
         assert all("far more than it has" in problem.reason for problem in found)
 

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.fuzzing import HOSTILE, Files, changed, files_below, harmless, mutated, nested, open_files, stored
+from tests.fuzz.fuzzing import (
+    HOSTILE,
+    Files,
+    changed,
+    files_below,
+    harmless,
+    mutated,
+    nested,
+    open_files,
+    stored,
+)
 from tests.sources.suite import DATA
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, UcformatError
@@ -38,11 +48,15 @@ HEADER: dict[str, Any] = {
 PLAIN = file_of(HEADER, bytes(range(33)))
 SHARDS: Files = {
     "model-00001-of-00002.safetensors": file_of({"a": entry("F32", [2], 0, 8)}, bytes(8)),
-    "model-00002-of-00002.safetensors": file_of({"b": entry("I8", [3], 0, 3), "c": entry("I8", [1], 3, 4)}, bytes(4)),
+    "model-00002-of-00002.safetensors": file_of(
+        {"b": entry("I8", [3], 0, 3), "c": entry("I8", [1], 3, 4)}, bytes(4)
+    ),
 }
 MAP: dict[str, Any] = {
     "metadata": {"total_size": 12},
-    "weight_map": {n: f"model-0000{i}-of-00002.safetensors" for n, i in (("a", 1), ("b", 2), ("c", 2))},
+    "weight_map": {
+        n: f"model-0000{i}-of-00002.safetensors" for n, i in (("a", 1), ("b", 2), ("c", 2))
+    },
 }
 CUT = files_below(DATA / "dcp/sgd-hf/hf")
 
@@ -63,8 +77,28 @@ def test_mutated_files(data: bytes) -> None:
     check({"model.safetensors": data})
 
 
-_OFFSETS = (*HOSTILE, [0, 24], [-1, 23], [24, 0], [8, 32], [0, 2**63], [2**64, 2**64 + 24], [24, 32], [0.0, 24.0])
-_SHAPES = (*_OFFSETS, [2**31, 2**32], [2**62, 4], [0, 2**63 - 1], [1] * 64, [1] * 65, [-2, -3], [0, -1], [True, 6])
+_OFFSETS = (
+    *HOSTILE,
+    [0, 24],
+    [-1, 23],
+    [24, 0],
+    [8, 32],
+    [0, 2**63],
+    [2**64, 2**64 + 24],
+    [24, 32],
+    [0.0, 24.0],
+)
+_SHAPES = (
+    *_OFFSETS,
+    [2**31, 2**32],
+    [2**62, 4],
+    [0, 2**63 - 1],
+    [1] * 64,
+    [1] * 65,
+    [-2, -3],
+    [0, -1],
+    [True, 6],
+)
 _DTYPES = ("F16", "I64", "F8_E8M0", "F4", "F6_E2M3", "F9", "f32", "BOOL", "C64")
 
 
@@ -82,8 +116,26 @@ def test_headers_of_mutated_text(text: bytes) -> None:
 
 
 _FILES = (
-    *("../x.safetensors", "/etc/passwd", "a/../../b", "", ".", "..", "model-00003-of-00002.safetensors", INDEX),
-    *("./model-00001-of-00002.safetensors", "x/", "~/x", "file:///etc/passwd", "a\0b", "C:\\x", "//", "\ud800"),
+    *(
+        "../x.safetensors",
+        "/etc/passwd",
+        "a/../../b",
+        "",
+        ".",
+        "..",
+        "model-00003-of-00002.safetensors",
+        INDEX,
+    ),
+    *(
+        "./model-00001-of-00002.safetensors",
+        "x/",
+        "~/x",
+        "file:///etc/passwd",
+        "a\0b",
+        "C:\\x",
+        "//",
+        "\ud800",
+    ),
 )
 
 
@@ -163,7 +215,9 @@ def test_an_index_that_names_no_file_of_the_folder(name: str) -> None:
     assert len(str(error.value)) < 2000
 
 
-@pytest.mark.parametrize("text", [b"[" * 100_000, b"{", b"5", b"NaN", b"\xff", b'{"weight_map":' * 50_000, b"9" * 5000])
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b"{", b"5", b"NaN", b"\xff", b'{"weight_map":' * 50_000, b"9" * 5000]
+)
 def test_an_index_that_is_none(text: bytes) -> None:
     with pytest.raises(IntegrityError) as error:
         open_checkpoint(stored({**SHARDS, INDEX: text}))

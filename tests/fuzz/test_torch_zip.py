@@ -29,12 +29,23 @@ def saved(value: Any) -> bytes:
     return out.getvalue()
 
 
-_WEIGHTS = {"a.w": torch.arange(12.0).reshape(3, 4).T, "b": torch.zeros(5, dtype=torch.bfloat16), "c": torch.tensor(7)}
+_WEIGHTS = {
+    "a.w": torch.arange(12.0).reshape(3, 4).T,
+    "b": torch.zeros(5, dtype=torch.bfloat16),
+    "c": torch.tensor(7),
+}
 _STATE = {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(4, 3)}}
 _GROUP = {"lr": 0.1, "params": [0, 1, 2]}
 CORPUS = (
     saved(_WEIGHTS),
-    saved({"model": _WEIGHTS, "optimizer": {"state": _STATE, "param_groups": [_GROUP]}, "step": 3, "args": {"x": [1]}}),
+    saved(
+        {
+            "model": _WEIGHTS,
+            "optimizer": {"state": _STATE, "param_groups": [_GROUP]},
+            "step": 3,
+            "args": {"x": [1]},
+        }
+    ),
 )
 
 
@@ -70,11 +81,27 @@ def test_files_with_another_pickle(whole: bytes, draw: st.DataObject) -> None:
 Numbers = dict[str, int]
 _LOCAL = {"version": "H", "flags": "H", "method": "H", "time": "I", "crc": "I", "packed": "I", "size": "I",
           "name_length": "H", "extra_length": "H"}  # fmt: skip
-_ENTRY = {"made": "H", **_LOCAL, "comment_length": "H", "disk": "H", "inner": "H", "outer": "I", "offset": "I"}
+_ENTRY = {
+    "made": "H",
+    **_LOCAL,
+    "comment_length": "H",
+    "disk": "H",
+    "inner": "H",
+    "outer": "I",
+    "offset": "I",
+}
 _WIDE = {"length": "Q", "made": "H", "version": "H", "disk": "I", "of_disk": "I", "here": "Q", "count": "Q",
          "nbytes": "Q", "offset": "Q"}  # fmt: skip
 _LOCATOR = {"disk": "I", "offset": "Q", "disks": "I"}
-_END = {"disk": "H", "of_disk": "H", "here": "H", "count": "H", "nbytes": "I", "offset": "I", "comment_length": "H"}
+_END = {
+    "disk": "H",
+    "of_disk": "H",
+    "here": "H",
+    "count": "H",
+    "nbytes": "I",
+    "offset": "I",
+    "comment_length": "H",
+}
 
 
 def record(mark: bytes, form: dict[str, str], numbers: Numbers) -> bytes:
@@ -140,7 +167,24 @@ PLAIN = (
 )
 
 _number = st.sampled_from(
-    (0, 1, 8, 16, 30, 64, 99, 2**15, 2**16 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
+    (
+        0,
+        1,
+        8,
+        16,
+        30,
+        64,
+        99,
+        2**15,
+        2**16 - 1,
+        2**31,
+        2**32 - 1,
+        2**32,
+        2**40,
+        2**63 - 1,
+        2**63,
+        2**64 - 1,
+    )
 ) | st.integers(0, 700)
 
 
@@ -159,7 +203,10 @@ _extra = st.builds(
 )
 _member = st.builds(
     Member,
-    st.sampled_from([m.name for m in PLAIN] + ["archive/data", "archive/data/2", "other/data.pkl", "", "/", "../x"]),
+    st.sampled_from(
+        [m.name for m in PLAIN]
+        + ["archive/data", "archive/data/2", "other/data.pkl", "", "/", "../x"]
+    ),
     st.sampled_from((PICKLE, b"little", b"big", b"", bytes(16))),
     _numbers(_LOCAL),
     _numbers(_ENTRY),
@@ -186,7 +233,9 @@ def test_archives_of_other_numbers(
 
 def test_the_archive_made_by_hand_is_read() -> None:
     assert check(zipped(list(PLAIN)))
-    assert check(zipped(list(PLAIN), dict.fromkeys(("here", "count", "nbytes", "offset"), 2**32 - 1), {}))
+    assert check(
+        zipped(list(PLAIN), dict.fromkeys(("here", "count", "nbytes", "offset"), 2**32 - 1), {})
+    )
 
 
 _NONE = {"nbytes": 2**32 - 1, "offset": 2**32 - 1, "count": 2**16 - 1}
@@ -216,7 +265,9 @@ def test_archives_that_are_damaged_are_refused(what: str) -> None:
 
 
 def test_a_local_header_that_reaches_past_the_end() -> None:
-    data = zipped([*PLAIN[:2], PLAIN[3], Member("archive/data/0", bytes(16), local={"extra_length": 65535})])
+    data = zipped(
+        [*PLAIN[:2], PLAIN[3], Member("archive/data/0", bytes(16), local={"extra_length": 65535})]
+    )
     ck = open_checkpoint(stored({NAME: data}))
     with pytest.raises(IntegrityError, match="past the end"):
         ck["w"].read()
@@ -224,6 +275,11 @@ def test_a_local_header_that_reaches_past_the_end() -> None:
 
 def test_numbers_of_the_pickle_that_no_storage_has() -> None:
     data = zipped(
-        [Member("archive/data.pkl", pickled(dictionary(w=tensor((1 << 40,), (0,)), n=integer(1)))), *PLAIN[1:]]
+        [
+            Member(
+                "archive/data.pkl", pickled(dictionary(w=tensor((1 << 40,), (0,)), n=integer(1)))
+            ),
+            *PLAIN[1:],
+        ]
     )
     check(data)

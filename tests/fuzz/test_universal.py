@@ -38,7 +38,9 @@ def check(files: Files) -> bool:
 
 
 @given(
-    st.sampled_from([ARRAYS, PACKED]).flatmap(lambda f: st.tuples(st.just(f), changed(json.loads(f["manifest.json"]))))
+    st.sampled_from([ARRAYS, PACKED]).flatmap(
+        lambda f: st.tuples(st.just(f), changed(json.loads(f["manifest.json"])))
+    )
 )
 @settings(max_examples=60)
 def test_documents_near_a_manifest(case: tuple[Files, Any]) -> None:
@@ -106,10 +108,16 @@ def test_files_that_are_no_list_of_names(files: str) -> None:
     assert len(str(error.value)) < 2000
 
 
-@pytest.mark.parametrize("objects", [b"", b"[" * 100_000, b"[]", b"5", b"\xff", b'{"a": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize(
+    "objects", [b"", b"[" * 100_000, b"[]", b"5", b"\xff", b'{"a": ' + b"9" * 5000 + b"}"]
+)
 def test_objects_that_are_none(objects: bytes) -> None:
     manifest = json.loads(ARRAYS["manifest.json"])
-    manifest["objects"] = {**manifest["objects"], "digest": bytes_digest(objects), "nbytes": len(objects)}
+    manifest["objects"] = {
+        **manifest["objects"],
+        "digest": bytes_digest(objects),
+        "nbytes": len(objects),
+    }
     files = with_manifest({**ARRAYS, manifest["objects"]["path"]: objects}, manifest)
     with pytest.raises(IntegrityError, match=r"JSON|objects"):
         open_checkpoint(stored(files)).objects  # noqa: B018
@@ -123,14 +131,26 @@ def test_a_shape_of_a_great_many_dims() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://b/a/../c", "https://h/a/%2e%2e/c", "a\0b", "", "s3://b/ab", "s3://b", "/", "file:///b/a"]
+    "url",
+    [
+        "s3://b/a/../c",
+        "https://h/a/%2e%2e/c",
+        "a\0b",
+        "",
+        "s3://b/ab",
+        "s3://b",
+        "/",
+        "file:///b/a",
+    ],
 )
 def test_what_does_not_lie_below_a_root(url: str) -> None:
     assert not is_below(url, ["s3://b/a", "https://h/a"])
     assert is_below("s3://b/a/c", ["s3://b/a"])
 
 
-@pytest.mark.parametrize("file", ["roots/" + "9" * 5000 + "/x", "roots/-1/x", "roots//x", "roots/1", "roots/²/x"])
+@pytest.mark.parametrize(
+    "file", ["roots/" + "9" * 5000 + "/x", "roots/-1/x", "roots//x", "roots/1", "roots/²/x"]
+)
 def test_files_below_no_root(file: str) -> None:
     manifest = json.loads(PACKED["manifest.json"])
     header = {**HEADER, "__metadata__": {**HEADER["__metadata__"]}}

@@ -14,7 +14,17 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.fuzzing import HOSTILE, Files, changed, files_below, harmless, mutated, nested, open_files, stored
+from tests.fuzz.fuzzing import (
+    HOSTILE,
+    Files,
+    changed,
+    files_below,
+    harmless,
+    mutated,
+    nested,
+    open_files,
+    stored,
+)
 from tests.fuzz.ocdbt_files import manifest_of, node_of, unpacked
 from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint, open_checkpoint
@@ -26,7 +36,10 @@ CONSTANT = 192 << 20
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 CRC, GZIP = {"name": "crc32c"}, {"name": "gzip", "configuration": {"level": 5}}
 ZSTD = {"name": "zstd", "configuration": {"level": 3, "checksum": False}}
-BLOSC = {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4}}
+BLOSC = {
+    "name": "blosc",
+    "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4},
+}
 TRANSPOSED = {"name": "transpose", "configuration": {"order": [1, 0]}}
 SHARDS = {
     "name": "sharding_indexed",
@@ -79,7 +92,10 @@ V2: Documents = {
     "packed/.zarray": array_v2([2, 3], [2, 3], {"id": "zlib", "level": 1}, order="F"),
     ".zmetadata": {
         "zarr_consolidated_format": 1,
-        "metadata": {".zgroup": {"zarr_format": 2}, "plain/.zarray": array_v2([4, 3], [2, 3], None)},
+        "metadata": {
+            ".zgroup": {"zarr_format": 2},
+            "plain/.zarray": array_v2([4, 3], [2, 3], None),
+        },
     },
 }
 CHUNKS_V2: Files = {"plain/0.0": _DATA, "plain/1.0": _DATA, "packed/0.0": zlib.compress(_DATA)}
@@ -100,7 +116,19 @@ def test_what_is_changed_below_is_read() -> None:
         assert set(ck.names()) >= {"plain", "packed"}
 
 
-_SIZES = ([2, 3], [4, 3], [3, 2], [0, 3], [4, 2**62], [2**31, 2**31], [1] * 32, [1] * 33, [-4, 3], [4, 0], [2**20, 1])
+_SIZES = (
+    [2, 3],
+    [4, 3],
+    [3, 2],
+    [0, 3],
+    [4, 2**62],
+    [2**31, 2**31],
+    [1] * 32,
+    [1] * 33,
+    [-4, 3],
+    [4, 0],
+    [2**20, 1],
+)
 _CODECS = (BYTES, CRC, GZIP, ZSTD, BLOSC, TRANSPOSED, SHARDS, "bytes", "zstd", "sharding_indexed",
            {"name": "vlen-utf8"}, {"name": "bytes", "configuration": {"endian": "big"}}, [BYTES], [BYTES] * 2,
            [BYTES, BLOSC, CRC], [BYTES, CRC, ZSTD], [BYTES] + [ZSTD] * 7, [SHARDS, CRC],
@@ -123,7 +151,9 @@ _VALUES = (*HOSTILE, *_SIZES, *_CODECS, *_DTYPES)
 
 @given(st.sampled_from(GROUPS), st.booleans(), st.data())
 @settings(max_examples=60)
-def test_documents_near_valid_ones(group: tuple[Documents, Files], filled: bool, draw: st.DataObject) -> None:
+def test_documents_near_valid_ones(
+    group: tuple[Documents, Files], filled: bool, draw: st.DataObject
+) -> None:
     documents, chunks = group
     name = draw.draw(st.sampled_from(sorted(documents)))
     changes = {name: draw.draw(changed(documents[name], values=_VALUES))}
@@ -131,7 +161,11 @@ def test_documents_near_valid_ones(group: tuple[Documents, Files], filled: bool,
         files = with_documents({**documents, **changes}, chunks)
         check(files)
         if filled:
-            harmless(lambda: use(Checkpoint(Zarr(fill_missing=True).open(stored(files)))), 5000, constant=CONSTANT)
+            harmless(
+                lambda: use(Checkpoint(Zarr(fill_missing=True).open(stored(files)))),
+                5000,
+                constant=CONSTANT,
+            )
 
 
 def use(ck: Checkpoint) -> None:
@@ -151,7 +185,16 @@ def test_mutated_files_of_a_group(group: tuple[Documents, Files], draw: st.DataO
 
 def test_a_document_of_many_kinds_of_nothing() -> None:
     for name in ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata"):
-        for text in (b"", b"[" * 100_000, b"5", b"NaN", b"\xff", b'{"a":' * 50_000, b"9" * 5000, b'{"zarr_format":3}'):
+        for text in (
+            b"",
+            b"[" * 100_000,
+            b"5",
+            b"NaN",
+            b"\xff",
+            b'{"a":' * 50_000,
+            b"9" * 5000,
+            b'{"zarr_format":3}',
+        ):
             files = {**with_documents(V2, CHUNKS_V2), name: text}
             check(files)
 
@@ -162,7 +205,9 @@ OCDBT = files_below(DATA / "orbax/ocdbt_raw/ckpt")
 PLAIN = files_below(DATA / "orbax/zarr3_files/ckpt")
 _ROOT = next(key for key in OCDBT if key.startswith("d/"))
 NODE, MANIFEST = unpacked(OCDBT[_ROOT]), unpacked(OCDBT["manifest.ocdbt"])
-JSON = {key: json.loads(data) for key, data in PLAIN.items() if data[:1] == b"{" and key != "_sharding"}
+JSON = {
+    key: json.loads(data) for key, data in PLAIN.items() if data[:1] == b"{" and key != "_sharding"
+}
 
 
 def with_node(body: bytes, *, packed: bool = True) -> Files:
@@ -183,7 +228,10 @@ def test_documents_near_those_of_orbax(name: str, draw: st.DataObject) -> None:
         check({**PLAIN, name: json.dumps(draw.draw(changed(JSON[name], values=_VALUES))).encode()})
 
 
-@given(st.sampled_from(sorted(k for k in OCDBT if k not in ("_sharding", "commit_success.txt"))), st.data())
+@given(
+    st.sampled_from(sorted(k for k in OCDBT if k not in ("_sharding", "commit_success.txt"))),
+    st.data(),
+)
 @settings(max_examples=25)
 def test_mutated_files_of_orbax(name: str, draw: st.DataObject) -> None:
     check({**OCDBT, name: draw.draw(mutated([OCDBT[name]]))})
@@ -216,7 +264,9 @@ def test_an_array_of_very_many_chunks_that_are_not_stored() -> None:
         key: {**JSON[key], "shape": [1 << 20, 1], "chunk_grid": grid, "codecs": [BYTES]},
         "_METADATA": {**JSON["_METADATA"], "store_array_data_equal_to_fill_value": False},
     }
-    files = with_documents(changes, {k: v for k, v in PLAIN.items() if not k.startswith("params.embed/c")})
+    files = with_documents(
+        changes, {k: v for k, v in PLAIN.items() if not k.startswith("params.embed/c")}
+    )
 
     def read() -> None:
         tensor = open_checkpoint(stored(files))["params.embed"]

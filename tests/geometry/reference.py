@@ -77,14 +77,21 @@ def gather(bound: BoundLayout, ranks: list[Arrays]) -> dict[Key, np.ndarray]:
         whole = np.full(info.shape, FILLER, np.int64)
         for rank, arrays in enumerate(ranks):
             for piece in bound.pieces(info.key, rank):
-                to, values = inside(whole, piece.box), window(buffer_of(arrays, info.key, piece), piece)
+                to, values = (
+                    inside(whole, piece.box),
+                    window(buffer_of(arrays, info.key, piece), piece),
+                )
                 assert ((to == FILLER) | (to == values)).all()
                 to[...] = values
         out[info.key] = whole
     return out
 
 
-def tensors(*shapes: tuple[int, ...], states: tuple[str, ...] = ("weight",), group: int = 0) -> TensorList:
+def tensors(
+    *shapes: tuple[int, ...], states: tuple[str, ...] = ("weight",), group: int = 0
+) -> TensorList:
     """A tensor list of tensors t0, t1, … of these shapes, each in every state."""
-    infos = [TensorInfo(f"t{i}", state, "float32", s) for i, s in enumerate(shapes) for state in states]
+    infos = [
+        TensorInfo(f"t{i}", state, "float32", s) for i, s in enumerate(shapes) for state in states
+    ]
     return TensorList(tuple(infos), {f"t{i}": group for i in range(len(shapes))})

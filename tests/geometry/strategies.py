@@ -7,7 +7,17 @@ import math
 from hypothesis import strategies as st
 
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.placement import Flat, Mesh, Owner, Partial, Placement, Replicate, Rule, Shard, Stage
+from ucformat.geometry.placement import (
+    Flat,
+    Mesh,
+    Owner,
+    Partial,
+    Placement,
+    Replicate,
+    Rule,
+    Shard,
+    Stage,
+)
 from ucformat.geometry.tensor import TensorInfo, TensorList
 
 AXES = ("a", "b", "c")
@@ -19,7 +29,11 @@ shapes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 7, 8, 12]), max_size=4).
 def tensor_lists(draw: st.DrawFn) -> TensorList:
     """Some tensors, each in two states, in one of two optimizer groups."""
     chosen = draw(st.lists(shapes, min_size=1, max_size=4))
-    infos = [TensorInfo(f"t.{i}", s, "float32", shape) for i, shape in enumerate(chosen) for s in ("weight", "m")]
+    infos = [
+        TensorInfo(f"t.{i}", s, "float32", shape)
+        for i, shape in enumerate(chosen)
+        for s in ("weight", "m")
+    ]
     return TensorList(tuple(infos), {f"t.{i}": draw(st.integers(0, 1)) for i in range(len(chosen))})
 
 
@@ -39,11 +53,15 @@ def _partition(draw: st.DrawFn, n: int, k: int) -> tuple[int, ...]:
 
 
 @st.composite
-def _shard(draw: st.DrawFn, shape: tuple[int, ...], over: tuple[str, ...], degree: int, cut: set[int]) -> Shard:
+def _shard(
+    draw: st.DrawFn, shape: tuple[int, ...], over: tuple[str, ...], degree: int, cut: set[int]
+) -> Shard:
     """A shard that fits; of a dim that was cut before, only what fits whatever is left of it."""
     d = draw(st.integers(0, len(shape) - 1))
     dim, n = draw(st.sampled_from([d, d - len(shape)])), shape[d]
-    kinds = ["chunk"] if d in cut else ["chunk", "sizes", "parts", "proportions", "uneven parts", "pad"]
+    kinds = (
+        ["chunk"] if d in cut else ["chunk", "sizes", "parts", "proportions", "uneven parts", "pad"]
+    )
     kind = draw(st.sampled_from(kinds))
     cut.add(d)
     if kind == "sizes":

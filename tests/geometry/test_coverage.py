@@ -71,7 +71,10 @@ def box_sets(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
                 boxes.append(boxes[i])
             case _:
                 start = tuple(draw(st.integers(0, n)) for n in shape)
-                boxes[i] = Box(start, tuple(draw(st.integers(0, n - a)) for a, n in zip(start, shape, strict=True)))
+                boxes[i] = Box(
+                    start,
+                    tuple(draw(st.integers(0, n - a)) for a, n in zip(start, shape, strict=True)),
+                )
     return shape, draw(st.permutations(boxes))
 
 
@@ -120,7 +123,9 @@ def test_a_hole_is_named_with_the_box_before_it() -> None:
 
 
 def test_an_overlap_names_both_owners() -> None:
-    with pytest.raises(CoverageError, match=r"rank 3 holds \[0:3\] and rank 5 holds \[2:4\].*share \[2:3\]"):
+    with pytest.raises(
+        CoverageError, match=r"rank 3 holds \[0:3\] and rank 5 holds \[2:4\].*share \[2:3\]"
+    ):
         prove(tensor(4), [(3, Box((0,), (3,))), (5, Box((2,), (2,)))])
 
 
@@ -150,7 +155,9 @@ def slices(shape: tuple[int, ...], width: int) -> list[Box]:
 
 def columns_of_slices(rows: int, width: int, columns: int, step: int) -> list[Box]:
     """Each column of a TP cut, flattened and cut by itself, at places of its own."""
-    return [b.shift((0, c * width)) for c in range(columns) for b in slices((rows, width), step + c)]
+    return [
+        b.shift((0, c * width)) for c in range(columns) for b in slices((rows, width), step + c)
+    ]
 
 
 def pinwheels(n: int) -> list[Box]:
@@ -172,6 +179,8 @@ def test_a_hundred_thousand_boxes(shape: tuple[int, ...], boxes: list[Box]) -> N
     assert len(boxes) > 60_000
     began = time.process_time()
     prove(tensor(*shape), enumerate(boxes))
-    assert time.process_time() - began < 10  # 0.6 s for the grid; the bound only tells n log n from n squared
+    assert (
+        time.process_time() - began < 10
+    )  # 0.6 s for the grid; the bound only tells n log n from n squared
     with pytest.raises(CoverageError):
         prove(tensor(*shape), enumerate(boxes[:-1]))

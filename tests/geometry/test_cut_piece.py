@@ -22,7 +22,9 @@ def pieces(draw: st.DrawFn) -> tuple[Piece, int]:
     shape = [draw(st.integers(1, n - a)) for n, a in zip(local, start, strict=True)]
     shift = draw(st.integers(0, 5))
     offset = shift + sum(a * s for a, s in zip(start, strides, strict=True))
-    return Piece(Box(tuple(start), tuple(shape)), offset, tuple(strides), "flat:0"), shift + size + 3
+    return Piece(
+        Box(tuple(start), tuple(shape)), offset, tuple(strides), "flat:0"
+    ), shift + size + 3
 
 
 def elements(piece: Piece) -> dict[int, tuple[int, ...]]:

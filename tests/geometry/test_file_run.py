@@ -34,8 +34,13 @@ def test_parts_of_every_box_along_the_run() -> None:
                     assert (tiles.offset, tiles.chunk, tiles.steps) == (100, (2, 2), (80, 20))
                     assert tiles.box == run.tiles(number).box
                     assert list(others) == list(files[number + 1 : number + 1 + len(others)])
-                    inside = {len(needed & indices(run.tiles(number + n).box)) for n in range(1 + len(others))}
+                    inside = {
+                        len(needed & indices(run.tiles(number + n).box))
+                        for n in range(1 + len(others))
+                    }
                     assert len(inside) == 1, "the files of one part share the same part of the box"
                     assert inside != {0}
                     listed += [tiles.file, *others]
-                assert sorted(listed) == [f for n, f in enumerate(files) if needed & indices(run.tiles(n).box)]
+                assert sorted(listed) == [
+                    f for n, f in enumerate(files) if needed & indices(run.tiles(n).box)
+                ]

@@ -44,7 +44,9 @@ def test_boxes_are_the_range_in_flat_order(case: tuple[tuple[int, ...], int, int
 @given(shapes, st.data())
 def test_the_range_of_a_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     start = tuple(data.draw(st.integers(0, n)) for n in shape)
-    box = Box(start, tuple(data.draw(st.integers(0, n - a)) for a, n in zip(start, shape, strict=True)))
+    box = Box(
+        start, tuple(data.draw(st.integers(0, n - a)) for a, n in zip(start, shape, strict=True))
+    )
     numbers = np.arange(math.prod(shape)).reshape(shape)[tuple(map(slice, box.start, box.stop))]
     expected = (int(numbers.min()), int(numbers.max()) + 1) if numbers.size else (0, 0)
     assert flat_range(shape, box) == expected
@@ -52,7 +54,9 @@ def test_the_range_of_a_box(shape: tuple[int, ...], data: st.DataObject) -> None
 
 
 @given(st.lists(st.tuples(*[st.tuples(st.integers(0, 9), st.integers(0, 4))] * 2), max_size=4))
-def test_the_hull_is_the_smallest_box_around(sides: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+def test_the_hull_is_the_smallest_box_around(
+    sides: list[tuple[tuple[int, int], tuple[int, int]]],
+) -> None:
     boxes = [Box((a, b), (m, n)) for (a, m), (b, n) in sides]
     points = {(i, j) for (a, m), (b, n) in sides for i in range(a, a + m) for j in range(b, b + n)}
     found = bounding_box(boxes)
@@ -60,7 +64,10 @@ def test_the_hull_is_the_smallest_box_around(sides: list[tuple[tuple[int, int], 
         assert not points
         return
     for d in range(2):
-        assert (found.start[d], found.stop[d] - 1) == (min(p[d] for p in points), max(p[d] for p in points))
+        assert (found.start[d], found.stop[d] - 1) == (
+            min(p[d] for p in points),
+            max(p[d] for p in points),
+        )
 
 
 def test_a_cut_through_three_dims_takes_five_boxes() -> None:
@@ -85,13 +92,18 @@ def test_a_range_outside_is_refused(start: int, stop: int) -> None:
 
 
 def test_a_huge_range_costs_nothing() -> None:
-    assert sum(b.size for b in flat_boxes((1 << 20, 1 << 20, 1 << 20), 12345, (1 << 60) - 7)) == (1 << 60) - 7 - 12345
+    assert (
+        sum(b.size for b in flat_boxes((1 << 20, 1 << 20, 1 << 20), 12345, (1 << 60) - 7))
+        == (1 << 60) - 7 - 12345
+    )
 
 
 sizes_of = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 
 
-def check_ranks(buffer: FlatBuffer, ranks: list[np.ndarray], tensors: dict[str, np.ndarray]) -> None:
+def check_ranks(
+    buffer: FlatBuffer, ranks: list[np.ndarray], tensors: dict[str, np.ndarray]
+) -> None:
     """Each rank holds of each tensor what the buffer says, and all ranks together each element once."""
     found: dict[str, list[int]] = {name: [] for name in tensors}
     for rank, memory in enumerate(ranks):
@@ -109,7 +121,9 @@ def check_ranks(buffer: FlatBuffer, ranks: list[np.ndarray], tensors: dict[str, 
 
 
 @given(sizes_of, st.integers(1, 5), st.integers(1, 9), st.data())
-def test_partitions_of_a_joined_buffer(sizes: list[int], degree: int, align: int, data: st.DataObject) -> None:
+def test_partitions_of_a_joined_buffer(
+    sizes: list[int], degree: int, align: int, data: st.DataObject
+) -> None:
     tensors = {str(i): np.arange(100 * i, 100 * i + n) for i, n in enumerate(sizes)}
     buffer, memory = FlatBuffer(), np.empty(0, int)
     for name, tensor in tensors.items():
@@ -122,11 +136,15 @@ def test_partitions_of_a_joined_buffer(sizes: list[int], degree: int, align: int
     memory = np.pad(memory, (0, buffer.size * degree - memory.size), constant_values=-2)
     ranks = np.split(memory, degree)
     check_ranks(buffer, ranks, tensors)
-    assert [buffer.padding(rank) for rank in range(degree)] == [int((part == -2).sum()) for part in ranks]
+    assert [buffer.padding(rank) for rank in range(degree)] == [
+        int((part == -2).sum()) for part in ranks
+    ]
 
 
 @given(sizes_of, st.integers(1, 5), st.integers(1, 9))
-def test_joined_parts_of_tensors_that_are_cut_first(sizes: list[int], degree: int, align: int) -> None:
+def test_joined_parts_of_tensors_that_are_cut_first(
+    sizes: list[int], degree: int, align: int
+) -> None:
     tensors = {str(i): np.arange(100 * i, 100 * i + n) for i, n in enumerate(sizes)}
     buffer, ranks = FlatBuffer(), [np.empty(0, int)] * degree
     for name, tensor in tensors.items():

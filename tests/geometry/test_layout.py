@@ -29,7 +29,11 @@ def test_a_mesh_counts_its_last_axis_fastest() -> None:
 
 @pytest.mark.parametrize(
     ("axes", "ranks", "message"),
-    [({"tp": 0}, None, "invalid size 0"), ({"tp": 2}, [0, 0], "each of the ranks"), ({"tp": 2}, [1, 2], "each of")],
+    [
+        ({"tp": 0}, None, "invalid size 0"),
+        ({"tp": 2}, [0, 0], "each of the ranks"),
+        ({"tp": 2}, [1, 2], "each of"),
+    ],
 )
 def test_an_impossible_mesh(axes: dict[str, int], ranks: list[int] | None, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
@@ -60,7 +64,11 @@ def test_patterns(match: str, name: str, *, yes: bool) -> None:
 
 def test_the_first_rule_that_matches_name_and_state_wins() -> None:
     tensor_list = tensors((4,), (2, 2), states=("weight", "exp_avg", "step"))
-    rules = [Rule("*", states=("step",)), Rule(("t0", "x"), (Shard(0, "tp"),), states=("exp*",)), EVERYWHERE]
+    rules = [
+        Rule("*", states=("step",)),
+        Rule(("t0", "x"), (Shard(0, "tp"),), states=("exp*",)),
+        EVERYWHERE,
+    ]
     bound = Layout({"tp": 2}, rules).bind(tensor_list)
     found = {tuple(k): bound.rule_for(k).label for k in bound.keys(0)}
     assert found["t0", "step"] == "rules[0]"
@@ -75,7 +83,11 @@ def test_a_tensor_of_another_list() -> None:
 
 
 def test_renames() -> None:
-    layout = Layout({"tp": 1}, [EVERYWHERE], renames=[(r"module\.(.*)", r"\1"), (r"(?P<a>.*)\.w", r"\g<a>.weight")])
+    layout = Layout(
+        {"tp": 1},
+        [EVERYWHERE],
+        renames=[(r"module\.(.*)", r"\1"), (r"(?P<a>.*)\.w", r"\g<a>.weight")],
+    )
     assert layout.rename("module.a.w") == "a.w"  # the first that matches, alone
     assert layout.rename("a.w") == "a.weight"
     assert layout.rename("a.bias") == "a.bias"
@@ -94,7 +106,10 @@ def bind(place: object, shape: tuple[int, ...] = (8, 3), **more: Any) -> None:
             r"t0 \(exp_avg\): shard 2 is out of range for the shape \(8, 3\), in rules\[0\] \(match 't\*'\)",
         ),
         (Shard(-3, "tp"), "shard -3 is out of range"),
-        (Shard(0, "tp", sizes=(1, 2, 3, 4)), r"t0 \(exp_avg\): the sizes \(1, 2, 3, 4\) add up to 10, not to the 8"),
+        (
+            Shard(0, "tp", sizes=(1, 2, 3, 4)),
+            r"t0 \(exp_avg\): the sizes \(1, 2, 3, 4\) add up to 10, not to the 8",
+        ),
         (Shard(0, "tp", parts=(5, 6)), r"t0 \(exp_avg\): the parts \(5, 6\) add up to 11"),
         (Shard(0, "tp", pad_to=3), "a dim of 8, padded to 9, cannot be cut evenly over 4"),
         ((Shard(0, "dp"), Shard(-2, "tp", pad_to=4)), "shard -2 with pad_to must come before"),
@@ -103,7 +118,10 @@ def bind(place: object, shape: tuple[int, ...] = (8, 3), **more: Any) -> None:
         ((Flat("dp"), Shard(0, "tp")), "after flat only replicate, stage and owner may follow"),
         ((Flat("dp"), Flat("tp")), "after flat only"),
         ((Flat("dp"), Partial("mean", "tp")), "after flat only"),
-        (Flat("dp", group="/x(.*)/"), r"the flat group /x\(\.\*\)/ .* does not match t0 \(exp_avg\)"),
+        (
+            Flat("dp", group="/x(.*)/"),
+            r"the flat group /x\(\.\*\)/ .* does not match t0 \(exp_avg\)",
+        ),
     ],
 )
 def test_a_rule_that_does_not_fit_the_tensors(place: object, message: str) -> None:
@@ -114,7 +132,10 @@ def test_a_rule_that_does_not_fit_the_tensors(place: object, message: str) -> No
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (Shard(0, "ep"), r"rules\[0\] \(match '\*'\) names the axis 'ep', which is not in the mesh \(dp=2, tp=4\)"),
+        (
+            Shard(0, "ep"),
+            r"rules\[0\] \(match '\*'\) names the axis 'ep', which is not in the mesh \(dp=2, tp=4\)",
+        ),
         (Shard(0, "tp", sizes=(4, 4)), r"rules\[0\].*gives 2 widths \(4, 4\) for 4 coordinates"),
         (Shard(0, "tp", parts=(2, (1, 2))), "gives 2 widths"),
         (Stage("dp", 2), "stage 2 is out of range for 2 stages"),
@@ -160,11 +181,17 @@ def test_the_first_layers_of_stages_fit_mesh_and_match() -> None:
         (lambda: Rule("/(/"), "not a regular expression"),
         (lambda: Layout({"a": 2}, []), "a layout without rules"),
         (lambda: Layout({"a": 2}, [Rule("*", mesh="b")]), r"rules\[0\].*names the mesh 'b'"),
-        (lambda: Layout({"x": {"a": 2}, "y": {"a": 4}}, [EVERYWHERE]), "x .* has 2 ranks, y .* has 4 ranks"),
+        (
+            lambda: Layout({"x": {"a": 2}, "y": {"a": 4}}, [EVERYWHERE]),
+            "x .* has 2 ranks, y .* has 4 ranks",
+        ),
         (lambda: Layout({"a": 2}, [EVERYWHERE], renames=[("(", "")]), r"renames\[0\]"),
         (lambda: Layout({"a": 2}, [EVERYWHERE], renames=[("a", r"\1")]), r"renames\[0\]"),
         (lambda: Layout({"a": 2}, [EVERYWHERE], renames=[("a", r"\g<x>")]), r"renames\[0\]"),
-        (lambda: Layout({"a": 2}, [{"match": "*"}]), r"rules\[0\] is not a valid rule:\nplace: Field required"),
+        (
+            lambda: Layout({"a": 2}, [{"match": "*"}]),
+            r"rules\[0\] is not a valid rule:\nplace: Field required",
+        ),
     ],
 )
 def test_what_cannot_be(make: Any, message: str) -> None:
@@ -174,7 +201,9 @@ def test_what_cannot_be(make: Any, message: str) -> None:
 
 def test_a_tensor_that_no_rule_matches() -> None:
     layout = Layout({"dp": 2}, [Rule("a")], data=[Rule("*", states=("weight",))])
-    with pytest.raises(LayoutError, match=r"section rules matches t0 \(m\), .* and 1 more\n.*match: \"\*\""):
+    with pytest.raises(
+        LayoutError, match=r"section rules matches t0 \(m\), .* and 1 more\n.*match: \"\*\""
+    ):
         layout.bind(tensors((1,), (1,), (1,), (1,), (1,), states=("m",)))
     with pytest.raises(LayoutError, match=r"section data matches a \(m\)\n"):
         layout.bind(TensorList((TensorInfo("a", "m", "int8", ()),)))
@@ -186,26 +215,36 @@ def test_a_list_that_has_a_tensor_twice() -> None:
 
 
 def test_sections_that_name_different_meshes() -> None:
-    layout = Layout({"x": {"a": 2}, "y": {"b": 2}}, [Rule("*", mesh="y")], data=[Rule("*", mesh="x")])
+    layout = Layout(
+        {"x": {"a": 2}, "y": {"b": 2}}, [Rule("*", mesh="y")], data=[Rule("*", mesh="x")]
+    )
     with pytest.raises(LayoutError, match=r"rules\[0\] .* and data\[0\] .* name different meshes"):
         layout.bind(tensors((1,)))
 
 
 def test_a_rule_without_a_mesh_takes_that_of_the_others() -> None:
-    layout = Layout({"x": {"a": 2}, "y": {"b": 2}}, [Rule("*", mesh="y")], data=[Rule("*", (Shard(0, "b"),))])
+    layout = Layout(
+        {"x": {"a": 2}, "y": {"b": 2}}, [Rule("*", mesh="y")], data=[Rule("*", (Shard(0, "b"),))]
+    )
     assert layout.bind(tensors((4,))).pieces(Key("t0", "weight"), 1)[0].box.start == (2,)
     with pytest.raises(LayoutError, match=r"names the axis 'b', which is not in the mesh \(a=2\)"):
         Layout({"x": {"a": 2}, "y": {"b": 2}}, [Rule("*", (Shard(0, "b"),))]).bind(tensors((4,)))
 
 
 def tensor_list(*infos: tuple[str, str, str, tuple[int, ...]]) -> TensorList:
-    return TensorList(tuple(TensorInfo(*info) for info in infos), {i[0]: 0 for i in infos if i[0] != "frozen"})
+    return TensorList(
+        tuple(TensorInfo(*info) for info in infos), {i[0]: 0 for i in infos if i[0] != "frozen"}
+    )
 
 
 @pytest.mark.parametrize(
     ("held", "rules", "message"),
     [
-        (tensor_list(("frozen", "master", "int8", (2,))), [Rule("*", (Flat("dp"),))], "in no optimizer group"),
+        (
+            tensor_list(("frozen", "master", "int8", (2,))),
+            [Rule("*", (Flat("dp"),))],
+            "in no optimizer group",
+        ),
         (
             tensor_list(("a", "master", "float32", (2,)), ("a", "step", "float32", ())),
             [Rule("*", (Flat("dp"),))],
@@ -228,7 +267,9 @@ def tensor_list(*infos: tuple[str, str, str, tuple[int, ...]]) -> TensorList:
         ),
     ],
 )
-def test_tensors_that_cannot_share_a_flat_buffer(held: TensorList, rules: list[Rule], message: str) -> None:
+def test_tensors_that_cannot_share_a_flat_buffer(
+    held: TensorList, rules: list[Rule], message: str
+) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout({"dp": 2, "tp": 2}, rules).bind(held)
 
@@ -237,7 +278,10 @@ def test_two_states_may_be_flat_in_different_ways() -> None:
     """ZeRO++ keeps weights cut over a node and the optimizer over all: two geometries under one buffer name."""
     rules = [Rule("*", (Flat("tp"),), states=("weight",)), Rule("*", (Flat(("dp", "tp")),))]
     bound = Layout({"dp": 2, "tp": 2}, rules).bind(tensors((8,), states=("weight", "master")))
-    assert {k: b.size for k, b in bound.buffers(0).items()} == {("flat:0", "weight"): 4, ("flat:0", "master"): 2}
+    assert {k: b.size for k, b in bound.buffers(0).items()} == {
+        ("flat:0", "weight"): 4,
+        ("flat:0", "master"): 2,
+    }
 
 
 def test_a_scalar_step_is_matched_by_an_earlier_rule() -> None:

@@ -34,7 +34,8 @@ def stored(local: Any, file: str, cuts: list[int]) -> tuple[bytes, list[Extent]]
     ends = sorted({0, local.size, *(c % (local.size + 1) for c in cuts)})
     boxes = [box for a, b in pairwise(ends) for box in flat_boxes(local.shape, a, b)]
     return local.tobytes(), [
-        Extent(box, file, sum(i * s for i, s in zip(box.start, strides, strict=True)), strides) for box in boxes
+        Extent(box, file, sum(i * s for i, s in zip(box.start, strides, strict=True)), strides)
+        for box in boxes
     ]
 
 
@@ -49,7 +50,9 @@ def read(view: View, files: dict[str, bytes], extents: dict[str, list[Extent]]) 
     return out
 
 
-@given(st.data(), shapes.filter(len), st.integers(1, 4), st.lists(st.integers(0, 10**4), max_size=4))
+@given(
+    st.data(), shapes.filter(len), st.integers(1, 4), st.lists(st.integers(0, 10**4), max_size=4)
+)
 def test_flat_ranges_of_sharded_tensors_are_boxes_of_the_whole(
     data: st.DataObject, shape: tuple[int, ...], degree: int, cuts: list[int]
 ) -> None:
@@ -136,7 +139,9 @@ def test_strided_pieces_are_what_as_strided_gives(data: st.DataObject, shape: li
         ((2, 3), 10**30, (4, 1), "along the dims"),
     ],
 )
-def test_other_pieces_are_refused(size: tuple[int, ...], offset: int, strides: tuple[int, ...], why: str) -> None:
+def test_other_pieces_are_refused(
+    size: tuple[int, ...], offset: int, strides: tuple[int, ...], why: str
+) -> None:
     with pytest.raises(LayoutError, match=why):
         list(strided_regions((4, 4), size, size, (offset, strides), (0, row_major(size))))
 

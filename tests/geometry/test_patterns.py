@@ -75,10 +75,17 @@ def test_what_people_write_is_taken(regex: str) -> None:
 
 def test_what_presets_and_documents_use_is_taken() -> None:
     used = []
-    for path in [*Path("docs").rglob("*.md"), *Path("docs/layouts").glob("*"), *Path("tests").rglob("*.yaml")]:
+    for path in [
+        *Path("docs").rglob("*.md"),
+        *Path("docs/layouts").glob("*"),
+        *Path("tests").rglob("*.yaml"),
+    ]:
         used += re.findall(r"['\"](/[^'\"\n]*[\\*+][^'\"\n]*/)['\"]", path.read_text())
     for path in Path("ucformat/sources").rglob("*.py"):
-        used += [f"/{found}/" for found in re.findall(r'(?<=re\.compile\()r"([^"\n]+)"\)', path.read_text())]
+        used += [
+            f"/{found}/"
+            for found in re.findall(r'(?<=re\.compile\()r"([^"\n]+)"\)', path.read_text())
+        ]
     assert len(used) > 40
     for regex in used:
         assert compile_match(regex).longest
@@ -182,7 +189,13 @@ def spelled(node: Any) -> str:
     inside = ""
     for kind, what in value:
         inside += "^" if kind is op.NEGATE else r"\d" if kind is op.CATEGORY else ""
-        inside += chr(what) if kind is op.LITERAL else f"{chr(what[0])}-{chr(what[1])}" if kind is op.RANGE else ""
+        inside += (
+            chr(what)
+            if kind is op.LITERAL
+            else f"{chr(what[0])}-{chr(what[1])}"
+            if kind is op.RANGE
+            else ""
+        )
     return f"[{inside}]"
 
 
@@ -208,7 +221,9 @@ ENDS = st.sampled_from(["", "b", "1", ".", "\n", "x"])
 @example(r"([^.]+\.)*([^.]+)?\d", "a.", "x")
 @example("a*b?(?:1)?(?:[a-c]1)?x", "a", ".")
 @settings(max_examples=150, deadline=None)
-def test_what_is_taken_takes_no_more_steps_than_were_counted(regex: str, part: str, end: str) -> None:
+def test_what_is_taken_takes_no_more_steps_than_were_counted(
+    regex: str, part: str, end: str
+) -> None:
     try:
         pattern = compile_pattern(regex)
     except LayoutError as error:

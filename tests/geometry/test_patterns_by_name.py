@@ -29,7 +29,9 @@ def by_rank(pattern: dict[str, Any]) -> list[np.ndarray | None]:
 def chunk(a: np.ndarray, dim: int, at: int, degree: int = TP) -> np.ndarray:
     """As torch.chunk."""
     width = -(-a.shape[dim] // degree)
-    return np.take(a, range(min(at * width, a.shape[dim]), min((at + 1) * width, a.shape[dim])), axis=dim)
+    return np.take(
+        a, range(min(at * width, a.shape[dim]), min((at + 1) * width, a.shape[dim])), axis=dim
+    )
 
 
 def fused(at: int) -> np.ndarray:
@@ -42,20 +44,33 @@ EXPECTED = [
     ({"pattern": "partial", "over": "tp"}, lambda _tp, _cp: A),
     ({"pattern": "unique"}, lambda tp, cp: A if tp == cp == 0 else None),
     ({"pattern": "unique", "owner": 2, "over": "tp"}, lambda tp, _cp: A if tp == 2 else None),
-    ({"pattern": "unique", "owner": 1, "over": ["tp", "cp"]}, lambda tp, cp: A if (tp, cp) == (0, 1) else None),
+    (
+        {"pattern": "unique", "owner": 1, "over": ["tp", "cp"]},
+        lambda tp, cp: A if (tp, cp) == (0, 1) else None,
+    ),
     ({"pattern": "shard-V", "over": "tp"}, lambda tp, _cp: chunk(A, 0, tp)),
     ({"pattern": "shard-H", "over": "tp"}, lambda tp, _cp: chunk(A, 1, tp)),
-    ({"pattern": "shard-V", "over": ["tp", "cp"]}, lambda tp, cp: chunk(A, 0, tp * CP + cp, TP * CP)),
-    ({"pattern": "shard-Hy", "over": ["cp", "tp"], "dims": [1, 0]}, lambda tp, cp: chunk(chunk(A, 1, cp, CP), 0, tp)),
+    (
+        {"pattern": "shard-V", "over": ["tp", "cp"]},
+        lambda tp, cp: chunk(A, 0, tp * CP + cp, TP * CP),
+    ),
+    (
+        {"pattern": "shard-Hy", "over": ["cp", "tp"], "dims": [1, 0]},
+        lambda tp, cp: chunk(chunk(A, 1, cp, CP), 0, tp),
+    ),
     ({"pattern": "shard-NC", "over": "tp", "parts": [5, 4, 2]}, lambda tp, _cp: fused(tp)),
     (
         {"pattern": "shard-NC", "over": "tp", "dims": [1], "parts": [[1, 3, 0], 3]},
-        lambda tp, _cp: np.concatenate([A[:, [(0,), (1, 2, 3), ()][tp]], A[:, 4 + tp : 5 + tp]], axis=1),
+        lambda tp, _cp: np.concatenate(
+            [A[:, [(0,), (1, 2, 3), ()][tp]], A[:, 4 + tp : 5 + tp]], axis=1
+        ),
     ),
 ]
 
 
-@pytest.mark.parametrize(("pattern", "expected"), EXPECTED, ids=lambda p: str(p) if isinstance(p, dict) else "")
+@pytest.mark.parametrize(
+    ("pattern", "expected"), EXPECTED, ids=lambda p: str(p) if isinstance(p, dict) else ""
+)
 def test_each_rank_holds_what_numpy_cuts(pattern: dict[str, Any], expected: Any) -> None:
     for rank, array in enumerate(by_rank(pattern)):
         cut = expected(*divmod(rank, CP))
@@ -71,7 +86,13 @@ def test_a_pattern_is_what_it_stands_for(pattern: str) -> None:
     """Also as a source, where the values of a `partial` are averaged, and one owner is asked."""
     more = {
         "over": "tp",
-        **({"parts": [5, 6]} if pattern == "shard-NC" else {"owner": 1} if pattern == "unique" else {}),
+        **(
+            {"parts": [5, 6]}
+            if pattern == "shard-NC"
+            else {"owner": 1}
+            if pattern == "unique"
+            else {}
+        ),
     }
     spelled = {
         "partial": {"partial": "mean", "over": "tp"},
@@ -81,7 +102,9 @@ def test_a_pattern_is_what_it_stands_for(pattern: str) -> None:
         "shard-NC": {"shard": 0, "over": "tp", "parts": [5, 6]},
     }[pattern]
     parsed = [
-        ucformat.Layout.parse({"version": 1, "mesh": {"tp": TP}, "rules": [{"match": "w", "place": [place]}]}).rules
+        ucformat.Layout.parse(
+            {"version": 1, "mesh": {"tp": TP}, "rules": [{"match": "w", "place": [place]}]}
+        ).rules
         for place in ({"pattern": pattern, **more}, spelled)
     ]
     assert parsed[0] == parsed[1]

@@ -61,7 +61,9 @@ def test_a_rank_holds_disjoint_pieces_within_its_buffer_in_order(case: Case) -> 
     for rank in range(bound.ranks):
         buffers = bound.buffers(rank)
         used = {key: np.zeros(b.size, bool) for key, b in buffers.items()}
-        assert list(bound.keys(rank)) == [i.key for i in tensor_list.tensors if bound.local(i.key, rank) is not None]
+        assert list(bound.keys(rank)) == [
+            i.key for i in tensor_list.tensors if bound.local(i.key, rank) is not None
+        ]
         for info in tensor_list.tensors:
             local = bound.local(info.key, rank)
             if local is None:
@@ -76,12 +78,21 @@ def test_a_rank_holds_disjoint_pieces_within_its_buffer_in_order(case: Case) -> 
                 assert [p.offset for p in pieces] == sorted(p.offset for p in pieces)
                 for piece in pieces:
                     assert piece.buffer == local.buffer
-                    reach = sum((n - 1) * s for n, s in zip(piece.box.shape, piece.strides, strict=True))
-                    assert local.offset <= piece.offset <= piece.offset + reach < local.offset + local.size
+                    reach = sum(
+                        (n - 1) * s for n, s in zip(piece.box.shape, piece.strides, strict=True)
+                    )
+                    assert (
+                        local.offset
+                        <= piece.offset
+                        <= piece.offset + reach
+                        < local.offset + local.size
+                    )
                     to = window(array, piece)
                     assert not to.any()
                     to[...] = True
-            assert array[local.offset : local.offset + local.size].all()  # pieces and padding leave nothing
+            assert array[
+                local.offset : local.offset + local.size
+            ].all()  # pieces and padding leave nothing
 
 
 @thorough
@@ -91,7 +102,9 @@ def test_padding_is_a_tensor_of_its_own_that_is_tiled_too(case: Case) -> None:
     bound = layout.bind(tensor_list)
     for info in tensor_list.tensors:
         padding = bound.padding(info.key)
-        held = [p for r in range(bound.ranks) if (loc := bound.local(info.key, r)) for p in loc.padding]
+        held = [
+            p for r in range(bound.ranks) if (loc := bound.local(info.key, r)) for p in loc.padding
+        ]
         if padding is None:
             assert not held
             continue

@@ -84,7 +84,9 @@ def test_within_a_box_only_what_it_needs_is_asked_for(
 ) -> None:
     whole, extents, view = case
     start = tuple(data.draw(st.integers(0, n)) for n in view.info.shape)
-    shape = tuple(data.draw(st.integers(0, n - a)) for a, n in zip(start, view.info.shape, strict=True))
+    shape = tuple(
+        data.draw(st.integers(0, n - a)) for a, n in zip(start, view.info.shape, strict=True)
+    )
     asked: list[Box] = []
 
     def near(_: Key, box: Box) -> list[Extent]:
@@ -102,9 +104,13 @@ def test_within_a_box_only_what_it_needs_is_asked_for(
 def test_fused_qkv_by_groups_becomes_q() -> None:
     """Megatron stores for each of 2 query groups 2 heads of q, one of k, one of v, of 3 rows each."""
     whole, extents = stored((24, 5), [33, 60])
-    parts = tuple(from_source(Box((6 * g, 0), (6, 5)), Box((12 * g, 0), (6, 5)), (0, 1)) for g in range(2))
+    parts = tuple(
+        from_source(Box((6 * g, 0), (6, 5)), Box((12 * g, 0), (6, 5)), (0, 1)) for g in range(2)
+    )
     view = View(TensorInfo("q", "weight", "float32", (12, 5)), parts)
-    np.testing.assert_array_equal(read(view, whole, extents), whole.reshape(2, 4, 3, 5)[:, :2].reshape(12, 5))
+    np.testing.assert_array_equal(
+        read(view, whole, extents), whole.reshape(2, 4, 3, 5)[:, :2].reshape(12, 5)
+    )
 
 
 def test_one_layer_of_a_stack_transposed() -> None:
@@ -144,7 +150,10 @@ WHOLE = Box((0, 0), (2, 3))
     ("part", "message"),
     [
         (from_source(WHOLE, WHOLE, (0,)), "are not distinct source dims, one for each dim"),
-        (from_source(WHOLE, Box((0, 0), (2, 2)), (0, 0)), "are not distinct source dims, one for each dim"),
+        (
+            from_source(WHOLE, Box((0, 0), (2, 2)), (0, 0)),
+            "are not distinct source dims, one for each dim",
+        ),
         (from_source(WHOLE, WHOLE, (0, 2)), "name a dim that the source does not have"),
         (from_source(WHOLE, WHOLE, (0, -1)), "name a dim that the source does not have"),
         (from_source(WHOLE, WHOLE, (1, 0)), "has another shape"),
@@ -168,7 +177,10 @@ def test_parts_tile_the_target_once() -> None:
 
 
 def test_sources_must_have_the_box_and_the_dtype() -> None:
-    view = View(TensorInfo("x", "weight", "float32", (2,)), (from_source(Box((0,), (2,)), Box((3,), (2,)), (0,)),))
+    view = View(
+        TensorInfo("x", "weight", "float32", (2,)),
+        (from_source(Box((0,), (2,)), Box((3,), (2,)), (0,)),),
+    )
 
     def source(dtype: str, shape: tuple[int, ...]) -> Callable[[Key], TensorInfo]:
         return lambda k: TensorInfo(k.name, k.state, dtype, shape)

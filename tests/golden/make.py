@@ -2,9 +2,10 @@
 
     python -m tests.golden.make FORM
 
-writes one of each form that is written today to `tests/golden/v<version>`: the checkpoint in a folder, and what it must
-hold in a JSON file beside it (seeds and SHA-256 of the tensors, facts). It overwrites nothing: once a form is released
-its folder is never made anew. When a form changes, the new one gets a name of its own, and the old one's data stay.
+writes one of each form that is written today to `tests/golden/v<version>`: the checkpoint in a
+folder, and what it must hold in a JSON file beside it (seeds and SHA-256 of the tensors, facts). It
+overwrites nothing: once a form is released its folder is never made anew. When a form changes, the
+new one gets a name of its own, and the old one's data stay.
 """
 
 from __future__ import annotations
@@ -60,11 +61,15 @@ TENSORS: list[tuple[str, str, str, tuple[int, ...]]] = [
     ("square", "weight", "float64", (16, 16)),
     ("empty", "weight", "int64", (0, 4)),
     *((f"dtypes.{d}", "weight", d, (3, 5)) for d in ZARR_DTYPES),
-    *((n, "weight", "int32", (2, 3)) for n in ("../../x", "a", "a/b", "zarr.json", "c", "n" * 300, "Case", "case")),
+    *(
+        (n, "weight", "int32", (2, 3))
+        for n in ("../../x", "a", "a/b", "zarr.json", "c", "n" * 300, "Case", "case")
+    ),
     *((n, "weight", "uint8", (5,)) for n in ("__x", "", "ü/ß", ".hidden", "a\0b", "~")),
 ]
 
-#: Large enough for the default sizes to cut them, into chunks that are tiles, rows, and parts of a vector.
+#: Large enough for the default sizes to cut them, into chunks that are tiles, rows, and parts of a
+#: vector.
 LARGE: list[tuple[str, str, str, tuple[int, ...]]] = [
     ("embed.weight", "weight", "bfloat16", (1504, 704)),
     ("norm.bias", "weight", "uint8", (2_500_001,)),
@@ -98,7 +103,9 @@ def values(dtype: str, shape: tuple[int, ...], seed: int, period: int | None) ->
     return some if period is None else np.resize(some, shape)
 
 
-def tensors(listed: Sequence[tuple[str, str, str, tuple[int, ...]]] = TENSORS, period: int | None = None) -> Arrays:
+def tensors(
+    listed: Sequence[tuple[str, str, str, tuple[int, ...]]] = TENSORS, period: int | None = None
+) -> Arrays:
     """The values, from their seeds."""
     return {(n, s): values(d, shape, seed, period) for seed, (n, s, d, shape) in enumerate(listed)}
 
@@ -115,7 +122,9 @@ def make_default(store: Store) -> Checkpoint:
 
 def make_safetensors(store: Store) -> Checkpoint:
     """One whose weights are a safetensors file, and the other states arrays."""
-    arrays = {key: a for key, a in tensors().items() if not dtype_name(a.dtype).startswith("complex")}
+    arrays = {
+        key: a for key, a in tensors().items() if not dtype_name(a.dtype).startswith("complex")
+    }
     return ucformat.convert(_foreign(arrays), store, weights="safetensors")
 
 
@@ -141,7 +150,9 @@ def make_packed(store: Store, ranks: int = 2) -> Checkpoint:
             data, at = a.tobytes()[start * a.itemsize : stop * a.itemsize], len(file)
             crc = crc32c(data)
             file.extend(data + (crc.to_bytes(4, "little") if number % 3 == 1 else b""))
-            block = None if number % 3 == 2 else Block(at, len(data), None if number % 3 == 1 else crc)
+            block = (
+                None if number % 3 == 2 else Block(at, len(data), None if number % 3 == 1 else crc)
+            )
             for box in flat_boxes(a.shape, start, stop):
                 flat = sum(x * s for x, s in zip(box.start, strides, strict=True))
                 offset = at + flat - start * a.itemsize
@@ -162,14 +173,25 @@ def make_tiles(store: Store, ranks: int = 2) -> Checkpoint:
             box = [(0, n) for n in a.shape]
             box[:1] = [(k * n // ranks, (k + 1) * n // ranks) for n in a.shape[:1]]
             file.extend(bytes(-len(file) % 64))
-            row = {"tensor": number, "file": k, "offset": len(file), "block_offset": -1, "block_nbytes": 0, "crc32c": 0}
+            row = {
+                "tensor": number,
+                "file": k,
+                "offset": len(file),
+                "block_offset": -1,
+                "block_nbytes": 0,
+                "crc32c": 0,
+            }
             if not a.ndim:  # without dims there are no tiles, but a block
                 row |= {"block_offset": len(file), "block_nbytes": a.nbytes, "crc32c": -2}
             dims = {"start": [x for x, _ in box], "shape": [y - x for x, y in box], "tile": edges}
             dims["strides"] = [0] * (a.ndim - 1) + [a.itemsize] * (a.ndim > 0)
-            for tile in product(*(range(x // e, -(-y // e)) for (x, y), e in zip(box, edges, strict=True))):
+            for tile in product(
+                *(range(x // e, -(-y // e)) for (x, y), e in zip(box, edges, strict=True))
+            ):
                 at = zip(tile, edges, box, strict=True)
-                data = a[tuple(slice(max(x, i * e), min(y, (i + 1) * e)) for i, e, (x, y) in at)].tobytes()
+                data = a[
+                    tuple(slice(max(x, i * e), min(y, (i + 1) * e)) for i, e, (x, y) in at)
+                ].tobytes()
                 place = f"{attempt.id}/rank{k}.bin".encode() + len(file).to_bytes(8, "little")
                 file.extend(data + crc32c(place + data).to_bytes(4, "little"))
             for name, more in {**{n: [v] for n, v in row.items()}, **dims}.items():
@@ -179,7 +201,9 @@ def make_tiles(store: Store, ranks: int = 2) -> Checkpoint:
     return _commit(store, attempt, arrays, files, encode_columns(columns, paths))
 
 
-def _commit(store: Store, attempt: Attempt, arrays: Arrays, files: Sequence[bytearray], sidecar: bytes) -> Checkpoint:
+def _commit(
+    store: Store, attempt: Attempt, arrays: Arrays, files: Sequence[bytearray], sidecar: bytes
+) -> Checkpoint:
     for k, file in enumerate(files):
         with store.create(f"data/{attempt.id}/rank{k}.bin") as out:
             out.write(bytes(file))
@@ -199,7 +223,9 @@ def _commit(store: Store, attempt: Attempt, arrays: Arrays, files: Sequence[byte
         aliases=FACTS["aliases"],
         groups=tuple(groups),
         producer={f"engine.{k}": v for k, v in FACTS["engine"].items()},
-        tensors=TensorTable.of(TensorDoc(n, s, dtype_name(a.dtype), a.shape) for (n, s), a in arrays.items()),
+        tensors=TensorTable.of(
+            TensorDoc(n, s, dtype_name(a.dtype), a.shape) for (n, s), a in arrays.items()
+        ),
         sidecar=SidecarDoc(path=path, nbytes=len(sidecar), digest=bytes_digest(sidecar)),
     )
     commit(store, attempt, manifest)
@@ -249,7 +275,9 @@ def main(form: str) -> None:
     ck = FORMS[form](LocalStore(place))
     for file in (place / "attempts").iterdir():  # who made it is nobody's business
         file.write_text(json.dumps({**json.loads(file.read_text()), "owner": "golden:1"}, indent=1))
-    place.with_suffix(".json").write_text(json.dumps(expected(ck, form), indent=1, ensure_ascii=True) + "\n")
+    place.with_suffix(".json").write_text(
+        json.dumps(expected(ck, form), indent=1, ensure_ascii=True) + "\n"
+    )
 
 
 if __name__ == "__main__":

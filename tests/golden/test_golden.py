@@ -53,7 +53,9 @@ def test_every_version_of_the_format_has_its_own() -> None:
         "safetensors",
     }
     for place in GOLDEN:
-        assert json.loads((place / "manifest.json").read_text())["version"] == int(place.parent.name[1:])
+        assert json.loads((place / "manifest.json").read_text())["version"] == int(
+            place.parent.name[1:]
+        )
         most = 10_000_000 if place.name == "default-sizes" else 200_000
         assert sum(p.stat().st_size for p in place.rglob("*") if p.is_file()) < most
 
@@ -64,7 +66,9 @@ def test_every_tensor_is_read_bit_for_bit(place: Path) -> None:
     assert {(k.name, k.state) for k in ck.tensors} == set(truth)
     for key, a in truth.items():
         assert same(ck[key][...], a), key
-        for part in (..., -1, slice(1, None, 2), (..., slice(1, 3)))[: 1 + 3 * (a.ndim > 0 and a.size > 0)]:
+        for part in (..., -1, slice(1, None, 2), (..., slice(1, 3)))[
+            : 1 + 3 * (a.ndim > 0 and a.size > 0)
+        ]:
             assert same(np.asarray(ck[key][part]), np.asarray(a[part])), (key, part)
 
 
@@ -92,7 +96,9 @@ def test_it_verifies_and_converts(place: Path) -> None:
     report = ucformat.verify(place)
     report.raise_if_damaged()
     assert report.bytes_verified > 0
-    again = ucformat.convert(place, MemoryStore(f"golden-{place.parent.name}-{place.name}"), overwrite=True)
+    again = ucformat.convert(
+        place, MemoryStore(f"golden-{place.parent.name}-{place.name}"), overwrite=True
+    )
     for key, a in arrays(place).items():
         assert same(again[key][...], a), key
 
@@ -121,7 +127,9 @@ def test_a_flipped_bit_in_any_of_its_files_is_found(place: Path, tmp_path: Path)
     for path in read:
         whole = path.read_bytes()
         data = bytearray(whole)
-        at = 7 if path.suffix == ".bin" else len(data) // 3  # the first tensor of a packed file has a checksum
+        at = (
+            7 if path.suffix == ".bin" else len(data) // 3
+        )  # the first tensor of a packed file has a checksum
         data[at] ^= 16
         path.write_bytes(data)
         try:
@@ -142,10 +150,13 @@ def test_the_writer_of_today_makes_the_same_grids_digests_and_shards(form: str) 
         mine, theirs = (f"data/{ck.manifest.attempt}/" for ck in (new, old))
         assert replace(other, path=str(other.path).replace(mine, theirs)) == one
     for info in old.store.list("data"):
-        assert new.store.read(info.key.replace(old.manifest.attempt, new.manifest.attempt)) == old.store.read(info.key)
+        assert new.store.read(
+            info.key.replace(old.manifest.attempt, new.manifest.attempt)
+        ) == old.store.read(info.key)
 
 
-#: (shape, bytes of an element) -> chunk, shard: of the default sizes, for tensors too large to be kept here.
+#: (shape, bytes of an element) -> chunk, shard: of the default sizes, for tensors too large to be
+#: kept here.
 GRIDS = {
     ((128256, 4096), 2): ((2004, 256), (16032, 4096)),
     ((4096, 14336), 2): ((256, 896), (4096, 14336)),
@@ -178,7 +189,9 @@ def test_the_writer_of_today_makes_the_same_packed_form() -> None:
         if name.endswith(".bin"):
             assert new.store.read(name) == old.store.read(name)
     for key in old.tensors:
-        assert list(new.source.extents(key)) == list(old.source.extents(key))  # other versions of zlib pack otherwise
+        assert list(new.source.extents(key)) == list(
+            old.source.extents(key)
+        )  # other versions of zlib pack otherwise
 
 
 @pytest.mark.parametrize("form", make.FORMS)

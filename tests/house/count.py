@@ -1,21 +1,23 @@
 """Counts the house: modules, types that hold a box, names used twice, and import circles.
 
-`python -m tests.house.count` counts the last commit of this branch, `python -m tests.house.count COMMIT` that one
-beside it. Files are read from git, so that any commit can be counted; what is not committed is not.
+`python -m tests.house.count` counts the last commit of this branch, `python -m tests.house.count
+COMMIT` that one beside it. Files are read from git, so that any commit can be counted; what is not
+committed is not.
 
 The rules:
 
-- A *module* is a `.py` file of `ucformat`. Its lines are all lines of the file; *lines of code* are those that are
-  neither blank nor part of a docstring.
-- A *box-type* is a dataclass, NamedTuple, TypedDict or pydantic model that says where a part of a tensor is. That is
-  one with a field whose annotation names `Box`, `Extent`, `Tiles` or `Copy`, or with a field for where it begins
-  (`start`, `offset`, `begin`) beside one for how far it reaches (`shape`, `size`, `stop`, `end`, `count`, `numel`,
-  `nbytes`, `sizes`, `strides`).
-  Annotations of callables do not count.
-- A *duplicate class name* is that of classes at the top of several modules. A *duplicate module name* is the last part
-  of the name of several modules; packages are left out.
-- An *import circle* is a set of modules each of which imports every other, perhaps through others. Imports under
-  `if TYPE_CHECKING` and within functions count too; a package is imported only by who imports a name that it defines.
+- A *module* is a `.py` file of `ucformat`. Its lines are all lines of the file; *lines of code* are
+  those that are neither blank nor part of a docstring.
+- A *box-type* is a dataclass, NamedTuple, TypedDict or pydantic model that says where a part of a
+  tensor is. That is one with a field whose annotation names `Box`, `Extent`, `Tiles` or `Copy`, or
+  with a field for where it begins (`start`, `offset`, `begin`) beside one for how far it reaches
+  (`shape`, `size`, `stop`, `end`, `count`, `numel`, `nbytes`, `sizes`, `strides`). Annotations of
+  callables do not count.
+- A *duplicate class name* is that of classes at the top of several modules. A *duplicate module
+  name* is the last part of the name of several modules; packages are left out.
+- An *import circle* is a set of modules each of which imports every other, perhaps through others.
+  Imports under `if TYPE_CHECKING` and within functions count too; a package is imported only by who
+  imports a name that it defines.
 """
 
 from __future__ import annotations
@@ -65,8 +67,12 @@ class House:
     @cached_property
     def code(self) -> int:
         """Lines that are neither blank nor part of a docstring, of all modules."""
-        written = sum(bool(line.strip()) for text in self.texts.values() for line in text.splitlines())
-        return written - sum(_documentation(node) for tree in self.trees.values() for node in ast.walk(tree))
+        written = sum(
+            bool(line.strip()) for text in self.texts.values() for line in text.splitlines()
+        )
+        return written - sum(
+            _documentation(node) for tree in self.trees.values() for node in ast.walk(tree)
+        )
 
     @cached_property
     def classes(self) -> dict[str, list[str]]:
@@ -81,8 +87,17 @@ class House:
     @cached_property
     def box_types(self) -> list[str]:
         """The box-types, as `module.Class`."""
-        nodes = ((name, n) for name, tree in self.trees.items() for n in tree.body if isinstance(n, ast.ClassDef))
-        return sorted(f"{name.removeprefix(PACKAGE + '.')}.{node.name}" for name, node in nodes if _holds_box(node))
+        nodes = (
+            (name, n)
+            for name, tree in self.trees.items()
+            for n in tree.body
+            if isinstance(n, ast.ClassDef)
+        )
+        return sorted(
+            f"{name.removeprefix(PACKAGE + '.')}.{node.name}"
+            for name, node in nodes
+            if _holds_box(node)
+        )
 
     @cached_property
     def twice(self) -> dict[str, int]:
@@ -101,12 +116,18 @@ class House:
     @cached_property
     def packages(self) -> set[str]:
         """The packages, as `name.__init__`."""
-        return {f"{name}.__init__" for name in self.texts if any(other.startswith(f"{name}.") for other in self.texts)}
+        return {
+            f"{name}.__init__"
+            for name in self.texts
+            if any(other.startswith(f"{name}.") for other in self.texts)
+        }
 
     @cached_property
     def circles(self) -> list[list[str]]:
         """Import circles, the largest first."""
-        return circles({name: imported(name, tree, self.texts.keys()) for name, tree in self.trees.items()})
+        return circles(
+            {name: imported(name, tree, self.texts.keys()) for name, tree in self.trees.items()}
+        )
 
 
 def at(commit: str) -> House:
@@ -143,7 +164,11 @@ def imported(module: str, tree: ast.Module, known: Iterable[str]) -> set[str]:
 def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """The sets of nodes that reach each other, of two and more; the largest first, then by name."""
     reached = {node: _reach(graph, node) for node in graph}
-    sets = {tuple(sorted(n for n in reached[node] if node in reached[n])) for node in graph if node in reached[node]}
+    sets = {
+        tuple(sorted(n for n in reached[node] if node in reached[n]))
+        for node in graph
+        if node in reached[node]
+    }
     return [list(one) for one in sorted(sets, key=lambda one: (-len(one), one))]
 
 
@@ -164,7 +189,9 @@ def _documentation(node: ast.AST) -> int:
         return 0
     match node.body[:1]:
         case [ast.Expr(ast.Constant(str(text)))]:
-            quotes = text.rpartition("\n")[2].isspace()  # the closing quotes have a line of their own
+            quotes = text.rpartition("\n")[
+                2
+            ].isspace()  # the closing quotes have a line of their own
             return sum(bool(line.strip()) for line in text.split("\n")) + quotes
     return 0
 
@@ -189,7 +216,9 @@ def _holds_box(node: ast.ClassDef) -> bool:
 
 
 def _several(counts: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(((n, c) for n, c in counts.items() if c > 1), key=lambda item: (-item[1], item[0])))
+    return dict(
+        sorted(((n, c) for n, c in counts.items() if c > 1), key=lambda item: (-item[1], item[0]))
+    )
 
 
 def _name(file: str) -> str:
@@ -197,13 +226,17 @@ def _name(file: str) -> str:
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _texts(commit: str, files: Sequence[str]) -> Iterator[str]:
     """The files of a commit, by one process: `git show` for each takes a second in all."""
     asked = "".join(f"{commit}:{file}\n" for file in files).encode()
-    out = subprocess.run(["git", "cat-file", "--batch"], cwd=ROOT, input=asked, capture_output=True, check=True).stdout
+    out = subprocess.run(
+        ["git", "cat-file", "--batch"], cwd=ROOT, input=asked, capture_output=True, check=True
+    ).stdout
     at = 0
     for _ in files:
         head, _, _ = out[at : at + 200].partition(b"\n")
@@ -238,7 +271,9 @@ def _lists(house: House) -> dict[str, list[str]]:
         "box-types": house.box_types,
         "class names used twice": _counted(house.twice),
         "module names used twice": _counted(house.modules_twice),
-        "import circles": [", ".join(m.removeprefix(PACKAGE + ".") for m in one) for one in house.circles],
+        "import circles": [
+            ", ".join(m.removeprefix(PACKAGE + ".") for m in one) for one in house.circles
+        ],
     }
 
 
@@ -260,8 +295,12 @@ def _report(new: House, old: House | None, commit: str) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the counts, and what was counted; of two commits the numbers side by side, and what came and went."""
-    parser = argparse.ArgumentParser(prog="python -m tests.house.count", description="Count the house.")
-    parser.add_argument("commit", nargs="?", default="", help="a commit to compare the last one with")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.house.count", description="Count the house."
+    )
+    parser.add_argument(
+        "commit", nargs="?", default="", help="a commit to compare the last one with"
+    )
     commit = parser.parse_args(arguments).commit
     old = at(commit) if commit else None
     sys.stdout.write("\n".join(_report(at("HEAD"), old, commit)) + "\n")

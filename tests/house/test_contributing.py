@@ -38,7 +38,9 @@ def change(root: Path, diff: str) -> None:
 def copy(tmp_path: Path) -> Path:
     """The package, its tests without their data, and the documents."""
     for folder in ("ucformat", "tests", "docs"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "data"))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "data")
+        )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -56,7 +58,9 @@ def test_a_task_is_done_as_it_is_printed(task: str, copy: Path) -> None:
             change(copy, text)
         else:
             assert language == "console"
-            commands += [line.removeprefix("$ .venv/bin/python ").split() for line in text.splitlines()]
+            commands += [
+                line.removeprefix("$ .venv/bin/python ").split() for line in text.splitlines()
+            ]
     assert len(commands) == 2
     lint = [["-m", "ruff", *words, *files] for words in (["check"], ["format", "--check"])]
     environment = {**os.environ, "PYTHONPATH": str(copy)}

@@ -30,7 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for state in ("weight", "exp_avg")
     }
     arrays["model.norm.weight", "weight"] = random_array((8,), "bfloat16")
-    ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("documents"), arrays)), tmp_path / "global_step100")
+    ucformat.convert(
+        Checkpoint(FakeSource.write(MemoryStore("documents"), arrays)), tmp_path / "global_step100"
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -102,7 +104,9 @@ def test_every_rule_of_security_names_the_tests_that_prove_it() -> None:
     for number, row in re.findall(r"^\| (\d+)[a-z]? \|(.*)$", rules, re.MULTILINE):
         rules_seen.append(int(number))
         tests = re.findall(r"`([\w/]*(?:\.py)?)::(test_\w+)`", row)
-        assert tests or int(number) in open_rules, f"rule {number} has no test, and is said to be held"
+        assert tests or int(number) in open_rules, (
+            f"rule {number} has no test, and is said to be held"
+        )
         for where, name in tests:
             file = where or file
             assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
@@ -111,10 +115,14 @@ def test_every_rule_of_security_names_the_tests_that_prove_it() -> None:
 
 def arguments(call: str) -> list[tuple[str, bool]]:
     """Each parameter of a call as documented, and whether it must be given by name."""
-    (function,) = ast.parse(f"def f({re.sub(r'=(?=[,)]|$)', '=...', call).replace('…', '...')}): ...").body
+    (function,) = ast.parse(
+        f"def f({re.sub(r'=(?=[,)]|$)', '=...', call).replace('…', '...')}): ..."
+    ).body
     assert isinstance(function, ast.FunctionDef)
     a = function.args
-    return [(x.arg, False) for x in (*a.posonlyargs, *a.args)] + [(x.arg, True) for x in a.kwonlyargs]
+    return [(x.arg, False) for x in (*a.posonlyargs, *a.args)] + [
+        (x.arg, True) for x in a.kwonlyargs
+    ]
 
 
 def test_every_public_function_is_documented_with_its_parameters() -> None:
@@ -125,13 +133,20 @@ def test_every_public_function_is_documented_with_its_parameters() -> None:
     assert set(functions) - documented.keys() == {"register_zarr_dtypes"} - documented.keys()
     for name in {*functions, "Catalog"} & documented.keys():
         parameters = inspect.signature(getattr(ucformat, name)).parameters.values()
-        expected = [(p.name, p.kind is p.KEYWORD_ONLY) for p in parameters if p.kind is not p.VAR_KEYWORD]
+        expected = [
+            (p.name, p.kind is p.KEYWORD_ONLY) for p in parameters if p.kind is not p.VAR_KEYWORD
+        ]
         assert arguments(documented[name]) == expected, name
 
 
 def test_every_form_of_a_value_is_documented() -> None:
     code = (ROOT / "ucformat" / "sources" / "values.py").read_text()
     forms = set(re.findall(r'"(\$[a-z]+)"', code.split('"""', 2)[2]))
-    listed = (ROOT / "docs" / "sources" / "README.md").read_text().split("## Values as JSON")[1].split("\n## ")[0]
+    listed = (
+        (ROOT / "docs" / "sources" / "README.md")
+        .read_text()
+        .split("## Values as JSON")[1]
+        .split("\n## ")[0]
+    )
     assert forms
     assert forms <= set(re.findall(r'"(\$[a-z]+)"', listed))

@@ -1,7 +1,7 @@
 """Damaged and hostile checkpoints as their user meets them: the command line in a process of its own.
 
-Each is handled, or gets its own exit code and a message that names what is wrong and says what to do next; and nothing
-is executed, or written anywhere but in the target.
+Each is handled, or gets its own exit code and a message that names what is wrong and says what to
+do next; and nothing is executed, or written anywhere but in the target.
 """
 
 from __future__ import annotations
@@ -32,7 +32,20 @@ if TYPE_CHECKING:
     Ucp = Callable[..., subprocess.CompletedProcess[str]]
 
 ROOT = Path(__file__).parents[2]
-ODD_NAMES = ("../../x", "a", "a/b", "zarr.json", "n" * 300, "Case", "case", "/etc/passwd", "..", "c", "__init__", "")
+ODD_NAMES = (
+    "../../x",
+    "a",
+    "a/b",
+    "zarr.json",
+    "n" * 300,
+    "Case",
+    "case",
+    "/etc/passwd",
+    "..",
+    "c",
+    "__init__",
+    "",
+)
 
 
 def arrays(*names: str) -> Arrays:
@@ -85,7 +98,9 @@ def ucp(tmp_path: Path) -> Ucp:
 
 
 def shards(universal: Path, name: str, state: str) -> list[Path]:
-    doc = next(d for d in ucformat.open(universal).manifest.tensors if (d.name, d.state) == (name, state))
+    doc = next(
+        d for d in ucformat.open(universal).manifest.tensors if (d.name, d.state) == (name, state)
+    )
     return sorted(p for p in (universal / str(doc.path) / "c").rglob("*") if p.is_file())
 
 
@@ -143,7 +158,9 @@ class TestUniversal:
             assert "upgrade" in done.stderr
         assert not (tmp_path / "target").exists()
 
-    def test_a_path_that_leaves_the_checkpoint(self, universal: Path, tmp_path: Path, ucp: Ucp) -> None:
+    def test_a_path_that_leaves_the_checkpoint(
+        self, universal: Path, tmp_path: Path, ucp: Ucp
+    ) -> None:
         manifest = universal / "manifest.json"
         document = json.loads(manifest.read_text())
         document = changed_entry(document, 0, path="data/../../source")
@@ -156,10 +173,14 @@ class TestDeepSpeed:
     """A folder of DeepSpeed's that is damaged, or was made to do harm."""
 
     def part(self, source: Path, rank: int, kind: str = "optim") -> Path:
-        return next((source / "global_step5").glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"))
+        return next(
+            (source / "global_step5").glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
+        )
 
     @pytest.mark.parametrize(("rank", "kind"), [(1, "optim"), (0, "optim"), (1, "model")])
-    def test_a_missing_rank_file(self, source: Path, tmp_path: Path, ucp: Ucp, rank: int, kind: str) -> None:
+    def test_a_missing_rank_file(
+        self, source: Path, tmp_path: Path, ucp: Ucp, rank: int, kind: str
+    ) -> None:
         path = self.part(source, rank, kind)
         path.unlink()
         for arguments in (["show", source], ["convert", source, tmp_path / "target"]):
@@ -178,7 +199,13 @@ class TestDeepSpeed:
         ],
     )
     def test_a_pickle_that_runs_a_command(
-        self, source: Path, tmp_path: Path, ucp: Ucp, rank: int, kind: str, function: tuple[str, str]
+        self,
+        source: Path,
+        tmp_path: Path,
+        ucp: Ucp,
+        rank: int,
+        kind: str,
+        function: tuple[str, str],
     ) -> None:
         path = self.part(source, rank, kind)
         save(path, dictionary(x=call(glob(*function), text(f"touch {tmp_path / 'harm'}"))))
@@ -192,7 +219,9 @@ class TestDeepSpeed:
 
     def test_the_crafted_pickle_does_run_where_pickles_are_trusted(self, tmp_path: Path) -> None:
         """Else the test above would prove nothing."""
-        (tmp_path / "x.pickle").write_bytes(pickled(call(glob("os", "system"), text(f"touch {tmp_path / 'seen'}"))))
+        (tmp_path / "x.pickle").write_bytes(
+            pickled(call(glob("os", "system"), text(f"touch {tmp_path / 'seen'}")))
+        )
         code = f"import pickle, pathlib; pickle.loads(pathlib.Path({str(tmp_path / 'x.pickle')!r}).read_bytes())"
         subprocess.run([sys.executable, "-c", code], check=True)
         assert (tmp_path / "seen").exists()
@@ -205,10 +234,15 @@ class TestDeepSpeed:
             tag.mkdir(parents=True)
             module = dictionary(module=mapping([(text("w"), crafted)]), buffer_names=a_list())
             save(tag / "mp_rank_00_model_states.pt", module, {"0": bytes(16)})
-            assert "mp_rank_00_model_states.pt" in ucp("convert", tag, tmp_path / "target", code=5).stderr
+            assert (
+                "mp_rank_00_model_states.pt"
+                in ucp("convert", tag, tmp_path / "target", code=5).stderr
+            )
             assert not (tmp_path / "target").exists()
 
-    def test_a_storage_that_reaches_past_the_end_of_the_file(self, source: Path, tmp_path: Path, ucp: Ucp) -> None:
+    def test_a_storage_that_reaches_past_the_end_of_the_file(
+        self, source: Path, tmp_path: Path, ucp: Ucp
+    ) -> None:
         path = self.part(source, 1)
         data = bytearray(path.read_bytes())
         at = data.rindex(b"archive/data/0") - 46  # its entry in the directory
@@ -219,7 +253,9 @@ class TestDeepSpeed:
             assert path.name in done.stderr
             assert "past the end" in done.stderr
 
-    def test_a_flat_group_shorter_than_its_parameters(self, source: Path, tmp_path: Path, ucp: Ucp) -> None:
+    def test_a_flat_group_shorter_than_its_parameters(
+        self, source: Path, tmp_path: Path, ucp: Ucp
+    ) -> None:
         (tmp_path / "other").mkdir()
         write_zero3(tmp_path / "other" / "x", arrays("up.weight"), ranks=2)
         path = self.part(source, 1)
@@ -235,7 +271,9 @@ class TestDeepSpeed:
     def test_a_flipped_bit(self, source: Path, ucp: Ucp) -> None:
         path = self.part(source, 1)
         data = bytearray(path.read_bytes())
-        data[data.index(TRUTH["up.weight", "exp_avg"].tobytes()[252 : 252 + 32])] ^= 1  # rank 1's half of 126 elements
+        data[data.index(TRUTH["up.weight", "exp_avg"].tobytes()[252 : 252 + 32])] ^= (
+            1  # rank 1's half of 126 elements
+        )
         path.write_bytes(data)
         (line,) = ucp("verify", source, code=5).stdout.splitlines()
         assert line.endswith(f"[global_step5/{path.name}]")
@@ -243,7 +281,9 @@ class TestDeepSpeed:
         assert "down.weight (exp_avg)" in line
 
     @pytest.mark.parametrize("tag", ["../elsewhere", "/etc", "global_step5/../../elsewhere", ".."])
-    def test_a_latest_that_points_elsewhere(self, source: Path, tmp_path: Path, ucp: Ucp, tag: str) -> None:
+    def test_a_latest_that_points_elsewhere(
+        self, source: Path, tmp_path: Path, ucp: Ucp, tag: str
+    ) -> None:
         write_zero3(tmp_path / "elsewhere", TRUTH, ranks=1)
         (source / "latest").write_text(tag)
         for arguments in (["show", source], ["convert", source, tmp_path / "target"]):
@@ -269,7 +309,9 @@ def test_names_that_are_paths_or_collide_or_are_long(tmp_path: Path, ucp: Ucp) -
             continue
         a = truth[doc.name, doc.state]
         assert same(ck[doc.name, doc.state][...], a), doc.name
-        assert same(np.asarray(group[str(doc.path).removeprefix(f"data/{ck.manifest.attempt}/")][...]), a), doc.name
+        assert same(
+            np.asarray(group[str(doc.path).removeprefix(f"data/{ck.manifest.attempt}/")][...]), a
+        ), doc.name
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{ck.url}/{doc.path}"}}
         assert same(np.asarray(tensorstore.open(spec).result().read().result()), a), doc.name
         folders.add(str(doc.path).lower())
@@ -289,7 +331,9 @@ class TestNoCheckpoint:
             (["deep/down/mp_rank_00_model_states.pt"], "is no checkpoint itself; these folders"),
         ],
     )
-    def test_a_folder_of_other_things(self, tmp_path: Path, ucp: Ucp, files: list[str], message: str) -> None:
+    def test_a_folder_of_other_things(
+        self, tmp_path: Path, ucp: Ucp, files: list[str], message: str
+    ) -> None:
         for name in files:
             (tmp_path / "other" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "other" / name).write_text("{}")
@@ -313,17 +357,24 @@ class TestNoCheckpoint:
     def test_nothing_there(self, tmp_path: Path, ucp: Ucp, make: bool) -> None:
         if make:
             (tmp_path / "empty").mkdir()
-        assert f"{tmp_path / 'empty'} does not exist, or is empty" in ucp("show", tmp_path / "empty", code=3).stderr
+        assert (
+            f"{tmp_path / 'empty'} does not exist, or is empty"
+            in ucp("show", tmp_path / "empty", code=3).stderr
+        )
 
     def test_an_interrupted_conversion(self, universal: Path, ucp: Ucp) -> None:
         (universal / "manifest.json").unlink()
         assert "interrupted" in ucp("show", universal, code=3).stderr
 
 
-def test_a_full_disk_leaves_nothing_that_opens_and_the_next_run_completes(source: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing_that_opens_and_the_next_run_completes(
+    source: Path, tmp_path: Path
+) -> None:
     whole = FaultyStore(LocalStore(tmp_path / "whole"))
     ucformat.convert(source, whole, chunk_bytes=128, shard_bytes=512, workers=1)
-    for n in sorted({*range(1, whole.writes, max(1, whole.writes // 30)), whole.writes - 1, whole.writes}):
+    for n in sorted(
+        {*range(1, whole.writes, max(1, whole.writes // 30)), whole.writes - 1, whole.writes}
+    ):
         target = tmp_path / f"full{n}"
         store = FaultyStore(LocalStore(target), fail_write=n)
         with pytest.raises(UcformatError, match="No space left on device"):
@@ -335,7 +386,9 @@ def test_a_full_disk_leaves_nothing_that_opens_and_the_next_run_completes(source
         for key, a in TRUTH.items():
             assert same(ck[key][...], a), (n, key)
         assert ucformat.verify(ck)
-        assert {f.name for f in target.rglob(".ucf-*")} <= {".ucf-lock"}  # of who begins anew what was begun
+        assert {f.name for f in target.rglob(".ucf-*")} <= {
+            ".ucf-lock"
+        }  # of who begins anew what was begun
 
 
 def test_a_file_that_cannot_be_written_to_its_end(source: Path, tmp_path: Path, ucp: Ucp) -> None:

@@ -29,7 +29,17 @@ ALLOWED: dict[str, set[str]] = {
     "format": {"schema", "errors", "geometry", "storage", "reading", "_version"},
     "sources": {"schema", "errors", "geometry", "storage", "reading", "engines", "_native"},
     "exporters": {
-        *("schema", "errors", "config_files", "geometry", "storage", "reading", "views", "sources", "checkpoint")
+        *(
+            "schema",
+            "errors",
+            "config_files",
+            "geometry",
+            "storage",
+            "reading",
+            "views",
+            "sources",
+            "checkpoint",
+        )
     },
     "zarr_store": {"geometry", "storage", "reading", "format"},
     "checkpoint": {
@@ -38,7 +48,17 @@ ALLOWED: dict[str, set[str]] = {
     },
     "references": {"errors", "storage", "views", "checkpoint", "catalog", "settings"},
     "jobs": {
-        *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources", "checkpoint"),
+        *(
+            "schema",
+            "errors",
+            "geometry",
+            "storage",
+            "reading",
+            "views",
+            "format",
+            "sources",
+            "checkpoint",
+        ),
         *("_version", "catalog", "durable", "exporters", "references", "settings"),
     },
     "torch": {
@@ -56,7 +76,9 @@ BESIDES = {
     "jobs/on_dask.py": {"distributed"},
     "jobs/on_torchrun.py": {"torch"},
     "jobs/profiles.py": {"platformdirs"},
-    "torch/integrations/torchtitan_config.py": {"tyro"},  # by which torchtitan makes options of its configuration
+    "torch/integrations/torchtitan_config.py": {
+        "tyro"
+    },  # by which torchtitan makes options of its configuration
 }
 FACES = {"cli", "web", "__init__", "__main__"}  # nothing imports them; they may import everything
 
@@ -80,7 +102,16 @@ OUTSIDE: dict[str, set[str]] = {
     "jobs": {"numpy", "pydantic"},
     "cli": {"click", "rich", "numpy", "yaml"},
     "settings": {"platformdirs"},
-    "torch": {"accelerate", "deepspeed", "lightning", "numpy", "pydantic", "torch", "torchtitan", "transformers"},
+    "torch": {
+        "accelerate",
+        "deepspeed",
+        "lightning",
+        "numpy",
+        "pydantic",
+        "torch",
+        "torchtitan",
+        "transformers",
+    },
     "_version": set(),
     "__init__": set(),
     "__main__": set(),
@@ -124,7 +155,9 @@ def test_imports_run_downwards_only(file: Path) -> None:
 
 def loaded(code: str) -> set[str]:
     script = f"import sys, json; {code}; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -147,14 +180,30 @@ def test_importing_ucformat_loads_nothing_heavy() -> None:
 
 def test_opening_and_converting_load_no_engine_and_no_zarr_library() -> None:
     code = "import ucformat; ucformat.open, ucformat.convert, ucformat.verify, ucformat.Layout"
-    assert not loaded(code) & {"pytest", "torch", "deepspeed", "sqlalchemy", "tensorstore", "numcodecs", "zarr"}
+    assert not loaded(code) & {
+        "pytest",
+        "torch",
+        "deepspeed",
+        "sqlalchemy",
+        "tensorstore",
+        "numcodecs",
+        "zarr",
+    }
 
 
 def test_knowing_every_kind_of_checkpoint_loads_no_reader() -> None:
     found = loaded("import ucformat.sources.opening")
-    assert not found & {"numpy", "ml_dtypes", "ucformat.sources.pickle.unpickler", "ucformat.sources.index"}
+    assert not found & {
+        "numpy",
+        "ml_dtypes",
+        "ucformat.sources.pickle.unpickler",
+        "ucformat.sources.index",
+    }
     assert not {
-        m for m in found if m.startswith("ucformat.sources.opening.") and m.endswith((".opened", ".dist", ".classic"))
+        m
+        for m in found
+        if m.startswith("ucformat.sources.opening.")
+        and m.endswith((".opened", ".dist", ".classic"))
     }
 
 
@@ -167,7 +216,9 @@ def test_the_public_face_is_sorted_documented_and_real() -> None:
         _ = ucformat.nonsense
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f.name != "__init__.py"], ids=lambda f: str(f.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "file", [f for f in FILES if f.name != "__init__.py"], ids=lambda f: str(f.relative_to(ROOT))
+)
 def test_every_module_is_of_a_size_to_read(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 800
 

@@ -13,9 +13,20 @@ ROOT = Path(ucformat.__file__).parent
 FILES = sorted(str(f.relative_to(ROOT)) for f in ROOT.rglob("*.py"))
 
 #: Libraries that make objects of bytes by running what these say.
-UNSAFE = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
-#: What each file may use of them: a value of a program that has no JSON form is kept as a pickle, which is opened for
-#: those alone who say that they trust it (`trust=True`); and what torch says of a pickle that it refuses.
+UNSAFE = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "jsonpickle",
+}
+#: What each file may use of them: a value of a program that has no JSON form is kept as a pickle,
+#: which is opened for those alone who say that they trust it (`trust=True`); and what torch says of
+#: a pickle that it refuses.
 ALLOWED = {
     "torch/state/objects.py": {"pickle.dumps", "pickle.loads"},
     "engines/pytorch/dcp_writer.py": {"pickle.UnpicklingError"},
@@ -30,7 +41,14 @@ COLLECTIVES = {
 PIPES = {"Connection", "wait", "recv_handle", "send_handle"}
 #: What opens a port, and who may.
 PORTS = {"create_server", "bind", "listen", "TCPStore", "start_server", "HTTPServer", "make_server"}
-NETWORK = {"socket", "socketserver", "asyncio", "http.server", "wsgiref.simple_server", "torch.distributed"}
+NETWORK = {
+    "socket",
+    "socketserver",
+    "asyncio",
+    "http.server",
+    "wsgiref.simple_server",
+    "torch.distributed",
+}
 LISTENS = {"torch/comm/group.py": {"create_server"}}
 
 
@@ -51,9 +69,9 @@ def problems(file: str, code: str) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             top = node.module.split(".")[0]
             found |= {f"{top}.{a.name}" for a in node.names if top in UNSAFE}
-            found |= {f"multiprocessing.{a.name}" for a in node.names if top == "multiprocessing"} - {
-                f"multiprocessing.{p}" for p in PIPES
-            }
+            found |= {
+                f"multiprocessing.{a.name}" for a in node.names if top == "multiprocessing"
+            } - {f"multiprocessing.{p}" for p in PIPES}
             found |= {a.name for a in node.names if a.name in COLLECTIVES}
         if isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
@@ -83,7 +101,11 @@ def calls(node: ast.Call, modules: dict[str, str]) -> set[str]:
     given = {k.arg: ast.unparse(k.value) for k in node.keywords}
     if name == "load" and owner == "torch" and given.get("weights_only") != "True":
         return {"torch.load without weights_only=True"}
-    if name == "load" and modules.get(owner) == "numpy" and given.get("allow_pickle", "False") != "False":
+    if (
+        name == "load"
+        and modules.get(owner) == "numpy"
+        and given.get("allow_pickle", "False") != "False"
+    ):
         return {"numpy.load with pickles"}
     if name == "recv" and not node.args and not node.keywords:
         return {"recv() of a pipe, which unpickles"}
@@ -102,7 +124,10 @@ def test_nothing_that_is_received_is_unpickled(file: str) -> None:
     [
         ("import pickle as p\np.loads(x)", {"pickle.loads"}),
         ("from pickle import loads", {"pickle.loads"}),
-        ("import torch.distributed as dist\ndist.all_gather_object(a, b)", {"dist.all_gather_object"}),
+        (
+            "import torch.distributed as dist\ndist.all_gather_object(a, b)",
+            {"dist.all_gather_object"},
+        ),
         ("from torch.distributed import broadcast_object_list", {"broadcast_object_list"}),
         ("torch.load(f)", {"torch.load without weights_only=True"}),
         ("torch.load(f, weights_only=True)", set()),

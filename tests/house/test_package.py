@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def tracked(*patterns: str) -> list[str]:
-    out = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     return out.splitlines()
 
 
@@ -38,11 +40,16 @@ def build_wheel(tmp_path: Path, **environment: str) -> tuple[str, set[str]]:
 
 def test_the_wheel_holds_ucformat_alone(tmp_path: Path) -> None:
     _, names = build_wheel(tmp_path)
-    assert {n.split("/")[0] for n in names} == {"ucformat", f"ucformat-{ucformat.__version__}.dist-info"}
+    assert {n.split("/")[0] for n in names} == {
+        "ucformat",
+        f"ucformat-{ucformat.__version__}.dist-info",
+    }
     native = {n for n in names if n.endswith(".so")}
     assert native == ({"ucformat/_native.abi3.so"} if NATIVE else set())
     sources = {n for n in tracked("ucformat") if n.endswith(".c")}
-    assert {n for n in names if n.startswith("ucformat/")} - native == set(tracked("ucformat")) - sources
+    assert {n for n in names if n.startswith("ucformat/")} - native == set(
+        tracked("ucformat")
+    ) - sources
     assert any(n.endswith("licenses/LICENSE") for n in names)
 
 
@@ -62,7 +69,9 @@ def test_rooms_at_the_top_are_links_into_the_package(room: str) -> None:
 
 def test_every_public_name_is_documented() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
-    assert [n for n in ucformat.__all__ if not n.startswith("_") and f"ucformat.{n}" not in text] == []
+    assert [
+        n for n in ucformat.__all__ if not n.startswith("_") and f"ucformat.{n}" not in text
+    ] == []
 
 
 def test_the_core_installs_without_torch() -> None:

@@ -34,20 +34,28 @@ if TYPE_CHECKING:
     Recorded = Callable[..., Entry]
 
 
-def universal(place: Path | str, step: int = 0, content: int | None = None, **more: Any) -> Checkpoint:
+def universal(
+    place: Path | str, step: int = 0, content: int | None = None, **more: Any
+) -> Checkpoint:
     """A committed checkpoint of two tensors, which no catalog knows."""
     seed = step if content is None else content
     arrays = {
         ("w", "weight"): random_array((5, 7), "float32", seed),
         ("b", "weight"): random_array((3,), "int64", seed),
     }
-    source = Checkpoint(FakeSource.write(MemoryStore(f"source-{uuid.uuid4().hex}"), arrays, step=step))
+    source = Checkpoint(
+        FakeSource.write(MemoryStore(f"source-{uuid.uuid4().hex}"), arrays, step=step)
+    )
     return ucformat.convert(source, str(place), chunk_bytes=64, **more)
 
 
 def foreign(run: Path, step: int = 5, content: int = 0, ranks: int = 2) -> Path:
     """The tag folder of a DeepSpeed checkpoint of two tensors."""
-    arrays = {(n, s): random_array((4, 6), "float32", content + i) for n in "ab" for i, s in enumerate(FLAT)}
+    arrays = {
+        (n, s): random_array((4, 6), "float32", content + i)
+        for n in "ab"
+        for i, s in enumerate(FLAT)
+    }
     return write_zero3(run, arrays, ranks, step) / f"global_step{step}"
 
 

@@ -23,7 +23,9 @@ def cluster(workers: int, memory: str = "auto", **env: str) -> Iterator[tuple[st
     """The address of a scheduler, and the process numbers of its workers, of one thread each."""
     command = [sys.executable, "-m", "tests.jobs.dask_cluster", str(workers), memory]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=-1, stdout=-1, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=-1, stdout=-1, text=True
+    ) as process:
         assert process.stdout is not None
         address, *pids = process.stdout.readline().split()
         try:

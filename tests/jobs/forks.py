@@ -46,8 +46,9 @@ for line in sys.stdin:
 class Forks:
     """Runs `work(*words)`, which `code` defines, in one forked process after another.
 
-    They have their start behind them, so that the instants at which they are killed are all instants of the work.
-    These are counted in the processor time of the process: what else the machine does shifts none of them.
+    They have their start behind them, so that the instants at which they are killed are all
+    instants of the work. These are counted in the processor time of the process: what else the
+    machine does shifts none of them.
     """
 
     def __init__(self, code: str) -> None:
@@ -87,5 +88,10 @@ class Forks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._process.communicate(timeout=PATIENCE)

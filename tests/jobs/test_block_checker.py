@@ -17,7 +17,9 @@ KEY = Key("w", "weight")
 FILE = "data/a/f"
 
 
-def checked(data: bytes, blocks: list[Block], monkeypatch: pytest.MonkeyPatch, read: int) -> list[int]:
+def checked(
+    data: bytes, blocks: list[Block], monkeypatch: pytest.MonkeyPatch, read: int
+) -> list[int]:
     """The offsets of the blocks that are found damaged."""
     monkeypatch.setattr(audit, "_READ_BYTES", read)
     store = MemoryStore("sums")
@@ -31,7 +33,9 @@ def checked(data: bytes, blocks: list[Block], monkeypatch: pytest.MonkeyPatch, r
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_each_damaged_block_is_found_and_no_other(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_damaged_block_is_found_and_no_other(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(seed)
     data = bytearray(chance.randbytes(200))
     blocks = []
@@ -42,7 +46,9 @@ def test_each_damaged_block_is_found_and_no_other(seed: int, monkeypatch: pytest
         crc = crc32c(bytes(data[at : at + nbytes]), place(at) if placed else 0)
         if chance.random() < 0.5:
             blocks.append(Block(at, nbytes, crc, placed))
-            at += nbytes - chance.choice((0, 0, -3, min(2, nbytes - 1)))  # one after another, apart, or overlapping
+            at += nbytes - chance.choice(
+                (0, 0, -3, min(2, nbytes - 1))
+            )  # one after another, apart, or overlapping
         else:
             data[at + nbytes : at + nbytes + 4] = crc.to_bytes(4, "little")
             blocks.append(Block(at, nbytes, None, placed))
@@ -65,5 +71,11 @@ def place(offset: int) -> int:
 
 
 def test_a_block_past_the_end_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = [Block(0, 0, 0), Block(0, 5, crc32c(b"abcde")), Block(3, 10, 0), Block(10, 0, 0), Block(50, 1, 0)]
+    blocks = [
+        Block(0, 0, 0),
+        Block(0, 5, crc32c(b"abcde")),
+        Block(3, 10, 0),
+        Block(10, 0, 0),
+        Block(50, 1, 0),
+    ]
     assert checked(b"abcdefghij", blocks, monkeypatch, 4) == [3, 50]

@@ -54,7 +54,9 @@ def test_two_of_four_workers_are_killed(tmp_path: Path) -> None:
                 for pid in pids[:2]:
                     os.kill(pid, signal.SIGKILL)
 
-        made = ucformat.convert(source, tmp_path / "made", **SIZES, on=f"dask://{address}", progress=progress)
+        made = ucformat.convert(
+            source, tmp_path / "made", **SIZES, on=f"dask://{address}", progress=progress
+        )
     assert killed.is_set()
     same_content(whole, made)
     assert ucformat.verify(made)
@@ -65,12 +67,22 @@ def test_convert_copy_verify_and_resume(workers: str, tmp_path: Path) -> None:
     made = ucformat.convert(source, tmp_path / "made", **SIZES, on=workers)
     same_content(ucformat.convert(source, tmp_path / "whole", **SIZES), made)
     ucformat.copy(made, tmp_path / "copy", on=workers)
-    report, local = ucformat.verify(tmp_path / "copy", on=workers), ucformat.verify(tmp_path / "copy")
+    report, local = (
+        ucformat.verify(tmp_path / "copy", on=workers),
+        ucformat.verify(tmp_path / "copy"),
+    )
     assert report
     assert (report.bytes_verified, report.tensors) == (local.bytes_verified, local.tensors)
-    victim = max((p for p in (tmp_path / "copy" / "data").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    victim = max(
+        (p for p in (tmp_path / "copy" / "data").rglob("*") if p.is_file()),
+        key=lambda p: p.stat().st_size,
+    )
     victim.write_bytes(b"\1" + victim.read_bytes()[1:])
-    assert ucformat.verify(tmp_path / "copy", on=workers).problems == ucformat.verify(tmp_path / "copy").problems != ()
+    assert (
+        ucformat.verify(tmp_path / "copy", on=workers).problems
+        == ucformat.verify(tmp_path / "copy").problems
+        != ()
+    )
 
 
 def test_with_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +102,9 @@ def test_with_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             for n in ("cert", "key")
         },
     }
-    variables = {f"DASK_{k.upper().replace('.', '__').replace('-', '_')}": v for k, v in settings.items()}
+    variables = {
+        f"DASK_{k.upper().replace('.', '__').replace('-', '_')}": v for k, v in settings.items()
+    }
     source = source_of(tmp_path / "src", 31)
     with cluster(1, **variables) as (address, _):
         with dask.config.set(settings):
@@ -99,13 +113,18 @@ def test_with_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for on in (f"tls://{address}", f"dask://{address}"):
             with pytest.raises(UcformatError, match="cannot be reached"):
                 ucformat.convert(source, tmp_path / "other", **SIZES, on=on)
-    same_content(ucformat.convert(source, tmp_path / "whole", **SIZES), ucformat.open(tmp_path / "made"))
+    same_content(
+        ucformat.convert(source, tmp_path / "whole", **SIZES), ucformat.open(tmp_path / "made")
+    )
 
 
 def test_an_error_of_a_worker_is_the_error_of_the_job(workers: str, tmp_path: Path) -> None:
     source = source_of(tmp_path / "src", 23)
     whole = ucformat.convert(source, tmp_path / "whole", **SIZES)
-    victim = max((p for p in (tmp_path / "whole" / "data").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    victim = max(
+        (p for p in (tmp_path / "whole" / "data").rglob("*") if p.is_file()),
+        key=lambda p: p.stat().st_size,
+    )
     victim.write_bytes(b"\1" + victim.read_bytes()[1:])
     with pytest.raises(ChecksumError, match=r"the chunk at bytes .* is damaged"):
         ucformat.convert(whole, tmp_path / "made", chunk_bytes=4096, on=workers)
@@ -116,7 +135,9 @@ def test_an_error_of_a_worker_is_the_error_of_the_job(workers: str, tmp_path: Pa
 def test_a_view_and_options_come_along(workers: str, tmp_path: Path) -> None:
     source = source_of(tmp_path / "src", 24)
     steps: list[dict[str, Any]] = [{"rename": "t0", "to": "first"}, {"drop": ["t1"]}]
-    (tmp_path / "view.yaml").write_text("version: 1\nview:\n" + "".join(f"  - {json.dumps(s)}\n" for s in steps))
+    (tmp_path / "view.yaml").write_text(
+        "version: 1\nview:\n" + "".join(f"  - {json.dumps(s)}\n" for s in steps)
+    )
     named = ucformat.open(source, view=tmp_path / "view.yaml")
     same_content(
         ucformat.convert(named, tmp_path / "named", **SIZES, on=workers),
@@ -138,7 +159,11 @@ def test_a_view_and_options_come_along(workers: str, tmp_path: Path) -> None:
 def test_options_that_are_layouts_are_told_as_documents(tmp_path: Path) -> None:
     ck = ucformat.open(source_of(tmp_path / "src", 25))
     layout = Layout.parse(
-        {"version": 1, "mesh": {"tp": 2}, "rules": [{"match": "*", "place": [{"shard": 0, "over": "tp"}]}]}
+        {
+            "version": 1,
+            "mesh": {"tp": 2},
+            "rules": [{"match": "*", "place": [{"shard": 0, "over": "tp"}]}],
+        }
     )
     ck.opened = (str(tmp_path), {"layout": layout})
     told = json.loads(json.dumps(spec_of(ck)))
@@ -165,8 +190,14 @@ def test_a_worker_that_sees_other_files_refuses(tmp_path: Path) -> None:
     assert not (tmp_path / "dst").exists()
 
 
-def test_what_is_sent_is_plain_and_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secrets = {"AWS_SECRET_ACCESS_KEY": "sesame-1234567", "AWS_ACCESS_KEY_ID": "AKIA7654321", "HF_TOKEN": "hf_abcdefgh"}
+def test_what_is_sent_is_plain_and_has_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {
+        "AWS_SECRET_ACCESS_KEY": "sesame-1234567",
+        "AWS_ACCESS_KEY_ID": "AKIA7654321",
+        "HF_TOKEN": "hf_abcdefgh",
+    }
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     ck = ucformat.open(source_of(tmp_path / "src", 28))
@@ -179,13 +210,21 @@ def test_what_is_sent_is_plain_and_has_no_secret(tmp_path: Path, monkeypatch: py
 def test_a_scheduler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ucformat.jobs.where._CONNECT_S", 0.5)
     with pytest.raises(UcformatError, match=r"cannot be reached"):
-        ucformat.convert(source_of(tmp_path / "src", 29), tmp_path / "made", **SIZES, on="dask://127.0.0.1:9")
+        ucformat.convert(
+            source_of(tmp_path / "src", 29), tmp_path / "made", **SIZES, on="dask://127.0.0.1:9"
+        )
 
 
 def run(words: list[str], cwd: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        words, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
+        words,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -194,8 +233,16 @@ def run(words: list[str], cwd: Path) -> str:
 def test_the_commands_of_the_guide(workers: str, tmp_path: Path) -> None:
     source_of(tmp_path, 30)
     (tmp_path / "global_step5").rename(tmp_path / "global_step100")
-    page = (ROOT / "docs" / "guides" / "cluster.md").read_text().replace("dask://127.0.0.1:8786", workers)
-    lines = [line for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+    page = (
+        (ROOT / "docs" / "guides" / "cluster.md")
+        .read_text()
+        .replace("dask://127.0.0.1:8786", workers)
+    )
+    lines = [
+        line
+        for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+        for line in block.splitlines()
+    ]
     assert len(lines) == 10
     for line in lines:
         program, *words = line.removeprefix("$ ").split()
@@ -206,10 +253,14 @@ def test_the_commands_of_the_guide(workers: str, tmp_path: Path) -> None:
         said = run([sys.executable, "-m", module, *words], tmp_path)
         if program == "torchrun":
             assert len(said.splitlines()) == 1, "rank 0 alone reports"
-    places = [ucformat.open(tmp_path / f"universal{kind}") for kind in ("", "-by-ranks", "-by-parts")]
+    places = [
+        ucformat.open(tmp_path / f"universal{kind}") for kind in ("", "-by-ranks", "-by-parts")
+    ]
     for place in places[1:]:
         same_content(places[0], place)
-    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "model-by-ranks")]
+    models = [
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "model-by-ranks")
+    ]
     assert models[0] == models[1]
 
 
@@ -218,15 +269,26 @@ def test_register_a_tree(workers: str, tmp_path: Path) -> None:
         source = source_of(tmp_path / "scratch" / str(step), step)
         (tmp_path / "tree" / f"run{step % 2}").mkdir(parents=True, exist_ok=True)
         source.rename(tmp_path / "tree" / f"run{step % 2}" / f"global_step{step}")
-    ucformat.convert(tmp_path / "tree" / "run0" / "global_step0", tmp_path / "tree" / "universal", **SIZES)
+    ucformat.convert(
+        tmp_path / "tree" / "run0" / "global_step0", tmp_path / "tree" / "universal", **SIZES
+    )
     (tmp_path / "tree" / "damaged").mkdir()
     (tmp_path / "tree" / "damaged" / "manifest.json").write_text("{")
     found = {}
     for kind in ("here", "there", "parts"):
         with Catalog(f"sqlite:///{tmp_path}/{kind}.db") as catalog:
-            wheres = {"here": ["threads"], "there": [workers], "parts": ["part:0/3", "part:2/3", "part:1/3"]}[kind]
-            done = [ucformat.register(tmp_path / "tree", catalog, recursive=True, on=on) for on in wheres]
-            found[kind] = {(e.id, e.kind, e.urls, e.nbytes, e.step, e.created) for d in done for e in d.entries}
+            wheres = {
+                "here": ["threads"],
+                "there": [workers],
+                "parts": ["part:0/3", "part:2/3", "part:1/3"],
+            }[kind]
+            done = [
+                ucformat.register(tmp_path / "tree", catalog, recursive=True, on=on)
+                for on in wheres
+            ]
+            found[kind] = {
+                (e.id, e.kind, e.urls, e.nbytes, e.step, e.created) for d in done for e in d.entries
+            }
             assert [f.url for d in done for f in d.failures] == [str(tmp_path / "tree" / "damaged")]
             again = ucformat.register(tmp_path / "tree", catalog, recursive=True, on=wheres[0])
             assert set(again.ids) <= {entry[0] for entry in found[kind]}

@@ -34,7 +34,9 @@ names = iter(range(1 << 30))
 
 
 def fake(arrays: Arrays, ranks: int = 3, **facts: Any) -> Checkpoint:
-    return Checkpoint(FakeSource.write(MemoryStore(f"compare-{next(names)}"), arrays, ranks, **facts))
+    return Checkpoint(
+        FakeSource.write(MemoryStore(f"compare-{next(names)}"), arrays, ranks, **facts)
+    )
 
 
 def one(a: Any, b: Any, **options: Any) -> TensorDifference:
@@ -68,7 +70,9 @@ def oracle(a: Any, b: Any) -> tuple[int, int, float, float]:
         if a.dtype == b.dtype:
             equal = x.tobytes() == y.tobytes()
         else:
-            equal = all(u == v or (math.isnan(u) and math.isnan(v)) for u, v in zip(p, q, strict=True))
+            equal = all(
+                u == v or (math.isnan(u) and math.isnan(v)) for u, v in zip(p, q, strict=True)
+            )
         differing += not equal
         mismatches += nan_x != nan_y
         if equal or nan_x or nan_y:
@@ -96,7 +100,9 @@ def two_arrays(draw: st.DrawFn) -> tuple[Any, Any]:
     dtype = draw(st.sampled_from(list(ITEMSIZE)))
     other = draw(st.just(dtype) | st.sampled_from(list(ITEMSIZE)))
     a, b = (random_array(shape, d, draw(st.integers(0, 1 << 30))) for d in (dtype, other))
-    alike = np.random.default_rng(draw(st.integers(0, 9))).random(shape) < draw(st.sampled_from([0, 0.5, 0.9, 1]))
+    alike = np.random.default_rng(draw(st.integers(0, 9))).random(shape) < draw(
+        st.sampled_from([0, 0.5, 0.9, 1])
+    )
     with np.errstate(all="ignore"):
         same = a if dtype == other else a.astype(np.complex128).astype(b.dtype)
     return a, np.where(alike, same, b).astype(b.dtype) if dtype != other else choose(alike, a, b)
@@ -169,7 +175,11 @@ def test_boxes_end_at_chunk_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (array("float32", 1.0, 2.0), array("float32", 1.0, 3.0), (1, 0, 1.0, 1 / 3)),
         (array("float32", 0.0), array("float32", -0.0), (1, 0, 0.0, 0.0)),
-        (array("float32", 0.0, 4.0), array("float32", 1e-30, 4.0), (1, 0, float(np.float32(1e-30)), 1.0)),
+        (
+            array("float32", 0.0, 4.0),
+            array("float32", 1e-30, 4.0),
+            (1, 0, float(np.float32(1e-30)), 1.0),
+        ),
         (array("float64", 1.0), array("float64", -1.0), (1, 0, 2.0, 2.0)),
         (array("float64", INF, INF, -INF), array("float64", INF, -INF, -INF), (1, 0, INF, INF)),
         (array("float64", INF), array("float64", 1.0), (1, 0, INF, INF)),
@@ -177,7 +187,11 @@ def test_boxes_end_at_chunk_edges(monkeypatch: pytest.MonkeyPatch) -> None:
         (array("float64", 5e-324), array("float64", 0.0), (1, 0, 5e-324, 1.0)),
         (array("float32", NAN, 1.0, NAN), array("float32", NAN, NAN, 7.0), (2, 2, 0.0, 0.0)),
         (bits("float32", 0x7FC00000), bits("float32", 0x7FC00001), (1, 0, 0.0, 0.0)),
-        (bits("bfloat16", 0x7FC0, 0x3F80), bits("bfloat16", 0x7FC0, 0x3F81), (1, 0, 2**-7, 2**-7 / (1 + 2**-7))),
+        (
+            bits("bfloat16", 0x7FC0, 0x3F80),
+            bits("bfloat16", 0x7FC0, 0x3F81),
+            (1, 0, 2**-7, 2**-7 / (1 + 2**-7)),
+        ),
         (array("float8_e4m3fn", 448.0), array("float8_e4m3fn", -448.0), (1, 0, 896.0, 2.0)),
         (array("float8_e5m2", INF), array("float8_e5m2", NAN), (1, 1, 0.0, 0.0)),
         (array("float16", 65504.0), array("float16", 65472.0), (1, 0, 32.0, 32 / 65504)),
@@ -187,7 +201,11 @@ def test_boxes_end_at_chunk_edges(monkeypatch: pytest.MonkeyPatch) -> None:
         (array("int64", 2**60, 5), array("int64", 2**60 + 1, 5), (1, 0, 1.0, 2.0**-60)),
         (array("uint64", 2**64 - 1), array("uint64", 2**64 - 2), (1, 0, 1.0, 2.0**-64)),
         (array("complex64", 3 + 4j), array("complex64", 0), (1, 0, 5.0, 1.0)),
-        (array("complex128", complex(INF, 0)), array("complex128", complex(INF, 1)), (1, 0, 1.0, 0.0)),
+        (
+            array("complex128", complex(INF, 0)),
+            array("complex128", complex(INF, 1)),
+            (1, 0, 1.0, 0.0),
+        ),
         (array("complex128", complex(NAN, 0), 1j), array("complex128", 0, 1j), (1, 1, 0.0, 0.0)),
         (array("float32", 1.0, NAN, 0.0), array("bfloat16", 1.0, NAN, -0.0), (0, 0, 0.0, 0.0)),
         (array("float32", 1.0 + 2**-9), array("bfloat16", 1.0), (1, 0, 2**-9, 2**-9 / (1 + 2**-9))),
@@ -222,12 +240,18 @@ def test_more_elements_than_are_compared_at_once() -> None:
 # Checkpoints
 
 
-def test_foreign_and_universal_in_any_cut_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_and_universal_in_any_cut_are_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_BLOCK", 256)
     source = fake(ODD)
     ucformat.convert(source, tmp_path / "one", chunk_bytes=64, shard_bytes=256)
     ucformat.convert(source, tmp_path / "two", chunk_bytes=1000)
-    for a, b in ((source, tmp_path / "one"), (tmp_path / "one", tmp_path / "two"), (str(tmp_path / "two"), source)):
+    for a, b in (
+        (source, tmp_path / "one"),
+        (tmp_path / "one", tmp_path / "two"),
+        (str(tmp_path / "two"), source),
+    ):
         found = list(compare(a, b))
         assert [(d.name, d.state) for d in found] == list(ODD)
         assert all(d.equal and not d.differing and d.max_abs == d.max_rel == 0.0 for d in found)
@@ -250,17 +274,28 @@ def test_what_digests_show_is_not_read(tmp_path: Path) -> None:
     assert len(rest) == len(ODD) - 1
     assert all(d.by_digest and d.equal for d in rest)
     for store in stores:
-        assert {read.file.rsplit("/data/", 1)[-1].split("/c/")[0].split("/")[-1] for read in store.reads} == {
-            "norm.bias"
-        }
+        assert {
+            read.file.rsplit("/data/", 1)[-1].split("/c/")[0].split("/")[-1] for read in store.reads
+        } == {"norm.bias"}
 
 
 def test_only_what_both_hold_in_one_shape() -> None:
     w = np.ones((2, 3), np.float32)
     a = {("w", "weight"): w, ("gone", "weight"): w, ("w", "exp_avg"): w, ("cut", "weight"): w}
-    b = {("cut", "weight"): w.reshape(3, 2), ("new", "weight"): w, ("w", "weight"): w + 1, ("w", "step"): w}
+    b = {
+        ("cut", "weight"): w.reshape(3, 2),
+        ("new", "weight"): w,
+        ("w", "weight"): w + 1,
+        ("w", "step"): w,
+    }
     (found,) = compare(fake(a), fake(b))
-    assert (found.name, found.state, found.differing, found.max_abs, found.max_rel) == ("w", "weight", 6, 1.0, 0.5)
+    assert (found.name, found.state, found.differing, found.max_abs, found.max_rel) == (
+        "w",
+        "weight",
+        6,
+        1.0,
+        0.5,
+    )
     assert list(compare(fake({}), fake({}))) == []
 
 
@@ -294,7 +329,9 @@ def test_results_come_in_the_order_of_the_first(monkeypatch: pytest.MonkeyPatch)
     arrays = {(f"t{i}", "weight"): np.arange(n, dtype=np.float64) for i, n in enumerate(sizes)}
     other = dict(reversed(arrays.items()))
     progress: list[tuple[int, int]] = []
-    found = list(compare(fake(arrays), fake(other), workers=4, progress=lambda *p: progress.append(p)))
+    found = list(
+        compare(fake(arrays), fake(other), workers=4, progress=lambda *p: progress.append(p))
+    )
     assert [(d.name, d.elements) for d in found] == [(f"t{i}", n) for i, n in enumerate(sizes)]
     assert progress[-1] == (sum(sizes) * 16, sum(sizes) * 16)
     assert [d for d, _ in progress] == sorted(d for d, _ in progress)
@@ -367,7 +404,9 @@ def sparse(folder: Path, shape: tuple[int, ...], dtype: str, fill: int) -> Check
         ((12, 1 << 20), "complex128", 0x38),
     ],
 )
-def test_memory_does_not_grow_with_the_tensors(tmp_path: Path, shape: tuple[int, ...], dtype: str, fill: int) -> None:
+def test_memory_does_not_grow_with_the_tensors(
+    tmp_path: Path, shape: tuple[int, ...], dtype: str, fill: int
+) -> None:
     a, b = sparse(tmp_path / "a", shape, dtype, 0), sparse(tmp_path / "b", shape, dtype, fill)
     assert a["large"].nbytes > 2 * (64 << 20)
     tracemalloc.start()

@@ -21,7 +21,10 @@ from ucformat.storage.wrappers import RecordingStore
 if TYPE_CHECKING:
     from pathlib import Path
 
-GROUPS = ({"params": ["embed.weight"], "lr": 0.1, "betas": [0.9, 0.95]}, {"params": ["norm.bias"], "lr": 0.2})
+GROUPS = (
+    {"params": ["embed.weight"], "lr": 0.1, "betas": [0.9, 0.95]},
+    {"params": ["norm.bias"], "lr": 0.2},
+)
 
 
 @pytest.fixture
@@ -38,7 +41,9 @@ def source(tmp_path: Path) -> Checkpoint:
 
 
 @pytest.mark.parametrize("sizes", [(64, 256), (4096, 1 << 14), (None, None), (100, 101)])
-def test_every_tensor_survives_bit_for_bit(source: Checkpoint, tmp_path: Path, sizes: tuple[Any, Any]) -> None:
+def test_every_tensor_survives_bit_for_bit(
+    source: Checkpoint, tmp_path: Path, sizes: tuple[Any, Any]
+) -> None:
     ck = ucformat.convert(source, tmp_path / "dst", chunk_bytes=sizes[0], shard_bytes=sizes[1])
     assert ck.kind == "ucformat"
     assert {(k.name, k.state) for k in ck.tensors} == set(ODD)
@@ -86,7 +91,9 @@ def test_facts_survive(source: Checkpoint, tmp_path: Path) -> None:
 def test_states_can_be_chosen(source: Checkpoint, tmp_path: Path) -> None:
     ck = ucformat.convert(source, tmp_path / "dst", states=["weight"])
     assert {k.state for k in ck.tensors} == {"weight"}
-    assert {k.state for k in ucformat.convert(source, tmp_path / "one", states="weight").tensors} == {"weight"}
+    assert {
+        k.state for k in ucformat.convert(source, tmp_path / "one", states="weight").tensors
+    } == {"weight"}
     for momentum in (["momentum"], "momentum"):
         with pytest.raises(UsageError, match="stores no tensor in state 'momentum'"):
             ucformat.convert(source, tmp_path / "other", states=momentum)
@@ -100,7 +107,9 @@ def test_digests_do_not_depend_on_shards(source: Checkpoint, tmp_path: Path) -> 
     assert len({t.digest for t in one.manifest.tensors}) == len(ODD)
 
 
-def test_a_committed_place_is_refused_before_anything_is_written(source: Checkpoint, tmp_path: Path) -> None:
+def test_a_committed_place_is_refused_before_anything_is_written(
+    source: Checkpoint, tmp_path: Path
+) -> None:
     ucformat.convert(source, tmp_path / "dst", states=["weight"])
     before = sorted(p for p in (tmp_path / "dst").rglob("*"))
     with pytest.raises(Conflict, match="already holds the committed checkpoint") as caught:
@@ -114,7 +123,9 @@ def test_overwrite_replaces_and_drops_the_old_attempt(source: Checkpoint, tmp_pa
     new = ucformat.convert(source, tmp_path / "dst", overwrite=True)
     assert old.manifest.attempt != new.manifest.attempt
     assert [p.name for p in (tmp_path / "dst" / "data").iterdir()] == [new.manifest.attempt]
-    assert [p.stem for p in (tmp_path / "dst" / "attempts").glob("*.json")] == [new.manifest.attempt]
+    assert [p.stem for p in (tmp_path / "dst" / "attempts").glob("*.json")] == [
+        new.manifest.attempt
+    ]
     assert ucformat.verify(tmp_path / "dst")
 
 
@@ -122,7 +133,9 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_conversion_is_not_seen_and_continues(source: Checkpoint, tmp_path: Path) -> None:
+def test_an_interrupted_conversion_is_not_seen_and_continues(
+    source: Checkpoint, tmp_path: Path
+) -> None:
     steps: list[int] = []
 
     def stop(done: int, total: int) -> None:
@@ -131,7 +144,9 @@ def test_an_interrupted_conversion_is_not_seen_and_continues(source: Checkpoint,
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        ucformat.convert(source, tmp_path / "dst", chunk_bytes=64, shard_bytes=256, workers=1, progress=stop)
+        ucformat.convert(
+            source, tmp_path / "dst", chunk_bytes=64, shard_bytes=256, workers=1, progress=stop
+        )
     with pytest.raises(NotACheckpoint, match="interrupted"):
         ucformat.open(tmp_path / "dst")
     recorder = RecordingStore(source.store)
@@ -144,7 +159,9 @@ def test_an_interrupted_conversion_is_not_seen_and_continues(source: Checkpoint,
     assert ucformat.verify(tmp_path / "dst")
 
 
-def test_a_damaged_shard_of_an_interrupted_attempt_is_written_anew(source: Checkpoint, tmp_path: Path) -> None:
+def test_a_damaged_shard_of_an_interrupted_attempt_is_written_anew(
+    source: Checkpoint, tmp_path: Path
+) -> None:
     def stop(done: int, total: int) -> None:
         if done == total:
             raise Interrupted
@@ -167,7 +184,8 @@ def test_two_writers_of_different_checkpoints_one_wins_whole() -> None:
         sources = [
             Checkpoint(
                 FakeSource.write(
-                    MemoryStore(f"src{round_}_{k}"), {("w", "weight"): random_array((40, 40), "float32", k)}
+                    MemoryStore(f"src{round_}_{k}"),
+                    {("w", "weight"): random_array((40, 40), "float32", k)},
                 )
             )
             for k in range(2)
@@ -228,16 +246,23 @@ def test_names_become_folders_that_do_no_harm(tmp_path: Path) -> None:
 
 def test_progress_counts_every_byte(source: Checkpoint, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    ucformat.convert(source, tmp_path / "dst", progress=lambda done, total: seen.append((done, total)))
+    ucformat.convert(
+        source, tmp_path / "dst", progress=lambda done, total: seen.append((done, total))
+    )
     total = sum(a.nbytes for a in ODD.values())
     assert seen[-1] == (total, total)
     assert [d for d, _ in seen] == sorted(d for d, _ in seen)
 
 
 def test_the_number_of_files_is_bounded_by_bytes_and_arrays(tmp_path: Path) -> None:
-    arrays = {("w", "weight"): random_array((1000, 1000), "float32"), ("v", "weight"): random_array((3,), "float32")}
+    arrays = {
+        ("w", "weight"): random_array((1000, 1000), "float32"),
+        ("v", "weight"): random_array((3,), "float32"),
+    }
     ck = ucformat.convert(
-        Checkpoint(FakeSource.write(MemoryStore("count"), arrays)), tmp_path / "dst", shard_bytes=1 << 20
+        Checkpoint(FakeSource.write(MemoryStore("count"), arrays)),
+        tmp_path / "dst",
+        shard_bytes=1 << 20,
     )
     files = [p for p in (tmp_path / "dst").rglob("*") if p.is_file()]
     assert len(files) <= 4_000_012 / (1 << 19) + 2 * len(arrays) + 5
@@ -246,5 +271,7 @@ def test_the_number_of_files_is_bounded_by_bytes_and_arrays(tmp_path: Path) -> N
 
 def test_more_dims_than_an_array_may_have(tmp_path: Path) -> None:
     save_file({"w": np.zeros((1,) * 30 + (2, 2, 1), np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedError, match=r"w \(weight\) has 33 dims; an array has at most 32"):
+    with pytest.raises(
+        UnsupportedError, match=r"w \(weight\) has 33 dims; an array has at most 32"
+    ):
         ucformat.convert(tmp_path, tmp_path / "u")

@@ -52,7 +52,11 @@ def contents(store: Store) -> dict[str, bytes]:
 @pytest.fixture
 def src(tmp_path: Path) -> Path:
     """A checkpoint of arrays of all kinds, in several shards, with objects and tied tensors."""
-    facts: dict[str, Any] = {"objects": {"scheduler": {"last": 3}}, "aliases": {"head": "table"}, "step": 7}
+    facts: dict[str, Any] = {
+        "objects": {"scheduler": {"last": 3}},
+        "aliases": {"head": "table"},
+        "step": 7,
+    }
     source = Checkpoint(FakeSource.write(MemoryStore(tmp_path.name), ODD, **facts))
     ucformat.convert(source, tmp_path / "src", chunk_bytes=256, shard_bytes=2048)
     return tmp_path / "src"
@@ -101,7 +105,9 @@ def test_there_and_back_through_an_object_store(form: Path, tmp_path: Path, buck
 
 def test_a_file_of_many_parts_in_bounded_memory(tmp_path: Path, bucket: Any) -> None:
     arrays = {("w", "weight"): random_array((1 << 20, 5), "float32")}
-    ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("many-parts"), arrays)), tmp_path / "src")
+    ucformat.convert(
+        Checkpoint(FakeSource.write(MemoryStore("many-parts"), arrays)), tmp_path / "src"
+    )
     place = bucket.place()
     done = ucformat.copy(tmp_path / "src", place)
     assert done.nbytes > 20 << 20
@@ -128,7 +134,9 @@ def test_nothing_but_what_the_manifest_names(src: Path, tmp_path: Path) -> None:
     (src / "attempts" / "other.json").write_text("{}")
     ucformat.copy(src, tmp_path / "dst")
     assert not list((tmp_path / "dst").rglob("notes.txt"))
-    assert [p.stem for p in (tmp_path / "dst" / "attempts").iterdir()] == [ucformat.open(src).manifest.attempt]
+    assert [p.stem for p in (tmp_path / "dst" / "attempts").iterdir()] == [
+        ucformat.open(src).manifest.attempt
+    ]
 
 
 # --- what cannot be copied
@@ -244,8 +252,12 @@ def test_a_place_that_cannot_be_written_to(src: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["bit", "short", "gone"])
-@pytest.mark.parametrize("pattern", ["data/*/weight/table/c/1/0", "data/*/weight/table/zarr.json", "objects/*/*"])
-def test_a_damaged_source_is_not_committed(src: Path, tmp_path: Path, pattern: str, how: str) -> None:
+@pytest.mark.parametrize(
+    "pattern", ["data/*/weight/table/c/1/0", "data/*/weight/table/zarr.json", "objects/*/*"]
+)
+def test_a_damaged_source_is_not_committed(
+    src: Path, tmp_path: Path, pattern: str, how: str
+) -> None:
     (file,) = files_of(src, pattern)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 4
@@ -272,7 +284,9 @@ def test_a_damaged_packed_file_is_not_committed(packed: Path, tmp_path: Path) ->
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 4
     file.write_bytes(data)
-    with pytest.raises(ChecksumError, match=r"rank1.bin: crc32c differs \(block at byte \d+\) in \S+ \(\S+\)"):
+    with pytest.raises(
+        ChecksumError, match=r"rank1.bin: crc32c differs \(block at byte \d+\) in \S+ \(\S+\)"
+    ):
         ucformat.copy(packed, tmp_path / "dst")
     assert not files_of(tmp_path / "dst", "data/*/rank1.bin")
     file.write_bytes(data[:-5])
@@ -322,7 +336,11 @@ def test_only_what_is_missing_is_copied(form: Path, tmp_path: Path) -> None:
     reads = RecordingStore(LocalStore(form))
     done = ucformat.copy(open_checkpoint(reads), dst)
     assert (done.files, done.kept) == (whole.files, whole.files - 1)
-    big = {r.file for r in reads.reads if r.nbytes > 2048 and r.file.startswith("data/") and "extents" not in r.file}
+    big = {
+        r.file
+        for r in reads.reads
+        if r.nbytes > 2048 and r.file.startswith("data/") and "extents" not in r.file
+    }
     assert big <= {str(lost.relative_to(dst))}
     assert contents(LocalStore(dst)) == contents(LocalStore(form))
 
@@ -333,7 +351,9 @@ def test_each_write_fails_in_turn(form: Path, tmp_path: Path, dead: bool) -> Non
     ucformat.copy(form, counting, workers=1)
     truth = contents(counting)
     stride = max(1, counting.writes // 40)
-    steps = sorted({*range(1, counting.writes, stride), *range(counting.writes - 4, counting.writes + 1)})
+    steps = sorted(
+        {*range(1, counting.writes, stride), *range(counting.writes - 4, counting.writes + 1)}
+    )
     for step in steps:
         inner = MemoryStore(f"{step}-{tmp_path.name}-{dead}-{form.name}")
         store = FaultyStore(inner, fail_write=step, dead=dead)
@@ -357,7 +377,12 @@ def test_each_write_fails_in_turn_while_another_is_replaced(src: Path, tmp_path:
 
     counting = FaultyStore(place("count"))
     ucformat.copy(src, counting, overwrite=True, workers=1)
-    steps = sorted({*range(1, counting.writes, counting.writes // 20), *range(counting.writes - 9, counting.writes)})
+    steps = sorted(
+        {
+            *range(1, counting.writes, counting.writes // 20),
+            *range(counting.writes - 9, counting.writes),
+        }
+    )
     for step in steps:
         inner = place(str(step))
         store = FaultyStore(inner, fail_write=step, dead=True)
@@ -420,7 +445,9 @@ def test_two_at_once_both_end_well(form: Path, tmp_path: Path) -> None:
         found: list[Any] = []
         barrier = threading.Barrier(2)
 
-        def work(place: Path = tmp_path / f"dst{round_}", found: list[Any] = found, b: Any = barrier) -> None:
+        def work(
+            place: Path = tmp_path / f"dst{round_}", found: list[Any] = found, b: Any = barrier
+        ) -> None:
             b.wait()
             found.append(ucformat.copy(form, place).id)
 
@@ -436,7 +463,9 @@ def test_two_at_once_both_end_well(form: Path, tmp_path: Path) -> None:
 # --- the catalog
 
 
-def test_the_catalog_knows_one_place_more(tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_catalog_knows_one_place_more(
+    tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "ours.db"))
     ck = universal(tmp_path / "run7" / "1", 1, run="run7")
     catalog.tag(ck.id, "good")
@@ -489,7 +518,9 @@ def test_that_it_was_deleted_does_not(tmp_path: Path, catalog: Catalog) -> None:
     assert not (tmp_path / "dst" / "ucformat-catalog.json").exists()
 
 
-def test_what_an_interrupted_one_left_is_collected(form: Path, tmp_path: Path, catalog: Catalog) -> None:
+def test_what_an_interrupted_one_left_is_collected(
+    form: Path, tmp_path: Path, catalog: Catalog
+) -> None:
     place = tmp_path / "dst"
     with pytest.raises(UcformatError, match="No space left"):
         ucformat.copy(form, FaultyStore(LocalStore(place), fail_write=12, dead=True), workers=1)

@@ -59,7 +59,9 @@ def src(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "src"
 
 
-def kill_at_random(src: Path, places: list[str], seed: int, *, overwrite: bool = False) -> dict[str, int]:
+def kill_at_random(
+    src: Path, places: list[str], seed: int, *, overwrite: bool = False
+) -> dict[str, int]:
     """Copy to each place, are killed, look, and copy again; how often there was what."""
     truth, chance = contents(LocalStore(src)), random.Random(seed)
     identity = ucformat.open(src).id
@@ -68,7 +70,12 @@ def kill_at_random(src: Path, places: list[str], seed: int, *, overwrite: bool =
         assert forks.run(src, f"{places[0]}-measured")[1][0] == "done"
         whole = forks.seconds
         for place in places:
-            forks.run(src, place, overwrite, kill_after=chance.uniform(0, whole) if place != places[0] else 0)
+            forks.run(
+                src,
+                place,
+                overwrite,
+                kill_after=chance.uniform(0, whole) if place != places[0] else 0,
+            )
             try:
                 ck = ucformat.open(place)
             except NotFound:
@@ -80,10 +87,15 @@ def kill_at_random(src: Path, places: list[str], seed: int, *, overwrite: bool =
             store = open_store(place)
             found = contents(store)
             assert {key: found.pop(key) for key in truth} == truth
-            attempts = {i.key.removeprefix("attempts/").removesuffix(".json") for i in store.list("attempts")}
+            attempts = {
+                i.key.removeprefix("attempts/").removesuffix(".json")
+                for i in store.list("attempts")
+            }
             assert ucformat.open(place).manifest.attempt in attempts
             assert overwrite or found == {}
-            assert all(key.split("/")[1] in attempts for key in found)  # of the replaced one, for `ucp gc`
+            assert all(
+                key.split("/")[1] in attempts for key in found
+            )  # of the replaced one, for `ucp gc`
             if not place.startswith("s3://"):
                 assert list(Path(place).rglob(".ucf-*.tmp")) == []
     return seen
@@ -114,7 +126,10 @@ def test_memory_does_not_grow_with_the_files(where: str, tmp_path: Path, bucket:
     """A packed file, which no checksum cuts in pieces that were small enough to hold."""
     for name, nbytes in (("small", 1 << 20), ("large", 192 << 20)):
         write_packed(
-            LocalStore(tmp_path / name), {("w", "weight"): random_array((nbytes // 4,), "float32")}, 1, 1 << 30
+            LocalStore(tmp_path / name),
+            {("w", "weight"): random_array((nbytes // 4,), "float32")},
+            1,
+            1 << 30,
         )
     dst = str(tmp_path / "dst") if where == "disk" else bucket.place()
     with Forks(WORK) as forks:

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 def data_of(place: Path) -> list[int]:
     """The sizes of the shards."""
-    return [p.stat().st_size for p in (place / "data").rglob("*") if p.is_file() and p.name != "zarr.json"]
+    return [
+        p.stat().st_size
+        for p in (place / "data").rglob("*")
+        if p.is_file() and p.name != "zarr.json"
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -56,9 +60,16 @@ def test_copy_materialize_and_verify(tmp_path: Path) -> None:
     ck = ucformat.convert(source_of(tmp_path / "src", 9), tmp_path / "one", **SIZES)
     cost = ucformat.estimate("copy", ck, tmp_path / "two")
     done = ucformat.copy(ck, tmp_path / "two")
-    assert (cost.files, cost.bytes_read, cost.bytes_written) == (done.files, done.nbytes, done.nbytes)
+    assert (cost.files, cost.bytes_read, cost.bytes_written) == (
+        done.files,
+        done.nbytes,
+        done.nbytes,
+    )
     assert ucformat.estimate("verify", ck).bytes_read == ucformat.verify(ck).bytes_verified
-    assert ucformat.estimate("materialize", ck, tmp_path / "three").tasks == ucformat.estimate("convert", ck, "x").tasks
+    assert (
+        ucformat.estimate("materialize", ck, tmp_path / "three").tasks
+        == ucformat.estimate("convert", ck, "x").tasks
+    )
 
 
 @pytest.mark.parametrize("method", ["average", "slerp", "ties", "lora"])
@@ -68,9 +79,16 @@ def test_combinations(method: str, tmp_path: Path) -> None:
     shapes = {"q": (300, 400), "c": (7,)}
     stores = []
     for n in range(3):
-        arrays = {(f"{name}.weight", "weight"): rng.standard_normal(s).astype("float32") for name, s in shapes.items()}
+        arrays = {
+            (f"{name}.weight", "weight"): rng.standard_normal(s).astype("float32")
+            for name, s in shapes.items()
+        }
         arrays["ids", "weight"] = np.arange(50_000)
-        ucformat.convert(Checkpoint(FakeSource.write(MemoryStore(f"cost-{n}"), arrays)), tmp_path / str(n), **SIZES)
+        ucformat.convert(
+            Checkpoint(FakeSource.write(MemoryStore(f"cost-{n}"), arrays)),
+            tmp_path / str(n),
+            **SIZES,
+        )
         stores.append(RecordingStore(LocalStore(tmp_path / str(n))))
     opened = [ucformat.open(store) for store in stores]
     planned: Planned
@@ -87,14 +105,19 @@ def test_combinations(method: str, tmp_path: Path) -> None:
     how = How(*SIZES.values())
     cost = estimate_combination(planned.combination, tmp_path / "made", how)
     assert not (tmp_path / "made").exists()
-    assert set(cost.unmeasured) == {str(ck.url) for ck in planned.combination.sources} | {str(tmp_path / "made")}
+    assert set(cost.unmeasured) == {str(ck.url) for ck in planned.combination.sources} | {
+        str(tmp_path / "made")
+    }
     for store in stores:
         store.clear()
     planned.write(tmp_path / "made", how)
     sizes = data_of(tmp_path / "made")
     assert (cost.tasks, cost.files, cost.bytes_written) == (len(sizes), len(sizes), sum(sizes))
     read = sum(
-        r.nbytes for store in stores for r in store.reads if "/data/" in f"/{r.file}" or "adapter_model" in r.file
+        r.nbytes
+        for store in stores
+        for r in store.reads
+        if "/data/" in f"/{r.file}" or "adapter_model" in r.file
     )
     assert cost.bytes_read <= read <= 1.05 * cost.bytes_read + 20_000
 
@@ -130,7 +153,9 @@ def test_the_speed_of_the_nearest_place_above(tmp_path: Path) -> None:
     assert profile_of(str(tmp_path / "diskette")) is None
 
 
-def test_a_file_of_profiles_that_is_damaged_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_profiles_that_is_damaged_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     keep_profile("/a", Profile(1.0, 2.0))
     file = tmp_path / "ucformat" / "profiles.json"

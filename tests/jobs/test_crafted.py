@@ -36,7 +36,11 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A folder that all may write to."""
     if request.param == "s3":
         return str(request.getfixturevalue("bucket").place())
-    return f"memory://{tmp_path.name}-shared" if request.param == "memory" else str(tmp_path / "shared")
+    return (
+        f"memory://{tmp_path.name}-shared"
+        if request.param == "memory"
+        else str(tmp_path / "shared")
+    )
 
 
 def put(place: str, files: dict[str, bytes]) -> None:
@@ -48,12 +52,23 @@ def put(place: str, files: dict[str, bytes]) -> None:
 
 
 def record(attempt: str, **more: Any) -> bytes:
-    doc = {"format": "ucformat-attempt", "version": 1, "attempt": attempt, "plan": "sha256:" + "0" * 64}
+    doc = {
+        "format": "ucformat-attempt",
+        "version": 1,
+        "attempt": attempt,
+        "plan": "sha256:" + "0" * 64,
+    }
     return json.dumps(doc | {"owner": "x:1", "started": LONG_AGO} | more).encode()
 
 
 def tombstone(attempt: str, checkpoint: str = "x", **more: Any) -> bytes:
-    doc = {"format": "ucformat-tombstone", "version": 1, "id": checkpoint, "attempt": attempt, "created": LONG_AGO}
+    doc = {
+        "format": "ucformat-tombstone",
+        "version": 1,
+        "id": checkpoint,
+        "attempt": attempt,
+        "created": LONG_AGO,
+    }
     return json.dumps(doc | more).encode()
 
 
@@ -75,8 +90,12 @@ def spared(catalog: Catalog, root: str, crafted: dict[str, bytes]) -> None:
 # --- who may write to a folder above
 
 
-@pytest.mark.parametrize("name", ["train", "0123456789ABCDEF0123", "0123456789abcdef0123.", "é" * 20, NAME + "0"])
-def test_folders_that_are_called_otherwise_than_attempts_stay(catalog: Catalog, root: str, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["train", "0123456789ABCDEF0123", "0123456789abcdef0123.", "é" * 20, NAME + "0"]
+)
+def test_folders_that_are_called_otherwise_than_attempts_stay(
+    catalog: Catalog, root: str, name: str
+) -> None:
     put(root, {f"{kind}/{name}/x": b"mine" for kind in ("data", "objects", "assets")})
     spared(catalog, root, {f"attempts/{name}.json": record(name)})
     spared(catalog, root, {"tombstone.json": tombstone(name)})
@@ -98,25 +117,38 @@ def test_names_that_are_ways(catalog: Catalog, root: str, way: str) -> None:
     spared(catalog, root, {"tombstone.json": tombstone(way), f"attempts/{NAME}.json": record(way)})
 
 
-@pytest.mark.parametrize("mark", ["manifest.json", "attempts/{}.json", CATALOG_DOCUMENT, "tombstone.json"])
+@pytest.mark.parametrize(
+    "mark", ["manifest.json", "attempts/{}.json", CATALOG_DOCUMENT, "tombstone.json"]
+)
 @pytest.mark.parametrize("crafted", ["record", "tombstone"])
-def test_what_holds_another_checkpoint_stays(catalog: Catalog, root: str, crafted: str, mark: str) -> None:
+def test_what_holds_another_checkpoint_stays(
+    catalog: Catalog, root: str, crafted: str, mark: str
+) -> None:
     """In the folder that an attempt would have lies a place of somebody else."""
     nested = universal(f"{root}/objects/{NAME}/run/1")
     found = content(nested.url)
     said = {"format": "ucformat-catalog", "version": 1, "id": nested.id}
-    document = {CATALOG_DOCUMENT: json.dumps(said).encode(), "tombstone.json": tombstone(nested.manifest.attempt)}
+    document = {
+        CATALOG_DOCUMENT: json.dumps(said).encode(),
+        "tombstone.json": tombstone(nested.manifest.attempt),
+    }
     key = mark.format(nested.manifest.attempt)
     for other in found:
         if other in ("manifest.json", f"attempts/{nested.manifest.attempt}.json") and other != key:
             open_store(nested.url).delete(other)
     put(nested.url, {k: v for k, v in document.items() if k == key})
     put(root, {f"data/{NAME}/w/c/0": b"mine"})
-    made = {f"attempts/{NAME}.json": record(NAME)} if crafted == "record" else {"tombstone.json": tombstone(NAME)}
+    made = (
+        {f"attempts/{NAME}.json": record(NAME)}
+        if crafted == "record"
+        else {"tombstone.json": tombstone(NAME)}
+    )
     spared(catalog, root, made)
 
 
-def test_a_deleted_checkpoint_that_holds_another_one_stays_whole(catalog: Catalog, root: str) -> None:
+def test_a_deleted_checkpoint_that_holds_another_one_stays_whole(
+    catalog: Catalog, root: str
+) -> None:
     outer = universal(f"{root}/outer", 1)
     entry = catalog.record(outer.manifest, outer.url)
     nested = universal(f"{outer.url}/data/{outer.manifest.attempt}/more/run/2", 2)
@@ -131,9 +163,17 @@ def test_a_deleted_checkpoint_that_holds_another_one_stays_whole(catalog: Catalo
 
 
 def test_an_asset_that_is_called_as_a_manifest_is_none(catalog: Catalog, root: str) -> None:
-    put(root, {f"assets/{NAME}/manifest.json": b'{"model": 1}', f"assets/{NAME}/b/manifest.json": b"\xff"})
+    put(
+        root,
+        {
+            f"assets/{NAME}/manifest.json": b'{"model": 1}',
+            f"assets/{NAME}/b/manifest.json": b"\xff",
+        },
+    )
     put(root, {f"attempts/{NAME}.json": record(NAME)})
-    assert [left.attempt for left in collect(catalog, [root], apply=True, grace=NOW).leftovers] == [NAME]
+    assert [left.attempt for left in collect(catalog, [root], apply=True, grace=NOW).leftovers] == [
+        NAME
+    ]
     assert content(root) == {}
 
 
@@ -159,7 +199,9 @@ def test_what_a_manifest_names_beyond_its_own_folders_stays(catalog: Catalog, ro
 
 
 @pytest.mark.parametrize("attempt", ["", "x", "a/b", "../../run", NAME.upper()])
-def test_a_manifest_whose_attempt_is_none_is_refused(catalog: Catalog, root: str, attempt: str) -> None:
+def test_a_manifest_whose_attempt_is_none_is_refused(
+    catalog: Catalog, root: str, attempt: str
+) -> None:
     made = universal(f"{root}/x", 2)
     catalog.record(made.manifest, made.url)
     doc = json.loads(open_store(made.url).read("manifest.json"))
@@ -171,17 +213,33 @@ def test_a_manifest_whose_attempt_is_none_is_refused(catalog: Catalog, root: str
     assert {k: v for k, v in content(root).items() if not k.endswith(CATALOG_DOCUMENT)} == before
 
 
-def test_a_record_or_tombstone_among_the_files_of_a_checkpoint_is_a_file(catalog: Catalog, root: str) -> None:
+def test_a_record_or_tombstone_among_the_files_of_a_checkpoint_is_a_file(
+    catalog: Catalog, root: str
+) -> None:
     """Its author chose the names of assets."""
     made = universal(f"{root}/x", 2)
     put(f"{made.url}/assets/{made.manifest.attempt}", {f"data/{NAME}/w": b"asset"})
     inside = f"x/assets/{made.manifest.attempt}"
-    spared(catalog, root, {f"{inside}/attempts/{NAME}.json": record(NAME), f"{inside}/tombstone.json": tombstone(NAME)})
+    spared(
+        catalog,
+        root,
+        {
+            f"{inside}/attempts/{NAME}.json": record(NAME),
+            f"{inside}/tombstone.json": tombstone(NAME),
+        },
+    )
     doc = json.loads(open_store(made.url).read("manifest.json"))
     asset = {"path": f"deep/data/{NAME}/w", "nbytes": 5, "digest": "sha256:" + "0" * 64}
-    named = {"manifest.json": manifest_file(doc | {"assets": {"w": asset}}), f"deep/data/{NAME}/w": b"asset"}
+    named = {
+        "manifest.json": manifest_file(doc | {"assets": {"w": asset}}),
+        f"deep/data/{NAME}/w": b"asset",
+    }
     put(made.url, named)
-    spared(catalog, root, {f"x/deep/attempts/{NAME}.json": record(NAME), "x/deep/tombstone.json": tombstone(NAME)})
+    spared(
+        catalog,
+        root,
+        {f"x/deep/attempts/{NAME}.json": record(NAME), "x/deep/tombstone.json": tombstone(NAME)},
+    )
 
 
 def test_a_record_of_the_folders_in_which_a_checkpoint_lies(catalog: Catalog, root: str) -> None:
@@ -215,12 +273,19 @@ def test_what_a_catalog_knows_of_another_checkpoint_stays(catalog: Catalog, root
 # --- folders and links
 
 
-def test_folders_that_hold_nothing_stay(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> None:
+def test_folders_that_hold_nothing_stay(
+    catalog: Catalog, recorded: Recorded, tmp_path: Path
+) -> None:
     """A repository of git is broken without some of its empty folders."""
     entry = recorded()
     place = Path(str(entry.url))
     shared = tmp_path / "shared"
-    empty = [place / ".git/refs/tags", place / "notes", shared / ".git/refs/tags", shared / "run/data"]
+    empty = [
+        place / ".git/refs/tags",
+        place / "notes",
+        shared / ".git/refs/tags",
+        shared / "run/data",
+    ]
     for folder in empty:
         folder.mkdir(parents=True)
     put(str(shared), {f"attempts/{NAME}.json": record(NAME), f"data/{NAME}/w/c/0": b"left"})
@@ -233,7 +298,9 @@ def test_folders_that_hold_nothing_stay(catalog: Catalog, recorded: Recorded, tm
     assert sorted(p.name for p in shared.iterdir()) == [".git", "run"]
 
 
-def test_a_place_that_is_another_ones_by_now_keeps_its_folders(catalog: Catalog, recorded: Recorded) -> None:
+def test_a_place_that_is_another_ones_by_now_keeps_its_folders(
+    catalog: Catalog, recorded: Recorded
+) -> None:
     entry, _ = recorded(1), recorded(2)
     catalog.delete(entry.id, grace=NOW)
     place = Path(str(entry.url))
@@ -251,7 +318,9 @@ def test_what_a_link_leads_to_stays(catalog: Catalog, tmp_path: Path, link: str)
     name = NAME if link.endswith(NAME) else attempt
     target = tmp_path / "shared/run/1" / link.replace(NAME, attempt)
     (tmp_path / "shared" / link).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "shared" / link).symlink_to(os.path.relpath(target, (tmp_path / "shared" / link).parent))
+    (tmp_path / "shared" / link).symlink_to(
+        os.path.relpath(target, (tmp_path / "shared" / link).parent)
+    )
     before = content(held.url)
     crafted = tmp_path / "shared" / ("" if link == "attempts" else "attempts") / f"{name}.json"
     crafted.parent.mkdir(exist_ok=True)
@@ -278,7 +347,10 @@ def test_a_writer_that_fails_removes_what_it_wrote_and_no_more(tmp_path: Path) -
     store = MemoryStore(f"{tmp_path.name}-fails")
     put(store.url, {"data/mine/x": b"mine", "objects/x": b"mine"})
     one, two = universal(store.url, 1), universal(store.url, 2, overwrite=True)
-    assert {k.split("/")[1] for k in content(store.url) if k.startswith("data/")} == {"mine", two.manifest.attempt}
+    assert {k.split("/")[1] for k in content(store.url) if k.startswith("data/")} == {
+        "mine",
+        two.manifest.attempt,
+    }
     assert one.manifest.attempt != two.manifest.attempt
     with pytest.raises(UcformatError):
         universal(store.url, 3)
@@ -288,7 +360,14 @@ def test_a_writer_that_fails_removes_what_it_wrote_and_no_more(tmp_path: Path) -
 def test_a_tombstone_from_long_ago_is_ended(catalog: Catalog, root: str) -> None:
     """What is provably of the attempt does go."""
     put(root, {f"{kind}/{NAME}/x": b"left" for kind in ("data", "objects", "assets")})
-    put(root, {f"attempts/{NAME}.json": record(NAME), "tombstone.json": tombstone(NAME), "data/notes.txt": b"mine"})
+    put(
+        root,
+        {
+            f"attempts/{NAME}.json": record(NAME),
+            "tombstone.json": tombstone(NAME),
+            "data/notes.txt": b"mine",
+        },
+    )
     assert [left.attempt for left in collect(catalog, [root], grace=NOW).leftovers] == [NAME]
     done = collect(catalog, [root], apply=True, grace=NOW)
     assert done.failures == ()

@@ -30,7 +30,13 @@ def work(src, dst):
 
 
 def arrays(seed: int, scale: int = 1) -> Arrays:
-    shapes = {"embed": (211, 30), "a": (300 * scale, 401), "b": (64, 64), "c": (7,), "d": (128 * scale, 257)}
+    shapes = {
+        "embed": (211, 30),
+        "a": (300 * scale, 401),
+        "b": (64, 64),
+        "c": (7,),
+        "d": (128 * scale, 257),
+    }
     return {
         (n, s): random_array(shape, "float32", seed + 100 * i + j)
         for i, (n, shape) in enumerate(shapes.items())
@@ -57,7 +63,9 @@ def test_kill_9_at_any_instant(part: int, tmp_path: Path) -> None:
                 ck = ucformat.convert(source, target, chunk_bytes=4096, shard_bytes=1 << 18)
             else:
                 seen["checkpoint"] += 1
-                with pytest.raises(Conflict, match="nothing is left to do"):  # and clears away what the killed one left
+                with pytest.raises(
+                    Conflict, match="nothing is left to do"
+                ):  # and clears away what the killed one left
                     ucformat.convert(source, target, chunk_bytes=4096, shard_bytes=1 << 18)
             ucformat.verify(ck).raise_if_damaged()
             for key, a in truth.items():

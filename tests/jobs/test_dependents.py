@@ -52,7 +52,10 @@ def other(tmp_path: Path) -> Iterator[Catalog]:
 @pytest.fixture
 def parent(tmp_path: Path) -> Checkpoint:
     """A packed checkpoint, which `materialize` makes arrays of."""
-    arrays = {("w", "weight"): random_array((5, 7), "float32", 1), ("b", "weight"): random_array((3,), "int64", 1)}
+    arrays = {
+        ("w", "weight"): random_array((5, 7), "float32", 1),
+        ("b", "weight"): random_array((3,), "int64", 1),
+    }
     return write_packed(open_store(tmp_path / "run" / "1"), arrays)
 
 
@@ -83,7 +86,9 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "tree") if request.param == "local" else f"memory://{tmp_path.name}/tree"
 
 
-def test_what_another_catalog_knows_is_honoured(root: str, catalog: Catalog, other: Catalog) -> None:
+def test_what_another_catalog_knows_is_honoured(
+    root: str, catalog: Catalog, other: Catalog
+) -> None:
     parent = universal(f"{root}/run/1", 1)
     ck = ucformat.convert(parent, f"{root}/v", virtual=True)
     catalog.record(parent.manifest, parent.url)
@@ -114,12 +119,16 @@ def test_what_is_needed_after_it_was_deleted_is_not_purged(root: str, catalog: C
     ck = ucformat.convert(parent, f"{root}/v", virtual=True)
     for apply in (False, True):
         done = collect(catalog, apply=apply)
-        assert [(w.row.id, w.reasons) for w in done.plan.wait] == [(parent.id, (f"needed by {ck.id}",))]
+        assert [(w.row.id, w.reasons) for w in done.plan.wait] == [
+            (parent.id, (f"needed by {ck.id}",))
+        ]
         assert done.purged == done.failures == ()
     assert is_whole(ck)
 
 
-def test_in_place_nothing_is_materialised_that_others_need(ck: Checkpoint, parent: Checkpoint) -> None:
+def test_in_place_nothing_is_materialised_that_others_need(
+    ck: Checkpoint, parent: Checkpoint
+) -> None:
     with pytest.raises(Conflict, match=f"needed by {ck.id}"):
         ucformat.materialize(parent)
     assert is_whole(ck)
@@ -129,7 +138,9 @@ def test_without_a_catalog_a_run_keeps_what_is_needed(ck: Checkpoint, parent: Ch
     assert protections_of(parent.url, parent.id, known=False) == (f"needed by {ck.id}",)
 
 
-def test_a_dependent_that_cannot_be_reached_protects(ck: Checkpoint, parent: Checkpoint, catalog: Catalog) -> None:
+def test_a_dependent_that_cannot_be_reached_protects(
+    ck: Checkpoint, parent: Checkpoint, catalog: Catalog
+) -> None:
     shutil.rmtree(ck.url)
     catalog.record(parent.manifest, parent.url)
     with pytest.raises(PermissionDenied, match=f"needed by {ck.id}"):
@@ -141,20 +152,26 @@ def test_what_is_no_document_of_ours_protects_nothing(parent: Checkpoint) -> Non
     for name in ("README", "x.json", f"{'a' * 32}.txt", f"{'a' * 32}/x.json", f"{'A' * 32}.json"):
         store.put_if_absent(f"needed-by/{name}", b"{}")
     assert needing(parent.url) == ()
-    store.put_if_absent(f"needed-by/{'a' * 32}.json", b"")  # for its name is an id, and who knows who wrote it
+    store.put_if_absent(
+        f"needed-by/{'a' * 32}.json", b""
+    )  # for its name is an id, and who knows who wrote it
     assert needing(parent.url) == ("a" * 32,)
 
 
 # --- where it is said
 
 
-def test_of_a_virtual_one_of_a_virtual_one_beside_the_files(ck: Checkpoint, parent: Checkpoint, tmp_path: Path) -> None:
+def test_of_a_virtual_one_of_a_virtual_one_beside_the_files(
+    ck: Checkpoint, parent: Checkpoint, tmp_path: Path
+) -> None:
     again = ucformat.convert(ck, tmp_path / "again", virtual=True)
     assert {*needing(parent.url)} == {ck.id, again.id}
     assert needing(ck.url) == ()
 
 
-def test_beside_a_foreign_checkpoint_which_stays_what_it_is(tmp_path: Path, catalog: Catalog) -> None:
+def test_beside_a_foreign_checkpoint_which_stays_what_it_is(
+    tmp_path: Path, catalog: Catalog
+) -> None:
     tag = foreign(tmp_path / "run")
     before = ucformat.open(tag)
     ck = ucformat.convert(before, tmp_path / "v", virtual=True)
@@ -169,7 +186,9 @@ def test_beside_a_foreign_checkpoint_which_stays_what_it_is(tmp_path: Path, cata
     assert ucformat.verify(ck)
 
 
-def test_beside_the_checkpoint_whose_arrays_were_opened_alone(tmp_path: Path, catalog: Catalog) -> None:
+def test_beside_the_checkpoint_whose_arrays_were_opened_alone(
+    tmp_path: Path, catalog: Catalog
+) -> None:
     parent = universal(tmp_path / "run" / "1", 1)
     arrays = f"{parent.url}/data/{parent.manifest.attempt}"
     ck = ucformat.convert(arrays, tmp_path / "v", virtual=True)
@@ -191,7 +210,9 @@ def test_folders_that_are_called_data_are_no_checkpoints(place: str, tmp_path: P
         assert find_homes([(store, "data/z/w"), (store, "v")]) == ((store.url, frozenset()),)
 
 
-def test_a_copy_of_what_is_needed_is_not(ck: Checkpoint, parent: Checkpoint, tmp_path: Path) -> None:
+def test_a_copy_of_what_is_needed_is_not(
+    ck: Checkpoint, parent: Checkpoint, tmp_path: Path
+) -> None:
     copied = ucformat.copy(parent, tmp_path / "copy")
     assert needing(parent.url) == (ck.id,)
     assert needing(copied.url) == ()
@@ -214,7 +235,9 @@ def test_where_nothing_can_be_written_it_is_refused(
     assert ucformat.verify(ck).unprotected == (parent.url,)
 
 
-def test_what_is_protected_is_not_reported(ck: Checkpoint, parent: Checkpoint, tmp_path: Path) -> None:
+def test_what_is_protected_is_not_reported(
+    ck: Checkpoint, parent: Checkpoint, tmp_path: Path
+) -> None:
     assert ucformat.verify(ck).unprotected == ucformat.verify(parent).unprotected == ()
     shutil.copytree(ck.url, tmp_path / "moved")  # of which nothing is said
     assert ucformat.verify(tmp_path / "moved").unprotected == (parent.url,)
@@ -251,7 +274,9 @@ def test_when_the_dependent_goes_its_document_does(
     assert is_whole(parent)
 
 
-def test_one_that_takes_the_place_of_another_needs_them_itself(ck: Checkpoint, parent: Checkpoint) -> None:
+def test_one_that_takes_the_place_of_another_needs_them_itself(
+    ck: Checkpoint, parent: Checkpoint
+) -> None:
     again = ucformat.convert(parent, ck.url, virtual=True, checksums=True, overwrite=True)
     assert again.id != ck.id
     assert needing(parent.url) == (again.id,)
@@ -270,7 +295,9 @@ def test_where_this_user_has_no_virtual_checkpoints_nothing_is_taken_back(
     assert "--ignore-dependent" in caplog.text
 
 
-def test_a_record_elsewhere_takes_nothing_back(ck: Checkpoint, parent: Checkpoint, tmp_path: Path) -> None:
+def test_a_record_elsewhere_takes_nothing_back(
+    ck: Checkpoint, parent: Checkpoint, tmp_path: Path
+) -> None:
     store = open_store(tmp_path / "stranger")
     record = open_store(ck.url).read(record_key(ck.manifest.attempt))
     assert AttemptDoc.model_validate_json(record).needs == (parent.url,)
@@ -296,7 +323,10 @@ def test_killed_before_its_commit_it_protects_until_gc(
     with pytest.raises(Conflict, match=f"needed by {made}"):
         ucformat.materialize(parent)
     ck = ucformat.convert(parent, tmp_path / "v", virtual=True)
-    assert (ck.id, needing(parent.url)) == (made, (made,))  # the same, so that nothing is left of the first try
+    assert (ck.id, needing(parent.url)) == (
+        made,
+        (made,),
+    )  # the same, so that nothing is left of the first try
     with monkeypatch.context() as patch:
         patch.setattr(converting, "commit", die)
         with pytest.raises(KeyboardInterrupt):
@@ -353,7 +383,9 @@ def test_one_that_comes_while_a_purge_begins(
     came: list[UcformatError | Checkpoint] = []
 
     def come() -> None:
-        monkeypatch.setattr(dependents, "_refuse_dying", real_refuse if when == "asked" else lambda *_: None)
+        monkeypatch.setattr(
+            dependents, "_refuse_dying", real_refuse if when == "asked" else lambda *_: None
+        )
         try:
             came.append(ucformat.convert(parent, tmp_path / "v", virtual=True))
         except UcformatError as error:
@@ -395,7 +427,9 @@ def test_of_two_who_purge_nobody_takes_back_what_the_other_settled(
         asked.append(1)
         if len(asked) > 1:
             return real(place)
-        monkeypatch.setattr(removal, "_take_manifest", lambda *_: False)  # the other one has settled, and not yet begun
+        monkeypatch.setattr(
+            removal, "_take_manifest", lambda *_: False
+        )  # the other one has settled, and not yet begun
         assert removal.remove(open_store(parent.url), parent.id) == ()
         monkeypatch.undo()
         return ("a" * 32,)  # one that begins to need it now, and then sees the tombstone
@@ -424,7 +458,9 @@ def test_one_that_comes_while_its_parent_is_being_replaced(
     assert list(open_store(tmp_path / "v").list()) == []
 
 
-def test_what_was_replaced_since_it_was_opened_is_not_needed(parent: Checkpoint, tmp_path: Path) -> None:
+def test_what_was_replaced_since_it_was_opened_is_not_needed(
+    parent: Checkpoint, tmp_path: Path
+) -> None:
     opened = ucformat.open(parent.url)
     placed = find_homes([(opened.store, f"data/{opened.manifest.attempt}/rank0.bin")])
     assert placed == ((parent.url, frozenset([opened.manifest.attempt])),)
@@ -468,7 +504,12 @@ def test_a_dependent_that_is_gone_is_ignored_by_the_owners_word(
         assert ignore_dependents(parent.url, [ck.id], command="delete") == frozenset()
     catalog.delete(parent.id, grace=NOW)
     [event] = [e for e in catalog.events(parent.id) if e.action == "ignore-dependent"]
-    assert event.detail == {"dependent": ck.id, "url": parent.url, "command": "delete", "at": ck.url}
+    assert event.detail == {
+        "dependent": ck.id,
+        "url": parent.url,
+        "command": "delete",
+        "at": ck.url,
+    }
     assert collect(catalog, apply=True).purged == (parent.id,)
     assert list(open_store(parent.url).list()) == []
 

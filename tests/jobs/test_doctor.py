@@ -139,7 +139,11 @@ class LooksThenPuts(Liar):
         there = any(i.key == key for i in self.inner.list(key.rpartition("/")[0]))
         if "/race-" in key:
             self.looked.wait(PATIENCE)  # all have, before one of them puts
-        return self.inner.put_if_absent(key, data) if there else PutsAnyway.put_if_absent(self, key, data)  # type: ignore[arg-type]
+        return (
+            self.inner.put_if_absent(key, data)
+            if there
+            else PutsAnyway.put_if_absent(self, key, data)  # type: ignore[arg-type]
+        )
 
 
 class ReplacesAnyway(Liar):
@@ -153,7 +157,9 @@ class ListsLate(Liar):
 
 
 class ReadsShort(Liar):
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         size = self.inner.info(key).size
         if offset + sum(b.nbytes for b in buffers) <= size:
             self.inner.read_into(key, offset, buffers, crcs)
@@ -206,7 +212,9 @@ def test_ctrl_c_in_the_middle_leaves_nothing(step: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("modules", "step"), [((doctoring,), 5), ((doctoring, probes, local, folders), 89)])
+@pytest.mark.parametrize(
+    ("modules", "step"), [((doctoring,), 5), ((doctoring, probes, local, folders), 89)]
+)
 def test_ctrl_c_at_any_instant(
     modules: tuple[ModuleType, ...], step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +230,10 @@ def test_ctrl_c_at_any_instant(
 def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ucformat.cli", "doctor", str(tmp_path / "x")]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:
         wait_until(lambda: process.poll() is not None or (tmp_path / "x").exists())
         process.send_signal(signal.SIGINT)
@@ -250,7 +261,13 @@ def test_an_endpoint_that_does_not_answer(bucket: Bucket, monkeypatch: pytest.Mo
 def test_where_the_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ucformat.jobs.doctor import access_to
 
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+        "AWS_PROFILE",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name in ("UCP_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
@@ -260,7 +277,9 @@ def test_where_the_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     forget()
     assert access_to("s3://b/x").credentials == "none"
     assert access_to("s3://b/x").endpoint == "Amazon's"
-    (tmp_path / "credentials").write_text(f"[team]\naws_access_key_id = AKIA\naws_secret_access_key = {CANARY}\n")
+    (tmp_path / "credentials").write_text(
+        f"[team]\naws_access_key_id = AKIA\naws_secret_access_key = {CANARY}\n"
+    )
     (tmp_path / "config").write_text("[profile team]\nregion = eu-west-3\n")
     monkeypatch.setenv("AWS_PROFILE", "team")
     forget()

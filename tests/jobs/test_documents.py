@@ -57,8 +57,12 @@ def stores(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Store], Store]) -> N
 
 
 @pytest.mark.parametrize("memory", [False, True])
-def test_every_change_is_written(catalog: Catalog, recorded: Recorded, tmp_path: Path, memory: bool) -> None:
-    places = [f"memory://{tmp_path.name}{n}" if memory else tmp_path / "run7" / str(n) for n in (1, 2)]
+def test_every_change_is_written(
+    catalog: Catalog, recorded: Recorded, tmp_path: Path, memory: bool
+) -> None:
+    places = [
+        f"memory://{tmp_path.name}{n}" if memory else tmp_path / "run7" / str(n) for n in (1, 2)
+    ]
     one, two = (recorded(n, place, run="run7 ") for n, place in enumerate(places, 1))
     assert read_document(open_store(str(one.url))) is None
     number = 0
@@ -102,7 +106,9 @@ def universal_manifest(place: Any) -> Manifest:
     return open_checkpoint(place).manifest
 
 
-def test_both_documents_are_written_when_an_alias_moves(catalog: Catalog, recorded: Recorded) -> None:
+def test_both_documents_are_written_when_an_alias_moves(
+    catalog: Catalog, recorded: Recorded
+) -> None:
     one, two = recorded(1), recorded(2)
     catalog.alias("best", one.id)
     assert [(a.name, a.version) for a in document(one.url).aliases] == [("best", 1)]
@@ -126,12 +132,16 @@ def test_what_changes_nothing_writes_nothing(catalog: Catalog, recorded: Recorde
     assert (Path(str(entry.url)) / CATALOG_DOCUMENT).stat() == before
 
 
-def test_one_that_an_engine_wrote_has_one_in_its_tag_folder(catalog: Catalog, tmp_path: Path) -> None:
+def test_one_that_an_engine_wrote_has_one_in_its_tag_folder(
+    catalog: Catalog, tmp_path: Path
+) -> None:
     tag = foreign(tmp_path / "run7")
     [entry] = register([str(tmp_path / "run7")], catalog).entries
     catalog.note(entry.id, "x")
     assert document(tag).id == entry.id
-    assert [e.id for e in register([str(tag)], catalog).entries] == [entry.id]  # which does not change what it is
+    assert [e.id for e in register([str(tag)], catalog).entries] == [
+        entry.id
+    ]  # which does not change what it is
 
 
 def test_in_all_places_where_it_lies(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> None:
@@ -160,7 +170,10 @@ class ReadOnly(WrappedStore):
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning_and_due_again(
-    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    catalog: Catalog,
+    recorded: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     entry = recorded()
     with monkeypatch.context() as patch:
@@ -170,7 +183,10 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_due_again(
             catalog.tag(entry.id, tag)
             [record] = caplog.records
             assert (record.name, record.levelno) == ("ucformat", logging.WARNING)
-            assert f"document beside {entry.url} could not be updated: cannot create" in record.getMessage()
+            assert (
+                f"document beside {entry.url} could not be updated: cannot create"
+                in record.getMessage()
+            )
         assert catalog.get(entry.id).tags == ("one", "two")
         assert due(catalog) == 1
     caplog.clear()
@@ -247,7 +263,9 @@ ODD = {
     "a list": b"[]",
     "another's": b'{"format": "wandb", "id": "x"}',
     "of a newer version": b'{"format": "ucformat-catalog", "version": 2, "id": "x", "catalog": "c", "revision": 1}',
-    "a revision beyond any bound": json.dumps({"id": "x", "catalog": "c", "revision": 1 << 31}).encode(),
+    "a revision beyond any bound": json.dumps(
+        {"id": "x", "catalog": "c", "revision": 1 << 31}
+    ).encode(),
     "a time without a zone": json.dumps(
         {
             "id": "x",
@@ -280,7 +298,9 @@ def test_one_that_is_none_of_ours_is_left_alone(
     assert file.read_bytes() == data
 
 
-def test_the_document_of_an_overwritten_checkpoint_makes_way(catalog: Catalog, recorded: Recorded) -> None:
+def test_the_document_of_an_overwritten_checkpoint_makes_way(
+    catalog: Catalog, recorded: Recorded
+) -> None:
     old = recorded()
     for word in "abcdef":
         catalog.note(old.id, word)
@@ -300,7 +320,10 @@ def test_the_document_of_one_that_the_catalog_does_not_know_stays(
     other.tag(new.id, "released")
     catalog.note(old.id, "the catalog believes that it is still there")
     assert "there is another checkpoint there" in caplog.text
-    assert (document(new.url).id, [t.name for t in document(new.url).tags]) == (new.id, ["released"])
+    assert (document(new.url).id, [t.name for t in document(new.url).tags]) == (
+        new.id,
+        ["released"],
+    )
 
 
 # --- others write, too
@@ -329,7 +352,11 @@ class Meddler(WrappedStore):
 
 @pytest.mark.parametrize("there", [False, True])
 def test_two_catalogs_that_write_at_once_lose_nothing(
-    catalog: Catalog, other: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, there: bool
+    catalog: Catalog,
+    other: Catalog,
+    recorded: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    there: bool,
 ) -> None:
     entry = recorded()
     other.record(universal_manifest(entry.url), str(entry.url))
@@ -377,7 +404,10 @@ def test_two_processes_of_one_catalog_lose_nothing(
 
 
 def test_one_who_never_gets_to_write_says_so(
-    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    catalog: Catalog,
+    recorded: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     entry = recorded()
     catalog.note(entry.id, "before")
@@ -393,7 +423,10 @@ def test_one_who_never_gets_to_write_says_so(
 
 
 def test_on_object_stores_the_last_one_wins(
-    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    catalog: Catalog,
+    recorded: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """fsspec cannot replace conditionally there."""
 
@@ -406,7 +439,9 @@ def test_on_object_stores_the_last_one_wins(
     for word in "abc":
         catalog.tag(entry.id, word)
         assert document(entry.url) == composed(catalog, entry.id)
-    theirs = said(catalog, entry.id, notes=(NoteDoc(text="theirs", created=datetime.now(UTC), who="they"),))
+    theirs = said(
+        catalog, entry.id, notes=(NoteDoc(text="theirs", created=datetime.now(UTC), who="they"),)
+    )
     left = [theirs]
 
     class Overwritten(ObjectStore):
@@ -443,7 +478,9 @@ def said(catalog: Catalog, ref: str, **changed: Any) -> CatalogDoc:
     return doc.model_copy(update={"catalog": "another", "revision": doc.revision + 1, **changed})
 
 
-def test_what_is_absorbed_is_there_once(catalog: Catalog, other: Catalog, recorded: Recorded, clock: Clock) -> None:
+def test_what_is_absorbed_is_there_once(
+    catalog: Catalog, other: Catalog, recorded: Recorded, clock: Clock
+) -> None:
     entry = recorded()
     catalog.tag(entry.id, "good")
     catalog.hold(entry.id, "paper", until=timedelta(days=30))
@@ -468,7 +505,9 @@ def test_what_is_absorbed_is_there_once(catalog: Catalog, other: Catalog, record
     assert [(m.version, m.target) for m in other.alias_history("best")] == [(1, entry.id)]
 
 
-def test_a_document_of_another_checkpoint_is_not_taken(catalog: Catalog, recorded: Recorded) -> None:
+def test_a_document_of_another_checkpoint_is_not_taken(
+    catalog: Catalog, recorded: Recorded
+) -> None:
     one, two = recorded(1), recorded(2)
     catalog.tag(one.id, "good")
     assert catalog.import_document(two.id, said(catalog, one.id), str(two.url)).tags == ()
@@ -490,14 +529,18 @@ def test_of_two_who_claim_an_alias_the_later_move_is_right(
     assert [(a.id, a.version) for a in other.aliases()] == [(two.id, 2)]
     (Path(str(one.url)) / CATALOG_DOCUMENT).write_text(first.model_dump_json())
     write_documents(other)
-    register([str(one.url)], other)  # whose document is an old one, or of a catalog that never heard of the move
+    register(
+        [str(one.url)], other
+    )  # whose document is an old one, or of a catalog that never heard of the move
     assert [(a.id, a.version) for a in other.aliases()] == [(two.id, 2)]
     other.unalias("best")
     register([str(one.url)], other)
     assert other.aliases() == []
 
 
-def test_a_metric_that_was_measured_later_wins(catalog: Catalog, recorded: Recorded, clock: Clock) -> None:
+def test_a_metric_that_was_measured_later_wins(
+    catalog: Catalog, recorded: Recorded, clock: Clock
+) -> None:
     entry = recorded()
     catalog.metric(entry.id, {"a": 1.0, "b": 1.0})
     doc = said(catalog, entry.id)
@@ -508,7 +551,9 @@ def test_a_metric_that_was_measured_later_wins(catalog: Catalog, recorded: Recor
         "c": metric.model_copy(update={"value": None}),
     }
     theirs = doc.model_copy(update={"metrics": later})
-    found = catalog.import_document(entry.id, theirs, str(entry.url))  # but not over what was said here
+    found = catalog.import_document(
+        entry.id, theirs, str(entry.url)
+    )  # but not over what was said here
     assert repr(found.metrics) == repr({"a": 1.0, "b": 1.0, "c": float("nan")})
     found = catalog.import_document(entry.id, theirs, str(entry.url), trust=True)
     assert repr(found.metrics) == repr({"a": 2.0, "b": 1.0, "c": float("nan")})
@@ -523,8 +568,12 @@ def test_what_others_deleted_is_deleted_and_what_they_restored_is_back(
     doc = said(catalog, entry.id, deleted=clock.now, purge_after=clock.now + timedelta(seconds=1))
     clock.wait(days=1)
     assert catalog.import_document(entry.id, doc, str(entry.url)).state == "deleted"
-    assert catalog.get(entry.id).purge_after == clock.now + GRACE  # which nobody here has had before
-    assert composed(catalog, entry.id, str(entry.url)).purge_after == doc.purge_after  # there, theirs is right
+    assert (
+        catalog.get(entry.id).purge_after == clock.now + GRACE
+    )  # which nobody here has had before
+    assert (
+        composed(catalog, entry.id, str(entry.url)).purge_after == doc.purge_after
+    )  # there, theirs is right
     back = said(catalog, entry.id, deleted=None, purge_after=None)
     assert catalog.import_document(entry.id, back, str(entry.url)).state == "committed"
     assert catalog.get(entry.id).purge_after is None
@@ -552,14 +601,19 @@ def test_what_is_protected_here_is_not_deleted_by_others(
     assert document(entry.url).deleted is None
 
 
-def test_what_was_restored_here_since_is_not_deleted_again(catalog: Catalog, recorded: Recorded, clock: Clock) -> None:
+def test_what_was_restored_here_since_is_not_deleted_again(
+    catalog: Catalog, recorded: Recorded, clock: Clock
+) -> None:
     entry = recorded()
     catalog.delete(entry.id)
     doc = said(catalog, entry.id)
     clock.wait(hours=1)
     catalog.restore(entry.id)
     assert (
-        catalog.import_document(entry.id, doc.model_copy(update={"revision": 99}), str(entry.url)).state == "committed"
+        catalog.import_document(
+            entry.id, doc.model_copy(update={"revision": 99}), str(entry.url)
+        ).state
+        == "committed"
     )
 
 
@@ -567,13 +621,21 @@ def test_the_run_that_others_gave_is_taken_unless_ours_is_not_written_yet(
     catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = recorded()
-    assert catalog.import_document(entry.id, said(catalog, entry.id, run="theirs"), str(entry.url)).run == "theirs"
+    assert (
+        catalog.import_document(entry.id, said(catalog, entry.id, run="theirs"), str(entry.url)).run
+        == "theirs"
+    )
     stores(monkeypatch, ReadOnly)
     catalog.record(universal_manifest(entry.url), str(entry.url), run="ours")
-    assert catalog.import_document(entry.id, said(catalog, entry.id, run="theirs"), str(entry.url)).run == "ours"
+    assert (
+        catalog.import_document(entry.id, said(catalog, entry.id, run="theirs"), str(entry.url)).run
+        == "ours"
+    )
 
 
-def test_an_absorbed_document_with_any_text(catalog: Catalog, recorded: Recorded, clock: Clock) -> None:
+def test_an_absorbed_document_with_any_text(
+    catalog: Catalog, recorded: Recorded, clock: Clock
+) -> None:
     entry = recorded()
     doc = CatalogDoc.model_validate_json(
         json.dumps(
@@ -582,7 +644,9 @@ def test_an_absorbed_document_with_any_text(catalog: Catalog, recorded: Recorded
                 "catalog": "c",
                 "revision": 1 << 30,
                 "run": "a\0b",
-                "aliases": [{"name": "latest", "version": 1 << 30, "moved": "2026-01-01T00:00:00Z"}],
+                "aliases": [
+                    {"name": "latest", "version": 1 << 30, "moved": "2026-01-01T00:00:00Z"}
+                ],
                 "tags": [{"name": "\0", "created": "2026-01-01T00:00:00+05:00", "who": ""}] * 2,
                 "holds": [{"reason": "", "created": "2026-01-01T00:00:00Z", "who": "x" * 5000}],
                 "metrics": {"m\0": {"value": "Infinity", "measured": "2026-01-01T00:00:00Z"}},
@@ -593,7 +657,11 @@ def test_an_absorbed_document_with_any_text(catalog: Catalog, recorded: Recorded
         )
     )
     found = catalog.import_document(entry.id, doc, str(entry.url))
-    assert (found.run, found.tags, found.metrics) == ("a\ufffdb", ("\ufffd",), {"m\ufffd": float("inf")})
+    assert (found.run, found.tags, found.metrics) == (
+        "a\ufffdb",
+        ("\ufffd",),
+        {"m\ufffd": float("inf")},
+    )
     assert len(found.notes) == 1
     assert repr(catalog.import_document(entry.id, doc, str(entry.url))) == repr(found)
     catalog.tag(entry.id, "more")
@@ -627,13 +695,17 @@ def test_a_tag_that_was_taken_off_does_not_come_back(
     assert document(place).untags == ()
 
 
-def test_a_lost_catalog_knows_of_removals(catalog: Catalog, recorded: Recorded, tmp_path: Path, clock: Clock) -> None:
+def test_a_lost_catalog_knows_of_removals(
+    catalog: Catalog, recorded: Recorded, tmp_path: Path, clock: Clock
+) -> None:
     entry = recorded()
     catalog.tag(entry.id, "slip", "good")
     shutil.copytree(str(entry.url), tmp_path / "a copy")
     clock.wait(seconds=1)
     catalog.untag(entry.id, "slip", reason="by mistake")
-    for number, order in enumerate(([entry.url, tmp_path / "a copy"], [tmp_path / "a copy", entry.url])):
+    for number, order in enumerate(
+        ([entry.url, tmp_path / "a copy"], [tmp_path / "a copy", entry.url])
+    ):
         with Catalog(str(tmp_path / f"new{number}.db")) as new:
             for place in order:
                 register([str(place)], new, trust_documents=True)

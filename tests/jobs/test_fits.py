@@ -20,7 +20,10 @@ ARRAYS = {
     for name, shape in {"embed": (1003, 8), "up": (16, 8), "norm": (8,)}.items()
     for state in ("weight", "exp_avg")
 }
-EVEN: dict[str, Any] = {"match": ["embed", "up"], "place": [{"shard": 0, "over": "tp", "even": True}]}
+EVEN: dict[str, Any] = {
+    "match": ["embed", "up"],
+    "place": [{"shard": 0, "over": "tp", "even": True}],
+}
 REST: dict[str, Any] = {"match": "*", "place": ["replicate"]}
 
 
@@ -37,7 +40,9 @@ def test_what_fits_says_its_memory(ck: Checkpoint) -> None:
 
 
 def test_uneven_ranks_hold_unequally(ck: Checkpoint) -> None:
-    fit = ucformat.fits(ck, Layout({"tp": 4}, [{"match": "*", "place": [{"shard": 0, "over": "tp"}]}]))
+    fit = ucformat.fits(
+        ck, Layout({"tp": 4}, [{"match": "*", "place": [{"shard": 0, "over": "tp"}]}])
+    )
     assert fit.memory == (((250 + 4) * 8 + 2) * 8, ((251 + 4) * 8 + 2) * 8)
 
 
@@ -53,7 +58,11 @@ def test_what_does_not_fit_is_named_with_its_rule_and_the_reason(ck: Checkpoint)
 
 def test_every_misfit_is_reported_at_once(ck: Checkpoint) -> None:
     rules = [{**EVEN, "match": "embed"}, {"match": "up", "place": [{"shard": 5, "over": "tp"}]}]
-    assert [m.name for m in ucformat.fits(ck, Layout({"tp": 4}, rules)).misfits] == ["embed", "up", "norm"]
+    assert [m.name for m in ucformat.fits(ck, Layout({"tp": 4}, rules)).misfits] == [
+        "embed",
+        "up",
+        "norm",
+    ]
 
 
 def test_flat_buffers_of_optimizer_groups_fit_if_the_tensors_are_in_one() -> None:
@@ -68,9 +77,13 @@ def test_flat_buffers_of_optimizer_groups_fit_if_the_tensors_are_in_one() -> Non
 
 
 def test_what_only_all_together_shows(ck: Checkpoint) -> None:
-    layout = Layout({"tp": 2}, [REST], data=[{"match": "*", "place": [{"flat": "all", "over": "tp"}]}])
+    layout = Layout(
+        {"tp": 2}, [REST], data=[{"match": "*", "place": [{"flat": "all", "over": "tp"}]}]
+    )
     assert ucformat.fits(ck, layout)
-    mixed = Checkpoint(FakeSource.write(MemoryStore("mixed"), {**ARRAYS, ("x", "weight"): np.zeros(3, np.int64)}))
+    mixed = Checkpoint(
+        FakeSource.write(MemoryStore("mixed"), {**ARRAYS, ("x", "weight"): np.zeros(3, np.int64)})
+    )
     (misfit,) = ucformat.fits(mixed, layout).misfits
     assert misfit.name == "all tensors together"
 
@@ -82,7 +95,10 @@ def test_rules_that_take_nothing_are_told(ck: Checkpoint) -> None:
 
 
 def test_the_view_of_a_layout_comes_first(ck: Checkpoint) -> None:
-    view: list[dict[str, Any]] = [{"trim": "embed", "size": 1000}, {"rename": "embed", "to": "tokens"}]
+    view: list[dict[str, Any]] = [
+        {"trim": "embed", "size": 1000},
+        {"rename": "embed", "to": "tokens"},
+    ]
     rules = [{**EVEN, "match": "tokens"}, REST]
     fit = ucformat.fits(ck, Layout({"tp": 4}, rules, view=view))
     assert fit
@@ -93,8 +109,14 @@ def test_the_view_of_a_layout_comes_first(ck: Checkpoint) -> None:
 
 def test_a_file_names_the_line(ck: Checkpoint, tmp_path: Path) -> None:
     path = tmp_path / "l.yaml"
-    path.write_text("version: 1\nmesh: {tp: 4}\nrules:\n  - match: '*'\n    place: [{shard: 1, over: tp}]\n")
+    path.write_text(
+        "version: 1\nmesh: {tp: 4}\nrules:\n  - match: '*'\n    place: [{shard: 1, over: tp}]\n"
+    )
     assert "rules[0], line 4" in str(ucformat.fits(ck, path).misfits[0])
-    path.write_text("version: 1\nmesh: {tp: 4}\nrules:\n  - match: '*'\n    place:\n      - {shard: x, over: tp}\n")
-    with pytest.raises(LayoutError, match=r"line 6, rules\[0\]\.place\[0\]\.shard\.shard: Input should be"):
+    path.write_text(
+        "version: 1\nmesh: {tp: 4}\nrules:\n  - match: '*'\n    place:\n      - {shard: x, over: tp}\n"
+    )
+    with pytest.raises(
+        LayoutError, match=r"line 6, rules\[0\]\.place\[0\]\.shard\.shard: Input should be"
+    ):
         Layout.load(path)

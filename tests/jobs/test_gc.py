@@ -70,7 +70,11 @@ def test_a_deleted_checkpoint_is_purged_and_others_stay(
     before = content(two.url)
     deleted(catalog, one)
     shown = collect(catalog)
-    assert ([r.id for r in shown.plan.purge], shown.purged, shown.plan.bytes_purged) == ([one.id], (), one.nbytes)
+    assert ([r.id for r in shown.plan.purge], shown.purged, shown.plan.bytes_purged) == (
+        [one.id],
+        (),
+        one.nbytes,
+    )
     assert open_checkpoint(str(one.url)).id == one.id
     seen: list[tuple[int, int]] = []
     done = collect(catalog, apply=True, progress=lambda *n: seen.append(n))
@@ -80,7 +84,13 @@ def test_a_deleted_checkpoint_is_purged_and_others_stay(
     assert content(two.url) == before
     found = catalog.get(one.id)
     assert (found.state, found.urls, found.metrics) == ("purged", (), {"a": 1.0})
-    assert [e.action for e in catalog.events(one.id)] == ["purged", "purge", "delete", "metric", "record"]
+    assert [e.action for e in catalog.events(one.id)] == [
+        "purged",
+        "purge",
+        "delete",
+        "metric",
+        "record",
+    ]
     with pytest.raises(NotFound):
         ucformat.open(str(one.url))
     again = collect(catalog, apply=True)
@@ -121,7 +131,12 @@ def test_already_gone_is_done(catalog: Catalog, recorded: Recorded) -> None:
             path.unlink()
     done = collect(catalog, apply=True)
     assert (len(done.purged), done.failures) == (4, ())
-    assert [mine(e).exists() for e in entries] == [False, True, True, False]  # whoever left folders has his reasons
+    assert [mine(e).exists() for e in entries] == [
+        False,
+        True,
+        True,
+        False,
+    ]  # whoever left folders has his reasons
 
 
 def test_files_that_are_not_ours_stay(catalog: Catalog, recorded: Recorded) -> None:
@@ -176,10 +191,14 @@ def test_what_another_catalog_protects_stays(
     done = collect(catalog, apply=True)
     assert (done.plan.purge, done.purged, done.failures) == ((), (), ())
     assert open_checkpoint(str(entry.url)).id == entry.id
-    assert catalog.get(entry.id).state == "committed"  # as it was protected, it was never deleted there
+    assert (
+        catalog.get(entry.id).state == "committed"
+    )  # as it was protected, it was never deleted there
 
 
-def test_what_another_catalog_restored_stays(catalog: Catalog, other: Catalog, recorded: Recorded) -> None:
+def test_what_another_catalog_restored_stays(
+    catalog: Catalog, other: Catalog, recorded: Recorded
+) -> None:
     entry = recorded()
     deleted(catalog, entry)
     register([str(entry.url)], other)
@@ -190,7 +209,9 @@ def test_what_another_catalog_restored_stays(catalog: Catalog, other: Catalog, r
     assert catalog.get(entry.id).state == "committed"
 
 
-def test_what_another_one_needs_stays_until_that_is_purged(catalog: Catalog, recorded: Recorded) -> None:
+def test_what_another_one_needs_stays_until_that_is_purged(
+    catalog: Catalog, recorded: Recorded
+) -> None:
     parent = recorded(1)
     deleted(catalog, parent)
     child = universal(str(mine(parent).parent / "child"), 2)
@@ -210,9 +231,14 @@ def test_what_engines_wrote_is_never_purged(catalog: Catalog, tmp_path: Path) ->
     with pytest.raises(PermissionDenied):
         deleted(catalog, entry)
     with catalog.database.writing() as c:
-        c.exec_driver_sql("update checkpoint set state = 'deleted', deleted = '2020-01-01', purge_after = '2020-01-01'")
+        c.exec_driver_sql(
+            "update checkpoint set state = 'deleted', deleted = '2020-01-01', purge_after = '2020-01-01'"
+        )
     done = collect(catalog, apply=True)
-    assert (done.purged, [w.reasons for w in done.plan.wait]) == ((), [("not ours: written by deepspeed",)])
+    assert (done.purged, [w.reasons for w in done.plan.wait]) == (
+        (),
+        [("not ours: written by deepspeed",)],
+    )
     with pytest.raises(AssertionError):  # nor if a plan had it in
         purge(catalog, entry.id)
     assert content(entry.url) == before
@@ -221,7 +247,9 @@ def test_what_engines_wrote_is_never_purged(catalog: Catalog, tmp_path: Path) ->
 # --- others who come meanwhile
 
 
-def test_another_checkpoint_that_was_committed_there_stays(catalog: Catalog, recorded: Recorded) -> None:
+def test_another_checkpoint_that_was_committed_there_stays(
+    catalog: Catalog, recorded: Recorded
+) -> None:
     entry = recorded()
     catalog.note(entry.id, "old")
     deleted(catalog, entry)
@@ -283,7 +311,9 @@ def test_one_that_is_committed_at_the_very_instant_stays(
     with monkeypatch.context() as patch:
 
         def overwrite() -> None:
-            with pytest.MonkeyPatch.context() as begun_before:  # it looked for a tombstone before that was put
+            with (
+                pytest.MonkeyPatch.context() as begun_before
+            ):  # it looked for a tombstone before that was put
                 begun_before.setattr("ucformat.format.commit.TOMBSTONE", "no-tombstone.json")
                 made.append(universal(str(entry.url), 2, overwrite=True))
 
@@ -312,7 +342,11 @@ def test_nobody_writes_where_a_purge_has_begun(
         seen.append(True)
 
     attempt = open_checkpoint(str(entry.url)).manifest.attempt
-    for instant in (("delete", "manifest.json"), ("delete_prefix", f"data/{attempt}"), ("delete", "tombstone.json")):
+    for instant in (
+        ("delete", "manifest.json"),
+        ("delete_prefix", f"data/{attempt}"),
+        ("delete", "tombstone.json"),
+    ):
         shutil.copytree(mine(entry), mine(entry).parent / "kept")
         with monkeypatch.context() as patch:
             meddle(patch, *instant, write)
@@ -331,11 +365,18 @@ def test_one_who_commits_into_a_grave_stays(
     entry = recorded()
     deleted(catalog, entry)
     with monkeypatch.context() as patch:
-        patch.setattr(gc, "open_store", lambda p: FaultyStore(open_store(p), fail_write=4, dead=True))
+        patch.setattr(
+            gc, "open_store", lambda p: FaultyStore(open_store(p), fail_write=4, dead=True)
+        )
         collect(catalog, apply=True)
     late = universal(tmp_path / "late", 2)
     with monkeypatch.context() as patch:
-        meddle(patch, "look", "manifest.json", lambda: shutil.copytree(late.url, mine(entry), dirs_exist_ok=True))
+        meddle(
+            patch,
+            "look",
+            "manifest.json",
+            lambda: shutil.copytree(late.url, mine(entry), dirs_exist_ok=True),
+        )
         assert collect(catalog, apply=True).purged == (entry.id,)
     assert content(entry.url) == content(late.url)
 
@@ -381,7 +422,9 @@ def test_the_document_of_another_checkpoint_stays(catalog: Catalog, recorded: Re
     stale = document(new.url).model_copy(update={"id": entry.id})
     (mine(entry) / "ucformat-catalog.json").write_text(stale.model_dump_json())
     assert collect(catalog, apply=True).purged == (new.id,)
-    assert sorted(content(entry.url)) == ["ucformat-catalog.json"]  # nobody knows that no such checkpoint lies here
+    assert sorted(content(entry.url)) == [
+        "ucformat-catalog.json"
+    ]  # nobody knows that no such checkpoint lies here
 
 
 # --- interrupted
@@ -418,7 +461,9 @@ def test_stopped_at_each_step_the_next_one_ends_it(
         except (NotACheckpoint, NotFound):
             seen.add("going")
             assert catalog.get(template.id).state == "purging"
-        assert collect(catalog).resumed == ((template.id,) if catalog.get(template.id).state == "purging" else ())
+        assert collect(catalog).resumed == (
+            (template.id,) if catalog.get(template.id).state == "purging" else ()
+        )
         done = collect(catalog, apply=True)
         assert (done.purged, done.failures) == ((template.id,), ()), step
         assert not mine(template).exists()
@@ -442,7 +487,9 @@ def test_one_place_that_fails_does_not_keep_the_others(
             raise PermissionDenied("Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gc, "open_store", lambda p: ReadOnly(open_store(p)) if p == one.url else open_store(p))
+        patch.setattr(
+            gc, "open_store", lambda p: ReadOnly(open_store(p)) if p == one.url else open_store(p)
+        )
         done = collect(catalog, apply=True)
     assert (done.purged, done.failures) == ((two.id,), (f"{one.id}: Read-only file system",))
     assert not (tmp_path / "z copy").exists()
@@ -450,18 +497,28 @@ def test_one_place_that_fails_does_not_keep_the_others(
 
 
 def test_a_tombstone_that_no_catalog_remembers_is_found_below_its_place(
-    catalog: Catalog, other: Catalog, recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    catalog: Catalog,
+    other: Catalog,
+    recorded: Recorded,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entry = recorded()
     deleted(catalog, entry)
     root = str(mine(entry).parent)
     with monkeypatch.context() as patch:
-        patch.setattr(gc, "open_store", lambda p: FaultyStore(open_store(p), fail_write=4, dead=True))
+        patch.setattr(
+            gc, "open_store", lambda p: FaultyStore(open_store(p), fail_write=4, dead=True)
+        )
         assert len(collect(catalog, apply=True).failures) == 1
     assert is_tombstone((mine(entry) / "tombstone.json").read_bytes())
     assert collect(catalog, [root], grace=NOW).leftovers == ()  # the catalog itself goes on
     assert collect(other, [root], apply=True).leftovers == ()  # it is too young
-    assert collect(other, root, grace=NOW).leftovers == collect(other, [root], grace=NOW).leftovers != ()
+    assert (
+        collect(other, root, grace=NOW).leftovers
+        == collect(other, [root], grace=NOW).leftovers
+        != ()
+    )
     [left] = collect(other, [root], grace=NOW).leftovers
     assert (left.url, left.nbytes > 0) == (str(entry.url), True)
     assert collect(other, [root], grace=NOW, apply=True).failures == ()
@@ -477,7 +534,9 @@ def test_a_tombstone_that_somebody_put_meanwhile_is_heeded(
     entry = recorded()
     deleted(catalog, entry)
     with monkeypatch.context() as patch:
-        patch.setattr(gc, "open_store", lambda p: FaultyStore(open_store(p), fail_write=4, dead=True))
+        patch.setattr(
+            gc, "open_store", lambda p: FaultyStore(open_store(p), fail_write=4, dead=True)
+        )
         assert len(collect(catalog, apply=True).failures) == 1
     assert is_tombstone((mine(entry) / "manifest.json").read_bytes())
     looked = iter([None])
@@ -487,10 +546,14 @@ def test_a_tombstone_that_somebody_put_meanwhile_is_heeded(
     assert not mine(entry).exists()
 
 
-def test_a_tombstone_beside_a_manifest_is_only_for_its_catalog(catalog: Catalog, recorded: Recorded) -> None:
+def test_a_tombstone_beside_a_manifest_is_only_for_its_catalog(
+    catalog: Catalog, recorded: Recorded
+) -> None:
     entry = recorded()
     ck = open_checkpoint(str(entry.url))
-    tombstone = TombstoneDoc(id=entry.id, attempt=ck.manifest.attempt, created=datetime(2020, 1, 1, tzinfo=UTC))
+    tombstone = TombstoneDoc(
+        id=entry.id, attempt=ck.manifest.attempt, created=datetime(2020, 1, 1, tzinfo=UTC)
+    )
     (mine(entry) / "tombstone.json").write_text(tombstone.model_dump_json())
     done = collect(catalog, [str(mine(entry).parent)], apply=True, grace=NOW)
     assert (done.leftovers, done.failures) == ((), ())
@@ -498,7 +561,9 @@ def test_a_tombstone_beside_a_manifest_is_only_for_its_catalog(catalog: Catalog,
 
 
 @pytest.mark.parametrize("file", ["tombstone.json", "manifest.json"])
-def test_what_cannot_be_read_is_not_removed(catalog: Catalog, recorded: Recorded, file: str) -> None:
+def test_what_cannot_be_read_is_not_removed(
+    catalog: Catalog, recorded: Recorded, file: str
+) -> None:
     entry, good = recorded(1), recorded(2)
     deleted(catalog, entry, good)
     (mine(entry) / file).write_text("{}")
@@ -523,9 +588,9 @@ def test_names_that_leave_the_checkpoint_are_refused_before_anything_goes(
     done = collect(catalog, apply=True)
     assert (done.purged, len(done.failures)) == ((), 1)
     assert content(entry.url) == before
-    tombstone = TombstoneDoc(id=entry.id, attempt="0" * 20, created=datetime.now(UTC)).model_dump() | {
-        "attempt": attempt
-    }
+    tombstone = TombstoneDoc(
+        id=entry.id, attempt="0" * 20, created=datetime.now(UTC)
+    ).model_dump() | {"attempt": attempt}
     (mine(entry) / "tombstone.json").write_text(json.dumps(tombstone, default=str))
     file.unlink()
     collect(catalog, [str(tmp_path)], apply=True, grace=NOW)
@@ -551,12 +616,16 @@ def age(place: Path, name: str, days: float) -> None:
     record = place / "attempts" / f"{name}.json"
     started = (datetime.now(UTC) - timedelta(days=days)).isoformat()
     record.write_text(json.dumps(json.loads(record.read_text()) | {"started": started}))
-    written = [path for kind in ("data", "objects", "assets") for path in (place / kind / name).rglob("*")]
+    written = [
+        path for kind in ("data", "objects", "assets") for path in (place / kind / name).rglob("*")
+    ]
     for path in (record, *written):
         os.utime(path, (time.time() - days * 86400,) * 2)
 
 
-def test_interrupted_attempts_are_left_over(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> None:
+def test_interrupted_attempts_are_left_over(
+    catalog: Catalog, recorded: Recorded, tmp_path: Path
+) -> None:
     entry = recorded()
     root = tmp_path / "run7"
     before = content(entry.url)
@@ -569,7 +638,11 @@ def test_interrupted_attempts_are_left_over(catalog: Catalog, recorded: Recorded
     shutil.copy(root / "interrupted" / "attempts" / f"{young}.json", root / "x-attempts")
     found = collect(catalog, [str(root)])
     assert {left.attempt for left in found.leftovers} == old
-    assert {left.url for left in found.leftovers} == {str(root), str(root / "interrupted"), entry.url}
+    assert {left.url for left in found.leftovers} == {
+        str(root),
+        str(root / "interrupted"),
+        entry.url,
+    }
     assert {left.nbytes for left in found.leftovers} == {30}
     assert collect(catalog).leftovers == ()
     assert collect(catalog, [str(tmp_path / "nowhere")]).leftovers == ()
@@ -588,7 +661,9 @@ def test_interrupted_attempts_are_left_over(catalog: Catalog, recorded: Recorded
     assert {left.attempt for left in collect(catalog, [str(root)], grace=NOW).leftovers} == {young}
 
 
-def test_an_attempt_that_was_taken_up_again_is_not_left_over(catalog: Catalog, tmp_path: Path) -> None:
+def test_an_attempt_that_was_taken_up_again_is_not_left_over(
+    catalog: Catalog, tmp_path: Path
+) -> None:
     name = attempt(tmp_path / "x", 30)
     assert len(collect(catalog, [str(tmp_path)]).leftovers) == 1
     (tmp_path / "x" / "data" / name / "new").write_text("its record is old, but somebody writes")
@@ -628,8 +703,12 @@ def test_an_attempt_is_marked_before_anything_of_it_is_removed(
     assert len(content(place)) == 4
     with pytest.raises(Conflict, match="is being removed"):
         attempt(place, 30)
-    assert collect(catalog, [str(place)], apply=True).leftovers == ()  # perhaps it is being removed right now
-    assert [left.attempt for left in collect(catalog, [str(place)], apply=True, grace=NOW).leftovers] == [name]
+    assert (
+        collect(catalog, [str(place)], apply=True).leftovers == ()
+    )  # perhaps it is being removed right now
+    assert [
+        left.attempt for left in collect(catalog, [str(place)], apply=True, grace=NOW).leftovers
+    ] == [name]
     assert list(place.iterdir()) == []  # who made the place itself is not known
     assert attempt(place, 30) == name
 
@@ -648,7 +727,9 @@ def test_a_clock_that_is_ahead_does_not_make_an_attempt_old(
     assert content(tmp_path / "x") == before
 
 
-def test_attempts_at_a_manifest_that_cannot_be_read_stay(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> None:
+def test_attempts_at_a_manifest_that_cannot_be_read_stay(
+    catalog: Catalog, recorded: Recorded, tmp_path: Path
+) -> None:
     entry = recorded()
     attempt(entry.url or "", 30)
     attempt(tmp_path / "run7" / "x", 30)
@@ -704,7 +785,9 @@ def alone(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> tuple[Path, P
     return tmp_path / "tree", doc
 
 
-def test_a_document_that_lies_alone_goes(catalog: Catalog, other: Catalog, recorded: Recorded, tmp_path: Path) -> None:
+def test_a_document_that_lies_alone_goes(
+    catalog: Catalog, other: Catalog, recorded: Recorded, tmp_path: Path
+) -> None:
     tree, doc = alone(catalog, recorded, tmp_path)
     assert collect(other, [str(tree)], apply=True).leftovers == ()  # it is too young
     [left] = collect(other, [str(tree)], grace=NOW).leftovers
@@ -716,7 +799,9 @@ def test_a_document_that_lies_alone_goes(catalog: Catalog, other: Catalog, recor
     assert tree.exists()
 
 
-def test_a_document_beside_anything_else_stays(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> None:
+def test_a_document_beside_anything_else_stays(
+    catalog: Catalog, recorded: Recorded, tmp_path: Path
+) -> None:
     tree, doc = alone(catalog, recorded, tmp_path)
     (doc.parent / "weights").mkdir()
     (doc.parent / "weights" / "of somebody").write_text("x")

@@ -63,7 +63,11 @@ def test_kill_9_at_any_instant(catalog: Catalog, tmp_path: Path) -> None:
                 assert forks.run(url)[0] == 0
                 whole = gone_at = forks.seconds
             else:  # every other one between the last before it began and the first after it ended
-                after = chance.uniform(0.9 * whole_at, 1.1 * gone_at) if instant % 2 else chance.uniform(0, 1.1 * whole)
+                after = (
+                    chance.uniform(0.9 * whole_at, 1.1 * gone_at)
+                    if instant % 2
+                    else chance.uniform(0, 1.1 * whole)
+                )
                 assert forks.run(url, kill_after=after)[0] in (0, -9)
                 before = dict(seen)
             for id_, place in zip(ids, places, strict=True):

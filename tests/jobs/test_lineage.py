@@ -24,7 +24,9 @@ WIDE = {"cast": "*", "dtype": "float64"}
 
 
 def models() -> Checkpoint:
-    arrays: dict[tuple[str, str], Any] = {(f"m.{i}.w", "weight"): random_array((4, 3), "float32", i) for i in range(3)}
+    arrays: dict[tuple[str, str], Any] = {
+        (f"m.{i}.w", "weight"): random_array((4, 3), "float32", i) for i in range(3)
+    }
     return Checkpoint(FakeSource.write(MemoryStore(f"edges-{uuid.uuid4().hex}"), arrays, step=1))
 
 
@@ -42,13 +44,17 @@ def models() -> Checkpoint:
         ([[{"cast": "m.0.w", "dtype": "bfloat16"}, {"drop": "m.0.w"}]], ["convert"]),
     ],
 )
-def test_through_views(catalog: Catalog, tmp_path: Path, views: list[Any], kinds: list[str]) -> None:
+def test_through_views(
+    catalog: Catalog, tmp_path: Path, views: list[Any], kinds: list[str]
+) -> None:
     ck = models()
     seen = ck
     for steps in views:
         seen = seen.view(steps)
     made = ucformat.convert(seen, tmp_path / "run7" / "1")
-    assert [(e.kind, e.url, e.id) for e in made.manifest.lineage] == [(k, ck.home, ck.id) for k in kinds]
+    assert [(e.kind, e.url, e.id) for e in made.manifest.lineage] == [
+        (k, ck.home, ck.id) for k in kinds
+    ]
     catalog.record(made.manifest, made.url)
     assert sorted(e.kind for e in catalog.lineage(made.id).edges) == kinds
 

@@ -40,7 +40,9 @@ def test_what_leads_out_is_not_read(
 ) -> None:
     place = tmp_path / "run" / "1"
     universal(place)
-    for shard in [f for f in (place / "data").rglob("c/*") if f.is_file()] + [*(place / "data").rglob("c/*/*")]:
+    for shard in [f for f in (place / "data").rglob("c/*") if f.is_file()] + [
+        *(place / "data").rglob("c/*/*")
+    ]:
         _lead_out(shard, tmp_path / "secret" / "-".join(shard.relative_to(place).parts))
     with pytest.raises(UnsafeError, match=LEADS_OUT) as caught:
         act(str(place), tmp_path)

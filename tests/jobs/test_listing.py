@@ -75,9 +75,15 @@ def test_nothing_is_forgotten_unasked(catalog: Catalog, disks: tuple[Path, Path]
     away = unmount(virtual, how)
     if how == "not empty":
         found = reindex(str(virtual), catalog)
-        assert (found.entries, found.missing, found.forgotten) == ((), (str(virtual / "v" / "5"),), ())
+        assert (found.entries, found.missing, found.forgotten) == (
+            (),
+            (str(virtual / "v" / "5"),),
+            (),
+        )
     else:
-        with pytest.raises(NotFound, match="the catalog knows 1 checkpoint there: is its disk not mounted"):
+        with pytest.raises(
+            NotFound, match="the catalog knows 1 checkpoint there: is its disk not mounted"
+        ):
             reindex(str(virtual), catalog)
     with pytest.raises(NotFound, match="no checkpoint below"):
         register([str(base), str(virtual)], catalog, recursive=True)
@@ -131,7 +137,9 @@ def test_gc_takes_nothing_for_purged_that_it_cannot_see(
     assert done.purged == ()
     assert sum("is its disk not mounted?" in f for f in done.failures) == 3  # and the place itself
     assert {e.id for e in catalog.find("state = 'deleted'")} == gone
-    assert (tmp_path / "copy" / "1" / "manifest.json").exists()  # what lies beside the other copy was not read
+    assert (
+        tmp_path / "copy" / "1" / "manifest.json"
+    ).exists()  # what lies beside the other copy was not read
     mount(away, base)
     assert set(collect(catalog, apply=True, grace=NOW).purged) == gone
 
@@ -142,7 +150,11 @@ def _expire(catalog: Catalog) -> None:
     from ucformat.catalog.models import Checkpoint
 
     with catalog.database.writing() as c:
-        c.execute(sa.update(Checkpoint).where(Checkpoint.state == "deleted").values(purge_after=Checkpoint.created))
+        c.execute(
+            sa.update(Checkpoint)
+            .where(Checkpoint.state == "deleted")
+            .values(purge_after=Checkpoint.created)
+        )
 
 
 def test_a_purge_that_was_begun_waits_for_its_disk(
@@ -183,7 +195,9 @@ def test_a_place_that_lists_only_partly_is_an_error(
     base, _ = disks
     before = facts(catalog)
     shutil.rmtree(base / "run7" / "1")
-    monkeypatch.setattr("ucformat.jobs.register.open_store", lambda place: Partly(LocalStore(place)))
+    monkeypatch.setattr(
+        "ucformat.jobs.register.open_store", lambda place: Partly(LocalStore(place))
+    )
     with pytest.raises(UcformatError, match="connection was lost"):
         reindex(str(base), catalog, forget=forget)
     with pytest.raises(UcformatError, match="connection was lost"):
@@ -233,7 +247,9 @@ def test_a_folder_that_may_not_be_looked_into_is_an_error(
 
 
 @pytest.mark.parametrize("forget", [False, True])
-def test_what_a_search_does_not_come_across_is_asked_for(catalog: Catalog, tmp_path: Path, forget: bool) -> None:
+def test_what_a_search_does_not_come_across_is_asked_for(
+    catalog: Catalog, tmp_path: Path, forget: bool
+) -> None:
     one = universal(tmp_path / "elsewhere" / "1", 1).id
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
@@ -281,7 +297,9 @@ class Broken(LocalFileSystem):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_folder_that_a_remote_file_system_fails_to_list_is_an_error(tmp_path: Path, wrapped: bool) -> None:
+def test_a_folder_that_a_remote_file_system_fails_to_list_is_an_error(
+    tmp_path: Path, wrapped: bool
+) -> None:
     for name in ("1/a", "2/b", "3/c/d"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(name)

@@ -58,16 +58,30 @@ class TestInPlace:
     """Without a destination."""
 
     @pytest.mark.parametrize("sizes", [(64, 256), (None, None)])
-    def test_all_of_it_stays_but_the_packed_files(self, place: Path, sizes: tuple[int | None, int | None]) -> None:
+    def test_all_of_it_stays_but_the_packed_files(
+        self, place: Path, sizes: tuple[int | None, int | None]
+    ) -> None:
         before = ucformat.open(place)
-        truth = ucformat.convert(place, MemoryStore(f"truth-{sizes[0]}"), None, *sizes, overwrite=True)
+        truth = ucformat.convert(
+            place, MemoryStore(f"truth-{sizes[0]}"), None, *sizes, overwrite=True
+        )
         assert is_packed(before)
         ck = ucformat.materialize(place, None, *sizes)
         assert holds(ck)
         assert holds(ucformat.open(place))
         assert same(ck["head.weight"][...], ODD["embed.weight", "weight"])
         old, new = before.manifest, ck.manifest
-        changed = {"attempt", "digest", "grid", "tensors", "sidecar", "objects", "assets", "producer", "verified"}
+        changed = {
+            "attempt",
+            "digest",
+            "grid",
+            "tensors",
+            "sidecar",
+            "objects",
+            "assets",
+            "producer",
+            "verified",
+        }
         assert new.model_dump(exclude=changed) == old.model_dump(exclude=changed)
         assert new.producer["ucformat"] == ucformat.__version__
         assert [new.producer[k] for k in ("engine.name", "torch")] == ["fake", "2.13.0"]
@@ -96,7 +110,9 @@ class TestInPlace:
         assert "DST" in str(caught.value.hint)
         assert sorted(tmp_path.rglob("*")) == before
 
-    def test_a_place_that_cannot_replace_is_refused_before_much_is_written(self, place: Path) -> None:
+    def test_a_place_that_cannot_replace_is_refused_before_much_is_written(
+        self, place: Path
+    ) -> None:
         class NoReplace(WrappedStore):
             def replace(self, key: str, data: bytes, version: str) -> str:
                 raise UnsupportedError(f"{self.url} cannot replace a file")
@@ -118,7 +134,9 @@ class TestInPlace:
 
     def test_one_that_was_opened_before_it_was_replaced(self, place: Path, tmp_path: Path) -> None:
         early = ucformat.open(place)
-        other = Checkpoint(FakeSource.write(MemoryStore("other"), {("w", "weight"): random_array((3,), "int8")}))
+        other = Checkpoint(
+            FakeSource.write(MemoryStore("other"), {("w", "weight"): random_array((3,), "int8")})
+        )
         new = ucformat.convert(other, place, overwrite=True)
         with pytest.raises(Conflict, match="was replaced or deleted"):
             ucformat.materialize(early)
@@ -146,7 +164,11 @@ class TestInPlace:
             ) -> None:
                 barrier.wait()
                 try:
-                    made.append(ucformat.materialize(where, None, 1024, 4096 if alike else 4096 << k, workers=1))
+                    made.append(
+                        ucformat.materialize(
+                            where, None, 1024, 4096 if alike else 4096 << k, workers=1
+                        )
+                    )
                 except Exception as error:  # noqa: BLE001 - shown below
                     failed.append(error)
 
@@ -156,7 +178,9 @@ class TestInPlace:
             for t in threads:
                 t.join()
             assert failed == []
-            assert {(ck.id, ck.manifest.attempt) for ck in made} == {(packed.id, made[0].manifest.attempt)}
+            assert {(ck.id, ck.manifest.attempt) for ck in made} == {
+                (packed.id, made[0].manifest.attempt)
+            }
             assert holds(ucformat.open(where))
             assert ucformat.verify(where)
             assert folders(where) == {made[0].manifest.attempt}
@@ -164,7 +188,11 @@ class TestInPlace:
     @pytest.mark.parametrize("name", ["embed.weight", "table"])
     def test_a_damaged_packed_file_is_not_made_into_arrays(self, place: Path, name: str) -> None:
         ck = ucformat.open(place)
-        extent = next(e for e in ck.source.extents(next(k for k in ck.tensors if k.name == name)) if e.box.size)
+        extent = next(
+            e
+            for e in ck.source.extents(next(k for k in ck.tensors if k.name == name))
+            if e.box.size
+        )
         file = place / extent.file
         data = bytearray(file.read_bytes())
         data[extent.offset] ^= 1
@@ -217,7 +245,9 @@ class TestInPlace:
 class TestElsewhere:
     """With a destination."""
 
-    def test_a_new_checkpoint_that_says_what_it_was_made_from(self, place: Path, tmp_path: Path) -> None:
+    def test_a_new_checkpoint_that_says_what_it_was_made_from(
+        self, place: Path, tmp_path: Path
+    ) -> None:
         before = ucformat.open(place)
         ck = ucformat.materialize(place, tmp_path / "arrays", 64, 256)
         assert holds(ck)
@@ -225,7 +255,11 @@ class TestElsewhere:
         old, new = before.manifest, ck.manifest
         assert new.id != old.id
         assert new.lineage[:-1] == old.lineage == FACTS["lineage"]
-        assert (new.lineage[-1].kind, new.lineage[-1].url, new.lineage[-1].id) == ("convert", str(place), old.id)
+        assert (new.lineage[-1].kind, new.lineage[-1].url, new.lineage[-1].id) == (
+            "convert",
+            str(place),
+            old.id,
+        )
         changed = {
             "digest",
             "grid",
@@ -249,7 +283,9 @@ class TestElsewhere:
         truth = ucformat.convert(place, tmp_path / "converted", None, 64, 256)
         assert [t.digest for t in new.tensors] == [t.digest for t in truth.manifest.tensors]
 
-    def test_a_committed_place_is_a_conflict_unless_overwritten(self, place: Path, tmp_path: Path) -> None:
+    def test_a_committed_place_is_a_conflict_unless_overwritten(
+        self, place: Path, tmp_path: Path
+    ) -> None:
         first = ucformat.materialize(place, tmp_path / "arrays")
         with pytest.raises(Conflict, match="already holds"):
             ucformat.materialize(place, tmp_path / "arrays")
@@ -257,18 +293,30 @@ class TestElsewhere:
         assert second.id != first.id
         assert folders(tmp_path / "arrays") == {second.manifest.attempt}
 
-    def test_arrays_and_foreign_checkpoints_are_converted(self, place: Path, tmp_path: Path) -> None:
+    def test_arrays_and_foreign_checkpoints_are_converted(
+        self, place: Path, tmp_path: Path
+    ) -> None:
         first = ucformat.materialize(place, tmp_path / "arrays")
         again = ucformat.materialize(first, tmp_path / "again", 64)
         assert holds(again)
-        assert [p.id for p in again.manifest.lineage] == ["before", ucformat.open(place).id, first.id]
+        assert [p.id for p in again.manifest.lineage] == [
+            "before",
+            ucformat.open(place).id,
+            first.id,
+        ]
         engine = {"name": "fake", "version": "1"}
-        source = Checkpoint(FakeSource.write(LocalStore(tmp_path / "fake"), ODD, engine=engine, step=3))
+        source = Checkpoint(
+            FakeSource.write(LocalStore(tmp_path / "fake"), ODD, engine=engine, step=3)
+        )
         made = ucformat.materialize(source, tmp_path / "foreign")
         truth = ucformat.convert(source, tmp_path / "converted")
         changed = {"id", "created", "digest", "attempt", "tensors", "objects"}
-        assert made.manifest.model_dump(exclude=changed) == truth.manifest.model_dump(exclude=changed)
-        assert [t.digest for t in made.manifest.tensors] == [t.digest for t in truth.manifest.tensors]
+        assert made.manifest.model_dump(exclude=changed) == truth.manifest.model_dump(
+            exclude=changed
+        )
+        assert [t.digest for t in made.manifest.tensors] == [
+            t.digest for t in truth.manifest.tensors
+        ]
 
     @pytest.mark.parametrize("wrong", ["chunk_bytes", "shard_bytes", "workers"])
     def test_sizes_of_nothing_are_wrong(self, place: Path, wrong: str) -> None:
@@ -289,7 +337,9 @@ def test_progress_counts_what_is_written_and_files_that_are_compared_first(
         more = sum(doc.nbytes for doc in source.manifest.sidecar.sources)
         assert more >= total
     seen: list[tuple[int, int]] = []
-    ucformat.materialize(source, tmp_path / "arrays", progress=lambda done, total: seen.append((done, total)))
+    ucformat.materialize(
+        source, tmp_path / "arrays", progress=lambda done, total: seen.append((done, total))
+    )
     assert {t for _, t in seen} == {total + more}
     assert [d for d, _ in seen] == sorted(d for d, _ in seen)
     assert seen[-1][0] == total + more
@@ -316,7 +366,9 @@ def packed_of_two_megabytes(store: LocalStore, shared: bool) -> Arrays:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_every_byte_is_read_once_and_compared_as_it_passes(shared: bool, workers: int, tmp_path: Path) -> None:
+def test_every_byte_is_read_once_and_compared_as_it_passes(
+    shared: bool, workers: int, tmp_path: Path
+) -> None:
     where = tmp_path / "packed"
     arrays = packed_of_two_megabytes(LocalStore(where), shared)
     store = RecordingStore(LocalStore(where))
@@ -339,7 +391,9 @@ def test_every_byte_is_read_once_and_compared_as_it_passes(shared: bool, workers
         data[extent.last] ^= 1
         file.write_bytes(data)
         for dst in (None, tmp_path / "damaged"):
-            for attempts in tmp_path.rglob("finished"):  # of what was compared before it was damaged
+            for attempts in tmp_path.rglob(
+                "finished"
+            ):  # of what was compared before it was damaged
                 shutil.rmtree(attempts)
             with pytest.raises(ChecksumError, match=rf"{key[0]} \({key[1]}\)") as caught:
                 ucformat.materialize(where, dst, workers=workers)
@@ -400,7 +454,9 @@ def work(where):
 
 def test_kill_9_at_any_instant_of_the_in_place_form(tmp_path: Path) -> None:
     shapes = {"embed": (211, 300), "a": (1200, 401), "b": (64, 64), "c": (7,), "d": (512, 257)}
-    arrays = {(n, "weight"): random_array(s, "float32", i) for i, (n, s) in enumerate(shapes.items())}
+    arrays = {
+        (n, "weight"): random_array(s, "float32", i) for i, (n, s) in enumerate(shapes.items())
+    }
     original = tmp_path / "original"
     write_packed(LocalStore(original), arrays, block_bytes=1 << 16)
     chance, whole, seen = random.Random(5), 0.0, []

@@ -31,8 +31,13 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 NOW = timedelta(0)
-FIRST, LAST = "0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-12:00"  # which no clock in UTC shows
-TIMES = pytest.mark.parametrize("time", [FIRST, LAST, "9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z"])
+FIRST, LAST = (
+    "0001-01-01T00:00:00+14:00",
+    "9999-12-31T23:59:59-12:00",
+)  # which no clock in UTC shows
+TIMES = pytest.mark.parametrize(
+    "time", [FIRST, LAST, "9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z"]
+)
 
 
 def poison(place: Path, checkpoint: str, time: str, what: str) -> None:
@@ -51,7 +56,9 @@ def poison(place: Path, checkpoint: str, time: str, what: str) -> None:
 
 @TIMES
 @pytest.mark.parametrize("what", ["deleted", "purge_after", "aliases", "tags", "holds", "metrics"])
-def test_a_document_with_a_time_beyond_all_bounds(catalog: Catalog, recorded: Recorded, time: str, what: str) -> None:
+def test_a_document_with_a_time_beyond_all_bounds(
+    catalog: Catalog, recorded: Recorded, time: str, what: str
+) -> None:
     bad, good = recorded(1), recorded(2)
     for entry in (bad, good):
         catalog.delete(entry.id, grace=NOW)
@@ -61,7 +68,13 @@ def test_a_document_with_a_time_beyond_all_bounds(catalog: Catalog, recorded: Re
     assert all(f.startswith(bad.id) for f in done.failures)
     new = universal(str(good.url), 3)
     for trust in (False, True):
-        found = register([str(Path(str(bad.url)).parent)], catalog, recursive=True, rescan=True, trust_documents=trust)
+        found = register(
+            [str(Path(str(bad.url)).parent)],
+            catalog,
+            recursive=True,
+            rescan=True,
+            trust_documents=trust,
+        )
         assert new.id in {e.id for e in found.entries}
         assert collect(catalog, apply=True).failures in ((), done.failures)
 
@@ -77,7 +90,13 @@ def test_a_file_with_a_time_beyond_all_bounds(
     if file == "manifest":
         manifest.write_bytes(manifest_file(json.loads(manifest.read_text()) | {"created": time}))
     elif file == "tombstone":
-        doc = {"format": "ucformat-tombstone", "version": 1, "id": bad.id, "attempt": "x", "created": time}
+        doc = {
+            "format": "ucformat-tombstone",
+            "version": 1,
+            "id": bad.id,
+            "attempt": "x",
+            "created": time,
+        }
         (tmp_path / "tree" / "bad" / "tombstone.json").write_text(json.dumps(doc))
     elif file == "attempt":
         name = attempt(tmp_path / "tree" / "bad", 30)
@@ -133,7 +152,10 @@ def test_one_that_cannot_be_opened_for_an_unknown_reason_is_a_failure(
 
     monkeypatch.setattr(opening, "open_checkpoint", failing)
     found = register([str(Path(str(bad.url)).parent)], catalog, recursive=True, rescan=True)
-    assert ([e.id for e in found.entries], [f.url for f in found.failures]) == ([good.id], [bad.url])
+    assert ([e.id for e in found.entries], [f.url for f in found.failures]) == (
+        [good.id],
+        [bad.url],
+    )
     with pytest.raises(UcformatError, match="RecursionError"):
         register([str(bad.url)], catalog)
 
@@ -187,7 +209,10 @@ def test_killed_at_any_instant_on_a_full_disk_nothing_is_half_there(
     while True:
         step += 1
         entry = recorded(step)
-        root, name = str(Path(str(entry.url)).parent), open_checkpoint(str(entry.url)).manifest.attempt
+        root, name = (
+            str(Path(str(entry.url)).parent),
+            open_checkpoint(str(entry.url)).manifest.attempt,
+        )
         catalog.delete(entry.id, grace=NOW)
         Full.blocks = 0
         made: list[FaultyStore] = []
@@ -204,7 +229,9 @@ def test_killed_at_any_instant_on_a_full_disk_nothing_is_half_there(
         if (Path(str(entry.url)) / "manifest.json").exists():
             ucformat.verify(str(entry.url)).raise_if_damaged()
         assert entry.id in collect(catalog, apply=True).purged
-        if (Path(str(entry.url)) / "attempts" / f"{name}.json").exists():  # files, and no word of what they were
+        if (
+            Path(str(entry.url)) / "attempts" / f"{name}.json"
+        ).exists():  # files, and no word of what they were
             age(Path(str(entry.url)), name, 1000)
             collect(catalog, [root], apply=True)
         assert {i.key for i in open_store(str(entry.url)).list()} <= {CATALOG_DOCUMENT}, step

@@ -79,11 +79,15 @@ def test_what_is_protected_is_not_overwritten(
         WAYS[way](source, dst)
     ucformat.verify(dst).raise_if_damaged()
     assert read_manifest(open_store(dst))[0].id == old.id
-    assert not [k.key for k in open_store(dst).list("attempts") if old.manifest.attempt not in k.key]
+    assert not [
+        k.key for k in open_store(dst).list("attempts") if old.manifest.attempt not in k.key
+    ]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_nothing_protects_is_overwritten(used: Catalog, source: Checkpoint, tmp_path: Path, way: str) -> None:
+def test_what_nothing_protects_is_overwritten(
+    used: Catalog, source: Checkpoint, tmp_path: Path, way: str
+) -> None:
     dst = str(tmp_path / "run7" / "1")
     old = universal(dst, 1)
     used.note(old.id, "protects nothing")

@@ -40,10 +40,14 @@ if TYPE_CHECKING:
 SIZES: dict[str, Any] = {"chunk_bytes": 2048, "shard_bytes": 1 << 14}
 
 
-def source_of(folder: Path, seed: int = 0, tensors: int = 5, ranks: int = 3, scale: int = 1) -> Path:
+def source_of(
+    folder: Path, seed: int = 0, tensors: int = 5, ranks: int = 3, scale: int = 1
+) -> Path:
     """A ZeRO-3 checkpoint: its records, of which each has one checksum, hold parts of all tensors."""
     chance = random.Random(seed)
-    shapes = [(scale * chance.randrange(1, 200), scale * chance.randrange(1, 90)) for _ in range(tensors)]
+    shapes = [
+        (scale * chance.randrange(1, 200), scale * chance.randrange(1, 90)) for _ in range(tensors)
+    ]
     arrays = {
         (f"t{n}", s): random_array(shape, "float32", seed + 10 * n + k)
         for n, shape in enumerate(shapes)
@@ -78,7 +82,11 @@ def test_any_order_of_parts(
     folder = tmp_path_factory.mktemp("parts")
     source = source_of(folder / "src", seed)
     whole = ucformat.convert(source, folder / "whole", **SIZES)
-    order = data.draw(st.permutations([*range(count), *data.draw(st.lists(st.integers(0, count - 1), max_size=3))]))
+    order = data.draw(
+        st.permutations(
+            [*range(count), *data.draw(st.lists(st.integers(0, count - 1), max_size=3))]
+        )
+    )
     done: set[int] = set()
     for index in order:
         if data.draw(st.booleans()) and done != set(range(count)):
@@ -115,7 +123,10 @@ def named(message: str) -> set[int]:
 
 def test_nothing_that_is_recorded_is_read_again(tmp_path: Path) -> None:
     source = source_of(tmp_path / "src", 3, scale=5)
-    reads, written = RecordingStore(LocalStore(source)), RecordingStore(LocalStore(tmp_path / "dst"))
+    reads, written = (
+        RecordingStore(LocalStore(source)),
+        RecordingStore(LocalStore(tmp_path / "dst")),
+    )
 
     def again() -> int:
         ck = ucformat.open(reads)
@@ -272,7 +283,10 @@ def test_copy_verify_and_materialize(form: str, tmp_path: Path) -> None:
     assert all(reports)
     assert sum(r.bytes_verified for r in reports) == whole.bytes_verified
     assert [r.part for r in reports] == ["0/3", "1/3", "2/3"]
-    victim = max((p for p in (tmp_path / "copied" / "data").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    victim = max(
+        (p for p in (tmp_path / "copied" / "data").rglob("*") if p.is_file()),
+        key=lambda p: p.stat().st_size,
+    )
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
@@ -281,17 +295,25 @@ def test_copy_verify_and_materialize(form: str, tmp_path: Path) -> None:
     if form == "packed":
         for index in (1, 0):
             with pytest.raises(NotFinished):
-                ucformat.materialize(ck, chunk_bytes=2048, shard_bytes=1 << 14, on=f"part:{index}/2")
+                ucformat.materialize(
+                    ck, chunk_bytes=2048, shard_bytes=1 << 14, on=f"part:{index}/2"
+                )
         made = ucformat.materialize(ck, chunk_bytes=2048, shard_bytes=1 << 14, on="commit")
         assert ucformat.verify(made)
         assert made.id == ck.id
-        assert {n: made[n][...].tobytes() for n in made} == {n: t.numpy().tobytes() for n, t in state.items()}
+        assert {n: made[n][...].tobytes() for n in made} == {
+            n: t.numpy().tobytes() for n, t in state.items()
+        }
 
 
 def test_shards_with_other_content_are_found_by_one_part(tmp_path: Path) -> None:
     """Chunks that match their checksums, but are not those of the manifest."""
     one = ucformat.convert(source_of(tmp_path / "a", 1), tmp_path / "one", **SIZES)
-    arrays = [d for d in (tmp_path / "one" / "data").rglob("c") if len([f for f in d.rglob("*") if f.is_file()]) > 1]
+    arrays = [
+        d
+        for d in (tmp_path / "one" / "data").rglob("c")
+        if len([f for f in d.rglob("*") if f.is_file()]) > 1
+    ]
     first, second, *_ = sorted(f for f in arrays[0].rglob("*") if f.is_file())
     if first.stat().st_size == second.stat().st_size:
         first.write_bytes(second.read_bytes())
@@ -312,7 +334,19 @@ def test_parts_have_about_as_many_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "on", ["", "part:3", "part:3/3", "part:-1/3", "part:a/b", "dask:/x", "dask://", "slurm", "part:0/0", "tls://"]
+    "on",
+    [
+        "",
+        "part:3",
+        "part:3/3",
+        "part:-1/3",
+        "part:a/b",
+        "dask:/x",
+        "dask://",
+        "slurm",
+        "part:0/0",
+        "tls://",
+    ],
 )
 def test_what_is_no_place(on: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"place where tasks run|no part"):
@@ -331,7 +365,11 @@ def test_ranges_are_taken_once(read: list[tuple[int, int]], given_: list[tuple[i
         left -= set(range(a, a + n))
     ranges = [(a, a + n) for a, n in given_]
     wanted = [b for a, stop in ranges for b in range(a, stop)]
-    fits = wanted == sorted(set(wanted)) and set(wanted) <= left and all(a < stop for a, stop in ranges)
+    fits = (
+        wanted == sorted(set(wanted))
+        and set(wanted) <= left
+        and all(a < stop for a, stop in ranges)
+    )
     assert one.take(ranges) == fits
     left -= set(wanted) if fits else set()
     assert {b for a, stop in one.left for b in range(a, stop)} == left

@@ -46,12 +46,16 @@ Catalog.record = lambda catalog, manifest, url: (told.append(url), record(catalo
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_commit_is_in_the_catalog_and_told_once(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_in_the_catalog_and_told_once(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_packed(LocalStore(tmp_path / "src"), ARRAYS)
     catalog = str(tmp_path / "catalog.db")
     monkeypatch.setenv("UCP_CATALOG", catalog)
     code = f"{COUNT}src, dst = {str(tmp_path / 'src')!r}, {str(tmp_path / 'dst')!r}; {WAYS[way]}; assert told == [dst]"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     with ucformat.Catalog(catalog) as found:
         assert [tuple(e.urls) for e in found.find("")] == [(str(tmp_path / "dst"),)]
@@ -80,7 +84,9 @@ def test_a_mark_is_written_beside_the_checkpoint(way: str, tmp_path: Path) -> No
     with ucformat.Catalog(url) as catalog:
         found = ucformat.register([str(tmp_path / "src")], catalog).entries[0]
     code = f"url, id = {url!r}, {found.id!r}\n{MARKS[way]}"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     doc = read_document(LocalStore(tmp_path / "src"))
     assert doc is not None

@@ -81,7 +81,12 @@ def test_one_by_one(catalog: Catalog, tmp_path: Path) -> None:
     found = register([ck.url, str(tmp_path / "ds"), memory.url], catalog)
     assert (names(found.entries), found.failures) == (["ds@5", "run7@1", "run8@3"], ())
     one = catalog.get("ds@5")
-    assert (one.kind, one.engine, one.urls, one.topology["zero"]) == ("deepspeed", "deepspeed", (str(tag),), 3)
+    assert (one.kind, one.engine, one.urls, one.topology["zero"]) == (
+        "deepspeed",
+        "deepspeed",
+        (str(tag),),
+        3,
+    )
     assert (one.files, one.files_nbytes) == (4, sum(f.stat().st_size for f in tag.iterdir()))
     assert one.created == datetime.fromtimestamp(max(f.stat().st_mtime for f in tag.iterdir()), UTC)
     assert catalog.get("run7@1").files is None
@@ -101,7 +106,10 @@ def test_a_tree_of_everything(catalog: Catalog, tmp_path: Path) -> None:
         universal(tree / "run7" / str(step), step)
     universal(tree / "run7" / "1" / "inside" / "of one", 9)
     universal(tree / "deep" / "a" / "b" / "c", 3)
-    damaged = {tree / "run7" / "damaged": "{", tree / "run7" / "newer": '{"format": "ucformat", "version": 9}'}
+    damaged = {
+        tree / "run7" / "damaged": "{",
+        tree / "run7" / "newer": '{"format": "ucformat", "version": 9}',
+    }
     for folder, text in damaged.items():
         folder.mkdir()
         (folder / "manifest.json").write_text(text)
@@ -132,15 +140,24 @@ def test_a_file_of_that_name_hides_nothing_below_it(catalog: Catalog, tmp_path: 
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"junk")
     found = register([str(tmp_path)], catalog, recursive=True)
     assert names(found.entries) == ["more@2", "run7@1"]
-    assert [f.url for f in found.failures] == [str(tmp_path), f"{tmp_path}/run7", f"{tmp_path}/run7/more"]
+    assert [f.url for f in found.failures] == [
+        str(tmp_path),
+        f"{tmp_path}/run7",
+        f"{tmp_path}/run7/more",
+    ]
 
 
-def test_the_files_of_an_unfinished_save_are_no_checkpoint(catalog: Catalog, tmp_path: Path) -> None:
+def test_the_files_of_an_unfinished_save_are_no_checkpoint(
+    catalog: Catalog, tmp_path: Path
+) -> None:
     """A packed file's sidecar is a safetensors file; without a manifest beside it nothing is committed."""
     attempt = "0123456789abcdef0123"
     for above in ("run", "elsewhere"):
         (tmp_path / above / "step-4" / "data" / attempt).mkdir(parents=True)
-        save_file({"w": np.ones(3)}, tmp_path / above / "step-4" / "data" / attempt / "extents.safetensors")
+        save_file(
+            {"w": np.ones(3)},
+            tmp_path / above / "step-4" / "data" / attempt / "extents.safetensors",
+        )
     record = tmp_path / "run" / "step-4" / "attempts" / f"{attempt}.json"
     record.parent.mkdir()
     record.write_text("{}")
@@ -148,18 +165,26 @@ def test_the_files_of_an_unfinished_save_are_no_checkpoint(catalog: Catalog, tmp
     assert [(e.kind, e.urls) for e in found.entries] == [
         ("safetensors", (f"{tmp_path}/elsewhere/step-4/data/{attempt}",))  # of nobody's attempt
     ]
-    with pytest.raises(NotACheckpoint, match="no committed checkpoint, only what an unfinished") as raised:
+    with pytest.raises(
+        NotACheckpoint, match="no committed checkpoint, only what an unfinished"
+    ) as raised:
         open_checkpoint(tmp_path / "run" / "step-4")
     assert raised.value.hint is not None
     assert f"ucp gc {tmp_path}/run/step-4 --apply" in raised.value.hint
 
 
-def test_what_lies_beside_a_foreign_ones_files_is_found_too(catalog: Catalog, tmp_path: Path) -> None:
+def test_what_lies_beside_a_foreign_ones_files_is_found_too(
+    catalog: Catalog, tmp_path: Path
+) -> None:
     for folder in ("run", "run/checkpoint-5", "run/checkpoint-9"):
         (tmp_path / folder).mkdir()
-        save_file({"w": np.full(3, len(folder), np.float32)}, tmp_path / folder / "model.safetensors")
+        save_file(
+            {"w": np.full(3, len(folder), np.float32)}, tmp_path / folder / "model.safetensors"
+        )
     foreign(tmp_path / "run" / "checkpoint-9", 9)
-    (tmp_path / "run" / "checkpoint-9" / "trainer_state.json").write_text("{}")  # so the folders in it are its own
+    (tmp_path / "run" / "checkpoint-9" / "trainer_state.json").write_text(
+        "{}"
+    )  # so the folders in it are its own
     done = register([str(tmp_path)], catalog, recursive=True)
     assert not done.failures
     assert sorted((e.kind, str(e.url).removeprefix(f"{tmp_path}/")) for e in done.entries) == [
@@ -194,7 +219,9 @@ def test_nothing_to_register(catalog: Catalog, tmp_path: Path) -> None:
             register([str(place)], catalog, recursive=True)
 
 
-def test_more_than_are_opened_at_once(catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_are_opened_at_once(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_AHEAD", 2)
     for step in range(5):
         universal(tmp_path / "run7" / str(step), step)
@@ -219,7 +246,9 @@ def test_the_run_that_is_given_wins_over_what_a_document_says(
 # --- what an engine wrote is known by what it holds
 
 
-def test_a_foreign_checkpoint_is_the_same_wherever_it_lies(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_is_the_same_wherever_it_lies(
+    catalog: Catalog, tmp_path: Path
+) -> None:
     tag = foreign(tmp_path / "ds")
     id_ = register([str(tag)], catalog).entries[0].id
     assert open_checkpoint(tmp_path / "ds").id == open_checkpoint(tag).id == id_
@@ -264,7 +293,9 @@ def told(catalog: Catalog, tmp_path: Path) -> Catalog:
     catalog.metric("run7@3", {"val_loss": float("-inf"), "more": 0.1 + 0.2})
     foreign(data / "ds", 5)
     register([str(data / "ds")], catalog)
-    catalog.record(open_checkpoint(data / "run7" / "6").manifest, str(data / "run7" / "6"), run="renamed")
+    catalog.record(
+        open_checkpoint(data / "run7" / "6").manifest, str(data / "run7" / "6"), run="renamed"
+    )
     catalog.alias("best", "run7@5")
     catalog.alias("best", "run7@4")
     catalog.alias("gone", "run7@1")
@@ -303,7 +334,9 @@ def test_a_lost_catalog_is_made_anew(told: Catalog, database_url: str, tmp_path:
         assert [(a.name, a.id, a.version, a.moved) for a in new.aliases()] == [
             (a.name, a.id, a.version, a.moved) for a in told.aliases()
         ]
-        best = load_policy({"version": 1, "keep": {"best": {"metric": "val_loss", "count": 3, "mode": "min"}}})
+        best = load_policy(
+            {"version": 1, "keep": {"best": {"metric": "val_loss", "count": 3, "mode": "min"}}}
+        )
         plans = [c.retain(best) for c in (told, new)]
         assert [r.id for r in plans[0].delete] == [r.id for r in plans[1].delete]
         assert [k.reasons for k in plans[0].keep] == [k.reasons for k in plans[1].keep]
@@ -328,12 +361,18 @@ def test_reindexing_what_is_known_changes_nothing(told: Catalog, tmp_path: Path)
     assert (everything(told), told.events()) == (before, events)
 
 
-def test_a_metric_of_the_manifest_does_not_come_back(catalog: Catalog, other: Catalog, tmp_path: Path) -> None:
+def test_a_metric_of_the_manifest_does_not_come_back(
+    catalog: Catalog, other: Catalog, tmp_path: Path
+) -> None:
     ck = universal(tmp_path / "run7" / "1", 1)
     file = tmp_path / "run7" / "1" / "manifest.json"
     metrics = {"val_loss": 2.0, "old": 1.0}
-    created = (datetime.now(UTC) + timedelta(hours=1)).isoformat()  # by a clock that is ahead of ours
-    file.write_bytes(manifest_file(json.loads(file.read_text()) | {"metrics": metrics, "created": created}))
+    created = (
+        datetime.now(UTC) + timedelta(hours=1)
+    ).isoformat()  # by a clock that is ahead of ours
+    file.write_bytes(
+        manifest_file(json.loads(file.read_text()) | {"metrics": metrics, "created": created})
+    )
     register([ck.url], catalog)
     catalog.metric(ck.id, {"val_loss": 1.5})
     reindex(str(tmp_path / "run7"), other)
@@ -439,7 +478,9 @@ def test_one_that_is_being_removed_is_a_failure_and_not_forgotten(
     (place / "manifest.json").unlink()
     for catalog in (told, other):
         found = reindex(str(tmp_path / "data"), catalog)
-        assert [(f.url, "not yet completely removed" in f.message) for f in found.failures] == [(str(place), True)]
+        assert [(f.url, "not yet completely removed" in f.message) for f in found.failures] == [
+            (str(place), True)
+        ]
         assert found.missing == ()
     assert (told.get(id_).state, told.get(id_).urls) == ("purging", (str(place),))
 
@@ -458,7 +499,9 @@ def recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "catalog.db"
 
 
-def test_what_is_committed_is_recorded(recording: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_committed_is_recorded(
+    recording: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tag = foreign(tmp_path / "ds")
     ck = ucformat.convert(tag, tmp_path / "run7" / "5")
     named = ucformat.convert(tag, tmp_path / "x" / "5", run="named")
@@ -466,7 +509,9 @@ def test_what_is_committed_is_recorded(recording: Path, tmp_path: Path, caplog: 
         assert [e.name for e in catalog.find()] == ["named@5", "run7@5"]
         register([str(tag)], catalog)
         source = catalog.get("ds@5")
-        assert [(e.parent, e.kind) for e in catalog.lineage(ck.id).edges] == [(source.id, "convert")]
+        assert [(e.parent, e.kind) for e in catalog.lineage(ck.id).edges] == [
+            (source.id, "convert")
+        ]
         assert [e.action for e in catalog.events(named.id)] == ["record"]
         assert catalog.holding(str(ck.manifest.tensors[0].digest))
     assert caplog.records == []
@@ -486,7 +531,11 @@ def test_what_is_committed_is_recorded(recording: Path, tmp_path: Path, caplog: 
     ],
 )
 def test_what_a_training_of_the_run_resumed_from_is_recorded_with_it(
-    recording: Path, tmp_path: Path, runs: tuple[str | None, str | None], folders: tuple[str, str], known: bool
+    recording: Path,
+    tmp_path: Path,
+    runs: tuple[str | None, str | None],
+    folders: tuple[str, str],
+    known: bool,
 ) -> None:
     """The writer of the first was killed between its commit and its record; another training's is left alone."""
     places = [f"{tmp_path}/{folder}/{step}" for step, folder in enumerate(folders, 1)]
@@ -496,11 +545,15 @@ def test_what_a_training_of_the_run_resumed_from_is_recorded_with_it(
     second = second.model_copy(update={"run": runs[1], "lineage": (edge,)})
     recording.unlink()
     Path(places[0]).mkdir(parents=True)
-    (Path(places[0]) / "manifest.json").write_bytes(manifest_file(first.model_dump(mode="json", by_alias=True)))
+    (Path(places[0]) / "manifest.json").write_bytes(
+        manifest_file(first.model_dump(mode="json", by_alias=True))
+    )
     record_commit(places[1], second)
     with Catalog(str(recording)) as catalog:
         assert {e.id for e in catalog.find()} == ({first.id, second.id} if known else {second.id})
-        assert [e.parent for e in catalog.lineage(second.id, depth=1).edges] == [first.id if known else places[0]]
+        assert [e.parent for e in catalog.lineage(second.id, depth=1).edges] == [
+            first.id if known else places[0]
+        ]
     shutil.rmtree(places[0])
     record_commit(places[1], second)  # also where it is gone by now
 
@@ -556,7 +609,11 @@ AWAY = ("no folder", "a folder", "damaged", "no database", "nobody listens", "un
 
 @pytest.mark.parametrize("how", AWAY)
 def test_a_catalog_that_is_away_makes_no_save_fail(
-    recording: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    recording: Path,
+    tmp_path: Path,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("UCP_CATALOG", away(tmp_path, how))
     with warnings.catch_warnings():
@@ -575,7 +632,10 @@ def test_a_catalog_that_is_away_makes_no_save_fail(
 
 
 def test_settings_that_cannot_be_read_make_no_save_fail(
-    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    recording: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delenv("UCP_CATALOG")
     monkeypatch.chdir(tmp_path)
@@ -592,7 +652,11 @@ def test_a_script_that_makes_warnings_errors_still_saves(tmp_path: Path) -> None
     for url in ("postgresql://nobody@127.0.0.1:1/none", "/proc/none/catalog.db"):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "UCP_CATALOG": url}
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-W", "error", "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         assert open_checkpoint(tmp_path / "run7" / "5").id == done.stdout.strip()
@@ -609,18 +673,24 @@ def test_switched_off_nothing_of_the_catalog_is_loaded(tmp_path: Path) -> None:
         "print(sorted({m.partition('.')[0] for m in sys.modules} & {'sqlalchemy', 'alembic', 'psycopg', 'lark'}))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "UCP_CATALOG": "none"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"
 
 
-def test_stores_that_are_not_ours_are_recorded_by_their_url(recording: Path, tmp_path: Path) -> None:
+def test_stores_that_are_not_ours_are_recorded_by_their_url(
+    recording: Path, tmp_path: Path
+) -> None:
     ck = ucformat.convert(foreign(tmp_path / "ds"), LocalStore(tmp_path / "run7" / "5"))
     with Catalog(str(recording)) as catalog:
         assert catalog.get(f"{tmp_path}/run7/5").id == ck.id
 
 
 @pytest.mark.parametrize("other", ["trainer_state.json", "config.json", "adapter_config.json"])
-def test_documents_tell_saves_of_equal_tensors_apart(tmp_path: Path, catalog: Catalog, other: str) -> None:
+def test_documents_tell_saves_of_equal_tensors_apart(
+    tmp_path: Path, catalog: Catalog, other: str
+) -> None:
     """Steps and metrics, and the model's configuration, are what makes one of them another one; a copy is the same."""
     for name, value in (("checkpoint-1", 1), ("checkpoint-2", 2)):
         arrays = {("w", state): np.arange(6, dtype=np.float32) for state in FLAT}
@@ -635,8 +705,15 @@ def test_documents_tell_saves_of_equal_tensors_apart(tmp_path: Path, catalog: Ca
     assert not done.failures
     assert len(set(done.ids)) == 2
     copy = catalog.get(str(tmp_path / "copies" / "checkpoint-2"))
-    assert copy.id == catalog.get(str(tmp_path / "checkpoint-2")).id != catalog.get(str(tmp_path / "checkpoint-1")).id
-    assert [len(entry.urls) for entry in (copy, catalog.get(str(tmp_path / "checkpoint-1")))] == [2, 1]
+    assert (
+        copy.id
+        == catalog.get(str(tmp_path / "checkpoint-2")).id
+        != catalog.get(str(tmp_path / "checkpoint-1")).id
+    )
+    assert [len(entry.urls) for entry in (copy, catalog.get(str(tmp_path / "checkpoint-1")))] == [
+        2,
+        1,
+    ]
     (tmp_path / "checkpoint-2" / "latest").write_text("global_step5\n")
     (tmp_path / "checkpoint-2" / "notes.txt").write_text("good")
     assert open_checkpoint(tmp_path / "checkpoint-2").id == copy.id

@@ -86,7 +86,9 @@ def test_a_sample_tells_what_is_read(
     cost = estimate_register(tree, catalog)
     assert list(files_of(tree)) == before
     assert cost.sampled is not None
-    assert len(set(opened)) <= cost.sampled + 3 < STEPS  # and one of each kind, to import what it needs
+    assert (
+        len(set(opened)) <= cost.sampled + 3 < STEPS
+    )  # and one of each kind, to import what it needs
     opened.clear()
     read.clear()
     found = register([tree], catalog, recursive=True)
@@ -94,12 +96,18 @@ def test_a_sample_tells_what_is_read(
     assert not found.failures
     nbytes = sum(n for _, n in read)
     assert abs(cost.bytes_read - nbytes) <= 0.05 * nbytes
-    assert len({path for path, _ in read}) * 0.95 <= cost.files <= len({path for path, _ in read}) * 1.3
+    assert (
+        len({path for path, _ in read}) * 0.95
+        <= cost.files
+        <= len({path for path, _ in read}) * 1.3
+    )
     assert cost.bytes_written == 0
     assert cost.requests >= len(read) * 0.95
 
 
-def test_what_the_catalog_knows_is_left_out(tmp_path: Path, catalog: Catalog, opened: list[str]) -> None:
+def test_what_the_catalog_knows_is_left_out(
+    tmp_path: Path, catalog: Catalog, opened: list[str]
+) -> None:
     steps(tmp_path / "tree" / "a", 6)
     register([tmp_path / "tree"], catalog, recursive=True)
     opened.clear()
@@ -112,7 +120,9 @@ def test_what_the_catalog_knows_is_left_out(tmp_path: Path, catalog: Catalog, op
 
 
 @pytest.mark.parametrize("names", ["ab", "abcdefghijklmnopqrstuvwxyz"])
-def test_what_is_inside_of_something_else_counts_too(tmp_path: Path, catalog: Catalog, names: str) -> None:
+def test_what_is_inside_of_something_else_counts_too(
+    tmp_path: Path, catalog: Catalog, names: str
+) -> None:
     """A run into which any program has put a manifest.json; and a checkpoint with another one inside."""
     tree = tmp_path / "tree"
     steps(tree / "a", STEPS, names)

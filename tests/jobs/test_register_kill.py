@@ -66,10 +66,15 @@ def test_killed_and_repeated(tree: Path, tmp_path: Path, seed: int) -> None:
             process.wait(PATIENCE)
         with Catalog(url) as catalog:
             known = catalog.count()
-            assert known >= max(before, min(told, 2 * STEPS - before)), "what was said to be recorded is"
+            assert known >= max(before, min(told, 2 * STEPS - before)), (
+                "what was said to be recorded is"
+            )
             before = known
     with Catalog(url) as catalog, Catalog(f"sqlite:///{tmp_path}/alone.db") as alone:
-        found, expected = register(tree, catalog, recursive=True), register(tree, alone, recursive=True)
+        found, expected = (
+            register(tree, catalog, recursive=True),
+            register(tree, alone, recursive=True),
+        )
         assert found == expected
         assert [(e.id, e.urls, e.run, e.step) for e in found.entries] == [
             (e.id, e.urls, e.run, e.step) for e in expected.entries
@@ -86,7 +91,9 @@ def test_one_that_is_refused_fails_no_other_of_its_batch(
         register(other.url, catalog)
         text = manifest.read_text()
 
-        def stolen(doc: Any, url: str, kind: str, *more: Any) -> Found:  # as if its id were that of another checkpoint
+        def stolen(
+            doc: Any, url: str, kind: str, *more: Any
+        ) -> Found:  # as if its id were that of another checkpoint
             if doc.step == 5 and kind == "ucformat":
                 doc = doc.model_copy(update={"id": other.id})
             return Found(doc, url, kind, *more)

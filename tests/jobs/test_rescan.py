@@ -104,14 +104,18 @@ def test_any_file_that_changed_has_it_opened(
         assert opened[:1] == [str(tree / place)]
 
 
-def test_what_was_forgotten_replaced_or_joined_is_opened(catalog: Catalog, tree: Path, opened: list[str]) -> None:
+def test_what_was_forgotten_replaced_or_joined_is_opened(
+    catalog: Catalog, tree: Path, opened: list[str]
+) -> None:
     register([str(tree)], catalog, recursive=True)
     catalog.forget(catalog.places(str(tree / "run7" / "1")))
     (tree / "run7" / "2" / "more").write_text("x")
     opened.clear()
     assert len(register([str(tree)], catalog, recursive=True).entries) == 3
     assert opened == [str(tree / "run7" / "1"), str(tree / "run7" / "2")]
-    catalog.record(universal(tree / "run7" / "3", 3).manifest, str(tree / "run7" / "1"))  # by hand, wrongly
+    catalog.record(
+        universal(tree / "run7" / "3", 3).manifest, str(tree / "run7" / "1")
+    )  # by hand, wrongly
     opened.clear()
     register([str(tree)], catalog, recursive=True)
     assert opened == [str(tree / "run7" / "1"), str(tree / "run7" / "3")]

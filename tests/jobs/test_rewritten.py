@@ -61,7 +61,9 @@ class Meddling(WrappedStore):
         self.looks.append(key)
         return super().info(key)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         self._count(key)
         super().read_into(key, offset, buffers, crcs)
 
@@ -111,7 +113,9 @@ def safetensors(folder: Path) -> Path:
 
     folder.mkdir()
     for n, file in (("a", A), ("b", B)):
-        save_file({f"{n}{k}": random_array((64, 64), "float32", k) for k in range(3)}, folder / file)
+        save_file(
+            {f"{n}{k}": random_array((64, 64), "float32", k) for k in range(3)}, folder / file
+        )
     old(folder)
     return folder
 
@@ -137,7 +141,10 @@ def test_a_conversion_of_a_rewritten_file_commits_nothing(
     file = folder / A
     store.arm(when, lambda: rewrite(file))
     gone = f"|{A} does not exist" if rewrite is removed else ""
-    with pytest.raises((Conflict, MissingData, NotFound), match=f"{A} changed since the checkpoint was opened{gone}"):
+    with pytest.raises(
+        (Conflict, MissingData, NotFound),
+        match=f"{A} changed since the checkpoint was opened{gone}",
+    ):
         ucformat.convert(ck, tmp_path / "dst", workers=1)
     assert store.act is None
     assert nothing_opens(tmp_path / "dst")
@@ -193,7 +200,9 @@ def test_universal_sources_are_compared_too(kind: str, how: str, tmp_path: Path)
     old(folder)
     ck, store = opened(folder)
     files = (
-        f for f in (folder / "data").rglob("*") if f.is_file() and f.name.partition(".")[0] not in ("zarr", "extents")
+        f
+        for f in (folder / "data").rglob("*")
+        if f.is_file() and f.name.partition(".")[0] not in ("zarr", "extents")
     )
     victim = max(files, key=lambda f: f.stat().st_size)
     store.arm(1, lambda: by_rename(victim), victim.relative_to(folder).as_posix())
@@ -214,7 +223,9 @@ def test_universal_sources_are_compared_too(kind: str, how: str, tmp_path: Path)
         assert nothing_opens(tmp_path / "dst")
 
 
-def test_a_virtual_checkpoint_is_compared_with_the_files_that_it_points_into(tmp_path: Path) -> None:
+def test_a_virtual_checkpoint_is_compared_with_the_files_that_it_points_into(
+    tmp_path: Path,
+) -> None:
     folder = safetensors(tmp_path / "src")
     ck = ucformat.convert(folder, tmp_path / "virtual", virtual=True)
     file = folder / A
@@ -248,16 +259,24 @@ def test_loads_of_a_rewritten_file_fail(rewrite: Callable[[Path], None], tmp_pat
 
     def read(ck: Checkpoint) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load({n: torch.zeros(64, 64) for n in names}, storage_reader=ucformat.torch.Reader(ck), no_dist=True)
+        dcp.load(
+            {n: torch.zeros(64, 64) for n in names},
+            storage_reader=ucformat.torch.Reader(ck),
+            no_dist=True,
+        )
 
     def execute(ck: Checkpoint) -> None:
-        ck.plan(ucformat.Layout({"dp": 1}, [{"match": "*", "place": ["replicate"]}]), 0).execute(threads=1)
+        ck.plan(ucformat.Layout({"dp": 1}, [{"match": "*", "place": ["replicate"]}]), 0).execute(
+            threads=1
+        )
 
     for act in (load, read, execute):
         act(ucformat.open(folder))
         ck, store = opened(folder)
         store.arm(2, lambda: rewrite(folder / B))
-        with pytest.raises((Conflict, CheckpointException), match=f"{B} changed .* the loaded values are invalid"):
+        with pytest.raises(
+            (Conflict, CheckpointException), match=f"{B} changed .* the loaded values are invalid"
+        ):
             act(ck)
         assert store.act is None
 

@@ -23,11 +23,15 @@ APART = max(float(np.abs(a.astype(float) - b).max()) for a in VALUES for b in VA
 
 
 def averaged(values: list[Any]) -> Checkpoint:
-    arrays = {(f"a.{i}", "weight"): a for i, a in enumerate(values)} | {("b", "weight"): np.ones(3, np.float32)}
+    arrays = {(f"a.{i}", "weight"): a for i, a in enumerate(values)} | {
+        ("b", "weight"): np.ones(3, np.float32)
+    }
     return Checkpoint(FakeSource.write(MemoryStore("spread"), arrays)).view([MEAN])
 
 
-def test_a_conversion_records_how_far_the_values_of_a_mean_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_records_how_far_the_values_of_a_mean_lie_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(compare, "_INPUT_ELEMENTS", 7)
     made = ucformat.convert(averaged(VALUES), MemoryStore("spread-out"))
     assert made.objects["spread"] == {"a": {"weight": {"values": 3, "max_abs_difference": APART}}}
@@ -51,7 +55,10 @@ def test_only_of_what_is_converted(tmp_path: Path) -> None:
         a = model.arrays[name, state]
         b = a + np.float32(1)
         assert same(made[name, state][...], (a + b) / np.float32(2))
-        assert found[name][state] == {"values": 2, "max_abs_difference": float((b.astype(float) - a).max())}
+        assert found[name][state] == {
+            "values": 2,
+            "max_abs_difference": float((b.astype(float) - a).max()),
+        }
     some = ucformat.convert(tmp_path / "ckpt", tmp_path / "some", states=["exp_avg"])
     assert some.objects["spread"] == {name: {"exp_avg": found[name]["exp_avg"]}}
     none = ucformat.open(tmp_path / "ckpt").view([{"drop": name}])
@@ -60,11 +67,17 @@ def test_only_of_what_is_converted(tmp_path: Path) -> None:
 
 def test_through_further_steps() -> None:
     view = averaged(VALUES).view(
-        [{"split": "a", "into": ["x", "y"]}, {"cast": "x", "dtype": "bfloat16"}, {"rename": "x", "to": "z"}]
+        [
+            {"split": "a", "into": ["x", "y"]},
+            {"cast": "x", "dtype": "bfloat16"},
+            {"rename": "x", "to": "z"},
+        ]
     )
     made = ucformat.convert(view, MemoryStore("spread-steps"))
     assert made["z"].dtype == ml_dtypes.bfloat16
-    whole = {"weight": {"values": 3, "max_abs_difference": APART}}  # of the mean of which each is a part
+    whole = {
+        "weight": {"values": 3, "max_abs_difference": APART}
+    }  # of the mean of which each is a part
     assert made.objects["spread"] == {"z": whole, "y": whole}
 
 
@@ -78,5 +91,7 @@ def test_through_further_steps() -> None:
     ],
 )
 def test_values_that_are_not_finite(values: list[list[float]], apart: object) -> None:
-    made = ucformat.convert(averaged([np.array(v, np.float32) for v in values]), MemoryStore(f"spread-{apart}"))
+    made = ucformat.convert(
+        averaged([np.array(v, np.float32) for v in values]), MemoryStore(f"spread-{apart}")
+    )
     assert made.objects["spread"]["a"]["weight"]["max_abs_difference"] == apart

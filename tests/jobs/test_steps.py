@@ -27,7 +27,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_that_tell_a_step() -> None:
-    told = {"checkpoint-500": 500, "global_step10": 10, "iter_0000100": 100, "run/step-00000007": 7, "a-step=3.ckpt": 3}
+    told = {
+        "checkpoint-500": 500,
+        "global_step10": 10,
+        "iter_0000100": 100,
+        "run/step-00000007": 7,
+        "a-step=3.ckpt": 3,
+    }
     assert {name: step_in_name(name) for name in told} == told
     for name in ("checkpoint", "v2", "run7", "llama-3", "checkpoint-500-merged", "misstep-4"):
         assert step_in_name(name) is None, name

@@ -60,7 +60,9 @@ def torch_file(folder: Path) -> Path:
 
     folder.mkdir()
     large = torch.arange(3000 * 101, dtype=torch.float32).reshape(3000, 101)
-    torch.save({"cut": large[7:2500, 3:90], "a": torch.arange(999), "b": torch.ones(5)}, folder / "m.pt")
+    torch.save(
+        {"cut": large[7:2500, 3:90], "a": torch.arange(999), "b": torch.ones(5)}, folder / "m.pt"
+    )
     return folder / "m.pt"
 
 
@@ -102,11 +104,24 @@ def test_a_flipped_bit_is_found_and_a_repaired_source_is_converted(
     ck = ucformat.open(src)
     infos = [i for i in ck.tensors.values() if i.nbytes]
     info = infos[len(infos) // 2]
-    extent = next(e for e in ck.origin.extents(next(iter(ck.metadata.means.get(info.key, (info.key,))))) if e.box.size)
+    extent = next(
+        e
+        for e in ck.origin.extents(next(iter(ck.metadata.means.get(info.key, (info.key,)))))
+        if e.box.size
+    )
     restore = flip(src / extent.file, extent.offset)
-    refused(src, tmp_path / "dst", extent.file, "CRC-32 of its record", chunk_bytes=sizes[0], shard_bytes=sizes[1])
+    refused(
+        src,
+        tmp_path / "dst",
+        extent.file,
+        "CRC-32 of its record",
+        chunk_bytes=sizes[0],
+        shard_bytes=sizes[1],
+    )
 
-    taken = ucformat.convert(src, tmp_path / "taken", chunk_bytes=sizes[0], shard_bytes=sizes[1], verify=False)
+    taken = ucformat.convert(
+        src, tmp_path / "taken", chunk_bytes=sizes[0], shard_bytes=sizes[1], verify=False
+    )
     assert taken.manifest.verified is not None
     assert not taken.manifest.verified.default
     restore()
@@ -121,7 +136,9 @@ def test_padding_that_no_tensor_needs_is_read_and_counted(tmp_path: Path) -> Non
     ck = ucformat.convert(file, tmp_path / "ok")
     assert ck.manifest.verified is not None
     assert ck.manifest.verified.besides > 0
-    record = next(r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0"))
+    record = next(
+        r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0")
+    )
     restore = flip(file, record.locate() + 1)  # before the first element of the slice
     refused(file, tmp_path / "dst", "m.pt", record.name, "cut (weight)")
     assert not ucformat.verify(file)
@@ -137,14 +154,25 @@ def test_no_byte_is_read_twice(tmp_path: Path) -> None:
         store = RecordingStore(LocalStore(folder))
         ck = open_checkpoint(store)
         store.reads.clear()
-        ucformat.convert(ck, tmp_path / str(verify), chunk_bytes=1 << 15, shard_bytes=1 << 20, verify=verify, workers=1)
-        reads[verify] = Counter(r for r in store.reads if r.nbytes > 64 and r.file.endswith("optim_states.pt"))
+        ucformat.convert(
+            ck,
+            tmp_path / str(verify),
+            chunk_bytes=1 << 15,
+            shard_bytes=1 << 20,
+            verify=verify,
+            workers=1,
+        )
+        reads[verify] = Counter(
+            r for r in store.reads if r.nbytes > 64 and r.file.endswith("optim_states.pt")
+        )
     tensors = sum(read.nbytes * n for read, n in reads[False].items())
     more = sum(read.nbytes * n for read, n in (reads[True] - reads[False]).items())
     files = list(folder.rglob("*optim_states.pt"))
     assert tensors >= sum(f.stat().st_size for f in files) // 2
     assert not reads[False] - reads[True]
-    assert more <= sum(f.stat().st_size for f in files) // 8, "no tensors: the directories of the zip files"
+    assert more <= sum(f.stat().st_size for f in files) // 8, (
+        "no tensors: the directories of the zip files"
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -152,7 +180,9 @@ def test_an_interrupted_conversion_of_a_damaged_source_is_not_continued_into_a_c
     workers: int, tmp_path: Path
 ) -> None:
     file = torch_file(tmp_path / "src")
-    record = next(r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0"))
+    record = next(
+        r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0")
+    )
     at = record.locate() + (1000 * 101 + 50) * 4
     restore = flip(file, at)
 
@@ -168,7 +198,9 @@ def test_an_interrupted_conversion_of_a_damaged_source_is_not_continued_into_a_c
 
     was = file.stat()
     restore()
-    os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))  # so that it is the same plan, and its shards are kept
+    os.utime(
+        file, ns=(was.st_atime_ns, was.st_mtime_ns)
+    )  # so that it is the same plan, and its shards are kept
     ck = ucformat.convert(file, tmp_path / "dst", **how)
     assert same(ck["cut"][...], ucformat.open(file)["cut"][...]), (
         "a shard that was made of the damaged bytes is made anew"
@@ -181,7 +213,11 @@ def test_chunks_of_zarr_that_are_read_in_parts(tmp_path: Path) -> None:
     group = zarr.open_group(tmp_path / "z", mode="w", zarr_format=3)
     value = np.arange(300 * 70, dtype=np.float32).reshape(300, 70)
     made = group.create_array(
-        "w", shape=value.shape, dtype="float32", chunks=(300, 70), compressors=[zarr.codecs.Crc32cCodec()]
+        "w",
+        shape=value.shape,
+        dtype="float32",
+        chunks=(300, 70),
+        compressors=[zarr.codecs.Crc32cCodec()],
     )
     made[:] = value
     (chunk,) = [f for f in (tmp_path / "z").rglob("*") if f.is_file() and f.name != "zarr.json"]
@@ -189,17 +225,34 @@ def test_chunks_of_zarr_that_are_read_in_parts(tmp_path: Path) -> None:
     assert ck.manifest.verified is not None
     assert ck.manifest.verified.default
     restore = flip(chunk, 5000)
-    refused(tmp_path / "z", tmp_path / "dst", chunk.name, "w (weight)", chunk_bytes=1024, shard_bytes=4096)
+    refused(
+        tmp_path / "z",
+        tmp_path / "dst",
+        chunk.name,
+        "w (weight)",
+        chunk_bytes=1024,
+        shard_bytes=4096,
+    )
     restore()
-    assert same(ucformat.convert(tmp_path / "z", tmp_path / "dst", chunk_bytes=1024)["w"][...], value)
+    assert same(
+        ucformat.convert(tmp_path / "z", tmp_path / "dst", chunk_bytes=1024)["w"][...], value
+    )
 
 
 @pytest.mark.parametrize("view", [None, [{"cast": "*", "dtype": "float64"}]])
 @pytest.mark.parametrize("shards", [None, (300, 70)])
-@pytest.mark.parametrize("codecs", [["zstd"], ["gzip"], ["zstd", "crc32c"], ["gzip", "crc32c"], ["crc32c", "gzip"]])
-def test_compressed_chunks_of_zarr(codecs: list[str], shards: Any, view: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "codecs", [["zstd"], ["gzip"], ["zstd", "crc32c"], ["gzip", "crc32c"], ["crc32c", "gzip"]]
+)
+def test_compressed_chunks_of_zarr(
+    codecs: list[str], shards: Any, view: Any, tmp_path: Path
+) -> None:
     zarr = pytest.importorskip("zarr", reason="pip install 'ucformat[zarr]'")
-    made = {"zstd": zarr.codecs.ZstdCodec, "gzip": zarr.codecs.GzipCodec, "crc32c": zarr.codecs.Crc32cCodec}
+    made = {
+        "zstd": zarr.codecs.ZstdCodec,
+        "gzip": zarr.codecs.GzipCodec,
+        "crc32c": zarr.codecs.Crc32cCodec,
+    }
     group = zarr.open_group(tmp_path / "z", mode="w", zarr_format=3)
     value = np.arange(300 * 70, dtype=np.float32).reshape(300, 70)
     array = group.create_array(
@@ -215,9 +268,14 @@ def test_compressed_chunks_of_zarr(codecs: list[str], shards: Any, view: Any, tm
     ck = ucformat.convert(ucformat.open(tmp_path / "z", view=view), tmp_path / "ok", **how)
     assert ck.manifest.verified is not None
     assert ck.manifest.verified.default == ("crc32c" in codecs)
-    if codecs[-1] != "crc32c":  # bits of what is around the elements, such as the time in a header of gzip, may differ
+    if (
+        codecs[-1] != "crc32c"
+    ):  # bits of what is around the elements, such as the time in a header of gzip, may differ
         return
-    chunk = max((f for f in (tmp_path / "z").rglob("*") if f.name != "zarr.json"), key=lambda f: f.stat().st_size)
+    chunk = max(
+        (f for f in (tmp_path / "z").rglob("*") if f.name != "zarr.json"),
+        key=lambda f: f.stat().st_size,
+    )
     nbytes, where = chunk.stat().st_size // (3 if shards else 1), r"array w: its chunk \["
     for at in range(0, nbytes, nbytes // 20):  # of a shard, somewhere in its first chunk
         restore = flip(chunk, at)
@@ -245,7 +303,9 @@ def test_universal_sources(
     if kind == "arrays":
         ucformat.convert(packed, folder)
     files = [
-        f for f in (folder / "data").rglob("*") if f.is_file() and f.name not in ("zarr.json", "extents.safetensors")
+        f
+        for f in (folder / "data").rglob("*")
+        if f.is_file() and f.name not in ("zarr.json", "extents.safetensors")
     ]
     file = max(files, key=lambda f: f.stat().st_size)
     restore = flip(file, 9000)
@@ -265,9 +325,14 @@ def test_what_carries_no_checksums_is_said_to_be_unverified(tmp_path: Path) -> N
     from safetensors.numpy import save_file
 
     save_file({"w": random_array((9, 9), "float32", 1)}, tmp_path / "model.safetensors")
-    found = CliRunner().invoke(ucp, ["convert", str(tmp_path / "model.safetensors"), str(tmp_path / "dst")])
+    found = CliRunner().invoke(
+        ucp, ["convert", str(tmp_path / "model.safetensors"), str(tmp_path / "dst")]
+    )
     assert found.exit_code == 0, found.output
-    assert "1 tensor converted without verification: SRC's files have no checksums for them" in found.output
+    assert (
+        "1 tensor converted without verification: SRC's files have no checksums for them"
+        in found.output
+    )
     verified = ucformat.open(tmp_path / "dst").manifest.verified
     assert verified is not None
     assert (verified.default, verified.but) == (False, ())
@@ -275,7 +340,9 @@ def test_what_carries_no_checksums_is_said_to_be_unverified(tmp_path: Path) -> N
 
 def test_the_option(tmp_path: Path) -> None:
     file = torch_file(tmp_path / "src")
-    record = next(r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0"))
+    record = next(
+        r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0")
+    )
     flip(file, record.locate() + 5000)
     words = ["convert", str(file), str(tmp_path / "dst")]
     found = CliRunner().invoke(ucp, words)
@@ -287,10 +354,14 @@ def test_the_option(tmp_path: Path) -> None:
 def test_a_virtual_checkpoint_of_a_damaged_file_gets_no_checksums(tmp_path: Path) -> None:
     file = torch_file(tmp_path / "src")
     plain = CliRunner().invoke(ucp, ["register", str(file), str(tmp_path / "plain"), "--virtual"])
-    assert "the bytes of 3 tensors are unverified: --checksums verifies those it can" in plain.output
+    assert (
+        "the bytes of 3 tensors are unverified: --checksums verifies those it can" in plain.output
+    )
     with_sums = ucformat.convert(file, tmp_path / "sums", virtual=True, checksums=True)
     assert with_sums.manifest.verified is not None
     assert with_sums.manifest.verified.default
-    record = next(r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0"))
+    record = next(
+        r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0")
+    )
     flip(file, record.locate() + 5000)
     refused(file, tmp_path / "dst", "m.pt", record.name, virtual=True, checksums=True)

@@ -115,7 +115,10 @@ def test_what_is_deleted_everywhere_gets_a_new_grace(
     clock.wait(days=6)
     assert collect(catalog, apply=True, grace=timedelta(0)).purged == ()
     catalog.restore(entry.id)
-    for place in (entry.url, tmp_path / "copy"):  # what is restored here is not deleted again by the same documents
+    for place in (
+        entry.url,
+        tmp_path / "copy",
+    ):  # what is restored here is not deleted again by the same documents
         register([str(place)], catalog)
     assert catalog.get(entry.id).state == "committed"
 
@@ -132,7 +135,9 @@ def test_documents_that_are_trusted_keep_the_grace_they_tell(
     assert catalog.get(entry.id).purge_after == datetime.fromisoformat(LONG_AGO)
 
 
-def test_even_a_trusted_document_speaks_for_its_own_place(recorded: Recorded, tmp_path: Path) -> None:
+def test_even_a_trusted_document_speaks_for_its_own_place(
+    recorded: Recorded, tmp_path: Path
+) -> None:
     entry = recorded(1, tmp_path / "tree" / "mine")
     twin(entry, tmp_path / "tree" / "a", **DELETED)
     with Catalog(str(tmp_path / "new.db")) as new:
@@ -301,7 +306,9 @@ def test_a_tag_beside_one_place_is_not_taken_off_beside_another(
     assert document(entry.url).untags == ()
 
 
-def test_what_documents_said_is_marked(catalog: Catalog, other: Catalog, recorded: Recorded) -> None:
+def test_what_documents_said_is_marked(
+    catalog: Catalog, other: Catalog, recorded: Recorded
+) -> None:
     entry = recorded()
     catalog.tag(entry.id, "good")
     catalog.alias("best", entry.id)
@@ -320,7 +327,9 @@ def test_what_documents_said_is_marked(catalog: Catalog, other: Catalog, recorde
 
 
 @pytest.mark.parametrize("revision", [MAX_REVISION, 2**31 - 2])
-def test_a_revision_beyond_any_count_leaves_room(catalog: Catalog, recorded: Recorded, revision: int) -> None:
+def test_a_revision_beyond_any_count_leaves_room(
+    catalog: Catalog, recorded: Recorded, revision: int
+) -> None:
     entry = recorded()
     say(mine(entry), entry.id, revision=revision)
     register([str(entry.url)], catalog)

@@ -61,7 +61,9 @@ def extents_of(store: Store) -> Extents:
 
 
 def rewritten(
-    store: Store, extents: Extents | None = None, change: Callable[[dict[str, Any]], object] | None = None
+    store: Store,
+    extents: Extents | None = None,
+    change: Callable[[dict[str, Any]], object] | None = None,
 ) -> Store:
     """The checkpoint with other extents, and a manifest that was changed, under digests that are right."""
     document = json.loads(store.read("manifest.json"))
@@ -100,7 +102,11 @@ def found(store: Store, key: tuple[str, str] | None = None, reason: str = "") ->
     """Assert that `verify` finds it, and names the tensor and the reason, and that a reader refuses."""
     report = ucformat.verify(store)
     assert not report
-    named = [p for p in report.problems if (key is None or (p.name, p.state) == key) and reason in p.reason]
+    named = [
+        p
+        for p in report.problems
+        if (key is None or (p.name, p.state) == key) and reason in p.reason
+    ]
     assert named, report.problems
     with pytest.raises(UcformatError):
         read_all(store)
@@ -139,17 +145,32 @@ def first(key: tuple[str, str]) -> tuple[Store, Extents, Extent]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda e: replace(e, box=Box((5, *e.box.start[1:]), (2, *e.box.shape[1:]))), "exceeds the tensor"),
-        (lambda e: replace(e, box=Box((1 << 61, *e.box.start[1:]), e.box.shape)), "exceeds the tensor"),
-        (lambda e: replace(e, box=Box(e.box.start, ((1 << 63) - 1, *e.box.shape[1:]))), "exceeds the tensor"),
-        (lambda e: replace(e, box=Box((e.box.start[0] + 1, *e.box.start[1:]), e.box.shape)), "share"),
+        (
+            lambda e: replace(e, box=Box((5, *e.box.start[1:]), (2, *e.box.shape[1:]))),
+            "exceeds the tensor",
+        ),
+        (
+            lambda e: replace(e, box=Box((1 << 61, *e.box.start[1:]), e.box.shape)),
+            "exceeds the tensor",
+        ),
+        (
+            lambda e: replace(e, box=Box(e.box.start, ((1 << 63) - 1, *e.box.shape[1:]))),
+            "exceeds the tensor",
+        ),
+        (
+            lambda e: replace(e, box=Box((e.box.start[0] + 1, *e.box.start[1:]), e.box.shape)),
+            "share",
+        ),
         (lambda e: replace(e, offset=e.offset + 4), "exceed the block"),
         (lambda e: replace(e, offset=e.offset - 4), "exceed the block"),
         (lambda e: replace(e, offset=(1 << 63) - 1), "impossible offset"),
         (lambda e: replace(e, offset=(1 << 63) - 1, block=None), "impossible offset"),
         (lambda e: replace(e, strides=((1 << 62), 4), block=None), "impossible offset"),
         (lambda e: replace(e, strides=(40, 8)), "exceed the block"),
-        (lambda e: replace(e, block=replace(e.block, nbytes=e.block.nbytes - 4)), "exceed the block"),
+        (
+            lambda e: replace(e, block=replace(e.block, nbytes=e.block.nbytes - 4)),
+            "exceed the block",
+        ),
         (lambda e: replace(e, block=Block(1 << 61, 40, 0)), "impossible offset"),
         (lambda e: replace(e, file="roots/0/x"), "does not list"),
     ],
@@ -184,7 +205,9 @@ def test_replicas() -> None:
     wrong = bytes(other[block.offset : block.offset + block.nbytes])
     with store.create("data/again.bin") as out:
         out.write(bytes(other))
-    (problem,) = ucformat.verify(store).problems  # its checksum is wrong: that it differs is no second problem
+    (problem,) = ucformat.verify(
+        store
+    ).problems  # its checksum is wrong: that it differs is no second problem
     assert "crc32c differs" in problem.reason
     for own in (None, replace(block, crc32c=crc32c(wrong))):
         extents[AT[CUBE]][-1] = replace(again, block=own)
@@ -205,7 +228,9 @@ def test_replicas_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, data in (("data/a", a.tobytes()), ("data/b", bytes(other))):
             with store.create(name) as out:
                 out.write(data)
-        extents[AT[CUBE]] = [Extent(Box.whole(a.shape), f, 0, (96, 32, 8)) for f in ("data/a", "data/b")]
+        extents[AT[CUBE]] = [
+            Extent(Box.whole(a.shape), f, 0, (96, 32, 8)) for f in ("data/a", "data/b")
+        ]
         (problem,) = ucformat.verify(rewritten(store, extents)).problems
         assert "differ" in problem.reason
 
@@ -217,28 +242,46 @@ def test_replicas_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda m: m["aliases"].update(x="nothing"),
             "an alias of 'nothing', which is not stored",
         ),
-        (lambda m: m["aliases"].update(x="head"), "'x' is an alias of 'head', which is another alias"),
+        (
+            lambda m: m["aliases"].update(x="head"),
+            "'x' is an alias of 'head', which is another alias",
+        ),
         (lambda m: m["aliases"].update(x="x"), "'x' is an alias of 'x', which is another alias"),
         (lambda m: m["aliases"].update(bias="w"), "'bias' is stored, and an alias of 'w' too"),
-        (lambda m: [m["tensors"][k].append(m["tensors"][k][0]) for k in ("name", "kind")], "lists it twice"),
+        (
+            lambda m: [m["tensors"][k].append(m["tensors"][k][0]) for k in ("name", "kind")],
+            "lists it twice",
+        ),
         (lambda m: m["tensors"]["kinds"][0].update(shape=[1] * 65), "invalid shape"),
-        (lambda m: m["tensors"]["kinds"].append({**m["tensors"]["kinds"][0], "shape": [1] * 65}), "invalid shape"),
+        (
+            lambda m: m["tensors"]["kinds"].append({**m["tensors"]["kinds"][0], "shape": [1] * 65}),
+            "invalid shape",
+        ),
         (lambda m: m["tensors"]["kinds"][0].update(path="data/x"), "invalid chunk grid"),
         (lambda m: m.update(sidecar=None), "there is no sidecar"),
         (lambda m: m["sidecar"].update(nbytes=3), "bytes instead of 3"),
-        (lambda m: m["sidecar"].update(sources=[{"path": "roots/0/x", "nbytes": 1}]), "is not below a root"),
         (
-            lambda m: m["sidecar"].update(roots=["/a"], sources=[{"path": "roots/0/x", "nbytes": 1}] * 2),
+            lambda m: m["sidecar"].update(sources=[{"path": "roots/0/x", "nbytes": 1}]),
+            "is not below a root",
+        ),
+        (
+            lambda m: m["sidecar"].update(
+                roots=["/a"], sources=[{"path": "roots/0/x", "nbytes": 1}] * 2
+            ),
             "'roots/0/x' is listed twice",
         ),
     ],
 )
-def test_a_manifest_that_contradicts_itself(change: Callable[[dict[str, Any]], object], reason: str) -> None:
+def test_a_manifest_that_contradicts_itself(
+    change: Callable[[dict[str, Any]], object], reason: str
+) -> None:
     found(rewritten(packed(), change=change), reason=reason)
 
 
 def test_all_that_is_wrong_with_a_manifest_is_named() -> None:
-    store = rewritten(packed(), change=lambda m: m.update(aliases={f"a{k}": "no" for k in range(9)}))
+    store = rewritten(
+        packed(), change=lambda m: m.update(aliases={f"a{k}": "no" for k in range(9)})
+    )
     assert len(ucformat.verify(store).problems) == 9
     with pytest.raises(Inconsistent, match=r"'a0' is an alias of 'no'.* and 4 more") as failure:
         open_checkpoint(store)
@@ -275,24 +318,47 @@ def test_holes_in_foreign_checkpoints_are_problems_too(monkeypatch: pytest.Monke
     ck = open_fake(MemoryStore(uuid.uuid4().hex))
     assert ucformat.verify(ck)
     whole = FakeSource.extents
-    monkeypatch.setattr(FakeSource, "extents", lambda self, key, within=None: list(whole(self, key, within))[1:])
+    monkeypatch.setattr(
+        FakeSource, "extents", lambda self, key, within=None: list(whole(self, key, within))[1:]
+    )
     report = ucformat.verify(ck)
     assert {(p.name, p.state) for p in report.problems} == {k for k, a in ARRAYS.items() if a.size}
     assert all("no rank or file holds" in p.reason for p in report.problems)
 
 
 _NUMBERS = st.one_of(
-    st.integers(-3, 8), st.sampled_from([-(1 << 62), 40, 1 << 31, 1 << 32, (1 << 60) + 1, (1 << 62) + 1, (1 << 63) - 1])
+    st.integers(-3, 8),
+    st.sampled_from(
+        [-(1 << 62), 40, 1 << 31, 1 << 32, (1 << 60) + 1, (1 << 62) + 1, (1 << 63) - 1]
+    ),
 )
 
 
 @st.composite
 def mutations(draw: st.DrawFn) -> tuple[str, list[int]]:
-    kinds = ("remove", "double", "start", "shape", "file", "block", "bare", "tensor", "shift", "replica", "alias")
-    return draw(st.sampled_from(kinds)), [draw(st.integers(0, 99)), draw(st.integers(0, 2)), draw(_NUMBERS)]
+    kinds = (
+        "remove",
+        "double",
+        "start",
+        "shape",
+        "file",
+        "block",
+        "bare",
+        "tensor",
+        "shift",
+        "replica",
+        "alias",
+    )
+    return draw(st.sampled_from(kinds)), [
+        draw(st.integers(0, 99)),
+        draw(st.integers(0, 2)),
+        draw(_NUMBERS),
+    ]
 
 
-def mutate(store: Store, extents: Extents, aliases: dict[str, str], kind: str, numbers: list[int]) -> None:
+def mutate(
+    store: Store, extents: Extents, aliases: dict[str, str], kind: str, numbers: list[int]
+) -> None:
     """One change to an extent or an alias. Offsets and strides inside of a block are left: they say what is stored."""
     number, d, value = numbers
     places = [(n, k) for n, some in enumerate(extents) for k in range(len(some))]
@@ -340,7 +406,13 @@ def _other(e: Extent, kind: str, d: int, value: int) -> dict[str, Any]:
         case "file":
             return {"file": ["data/none.bin", "roots/0/x", e.file][d]}
         case "block":
-            return {"block": [replace(block, crc32c=abs(value)), None, replace(block, nbytes=abs(value))][d]}
+            return {
+                "block": [
+                    replace(block, crc32c=abs(value)),
+                    None,
+                    replace(block, nbytes=abs(value)),
+                ][d]
+            }
         case "bare":
             return {"block": None}
         case "shift":
@@ -357,7 +429,9 @@ ARRAYS_NDIM = [a.shape for a in ARRAYS.values()]
 
 @given(st.lists(mutations(), min_size=1, max_size=3))
 @settings(max_examples=150)
-def test_every_mutation_is_found_or_leaves_the_content_equal(todo: list[tuple[str, list[int]]]) -> None:
+def test_every_mutation_is_found_or_leaves_the_content_equal(
+    todo: list[tuple[str, list[int]]],
+) -> None:
     store = packed()
     extents, aliases = extents_of(store), dict(TIED)
     for kind, numbers in todo:
@@ -367,7 +441,9 @@ def test_every_mutation_is_found_or_leaves_the_content_equal(todo: list[tuple[st
     assert isinstance(report.problems, tuple)
     if report:
         read = read_all(store)
-        assert all(same(a, ARRAYS[key]) for key, a in read.items()), "it is not found, and reads otherwise"
+        assert all(same(a, ARRAYS[key]) for key, a in read.items()), (
+            "it is not found, and reads otherwise"
+        )
         assert all(same(a, ARRAYS[key]) for key, a in reference(store, extents).items())
         stored = {n for n, _ in ARRAYS}
         assert all(a not in stored and n in stored for a, n in aliases.items())

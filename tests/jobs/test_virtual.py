@@ -14,7 +14,14 @@ import ucformat
 from tests.fakes import same
 from tests.zero_files import FLAT, write_zero3
 from ucformat import Layout
-from ucformat.errors import Conflict, IntegrityError, MissingData, UnsafeError, UnsupportedError, UsageError
+from ucformat.errors import (
+    Conflict,
+    IntegrityError,
+    MissingData,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +60,10 @@ def test_it_reads_as_its_source_does(ck: Checkpoint, source: Path) -> None:
     assert ck.kind == "ucformat"
     assert holds(ucformat.open(ck.url))
     assert ck.tensors == foreign.tensors
-    assert (ck.metadata.groups, ck.metadata.step) == (foreign.metadata.groups, foreign.metadata.step)
+    assert (ck.metadata.groups, ck.metadata.step) == (
+        foreign.metadata.groups,
+        foreign.metadata.step,
+    )
     assert dict(ck.objects) == dict(foreign.objects)
     assert [(entry.kind, entry.id) for entry in ck.manifest.lineage] == [("convert", foreign.id)]
 
@@ -66,15 +76,23 @@ def test_no_tensor_is_copied(tmp_path: Path) -> None:
 
 def test_it_plans_and_slices(ck: Checkpoint) -> None:
     layout = Layout(
-        {"tp": 2}, [{"match": "norm", "place": ["replicate"]}, {"match": "*", "place": [{"shard": 0, "over": "tp"}]}]
+        {"tp": 2},
+        [
+            {"match": "norm", "place": ["replicate"]},
+            {"match": "*", "place": [{"shard": 0, "over": "tp"}]},
+        ],
     )
     plan = ck.plan(layout, 1, ["exp_avg"])
     assert same(plan.execute()["up", "exp_avg"], ARRAYS["up", "exp_avg"][12:])
     assert plan.bytes_read <= 1.1 * plan.bytes_needed
-    assert same(ck["embed", "master"][5:9, 3:4], np.ascontiguousarray(ARRAYS["embed", "master"][5:9, 3:4]))
+    assert same(
+        ck["embed", "master"][5:9, 3:4], np.ascontiguousarray(ARRAYS["embed", "master"][5:9, 3:4])
+    )
 
 
-def test_a_virtual_one_of_a_virtual_one_points_to_the_files_themselves(ck: Checkpoint, tmp_path: Path) -> None:
+def test_a_virtual_one_of_a_virtual_one_points_to_the_files_themselves(
+    ck: Checkpoint, tmp_path: Path
+) -> None:
     again = ucformat.convert(ck, tmp_path / "again", virtual=True)
     assert again.manifest.sidecar is not None
     assert again.manifest.sidecar.roots == ck.manifest.sidecar.roots  # type: ignore[union-attr]
@@ -94,7 +112,9 @@ def test_of_arrays_and_of_a_view(source: Path, tmp_path: Path) -> None:
 
 def test_what_is_computed_is_refused(source: Path, tmp_path: Path) -> None:
     view = ucformat.open(source, view=[{"cast": "up", "dtype": "bfloat16"}])
-    with pytest.raises(UnsupportedError, match=r"up \(master\) has no bytes of its own(.|\n)*ucp convert"):
+    with pytest.raises(
+        UnsupportedError, match=r"up \(master\) has no bytes of its own(.|\n)*ucp convert"
+    ):
         ucformat.convert(view, tmp_path / "virtual", virtual=True)
     assert not (tmp_path / "virtual" / "manifest.json").exists()
 
@@ -109,7 +129,9 @@ class TestChanges:
         assert holds(ck)
         os.utime(self.file(source), (1, 1))
         for opened in (ck, ucformat.open(ck.url)):
-            with pytest.raises(IntegrityError, match=r"rank_1_mp.*has changed(.|\n)*register its checkpoint again"):
+            with pytest.raises(
+                IntegrityError, match=r"rank_1_mp.*has changed(.|\n)*register its checkpoint again"
+            ):
                 holds(opened)
 
     def test_another_size(self, ck: Checkpoint, source: Path) -> None:
@@ -129,7 +151,9 @@ class TestChanges:
         assert ucformat.verify(ck)
         os.utime(self.file(source), (1, 1))
         report = ucformat.verify(ck)
-        assert {p.file for p in report.problems} == {f"roots/0/global_step5/{self.file(source).name}"}
+        assert {p.file for p in report.problems} == {
+            f"roots/0/global_step5/{self.file(source).name}"
+        }
         assert {p.name for p in report.problems} >= {"embed", "up"}
 
     def test_checksums_find_what_size_and_time_hide(self, source: Path, tmp_path: Path) -> None:
@@ -182,25 +206,33 @@ class TestRoots:
     def test_where_it_is_given(self, ck: Checkpoint, tmp_path: Path, root: str) -> None:
         assert holds(ucformat.open(ck.url, roots=[str(tmp_path / root)]))
         assert holds(ucformat.open(ck.url, roots=tmp_path / root))
-        assert holds(ucformat.open(ck.url, roots=(str(r) for r in (tmp_path / "other", tmp_path / root))))
+        assert holds(
+            ucformat.open(ck.url, roots=(str(r) for r in (tmp_path / "other", tmp_path / root)))
+        )
 
     def test_not_beside_what_is_given(self, ck: Checkpoint, tmp_path: Path) -> None:
         with pytest.raises(UnsafeError):
             holds(ucformat.open(ck.url, roots=[str(tmp_path / "ru"), f"{tmp_path}/run/../other"]))
 
-    def test_where_the_settings_say(self, ck: Checkpoint, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_where_the_settings_say(
+        self, ck: Checkpoint, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("UCP_ROOTS", f"/elsewhere,{source}")
         assert holds(ucformat.open(ck.url))
 
     def test_a_link_does_not_lead_out(self, ck: Checkpoint, source: Path, tmp_path: Path) -> None:
         (tmp_path / "allowed").mkdir()
         (tmp_path / "allowed" / "link").symlink_to(source)
-        inside = ucformat.convert(ucformat.open(tmp_path / "allowed" / "link"), tmp_path / "linked", virtual=True)
+        inside = ucformat.convert(
+            ucformat.open(tmp_path / "allowed" / "link"), tmp_path / "linked", virtual=True
+        )
         (tmp_path / "stranger" / "ucformat" / "roots.jsonl").unlink()
         with pytest.raises(UnsafeError):
             holds(ucformat.open(inside.url, roots=[str(tmp_path / "allowed")]))
 
-    @pytest.mark.parametrize("key", ["roots/0/../../secret", "roots/9/x", "roots/x/y", "roots/0/not_listed"])
+    @pytest.mark.parametrize(
+        "key", ["roots/0/../../secret", "roots/9/x", "roots/x/y", "roots/0/not_listed"]
+    )
     def test_what_is_not_listed_is_never_read(self, ck: Checkpoint, source: Path, key: str) -> None:
         store = ucformat.open(ck.url, roots=[str(source)]).store
         with pytest.raises((IntegrityError, UnsafeError)):

@@ -59,7 +59,10 @@ def trained(seed: int) -> Arrays:
     """Weights and what a training has besides, among it names of which only the master is stored."""
     weights = random_arrays(seed, tensors=5, edge=20)
     chance = random.Random(seed)
-    more: Arrays = {(f"m{n}", "master"): random_array((5, n + 1), "float32", n) for n in range(chance.randrange(3))}
+    more: Arrays = {
+        (f"m{n}", "master"): random_array((5, n + 1), "float32", n)
+        for n in range(chance.randrange(3))
+    }
     for (name, _), a in list(weights.items())[::2]:
         more[name, "master"] = random_array(a.shape, "float32", seed + 1)
         more[name, "exp_avg"] = random_array(a.shape, "float32", seed + 2)
@@ -80,21 +83,33 @@ def intact(ck: Checkpoint, arrays: Arrays) -> None:
 
 def by_name(arrays: Arrays) -> dict[str, np.ndarray]:
     """What the files hold: weights, or masters where only these are stored."""
-    return {name: a for (name, state), a in arrays.items() if state == "weight" or (name, "weight") not in arrays}
+    return {
+        name: a
+        for (name, state), a in arrays.items()
+        if state == "weight" or (name, "weight") not in arrays
+    }
 
 
 def in_files(ck: Checkpoint, arrays: Arrays) -> None:
     found = tensors_of(Path(str(ck.hf_url)))
-    wanted = {n: a for n, a in by_name(arrays).items() if (n, "weight") in arrays or (n, "master") in arrays}
+    wanted = {
+        n: a
+        for n, a in by_name(arrays).items()
+        if (n, "weight") in arrays or (n, "master") in arrays
+    }
     assert found.keys() == wanted.keys()
     for name, a in wanted.items():
         assert found[name].shape == a.shape
         assert found[name].tobytes() == a.tobytes(), name
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 10**6))
-def test_any_state_is_the_same_in_this_form(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_state_is_the_same_in_this_form(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder, arrays = tmp_path_factory.mktemp("any"), trained(seed)
     ck = ucformat.convert(opened(arrays, assets=()), folder / "ck", **SIZES, weights="safetensors")
     assert ck.hf_url == f"{folder}/ck/data/{ck.manifest.attempt}/weights"
@@ -114,7 +129,9 @@ def test_any_state_is_the_same_in_this_form(seed: int, tmp_path_factory: pytest.
         patch.setattr(small, "SMALL_BYTES", 1 + seed % 50)
         patch.setattr(weight_files, "_SMALL_FILE_BYTES", 1 + seed % 100)
         for weights in WEIGHTS:
-            mixed = ucformat.convert(opened(arrays, assets=()), folder / f"mixed-{weights}", **SIZES, weights=weights)
+            mixed = ucformat.convert(
+                opened(arrays, assets=()), folder / f"mixed-{weights}", **SIZES, weights=weights
+            )
             intact(ucformat.open(folder / f"mixed-{weights}"), arrays)
             second = reader.Checkpoint(folder / f"mixed-{weights}")
             assert [data for _, data in second] == [a.tobytes() for a in arrays.values()]
@@ -129,11 +146,35 @@ def test_any_state_is_the_same_in_this_form(seed: int, tmp_path_factory: pytest.
     ("arrays", "folder"),
     [
         ({("a", "weight"): random_array((), "float32")}, "weights"),
-        ({("a", "weight"): random_array((), "float32"), ("b", "weight"): random_array((), "bool")}, "weights"),
+        (
+            {
+                ("a", "weight"): random_array((), "float32"),
+                ("b", "weight"): random_array((), "bool"),
+            },
+            "weights",
+        ),
         ({("a", "weight"): random_array((0, 3), "float32")}, "weights"),
-        ({("a", "weight"): random_array((), "int64"), ("b", "weight"): random_array((0,), "bool")}, "weights"),
-        ({("a", "weight"): random_array((5, 3), "float32"), ("a", "Weights"): np.zeros(3, np.float32)}, "weights~"),
-        ({("a", "weight"): random_array((3, 2000), "float32"), ("b", "weight"): np.zeros((1, 1, 9), bool)}, "weights"),
+        (
+            {
+                ("a", "weight"): random_array((), "int64"),
+                ("b", "weight"): random_array((0,), "bool"),
+            },
+            "weights",
+        ),
+        (
+            {
+                ("a", "weight"): random_array((5, 3), "float32"),
+                ("a", "Weights"): np.zeros(3, np.float32),
+            },
+            "weights~",
+        ),
+        (
+            {
+                ("a", "weight"): random_array((3, 2000), "float32"),
+                ("b", "weight"): np.zeros((1, 1, 9), bool),
+            },
+            "weights",
+        ),
     ],
 )
 def test_unusual_tensors(arrays: Arrays, folder: str, tmp_path: Path) -> None:
@@ -217,13 +258,18 @@ def test_it_becomes_arrays_and_back(tmp_path: Path) -> None:
 
 
 def test_virtual_checkpoints_views_and_plans_of_it(tmp_path: Path) -> None:
-    arrays = {("a", "weight"): random_array((40, 12), "float32"), ("b", "weight"): random_array((7,), "bfloat16")}
+    arrays = {
+        ("a", "weight"): random_array((40, 12), "float32"),
+        ("b", "weight"): random_array((7,), "bfloat16"),
+    }
     ck = ucformat.convert(opened(arrays), tmp_path / "ck", weights="safetensors")
     virtual = ucformat.convert(ck, tmp_path / "virtual", virtual=True, checksums=True)
     assert virtual.hf_url is None
     assert virtual.manifest.sidecar is not None
     needed = {s.path.rpartition("/")[2] for s in virtual.manifest.sidecar.sources}
-    assert needed == {f.name for f in files(str(ck.hf_url)) if f.suffix == ".safetensors"}  # not the index
+    assert needed == {
+        f.name for f in files(str(ck.hf_url)) if f.suffix == ".safetensors"
+    }  # not the index
     assert not unprotected(virtual)
     intact(ucformat.open(tmp_path / "virtual", roots=[tmp_path / "ck"]), arrays)
     viewed = ck.view([{"rename": "a", "to": "z"}])
@@ -314,13 +360,18 @@ def test_parts_say_what_no_checksum_covers(tmp_path: Path) -> None:
     for k in range(2):
         with pytest.raises(NotFinished):
             ucformat.convert(source, tmp_path / "dst", weights="safetensors", on=f"part:{k}/2")
-    verified = ucformat.convert(source, tmp_path / "dst", weights="safetensors", on="commit").manifest.verified
+    verified = ucformat.convert(
+        source, tmp_path / "dst", weights="safetensors", on="commit"
+    ).manifest.verified
     assert verified is not None
     assert (verified.default, verified.but) == (False, ())
 
 
 def test_a_damaged_source_commits_nothing(tmp_path: Path) -> None:
-    arrays = {("w", "weight"): random_array((64, 16), "float32"), ("w", "exp_avg"): random_array((64, 16), "float32")}
+    arrays = {
+        ("w", "weight"): random_array((64, 16), "float32"),
+        ("w", "exp_avg"): random_array((64, 16), "float32"),
+    }
     ck = ucformat.convert(opened(arrays), tmp_path / "ck", weights="safetensors")
     flipped(Path(str(ck.hf_url), "model.safetensors"), 3000)
     with pytest.raises(ChecksumError, match="w"):
@@ -349,11 +400,22 @@ def test_the_command(tmp_path: Path) -> None:
     source, _ = zero3(tmp_path / "src")
     run = CliRunner()
     dry = run.invoke(
-        ucp, ["convert", str(source), str(tmp_path / "ck"), "--weights", "safetensors", "--dry-run", "--json"]
+        ucp,
+        [
+            "convert",
+            str(source),
+            str(tmp_path / "ck"),
+            "--weights",
+            "safetensors",
+            "--dry-run",
+            "--json",
+        ],
     )
     assert dry.exit_code == 0, dry.output
     assert not (tmp_path / "ck").exists()
-    done = run.invoke(ucp, ["convert", str(source), str(tmp_path / "ck"), "--weights", "safetensors", "-q"])
+    done = run.invoke(
+        ucp, ["convert", str(source), str(tmp_path / "ck"), "--weights", "safetensors", "-q"]
+    )
     assert done.exit_code == 0, done.output
     shown = run.invoke(ucp, ["show", str(tmp_path / "ck"), "--json"])
     url = json.loads(shown.stdout)["hf_url"]
@@ -387,7 +449,9 @@ def test_transformers_loads_the_same_model(tied: bool, tmp_path: Path) -> None:
     found = ucformat.open(tmp_path / "ck")
     for name in found.names():
         assert same(found[name][...], state[name])
-    assert dict(found.assets) == {name: (tmp_path / "hf" / name).read_bytes() for name in found.assets}
+    assert dict(found.assets) == {
+        name: (tmp_path / "hf" / name).read_bytes() for name in found.assets
+    }
     assert {"config.json", "tokenizer_config.json"} <= found.assets.keys()
     ucformat.verify(found).raise_if_damaged()
     loaded.save_pretrained(folder, max_shard_size="5GB")  # as docs say: it damages the checkpoint
@@ -403,7 +467,9 @@ def test_tied_names_are_written_as_by_the_export(tmp_path: Path) -> None:
     assert ucformat.open(tmp_path / "ck").aliases == {"model.embed_tokens.weight": "lm_head.weight"}
     intact(ck, arrays)
     ucformat.export(source, tmp_path / "out", "safetensors")
-    assert (tmp_path / "out/model.safetensors").read_bytes() == Path(str(ck.hf_url), "model.safetensors").read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == Path(
+        str(ck.hf_url), "model.safetensors"
+    ).read_bytes()
 
 
 def test_an_unfinished_one_is_removed(tmp_path: Path) -> None:

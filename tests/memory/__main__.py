@@ -17,9 +17,17 @@ from tests.same_hashes import with_same_hashes
 def main() -> int:
     """Print the counts, and what is wrong; 1 where anything was."""
     parser = argparse.ArgumentParser(prog="python -m tests.memory")
-    parser.add_argument("names", nargs="*", metavar="'[COMMAND] [CHECKPOINT]'", help="such as 'convert torch' or zarr")
     parser.add_argument(
-        "--every", type=int, default=1, help="how far apart those allocations of Python's are that fail"
+        "names",
+        nargs="*",
+        metavar="'[COMMAND] [CHECKPOINT]'",
+        help="such as 'convert torch' or zarr",
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        help="how far apart those allocations of Python's are that fail",
     )
     given = parser.parse_args()
     shared = Path("/dev/shm")  # noqa: S108 - memory: nothing here is to last
@@ -34,7 +42,9 @@ def main() -> int:
         world, all_found = World(Path(folder) / "world"), Found()
         for place in KINDS:
             for name in COMMANDS:
-                if given.names and not any({name, place} >= set(words.split()) for words in given.names):
+                if given.names and not any(
+                    {name, place} >= set(words.split()) for words in given.names
+                ):
                     continue
                 for whose in WHOSE:
                     begun = time.monotonic()

@@ -20,7 +20,9 @@ WHOSE = ("python", "numpy")
 _MANY = 10_000_000  # more allocations than any command makes
 _DEFAULT_HANDLER = 306  # PyDataMem_DefaultHandler in NumPy's table of functions
 _MALLOC = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_CALLOC = _REALLOC = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+_CALLOC = _REALLOC = ctypes.PYFUNCTYPE(
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+)
 
 
 class _Handler(ctypes.Structure):
@@ -100,6 +102,11 @@ def _handler() -> _Handler:
     """What all arrays are allocated with that say nothing else."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    table = ctypes.cast(pointer(np._core._multiarray_umath._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))  # type: ignore[attr-defined]
-    capsule = ctypes.cast(table[_DEFAULT_HANDLER] or 0, ctypes.POINTER(ctypes.py_object)).contents.value
+    table = ctypes.cast(
+        pointer(np._core._multiarray_umath._ARRAY_API, None),  # type: ignore[attr-defined]
+        ctypes.POINTER(ctypes.c_void_p),
+    )
+    capsule = ctypes.cast(
+        table[_DEFAULT_HANDLER] or 0, ctypes.POINTER(ctypes.py_object)
+    ).contents.value
     return _Handler.from_address(pointer(capsule, b"mem_handler"))

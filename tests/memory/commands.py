@@ -49,7 +49,10 @@ def _arrays(place: Path) -> None:
 
 def _safetensors(place: Path) -> None:
     place.mkdir()
-    save_file({name: a for (name, state), a in ARRAYS.items() if a.dtype == np.float32}, place / "model.safetensors")
+    save_file(
+        {name: a for (name, state), a in ARRAYS.items() if a.dtype == np.float32},
+        place / "model.safetensors",
+    )
 
 
 def _torch(place: Path) -> None:
@@ -59,7 +62,11 @@ def _torch(place: Path) -> None:
 
 
 def _deepspeed(place: Path) -> None:
-    write_zero3(place, {("up", state): random_array((6, 4), "float32", i) for i, state in enumerate(FLAT)}, ranks=2)
+    write_zero3(
+        place,
+        {("up", state): random_array((6, 4), "float32", i) for i, state in enumerate(FLAT)},
+        ranks=2,
+    )
 
 
 def _zarr(place: Path) -> None:
@@ -100,7 +107,9 @@ def make_world(root: Path) -> str:
     """Make a checkpoint of each kind, and a layout."""
     for kind, make in KINDS.items():
         make(root / kind)
-    (root / "tp2.json").write_text('{"version": 1, "mesh": {"tp": 2}, "rules": [{"match": "*", "place": []}]}')
+    (root / "tp2.json").write_text(
+        '{"version": 1, "mesh": {"tp": 2}, "rules": [{"match": "*", "place": []}]}'
+    )
     return "made"
 
 
@@ -111,7 +120,9 @@ def contents(place: Path) -> str:
     for key in sorted(ck.tensors):
         a = ck[key].read()
         found.update(f"{key} {a.dtype} {a.shape}".encode() + a.tobytes())
-    found.update(repr((ck.metadata.step, ck.metadata.groups, ck.aliases, sorted(ck.assets))).encode())
+    found.update(
+        repr((ck.metadata.step, ck.metadata.groups, ck.aliases, sorted(ck.assets))).encode()
+    )
     return found.hexdigest()
 
 
@@ -136,7 +147,9 @@ def _printed(*arguments: Any) -> str:
             ucp.main([str(a) for a in arguments])
         except SystemExit as end:
             if end.code:
-                raise (MemoryError if "out of memory" in err.getvalue() else Failed)(err.getvalue()) from None
+                raise (MemoryError if "out of memory" in err.getvalue() else Failed)(
+                    err.getvalue()
+                ) from None
     return out.getvalue()
 
 

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from tests.inline import Inline
 from tests.memory.allocations import counted, failing
 from tests.memory.commands import COMMANDS, NEW, Failed, contents, make_world
-from ucformat.errors import IntegrityError, NotFound, PermissionDenied, UcformatError, UnsupportedError
+from ucformat.errors import (
+    IntegrityError,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.schema.manifest import MANIFEST
 
 if TYPE_CHECKING:
@@ -86,13 +92,17 @@ class World:
             with suppress(ImportError):
                 importlib.import_module(module)
         for module in list(sys.modules.values()):  # after the last import of one
-            if getattr(module, "__name__", "").startswith("ucformat.") and hasattr(module, "ThreadPoolExecutor"):
+            if getattr(module, "__name__", "").startswith("ucformat.") and hasattr(
+                module, "ThreadPoolExecutor"
+            ):
                 vars(module)["ThreadPoolExecutor"] = Inline
         gc.collect()
         gc.freeze()
         return self._fork(lambda: (act(), self._left())), self._fork(lambda: counted(whose, act))
 
-    def _once(self, name: str, place: str, whose: str, n: int, exact: tuple[Any, Any]) -> tuple[str, str]:
+    def _once(
+        self, name: str, place: str, whose: str, n: int, exact: tuple[Any, Any]
+    ) -> tuple[str, str]:
         """How a command ends of which the n-th allocation fails, and what is wrong with that."""
         status, found = _fork(lambda: _attempt(lambda: COMMANDS[name](self.root / place), whose, n))
         if found is not None:
@@ -146,7 +156,9 @@ def _judged(error: BaseException) -> tuple[str, Any, str]:
     if not isinstance(error, UcformatError | Failed):
         return f"{kind} of the interpreter", None, ""
     says = any(word in str(error) for word in ("memory", "MemoryError", "Unable to allocate"))
-    if says and not isinstance(error, IntegrityError | NotFound | PermissionDenied | UnsupportedError):
+    if says and not isinstance(
+        error, IntegrityError | NotFound | PermissionDenied | UnsupportedError
+    ):
         return f"{kind} that says so", None, ""
     causes = list(_chain(error))[1:]
     if causes and not any(isinstance(cause, MemoryError) for cause in causes):

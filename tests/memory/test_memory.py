@@ -13,7 +13,10 @@ from tests.patience import PATIENCE
 
 #: What `make test` tries, too.
 SOME = ("read packed", "read torch", "read zarr", "parts deepspeed", "convert torch")
-pytest.importorskip("_testcapi", reason="this Python lacks `_testcapi`, whose `set_nomemory` lets an allocation fail")
+pytest.importorskip(
+    "_testcapi",
+    reason="this Python lacks `_testcapi`, whose `set_nomemory` lets an allocation fail",
+)
 
 
 @pytest.mark.parametrize("what", [SOME, pytest.param((), marks=pytest.mark.matrix)])

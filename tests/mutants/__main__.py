@@ -33,7 +33,12 @@ def every_site(root: Path, packages: Iterable[str]) -> list[Site]:
     """All changes of some packages."""
     starts = tuple(f"ucformat/{p}" for p in packages)
     files = {str(f.relative_to(root)): f for f in sorted((root / "ucformat").rglob("*.py"))}
-    return [s for name, f in files.items() if name.startswith(starts) and name != _TESTS for s in sites(f, root)]
+    return [
+        s
+        for name, f in files.items()
+        if name.startswith(starts) and name != _TESTS
+        for s in sites(f, root)
+    ]
 
 
 def pick(choice: Sequence[Site], seed: int, count: int) -> list[Site]:
@@ -51,11 +56,22 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of changes")
     parser.add_argument("--count", type=int, default=200, help="how many changes to try")
-    parser.add_argument("--package", action="append", choices=list(PACKAGES), help="only these; can be repeated")
+    parser.add_argument(
+        "--package", action="append", choices=list(PACKAGES), help="only these; can be repeated"
+    )
     parser.add_argument("--only", default="", help="only changes whose name contains this text")
-    parser.add_argument("--json", type=Path, help="a file for the verdicts, one a line; a run goes on where it ended")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="a file for the verdicts, one a line; a run goes on where it ended",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="changes that are tried at once")
-    parser.add_argument("--patience", type=float, default=900, help="seconds for the whole files of tests of a folder")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=900,
+        help="seconds for the whole files of tests of a folder",
+    )
     given = parser.parse_args(words)
 
     choice = [s for s in every_site(root, given.package or PACKAGES) if given.only in s.name]
@@ -85,11 +101,15 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
             if given.json:
                 with given.json.open("a") as file:
                     file.write(json.dumps(result) + "\n")
-            click.echo(f"{result['verdict']:<9} {result['seconds']:>5.0f} s  {result['name']}  {result['by']}")
+            click.echo(
+                f"{result['verdict']:<9} {result['seconds']:>5.0f} s  {result['name']}  {result['by']}"
+            )
     return _report(picked, verdicts)
 
 
-def _reached(left: Sequence[Site], given: argparse.Namespace, free: queue.Queue[Copy]) -> dict[Site, Reached]:
+def _reached(
+    left: Sequence[Site], given: argparse.Namespace, free: queue.Queue[Copy]
+) -> dict[Site, Reached]:
     """Which tests reach each place; kept beside the verdicts, since finding it takes as long as the folders' tests."""
     file = given.json and given.json.with_suffix(".reached.json")
     earlier = json.loads(file.read_text()) if file and file.exists() else {}
@@ -102,7 +122,9 @@ def _reached(left: Sequence[Site], given: argparse.Namespace, free: queue.Queue[
             click.echo(f"fails without a change: {test}")
         result |= probed
         if file:
-            file.write_text(json.dumps(earlier | {site.name: asdict(place) for site, place in probed.items()}))
+            file.write_text(
+                json.dumps(earlier | {site.name: asdict(place) for site, place in probed.items()})
+            )
     return result
 
 
@@ -119,11 +141,16 @@ def _report(picked: Sequence[Site], verdicts: dict[str, dict[str, Any]]) -> int:
         row["survived" if verdict == "unreached" else verdict] += 1
         if verdict in ("survived", "unreached"):
             click.echo(f"{verdict}: {site.file}:{site.line} {site.name}")
-    counts["all"] = {key: sum(row[key] for row in counts.values()) for key in ("killed", "survived", "equivalent")}
+    counts["all"] = {
+        key: sum(row[key] for row in counts.values())
+        for key in ("killed", "survived", "equivalent")
+    }
     for package, row in counts.items():
         share = row["killed"] / max(1, row["killed"] + row["survived"])
         numbers = ", ".join(f"{n} {key}" for key, n in row.items())
-        click.echo(f"{package:<18} {numbers}; {share:.1%} of those that are not equivalent are killed")
+        click.echo(
+            f"{package:<18} {numbers}; {share:.1%} of those that are not equivalent are killed"
+        )
     return int(counts["all"]["survived"] > 0)
 
 

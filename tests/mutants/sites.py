@@ -114,7 +114,9 @@ def marked(source: str, numbers: dict[int, int]) -> str:
     for index, number in numbers.items():
         change = changes[index]
         (mark,) = ast.parse(_MARK.format(number=number)).body
-        change.block.insert(next(i for i, s in enumerate(change.block) if s is change.statement), mark)
+        change.block.insert(
+            next(i for i, s in enumerate(change.block) if s is change.statement), mark
+        )
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
@@ -203,7 +205,12 @@ def _of_expression(node: ast.expr) -> Iterator[tuple[str, Callable[[], object]]]
         case ast.Compare():
             yield from _of_comparison(node)
         case ast.BoolOp():
-            yield "and, or", partial(setattr, node, "op", ast.Or() if isinstance(node.op, ast.And) else ast.And())
+            yield (
+                "and, or",
+                partial(
+                    setattr, node, "op", ast.Or() if isinstance(node.op, ast.And) else ast.And()
+                ),
+            )
         case ast.UnaryOp(op=ast.Not()):
             yield "not dropped", partial(_drop_not, node)
         case ast.BinOp() if not _is_text(node.left) and not _is_text(node.right):
@@ -235,4 +242,6 @@ def _swap(arguments: list[ast.expr], at: int) -> None:
 
 
 def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+    )

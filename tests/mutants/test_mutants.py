@@ -38,14 +38,28 @@ def module(tmp_path: Path) -> Path:
 def test_each_kind_of_change(module: Path, tmp_path: Path) -> None:
     after = {f"{s.change}: {s.code}": changed(CODE, s.index) for s in sites(module, tmp_path)}
     assert set(after) == {
-        *("check dropped: if low > high: raise ValueError(f'{low + 1} is above {high}')", "comparison: low > high"),
+        *(
+            "check dropped: if low > high: raise ValueError(f'{low + 1} is above {high}')",
+            "comparison: low > high",
+        ),
         *("boundary: low > high", "raise dropped: raise ValueError(f'{low + 1} is above {high}')"),
-        *("check dropped: if value < low and (not high == 3): return low", "and, or: value < low and (not high == 3)"),
-        *("boundary: value < low", "comparison: value < low", "not dropped: not high == 3", "comparison: high == 3"),
+        *(
+            "check dropped: if value < low and (not high == 3): return low",
+            "and, or: value < low and (not high == 3)",
+        ),
+        *(
+            "boundary: value < low",
+            "comparison: value < low",
+            "not dropped: not high == 3",
+            "comparison: high == 3",
+        ),
         *("number: 3", "call dropped: note(value, low)", "arguments swapped: note(value, low)"),
         *("operator: min(value, high) + 1", "number: 1"),
     }
-    assert "raise" not in after["check dropped: if low > high: raise ValueError(f'{low + 1} is above {high}')"]
+    assert (
+        "raise"
+        not in after["check dropped: if low > high: raise ValueError(f'{low + 1} is above {high}')"]
+    )
     assert "if low >= high" in after["boundary: low > high"]
     assert "if low <= high" in after["comparison: low > high"]
     assert "value < low or not" in after["and, or: value < low and (not high == 3)"]
@@ -55,7 +69,11 @@ def test_each_kind_of_change(module: Path, tmp_path: Path) -> None:
 
 
 def test_marks_stand_before_the_statements(module: Path, tmp_path: Path) -> None:
-    (number,) = (s.index for s in sites(module, tmp_path) if s.code == "note(value, low)" and "call" in s.change)
+    (number,) = (
+        s.index
+        for s in sites(module, tmp_path)
+        if s.code == "note(value, low)" and "call" in s.change
+    )
     lines = marked(CODE, {number: 7}).splitlines()
     assert "hit(7)" in lines[lines.index("    note(value, low)") - 1]
 
@@ -68,7 +86,9 @@ def test_each_change_of_the_package_can_be_made() -> None:
         of_a_file.setdefault(site.file, []).append(site)
     for name, here in list(of_a_file.items())[::4]:  # each takes a quarter of a second
         source = (ROOT / name).read_text()
-        assert len({changed(source, s.index) for s in here[:: max(1, len(here) // 3)]} - {source}) >= 1
+        assert (
+            len({changed(source, s.index) for s in here[:: max(1, len(here) // 3)]} - {source}) >= 1
+        )
         compile(marked(source, {s.index: s.index for s in here}), name, "exec")
 
 
@@ -78,16 +98,22 @@ def test_what_is_equivalent_is_there_and_argued_for() -> None:
 
 
 def test_a_change_is_killed_or_survives(
-    module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     code = "def larger(a, b):\n    return a > b\n\ndef unused(a):\n    return a < 3\n"
     module.write_text(code)
     (tmp_path / "tests" / "geometry").mkdir(parents=True)
     test = (
-        "import subprocess, sys\nfrom ucformat.geometry.toy import larger\n\ndef test_it():\n    assert larger(2, 1)\n"
+        "import subprocess, sys\nfrom ucformat.geometry.toy import larger\n\n"
+        "def test_it():\n    assert larger(2, 1)\n"
     )
     (tmp_path / "tests" / "geometry" / "test_toy.py").write_text(test)
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['matrix: many']\n")
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.pytest.ini_options]\nmarkers = ['matrix: many']\n"
+    )
     for folder in ("ucformat", "ucformat/geometry", "tests", "tests/geometry"):
         (tmp_path / folder / "__init__.py").touch()
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
@@ -95,9 +121,18 @@ def test_a_change_is_killed_or_survives(
     words = ["--jobs", "1", "--json", str(verdicts)]
     assert main(words, tmp_path) == 1
     output = capsys.readouterr().out
-    assert "ucformat/geometry/toy.py:larger: comparison: a > b  tests/geometry/test_toy.py::test_it" in output
-    assert "survived: ucformat/geometry/toy.py:2 ucformat/geometry/toy.py:larger: boundary: a > b" in output
-    assert "unreached: ucformat/geometry/toy.py:5 ucformat/geometry/toy.py:unused: boundary: a < 3" in output
+    assert (
+        "ucformat/geometry/toy.py:larger: comparison: a > b  tests/geometry/test_toy.py::test_it"
+        in output
+    )
+    assert (
+        "survived: ucformat/geometry/toy.py:2 ucformat/geometry/toy.py:larger: boundary: a > b"
+        in output
+    )
+    assert (
+        "unreached: ucformat/geometry/toy.py:5 ucformat/geometry/toy.py:unused: boundary: a < 3"
+        in output
+    )
     assert "all                1 killed, 4 survived, 0 equivalent; 20.0% " in output
     assert main(words, tmp_path) == 1
     assert "5 picked, 0 to try" in capsys.readouterr().out

@@ -41,7 +41,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "catalog/filter": ("catalog", "cli"),
     "jobs": ("jobs", "exporters", "catalog", "cli"),
 }
-#: Records the test that reaches a place, once in each process; its first line is the path of the record.
+#: Records the test that reaches a place, once in each process; its first line is the path of the
+#: record.
 _REACHED = """
 import os
 _seen = set()
@@ -52,7 +53,9 @@ def hit(number):
         with open(RECORD, "a") as file:
             file.write(f"{number}\\t{test}\\n")
 """
-_FEW = 40  # tests that are tried first, since most changes are noticed by any test that reaches them
+_FEW = (
+    40  # tests that are tried first, since most changes are noticed by any test that reaches them
+)
 
 
 @dataclass
@@ -78,7 +81,11 @@ class Copy:
     def __init__(self, root: Path, folder: Path) -> None:
         self.folder = folder
         listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=root, capture_output=True, check=True, text=True
+            ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+            cwd=root,
+            capture_output=True,
+            check=True,
+            text=True,
         )
         compiled = [str(p.relative_to(root)) for p in root.glob("ucformat/*.so")]
         for name in [*filter(None, listed.stdout.split("\0")), *compiled]:
@@ -98,11 +105,29 @@ class Copy:
 
     def pytest(self, arguments: Sequence[str], timeout: float | None) -> tuple[int | None, str]:
         """The exit code, None after `timeout` seconds, and what was printed."""
-        environment = {k: v for k, v in os.environ.items() if k not in ("UCFORMAT_TEST_SERVERS", "PYTEST_CURRENT_TEST")}
+        environment = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("UCFORMAT_TEST_SERVERS", "PYTEST_CURRENT_TEST")
+        }
         environment |= {"PYTHONPATH": str(self.folder)}
-        command = [sys.executable, "-m", "pytest", "-m", "not matrix", "--tb=no", "-rfE", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "not matrix",
+            "--tb=no",
+            "-rfE",
+            *arguments,
+        ]
         with subprocess.Popen(
-            command, cwd=self.folder, env=environment, stdout=-1, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdout=-1,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         ) as process:
             try:
                 output, _ = process.communicate(timeout=timeout)
@@ -122,9 +147,13 @@ class Copy:
         source = (self.folder / site.file).read_text()
         self.write(site.file, changed(source, site.index))
         try:
-            stages = [(tests, False) for tests in _few(reached)] + [(files, True) for files in _files(reached)]
+            stages = [(tests, False) for tests in _few(reached)] + [
+                (files, True) for files in _files(reached)
+            ]
             for tests, whole in stages:
-                code, output = self.pytest(["-x", *tests], patience if whole else 300 + 10 * reached.seconds)
+                code, output = self.pytest(
+                    ["-x", *tests], patience if whole else 300 + 10 * reached.seconds
+                )
                 if code is None and whole:
                     break
                 if code != 0:
@@ -147,11 +176,14 @@ def copies(root: Path, number: int) -> Iterator[queue.Queue[Copy]]:
         yield made
 
 
-def reach(copy: Copy, picked: Sequence[Site], workers: int) -> tuple[dict[Site, Reached], list[str]]:
+def reach(
+    copy: Copy, picked: Sequence[Site], workers: int
+) -> tuple[dict[Site, Reached], list[str]]:
     """Run the folders' tests once with all places marked.
 
     Returns:
-        the tests that reach each place, and the tests that failed without any change, which then notice nothing
+        the tests that reach each place, and the tests that failed without any change, which then
+        notice nothing
     """
     record = copy.folder / "reached.txt"
     record.touch()
@@ -160,14 +192,20 @@ def reach(copy: Copy, picked: Sequence[Site], workers: int) -> tuple[dict[Site, 
     for name, source in sources.items():
         numbers = {s.index: n for n, s in enumerate(picked) if s.file == name}
         copy.write(name, marked(source, numbers))
-    folders = dict.fromkeys(f"tests/{f}" for s in picked for f in _folders(s) if (copy.folder / "tests" / f).is_dir())
+    folders = dict.fromkeys(
+        f"tests/{f}" for s in picked for f in _folders(s) if (copy.folder / "tests" / f).is_dir()
+    )
     report = copy.folder / "report.xml"
-    copy.pytest([*folders, f"--junitxml={report}", "-n", str(workers), "--dist", "worksteal"], timeout=None)
+    copy.pytest(
+        [*folders, f"--junitxml={report}", "-n", str(workers), "--dist", "worksteal"], timeout=None
+    )
     for name, source in sources.items():
         copy.write(name, source)
     seconds, failed = _outcomes(report, copy.folder)
     reached = {site: Reached() for site in picked}
-    lines = sorted(set(record.read_text().splitlines()), key=lambda line: seconds[line.partition("\t")[2]])
+    lines = sorted(
+        set(record.read_text().splitlines()), key=lambda line: seconds[line.partition("\t")[2]]
+    )
     for number, _, test in (line.partition("\t") for line in lines):
         site = picked[int(number)]
         folder = next((f for f in _folders(site) if test.startswith(f"tests/{f}/")), None)
@@ -177,12 +215,16 @@ def reach(copy: Copy, picked: Sequence[Site], workers: int) -> tuple[dict[Site, 
     for test, taken in seconds.items():
         per_file[_file(test)] += taken
     for place in reached.values():
-        place.seconds = sum(per_file[f] for f in {_file(t) for tests in place.tests.values() for t in tests})
+        place.seconds = sum(
+            per_file[f] for f in {_file(t) for tests in place.tests.values() for t in tests}
+        )
     return reached, sorted(failed)
 
 
 def _folders(site: Site) -> tuple[str, ...]:
-    return next(folders for name, folders in PACKAGES.items() if site.file.startswith(f"ucformat/{name}"))
+    return next(
+        folders for name, folders in PACKAGES.items() if site.file.startswith(f"ucformat/{name}")
+    )
 
 
 def _file(test: str) -> str:
@@ -208,7 +250,11 @@ def _outcomes(report: Path, root: Path) -> tuple[dict[str, float], set[str]]:
     failed: set[str] = set()
     for case in ET.parse(report).iter("testcase"):  # noqa: S314 - pytest wrote it
         parts = case.get("classname", "").split(".")
-        depth = next(n for n in range(len(parts), 0, -1) if (root / Path(*parts[:n])).with_suffix(".py").is_file())
+        depth = next(
+            n
+            for n in range(len(parts), 0, -1)
+            if (root / Path(*parts[:n])).with_suffix(".py").is_file()
+        )
         name = "::".join(["/".join(parts[:depth]) + ".py", *parts[depth:], case.get("name", "")])
         seconds[name] += float(case.get("time", 0))
         if case.find("failure") is not None or case.find("error") is not None:

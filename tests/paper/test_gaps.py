@@ -26,7 +26,15 @@ from ucformat.storage.memory import MemoryStore
 if TYPE_CHECKING:
     from pathlib import Path
 
-SMALL: dict[str, Any] = {"hidden": 8, "heads": 2, "kv": 2, "inner": 6, "layers": 2, "vocab": 11, "seq": 5}
+SMALL: dict[str, Any] = {
+    "hidden": 8,
+    "heads": 2,
+    "kv": 2,
+    "inner": 6,
+    "layers": 2,
+    "vocab": 11,
+    "seq": 5,
+}
 EVERYTHING: dict[str, Any] = {"match": "*", "place": ["replicate"]}
 OTHER = {"self_attention": "att", "language_model": "net", "dense": "lin", "layers.": "blocks."}
 
@@ -64,10 +72,16 @@ def test_h1_any_zero_stage_to_any_other(tmp_path: Path, zero: int, other: int) -
 class TestH2BuffersAndFrozenParametersAreRestored:
     """DeepSpeed fills what the optimizer holds, and leaves buffers and frozen parameters as the model was made."""
 
-    @pytest.mark.parametrize(("name", "what"), [("pp2-dp2-z1", "scale"), ("pp2-z1-bf16opt", "1.down")])
+    @pytest.mark.parametrize(
+        ("name", "what"), [("pp2-dp2-z1", "scale"), ("pp2-z1-bf16opt", "1.down")]
+    )
     def test_of_real_checkpoints(self, name: str, what: str) -> None:
         made = kept("deepspeed", name)
-        truth = {n: v for (s, n), v in made.truth.items() if s == "weight" and ("exp_avg", n) not in made.truth}
+        truth = {
+            n: v
+            for (s, n), v in made.truth.items()
+            if s == "weight" and ("exp_avg", n) not in made.truth
+        }
         assert any(what in n for n in truth)
         out = ucformat.convert(made.checkpoint, MemoryStore(f"h2-{name}"))
         (found,) = read_as(out, ucformat.Layout({"dp": 1}, [EVERYTHING]))
@@ -99,7 +113,9 @@ def test_h3_each_group_keeps_its_hyper_parameters(tmp_path: Path, zero: int) -> 
 
 def test_h4_groups_that_differ_between_stages_are_joined_by_what_they_are(tmp_path: Path) -> None:
     """DeepSpeed takes the groups of one rank, and matches them by position; a stage may have other ones."""
-    model = gpt(**{**SMALL, "layers": 1}, pipe=True, untied=True)  # a stage each: embedding, layer, final norm, head
+    model = gpt(
+        **{**SMALL, "layers": 1}, pipe=True, untied=True
+    )  # a stage each: embedding, layer, final norm, head
     truth = write(tmp_path / "ckpt", model, pp=4, dp=2)
 
     def no_decay(value: dict[str, Any], name: str) -> None:
@@ -111,7 +127,9 @@ def test_h4_groups_that_differ_between_stages_are_joined_by_what_they_are(tmp_pa
     check(ck, truth)
     assert [g["weight_decay"] for g in ck.metadata.groups] == [0.01, 0.0]
     for group, wide in zip(ck.metadata.groups, (True, False), strict=True):
-        assert set(group["params"]) == {n for n in model.names if (model.arrays[n, "master"].ndim > 1) == wide}
+        assert set(group["params"]) == {
+            n for n in model.names if (model.arrays[n, "master"].ndim > 1) == wide
+        }
 
 
 class TestH5AnyOptimizer:
@@ -123,7 +141,11 @@ class TestH5AnyOptimizer:
     )
     def test_states_of_other_names(self, tmp_path: Path, zero: int, names: tuple[str, ...]) -> None:
         truth = write(tmp_path / "ckpt", gpt(**SMALL), tp=2, dp=2, zero=zero)
-        rewrite(tmp_path / "ckpt", "*optim_states.pt", lambda value, _: self.rename(value, [names, names]))
+        rewrite(
+            tmp_path / "ckpt",
+            "*optim_states.pt",
+            lambda value, _: self.rename(value, [names, names]),
+        )
         self.compare(tmp_path / "ckpt", truth, lambda _: names)
 
     @pytest.mark.parametrize("zero", [1, 3])
@@ -155,8 +177,13 @@ class TestH5AnyOptimizer:
     def test_factored_states_have_shapes_of_their_own(self) -> None:
         """Adafactor's rows and columns."""
         shapes = {"weight": (6, 10), "row_var": (6, 1), "col_var": (1, 10), "step": ()}
-        arrays = {("w", s): random_array(shape, "float32", i) for i, (s, shape) in enumerate(shapes.items())}
-        out = ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("h5"), arrays)), MemoryStore("h5-factored"))
+        arrays = {
+            ("w", s): random_array(shape, "float32", i)
+            for i, (s, shape) in enumerate(shapes.items())
+        }
+        out = ucformat.convert(
+            Checkpoint(FakeSource.write(MemoryStore("h5"), arrays)), MemoryStore("h5-factored")
+        )
         cut = {"match": "*", "states": ["weight", "row_var"], "place": [{"shard": 0, "over": "tp"}]}
         one = read_as(out, ucformat.Layout({"tp": 2}, [cut, EVERYTHING]))[1]
         assert same(one["w", "row_var"], arrays["w", "row_var"][3:])
@@ -185,7 +212,10 @@ def test_h7_global_state_of_the_optimizer_is_kept(name: str) -> None:
     out = ucformat.convert(kept("deepspeed", name).checkpoint, MemoryStore(f"h7-{name}"))
     assert out.objects["optimizer"]["clip_grad"] == 1.0
     if name == "pp2-dp2-z1":
-        assert out.objects["optimizer"]["loss_scaler"]["$state"] == {"cur_scale": 1.0, "dynamic": False}
+        assert out.objects["optimizer"]["loss_scaler"]["$state"] == {
+            "cur_scale": 1.0,
+            "dynamic": False,
+        }
         assert out.objects["optimizer"]["overflow"] is False
 
 
@@ -229,13 +259,20 @@ def test_h9_vocabularies_of_several_sizes(tmp_path: Path) -> None:
         model.cuts[name] = "column"
         model.arrays |= {(name, s): random_array(shape, "float32", i) for i, s in enumerate(FLAT)}
     exact = [f"^{re.escape(n)}$" for n in (first, second, bias)]
-    model.info["vocabulary_parameter_patterns"] = exact  # as AutoTP writes them, with the size of the first
+    model.info["vocabulary_parameter_patterns"] = (
+        exact  # as AutoTP writes them, with the size of the first
+    )
     truth = write(tmp_path / "ckpt", model, tp=2, dp=2, divisible=1, dtype="float32")
     ck = ucformat.open(tmp_path / "ckpt")
     assert [ck[n, "master"].shape for n in (first, second, bias)] == [(10, 8), (14, 8), (14,)]
     check(ck, truth)
-    pads = [{"match": n, "place": [{"shard": 0, "over": "tp", "pad_to": 8}]} for n in (first, second, bias)]
-    last = read_as(ck, ucformat.Layout({"tp": 2}, [{**EVERYTHING, "states": ["step"]}, *pads, EVERYTHING]))[1]
+    pads = [
+        {"match": n, "place": [{"shard": 0, "over": "tp", "pad_to": 8}]}
+        for n in (first, second, bias)
+    ]
+    last = read_as(
+        ck, ucformat.Layout({"tp": 2}, [{**EVERYTHING, "states": ["step"]}, *pads, EVERYTHING])
+    )[1]
     assert [last[n, "master"].shape for n in (first, second, bias)] == [(8, 8), (8, 8), (8,)]
     for n in (first, second, bias):
         rows = truth["master", n][8:]
@@ -264,13 +301,16 @@ def test_h11_names_of_gptmodel_and_gptmodelpipe_both_ways(tmp_path: Path) -> Non
     small = {**SMALL, "layers": LAYERS}
     of_pipe = gpt(**small, pipe=True)
     truths = {
-        pipe: write(tmp_path / str(pipe), gpt(**small, pipe=pipe), tp=2, pp=1 + pipe, dp=2) for pipe in (True, False)
+        pipe: write(tmp_path / str(pipe), gpt(**small, pipe=pipe), tp=2, pp=1 + pipe, dp=2)
+        for pipe in (True, False)
     }
     names = {n: to_gpt_model(n) for n in of_pipe.names}
     for pipe, pairs in ((True, names), (False, {b: a for a, b in names.items()})):
         steps = [{"rename": f"/{re.escape(a)}/", "to": b} for a, b in pairs.items()]
         seen = ucformat.open(tmp_path / str(pipe)).view(steps)
-        check(seen, {key: a for key, a in truths[not pipe].items() if not key[0].endswith(".padding")})
+        check(
+            seen, {key: a for key, a in truths[not pipe].items() if not key[0].endswith(".padding")}
+        )
         grouped = {n for g in seen.metadata.groups for n in g["params"]}
         assert grouped == set(pairs.values())
 
@@ -282,7 +322,10 @@ class TestH12WhatEachRankHasForItself:
         write(tmp_path / "ckpt", gpt(**SMALL), tp=2, dp=2, zero=3)
 
         def own(value: dict[str, Any], name: str) -> None:
-            value |= {"rng_state": torch.tensor(list(name.encode()), dtype=torch.uint8), "lr_scheduler": {"last": 3}}
+            value |= {
+                "rng_state": torch.tensor(list(name.encode()), dtype=torch.uint8),
+                "lr_scheduler": {"last": 3},
+            }
 
         rewrite(tmp_path / "ckpt", "*model_states.pt", own)
         out = ucformat.convert(tmp_path / "ckpt", MemoryStore("h12"))
@@ -295,10 +338,17 @@ class TestH12WhatEachRankHasForItself:
         """Two ranks' checkpoint, loaded by one."""
         from ucformat.torch import PerRank, load
 
-        source = Checkpoint(FakeSource.write(MemoryStore("h12-two"), {("w", "weight"): np.ones(2, np.float32)}))
-        give_values(ucformat.convert(source, tmp_path / "two").store, [{"loader": {"at": 3}}, {"loader": {"at": 4}}])
+        source = Checkpoint(
+            FakeSource.write(MemoryStore("h12-two"), {("w", "weight"): np.ones(2, np.float32)})
+        )
+        give_values(
+            ucformat.convert(source, tmp_path / "two").store,
+            [{"loader": {"at": 3}}, {"loader": {"at": 4}}],
+        )
         state: dict[str, Any] = {"loader": PerRank({"at": 0})}
-        with pytest.raises(StateMismatch, match="has a value of each of 2 ranks, and is loaded by 1"):
+        with pytest.raises(
+            StateMismatch, match="has a value of each of 2 ranks, and is loaded by 1"
+        ):
             load(state, tmp_path / "two")
 
         def merge(values: list[dict[str, int]], rank: int, ranks: int) -> dict[str, int]:
@@ -349,10 +399,18 @@ class TestH15Zero0AndDdp:
         for (state, name), (_, shape, data) in made.truth.items():
             found = out[name, state].read()
             assert (found.shape, found.tobytes()) == (shape, data)
-        flat = {"match": "*", "states": list(FLAT), "place": [{"flat": "optimizer", "over": "dp", "group_pad": 2}]}
-        parts = read_as(out, ucformat.Layout({"dp": 3}, [EVERYTHING], data=[flat, EVERYTHING]), ["exp_avg"])
+        flat = {
+            "match": "*",
+            "states": list(FLAT),
+            "place": [{"flat": "optimizer", "over": "dp", "group_pad": 2}],
+        }
+        parts = read_as(
+            out, ucformat.Layout({"dp": 3}, [EVERYTHING], data=[flat, EVERYTHING]), ["exp_avg"]
+        )
         joined = np.concatenate([p["flat:0", "exp_avg"] for p in parts])
-        right = np.concatenate([out[n, "exp_avg"].read().reshape(-1) for n in out.metadata.groups[0]["params"]])
+        right = np.concatenate(
+            [out[n, "exp_avg"].read().reshape(-1) for n in out.metadata.groups[0]["params"]]
+        )
         assert same(joined[: right.size], right)
 
     def test_ddp_becomes_zero_3(self, tmp_path: Path) -> None:
@@ -361,7 +419,9 @@ class TestH15Zero0AndDdp:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         model(torch.ones(1, 5)).sum().backward()
         optimizer.step()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ddp.pt")
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ddp.pt"
+        )
         ck = ucformat.open(tmp_path / "ddp.pt")
         flat = {"match": "*", "place": [{"flat": "optimizer", "over": "dp", "cut": "before_join"}]}
         parts = read_as(ck, ucformat.Layout({"dp": 2}, [flat]), ["exp_avg"])
@@ -386,9 +446,14 @@ class TestH16SeveralDimsOfOneTensor:
     def test_as_a_target_and_back(self) -> None:
         a = random_array((7, 10), "float32")
         ck = Checkpoint(FakeSource.write(MemoryStore("h16"), {("w", "weight"): a}))
-        rule = {"match": "w", "place": [{"pattern": "shard-Hy", "over": ["tp", "cp"], "dims": [0, 1]}]}
+        rule = {
+            "match": "w",
+            "place": [{"pattern": "shard-Hy", "over": ["tp", "cp"], "dims": [0, 1]}],
+        }
         layout = ucformat.Layout.parse({"version": 1, "mesh": {"tp": 3, "cp": 2}, "rules": [rule]})
         layout.bind(ck.metadata.tensor_list).prove()
         for rank, found in enumerate(read_as(ck, layout)):
             t, c = divmod(rank, 2)
-            assert same(found["w", "weight"], np.ascontiguousarray(a[3 * t : 3 * t + 3, 5 * c : 5 * c + 5]))
+            assert same(
+                found["w", "weight"], np.ascontiguousarray(a[3 * t : 3 * t + 3, 5 * c : 5 * c + 5])
+            )

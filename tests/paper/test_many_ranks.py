@@ -30,7 +30,9 @@ def test_every_byte_is_read_once_over_all_ranks(tmp_path: Path) -> None:
 
 def test_other_numbers_of_ranks_and_zero_1(tmp_path: Path) -> None:
     for ranks in (1, 7):
-        assert [c.wrong for c in many_ranks(tmp_path / str(ranks), ranks, hidden=30, layers=1)] == [None] * 3
+        assert [c.wrong for c in many_ranks(tmp_path / str(ranks), ranks, hidden=30, layers=1)] == [
+            None
+        ] * 3
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

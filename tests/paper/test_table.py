@@ -23,7 +23,9 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_every_rank_of_the_target_has_its_bytes_and_reads_no_others(source: Opened, target: Degrees) -> None:
+def test_every_rank_of_the_target_has_its_bytes_and_reads_no_others(
+    source: Opened, target: Degrees
+) -> None:
     cell = source.cell(target)
     assert cell.wrong is None
     assert str(cell) == "1.00"
@@ -43,7 +45,9 @@ class TestItFindsErrors:
 
     def test_one_wrong_element_of_one_rank_is_a_wrong_cell(self, small: Path) -> None:
         opened, target = Opened(small / "ckpt", SOURCES[2]), TARGETS[-1]
-        right = opened.truth.arrays["language_model.encoder.layers.1.mlp.dense_h_to_4h.weight", "exp_avg"]
+        right = opened.truth.arrays[
+            "language_model.encoder.layers.1.mlp.dense_h_to_4h.weight", "exp_avg"
+        ]
         right[-1, -1] += 1
         cell = opened.cell(target)
         assert cell.wrong is not None
@@ -58,7 +62,9 @@ class TestItFindsErrors:
         assert f"| {SOURCES[2]} | 1.00     |" in out
         assert "1 of 1 bit-exact, on 8 ranks in total" in out
         monkeypatch.setattr(
-            paper, "expected", lambda truth, target, rank: {**expected(truth, target, rank), ("x", "y"): 0}
+            paper,
+            "expected",
+            lambda truth, target, rank: {**expected(truth, target, rank), ("x", "y"): 0},
         )
         assert paper.main(["--json"]) == 1
         told = capsys.readouterr()

@@ -23,7 +23,10 @@ def main() -> int:
     names = parser.parse_args().commands or COMMANDS
     all_found = Found()
     shared = Path("/dev/shm")  # noqa: S108 - memory: nothing here is to last
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder, Bench(Path(folder)) as bench:
+    with (
+        tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder,
+        Bench(Path(folder)) as bench,
+    ):
         for name in names:
             for way in (bench.fail, bench.kill, bench.lie):
                 begun = time.monotonic()

@@ -34,9 +34,10 @@ PACKED, ARRAYS, NEW, VIRTUAL, COPY = "t/packed", "t/arrays", "t/new", "t/virtual
 class Command:
     """A command that is given the root of the disk.
 
-    `changes` are the steps of the checkpoints at each place before and after it, where that is not the same; `before`
-    is done first, and lasts; `said` is what must be true when it has returned. A command that is `dying` is killed
-    halfway, and lasts so, before it is done. It is repeated as `again`, if that is something else.
+    `changes` are the steps of the checkpoints at each place before and after it, where that is not
+    the same; `before` is done first, and lasts; `said` is what must be true when it has returned. A
+    command that is `dying` is killed halfway, and lasts so, before it is done. It is repeated as
+    `again`, if that is something else.
     """
 
     work: Callable[[Path], Any]
@@ -55,7 +56,9 @@ def arrays(step: int) -> dict[str, Any]:
 def first_world(root: Path) -> dict[str, int]:
     """Make what all commands find; the steps of the checkpoints, by place."""
     (root / "t").mkdir()
-    (root / "t/README").write_text("not empty, so that nobody takes it for a disk that is not mounted")
+    (root / "t/README").write_text(
+        "not empty, so that nobody takes it for a disk that is not mounted"
+    )
     source = root.parent / "src"
     source.mkdir()
     save_file(arrays(2), source / "model.safetensors")
@@ -94,7 +97,9 @@ def _delete(root: Path, place: str) -> None:
             try:
                 catalog.delete(str(root / place), grace=NOW)
             except UcformatError as error:
-                if not any(said in str(error) for said in ("is not deleted: it is", "has no checkpoint")):
+                if not any(
+                    said in str(error) for said in ("is not deleted: it is", "has no checkpoint")
+                ):
                     raise
     _gc(root)
 
@@ -142,10 +147,14 @@ COMMANDS: dict[str, Command] = {
     "resume": Command(_convert, {NEW: (None, 2)}, dying=True),
     "overwrite": Command(lambda r: _convert(r, PACKED, overwrite=True), {PACKED: (1, 2)}),
     "copy": Command(lambda r: ucformat.copy(r / PACKED, r / COPY, workers=1), {COPY: (None, 1)}),
-    "copy-arrays": Command(lambda r: ucformat.copy(r / ARRAYS, r / COPY, workers=1), {COPY: (None, 0)}),
+    "copy-arrays": Command(
+        lambda r: ucformat.copy(r / ARRAYS, r / COPY, workers=1), {COPY: (None, 0)}
+    ),
     "materialize": Command(lambda r: ucformat.materialize(r / PACKED, workers=1)),
     "virtual": Command(_virtual, {VIRTUAL: (None, 1)}),
-    "delete": Command(lambda r: _delete(r, PACKED), {PACKED: (1, None)}, said=lambda r: not _tombs(r)),
+    "delete": Command(
+        lambda r: _delete(r, PACKED), {PACKED: (1, None)}, said=lambda r: not _tombs(r)
+    ),
     "delete-when-full": Command(
         lambda r: _delete_when_full(r, ARRAYS),
         {ARRAYS: (0, None)},
@@ -153,10 +162,18 @@ COMMANDS: dict[str, Command] = {
         again=lambda r: _delete(r, ARRAYS),  # there is some room by then
     ),
     "delete-virtual": Command(
-        lambda r: _delete(r, VIRTUAL), {VIRTUAL: (1, None)}, before=_virtual, said=lambda r: not _tombs(r)
+        lambda r: _delete(r, VIRTUAL),
+        {VIRTUAL: (1, None)},
+        before=_virtual,
+        said=lambda r: not _tombs(r),
     ),
     "retain": Command(_retain, {ARRAYS: (0, None)}),
     "gc": Command(_gc, before=_convert, dying=True),
-    "hold": Command(_hold, said=lambda r: "ours" in {h.reason for h in getattr(_document(r, ARRAYS), "holds", ())}),
-    "tag": Command(_tag, said=lambda r: "good" in {t.name for t in getattr(_document(r, ARRAYS), "tags", ())}),
+    "hold": Command(
+        _hold,
+        said=lambda r: "ours" in {h.reason for h in getattr(_document(r, ARRAYS), "holds", ())},
+    ),
+    "tag": Command(
+        _tag, said=lambda r: "good" in {t.name for t in getattr(_document(r, ARRAYS), "tags", ())}
+    ),
 }

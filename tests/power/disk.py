@@ -35,7 +35,9 @@ def after(disk: Disk, calls: Sequence[Call], *, lies: int = -1) -> Iterator[tupl
         elif call.names:
             pending.append(call)
     full = contents(disk, calls)
-    lost = contents(disk, [c for at, c in enumerate(calls) if c.node < 0 or at < last.get(c.node, -1)])
+    lost = contents(
+        disk, [c for at, c in enumerate(calls) if c.node < 0 or at < last.get(c.node, -1)]
+    )
     files = [n for n in full if full[n] != lost.get(n, b"")]
     zeros = full | _chosen(files, contents(disk, calls, {n: last.get(n, 0) for n in full}))
     half = full | {n: _half(lost.get(n, b""), full[n]) for n in files}
@@ -72,7 +74,9 @@ def visible(found: Tree) -> frozenset[tuple[str, bytes]]:
 
     What is hidden is removed, unread; a folder that holds nothing is as good as none.
     """
-    return frozenset((p, d) for p, d in found.items() if d is not None and f"/{HIDDEN}" not in f"/{p}")
+    return frozenset(
+        (p, d) for p, d in found.items() if d is not None and f"/{HIDDEN}" not in f"/{p}"
+    )
 
 
 def _apply(names: dict[Name, int], calls: Iterable[Call]) -> None:

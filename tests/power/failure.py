@@ -58,9 +58,8 @@ class Found:
         return Found(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def __str__(self) -> str:
-        return (
-            f"{self.calls:,} calls, {self.states:,} states, {self.judged:,} that differ, {len(self.complaints)} wrong"
-        )
+        seen = f"{self.calls:,} calls, {self.states:,} states, {self.judged:,} that differ"
+        return f"{seen}, {len(self.complaints)} wrong"
 
 
 class Bench:
@@ -68,7 +67,9 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder.resolve() / "disk"
-        self._first, self._found, self._keep = (self.root.parent / name for name in ("first", "found", "keep"))
+        self._first, self._found, self._keep = (
+            self.root.parent / name for name in ("first", "found", "keep")
+        )
         self._ready: Command | None = None  # what it was made ready for
         self._catalog = self.root.parent / "catalog.db"
         self._open = ExitStack()
@@ -76,7 +77,9 @@ class Bench:
     def __enter__(self) -> Self:
         enter = self._open.enter_context
         home = self.root / "home"
-        enter(mock.patch.dict(os.environ, {"XDG_DATA_HOME": str(home), "XDG_CONFIG_HOME": str(home)}))
+        enter(
+            mock.patch.dict(os.environ, {"XDG_DATA_HOME": str(home), "XDG_CONFIG_HOME": str(home)})
+        )
         enter(using(catalog=f"sqlite:///{self._catalog}"))
         for name in _MODULES:  # so that a command makes the same calls each time
             enter(mock.patch.object(import_module(name), "ThreadPoolExecutor", Inline))
@@ -99,7 +102,12 @@ class Bench:
             returned = count == found.calls
             states = after(recorder.disk, recorder.calls[:count])
             for how in self._unseen(
-                found, known, states, recorder.disk, catalogs[count], also=(catalogs[count], returned)
+                found,
+                known,
+                states,
+                recorder.disk,
+                catalogs[count],
+                also=(catalogs[count], returned),
             ):
                 where = f"{name} {count}/{found.calls} ({recorder.calls[count - 1] if count else ''}): {how}"
                 for wrong in self._judge(command, returned=returned, again=again):
@@ -137,7 +145,9 @@ class Bench:
                     except Exception as error:  # noqa: BLE001 - what anybody would see
                         step = repr(error)
                     if step not in {None, *steps}:
-                        found.complaints.append(f"{name}, {recorder.calls[at]} lost: {how}: {place} holds {step}")
+                        found.complaints.append(
+                            f"{name}, {recorder.calls[at]} lost: {how}: {place} holds {step}"
+                        )
         return found
 
     def _unseen(
@@ -185,7 +195,9 @@ class Bench:
                 recorder.kill_at = kill_at
                 _killed(lambda: command.work(self.root))
                 recorder.kill_at = -1
-            _done(lambda: (command.again or command.work if kill_at >= 0 else command.work)(self.root))
+            _done(
+                lambda: (command.again or command.work if kill_at >= 0 else command.work)(self.root)
+            )
         version.close()
         catalogs[-1] = self._dump()
         now, real = recorder.now(), _read(self.root)
@@ -212,7 +224,9 @@ class Bench:
             work(self.root)
         self._reset(self._first, self._first_catalog)
         once, recorder = recorder, Recorder(self.root)
-        recorder.kill_at = next(i for i, c in enumerate(once.calls) if c.said.endswith("objects.json"))
+        recorder.kill_at = next(
+            i for i, c in enumerate(once.calls) if c.said.endswith("objects.json")
+        )
         with recorder.recording():
             _killed(lambda: work(self.root))
 
@@ -285,7 +299,10 @@ class Bench:
                 problems: list[object] = []
                 if step is not None:
                     problems += ucformat.verify(self.root / place, workers=1).problems
-                    problems += (f"{root} is not told" for root in unprotected(ucformat.open(self.root / place)))
+                    problems += (
+                        f"{root} is not told"
+                        for root in unprotected(ucformat.open(self.root / place))
+                    )
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
             yield f"{place}: {type(error).__name__}: {error}"
             return
@@ -302,7 +319,9 @@ class Bench:
         ck = ucformat.open(self.root / place)
         held = {name: ck[name, "weight"][...] for name in arrays(0)}
         assert isinstance(ck.objects, dict)
-        same = [s for s in range(4) if all(np.array_equal(held[n], a) for n, a in arrays(s).items())]
+        same = [
+            s for s in range(4) if all(np.array_equal(held[n], a) for n, a in arrays(s).items())
+        ]
         assert same, held
         return same[0]
 
@@ -347,7 +366,9 @@ def _killed(work: Callable[[], Any]) -> None:
 
 
 def _read(root: Path) -> Tree:
-    return {str(p.relative_to(root)): None if p.is_dir() else p.read_bytes() for p in root.rglob("*")}
+    return {
+        str(p.relative_to(root)): None if p.is_dir() else p.read_bytes() for p in root.rglob("*")
+    }
 
 
 def _path(disk: Disk, folder: int, name: str) -> Path:

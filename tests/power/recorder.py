@@ -35,9 +35,9 @@ class Killed(BaseException):
 class Call:
     """A call that changed something, or synced it.
 
-    `names` are what it made of names in folders: the number of a file or folder, or None where there is none any more.
-    `data` is what it wrote at `offset` of the file `node`; None where it cut it to that size. `synced` is the number of
-    a file or folder.
+    `names` are what it made of names in folders: the number of a file or folder, or None where
+    there is none any more. `data` is what it wrote at `offset` of the file `node`; None where it
+    cut it to that size. `synced` is the number of a file or folder.
     """
 
     said: str
@@ -83,7 +83,8 @@ class Disk:
 class Recorder:
     """Records the calls below `root` of all threads of this process, in their order, while `recording`.
 
-    A call that it does not know escapes it; `now` tells what there should be, for that to be noticed.
+    A call that it does not know escapes it; `now` tells what there should be, for that to be
+    noticed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -112,8 +113,18 @@ class Recorder:
             "rmdir": self._remove,
             "mkdir": self._mkdir,
         }
-        unknown = ("writev", "pwritev", "truncate", "posix_fallocate", "sendfile", "copy_file_range", "symlink")
-        functions: dict[str, Any] = {name: partial(kind, getattr(os, name)) for name, kind in kinds.items()}
+        unknown = (
+            "writev",
+            "pwritev",
+            "truncate",
+            "posix_fallocate",
+            "sendfile",
+            "copy_file_range",
+            "symlink",
+        )
+        functions: dict[str, Any] = {
+            name: partial(kind, getattr(os, name)) for name, kind in kinds.items()
+        }
         functions |= {name: partial(self._unknown, name) for name in unknown}
         with mock.patch.multiple(os, **functions), mock.patch.object(strided, "NATIVE", new=False):
             yield  # compiled code would write without these functions
@@ -158,7 +169,13 @@ class Recorder:
         return self._path(path, folder).removeprefix(f"{self.disk.root}/")
 
     def _open(
-        self, do: Callable[..., int], path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+        self,
+        do: Callable[..., int],
+        path: Any,
+        flags: int,
+        mode: int = 0o777,
+        *,
+        dir_fd: int | None = None,
     ) -> int:
         name = None if not flags & (os.O_CREAT | os.O_TRUNC) else self._name(path, dir_fd)
         if name is None:
@@ -182,7 +199,14 @@ class Recorder:
             self._may_call()
             done = do(fd, data, *offset)
             at = offset[0] if offset else os.lseek(fd, 0, os.SEEK_CUR) - done
-            self._called(Call(f"write {done} to {node}", node=node, offset=at, data=bytes(memoryview(data)[:done])))
+            self._called(
+                Call(
+                    f"write {done} to {node}",
+                    node=node,
+                    offset=at,
+                    data=bytes(memoryview(data)[:done]),
+                )
+            )
             return done
 
     def _truncate(self, do: Callable[..., None], fd: int, size: int) -> None:
@@ -201,13 +225,20 @@ class Recorder:
         with self._lock:
             self._may_call()
             what = "folder" if node in self.disk.folders else "file"
-            self._called(Call(f"sync {what} {self._short(Path(f'/proc/self/fd/{fd}').readlink())}", synced=node))
+            self._called(
+                Call(
+                    f"sync {what} {self._short(Path(f'/proc/self/fd/{fd}').readlink())}",
+                    synced=node,
+                )
+            )
 
     def _link(self, do: Callable[..., None], src: Any, dst: Any, **more: Any) -> None:
         self._change(do, "link", src, dst, lambda old, new: {new: self._names[old]}, more)
 
     def _rename(self, do: Callable[..., None], src: Any, dst: Any, **more: Any) -> None:
-        self._change(do, "rename", src, dst, lambda old, new: {new: self._names[old], old: None}, more)
+        self._change(
+            do, "rename", src, dst, lambda old, new: {new: self._names[old], old: None}, more
+        )
 
     def _change(
         self,
@@ -241,7 +272,9 @@ class Recorder:
             self._called(Call(f"remove {self._short(path, dir_fd)}", {name: None}))
         return None
 
-    def _mkdir(self, do: Callable[..., None], path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+    def _mkdir(
+        self, do: Callable[..., None], path: Any, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> None:
         name = self._name(path, dir_fd)
         if name is None:
             return do(path, mode, dir_fd=dir_fd)
@@ -276,7 +309,9 @@ def tree(disk: Disk, names: Mapping[Name, int], data: Mapping[int, bytes]) -> Tr
     return found
 
 
-def contents(disk: Disk, calls: Sequence[Call], zeros_from: Mapping[int, int] | None = None) -> dict[int, bytes]:
+def contents(
+    disk: Disk, calls: Sequence[Call], zeros_from: Mapping[int, int] | None = None
+) -> dict[int, bytes]:
     """What each file holds after these calls; of what is written from a call of this number on, only zeros."""
     found = dict(disk.data)
     for at, call in enumerate(calls):

@@ -22,7 +22,9 @@ SEEN = ("save-packed", "virtual")
 
 
 def _marked(names: tuple[str, ...]) -> list[object]:
-    return [pytest.param(name, marks=() if name in names else pytest.mark.matrix) for name in COMMANDS]
+    return [
+        pytest.param(name, marks=() if name in names else pytest.mark.matrix) for name in COMMANDS
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 
 DTYPES = {1: "uint8", 2: "uint16", 4: "float32", 8: "float64", 16: "complex128"}
 VERIFY: list[Verify] = ["whole", "always", "never"]
-COSTS = st.sampled_from([Costs(), Costs(0, 50, 20), Costs(7, 1 << 20, 0), Costs(40, 1 << 20, 1 << 20)])
-SIZES = st.tuples(st.sampled_from([1, 2]), st.sampled_from([0, 16, 8192]), st.sampled_from([1, 40, 1 << 20]))
+COSTS = st.sampled_from(
+    [Costs(), Costs(0, 50, 20), Costs(7, 1 << 20, 0), Costs(40, 1 << 20, 1 << 20)]
+)
+SIZES = st.tuples(
+    st.sampled_from([1, 2]), st.sampled_from([0, 16, 8192]), st.sampled_from([1, 40, 1 << 20])
+)
 
 
 def random_tensor(shape: tuple[int, ...], itemsize: int, seed: int = 0) -> np.ndarray:
@@ -72,7 +76,11 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], int, list[Box]]:
         if draw(st.booleans()):
             boxes.append(Box(start, tuple(n - a for n, a in zip(shape, start, strict=True))))
             continue
-        boxes.append(Box(start, tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))))
+        boxes.append(
+            Box(
+                start, tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))
+            )
+        )
     return shape, itemsize, boxes
 
 
@@ -87,13 +95,18 @@ def check_reads(
 ) -> None:
     """Each box is read exactly into a strided buffer, and the bytes read are those of the plan.
 
-    Of `sizes`, the first is the distance of the elements of a row, the others replace SHORT_ROW and _MIN_RUN.
+    Of `sizes`, the first is the distance of the elements of a row, the others replace SHORT_ROW and
+    _MIN_RUN.
     """
     step, short_row, min_run = sizes
     info = TensorInfo("t", "weight", DTYPES[a.dtype.itemsize], a.shape)
     spaces = [np.zeros([2 * n for n in b.shape], a.dtype) for b in boxes]
     every_other: list[Any] = [
-        (..., *(slice(0, 2 * n, 2) for n in b.shape[:-1]), *(slice(0, step * n, step) for n in b.shape[-1:]))
+        (
+            ...,
+            *(slice(0, 2 * n, 2) for n in b.shape[:-1]),
+            *(slice(0, step * n, step) for n in b.shape[-1:]),
+        )
         for b in boxes
     ]
     outs = [s[index] for s, index in zip(spaces, every_other, strict=True)]
@@ -124,7 +137,11 @@ def check_reads(
     sizes=SIZES,
 )
 def test_chunked_tensors_read_exactly(
-    case: tuple[tuple[int, ...], int, list[Box]], target: int, verify: Verify, costs: Costs, sizes: tuple[int, int, int]
+    case: tuple[tuple[int, ...], int, list[Box]],
+    target: int,
+    verify: Verify,
+    costs: Costs,
+    sizes: tuple[int, int, int],
 ) -> None:
     shape, itemsize, boxes = case
     a = random_tensor(shape, itemsize)
@@ -166,7 +183,9 @@ def test_raw_extents_read_exactly(
         block = np.ascontiguousarray(a[slices(p)].transpose(axes)).tobytes()
         inner = dict(zip(axes, row_major(tuple(p.shape[d] for d in axes), itemsize), strict=True))
         sealed = Block(len(data), len(block), crc32c(block)) if seal else None
-        extents.append(Extent(p, "f", len(data), tuple(inner[d] for d in range(len(shape))), sealed))
+        extents.append(
+            Extent(p, "f", len(data), tuple(inner[d] for d in range(len(shape))), sealed)
+        )
         data += block + b"gap"
     store = MemoryStore("raw")
     put(store, "f", bytes(data))
@@ -197,14 +216,18 @@ def test_a_flipped_bit_is_found_on_whole_chunks(verify: Verify) -> None:
         execute(plan, store, [memory_of(out)], ["layer.weight (exp_avg)"])
         assert out.tobytes() != a.tobytes()
         return
-    with pytest.raises(ChecksumError, match=r"layer\.weight \(exp_avg\): the chunk at bytes 4964:5028 of s0_0"):
+    with pytest.raises(
+        ChecksumError, match=r"layer\.weight \(exp_avg\): the chunk at bytes 4964:5028 of s0_0"
+    ):
         execute(plan, store, [memory_of(out)], ["layer.weight (exp_avg)"])
 
 
 def test_a_hole_is_an_error_that_names_tensor_and_box() -> None:
     info = TensorInfo("x", "weight", "float32", (4, 4))
     extents = [Extent(Box((0, 0), (3, 4)), "f", 0, (16, 4))]
-    with pytest.raises(MissingData, match=r"x \(weight\): 4 elements of \[0:4, 0:4\] are stored in no file"):
+    with pytest.raises(
+        MissingData, match=r"x \(weight\): 4 elements of \[0:4, 0:4\] are stored in no file"
+    ):
         make_plan([ReadItem(info, extents, [(0, Piece(Box.whole((4, 4)), 0, (4, 1)))])])
 
 
@@ -231,7 +254,9 @@ def test_one_request_stands_for_all_files_of_a_run() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 @pytest.mark.parametrize("shape", [(4096, 1024), (1024, 4104), (2056, 2048)])
-def test_tensor_parallel_slices_read_only_what_they_need(shape: tuple[int, int], degree: int, dim: int) -> None:
+def test_tensor_parallel_slices_read_only_what_they_need(
+    shape: tuple[int, int], degree: int, dim: int
+) -> None:
     grid = Grid.of(shape, 4)
     info = TensorInfo("x", "weight", "float32", shape)
     tiles = [grid.tiles(s, f"s{s}") for s in grid.shards()]
@@ -240,7 +265,9 @@ def test_tensor_parallel_slices_read_only_what_they_need(shape: tuple[int, int],
         start = tuple(rank * n if d == dim else 0 for d in range(2))
         box = Box(start, tuple(n if d == dim else shape[d] for d in range(2)))
         for verify in VERIFY:
-            plan = make_plan([ReadItem(info, tiles, [(0, Piece(box, 0, row_major(box.shape)))])], verify)
+            plan = make_plan(
+                [ReadItem(info, tiles, [(0, Piece(box, 0, row_major(box.shape)))])], verify
+            )
             assert plan.bytes_read / plan.bytes_needed <= 1.02
             assert verify == "never" or plan.bytes_unverified == 0
 

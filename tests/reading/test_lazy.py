@@ -44,7 +44,9 @@ def ck(request: pytest.FixtureRequest) -> Checkpoint:
     source = Checkpoint(FakeSource.write(MemoryStore("tensor"), ARRAYS, aliases={"tied": "a"}))
     if request.param == "foreign":
         return source
-    return ucformat.convert(source, MemoryStore("tensor-universal"), chunk_bytes=64, shard_bytes=200, overwrite=True)
+    return ucformat.convert(
+        source, MemoryStore("tensor-universal"), chunk_bytes=64, shard_bytes=200, overwrite=True
+    )
 
 
 @given(index=hnp.basic_indices((7, 9, 5), allow_newaxis=False))
@@ -57,7 +59,13 @@ def test_basic_indexing_is_numpys(ck: Checkpoint, index: Any) -> None:
 def test_whole_tensors(ck: Checkpoint) -> None:
     for (name, state), a in ARRAYS.items():
         t = ck[name, state]
-        assert (t.shape, t.dtype, t.nbytes, t.size, t.ndim) == (a.shape, a.dtype, a.nbytes, a.size, a.ndim)
+        assert (t.shape, t.dtype, t.nbytes, t.size, t.ndim) == (
+            a.shape,
+            a.dtype,
+            a.nbytes,
+            a.size,
+            a.ndim,
+        )
         assert same(t[...], a)
         assert same(np.asarray(t), a)
         assert same(t.read(), a)
@@ -89,9 +97,18 @@ def test_reading_into_memory_of_the_callers(ck: Checkpoint) -> None:
         (np.full((7, 9), 3, np.float32), r"shape \(7, 9\)"),
         (np.full((7, 9, 5), 3, ">f4"), "dtype >f4"),
         (np.full((7, 9, 5), 3, np.int32), "dtype int32"),
-        (np.lib.stride_tricks.as_strided(np.full(9, 3, np.float32), (7, 9, 5), (0, 4, 0)), "share memory"),
-        (np.lib.stride_tricks.as_strided(np.full(99, 3, np.float32), (7, 9, 5), (20, 4, 36)), "share memory"),
-        (np.lib.stride_tricks.as_strided(np.full(999, 3, np.float32), (7, 9, 5), (90, 10, 2)), "share memory"),
+        (
+            np.lib.stride_tricks.as_strided(np.full(9, 3, np.float32), (7, 9, 5), (0, 4, 0)),
+            "share memory",
+        ),
+        (
+            np.lib.stride_tricks.as_strided(np.full(99, 3, np.float32), (7, 9, 5), (20, 4, 36)),
+            "share memory",
+        ),
+        (
+            np.lib.stride_tricks.as_strided(np.full(999, 3, np.float32), (7, 9, 5), (90, 10, 2)),
+            "share memory",
+        ),
         (np.broadcast_to(np.float32(3), (7, 9, 5)), "read-only"),
         (np.ma.masked_array(np.full((7, 9, 5), 3, np.float32)), "mask"),
         (np.full((7, 9, 5), 3, np.float32).tolist(), "is a list"),
@@ -101,7 +118,10 @@ def test_reading_into_memory_of_the_callers(ck: Checkpoint) -> None:
 )
 def test_memory_that_does_not_fit_is_refused(ck: Checkpoint, out: Any, why: str) -> None:
     before = np.asarray(out).tobytes()
-    for read in (lambda: ck["a"].read(out=out), lambda: ck.plan(ALL, 0).execute({("a", "weight"): out})):
+    for read in (
+        lambda: ck["a"].read(out=out),
+        lambda: ck.plan(ALL, 0).execute({("a", "weight"): out}),
+    ):
         with pytest.raises(UsageError, match=why):
             read()
     assert np.asarray(out).tobytes() == before
@@ -109,11 +129,16 @@ def test_memory_that_does_not_fit_is_refused(ck: Checkpoint, out: Any, why: str)
 
 def test_arrays_that_share_memory_are_refused(ck: Checkpoint) -> None:
     space = np.full(2 * 7 * 9 * 5, 3, np.float32)
-    into = {("a", "weight"): space[:315].reshape(7, 9, 5), ("a", "exp_avg"): space[314:629].reshape(7, 9, 5)}
+    into = {
+        ("a", "weight"): space[:315].reshape(7, 9, 5),
+        ("a", "exp_avg"): space[314:629].reshape(7, 9, 5),
+    }
     with pytest.raises(UsageError, match="share memory"):
         ck.plan(ALL, 0).execute(into)
     with pytest.raises(UsageError, match="not contiguous"):
-        ck.plan(ALL, 0).execute({("a", "weight"): np.full((9, 7, 5), 3, np.float32).transpose(1, 0, 2)})
+        ck.plan(ALL, 0).execute(
+            {("a", "weight"): np.full((9, 7, 5), 3, np.float32).transpose(1, 0, 2)}
+        )
     with pytest.raises(UsageError, match="no buffer"):
         ck.plan(ALL, 0).execute({("b", "weight"): space, **into})
     assert (space == 3).all()
@@ -123,13 +148,19 @@ def test_arrays_that_share_memory_are_refused(ck: Checkpoint) -> None:
 
 
 @st.composite
-def destinations(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, Any, Any]:
+def destinations(
+    draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> tuple[Any, Any, Any]:
     """Bytes of a canary, an array of a shape and dtype that lies somewhere in them, and each byte's owner."""
     item, dims = dtype.itemsize, list(range(len(shape)))
     order = draw(st.permutations(dims))
     strides, span = [0] * len(shape), item
-    for d in order:  # from the innermost outwards, each with a gap that need be no multiple of anything
-        strides[d] = (span + draw(st.sampled_from([0, 0, 0, 1, 2, item, 13]))) * draw(st.sampled_from([1, 1, -1]))
+    for (
+        d
+    ) in order:  # from the innermost outwards, each with a gap that need be no multiple of anything
+        strides[d] = (span + draw(st.sampled_from([0, 0, 0, 1, 2, item, 13]))) * draw(
+            st.sampled_from([1, 1, -1])
+        )
         span = abs(strides[d]) * (shape[d] - 1) + span
     before = draw(st.integers(0, 20))
     raw = np.full(before + span + 20, 0xA5, np.uint8)
@@ -138,7 +169,9 @@ def destinations(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype[Any]) 
     where = np.ndarray((*shape, item), np.intp)
     where[...] = first + np.arange(item)
     for d, s in enumerate(strides):
-        where += (np.arange(shape[d]) * s).reshape([-1 if k == d else 1 for k in range(len(shape) + 1)])
+        where += (np.arange(shape[d]) * s).reshape(
+            [-1 if k == d else 1 for k in range(len(shape) + 1)]
+        )
     return raw, out, where
 
 
@@ -153,7 +186,9 @@ def test_memory_of_any_strides_is_filled_exactly_and_nothing_beside_it(
     expected = raw.copy()
     expected[where] = a.reshape(a.shape or (1,)).view(np.uint8).reshape(*a.shape, a.itemsize)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ucformat.reading.lazy._BUFFER_BYTES", data.draw(st.sampled_from([1, 200, 64 << 20])))
+        patch.setattr(
+            "ucformat.reading.lazy._BUFFER_BYTES", data.draw(st.sampled_from([1, 200, 64 << 20]))
+        )
         assert ck[key].read(out=out) is out
     assert raw.tobytes() == expected.tobytes()
 
@@ -186,7 +221,9 @@ def test_read_only_memory_is_refused(ck: Checkpoint) -> None:
         ck["a"].read(out=out)
 
 
-@pytest.mark.parametrize("index", [[1, 2], np.array([True] * 7), 1.5, "x", None, (0, 0, 0, 0), (..., ...), True])
+@pytest.mark.parametrize(
+    "index", [[1, 2], np.array([True] * 7), 1.5, "x", None, (0, 0, 0, 0), (..., ...), True]
+)
 def test_indices_that_cannot_be_read_exactly_are_refused(ck: Checkpoint, index: Any) -> None:
     with pytest.raises(UsageError, match="a \\(weight\\)"):
         ck["a"][index]
@@ -228,14 +265,23 @@ def test_a_copy_is_needed_and_said(ck: Checkpoint) -> None:
     assert np.asarray(ck["scalar"], dtype=np.float64).dtype == np.float64
 
 
-@given(rows=st.tuples(st.integers(0, 7), st.integers(0, 7)), verify=st.sampled_from(["whole", "always", "never"]))
-def test_every_way_of_verifying_reads_the_same(ck: Checkpoint, rows: tuple[int, int], verify: Any) -> None:
+@given(
+    rows=st.tuples(st.integers(0, 7), st.integers(0, 7)),
+    verify=st.sampled_from(["whole", "always", "never"]),
+)
+def test_every_way_of_verifying_reads_the_same(
+    ck: Checkpoint, rows: tuple[int, int], verify: Any
+) -> None:
     assert same(ck["a"].read(verify=verify), ARRAYS["a", "weight"])
     assert same(ck["a"][rows[0] : rows[1]], ARRAYS["a", "weight"][rows[0] : rows[1]])
 
 
-def test_dlpack_of_numpys_dtypes_needs_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays: dict[Any, Any] = {(name, "weight"): np.ones(2, name) for name in ("bool", "uint8", "float16", "complex64")}
+def test_dlpack_of_numpys_dtypes_needs_no_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays: dict[Any, Any] = {
+        (name, "weight"): np.ones(2, name) for name in ("bool", "uint8", "float16", "complex64")
+    }
     ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("dlpack"), arrays)), tmp_path / "a")
     monkeypatch.delattr(Tensor, "torch")
     for name, tensor in ucformat.open(tmp_path / "a").items():
@@ -254,7 +300,11 @@ def test_tensors_of_pytorch(tmp_path: Path) -> None:
         torch.int64,
         torch.bool,
     )
-    state = {f"{d}{s}".replace("torch.", ""): torch.ones(s).mul(3).to(d) for d in dtypes for s in ((2, 3), (), (0, 3))}
+    state = {
+        f"{d}{s}".replace("torch.", ""): torch.ones(s).mul(3).to(d)
+        for d in dtypes
+        for s in ((2, 3), (), (0, 3))
+    }
     ucformat.torch.save({"model": state}, tmp_path / "a")
     with ucformat.open(tmp_path / "a") as opened:
         assert opened._ipython_key_completions_() == list(state)

@@ -19,7 +19,11 @@ from ucformat.storage.wrappers import WatchedStore
 @pytest.mark.parametrize("seed", range(30))
 def test_what_observers_see_is_what_the_file_has(seed: int) -> None:
     chance = random.Random(seed)
-    run, count, gap = chance.randint(17_000, 40_000), chance.randint(2, 9), chance.choice([1, 4, 13])
+    run, count, gap = (
+        chance.randint(17_000, 40_000),
+        chance.randint(2, 9),
+        chance.choice([1, 4, 13]),
+    )
     data = chance.randbytes(count * (run + gap) + 7)
     store = MemoryStore(f"observed-{seed}")
     with store.create("f") as out:
@@ -38,7 +42,9 @@ def test_what_observers_see_is_what_the_file_has(seed: int) -> None:
     with watched.observed(see):
         wanted = [
             ReadItem(
-                TensorInfo("t", "weight", "uint8", shape), [extent], [(0, Piece(Box.whole(shape), 0, row_major(shape)))]
+                TensorInfo("t", "weight", "uint8", shape),
+                [extent],
+                [(0, Piece(Box.whole(shape), 0, row_major(shape)))],
             )
         ]
         read_items(watched, wanted, [memory], ["t"])

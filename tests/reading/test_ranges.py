@@ -37,7 +37,9 @@ class Lender(WrappedStore):
         self.asked: list[Sequence[tuple[int, int]]] = []
 
     @contextmanager
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
+    def read_ranges(
+        self, key: str, ranges: Sequence[tuple[int, int]]
+    ) -> Iterator[Sequence[memoryview]]:
         self.lent += 1
         self.ranges += len(ranges)
         self.several += len(ranges) > 1
@@ -49,7 +51,9 @@ class Lender(WrappedStore):
 @pytest.fixture(scope="module")
 def place() -> MemoryStore:
     store = MemoryStore("lending")
-    source = Checkpoint(FakeSource.write(MemoryStore("lending-source"), {("w", "weight"): A, ("b", "weight"): B}))
+    source = Checkpoint(
+        FakeSource.write(MemoryStore("lending-source"), {("w", "weight"): A, ("b", "weight"): B})
+    )
     ucformat.convert(source, store, chunk_bytes=600, overwrite=True)
     return store
 
@@ -82,13 +86,17 @@ def test_requests_of_one_file_are_made_together(place: MemoryStore) -> None:
     assert [len(ranges) for ranges in store.asked] == [3, 3, 2, *[10] * 6]
     assert {ranges[0][1] for ranges in store.asked} == {272, 40}  # chunks of `b`, rows of `w`
     asked = [r for ranges in store.asked for r in ranges]
-    assert asked == [(r.offset + k * r.step, r.nbytes) for r in plan.plan.requests for k in range(r.count)]
+    assert asked == [
+        (r.offset + k * r.step, r.nbytes) for r in plan.plan.requests for k in range(r.count)
+    ]
 
 
 def test_a_damaged_chunk_is_found_in_what_is_lent(place: MemoryStore) -> None:
     class Damaging(Lender):
         @contextmanager
-        def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
+        def read_ranges(
+            self, key: str, ranges: Sequence[tuple[int, int]]
+        ) -> Iterator[Sequence[memoryview]]:
             with super().read_ranges(key, ranges) as found:
                 copies = [bytearray(f) for f in found]
                 copies[0][7] ^= 1

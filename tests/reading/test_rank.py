@@ -1,6 +1,7 @@
 """Ranks of the paper's targets, read from one source, against plain NumPy that lays out bytes as DeepSpeed does.
 
-The targets are those of the figure "single source" of the Universal Checkpointing paper: (TP, PP, DP, ZeRO stage, SP).
+The targets are those of the figure "single source" of the Universal Checkpointing paper: (TP, PP,
+DP, ZeRO stage, SP).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ TARGETS = [
     (2, 2, 2, 1, 1),
 ]
 LAYERS = 3
-COLUMN, ROW = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), ("o_proj", "down_proj")
+COLUMN, ROW = (
+    ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"),
+    ("o_proj", "down_proj"),
+)
 FLAT = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -77,7 +81,10 @@ def layout(tp: int, pp: int, dp: int, stage: int, sp: int) -> ucformat.Layout:
             "version": 1,
             "mesh": {"pp": pp, "dp": dp, "sp": sp, "tp": tp},
             "stages": [
-                {"match": r"/model\.layers\.(\d+)\..*/", "place": [{"stage": [0, 2][:pp], "over": "pp"}]},
+                {
+                    "match": r"/model\.layers\.(\d+)\..*/",
+                    "place": [{"stage": [0, 2][:pp], "over": "pp"}],
+                },
                 {"match": "model.embed_tokens.weight", "place": [{"stage": 0, "over": "pp"}]},
                 {"match": "*", "place": [{"stage": -1, "over": "pp"}]},
             ],
@@ -91,7 +98,11 @@ def layout(tp: int, pp: int, dp: int, stage: int, sp: int) -> ucformat.Layout:
                 {"match": "*", "place": ["replicate"]},
             ],
             "data": [
-                {"match": "*", "states": list(FLAT) + (["weight"] if stage == 3 else []), "place": [flat]},
+                {
+                    "match": "*",
+                    "states": list(FLAT) + (["weight"] if stage == 3 else []),
+                    "place": [flat],
+                },
                 {"match": "*", "place": ["replicate"]},
             ],
         }
@@ -136,7 +147,9 @@ def reference(target: tuple[int, int, int, int, int], rank: int) -> dict[tuple[s
                 parts = []
                 for a in locals_:
                     part = -(-a.size // ways)
-                    padded = np.concatenate([a.reshape(-1), np.zeros(part * ways - a.size, a.dtype)])
+                    padded = np.concatenate(
+                        [a.reshape(-1), np.zeros(part * ways - a.size, a.dtype)]
+                    )
                     parts.append(padded[way * part : (way + 1) * part])
                 out[f"flat:{g}", state] = np.concatenate(parts)
             else:
@@ -153,7 +166,9 @@ def checkpoints() -> list[Checkpoint]:
     foreign = Checkpoint(FakeSource.write(MemoryStore("targets"), ARRAYS, ranks=5, groups=groups))
     return [
         foreign,
-        ucformat.convert(foreign, MemoryStore("targets-64"), chunk_bytes=64, shard_bytes=1024, overwrite=True),
+        ucformat.convert(
+            foreign, MemoryStore("targets-64"), chunk_bytes=64, shard_bytes=1024, overwrite=True
+        ),
         ucformat.convert(foreign, MemoryStore("targets-default"), overwrite=True),
     ]
 
@@ -236,8 +251,12 @@ def test_renames_apply_before_rules() -> None:
 
 
 def test_a_tensor_that_no_rule_matches_is_an_error_before_any_reading() -> None:
-    ck = Checkpoint(FakeSource.write(MemoryStore("unmatched"), {("w", "weight"): random_array((4,), "float32")}))
-    where = ucformat.Layout.parse({"version": 1, "mesh": {"tp": 2}, "rules": [{"match": "x", "place": ["replicate"]}]})
+    ck = Checkpoint(
+        FakeSource.write(MemoryStore("unmatched"), {("w", "weight"): random_array((4,), "float32")})
+    )
+    where = ucformat.Layout.parse(
+        {"version": 1, "mesh": {"tp": 2}, "rules": [{"match": "x", "place": ["replicate"]}]}
+    )
     with pytest.raises(LayoutError, match="w"):
         ck.plan(where, 0)
 
@@ -252,7 +271,11 @@ def test_padding_is_filled_from_the_source_where_it_kept_some_else_with_zeros() 
             "version": 1,
             "mesh": {"tp": 2},
             "rules": [
-                {"match": "*", "states": ["weight"], "place": [{"shard": 0, "over": "tp", "pad_to": 16}]},
+                {
+                    "match": "*",
+                    "states": ["weight"],
+                    "place": [{"shard": 0, "over": "tp", "pad_to": 16}],
+                },
                 {"match": "*", "place": ["replicate"]},
             ],
         }
@@ -273,7 +296,10 @@ def test_padding_is_filled_from_the_source_where_it_kept_some_else_with_zeros() 
 def test_padding_is_no_tensor_of_its_own_unless_its_state_is_named() -> None:
     """Flat rules match every state, and the padding's shape is not its tensor's."""
     shapes = {"exp_avg": (10, 3), "exp_avg.padding": (6, 3), "lone.padding": (2,)}
-    arrays = {("embed", s): random_array(shape, "float32", i) for i, (s, shape) in enumerate(shapes.items())}
+    arrays = {
+        ("embed", s): random_array(shape, "float32", i)
+        for i, (s, shape) in enumerate(shapes.items())
+    }
     groups = ({"params": ["embed"]},)
     ck = Checkpoint(FakeSource.write(MemoryStore("flat-padding"), arrays, groups=groups))
     lone: dict[str, Any] = {"match": "*", "states": ["lone*"], "place": ["replicate"]}
@@ -283,7 +309,9 @@ def test_padding_is_no_tensor_of_its_own_unless_its_state_is_named() -> None:
     assert ucformat.fits(ck, where), ucformat.fits(ck, where).misfits
     found = ck.plan(where, 3).execute()  # the second half of the second half
     assert same(found["flat:0", "exp_avg"], arrays["embed", "exp_avg.padding"].reshape(-1)[-12:])
-    assert same(found["embed", "lone.padding"], arrays["embed", "lone.padding"])  # of no tensor that is there
+    assert same(
+        found["embed", "lone.padding"], arrays["embed", "lone.padding"]
+    )  # of no tensor that is there
     assert ("embed", "exp_avg.padding") not in found
     whole = ucformat.Layout({"dp": 1}, [{"match": "*", "place": ["replicate"]}])
     assert same(
@@ -298,10 +326,14 @@ def test_large_tensors_are_read_within_two_percent_of_what_is_needed(dim: int, d
     a = random_array((1024, 4096), "float32")
     place = MemoryStore("large")
     if not list(place.list("data")):
-        ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("large-source"), {("w", "weight"): a})), place)
+        ucformat.convert(
+            Checkpoint(FakeSource.write(MemoryStore("large-source"), {("w", "weight"): a})), place
+        )
     recorder = RecordingStore(place)
     ck = ucformat.open(recorder)
-    where = ucformat.Layout(mesh={"tp": degree}, rules=[{"match": "*", "place": [{"shard": dim, "over": "tp"}]}])
+    where = ucformat.Layout(
+        mesh={"tp": degree}, rules=[{"match": "*", "place": [{"shard": dim, "over": "tp"}]}]
+    )
     for rank in range(degree):
         plan = ck.plan(where, rank)
         recorder.clear()

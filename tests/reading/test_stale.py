@@ -54,9 +54,17 @@ def extents(draw: st.DrawFn) -> Extent:
     nbytes = draw(st.integers(1, len(FILE) - begin))
     loose = Block(begin, nbytes, crc32c(FILE[begin : begin + nbytes]))
     shifted = [
-        Block(at, span, crc32c(FILE[at : at + span])) for at in (offset - 1, offset + 1) if 0 <= at <= len(FILE) - span
+        Block(at, span, crc32c(FILE[at : at + span]))
+        for at in (offset - 1, offset + 1)
+        if 0 <= at <= len(FILE) - span
     ]
-    return Extent(Box.whole(SHAPE), "f", offset, strides, draw(st.sampled_from([None, tight, loose, *shifted])))
+    return Extent(
+        Box.whole(SHAPE),
+        "f",
+        offset,
+        strides,
+        draw(st.sampled_from([None, tight, loose, *shifted])),
+    )
 
 
 def read(extent: Extent, boxes: list[Box], verify: Verify) -> list[Any]:
@@ -71,7 +79,9 @@ def read(extent: Extent, boxes: list[Box], verify: Verify) -> list[Any]:
     return [m.reshape(b.shape) for m, b in zip(memories, boxes, strict=True)]
 
 
-@given(extents(), st.integers(1, SHAPE[0] - 1), st.integers(1, SHAPE[1] - 1), st.sampled_from(VERIFY))
+@given(
+    extents(), st.integers(1, SHAPE[0] - 1), st.integers(1, SHAPE[1] - 1), st.sampled_from(VERIFY)
+)
 @settings(max_examples=200)
 def test_parts_are_what_the_whole_is(extent: Extent, row: int, column: int, verify: Verify) -> None:
     parts = [
@@ -79,7 +89,9 @@ def test_parts_are_what_the_whole_is(extent: Extent, row: int, column: int, veri
         for a, c in ((0, row), (row, SHAPE[0]))
         for b, d in ((0, column), (column, SHAPE[1]))
     ]
-    truth = np.lib.stride_tricks.as_strided(np.frombuffer(FILE, np.uint8)[extent.offset :], SHAPE, extent.strides)
+    truth = np.lib.stride_tricks.as_strided(
+        np.frombuffer(FILE, np.uint8)[extent.offset :], SHAPE, extent.strides
+    )
     block, held = extent.block, np.unique(truth)  # every byte of the file tells where it lies
     inside = block is None or (block.offset <= held[0] and held[-1] < block.offset + block.nbytes)
     for boxes in ([Box.whole(SHAPE)], parts, [Box.whole(SHAPE), *parts]):

@@ -35,14 +35,25 @@ def main() -> int:
     three = commands.add_parser("three", help="schedules of three actors, by seed")
     three.add_argument("first", type=int)
     three.add_argument("count", type=int)
-    faults = commands.add_parser("faults", help="each fault at each call of these commands, or of all")
+    faults = commands.add_parser(
+        "faults", help="each fault at each call of these commands, or of all"
+    )
     faults.add_argument("actors", nargs="*", metavar="COMMAND")
     for sub in (pairs, three, faults):
-        sub.add_argument("--out", type=Path, help="where to note what was done; what is noted there is not done again")
-        sub.add_argument("--part", default="1/1", metavar="K/N", help="this part of so many, each with an --out")
+        sub.add_argument(
+            "--out",
+            type=Path,
+            help="where to note what was done; what is noted there is not done again",
+        )
+        sub.add_argument(
+            "--part", default="1/1", metavar="K/N", help="this part of so many, each with an --out"
+        )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as data:
-        os.environ |= {"UCP_CATALOG": "none", "XDG_DATA_HOME": data}  # the user's own are none of our business
+        os.environ |= {
+            "UCP_CATALOG": "none",
+            "XDG_DATA_HOME": data,
+        }  # the user's own are none of our business
         from tests.schedules.schedule import Player
         from tests.schedules.world import World
 
@@ -73,9 +84,15 @@ def _do(given: argparse.Namespace, player: Player) -> int:
     else:
         for first in range(given.first, given.first + given.count, _BLOCK):
             seeds = range(first, min(first + _BLOCK, given.first + given.count))
-            units[f"three {seeds.start} {len(seeds)}"] = lambda seeds=seeds: (player.play(three(s)) for s in seeds)  # type: ignore[misc]
+            units[f"three {seeds.start} {len(seeds)}"] = lambda seeds=seeds: (
+                player.play(three(s)) for s in seeds
+            )  # type: ignore[misc]
     k, n = map(int, given.part.split("/"))
-    return _run({name: unit for at, (name, unit) in enumerate(units.items(), 1) if at % n == k % n}, player, given.out)
+    return _run(
+        {name: unit for at, (name, unit) in enumerate(units.items(), 1) if at % n == k % n},
+        player,
+        given.out,
+    )
 
 
 def _all_pairs() -> Iterator[str]:
@@ -117,7 +134,9 @@ def _run(units: dict[str, Callable[[], Iterable[Played]]], player: Player, out: 
                 file.write(f"{json.dumps(done[name])}\n")
     mine = [done[name] for name in units]
     schedules, seconds = sum(d["schedules"] for d in mine), sum(d["seconds"] for d in mine)
-    click.echo(f"{schedules:,} schedules, {sum(d['states'] for d in mine):,} ends, {seconds:,.0f} s")
+    click.echo(
+        f"{schedules:,} schedules, {sum(d['states'] for d in mine):,} ends, {seconds:,.0f} s"
+    )
     return any(d["found"] for d in mine)
 
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "KEEPERS", "TREES", "Command", "arrays", "first_world", "parse_actor"]
 
 ROOT = "memory://w"
-SRC, NEW, PACKED, GONE, VIRTUAL, COPY = (f"{ROOT}/{p}" for p in ("src", "t/new", "t/p", "t/a", "t/v", "u/p"))
+SRC, NEW, PACKED, GONE, VIRTUAL, COPY = (
+    f"{ROOT}/{p}" for p in ("src", "t/new", "t/p", "t/a", "t/v", "u/p")
+)
 TREES = (f"{ROOT}/t", f"{ROOT}/u")  # where checkpoints lie: ours, and another user's
 GRACE, LONG = timedelta(days=7), timedelta(days=30)
 NOW = timedelta(0)
@@ -40,7 +42,8 @@ class Failed(UcformatError):
 class Command:
     """What an actor does; `contents` are the steps of what it may commit, and the places those that it may take away.
 
-    `replaces` are places of which it may commit a checkpoint in place of another; `deletes` those of which it deletes.
+    `replaces` are places of which it may commit a checkpoint in place of another; `deletes` those
+    of which it deletes.
     """
 
     work: Callable[[], Any]
@@ -90,10 +93,14 @@ COMMANDS: dict[str, Command] = {
     "resume": Command(lambda: ucformat.convert(SRC, NEW, run="r"), contents=(2,)),
     "save": Command(lambda: _save(3, NEW), contents=(3,)),
     "overwrite": Command(
-        lambda: ucformat.convert(SRC, PACKED, run="r", overwrite=True), contents=(2,), replaces=(PACKED,)
+        lambda: ucformat.convert(SRC, PACKED, run="r", overwrite=True),
+        contents=(2,),
+        replaces=(PACKED,),
     ),
     "copy": Command(lambda: ucformat.copy(PACKED, NEW), contents=(1,)),
-    "virtual": Command(lambda: ucformat.convert(PACKED, VIRTUAL, run="r", virtual=True), contents=(1, 2)),
+    "virtual": Command(
+        lambda: ucformat.convert(PACKED, VIRTUAL, run="r", virtual=True), contents=(1, 2)
+    ),
     "materialize": Command(lambda: ucformat.materialize(PACKED), contents=(1,)),
     "register": Command(_catalog(_register(TREES[0]))),
     "register-copies": Command(_catalog(_register(TREES[1]))),
@@ -120,13 +127,15 @@ def parse_actor(text: str) -> tuple[str, str, timedelta]:
 def first_world(world: World) -> tuple[Snapshot, dict[str, tuple[int, ...]]]:
     """Make what all schedules begin with; also the contents of each checkpoint by its id.
 
-    `t/p` is packed, `t/a` was deleted longer ago than its grace, and a conversion to `t/new` was killed before its
-    commit as long ago. `u/p` is a copy of `t/p` that belongs to the third catalog, and was deleted there. `src` is a
-    model's safetensors file.
+    `t/p` is packed, `t/a` was deleted longer ago than its grace, and a conversion to `t/new` was
+    killed before its commit as long ago. `u/p` is a copy of `t/p` that belongs to the third
+    catalog, and was deleted there. `src` is a model's safetensors file.
     """
     open_store(SRC).put_if_absent("model.safetensors", safetensors(arrays(2)))
     for tree in TREES:
-        open_store(tree).put_if_absent("README", b"not empty, so that nobody takes it for a disk that is not mounted")
+        open_store(tree).put_if_absent(
+            "README", b"not empty, so that nobody takes it for a disk that is not mounted"
+        )
     _play(world, lambda: _save(1, PACKED, form="packed"))
     _play(world, lambda: _save(0, GONE))
     _play(world, lambda: ucformat.copy(PACKED, COPY), "three")

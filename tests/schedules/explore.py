@@ -1,10 +1,11 @@
 """Which schedules are played: of two actors all of at most two switches and one kill, of three as many as are wanted.
 
-Of two actors A and B, A makes i calls, then B makes j, then A ends, then B does; then the same with the one or the
-other killed before each of its calls. Left out is what is known to come out as another schedule does: one in which a
-call only changed places with calls that it does not meet (other files, or both only read), a kill before a call that
-changes nothing, which is as good as one before the next that does, and a kill in a state of everything in which the
-same actor was killed before. Of faults nothing is left out: each kind of them befalls each command at each call.
+Of two actors A and B, A makes i calls, then B makes j, then A ends, then B does; then the same with
+the one or the other killed before each of its calls. Left out is what is known to come out as
+another schedule does: one in which a call only changed places with calls that it does not meet
+(other files, or both only read), a kill before a call that changes nothing, which is as good as one
+before the next that does, and a kill in a state of everything in which the same actor was killed
+before. Of faults nothing is left out: each kind of them befalls each command at each call.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def _killed(player: Player, played: Played, seen: set[object]) -> Iterator[Playe
 
 def _with_kill(played: Played, at: int) -> Steps:
     """The steps of a schedule up to a call, whose actor is killed there; then all others run to their ends."""
-    steps = [Step(actor, len([*calls])) for actor, calls in groupby(call.actor for call in played.trace[:at])]
+    steps = [
+        Step(actor, len([*calls]))
+        for actor, calls in groupby(call.actor for call in played.trace[:at])
+    ]
     dead = played.trace[at].actor
     others = dict.fromkeys(s.actor for s in played.steps if s.actor != dead)
     return (*steps, Step(dead, kill=True), *map(Step, others))

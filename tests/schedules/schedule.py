@@ -9,11 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.schedules.commands import COMMANDS, COPY, GONE, LONG, TREES, arrays, first_world, parse_actor
+from tests.schedules.commands import (
+    COMMANDS,
+    COPY,
+    GONE,
+    LONG,
+    TREES,
+    arrays,
+    first_world,
+    parse_actor,
+)
 from tests.schedules.world import CATALOGS, FAULTS, ROOTS, Call, World
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.models import Base
-from ucformat.errors import Conflict, NotACheckpoint, NotFound, PermissionDenied, UcformatError, UnsupportedError
+from ucformat.errors import (
+    Conflict,
+    NotACheckpoint,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.format.structure import read_manifest
 from ucformat.jobs.gc import collect
 from ucformat.references import open_reference
@@ -38,7 +54,8 @@ _ASKED = 300_000  # calls of looking at checkpoints that are
 class Step:
     """An actor makes so many calls, or (None) all that are left, or is killed.
 
-    Or a fault is to befall it: at its call of this number (None is 1) from here on, of those that it can befall.
+    Or a fault is to befall it: at its call of this number (None is 1) from here on, of those that
+    it can befall.
     """
 
     actor: str
@@ -49,7 +66,13 @@ class Step:
     def __str__(self) -> str:
         if self.fault:
             return f"{self.actor}%{self.fault}{self.calls or ''}"
-        return f"!{self.actor}" if self.kill else self.actor if self.calls is None else f"{self.actor}:{self.calls}"
+        return (
+            f"!{self.actor}"
+            if self.kill
+            else self.actor
+            if self.calls is None
+            else f"{self.actor}:{self.calls}"
+        )
 
 
 def parse(text: str) -> tuple[Step, ...]:
@@ -63,7 +86,9 @@ def parse(text: str) -> tuple[Step, ...]:
             )
         parse_actor(found[2])
         number = found[3] or found[5]
-        steps.append(Step(found[2], None if number is None else int(number), bool(found[1]), found[4] or ""))
+        steps.append(
+            Step(found[2], None if number is None else int(number), bool(found[1]), found[4] or "")
+        )
     return tuple(steps)
 
 
@@ -97,8 +122,9 @@ class _Asked:
 class Player:
     """Plays schedules in one world, each from the same beginning.
 
-    What is wrong is looked up where a schedule ended in a state in which another one ended before; so is what comes of
-    settling an end, and what a checkpoint holds, where all that is asked for it is answered as before.
+    What is wrong is looked up where a schedule ended in a state in which another one ended before;
+    so is what comes of settling an end, and what a checkpoint holds, where all that is asked for it
+    is answered as before.
     """
 
     def __init__(self, world: World) -> None:
@@ -142,7 +168,10 @@ class Player:
 
     def _complaints(self, actors: Sequence[Actor]) -> tuple[str, ...]:
         ended, commits = self.world.save(), tuple(self.world.commits)
-        ours = {a.name: UcformatError if isinstance(a.error, UcformatError) else repr(a.error) for a in actors}
+        ours = {
+            a.name: UcformatError if isinstance(a.error, UcformatError) else repr(a.error)
+            for a in actors
+        }
         said = [(a.name, a.began, a.killed, ours[a.name], bool(a.struck), a.warned) for a in actors]
         state = b"".join(self._state()) + repr((commits, said)).encode()
         if state not in self._known:
@@ -157,13 +186,21 @@ class Player:
         for actor in actors:
             if actor.error is not None and not isinstance(actor.error, UcformatError):
                 yield f"error {actor.name}: {actor.error!r}"
-            if len(actors) == 1 and actor.struck and not (actor.error or actor.killed or actor.warned):
+            if (
+                len(actors) == 1
+                and actor.struck
+                and not (actor.error or actor.killed or actor.warned)
+            ):
                 yield from self._silent(actor, ended)
         self._contents = dict(self._first_contents)
         began = [a.name for a in actors if a.began]
         yield from self._broken(began)
         again = [a.name for a in actors if a.killed or a.error is not None]
-        orders = ((self._repeat, self._collect), (self._collect, self._repeat)) if again else ((self._collect,),)
+        orders = (
+            ((self._repeat, self._collect), (self._collect, self._repeat))
+            if again
+            else ((self._collect,),)
+        )
         for order in orders:
             self.world.restore(ended)
             self.world.commits[:] = commits
@@ -189,7 +226,10 @@ class Player:
         """What tells apart what commands did, but for what saves work later, or tells when an attempt was continued."""
         files = {key: f.data for key, f in self.world.files.items() if "/attempts/" not in key}
         tables = Base.metadata.sorted_tables
-        asked = {t.name: ", ".join(f'"{c.name}"' for c in t.columns if c.name != "listing") for t in tables}
+        asked = {
+            t.name: ", ".join(f'"{c.name}"' for c in t.columns if c.name != "listing")
+            for t in tables
+        }
         queries = [f"select {columns} from {table}" for table, columns in asked.items()]  # noqa: S608 - our own
         return files, [[self.world.rows(name, q) for q in queries] for name in CATALOGS]
 
@@ -209,7 +249,9 @@ class Player:
         if len(names) == 1:
             yield from settled(names[0])
             return
-        for name in [n for n in names if settled(n)]:  # once more, when what another one had begun is done
+        for name in [
+            n for n in names if settled(n)
+        ]:  # once more, when what another one had begun is done
             yield from settled(name)
 
     def _collect(self, _names: Sequence[str], _of: int) -> Iterator[str]:
@@ -225,10 +267,13 @@ class Player:
         for name in CATALOGS[:2]:
             yield from self._settled(name, "", False, partial(gc, name))
 
-    def _settled(self, catalog: str, who: str, alone: bool, act: Callable[[], Iterable[str]]) -> tuple[str, ...]:
+    def _settled(
+        self, catalog: str, who: str, alone: bool, act: Callable[[], Iterable[str]]
+    ) -> tuple[str, ...]:
         """Do this, or what it did to the same world before: to all that it asks, and it is asked that it asks no more.
 
-        What comes of it is known by what the store and its catalog hold, the time, and the ids that it takes.
+        What comes of it is known by what the store and its catalog hold, the time, and the ids that
+        it takes.
         """
         key = (alone, self.world.about(catalog, who))
         found = self._outcomes.get(key)
@@ -266,8 +311,8 @@ class Player:
     def _unheld(self) -> Iterator[str]:
         """What an alias, a tag or a hold of some catalog names, and is nowhere bit for bit.
 
-        Other catalogs know it by the document beside it: until that is written, they may replace the checkpoint, and
-        who says it is warned.
+        Other catalogs know it by the document beside it: until that is written, they may replace
+        the checkpoint, and who says it is warned.
         """
         for name in CATALOGS:
             for made, urls in self.world.rows(name, _HELD):
@@ -329,23 +374,34 @@ class Player:
             if rest.startswith(f"{NEEDED_BY}/") and self._needed(key):
                 continue
             known = (MANIFEST, CATALOG_DOCUMENT, f"attempts/{attempt}.json")
-            if not home or not (rest in known or re.match(f"(data|objects|assets)/{attempt}/", rest)):
+            if not home or not (
+                rest in known or re.match(f"(data|objects|assets)/{attempt}/", rest)
+            ):
                 yield f"left {key}"
 
     def _needed(self, key: str) -> bool:
         """Whether the checkpoint is there that is said to need files beside this document."""
         doc = NeededByDoc.model_validate_json(self.world.files[key].data)
         try:
-            return read_manifest(open_store(doc.url))[0].id == doc.id == key.rpartition("/")[2].removesuffix(".json")
+            return (
+                read_manifest(open_store(doc.url))[0].id
+                == doc.id
+                == key.rpartition("/")[2].removesuffix(".json")
+            )
         except UcformatError:
             return False
 
 
-#: What a catalog says of a copy of a checkpoint that it saw in one form only (docs/security.md, rule 1a).
+#: What a catalog says of a copy of a checkpoint that it saw in one form only (docs/security.md,
+#: rule 1a).
 _OTHER_FORM = "in another form than"
 
 #: What a command that is repeated says where its work is done already.
-_DONE = ("already holds the committed checkpoint", "is not deleted: it is deleted", "has no checkpoint")
+_DONE = (
+    "already holds the committed checkpoint",
+    "is not deleted: it is deleted",
+    "has no checkpoint",
+)
 
 #: The checkpoints that something names, and where they lie.
 _HELD = """
@@ -359,7 +415,9 @@ _HELD = """
 
 
 def _same(held: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return all(a.dtype == held[name].dtype and np.array_equal(a, held[name]) for name, a in wanted.items())
+    return all(
+        a.dtype == held[name].dtype and np.array_equal(a, held[name]) for name, a in wanted.items()
+    )
 
 
 def _is_fine(error: BaseException | None, *, alone: bool) -> bool:

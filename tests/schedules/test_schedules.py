@@ -18,7 +18,8 @@ from ucformat.errors import UcformatError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: What was a fault once. Where one stops is said by the first such call that he makes, since their numbers change.
+#: What was a fault once. Where one stops is said by the first such call that he makes, since their
+#: numbers change.
 MENDED = (
     "resume:[write weight/w/zarr.json] gc",
     "gc:[write new/attempts/]-1 resume:[write objects.json] gc resume",

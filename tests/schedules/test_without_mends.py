@@ -27,6 +27,8 @@ def test_what_was_mended_is_found_again_without_the_mend(monkeypatch: pytest.Mon
     with World() as world:
         player = Player(world)
         (lost,) = player.play(
-            parse(numbered(player, "gc:[write new/attempts/] resume:[write objects.json] gc resume"))
+            parse(
+                numbered(player, "gc:[write new/attempts/] resume:[write objects.json] gc resume")
+            )
         ).complaints
     assert lost.startswith("lost memory://w/t/new: MissingData")

@@ -1,8 +1,9 @@
 """One store, a few catalogs and a clock, all in memory, under which commands of ucformat run as actors, one at a time.
 
-Each actor is a thread that stops before every call to the store and before every transaction of a catalog, and goes on
-when the schedule says so. What else could differ from run to run is taken away: thread pools do their work at once, in
-the thread that asks, ids are counted, and time stands still unless the schedule moves it.
+Each actor is a thread that stops before every call to the store and before every transaction of a
+catalog, and goes on when the schedule says so. What else could differ from run to run is taken
+away: thread pools do their work at once, in the thread that asks, ids are counted, and time stands
+still unless the schedule moves it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ _HANGS = 300  # seconds without any call after which an actor is taken to wait f
 _SHORT = 64  # bytes of a file that are their own digest
 _ANSWERED = ("read", "list")  # calls that change nothing
 
-#: What can go wrong with a call. The store's errors are those that a local folder or an object store makes of it.
+#: What can go wrong with a call. The store's errors are those that a local folder or an object
+#: store makes of it.
 FAULTS = {
     "eio": "it does nothing, and fails: EIO, an answer 503, a catalog's disk that cannot be read or written to",
     "denied": "it does nothing, and is refused: EACCES, EROFS, credentials that ran out",
@@ -72,7 +74,12 @@ EPOCH = dt.datetime(2024, 1, 1, tzinfo=dt.UTC)
 
 #: What is imported, so that its clocks, ids and thread pools can be replaced.
 _PACKAGES = ("catalog", "format", "jobs", "sources", "storage")
-_MODULES = ("ucformat.torch.saving.save", "ucformat.jobs.dependents", "ucformat.checkpoint", "ucformat.references")
+_MODULES = (
+    "ucformat.torch.saving.save",
+    "ucformat.jobs.dependents",
+    "ucformat.checkpoint",
+    "ucformat.references",
+)
 
 
 class Killed(BaseException):
@@ -83,8 +90,9 @@ class Killed(BaseException):
 class Call:
     """A call to the store, or a transaction of a catalog; `what` is one of `read`, `list`, `write` and `delete`.
 
-    Where it `changes` anything, `state` tells apart what the store and the catalogs held before it, and what all other
-    actors had seen of them: two schedules that have it in common come out alike when its actor is killed there.
+    Where it `changes` anything, `state` tells apart what the store and the catalogs held before it,
+    and what all other actors had seen of them: two schedules that have it in common come out alike
+    when its actor is killed there.
     """
 
     actor: str
@@ -114,7 +122,9 @@ class Actor:
 
     running: ClassVar[Actor | None] = None
 
-    def __init__(self, name: str, work: Callable[[], Any], skew: dt.timedelta = dt.timedelta(0)) -> None:
+    def __init__(
+        self, name: str, work: Callable[[], Any], skew: dt.timedelta = dt.timedelta(0)
+    ) -> None:
         self.name, self.skew = name, skew
         self.calls = 0
         self.began = self.ended = self.killed = self.warned = False
@@ -162,7 +172,9 @@ class Actor:
             self._thread.start()
         if not self._back.acquire(timeout=_HANGS):
             stack = "".join(traceback.format_stack(sys._current_frames()[self._thread.ident or 0]))
-            raise AssertionError(f"{self.name} waits for what another actor holds, after {self.calls} calls:\n{stack}")
+            raise AssertionError(
+                f"{self.name} waits for what another actor holds, after {self.calls} calls:\n{stack}"
+            )
         Actor.running = None
         if self.ended:
             self._thread.join()
@@ -217,11 +229,14 @@ class Outcome:
 class World:
     """The store `memory://w`, three catalogs, and the time.
 
-    As a context manager it takes the place of the real ones in all of ucformat, for this process: there is one at once.
+    As a context manager it takes the place of the real ones in all of ucformat, for this process:
+    there is one at once.
     """
 
     trace: list[Call] = field(default_factory=list)  # of all actors, in order
-    commits: list[tuple[str, str, str]] = field(default_factory=list)  # place, id, and the actor that committed it
+    commits: list[tuple[str, str, str]] = field(
+        default_factory=list
+    )  # place, id, and the actor that committed it
 
     def __post_init__(self) -> None:
         self.time = EPOCH
@@ -230,10 +245,16 @@ class World:
         self._versions = 0
         self._digests: dict[str, bytes] = {}  # of catalogs that did not change since
         self._engines = {name: _memory_engine() for name in CATALOGS}
-        self._raw = {name: _raw(engine) for name, engine in self._engines.items()}  # the one connection of each
-        self._saw: dict[str, bytes] = {}  # of each actor all that it was answered: after the same it does the same
+        self._raw = {
+            name: _raw(engine) for name, engine in self._engines.items()
+        }  # the one connection of each
+        self._saw: dict[
+            str, bytes
+        ] = {}  # of each actor all that it was answered: after the same it does the same
         self._busy = ""
-        self.asked: list[tuple[str, str, bytes]] | None = None  # what was asked of the store by no actor, and answered
+        self.asked: list[tuple[str, str, bytes]] | None = (
+            None  # what was asked of the store by no actor, and answered
+        )
         self.used: set[str] = set()  # catalogs that somebody asked, or wrote to
         self.room: int | None = None  # bytes that can be written before the store is full
         self.full: set[str] = set()  # catalogs that are
@@ -249,7 +270,10 @@ class World:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         logging.getLogger("ucformat").removeHandler(self._warned)
         for patch in reversed(self._patches):
@@ -260,7 +284,14 @@ class World:
     def save(self) -> Snapshot:
         """What it holds now."""
         databases = {name: raw.serialize() for name, raw in self._raw.items()}
-        return Snapshot(dict(self.files), databases, self.time, dict(self._ids), self._versions, dict(self._digests))
+        return Snapshot(
+            dict(self.files),
+            databases,
+            self.time,
+            dict(self._ids),
+            self._versions,
+            dict(self._digests),
+        )
 
     def restore(self, found: Snapshot) -> None:
         """Hold again what it held then, with no calls made."""
@@ -286,10 +317,14 @@ class World:
         commits = len(self.commits)
         said = tuple(act())
         if not self.used <= {catalog}:
-            raise AssertionError(f"{who or 'gc'} was to use the catalog {catalog} alone, and used {self.used}")
+            raise AssertionError(
+                f"{who or 'gc'} was to use the catalog {catalog} alone, and used {self.used}"
+            )
         database = zlib.compress(self._raw[catalog].serialize(), 1)
         ids, made = self._ids.get(who, 0), tuple(self.commits[commits:])
-        return Outcome(said, dict(self.files), database, self.digest(catalog), ids, self._versions, made)
+        return Outcome(
+            said, dict(self.files), database, self.digest(catalog), ids, self._versions, made
+        )
 
     def come_out(self, catalog: str, who: str, found: Outcome) -> None:
         """Hold what it held when the same was done to the same before."""
@@ -322,13 +357,17 @@ class World:
                 self.asked.append((what, key, self.answer(what, key)))
             return None
         if self._busy:
-            raise AssertionError(f"{actor.name} calls the store ({what} {key}) inside of a transaction of {self._busy}")
+            raise AssertionError(
+                f"{actor.name} calls the store ({what} {key}) inside of a transaction of {self._busy}"
+            )
         call = Call(actor.name, what, key)
         actor.wait()
         if call.changes:
             others = sorted((name, saw) for name, saw in self._saw.items() if name != actor.name)
             call.state = _digest(self.digest(), *map(self.digest, CATALOGS), others)
-        self._saw[actor.name] = _digest(self._saw.get(actor.name, b""), what, key, self.answer(what, key))
+        self._saw[actor.name] = _digest(
+            self._saw.get(actor.name, b""), what, key, self.answer(what, key)
+        )
         self.trace.append(call)
         return call
 
@@ -370,7 +409,9 @@ class World:
         if what != "list":
             return _digest(_content(self.files.get(key)))
         below = f"{key}/"
-        return _digest(*((k, _content(f)) for k, f in sorted(self.files.items()) if k.startswith(below)))
+        return _digest(
+            *((k, _content(f)) for k, f in sorted(self.files.items()) if k.startswith(below))
+        )
 
     def now(self) -> dt.datetime:
         """What the clock of the actor of this thread shows."""
@@ -394,7 +435,9 @@ class World:
             return _digest(*((key, _content(file)) for key, file in sorted(self.files.items())))
         if name not in self._digests:
             rows = (self.rows(name, f"select * from {table}") for table in Base.metadata.tables)  # noqa: S608 - our own
-            self._digests[name] = _digest(*rows)  # not its pages, in which the same rows may lie in another order
+            self._digests[name] = _digest(
+                *rows
+            )  # not its pages, in which the same rows may lie in another order
         return self._digests[name]
 
     @contextmanager
@@ -482,7 +525,9 @@ class _Store(MemoryStore):
         with self._call("read", key):
             return super().read(key, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         with self._call("read", key):
             super().read_into(key, offset, buffers, crcs)
 
@@ -539,12 +584,16 @@ class _Store(MemoryStore):
                     raise
                 if key == MANIFEST and not is_tombstone(data):
                     who = "" if Actor.running is None else Actor.running.name
-                    self._world.commits.append((self._root.rstrip("/"), parse_manifest(data, key).id, who))
+                    self._world.commits.append(
+                        (self._root.rstrip("/"), parse_manifest(data, key).id, who)
+                    )
         except Conflict:
             raise
         except UcformatError as error:
             if version:
-                raise Uncertain(f"it is unknown whether {self.url}/{key} was written: {error.message}") from None
+                raise Uncertain(
+                    f"it is unknown whether {self.url}/{key} was written: {error.message}"
+                ) from None
             raise
         return version
 
@@ -601,7 +650,9 @@ def _content(file: Any) -> object:
 
 def _memory_engine() -> sa.Engine:
     engine = sa.create_engine(
-        "sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False, "isolation_level": None}
+        "sqlite://",
+        poolclass=StaticPool,
+        connect_args={"check_same_thread": False, "isolation_level": None},
     )
 
     def prepare(connection: Any, _: Any) -> None:
@@ -620,7 +671,9 @@ def _raw(engine: sa.Engine) -> Any:
 def _cached_properties(module: Any) -> Iterator[cached_property[Any]]:
     for found in vars(module).values():
         if isinstance(found, type) and found.__module__ == module.__name__:
-            yield from (value for value in vars(found).values() if isinstance(value, cached_property))
+            yield from (
+                value for value in vars(found).values() if isinstance(value, cached_property)
+            )
 
 
 def _patches(world: World) -> Iterator[Any]:
@@ -650,14 +703,24 @@ def _patches(world: World) -> Iterator[Any]:
         "ucformat.catalog.reader.Database",
         lambda url, *, read_only, upgrade: _Database(world, url, read_only=read_only),
     )
-    yield mock.patch("ucformat.torch.comm.group.Group.exclusive", nullcontext)  # of another process each
-    yield mock.patch("ucformat.catalog.stamp.CLOCKS", [lambda _: iter([("the boot", world.time.timestamp())])])
+    yield mock.patch(
+        "ucformat.torch.comm.group.Group.exclusive", nullcontext
+    )  # of another process each
+    yield mock.patch(
+        "ucformat.catalog.stamp.CLOCKS", [lambda _: iter([("the boot", world.time.timestamp())])]
+    )
     yield mock.patch("ucformat.torch.saving.save.time", SimpleNamespace(monotonic=lambda: 0.0))
     yield mock.patch("ucformat.jobs.run.default_workers", return_value=1)
-    replaced = {"datetime": (dt.datetime, Time), "uuid4": (None, world.uuid), "ThreadPoolExecutor": (None, Inline)}
+    replaced = {
+        "datetime": (dt.datetime, Time),
+        "uuid4": (None, world.uuid),
+        "ThreadPoolExecutor": (None, Inline),
+    }
     for name, module in sorted(sys.modules.items()):
         if name.startswith("ucformat."):
-            for cached in _cached_properties(module):  # until Python 3.12 one lock for all instances, of all actors
+            for cached in _cached_properties(
+                module
+            ):  # until Python 3.12 one lock for all instances, of all actors
                 yield mock.patch.object(cached, "lock", nullcontext(), create=True)
             for attribute, (old, new) in replaced.items():
                 there = vars(module).get(attribute)

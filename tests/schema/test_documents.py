@@ -14,7 +14,8 @@ SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 
 
 @pytest.mark.parametrize(
-    ("name", "document"), [("catalog-document", CatalogDoc), ("needed-by", NeededByDoc), ("tombstone", TombstoneDoc)]
+    ("name", "document"),
+    [("catalog-document", CatalogDoc), ("needed-by", NeededByDoc), ("tombstone", TombstoneDoc)],
 )
 def test_the_published_schema_is_the_current_one(name: str, document: Any) -> None:
     """Else write it anew: json.dumps(document.model_json_schema(mode="validation"), indent=2)."""

@@ -42,18 +42,29 @@ def test_a_manifest_is_json_and_read_back() -> None:
     plain = strict(data)
     assert isinstance(plain, dict)
     assert plain["metrics"] == {"loss": {"$float": "nan"}, "best": {"$float": "-inf"}, "step": 2.0}
-    assert plain["groups"][0]["options"] == {"lr": {"$float": "-inf"}, "betas": [0.5, {"$float": "nan"}]}
+    assert plain["groups"][0]["options"] == {
+        "lr": {"$float": "-inf"},
+        "betas": [0.5, {"$float": "nan"}],
+    }
     found = parse_manifest(data, "here")
     assert math.isnan(found.metrics["loss"])
     assert (found.metrics["best"], found.metrics["step"]) == (-INF, 2.0)
-    assert (found.config, found.layout) == ({"clip": [{"$float": "inf"}, 1.0]}, {"x": {"y": {"$float": "inf"}}})
+    assert (found.config, found.layout) == (
+        {"clip": [{"$float": "inf"}, 1.0]},
+        {"x": {"y": {"$float": "inf"}}},
+    )
     assert manifest_bytes(found) == data
 
 
 @pytest.mark.parametrize("word", [b"NaN", b"Infinity", b"-Infinity"])
 def test_a_bare_word_is_refused(word: bytes) -> None:
     for whole in (b'{"$float": "-inf"}', b'"NaN or Infinity"'):
-        data = manifest().model_copy(update={"groups": (), "run": "NaN or Infinity"}).model_dump_json().encode()
+        data = (
+            manifest()
+            .model_copy(update={"groups": (), "run": "NaN or Infinity"})
+            .model_dump_json()
+            .encode()
+        )
         data = data.replace(b'{"$float":"-inf"}', b'{"$float": "-inf"}')
         assert parse_manifest(with_own_digest(data), "here").run == "NaN or Infinity"
         with pytest.raises(IntegrityError, match="not a ucformat manifest"):
@@ -72,7 +83,10 @@ def test_objects_are_json() -> None:
 def test_objects_with_a_bare_word_are_refused() -> None:
     store = MemoryStore("bare")
     made = ucformat.convert(
-        ucformat.checkpoint.Checkpoint(FakeSource.write(MemoryStore("bare-source"), {}, objects={"best": NAN})), store
+        ucformat.checkpoint.Checkpoint(
+            FakeSource.write(MemoryStore("bare-source"), {}, objects={"best": NAN})
+        ),
+        store,
     )
     data = b'{"best": NaN}'
     doc = made.manifest.objects

@@ -24,11 +24,18 @@ def test_the_published_schema_is_current() -> None:
 
 
 def document(**change: Any) -> dict[str, Any]:
-    return {"version": 1, "mesh": {"dp": 2, "tp": 2}, "rules": [{"match": "*", "place": ["replicate"]}], **change}
+    return {
+        "version": 1,
+        "mesh": {"dp": 2, "tp": 2},
+        "rules": [{"match": "*", "place": ["replicate"]}],
+        **change,
+    }
 
 
 def rule(*place: Any, **more: Any) -> dict[str, Any]:
-    return document(rules=[{"match": "*", "place": ["replicate"]}, {"match": "*", "place": list(place), **more}])
+    return document(
+        rules=[{"match": "*", "place": ["replicate"]}, {"match": "*", "place": list(place), **more}]
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,10 +92,16 @@ def test_the_whole_document_survives() -> None:
         ({"mesh": None}, "either mesh or meshes"),
         ({"meshes": {"x": {"dp": 4}}}, "either mesh or meshes"),
         ({"mesh": {"axes": [{"dp": 2}, {"dp": 2}]}}, "names an axis twice: dp, dp"),
-        ({"mesh": {"axes": [{"dp": 2, "tp": 2}]}}, r"mesh\.ordered\.axes\[0\]: Dictionary should have at most 1 item"),
+        (
+            {"mesh": {"axes": [{"dp": 2, "tp": 2}]}},
+            r"mesh\.ordered\.axes\[0\]: Dictionary should have at most 1 item",
+        ),
         ({"optimizer": []}, "optimizer: Extra inputs are not permitted"),
         ({"rules": [{"match": "*"}]}, r"rules\[0\]\.place: Field required"),
-        ({"rules": [{"match": "/(/", "place": []}]}, r"rules\[0\] \(match '/\(/'\): '\(' is not a regular expression"),
+        (
+            {"rules": [{"match": "/(/", "place": []}]},
+            r"rules\[0\] \(match '/\(/'\): '\(' is not a regular expression",
+        ),
         ({"renames": [{"from": "a"}]}, r"renames\[0\]\.to: Field required"),
     ],
 )
@@ -102,13 +115,22 @@ def test_a_document_that_is_no_layout(change: dict[str, Any], message: str) -> N
     [
         ({"shard": 0}, r"rules\[1\]\.place\[0\]\.shard\.over: Field required"),
         ({"shard": 0, "over": "tp", "pad": 2}, r"rules\[1\]\.place\[0\]\.shard\.pad: Extra inputs"),
-        ({"over": "tp"}, r"rules\[1\]\.place\[0\]: a placement is replicate, or a mapping with one of the keys shard"),
+        (
+            {"over": "tp"},
+            r"rules\[1\]\.place\[0\]: a placement is replicate, or a mapping with one of the keys shard",
+        ),
         (3, r"rules\[1\]\.place\[0\]: a placement is replicate"),
         ("replicated", r"rules\[1\]\.place\[0\]\.replicate: Input should be 'replicate'"),
-        ({"flat": "optimizer", "over": "dp", "cut": "x"}, r"rules\[1\]\.place\[0\]\.flat\.cut: Input should be"),
+        (
+            {"flat": "optimizer", "over": "dp", "cut": "x"},
+            r"rules\[1\]\.place\[0\]\.flat\.cut: Input should be",
+        ),
         ({"flat": "units", "over": "dp"}, r"rules\[1\] \(match '\*'\): unknown group 'units'"),
         ({"stage": [0, 1], "over": "dp"}, r"rules\[1\] \(match '\*'\) gives the first layers"),
-        ({"shard": 0, "over": "pp"}, r"rules\[1\] \(match '\*'\) names the axis 'pp', which is not in the mesh"),
+        (
+            {"shard": 0, "over": "pp"},
+            r"rules\[1\] \(match '\*'\) names the axis 'pp', which is not in the mesh",
+        ),
     ],
 )
 def test_a_faulty_rule_is_named(place: Any, message: str) -> None:
@@ -131,8 +153,16 @@ def test_what_is_no_mapping(what: Any) -> None:
     ("name", "text", "message"),
     [
         ("a.yaml", "version: 1\nmesh: {dp: 2\nrules: [", r"a\.yaml, line 3"),
-        ("a.yaml", "version: 1\nmesh:\n  dp: 2\n  dp: 4\n", r"a\.yaml, line 4: 'dp' is given twice"),
-        ("a.yaml", "x: !!python/object/apply:os.getcwd []", r"a\.yaml, line 1: could not determine a constructor"),
+        (
+            "a.yaml",
+            "version: 1\nmesh:\n  dp: 2\n  dp: 4\n",
+            r"a\.yaml, line 4: 'dp' is given twice",
+        ),
+        (
+            "a.yaml",
+            "x: !!python/object/apply:os.getcwd []",
+            r"a\.yaml, line 1: could not determine a constructor",
+        ),
         ("a.yaml", "? [a]\n: 1", r"a\.yaml, line 1: found unhashable key"),
         ("a.json", '{"version": 1,\n]', r"a\.json is not JSON: .*line 2"),
         ("a.yaml", "\x00", "a.yaml"),
@@ -155,7 +185,9 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
 
 def test_json_and_yaml_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(document()))
-    (tmp_path / "a.yaml").write_text("version: 1\nmesh: {dp: 2, tp: 2}\nrules: [{match: '*', place: [replicate]}]\n")
+    (tmp_path / "a.yaml").write_text(
+        "version: 1\nmesh: {dp: 2, tp: 2}\nrules: [{match: '*', place: [replicate]}]\n"
+    )
     assert Layout.load(tmp_path / "a.json") == Layout.load(tmp_path / "a.yaml")
 
 
@@ -198,7 +230,11 @@ def mixtral(layers: int = 2) -> dict[str, tuple[int, ...]]:
 def test_the_files_in_the_docs_load_bind_and_cover(path: Path) -> None:
     megatron = "megatron" in path.stem
     shapes, states = (mixtral(), STATES[:-1]) if megatron else (llama(), STATES)
-    infos = [TensorInfo(n, s, "float32", () if s == "step" else shape) for n, shape in shapes.items() for s in states]
+    infos = [
+        TensorInfo(n, s, "float32", () if s == "step" else shape)
+        for n, shape in shapes.items()
+        for s in states
+    ]
     layout = Layout.load(path)
     bound = layout.bind(TensorList(tuple(infos), {n: int("norm" in n) for n in shapes}))
     bound.prove()

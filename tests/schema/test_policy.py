@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from tests.catalog.rows import keeps, scopes
 from ucformat.catalog.retention import load_policy
 from ucformat.errors import NotFound, UpgradeNeeded, UsageError
-from ucformat.schema.policy import Best, Keep, Last, Policy, duration_text, parse_duration, policy_json_schema
+from ucformat.schema.policy import (
+    Best,
+    Keep,
+    Last,
+    Policy,
+    duration_text,
+    parse_duration,
+    policy_json_schema,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -75,7 +83,9 @@ def test_what_is_not_said_has_its_default() -> None:
     assert policy.grace == timedelta(days=7)
     assert load_policy(document(last=1)).filters() == ()
     best = {"metric": "m", "count": 1, "mode": "max"}
-    assert load_policy(document(best=best)).keep.best == (Best(metric="m", count=1, mode="max", group="run"),)
+    assert load_policy(document(best=best)).keep.best == (
+        Best(metric="m", count=1, mode="max", group="run"),
+    )
     assert load_policy(document(last=[1, {"count": 2, "group": "all"}])).keep.last == (
         Last(count=1),
         Last(count=2, group="all"),
@@ -83,7 +93,9 @@ def test_what_is_not_said_has_its_default() -> None:
 
 
 @given(keeps, scopes, st.sampled_from([{}, {"grace": "3d"}]))
-def test_a_policy_can_be_written_down_again(keep: dict[str, Any], scope: dict[str, Any], grace: dict[str, Any]) -> None:
+def test_a_policy_can_be_written_down_again(
+    keep: dict[str, Any], scope: dict[str, Any], grace: dict[str, Any]
+) -> None:
     policy = load_policy({**document(**keep), **scope, **grace})
     assert load_policy(json.loads(policy.model_dump_json(exclude_defaults=True))) == policy
 
@@ -97,8 +109,14 @@ def test_a_policy_can_be_written_down_again(keep: dict[str, Any], scope: dict[st
         ({"last": "5"}, r"keep\.last\[0\]: '5' is not a mapping of count, group"),
         ({"last": []}, r"keep\.last: the list is empty"),
         ({"last": None}, "keep: 'last' has no value"),
-        ({"last": {"count": 1, "grup": "all"}}, r"keep\.last\[0\]: unknown key 'grup'; did you mean group\?"),
-        ({"evry": 5, 3: 4}, r"keep: unknown key 'evry'; did you mean every\?; unknown key 3; there are last, every, "),
+        (
+            {"last": {"count": 1, "grup": "all"}},
+            r"keep\.last\[0\]: unknown key 'grup'; did you mean group\?",
+        ),
+        (
+            {"evry": 5, 3: 4},
+            r"keep: unknown key 'evry'; did you mean every\?; unknown key 3; there are last, every, ",
+        ),
         ({"every": 0.5}, r"keep\.every: Input should be a valid integer"),
         ({"best": {"metric": "m", "count": 1}}, r"keep\.best\[0\]\.mode: Field required"),
         (
@@ -157,12 +175,24 @@ def test_a_newer_version_needs_an_upgrade() -> None:
     ("name", "text", "message"),
     [
         ("a.yaml", "version: 1\nkeep: {last: 2\nrules: [", r"a\.yaml, line 3"),
-        ("a.yaml", "version: 1\nkeep:\n  last: 2\n  last: 4\n", r"a\.yaml, line 4: 'last' is given twice"),
-        ("a.yaml", "x: !!python/object/apply:os.getcwd []", r"a\.yaml, line 1: could not determine a constructor"),
+        (
+            "a.yaml",
+            "version: 1\nkeep:\n  last: 2\n  last: 4\n",
+            r"a\.yaml, line 4: 'last' is given twice",
+        ),
+        (
+            "a.yaml",
+            "x: !!python/object/apply:os.getcwd []",
+            r"a\.yaml, line 1: could not determine a constructor",
+        ),
         ("a.yaml", "", "None is not a mapping of version, scope, keep, grace"),
         ("a.yaml", "\x00", r"a\.yaml"),
         ("a.json", '{"version": 1,\n]', r"a\.json is not JSON: .*line 2"),
-        ("a.json", '{"version": 1, "keep": {"last": 1, "last": 2}}', r"a\.json is not JSON: 'last' is given twice"),
+        (
+            "a.json",
+            '{"version": 1, "keep": {"last": 1, "last": 2}}',
+            r"a\.json is not JSON: 'last' is given twice",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -187,7 +217,8 @@ def test_json_and_yaml_are_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("15m", 900), ("48h", 172800), ("7d", 604800), ("2w", 1209600), ("0d", 0)]
+    ("text", "seconds"),
+    [("90s", 90), ("15m", 900), ("48h", 172800), ("7d", 604800), ("2w", 1209600), ("0d", 0)],
 )
 def test_durations(text: str, seconds: int) -> None:
     assert parse_duration(text) == timedelta(seconds=seconds)

@@ -28,7 +28,9 @@ DIGEST = "xxh3:" + "0" * 32
 ARRAY = TensorDoc("a", "weight", "int8", (4,), (2,), (4,), DIGEST, "data/x/weight/a")
 
 names = st.one_of(
-    st.sampled_from(["", "a", "a.b", "..", "c", "__x", "$int:3", '","', "\\", "ü", "a/b", "~", "é", "0", "\0"]),
+    st.sampled_from(
+        ["", "a", "a.b", "..", "c", "__x", "$int:3", '","', "\\", "ü", "a/b", "~", "é", "0", "\0"]
+    ),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
 )
 parts = st.one_of(names, st.integers(-(2**70), 2**70))
@@ -40,14 +42,17 @@ def docs(draw: st.DrawFn) -> TensorDoc:
     around = st.tuples(*[st.lists(parts, max_size=2).map(tuple)] * 2)
     inside = st.tuples(names, names).map(lambda pair: pair[0] + name + pair[1])
     path = st.one_of(
-        st.lists(parts, max_size=3).map(tuple), st.tuples(around, inside).map(lambda x: (*x[0][0], x[1], *x[0][1]))
+        st.lists(parts, max_size=3).map(tuple),
+        st.tuples(around, inside).map(lambda x: (*x[0][0], x[1], *x[0][1])),
     )
     shape = draw(st.sampled_from([(), (4,), (0, 3)]))
     doc = TensorDoc(name, state, "int8", shape, at=tuple(draw(st.lists(path, max_size=2))))
     if not draw(st.booleans()):
         return doc
     grid = (1,) * len(doc.shape)
-    folders = st.sampled_from(["x", f"data/a/{state or 'x'}/{folder_names([name])[name]}", "data/%"])
+    folders = st.sampled_from(
+        ["x", f"data/a/{state or 'x'}/{folder_names([name])[name]}", "data/%"]
+    )
     return replace(doc, chunk=grid, shard=grid, digest=DIGEST, path=draw(folders))
 
 
@@ -71,7 +76,13 @@ def test_whatever_goes_in_comes_back(listed: list[TensorDoc]) -> None:
 
 def test_layers_share_names_kinds_and_paths() -> None:
     table = TensorTable.of(
-        replace(ARRAY, name=f"w{n}", state=s, path=f"data/x/{s}/w{n}", at=(("optim", f"state.w{n}.{s}"), (s, f"w{n}")))
+        replace(
+            ARRAY,
+            name=f"w{n}",
+            state=s,
+            path=f"data/x/{s}/w{n}",
+            at=(("optim", f"state.w{n}.{s}"), (s, f"w{n}")),
+        )
         for n in range(50)
         for s in ("exp_avg", "exp_avg_sq")
     )
@@ -79,7 +90,9 @@ def test_layers_share_names_kinds_and_paths() -> None:
     assert table.kinds[0].at == (("optim", ("state.", ".exp_avg")), ("exp_avg", ("", "")))
     text = table.as_json().decode()
     assert json.loads(text)["kinds"][0]["path"] == "data/x/exp_avg"
-    assert len(text.splitlines()) == 1 + (1 + 50 + 1) + (1 + 2 + 1) + 3 + 1  # a line for each name, kind and column
+    assert (
+        len(text.splitlines()) == 1 + (1 + 50 + 1) + (1 + 2 + 1) + 3 + 1
+    )  # a line for each name, kind and column
 
 
 @pytest.mark.parametrize(
@@ -151,7 +164,12 @@ def stored(manifest: bytes) -> MemoryStore:
 def test_a_folder_of_a_tensor_that_is_no_array() -> None:
     with pytest.raises(ValidationError, match="no array has a folder"):
         TensorTable.model_validate(
-            {"names": ["a"], "kinds": [{"state": "s", "dtype": "int8", "shape": []}], "name": [0], "kind": [0]}
+            {
+                "names": ["a"],
+                "kinds": [{"state": "s", "dtype": "int8", "shape": []}],
+                "name": [0],
+                "kind": [0],
+            }
             | {"path": {"0": "x"}}
         )
 
@@ -163,12 +181,16 @@ def test_a_digest_of_an_unknown_kind_is_of_a_later_version() -> None:
         opened(document)
 
 
-def test_a_later_version_is_recognised_before_the_table_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_version_is_recognised_before_the_table_is_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = with_own_digest(b'{\n "format": "ucformat",\n "version": 2,\n "tensors": no JSON\n}')
     with pytest.raises(UpgradeNeeded, match="version 2"):
         parse_manifest(data, "x")
     with pytest.raises(IntegrityError, match="does not match the digest"):
-        parse_manifest(data.replace(b'"version": 2', b'"version": 3').replace(b"no JSON", b"{}     "), "x")
+        parse_manifest(
+            data.replace(b'"version": 2', b'"version": 3').replace(b"no JSON", b"{}     "), "x"
+        )
     last = json.dumps({"tensors": 5, "version": 2, "format": "ucformat"}).encode()  # another order
     with pytest.raises(UpgradeNeeded, match="version 2"):
         parse_manifest(with_own_digest(last), "x")
@@ -176,7 +198,9 @@ def test_a_later_version_is_recognised_before_the_table_is_parsed(monkeypatch: p
 
 def test_a_name_with_a_word_that_json_does_not_have() -> None:
     named = replace(ARRAY, name="a NaN -Infinity", path="data/x/weight/n")
-    manifest = Manifest(id="x", attempt="0" * 20, created=datetime.now(UTC), tensors=TensorTable.of([named]))
+    manifest = Manifest(
+        id="x", attempt="0" * 20, created=datetime.now(UTC), tensors=TensorTable.of([named])
+    )
     assert list(parse_manifest(manifest_bytes(manifest), "x").tensors) == [named]
 
 
@@ -193,8 +217,12 @@ def test_entries_are_made_when_they_are_asked_for() -> None:
     try:
         ck = open_checkpoint(store)
         held = tracemalloc.get_traced_memory()[0]
-        assert ck.tensors[Key("layers.7.weight", "s1")] == TensorInfo("layers.7.weight", "s1", "int8", (4,))
-        assert tracemalloc.get_traced_memory()[0] - held < 60 * n  # an index of names, and no entries
+        assert ck.tensors[Key("layers.7.weight", "s1")] == TensorInfo(
+            "layers.7.weight", "s1", "int8", (4,)
+        )
+        assert (
+            tracemalloc.get_traced_memory()[0] - held < 60 * n
+        )  # an index of names, and no entries
     finally:
         tracemalloc.stop()
     assert held < 200 * n

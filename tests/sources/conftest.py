@@ -25,10 +25,35 @@ CHOSEN: dict[int, list[dict[str, Any]]] = {
     ],
     2: [
         {"name": "z1", "zero": 1, "tied": True},
-        {"name": "z1-bf16opt-frozen", "zero": 1, "dtype": "bf16", "bf16_optimizer": True, "freeze": "up"},
-        {"name": "z1-elastic-sgd", "zero": 1, "dtype": "fp16", "optimizer": "sgd", "zero_options": ELASTIC},
-        {"name": "z2-offload", "zero": 2, "dtype": "bf16", "groups": 1, "freeze": "up", "zero_options": OFFLOAD},
-        {"name": "z3-subgroups", "zero": 3, "dtype": "fp16", "tied": True, "zero_options": {"sub_group_size": 100}},
+        {
+            "name": "z1-bf16opt-frozen",
+            "zero": 1,
+            "dtype": "bf16",
+            "bf16_optimizer": True,
+            "freeze": "up",
+        },
+        {
+            "name": "z1-elastic-sgd",
+            "zero": 1,
+            "dtype": "fp16",
+            "optimizer": "sgd",
+            "zero_options": ELASTIC,
+        },
+        {
+            "name": "z2-offload",
+            "zero": 2,
+            "dtype": "bf16",
+            "groups": 1,
+            "freeze": "up",
+            "zero_options": OFFLOAD,
+        },
+        {
+            "name": "z3-subgroups",
+            "zero": 3,
+            "dtype": "fp16",
+            "tied": True,
+            "zero_options": {"sub_group_size": 100},
+        },
         {
             "name": "z3-counted",
             "zero": 3,
@@ -51,20 +76,71 @@ CHOSEN: dict[int, list[dict[str, Any]]] = {
         {"name": "z3-hpz", "zero": 3, "zero_options": {"zero_hpz_partition_size": 3}},
         {"name": "z0-fp16", "zero": 0, "dtype": "fp16", "tied": True, "named_groups": True},
         {"name": "z0-named", "zero": 0, "freeze": "up", "named_groups": True},
-        {"name": "z2-sgd", "zero": 2, "dtype": "bf16", "optimizer": "sgd", "groups": 1, "tied": True},
+        {
+            "name": "z2-sgd",
+            "zero": 2,
+            "dtype": "bf16",
+            "optimizer": "sgd",
+            "groups": 1,
+            "tied": True,
+        },
     ],
     4: [
-        {"name": "z1-client", "zero": 1, "dtype": "fp16", "groups": 1, "tied": True, "client": "tensors"},
-        {"name": "z1-round-aligned", "zero": 1, "dtype": "bf16", "zero_options": {**ROUND, **ALIGN}},
-        {"name": "z1-bf16opt", "zero": 1, "dtype": "bf16", "bf16_optimizer": True, "tied": True, "groups": 1},
-        {"name": "z2-round-counted", "zero": 2, "dtype": "bf16", "optimizer": "counted", "zero_options": ROUND},
+        {
+            "name": "z1-client",
+            "zero": 1,
+            "dtype": "fp16",
+            "groups": 1,
+            "tied": True,
+            "client": "tensors",
+        },
+        {
+            "name": "z1-round-aligned",
+            "zero": 1,
+            "dtype": "bf16",
+            "zero_options": {**ROUND, **ALIGN},
+        },
+        {
+            "name": "z1-bf16opt",
+            "zero": 1,
+            "dtype": "bf16",
+            "bf16_optimizer": True,
+            "tied": True,
+            "groups": 1,
+        },
+        {
+            "name": "z2-round-counted",
+            "zero": 2,
+            "dtype": "bf16",
+            "optimizer": "counted",
+            "zero_options": ROUND,
+        },
         {"name": "z2-elastic", "zero": 2, "freeze": "blocks.0", "zero_options": ELASTIC},
         {"name": "z2-rmsprop", "zero": 2, "dtype": "fp16", "optimizer": "rmsprop", "groups": 1},
-        {"name": "z3-offload", "zero": 3, "dtype": "bf16", "tied": True, "zero_options": OFFLOAD_ALL},
+        {
+            "name": "z3-offload",
+            "zero": 3,
+            "dtype": "bf16",
+            "tied": True,
+            "zero_options": OFFLOAD_ALL,
+        },
         {"name": "z3-sgd", "zero": 3, "optimizer": "sgd", "groups": 1, "freeze": "mix"},
-        {"name": "z0-bf16", "zero": 0, "dtype": "bf16", "freeze": "up", "tied": True, "optimizer": "rmsprop"},
+        {
+            "name": "z0-bf16",
+            "zero": 0,
+            "dtype": "bf16",
+            "freeze": "up",
+            "tied": True,
+            "optimizer": "rmsprop",
+        },
         {"name": "z0-sgd", "zero": 0, "optimizer": "sgd", "groups": 1},
-        {"name": "z2-adafactor", "zero": 2, "dtype": "fp16", "optimizer": "adafactor", "freeze": "up"},
+        {
+            "name": "z2-adafactor",
+            "zero": 2,
+            "dtype": "fp16",
+            "optimizer": "adafactor",
+            "freeze": "up",
+        },
         {"name": "z3-adafactor", "zero": 3, "dtype": "bf16", "optimizer": "adafactor"},
     ],
 }
@@ -87,14 +163,21 @@ def matrix() -> list[dict[str, Any]]:
     found = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
     for spec in found:
         spec["name"] = "-".join(str(v) or "none" for v in spec.values())
-        spec["named_groups"] = spec["zero"] == 0 and spec["dtype"] == "fp32" and bool(spec["freeze"])
+        spec["named_groups"] = (
+            spec["zero"] == 0 and spec["dtype"] == "fp32" and bool(spec["freeze"])
+        )
     return found
 
 
 def pairs_that_never_meet(chosen: Iterable[tuple[int, str]]) -> list[str]:
     """Which two values of two options no configuration among these has together."""
     axes = {"ranks": RANKS, **AXES}
-    missing = {((a, x), (b, y)) for (a, one), (b, other) in combinations(axes.items(), 2) for x in one for y in other}
+    missing = {
+        ((a, x), (b, y))
+        for (a, one), (b, other) in combinations(axes.items(), 2)
+        for x in one
+        for y in other
+    }
     plain = {"dtype": "fp32", "optimizer": "adamw", "groups": 2, "tied": False, "freeze": ""}
     for ranks, name in chosen:
         spec = next(s for s in CHOSEN[ranks] if s["name"] == name)

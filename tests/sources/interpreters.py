@@ -23,7 +23,8 @@ __all__ = ["INTERPRETERS", "NATIVE", "agree", "compiled", "needs_native"]
 
 NATIVE = compiled is not opcodes.interpret
 needs_native = pytest.mark.skipif(
-    not NATIVE, reason="ucformat._native was not built (it needs x86-64 Linux and a C compiler): pip install -e ."
+    not NATIVE,
+    reason="ucformat._native was not built (it needs x86-64 Linux and a C compiler): pip install -e .",
 )
 INTERPRETERS = [
     pytest.param(compiled, id="native", marks=needs_native),

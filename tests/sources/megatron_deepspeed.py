@@ -1,8 +1,9 @@
 """Checkpoints as Megatron-DeepSpeed's GPT lays them out, of any tensors, mesh and ZeRO stage, without running it.
 
-Megatron-DeepSpeed needs CUDA, so its files are written here: `module` nested as its language model nests it, or a file
-for each layer of a pipeline; the flat groups of ZeRO 1 and 2, the cut groups of ZeRO 3; the vocabulary padded; its
-patterns in `universal_checkpoint_info`. The mesh is pipeline stages x tensor-parallel ranks x data-parallel ranks.
+Megatron-DeepSpeed needs CUDA, so its files are written here: `module` nested as its language model
+nests it, or a file for each layer of a pipeline; the flat groups of ZeRO 1 and 2, the cut groups of
+ZeRO 3; the vocabulary padded; its patterns in `universal_checkpoint_info`. The mesh is pipeline
+stages x tensor-parallel ranks x data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ __all__ = ["FLAT", "PAPER_SOURCES", "Model", "gpt", "write"]
 
 FLAT = ("master", "exp_avg", "exp_avg_sq")
 
-#: The sources of the paper's table: tensor-, pipeline-, data-parallel ranks, ZeRO stage, sequence-parallel ranks.
+#: The sources of the paper's table: tensor-, pipeline-, data-parallel ranks, ZeRO stage,
+#: sequence-parallel ranks.
 PAPER_SOURCES = (
     (1, 1, 2, 1, 2),
     (1, 1, 4, 3, 1),
@@ -47,9 +49,9 @@ Arrays = dict[tuple[str, str], Any]  # (name, state) -> array
 class Model:
     """Logical tensors in fp32, in the order of the module, and how they are cut over tensor-parallel ranks.
 
-    `cuts`: name -> `replicate`, `column`, `row`, `swiglu`, `mean` (each rank has values of its own, drawn around the
-    tensor's), or the widths of sub-parameters along dim 0, for each of them one for each rank. `stages`: the pipeline
-    stages of each name.
+    `cuts`: name -> `replicate`, `column`, `row`, `swiglu`, `mean` (each rank has values of its own,
+    drawn around the tensor's), or the widths of sub-parameters along dim 0, for each of them one
+    for each rank. `stages`: the pipeline stages of each name.
     """
 
     arrays: Arrays
@@ -76,7 +78,10 @@ def gpt(
     top = embed if pipe else "language_model.embedding."
     shapes: dict[str, tuple[int, ...]] = {top + "word_embeddings.weight": (vocab, hidden)}
     shapes[top + "position_embeddings.weight"] = (seq, hidden)
-    cuts: dict[str, Any] = {top + "word_embeddings.weight": "column", top + "position_embeddings.weight": "replicate"}
+    cuts: dict[str, Any] = {
+        top + "word_embeddings.weight": "column",
+        top + "position_embeddings.weight": "replicate",
+    }
     at = dict.fromkeys(shapes, 1)
     for i in range(layers):
         of = f"{i + 2}." if pipe else f"language_model.encoder.layers.{i}."
@@ -115,11 +120,15 @@ def _patterns(pipe: bool, untied: bool, swiglu: bool) -> dict[str, Any]:
     """What `UniversalCheckpointInfo` of Megatron-DeepSpeed's gpt_model.py says, unescaped as there."""
     of = "" if pipe else "language_model.encoder.layers."
     top = ("" if untied else "tied_modules.embed.") if pipe else "language_model.embedding."
-    vocabulary = [r"\d+.word_embeddings.weight" if pipe and untied else top + "word_embeddings.weight"]
+    vocabulary = [
+        r"\d+.word_embeddings.weight" if pipe and untied else top + "word_embeddings.weight"
+    ]
     if untied:
         vocabulary.append(r"\d+.lm_head.weight" if pipe else "language_model.output_layer.weight")
     norms = [r"\d+.input_layernorm", r"\d+.post_attention_layernorm"]
-    position = r"\d+.position_embeddings.weight" if pipe and untied else top + "position_embeddings.weight"
+    position = (
+        r"\d+.position_embeddings.weight" if pipe and untied else top + "position_embeddings.weight"
+    )
     final = (
         [r"\d+.weight", r"\d+.bias"]
         if pipe
@@ -153,9 +162,10 @@ def write(
 ) -> Arrays:  # fmt: skip
     """Write `folder/global_step<step>` and `latest`; returns all that must be read of it, by (state, name).
 
-    `divisible`: the vocabulary is padded to a multiple of that times `tp`. `info`: whether the files say how they are
-    cut. Weights are the masters, rounded to `dtype`. `nested`: whether `module` is, as Megatron-DeepSpeed leaves it.
-    `args`: Megatron's arguments, which go into the client state.
+    `divisible`: the vocabulary is padded to a multiple of that times `tp`. `info`: whether the
+    files say how they are cut. Weights are the masters, rounded to `dtype`. `nested`: whether
+    `module` is, as Megatron-DeepSpeed leaves it. `args`: Megatron's arguments, which go into the
+    client state.
     """
     tag = folder / f"global_step{step}"
     tag.mkdir(parents=True)
@@ -176,18 +186,32 @@ class _Writer:
         self, tag: Path, model: Model, tp: int, pp: int, dp: int, zero: int, step: int, divisible: int, dtype: str,
         groups: int,
     ) -> None:  # fmt: skip
-        self.tag, self.model, self.tp, self.pp, self.dp, self.zero, self.step = tag, model, tp, pp, dp, zero, step
+        self.tag, self.model, self.tp, self.pp, self.dp, self.zero, self.step = (
+            tag,
+            model,
+            tp,
+            pp,
+            dp,
+            zero,
+            step,
+        )
         self.dtype, self.groups, self.unit = dtype, groups, divisible * tp
-        self.original = max((model.arrays[n, "master"].shape[0] for n in model.vocabulary), default=0)
+        self.original = max(
+            (model.arrays[n, "master"].shape[0] for n in model.vocabulary), default=0
+        )
         self.full = {key: self._padded(*key) for key in model.arrays}
         last = max(model.layers.values(), default=0)
-        self.stage = {n: min(pp - 1, (at - 1) * pp // max(1, last)) for n, at in model.layers.items()}
+        self.stage = {
+            n: min(pp - 1, (at - 1) * pp // max(1, last)) for n, at in model.layers.items()
+        }
 
     def _padded(self, name: str, state: str) -> Any:
         a = self.model.arrays[name, state]
         if name not in self.model.vocabulary:
             return a
-        extra = np.random.default_rng(len(name) + len(state)).standard_normal((-len(a) % self.unit, *a.shape[1:]))
+        extra = np.random.default_rng(len(name) + len(state)).standard_normal(
+            (-len(a) % self.unit, *a.shape[1:])
+        )
         return np.concatenate([a, extra.astype(np.float32)])
 
     def local(self, name: str, state: str, t: int) -> Any:
@@ -231,7 +255,10 @@ class _Writer:
         tied = {n for n in model.names if n.startswith("tied_modules.") and (p in (0, self.pp - 1))}
         mine = [n for n in model.names if not model.pipe or self.stage[n] == p or n in tied]
         shapes = {n: self.local(n, "master", t).shape for n in mine if n not in model.frozen}
-        names = [[n for n in shapes if self.groups == 1 or (len(shapes[n]) > 1) == big] for big in (True, False)]
+        names = [
+            [n for n in shapes if self.groups == 1 or (len(shapes[n]) > 1) == big]
+            for big in (True, False)
+        ]
         groups = [{n: shapes[n] for n in group} for group in names[: self.groups] if group]
         weights = self._weights(mine, groups, t)
         if model.pipe:
@@ -241,10 +268,14 @@ class _Writer:
         flat = self._cut if self.zero == 3 else self._join
         for r in range(self.dp):
             self._save(
-                f"zero_pp_rank_{r}_mp_rank_{m:02d}_optim", {"optimizer_state_dict": flat(groups, r, t)}, bf16=True
+                f"zero_pp_rank_{r}_mp_rank_{m:02d}_optim",
+                {"optimizer_state_dict": flat(groups, r, t)},
+                bf16=True,
             )
 
-    def _weights(self, mine: Sequence[str], groups: Sequence[Mapping[str, Any]], t: int) -> dict[str, Any]:
+    def _weights(
+        self, mine: Sequence[str], groups: Sequence[Mapping[str, Any]], t: int
+    ) -> dict[str, Any]:
         """The module's tensors: views of one buffer for each group, as ZeRO 1 and 2 make them."""
         out = {n: _tensor(self._rounded(self.local(n, "master", t))) for n in mine}
         for shapes in groups if self.zero < 3 else []:
@@ -260,7 +291,9 @@ class _Writer:
     def _layers(self, mine: Sequence[str], weights: Mapping[str, Any], p: int, t: int) -> None:
         for number in sorted({self.model.layers[n] for n in mine}):
             inside = [n for n in mine if self.model.layers[n] == number and self.stage[n] == p]
-            layer = {re.sub(r"^(tied_modules\.[^.]+|\d+)\.", "", n): weights[n].clone() for n in inside}
+            layer = {
+                re.sub(r"^(tied_modules\.[^.]+|\d+)\.", "", n): weights[n].clone() for n in inside
+            }
             if layer:
                 torch.save(layer, self.tag / f"layer_{number:02d}-model_{t:02d}-model_states.pt")
 
@@ -269,14 +302,18 @@ class _Writer:
         weights: Mapping[str, Any], *, info: bool,
     ) -> None:  # fmt: skip
         model, frozen = self.model, [n for n in mine if n in self.model.frozen]
-        held = {n: torch.empty(0, dtype=w.dtype) if self.zero == 3 else w for n, w in weights.items()}
+        held = {
+            n: torch.empty(0, dtype=w.dtype) if self.zero == 3 else w for n, w in weights.items()
+        }
         fragments = {n: _part(weights[n].reshape(-1), r, self.dp) for n in frozen}
         value: dict[str, Any] = {
             "module": None if model.pipe else _nested(held) if self.nested else held,
             "buffer_names": [],
             "optimizer": None,
             "param_shapes": [{n: torch.Size(s) for n, s in group.items()} for group in groups],
-            "frozen_param_shapes": {n: weights[n].shape for n in frozen} if self.zero == 3 else None,
+            "frozen_param_shapes": {n: weights[n].shape for n in frozen}
+            if self.zero == 3
+            else None,
             "shared_params": {},
             "frozen_param_fragments": fragments if self.zero == 3 else None,
             "lr_scheduler": None,
@@ -293,7 +330,10 @@ class _Writer:
         if self.args is not None:
             value["args"] = Namespace(**self.args)
         if info:
-            value["universal_checkpoint_info"] = {**model.info, "original_vocab_size": self.original}
+            value["universal_checkpoint_info"] = {
+                **model.info,
+                "original_vocab_size": self.original,
+            }
         if self.zero == 3:
             self._save(f"zero_pp_rank_{r}_mp_rank_{m:02d}_model", value, bf16=False)
         else:
@@ -347,7 +387,10 @@ class _Writer:
         }
 
     def _hyper(self, count: int) -> list[dict[str, Any]]:
-        return [{"lr": 1e-3, "weight_decay": (0.01, 0.0)[g], "betas": (0.9, 0.95), "params": [g]} for g in range(count)]
+        return [
+            {"lr": 1e-3, "weight_decay": (0.01, 0.0)[g], "betas": (0.9, 0.95), "params": [g]}
+            for g in range(count)
+        ]
 
     def _save(self, name: str, value: Any, *, bf16: bool) -> None:
         prefix = "bf16_" if bf16 and self.dtype == "bfloat16" else ""
@@ -366,7 +409,9 @@ def _tensor(a: Any) -> Any:
 
 def _part(flat: Any, r: int, ranks: int) -> Any:
     size = -(-len(flat) // ranks)
-    return torch.cat([flat, torch.zeros(size * ranks - len(flat), dtype=flat.dtype)])[r * size : (r + 1) * size].clone()
+    return torch.cat([flat, torch.zeros(size * ranks - len(flat), dtype=flat.dtype)])[
+        r * size : (r + 1) * size
+    ].clone()
 
 
 def _nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -374,7 +419,13 @@ def _nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, tensor in tensors.items():
         parts = name.split(".")
-        depth = 3 if parts[:2] == ["language_model", "embedding"] else 2 if parts[0] == "language_model" else 0
+        depth = (
+            3
+            if parts[:2] == ["language_model", "embedding"]
+            else 2
+            if parts[0] == "language_model"
+            else 0
+        )
         into = out
         for part in parts[:depth]:
             into = into.setdefault(part, {})

@@ -50,6 +50,8 @@ def write_dist(
     meta.mcore_data = {k: {"nd_reformulated_orig_global_shape": s} for k, s in (flat or {}).items()}
     (folder / "__0_0.distcp").write_bytes(data.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(meta))
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    (folder / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    )
     torch.save(dict(common or {}), folder / "common.pt")
     return folder

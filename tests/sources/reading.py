@@ -21,7 +21,9 @@ def read_tensor(source: OpenSource, info: TensorInfo) -> bytes:
     for extent in source.extents(info.key):
         box = extent.box
         where = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
-        span = info.itemsize + sum((n - 1) * s for n, s in zip(box.shape, extent.strides, strict=True))
+        span = info.itemsize + sum(
+            (n - 1) * s for n, s in zip(box.shape, extent.strides, strict=True)
+        )
         raw = source.store.read(extent.file, extent.offset, span)
         out[where] = np.ndarray(box.shape, out.dtype, raw, 0, extent.strides)
         seen[where] += 1
@@ -52,7 +54,9 @@ class Counting:
         return data
 
 
-def nbytes_read(ranges: Mapping[str, Sequence[tuple[int, int]]], source: OpenSource, info: TensorInfo) -> int:
+def nbytes_read(
+    ranges: Mapping[str, Sequence[tuple[int, int]]], source: OpenSource, info: TensorInfo
+) -> int:
     """How many of the bytes of a tensor lie in ranges that were read; those read twice count twice."""
     found = 0
     for extent in source.extents(info.key):

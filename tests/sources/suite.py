@@ -1,8 +1,9 @@
 """What every source must do: one suite, run over each kind of foreign checkpoint.
 
-A source's test subclasses `SourceSuite` and gives a fixture `sample`. Checkpoints that engines wrote are kept in
-`tests/data/<engine>/<name>/`: the checkpoint as it was written, and beside it the truth (`truth.safetensors`, with
-`<state>/<name>` as keys, and `truth.json`), which `kept` reads; or an engine makes them during the test.
+A source's test subclasses `SourceSuite` and gives a fixture `sample`. Checkpoints that engines
+wrote are kept in `tests/data/<engine>/<name>/`: the checkpoint as it was written, and beside it the
+truth (`truth.safetensors`, with `<state>/<name>` as keys, and `truth.json`), which `kept` reads; or
+an engine makes them during the test.
 """
 
 from __future__ import annotations
@@ -38,8 +39,13 @@ __all__ = ["DATA", "Sample", "SourceSuite", "kept"]
 
 DATA = Path(__file__).parents[1] / "data"
 
-#: What is read along with what is looked for: as much as many of these small files hold, so tests make it less.
-READ_AHEAD = {file: ("_TAIL", "_HEAD", "_ITEM"), opened: ("_FIRST",), metadata: ("_HEAD", "_MAX_GAP")}
+#: What is read along with what is looked for: as much as many of these small files hold, so tests
+#: make it less.
+READ_AHEAD = {
+    file: ("_TAIL", "_HEAD", "_ITEM"),
+    opened: ("_FIRST",),
+    metadata: ("_HEAD", "_MAX_GAP"),
+}
 
 Truth = dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]
 
@@ -53,9 +59,13 @@ class Sample:
     kind: str
     truth: Truth  # (state, name) -> dtype, shape, row-major bytes
     aliases: dict[str, str] = field(default_factory=dict)
-    groups: list[list[str]] | None = None  # the parameters of each optimizer group, in order; None: it has none
+    groups: list[list[str]] | None = (
+        None  # the parameters of each optimizer group, in order; None: it has none
+    )
     step: int | None = None
-    extra: frozenset[tuple[str, str]] = frozenset()  # tensors that are in it, and not in the truth: (state, name)
+    extra: frozenset[tuple[str, str]] = (
+        frozenset()
+    )  # tensors that are in it, and not in the truth: (state, name)
     encoded: bool = False  # whole chunks must be read for a part of them
 
     @property
@@ -87,10 +97,12 @@ def without(found: Truth, extra: frozenset[tuple[str, str]]) -> Truth:
 class SourceSuite:
     """Subclass it, and give `sample`."""
 
-    #: The share of the tensors' bytes that opening may read, with little read ahead. Above 1 it proves nothing:
-    #: small archives are read in the search for their ends; `test_opening_large_tensors` is for those.
+    #: The share of the tensors' bytes that opening may read, with little read ahead. Above 1 it
+    #: proves nothing: small archives are read in the search for their ends;
+    #: `test_opening_large_tensors` is for those.
     most_read = 0.5
-    #: Bytes that may be read beyond those of a slice: none but where blocks are read whole, or gaps along.
+    #: Bytes that may be read beyond those of a slice: none but where blocks are read whole, or gaps
+    #: along.
     more_read = 0
     #: Of any one file, with little read ahead.
     most_requests = 300
@@ -107,7 +119,12 @@ class SourceSuite:
     def copy(self, sample: Sample, tmp_path: Path) -> Sample:
         """The sample, in a folder that may be hurt."""
         shutil.copytree(sample.folder, tmp_path / "copy", symlinks=True)
-        return Sample(**{**{f: getattr(sample, f) for f in sample.__dataclass_fields__}, "folder": tmp_path / "copy"})
+        return Sample(
+            **{
+                **{f: getattr(sample, f) for f in sample.__dataclass_fields__},
+                "folder": tmp_path / "copy",
+            }
+        )
 
     def test_it_is_found_and_by_one_source_alone(self, sample: Sample) -> None:
         assert sample.open().kind == sample.kind
@@ -130,7 +147,9 @@ class SourceSuite:
         assert facts.step == sample.step
         if sample.groups is not None:
             assert [list(g["params"]) for g in facts.groups] == sample.groups
-            assert {n: g for g, names in enumerate(sample.groups) for n in names} == dict(facts.tensor_list.groups)
+            assert {n: g for g, names in enumerate(sample.groups) for n in names} == dict(
+                facts.tensor_list.groups
+            )
         else:
             assert not facts.groups
         assert facts.engine["name"]
@@ -155,7 +174,9 @@ class SourceSuite:
         finally:
             gc.enable()
 
-    def test_opening_reads_metadata_and_no_tensors(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_opening_reads_metadata_and_no_tensors(
+        self, sample: Sample, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         if not sample.path.is_dir():
             return
         for module, names in READ_AHEAD.items():
@@ -163,9 +184,15 @@ class SourceSuite:
                 monkeypatch.setattr(module, name, 1 << 8)
         store = Counting(LocalStore(sample.path))
         source = next(s for s in SOURCES if s.find(store)).open(store)
-        read = {key: list(ranges) for key, ranges in store.ranges.items()}  # asking for extents reads more
-        nbytes = sum(nbytes_read(read, source, info) for info in source.metadata.tensor_list.tensors)
-        assert nbytes <= self.most_read * sum(info.nbytes for info in source.metadata.tensor_list.tensors)
+        read = {
+            key: list(ranges) for key, ranges in store.ranges.items()
+        }  # asking for extents reads more
+        nbytes = sum(
+            nbytes_read(read, source, info) for info in source.metadata.tensor_list.tensors
+        )
+        assert nbytes <= self.most_read * sum(
+            info.nbytes for info in source.metadata.tensor_list.tensors
+        )
         assert max(store.requests.values()) <= self.most_requests
 
     def test_slices_read_what_they_need(self, sample: Sample) -> None:
@@ -200,8 +227,13 @@ class SourceSuite:
             return
         before, assets = dict(copy.open().unread), set(copy.open().assets)
         inside = {copy.path, *(path.parent for path in self.damageable(copy))}
-        small = [folder / name for folder in inside for name in ("added.json", "added.pth", "added")]
-        large = next(folder for folder in sorted(inside, key=lambda folder: len(folder.parts))) / "added.bin"
+        small = [
+            folder / name for folder in inside for name in ("added.json", "added.pth", "added")
+        ]
+        large = (
+            next(folder for folder in sorted(inside, key=lambda folder: len(folder.parts)))
+            / "added.bin"
+        )
         for path in small:
             path.write_bytes(b"{}")
         large.write_bytes(bytes(2 << 20))
@@ -234,7 +266,9 @@ class SourceSuite:
         root = copy.path if copy.path.is_dir() else copy.path.parent
         return [root / name for name in ck.metadata.files]
 
-    def test_a_missing_file_is_an_error_or_does_not_matter(self, copy: Sample, tmp_path: Path) -> None:
+    def test_a_missing_file_is_an_error_or_does_not_matter(
+        self, copy: Sample, tmp_path: Path
+    ) -> None:
         for path in self.damageable(copy):
             path.rename(tmp_path / "aside")
             self.hurt(copy, path, "is missing")

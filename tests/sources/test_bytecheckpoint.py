@@ -45,7 +45,9 @@ def test_a_step_and_a_model_open_by_themselves(part: str) -> None:
     sample = sample_of("fsdp2", f"ckpt/global_step_2{part}")
     ck = sample.open()
     assert ck.metadata.step == 2
-    assert {k.name for k in ck.tensors if k.state == "weight"} == {n for s, n in sample.truth if s == "weight"}
+    assert {k.name for k in ck.tensors if k.state == "weight"} == {
+        n for s, n in sample.truth if s == "weight"
+    }
     assert bool(ck.metadata.groups) == (not part)
 
 

@@ -31,7 +31,11 @@ def test_lightning_s_hyper_parameters_and_what_it_watches(tmp_path: Path) -> Non
         "monitor": "val_loss", "current_score": torch.tensor(1.5), "best_model_score": torch.tensor(float("nan")),
     }}  # fmt: skip
     hyper = {"lr": 1e-3, "width": 8, "_private": 1}
-    more = {"hyper_parameters": hyper, "datamodule_hyper_parameters": {"lr": 5, "batch": 4}, "callbacks": callbacks}
+    more = {
+        "hyper_parameters": hyper,
+        "datamodule_hyper_parameters": {"lr": 5, "batch": 4},
+        "callbacks": callbacks,
+    }
     ck = _saved(tmp_path, **{"pytorch-lightning_version": "2.6", "global_step": 3, **more})
     assert ck.manifest.config == {**hyper, "batch": 4, "datamodule_hyper_parameters": {"lr": 5}}
     assert ck.manifest.metrics["val_loss"] == 1.5
@@ -50,7 +54,9 @@ def test_values_that_are_no_json_become_plain(tmp_path: Path) -> None:
         "inner": {"a": [1, 2]}, "seen": [1, 2], "n": {"3": "c"},
     }  # fmt: skip
     for given in (["x"], {"$tuple": ["x"]}):
-        assert plain_config({"f": {"$class": "torch.relu"}, "e": {"$class": "a.Enum", "$args": given}}) == {
+        assert plain_config(
+            {"f": {"$class": "torch.relu"}, "e": {"$class": "a.Enum", "$args": given}}
+        ) == {
             "f": "torch.relu",
             "e": "x",
         }
@@ -73,7 +79,9 @@ HARMLESS = {
 def test_secrets_are_never_taken(tmp_path: Path) -> None:
     assert plain_config(SECRETS) == dict.fromkeys(SECRETS, REDACTED)
     assert plain_config(HARMLESS) == HARMLESS
-    assert plain_config({"a": [{"b": "https://me:pw@host/x"}]}) == {"a": [{"b": f"https://{REDACTED}@host/x"}]}
+    assert plain_config({"a": [{"b": "https://me:pw@host/x"}]}) == {
+        "a": [{"b": f"https://{REDACTED}@host/x"}]
+    }
     ck = _saved(tmp_path, args=Namespace(wandb=Namespace(api_key="12345"), lr=1))
     ucformat.convert(ck, tmp_path / "dst")
     assert json.loads((tmp_path / "dst" / "manifest.json").read_text())["config"] == {
@@ -101,7 +109,9 @@ def test_kinds_stand_side_by_side_and_hide_nothing(
 def test_deepspeed_s_comes_before_megatron_s_arguments() -> None:
     state = {"bf16": True, "lr": 1e-4, "wandb_exp_name": "run7"}
     args = {"$class": "argparse.Namespace", "$state": state}
-    found = read_training_info({"ds_config": {"bf16": {"enabled": True}}, "client_state": {"args": args}}, {})
+    found = read_training_info(
+        {"ds_config": {"bf16": {"enabled": True}}, "client_state": {"args": args}}, {}
+    )
     assert found.config["bf16"] == {"enabled": True}
     assert found.config["args"] == {"bf16": True}
     assert (found.config["lr"], found.run) == (1e-4, "run7")
@@ -115,23 +125,36 @@ def test_trainer_s_last_values_are_metrics_and_its_run_is_the_run() -> None:
     ]
     state = {"log_history": history, "best_metric": 0.5}
     found = read_training_info(
-        {"trainer_state": state, "training_args": {"$state": {"run_name": "r1", "output_dir": "out"}, "$class": "x"}},
+        {
+            "trainer_state": state,
+            "training_args": {"$state": {"run_name": "r1", "output_dir": "out"}, "$class": "x"},
+        },
         {},
     )
     assert found.metrics == {"loss": 2.0, "epoch": 0.2, "eval_loss": 1.0, "best_metric": 0.5}
     assert found.run == "r1"
     assert (
         read_training_info(
-            {"training_args": {"$state": {"run_name": "out", "output_dir": "out"}, "$class": "x"}}, {}
+            {"training_args": {"$state": {"run_name": "out", "output_dir": "out"}, "$class": "x"}},
+            {},
         ).run
         is None
     )
 
 
 def test_metrics_are_numbers_that_a_float_can_be() -> None:
-    metrics = {"large": 2**1023, "no float": 2**1024, "nan": {"$float": "nan"}, "below": {"$float": "-inf"}}
-    found = read_training_info({"orbax": {"metrics": {**metrics, "flag": True, "text": "1", "none": None}}}, {})
-    assert repr(found.metrics) == repr({"large": 2.0**1023, "nan": float("nan"), "below": float("-inf")})
+    metrics = {
+        "large": 2**1023,
+        "no float": 2**1024,
+        "nan": {"$float": "nan"},
+        "below": {"$float": "-inf"},
+    }
+    found = read_training_info(
+        {"orbax": {"metrics": {**metrics, "flag": True, "text": "1", "none": None}}}, {}
+    )
+    assert repr(found.metrics) == repr(
+        {"large": 2.0**1023, "nan": float("nan"), "below": float("-inf")}
+    )
 
 
 def test_orbax_s_metadata_and_metrics() -> None:
@@ -145,18 +168,28 @@ def test_orbax_s_metadata_and_metrics() -> None:
 
 
 def test_a_model_s_files_and_its_metadata(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors", {"format": "pt", "lr": "1e-4"})
+    save_file(
+        {"w": np.ones(2, np.float32)},
+        tmp_path / "model.safetensors",
+        {"format": "pt", "lr": "1e-4"},
+    )
     (tmp_path / "config.json").write_text('{"model_type": "llama", "use_cache": true}')
     (tmp_path / "generation_config.json").write_text('{"use_cache": false}')
     found = ucformat.open(tmp_path).manifest.config
-    assert found == {"lr": "1e-4", "model_type": "llama", "use_cache": True, "generation_config": {"use_cache": False}}
+    assert found == {
+        "lr": "1e-4",
+        "model_type": "llama",
+        "use_cache": True,
+        "generation_config": {"use_cache": False},
+    }
     (tmp_path / "config.json").write_text("no")
     assert ucformat.open(tmp_path).manifest.config == {"lr": "1e-4", "use_cache": False}
     assert "config.json is not valid JSON" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a": {"$tensor": 5}}', '{"a": {"$dict": 1}, "$class": {}}', '{"$float": "x"}', "[1]", "nan"]
+    "text",
+    ['{"a": {"$tensor": 5}}', '{"a": {"$dict": 1}, "$class": {}}', '{"$float": "x"}', "[1]", "nan"],
 )
 def test_what_a_file_makes_up_is_no_crash(tmp_path: Path, text: str) -> None:
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")

@@ -37,7 +37,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 UNCLEAR = "z0-unclear"
-ALL = [(world, spec["name"]) for world, specs in CHOSEN.items() for spec in specs if spec["name"] != UNCLEAR]
+ALL = [
+    (world, spec["name"])
+    for world, specs in CHOSEN.items()
+    for spec in specs
+    if spec["name"] != UNCLEAR
+]
 Chosen = "Callable[[int, str], Made]"
 
 
@@ -55,7 +60,11 @@ def check(made: Made, source: OpenSource, zero: int) -> None:
         trained = {n for s, n in truth if s == "master"}
         assert not trained & frozen
         truth = {(s, n): v for (s, n), v in truth.items() if s != "weight" or n not in trained}
-    infos = {(i.state, i.name): i for i in source.metadata.tensor_list.tensors if "client_state" not in i.name}
+    infos = {
+        (i.state, i.name): i
+        for i in source.metadata.tensor_list.tensors
+        if "client_state" not in i.name
+    }
     assert infos.keys() == truth.keys()
     for key, (dtype, shape, data) in truth.items():
         assert (infos[key].dtype, infos[key].shape) == (dtype, shape), key
@@ -63,7 +72,9 @@ def check(made: Made, source: OpenSource, zero: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "name"), ALL)
-def test_every_tensor_is_the_engines_bit_for_bit(chosen: Callable[[int, str], Made], world: int, name: str) -> None:
+def test_every_tensor_is_the_engines_bit_for_bit(
+    chosen: Callable[[int, str], Made], world: int, name: str
+) -> None:
     made = chosen(world, name)
     spec = next(s for s in CHOSEN[world] if s["name"] == name)
     source = open_source(LocalStore(made.checkpoint))
@@ -116,14 +127,24 @@ def test_client_state_is_kept_with_its_tensors(chosen: Callable[[int, str], Made
     assert client["$int:5"] == {"of": [1, 2]}
     assert client["rng"]["$tensor"]["shape"] == [64]
     assert client["ema"] == {"decay": 0.9, "big.weight": {"$ref": "client_state.ema.big.weight"}}
-    info = next(i for i in source.metadata.tensor_list.tensors if i.name == "client_state.ema.big.weight")
-    assert (info.shape, info.dtype, len(read_tensor(source, info))) == ((200, 300), "float32", 240_000)
+    info = next(
+        i for i in source.metadata.tensor_list.tensors if i.name == "client_state.ema.big.weight"
+    )
+    assert (info.shape, info.dtype, len(read_tensor(source, info))) == (
+        (200, 300),
+        "float32",
+        240_000,
+    )
     assert source.metadata.objects["optimizer"]["loss_scaler"]["$class"].endswith("LossScaler")
     assert source.metadata.objects["lr_scheduler"] == {"last_batch_iteration": 2}
 
 
-@pytest.mark.parametrize(("world", "name"), [(2, "z3-counted"), (3, "z0-counted"), (4, "z2-round-counted")])
-def test_plain_optimizer_state_is_kept_by_group(chosen: Callable[[int, str], Made], world: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "name"), [(2, "z3-counted"), (3, "z0-counted"), (4, "z2-round-counted")]
+)
+def test_plain_optimizer_state_is_kept_by_group(
+    chosen: Callable[[int, str], Made], world: int, name: str
+) -> None:
     for group in opened(chosen(world, name).checkpoint).metadata.groups:
         assert group["state"] == {"step": 3}
 
@@ -142,7 +163,9 @@ def test_what_ranks_saved_differently_is_kept_for_each(chosen: Callable[[int, st
     }
 
 
-def test_opening_reads_kilobytes_and_the_first_rank_alone(chosen: Callable[[int, str], Made]) -> None:
+def test_opening_reads_kilobytes_and_the_first_rank_alone(
+    chosen: Callable[[int, str], Made],
+) -> None:
     store = Counting(LocalStore(chosen(3, "z1-aligned").checkpoint))
     source = DeepSpeed().open(store)
     touched = {key for key in store.bytes if "optim" in key}
@@ -179,7 +202,10 @@ class TestNamesOfNumberedStates:
 
     def test_wrong_names_are_refused(self, chosen: Callable[[int, str], Made]) -> None:
         made = chosen(2, UNCLEAR)
-        groups = [[n.replace("blocks.1", "blocks.0") for n in g if n != "idle.nothing"] for g in made.facts["groups"]]
+        groups = [
+            [n.replace("blocks.1", "blocks.0") for n in g if n != "idle.nothing"]
+            for g in made.facts["groups"]
+        ]
         with pytest.raises(UsageError, match="cannot be the optimizer entry"):
             opened(made.checkpoint, groups=groups)
 
@@ -199,7 +225,9 @@ class TestDamage:
         return shutil.copytree(made.checkpoint, tmp_path / "copy")
 
     def part(self, folder: Path, rank: int, kind: str = "optim") -> Path:
-        return next((folder / "global_step3").glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"))
+        return next(
+            (folder / "global_step3").glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
+        )
 
     def read_all(self, folder: Path) -> None:
         source = opened(folder)
@@ -254,7 +282,9 @@ class TestDamage:
             self.read_all(folder)
 
     @pytest.mark.parametrize("fixture", ["folder", "stage3"])
-    def test_ranks_that_disagree_on_the_step(self, request: pytest.FixtureRequest, fixture: str) -> None:
+    def test_ranks_that_disagree_on_the_step(
+        self, request: pytest.FixtureRequest, fixture: str
+    ) -> None:
         folder: Path = request.getfixturevalue(fixture)
         path = self.part(folder, 1)
         file = TorchFile(LocalStore(path.parent), path.name)
@@ -314,7 +344,9 @@ class TestDamage:
     )
     def test_files_of_another_model_parallelism(self, folder: Path, name: str) -> None:
         (folder / "global_step3" / name).touch()
-        with pytest.raises(IntegrityError, match=r"does not belong|is a pipeline's|mp_rank_01") as caught:
+        with pytest.raises(
+            IntegrityError, match=r"does not belong|is a pipeline's|mp_rank_01"
+        ) as caught:
             opened(folder)
         assert caught.value.hint
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-#: Every stage, dtype and number of ranks; tied, frozen and offloaded parameters, sub-groups, dealt groups.
+#: Every stage, dtype and number of ranks; tied, frozen and offloaded parameters, sub-groups, dealt
+#: groups.
 SOURCES = [
     (2, "z1"),
     (2, "z3-subgroups"),
@@ -55,7 +56,10 @@ Arrays = dict[tuple[str, str], Any]
 
 
 def test_every_two_values_of_two_options_meet() -> None:
-    assert pairs_that_never_meet([(ranks, spec["name"]) for ranks in RANKS for spec in CHOSEN[ranks]]) == []
+    assert (
+        pairs_that_never_meet([(ranks, spec["name"]) for ranks in RANKS for spec in CHOSEN[ranks]])
+        == []
+    )
     assert pairs_that_never_meet([source for source, _ in CONVERSIONS]) == []
 
 
@@ -76,7 +80,11 @@ def truth(made: Made) -> Arrays:
         for (state, name), (dtype, shape, data) in made.truth.items()
     }
     if "z3" in made.name:
-        arrays = {(n, s): a for (n, s), a in arrays.items() if s != "weight" or (n, "master") not in arrays}
+        arrays = {
+            (n, s): a
+            for (n, s), a in arrays.items()
+            if s != "weight" or (n, "master") not in arrays
+        }
     return arrays
 
 
@@ -89,7 +97,12 @@ def parts(a: Any) -> Iterator[Any]:
     yield ...
     if a.ndim:
         n = a.shape[0]
-        yield from (slice(n // 3, -(-2 * n // 3)), slice(None, None, 3), slice(n, n), slice(-2, None))
+        yield from (
+            slice(n // 3, -(-2 * n // 3)),
+            slice(None, None, 3),
+            slice(n, n),
+            slice(-2, None),
+        )
         yield (..., slice(a.shape[-1] // 2, None))
     if a.size:
         yield tuple(s // 2 for s in a.shape)
@@ -100,7 +113,9 @@ def parts(a: Any) -> Iterator[Any]:
 def check_slices(ck: Checkpoint, truth: Arrays) -> None:
     for key, a in truth.items():
         for part in parts(a):
-            assert same(np.asarray(ck[key][part]), np.ascontiguousarray(a[part]).reshape(a[part].shape)), (key, part)
+            assert same(
+                np.asarray(ck[key][part]), np.ascontiguousarray(a[part]).reshape(a[part].shape)
+            ), (key, part)
 
 
 def test_slices_read_in_place_are_the_engines(made: Made, truth: Arrays) -> None:
@@ -122,7 +137,9 @@ def test_converted_it_is_still_the_engines_bit_for_bit(
     import zarr
 
     ucformat.register_zarr_dtypes()
-    ck = ucformat.convert(made.checkpoint, tmp_path / "dst", chunk_bytes=sizes[0], shard_bytes=sizes[1])
+    ck = ucformat.convert(
+        made.checkpoint, tmp_path / "dst", chunk_bytes=sizes[0], shard_bytes=sizes[1]
+    )
     assert stored(ck) == set(truth)
     assert ucformat.verify(ck)
     group: Any = zarr.open_group(ck.zarr_url, mode="r")
@@ -130,7 +147,9 @@ def test_converted_it_is_still_the_engines_bit_for_bit(
     for key, a in truth.items():
         assert same(ck[key][...], a), key
         path = str(docs[key].path)
-        assert same(np.asarray(group[path.removeprefix(f"data/{ck.manifest.attempt}/")][...]), a), key
+        assert same(np.asarray(group[path.removeprefix(f"data/{ck.manifest.attempt}/")][...]), a), (
+            key
+        )
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{ck.url}/{path}"}}
         assert same(np.asarray(tensorstore.open(spec).result().read().result()), a), key
     if sizes[0] == 64:
@@ -140,7 +159,9 @@ def test_converted_it_is_still_the_engines_bit_for_bit(
         assert len(files) > 2  # it really crosses shards
 
 
-def test_converted_it_says_of_itself_what_it_said_in_place(made: Made, truth: Arrays, tmp_path: Path) -> None:
+def test_converted_it_says_of_itself_what_it_said_in_place(
+    made: Made, truth: Arrays, tmp_path: Path
+) -> None:
     source = ucformat.open(made.checkpoint)
     ck = ucformat.convert(source, tmp_path / "dst")
     assert dict(ck.aliases) == made.facts["tied"]
@@ -153,27 +174,38 @@ def test_converted_it_says_of_itself_what_it_said_in_place(made: Made, truth: Ar
     assert ck.objects == source.objects
     assert ck.objects["lr_scheduler"] == {"last_batch_iteration": 2}
     assert [dict(g) for g in ck.metadata.groups] == [dict(g) for g in source.metadata.groups]
-    for group, names, hyper in zip(ck.metadata.groups, made.facts["groups"], made.facts["hyper"], strict=True):
-        assert sorted(group["params"]) == sorted(n for n in names if n in group["params"] or n != "idle.nothing")
+    for group, names, hyper in zip(
+        ck.metadata.groups, made.facts["groups"], made.facts["hyper"], strict=True
+    ):
+        assert sorted(group["params"]) == sorted(
+            n for n in names if n in group["params"] or n != "idle.nothing"
+        )
         assert (group["lr"], group["weight_decay"]) == (hyper["lr"], hyper["weight_decay"])
     assert ck.manifest.lineage[0].url == source.home
 
 
-def test_client_state_with_tensors_survives(chosen: Callable[[int, str], Made], tmp_path: Path) -> None:
+def test_client_state_with_tensors_survives(
+    chosen: Callable[[int, str], Made], tmp_path: Path
+) -> None:
     source = ucformat.open(chosen(3, "z3-client").checkpoint)
     ck = ucformat.convert(source, tmp_path / "dst", chunk_bytes=4096, shard_bytes=1 << 16)
     assert ucformat.verify(ck)
     assert ck.objects == source.objects
     assert ck.objects["client_state"]["nan"] == {"$float": "nan"}
     assert ck.objects["client_state"]["rng"]["$tensor"]["shape"] == [64]
-    assert ck.objects["client_state"]["ema"]["big.weight"] == {"$ref": "client_state.ema.big.weight"}
+    assert ck.objects["client_state"]["ema"]["big.weight"] == {
+        "$ref": "client_state.ema.big.weight"
+    }
     assert [k for k in ck.tensors if k.name == "rank2.client_state.own"]
     assert ck.tensors.keys() == source.tensors.keys()
     for key in source.tensors:
         assert same(ck[key.name, key.state][...], source[key.name, key.state][...]), key
 
 
-COLUMN, ROW = ("embed.weight", "blocks.*.up.weight", "blocks.*.up.bias", "head.weight"), ("blocks.*.down.weight",)
+COLUMN, ROW = (
+    ("embed.weight", "blocks.*.up.weight", "blocks.*.up.bias", "head.weight"),
+    ("blocks.*.down.weight",),
+)
 
 
 def layout(tp: int, dp: int) -> ucformat.Layout:
@@ -189,7 +221,11 @@ def layout(tp: int, dp: int) -> ucformat.Layout:
                 {"match": "*", "place": ["replicate"]},
             ],
             "data": [
-                {"match": "*", "states": list(FLAT), "place": [{"flat": "optimizer", "over": "dp", "group_pad": 2}]},
+                {
+                    "match": "*",
+                    "states": list(FLAT),
+                    "place": [{"flat": "optimizer", "over": "dp", "group_pad": 2}],
+                },
                 {"match": "*", "place": ["replicate"]},
             ],
         }
@@ -226,7 +262,10 @@ def test_every_rank_of_another_layout_holds_slices_of_the_truth(
     made: Made, truth: Arrays, tmp_path: Path, tp: int, dp: int
 ) -> None:
     source = ucformat.open(made.checkpoint)
-    checkpoints = [source, ucformat.convert(source, tmp_path / "dst", chunk_bytes=64, shard_bytes=256)]
+    checkpoints = [
+        source,
+        ucformat.convert(source, tmp_path / "dst", chunk_bytes=64, shard_bytes=256),
+    ]
     where = layout(tp, dp)
     trained = {n for n, s in truth if s in FLAT}
     groups = [[n for n in names if n in trained] for names in made.facts["groups"]]

@@ -37,7 +37,9 @@ Arrays = dict[tuple[str, str], Any]
 def unlisted(model: Model, *words: str) -> Model:
     """The same without the patterns that have one of these words."""
     info = {
-        key: [p for p in value if not any(w in p for w in words)] if isinstance(value, list) else value
+        key: [p for p in value if not any(w in p for w in words)]
+        if isinstance(value, list)
+        else value
         for key, value in model.info.items()
     }
     return replace(model, info=info)
@@ -73,7 +75,9 @@ def proved(folder: Path, model: Model, **how: Any) -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("tp", [2, 3])
-def test_a_position_embedding_that_no_pattern_matches_is_a_replica(tmp_path: Path, zero: int, tp: int) -> None:
+def test_a_position_embedding_that_no_pattern_matches_is_a_replica(
+    tmp_path: Path, zero: int, tp: int
+) -> None:
     model = unlisted(gpt(hidden=12, heads=3, kv=3, inner=9, layers=1, vocab=17, seq=7), "position")
     truth = write(tmp_path / "x", model, tp=tp, dp=2, zero=zero)
     assert truth["master", POSITION].shape == (7, 12)
@@ -100,7 +104,9 @@ class TestStepZero:
     @pytest.mark.parametrize(("zero", "dtype"), [(1, "bfloat16"), (2, "float32"), (3, "bfloat16")])
     def test_biases_go_with_their_weights(self, tmp_path: Path, zero: int, dtype: str) -> None:
         """Of `query_key_value.bias` no pattern speaks either; those of row-parallel layers are left out here."""
-        model = unlisted(filled(gpt(**SMALL), self.START), "position", "dense.bias", "dense_4h_to_h.bias")
+        model = unlisted(
+            filled(gpt(**SMALL), self.START), "position", "dense.bias", "dense_4h_to_h.bias"
+        )
         proved(tmp_path / "x", model, tp=2, dp=2, zero=zero, dtype=dtype)
 
     def test_a_norm_goes_with_the_other_norms(self, tmp_path: Path) -> None:
@@ -126,19 +132,28 @@ class TestStepZero:
         assert name in caught.value.message
         assert POSITION not in caught.value.message
         assert f"options={{'cuts': {{'{name}': 'replicate'}}}}" in str(caught.value.hint)
-        check(opened(tmp_path / "x", cuts={"*adapter*": "replicate" if cut == "replicate" else 0}), truth)
+        check(
+            opened(tmp_path / "x", cuts={"*adapter*": "replicate" if cut == "replicate" else 0}),
+            truth,
+        )
 
     @pytest.mark.parametrize(("cut", "shape"), [("replicate", (3, 8)), ("column", (6, 8))])
     def test_any_state_is_evidence(self, tmp_path: Path, cut: str, shape: tuple[int, ...]) -> None:
         name = LAYER + "adapter.up.weight"
-        found = {"master": np.zeros(shape), "exp_avg": random(*shape)["master"], "exp_avg_sq": np.ones(shape)}
+        found = {
+            "master": np.zeros(shape),
+            "exp_avg": random(*shape)["master"],
+            "exp_avg_sq": np.ones(shape),
+        }
         model = added(gpt(**SMALL), name, cut, found)
         proved(tmp_path / "x", model, tp=2, dp=2)
 
     def test_rows_that_repeat_prove_nothing(self, tmp_path: Path) -> None:
         """As a state space model's `A_log` begins: every row is the same, so its parts are equal where it is cut."""
         name, rows = LAYER + "mixer.A_log", np.tile(np.arange(1.0, 9.0), (6, 1))
-        model = added(gpt(**SMALL), name, "column", {**dict.fromkeys(FLAT, np.zeros((6, 8))), "master": rows})
+        model = added(
+            gpt(**SMALL), name, "column", {**dict.fromkeys(FLAT, np.zeros((6, 8))), "master": rows}
+        )
         write(tmp_path / "x", model, tp=2)
         with pytest.raises(AmbiguousLayout, match="A_log"):
             opened(tmp_path / "x")
@@ -155,7 +170,10 @@ class TestArguments:
         truth = write(tmp_path / "x", model, tp=2, args=ARGS)
         check(opened(tmp_path / "x"), truth)
         model.cuts[POSITION] = "column"
-        wide = {k: np.zeros((10, 8), np.float32) if k[0] == POSITION else a for k, a in model.arrays.items()}
+        wide = {
+            k: np.zeros((10, 8), np.float32) if k[0] == POSITION else a
+            for k, a in model.arrays.items()
+        }
         told = {**ARGS, "max_position_embeddings": 10}
         truth = write(tmp_path / "cut", replace(model, arrays=wide), tp=2, args=told)
         check(opened(tmp_path / "cut"), truth)
@@ -214,7 +232,10 @@ class TestRanksThatWereSeededAlike:
         arrays |= {("net.b.weight", s): np.tile(a, (2, 1)) for s, a in random(4, 8, seed=6).items()}
         arrays |= {("net.c.weight", s): a for s, a in random(8, seed=7).items()}
         cuts = {"net.a.weight": "column", "net.b.weight": "column", "net.c.weight": "replicate"}
-        told = {"tp_replicated_parameter_patterns": ["net.c.weight"], "universal_checkpoint_version": 0.2}
+        told = {
+            "tp_replicated_parameter_patterns": ["net.c.weight"],
+            "universal_checkpoint_version": 0.2,
+        }
         model = Model({k: np.asarray(a, np.float32) for k, a in arrays.items()}, cuts, info=told)
         write(tmp_path / "x", model, tp=2, info=info)
 
@@ -223,8 +244,12 @@ class TestRanksThatWereSeededAlike:
         self.alike(info, tmp_path)
         with pytest.raises(AmbiguousLayout, match=r"net\.a\.weight"):
             opened(tmp_path / "x")
-        found = opened(tmp_path / "x", cuts={"net.[ab].*": 0, "/net\\.[ab].*/": 0, "net.c*": "replicate"})
-        shapes = {i.name: i.shape for i in found.metadata.tensor_list.tensors if i.state == "master"}
+        found = opened(
+            tmp_path / "x", cuts={"net.[ab].*": 0, "/net\\.[ab].*/": 0, "net.c*": "replicate"}
+        )
+        shapes = {
+            i.name: i.shape for i in found.metadata.tensor_list.tensors if i.state == "master"
+        }
         assert shapes == {"net.a.weight": (6, 8), "net.b.weight": (8, 8), "net.c.weight": (8,)}
 
 
@@ -236,9 +261,17 @@ class TestCuts:
 
     def test_they_go_before_a_layout_and_what_the_checkpoint_says(self, tmp_path: Path) -> None:
         write(tmp_path / "x", gpt(**SMALL), tp=2)
-        layout = ucformat.Layout({"tp": 2}, [{"match": "*position*", "place": [{"shard": 1, "over": "tp"}]}])
-        for options, shape in ((({"layout": layout}), (5, 16)), ({"layout": layout, "cuts": {POSITION: 0}}, (10, 8))):
-            found = {i.name: i.shape for i in opened(tmp_path / "x", **options).metadata.tensor_list.tensors}
+        layout = ucformat.Layout(
+            {"tp": 2}, [{"match": "*position*", "place": [{"shard": 1, "over": "tp"}]}]
+        )
+        for options, shape in (
+            (({"layout": layout}), (5, 16)),
+            ({"layout": layout, "cuts": {POSITION: 0}}, (10, 8)),
+        ):
+            found = {
+                i.name: i.shape
+                for i in opened(tmp_path / "x", **options).metadata.tensor_list.tensors
+            }
             assert found[POSITION] == shape
 
     def test_of_halves_and_means(self, tmp_path: Path) -> None:
@@ -251,7 +284,11 @@ class TestCuts:
 
     def test_on_the_command_line(self, tmp_path: Path) -> None:
         name = LAYER + "adapter.up.weight"
-        write(tmp_path / "x", added(gpt(**SMALL), name, "replicate", dict.fromkeys(FLAT, np.zeros((3, 8)))), tp=2)
+        write(
+            tmp_path / "x",
+            added(gpt(**SMALL), name, "replicate", dict.fromkeys(FLAT, np.zeros((3, 8)))),
+            tp=2,
+        )
         run = CliRunner().invoke
         command = ["show", str(tmp_path / "x"), "-t", "*adapter*", "-s", "master", "--json"]
         assert run(ucp, command).exit_code != 0
@@ -263,7 +300,10 @@ class TestCuts:
 
 
 def test_a_bias_has_the_rows_of_its_weight() -> None:
-    weights = {"a.weight": concatenate(((3, 8), (2, 8)), 0), "b.weight": concatenate(((4, 3), (4, 2)), 1)}
+    weights = {
+        "a.weight": concatenate(((3, 8), (2, 8)), 0),
+        "b.weight": concatenate(((4, 3), (4, 2)), 1),
+    }
     assert as_its_weight("a.bias", ((3,), (2,)), weights) == concatenate(((3,), (2,)), 0).because(
         "the rows of its weight"
     )
@@ -300,29 +340,48 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
         "        output_folder=f'{sys.argv[1]}/{name}-u/global_step3', num_merge_workers=1, keep_temp_folder=False,\n"
         "        strict=True, inject_missing_state=False))\n"
     )
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "DS_BUILD_OPS": "0",
+    }
     environment.pop("PYTHONPATH", None)
     command = [str(engine("deepspeed")), "-c", script, str(root), *SOURCES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return root, truths
 
 
 class TestUniversal:
     @pytest.mark.parametrize("name", list(SOURCES))
-    def test_what_was_joined_unasked_is_taken_apart(self, converted: tuple[Path, dict[str, Arrays]], name: str) -> None:
+    def test_what_was_joined_unasked_is_taken_apart(
+        self, converted: tuple[Path, dict[str, Arrays]], name: str
+    ) -> None:
         import torch
 
         root, truths = converted
-        (atom,) = (root / f"{name}-u" / "global_step3" / "zero").glob("*position_embeddings.weight/fp32.pt")
+        (atom,) = (root / f"{name}-u" / "global_step3" / "zero").glob(
+            "*position_embeddings.weight/fp32.pt"
+        )
         assert torch.load(atom, weights_only=True)["param"].shape == (10, 8)
         found = opened(root / f"{name}-u")
         gone = {"weight", "weight.padding"} if name == "pipeline" else set()
         truth = {key: a for key, a in truths[name].items() if key[0] not in gone}
-        spare = [key for key in truth if key[0] in ("master.padding", "exp_avg.padding", "exp_avg_sq.padding")]
-        check(found, {key: a for key, a in truth.items() if key not in spare})  # the converter cuts it off
+        spare = [
+            key
+            for key in truth
+            if key[0] in ("master.padding", "exp_avg.padding", "exp_avg_sq.padding")
+        ]
+        check(
+            found, {key: a for key, a in truth.items() if key not in spare}
+        )  # the converter cuts it off
 
-    def test_parts_that_differ_are_an_error(self, converted: tuple[Path, dict[str, Arrays]], tmp_path: Path) -> None:
+    def test_parts_that_differ_are_an_error(
+        self, converted: tuple[Path, dict[str, Arrays]], tmp_path: Path
+    ) -> None:
         import shutil
 
         import torch

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 ARRAYS: Arrays = {("w", state): random_array((5, 3), "float32", i) for i, state in enumerate(FLAT)}
 
 
-def test_the_save_folder_and_the_tag_folder_are_found_with_or_without_latest(tmp_path: Path) -> None:
+def test_the_save_folder_and_the_tag_folder_are_found_with_or_without_latest(
+    tmp_path: Path,
+) -> None:
     folder = write_zero3(tmp_path / "run", ARRAYS, ranks=2)
     for _ in range(2):
         for place in (folder, folder / "global_step5"):
@@ -35,13 +37,16 @@ def test_a_tree_that_holds_one_further_down_is_none_itself(tmp_path: Path, above
     (folder / "latest").unlink()
     assert not DeepSpeed().find(LocalStore(tmp_path))
     assert open_source(LocalStore(tmp_path)) is None
-    with pytest.raises(NotACheckpoint, match=f"is no checkpoint itself.*: {above}/one/global_step5") as caught:
+    with pytest.raises(
+        NotACheckpoint, match=f"is no checkpoint itself.*: {above}/one/global_step5"
+    ) as caught:
         ucformat.open(tmp_path)
     assert f"{above}/one/global_step5" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
-    ("count", "end"), [(2, "tag00, tag01"), (10, ", tag09"), (11, ", tag09 and 1 more"), (25, ", tag09 and 15 more")]
+    ("count", "end"),
+    [(2, "tag00, tag01"), (10, ", tag09"), (11, ", tag09 and 1 more"), (25, ", tag09 and 15 more")],
 )
 def test_so_many_tags_are_named_and_the_rest_counted(tmp_path: Path, count: int, end: str) -> None:
     for i in range(count):
@@ -56,5 +61,7 @@ def test_so_many_tags_are_named_and_the_rest_counted(tmp_path: Path, count: int,
 
 def test_a_file_of_one_rank_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04")
-    with pytest.raises(NotACheckpoint, match=r"one file of a DeepSpeed checkpoint\n.*open the folder"):
+    with pytest.raises(
+        NotACheckpoint, match=r"one file of a DeepSpeed checkpoint\n.*open the folder"
+    ):
         ucformat.open(tmp_path / "mp_rank_00_model_states.pt")

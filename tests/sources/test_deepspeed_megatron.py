@@ -13,7 +13,14 @@ from tests.sources.megatron_deepspeed import FLAT, PAPER_SOURCES, Model, gpt, wr
 from tests.sources.reading import read_tensor
 from tests.sources.suite import Sample, SourceSuite
 from ucformat.engines.deepspeed.source import DeepSpeed
-from ucformat.errors import AmbiguousLayout, IntegrityError, LayoutError, MissingData, UcformatError, UnsupportedError
+from ucformat.errors import (
+    AmbiguousLayout,
+    IntegrityError,
+    LayoutError,
+    MissingData,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.geometry.tensor import Key
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
@@ -23,7 +30,15 @@ if TYPE_CHECKING:
 
     from ucformat.sources.base import OpenSource
 
-SMALL: dict[str, Any] = {"hidden": 8, "heads": 2, "kv": 2, "inner": 6, "layers": 2, "vocab": 11, "seq": 5}
+SMALL: dict[str, Any] = {
+    "hidden": 8,
+    "heads": 2,
+    "kv": 2,
+    "inner": 6,
+    "layers": 2,
+    "vocab": 11,
+    "seq": 5,
+}
 
 
 def opened(folder: Path, **options: Any) -> OpenSource:
@@ -40,7 +55,9 @@ def check(source: OpenSource, truth: dict[tuple[str, str], Any]) -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp", "zero", "sp"), PAPER_SOURCES)
-def test_every_source_of_the_papers_table(tmp_path: Path, tp: int, pp: int, dp: int, zero: int, sp: int) -> None:
+def test_every_source_of_the_papers_table(
+    tmp_path: Path, tp: int, pp: int, dp: int, zero: int, sp: int
+) -> None:
     model = gpt(**SMALL, pipe=pp > 1)
     truth = write(tmp_path / "ckpt", model, tp=tp, pp=pp, dp=dp, zero=zero, sp=sp)
     source = opened(tmp_path / "ckpt")
@@ -52,7 +69,9 @@ def test_every_source_of_the_papers_table(tmp_path: Path, tp: int, pp: int, dp: 
     assert [len(g["params"]) for g in facts.groups] == [10, 18]
     assert {n for g in facts.groups for n in g["params"]} == set(model.names)
     if tp > 1:
-        assert facts.objects["rank"]["tp1" if pp == 1 else "pp0.tp1"]["client_state"] == {"tokens": 101}
+        assert facts.objects["rank"]["tp1" if pp == 1 else "pp0.tp1"]["client_state"] == {
+            "tokens": 101
+        }
 
 
 @pytest.mark.parametrize("pipe", [False, True])
@@ -63,7 +82,9 @@ def test_variants(tmp_path: Path, pipe: bool, swiglu: bool, untied: bool, zero: 
     if pipe and zero > 1:
         return
     model = gpt(**SMALL, pipe=pipe, swiglu=swiglu, untied=untied)
-    truth = write(tmp_path / "ckpt", model, tp=2, pp=2 if pipe else 1, dp=3, zero=zero, groups=1 + swiglu)
+    truth = write(
+        tmp_path / "ckpt", model, tp=2, pp=2 if pipe else 1, dp=3, zero=zero, groups=1 + swiglu
+    )
     check(opened(tmp_path / "ckpt"), truth)
 
 
@@ -71,7 +92,9 @@ def test_variants(tmp_path: Path, pipe: bool, swiglu: bool, untied: bool, zero: 
 def test_frozen_parameters(tmp_path: Path, zero: int, pipe: bool) -> None:
     model = gpt(**SMALL, pipe=pipe)
     frozen = tuple(n for n in model.names if "4h_to_h" in n)
-    truth = write(tmp_path / "ckpt", replace(model, frozen=frozen), tp=2, pp=1 + pipe, dp=2, zero=zero)
+    truth = write(
+        tmp_path / "ckpt", replace(model, frozen=frozen), tp=2, pp=1 + pipe, dp=2, zero=zero
+    )
     check(opened(tmp_path / "ckpt"), truth)
     assert ("weight", frozen[0]) in truth
     assert ("master", frozen[0]) not in truth
@@ -81,14 +104,18 @@ class TestWithoutInfo:
     """Files that do not say how they are cut."""
 
     @pytest.mark.parametrize(("zero", "pp", "swiglu"), [(1, 1, False), (1, 2, True), (3, 1, True)])
-    def test_a_known_family_is_read_by_its_names(self, tmp_path: Path, zero: int, pp: int, swiglu: bool) -> None:
+    def test_a_known_family_is_read_by_its_names(
+        self, tmp_path: Path, zero: int, pp: int, swiglu: bool
+    ) -> None:
         model = gpt(**SMALL, pipe=pp > 1, swiglu=swiglu)
         write(tmp_path / "ckpt", model, tp=2, pp=pp, dp=2, zero=zero, info=False)
         told = write(tmp_path / "told", model, tp=2, pp=pp, dp=2, zero=zero)
         source = opened(tmp_path / "ckpt")
         for (state, name), a in told.items():
             if not state.endswith(".padding"):
-                info = next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state))
+                info = next(
+                    i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state)
+                )
                 spare = told.get((f"{state}.padding", name))  # nothing says which rows are padding
                 whole = a if spare is None else np.concatenate([a, spare])
                 assert read_tensor(source, info) == whole.tobytes(), name
@@ -128,13 +155,17 @@ class TestWithoutInfo:
             opened(tmp_path / "ckpt")
         document = yaml.safe_load(str(caught.value.hint).split(":\n", 1)[1])
         for rule in document["rules"]:
-            rule["place"] = [{"shard": 0 if model.cuts[rule["match"]] == "column" else 1, "over": "tp"}]
+            rule["place"] = [
+                {"shard": 0 if model.cuts[rule["match"]] == "column" else 1, "over": "tp"}
+            ]
         layout = ucformat.Layout.parse(document)
         source = opened(tmp_path / "ckpt", layout=layout)
         vocabulary = model.vocabulary[0]
         for (state, name), a in truth.items():
             if name != vocabulary:
-                info = next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state))
+                info = next(
+                    i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state)
+                )
                 assert read_tensor(source, info) == a.tobytes(), name
 
     def test_the_size_of_a_padded_vocabulary_can_be_given(self, tmp_path: Path) -> None:
@@ -149,7 +180,10 @@ class TestWithoutInfo:
     def test_a_layout_of_another_degree_is_refused(self, tmp_path: Path) -> None:
         write(tmp_path / "ckpt", gpt(**SMALL), tp=2, info=False)
         with pytest.raises(LayoutError, match="for 4 coordinates"):
-            opened(tmp_path / "ckpt", layout=ucformat.Layout({"tp": 4}, [{"match": "*", "place": ["replicate"]}]))
+            opened(
+                tmp_path / "ckpt",
+                layout=ucformat.Layout({"tp": 4}, [{"match": "*", "place": ["replicate"]}]),
+            )
         with pytest.raises(UcformatError, match="no preset 'gpt9'"):
             opened(tmp_path / "ckpt", layout="gpt9")
 
@@ -159,7 +193,11 @@ def test_what_the_files_say_can_be_overridden(tmp_path: Path) -> None:
     row = "language_model.encoder.layers.0.self_attention.dense.weight"
     model.info["parameter_with_row_parallelism_patterns"] = []
     truth = write(tmp_path / "ckpt", model, tp=2)
-    found = next(i for i in opened(tmp_path / "ckpt").metadata.tensor_list.tensors if i.key == Key(row, "weight"))
+    found = next(
+        i
+        for i in opened(tmp_path / "ckpt").metadata.tensor_list.tensors
+        if i.key == Key(row, "weight")
+    )
     assert found.shape == (16, 4)  # joined along dim 0, as DeepSpeed would
     check(opened(tmp_path / "ckpt", layout="megatron-deepspeed"), truth)
 
@@ -265,7 +303,9 @@ class TestDamage:
         with pytest.raises(IntegrityError, match=r"mp_rank_00(.|\n)*mp_rank_02"):
             list(source.extents(key))
         position = Key("tied_modules.embed.position_embeddings.weight", "exp_avg")
-        list(source.extents(position))  # of a pipeline's replicated ones but the vocabulary the first stage's counts
+        list(
+            source.extents(position)
+        )  # of a pipeline's replicated ones but the vocabulary the first stage's counts
 
     def test_an_unlisted_replica_is_not_joined(self, tmp_path: Path) -> None:
         model = gpt(**SMALL)
@@ -276,7 +316,9 @@ class TestDamage:
 
 
 class TestSuite(SourceSuite):
-    @pytest.fixture(params=[(2, 2, 2, 1, True), (2, 1, 2, 2, False), (2, 1, 2, 3, False), (1, 2, 1, 1, True)])
+    @pytest.fixture(
+        params=[(2, 2, 2, 1, True), (2, 1, 2, 2, False), (2, 1, 2, 3, False), (1, 2, 1, 1, True)]
+    )
     def sample(self, request: pytest.FixtureRequest, tmp_path: Path) -> Sample:
         tp, pp, dp, zero, pipe = request.param
         small = {**SMALL, "layers": 1}
@@ -284,13 +326,19 @@ class TestSuite(SourceSuite):
         truth = write(tmp_path / "ckpt", model, tp=tp, pp=pp, dp=dp, zero=zero, groups=1)
         found = {(s, n): (str(a.dtype), a.shape, a.tobytes()) for (s, n), a in truth.items()}
         steps = frozenset(("step", n) for n in model.names)
-        return Sample(tmp_path / "ckpt", ".", "deepspeed", found, groups=[model.names], step=3, extra=steps)
+        return Sample(
+            tmp_path / "ckpt", ".", "deepspeed", found, groups=[model.names], step=3, extra=steps
+        )
 
 
 def test_a_stage_without_layers_is_of_the_family_of_the_others(tmp_path: Path) -> None:
     model = gpt(**{**SMALL, "layers": 1}, pipe=True, untied=True)
     model.layers.update({n: 3 for n in model.names if n.startswith("3.")})
     write(tmp_path / "ckpt", model, tp=2, pp=4, info=False)
-    shapes = {i.name: i.shape for i in opened(tmp_path / "ckpt").metadata.tensor_list.tensors if i.state == "weight"}
+    shapes = {
+        i.name: i.shape
+        for i in opened(tmp_path / "ckpt").metadata.tensor_list.tensors
+        if i.state == "weight"
+    }
     assert shapes["3.weight"] == (8,)
     assert shapes["4.lm_head.weight"] == (16, 8)

@@ -32,13 +32,18 @@ def expert_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def groups_of(spec: dict[str, Any], names: list[str], shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
+def groups_of(
+    spec: dict[str, Any], names: list[str], shapes: dict[str, tuple[int, ...]]
+) -> list[list[str]]:
     """As DeepSpeed makes them: for each group of the caller one of the rest, then one of experts, rank after rank."""
     cut = [[n for n in names if (len(shapes[n]) > 1) == big] for big in (True, False)]
     cut = cut if spec.get("groups") == 2 else [names]
     experts = [[n for n in g if expert_of(n) is not None] for g in cut]
     local = 4 // spec["ep"]
-    dealt = [[n for rank in range(spec["ep"]) for n in g if (expert_of(n) or 0) // local == rank] for g in experts]
+    dealt = [
+        [n for rank in range(spec["ep"]) for n in g if (expert_of(n) or 0) // local == rank]
+        for g in experts
+    ]
     return [*([n for n in g if expert_of(n) is None] for g in cut), *dealt]
 
 
@@ -47,7 +52,10 @@ def expected(name: str) -> Sample:
     shapes = {n: v[1] for (_, n), v in made.truth.items()}
     trained = {n for s, n in made.truth if s == "exp_avg"}
     order = list(
-        dict.fromkeys(i.name for i in DeepSpeed().open(LocalStore(made.checkpoint)).metadata.tensor_list.tensors)
+        dict.fromkeys(
+            i.name
+            for i in DeepSpeed().open(LocalStore(made.checkpoint)).metadata.tensor_list.tensors
+        )
     )
     groups = groups_of(made.facts["spec"], sorted(trained, key=order.index), shapes)
     steps = frozenset(("step", n) for n in trained)
@@ -69,11 +77,17 @@ def test_degrees(name: str) -> None:
 
 def test_experts_stand_where_the_module_has_them() -> None:
     names = list(
-        dict.fromkeys(i.name for i in opened("ep2-dp4-z2").metadata.tensor_list.tensors if i.state == "weight")
+        dict.fromkeys(
+            i.name for i in opened("ep2-dp4-z2").metadata.tensor_list.tensors if i.state == "weight"
+        )
     )
     gate = names.index("moe.1.deepspeed_moe.gate.wg.weight")
-    assert [expert_of(n) for n in names[gate + 1 : gate + 13]] == [e for e in range(4) for _ in range(3)]
-    assert names[gate + 13].startswith("moe.1.mlp.")  # the residual expert, which is no expert of any rank
+    assert [expert_of(n) for n in names[gate + 1 : gate + 13]] == [
+        e for e in range(4) for _ in range(3)
+    ]
+    assert names[gate + 13].startswith(
+        "moe.1.mlp."
+    )  # the residual expert, which is no expert of any rank
 
 
 def test_only_the_holders_of_an_expert_are_opened() -> None:
@@ -81,7 +95,9 @@ def test_only_the_holders_of_an_expert_are_opened() -> None:
     source = DeepSpeed().open(store)
     store.bytes.clear()
     name = "moe.0.deepspeed_moe.experts.deepspeed_experts.3.up.weight"
-    read_tensor(source, next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, "master")))
+    read_tensor(
+        source, next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, "master"))
+    )
     assert {re.sub(r".*rank_(\d)_mp.*", r"\1", key) for key in store.bytes} <= {"1", "3"}
 
 
@@ -90,12 +106,18 @@ class TestWhoHoldsWhat:
 
     def test_experts_before_data(self) -> None:
         experts = Experts(16)
-        assert [list(experts.holders(2, k)) for k in range(2)] == [list(range(0, 16, 2)), list(range(1, 16, 2))]
+        assert [list(experts.holders(2, k)) for k in range(2)] == [
+            list(range(0, 16, 2)),
+            list(range(1, 16, 2)),
+        ]
         assert [experts.place(2, r) for r in (0, 1, 2, 15)] == [0, 0, 1, 7]
 
     def test_data_before_experts(self) -> None:
         experts = Experts(16, data_first=True)
-        assert [list(experts.holders(2, k)) for k in range(2)] == [list(range(8)), list(range(8, 16))]
+        assert [list(experts.holders(2, k)) for k in range(2)] == [
+            list(range(8)),
+            list(range(8, 16)),
+        ]
         assert [experts.place(2, r) for r in (0, 7, 8, 15)] == [0, 7, 0, 7]
 
 
@@ -116,12 +138,16 @@ class TestHurt:
             DeepSpeed().open(LocalStore(copy))
 
     def test_an_expert_too_many(self, copy: Path) -> None:
-        shutil.copy(*(copy / TAG / f"layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in (3, 4)))
+        shutil.copy(
+            *(copy / TAG / f"layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in (3, 4))
+        )
         with pytest.raises(IntegrityError, match=r"expert_4(.*)does not belong"):
             DeepSpeed().open(LocalStore(copy))
 
     def test_an_experts_file_under_another_number(self, copy: Path) -> None:
-        shutil.copy(*(copy / TAG / f"layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in (2, 1)))
+        shutil.copy(
+            *(copy / TAG / f"layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in (2, 1))
+        )
         with pytest.raises(IntegrityError, match="not a tensor of expert 1"):
             DeepSpeed().open(LocalStore(copy))
 
@@ -134,8 +160,13 @@ class TestHurt:
         for expert in range(4) if layer else (2,):
             path = copy / TAG / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
             value = torch.load(path, weights_only=False)
-            torch.save({k.replace(f"moe.{layer}.", f"moe.{1 - layer}."): v for k, v in value.items()}, path)
-        with pytest.raises(IntegrityError, match=f"the files of layer {layer}'s experts, .* hold several layers' or"):
+            torch.save(
+                {k.replace(f"moe.{layer}.", f"moe.{1 - layer}."): v for k, v in value.items()}, path
+            )
+        with pytest.raises(
+            IntegrityError,
+            match=f"the files of layer {layer}'s experts, .* hold several layers' or",
+        ):
             DeepSpeed().open(LocalStore(copy))
 
     def test_ranks_that_disagree_on_what_all_hold(self, copy: Path) -> None:
@@ -189,7 +220,10 @@ def test_optimizer_files_that_say_nothing(tmp_path: Path) -> None:
     source = DeepSpeed().open(LocalStore(copy))
     for (state, name), (_, _, data) in sample.truth.items():
         assert (
-            read_tensor(source, next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state)))
+            read_tensor(
+                source,
+                next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state)),
+            )
             == data
         )
 

@@ -41,7 +41,10 @@ def expected(name: str) -> Sample:
     trained = {n for s, n in truth if s == "exp_avg"}
     shapes = {n: v[1] for (s, n), v in truth.items()}
     order = list(
-        dict.fromkeys(i.name for i in DeepSpeed().open(LocalStore(made.checkpoint)).metadata.tensor_list.tensors)
+        dict.fromkeys(
+            i.name
+            for i in DeepSpeed().open(LocalStore(made.checkpoint)).metadata.tensor_list.tensors
+        )
     )
     names = sorted(trained, key=order.index)
     groups = [names]
@@ -80,7 +83,9 @@ def test_each_ranks_objects_are_kept() -> None:
 @pytest.mark.parametrize("name", ["tp2-dp2-z1", "tp2-dp2-z3"])
 def test_an_odd_vocabulary_is_cut_unevenly(name: str) -> None:
     source = opened(name)
-    info = next(i for i in source.metadata.tensor_list.tensors if i.key == Key("lm_head.weight", "master"))
+    info = next(
+        i for i in source.metadata.tensor_list.tensors if i.key == Key("lm_head.weight", "master")
+    )
     assert info.shape[0] == 31
     rows = {e.box.start[0] for e in source.extents(info.key)}
     assert 16 in rows  # 16 + 15
@@ -105,7 +110,9 @@ class TestWithoutInfo:
         for path in (copy / "global_step3").glob("mp_rank*"):
             data = path.read_bytes()
             assert data.count(b"universal_checkpoint_info") == 1
-            path.write_bytes(data.replace(b"universal_checkpoint_info", b"universal_checkpoint_xxxx"))
+            path.write_bytes(
+                data.replace(b"universal_checkpoint_info", b"universal_checkpoint_xxxx")
+            )
             _mend(path)
         sample = expected("tp2-dp2-z1")
         source = DeepSpeed().open(LocalStore(copy))
@@ -137,7 +144,10 @@ def _mend(path: Path) -> None:
 class TestPipelinesUnderZero0:
     def test_names_can_be_given(self) -> None:
         told = opened("pp2-z0").metadata.groups[0]["params"]
-        second = ["0.weight", *(n for n in told if n[0] == "3")]  # the tied module's stand first in each stage
+        second = [
+            "0.weight",
+            *(n for n in told if n[0] == "3"),
+        ]  # the tied module's stand first in each stage
         groups = [[*(n for n in told if n[0] in "012"), *second]]
         source = opened("pp2-z0", groups=groups)
         sample = expected("pp2-z0")
@@ -153,7 +163,9 @@ class TestPipelinesUnderZero0:
 class TestMerged:
     """Tensors of ranks, whose parameter `w` is two matrices one below the other."""
 
-    def merged(self, *ranks: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    def merged(
+        self, *ranks: Mapping[str, tuple[str, tuple[int, ...]]]
+    ) -> dict[str, tuple[int, ...]]:
         """The shape of each state of `w`, of which each rank has these dtypes and shapes."""
         slices = []
         for states in ranks:
@@ -162,8 +174,13 @@ class TestMerged:
                 contents.put(TensorInfo("w", state, dtype, shape), lambda _: iter(()))
             slices.append(Slice([SimpleNamespace(buffers=frozenset(), described=[])], "", contents))  # type: ignore[list-item]
         sharding = sub_params(((4, 5),) * len(ranks), (-1, 5), 0, [[2] * len(ranks)] * 2)
-        resolver: Any = SimpleNamespace(recognise=lambda *_: None, decide=lambda *_: {"w": sharding})
-        return {k.state: i.shape for k, i in Merged(MemoryStore("x"), [slices], resolver).contents.infos.items()}
+        resolver: Any = SimpleNamespace(
+            recognise=lambda *_: None, decide=lambda *_: {"w": sharding}
+        )
+        return {
+            k.state: i.shape
+            for k, i in Merged(MemoryStore("x"), [slices], resolver).contents.infos.items()
+        }
 
     def test_means_over_a_part_are_read_only_where_it_is_the_whole(self) -> None:
         states = {"weight": ("float32", (4, 5)), "row": ("float32", (4,)), "none": ("float32", ())}
@@ -179,7 +196,9 @@ class TestMerged:
             self.merged(single, half)
 
 
-@pytest.mark.parametrize("degrees", [(1 << 20, 1, 1), (1, 1 << 20, 1), (1, 1, 1 << 20), (1 << 7, 1 << 6, 1 << 7)])
+@pytest.mark.parametrize(
+    "degrees", [(1 << 20, 1, 1), (1, 1 << 20, 1), (1, 1, 1 << 20), (1 << 7, 1 << 6, 1 << 7)]
+)
 def test_so_many_ranks_may_be_recorded_and_no_more(
     degrees: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +206,9 @@ def test_so_many_ranks_may_be_recorded_and_no_more(
     files: Any = SimpleNamespace(layers={}, optims={}, zero3=False)
 
     def read(pp: int, tp: int, dp: int) -> ranks.ParallelDegrees:
-        model: Any = SimpleNamespace(dims=(pp, tp, None), world=dp, param_shapes=None, in_layers=False, key="model.pt")
+        model: Any = SimpleNamespace(
+            dims=(pp, tp, None), world=dp, param_shapes=None, in_layers=False, key="model.pt"
+        )
         return ranks.ParallelDegrees.of(files, model, others=[])
 
     assert read(*degrees) == ranks.ParallelDegrees(*degrees)
@@ -198,7 +219,10 @@ def test_so_many_ranks_may_be_recorded_and_no_more(
 
 def test_a_missing_layer_is_named(tmp_path: Path) -> None:
     copy = shutil.copytree(kept("deepspeed", "pp2-dp2-z1").checkpoint, tmp_path / "copy")
-    for name, said in (("layer_02-model_states.pt", "layer_02"), ("layer_00-model_states.pt", "tied module embed")):
+    for name, said in (
+        ("layer_02-model_states.pt", "layer_02"),
+        ("layer_00-model_states.pt", "tied module embed"),
+    ):
         (copy / "global_step3" / name).rename(tmp_path / "aside")
         with pytest.raises(MissingData, match=said):
             DeepSpeed().open(LocalStore(copy))

@@ -12,7 +12,13 @@ import pytest
 from tests.geometry.reference import inside
 from ucformat.engines.deepspeed.inference import Doubt, infer
 from ucformat.engines.deepspeed.patterns import Patterns, TensorParallelInfo
-from ucformat.errors import IntegrityError, LayoutError, UcformatError, UnsupportedError, UpgradeNeeded
+from ucformat.errors import (
+    IntegrityError,
+    LayoutError,
+    UcformatError,
+    UnsupportedError,
+    UpgradeNeeded,
+)
 from ucformat.geometry.box import Box
 from ucformat.geometry.placement import Shard
 from ucformat.sources.tp_merge import Replica, shard
@@ -25,7 +31,9 @@ def numbered(*shape: int) -> Any:
     return np.arange(math.prod(shape)).reshape(shape)
 
 
-def read(info: dict[str, Any], name: str, parts: list[Any], padded: int | None = None) -> tuple[TPSharding, Any, Any]:
+def read(
+    info: dict[str, Any], name: str, parts: list[Any], padded: int | None = None
+) -> tuple[TPSharding, Any, Any]:
     """The sharding, the tensor that it makes of the parts, and its padding."""
     found = TensorParallelInfo(info, "file", padded).sharding(name, tuple(p.shape for p in parts))
     assert found is not None
@@ -44,7 +52,10 @@ def cut(a: Any, dim: int, widths: list[list[int]]) -> list[Any]:
     starts = np.cumsum([0, *map(sum, widths)])
     return [
         np.concatenate(
-            [np.take(a, range(s + sum(w[:t]), s + sum(w[: t + 1])), dim) for s, w in zip(starts, widths, strict=False)],
+            [
+                np.take(a, range(s + sum(w[:t]), s + sum(w[: t + 1])), dim)
+                for s, w in zip(starts, widths, strict=False)
+            ],
             dim,
         )
         for t in range(len(widths[0]))
@@ -52,7 +63,9 @@ def cut(a: Any, dim: int, widths: list[list[int]]) -> list[Any]:
 
 
 def sub(shape: Any, dim: int, pattern: str = "w") -> dict[str, Any]:
-    return {"parameter_with_sub_params": [{"patterns": [pattern], "shape": shape, "partition_dim": dim}]}
+    return {
+        "parameter_with_sub_params": [{"patterns": [pattern], "shape": shape, "partition_dim": dim}]
+    }
 
 
 class TestSubParameters:
@@ -93,7 +106,9 @@ class TestSubParameters:
 
     def test_a_bias_has_a_view_of_one_dim(self) -> None:
         a = numbered(12)
-        assert (read(sub(((6, 3, 3),), 0), "w", cut(a, 0, [[2] * 3, [1] * 3, [1] * 3]))[1] == a).all()
+        assert (
+            read(sub(((6, 3, 3),), 0), "w", cut(a, 0, [[2] * 3, [1] * 3, [1] * 3]))[1] == a
+        ).all()
 
     @pytest.mark.parametrize(
         ("shape", "dim"),
@@ -139,7 +154,9 @@ class TestLists:
         info = {"parameter_with_row_parallelism_patterns": [r"\d+.down"]}
         assert (read(info, "3.up", np.split(a, 2))[1] == a).all()
         assert (read(info, "3.down", np.split(a, 2, 1))[1] == a).all()
-        assert (read(info, "13.down.more", np.split(a, 2, 1))[1] == a).all()  # re.match matches the beginning
+        assert (
+            read(info, "13.down.more", np.split(a, 2, 1))[1] == a
+        ).all()  # re.match matches the beginning
 
     def test_two_sub_parameters(self) -> None:
         a = numbered(12, 2)
@@ -206,16 +223,26 @@ class TestLists:
 
     def test_nothing_said_is_nothing(self) -> None:
         assert (
-            TensorParallelInfo({"universal_checkpoint_version": 0.4}, "file", None).sharding("w", ((2,), (2,))) is None
+            TensorParallelInfo({"universal_checkpoint_version": 0.4}, "file", None).sharding(
+                "w", ((2,), (2,))
+            )
+            is None
         )
 
 
-def piece(shape: list[int], source: Any, dest: Any, ranks: list[int], **more: Any) -> dict[str, Any]:
+def piece(
+    shape: list[int], source: Any, dest: Any, ranks: list[int], **more: Any
+) -> dict[str, Any]:
     return {"shape": shape, "source": source, "dest": dest, "locations": ranks, **more}
 
 
 def affine(shape: list[int], ranks: dict[Any, Any], version: int = 1) -> dict[str, Any]:
-    return {"affine_map": {"version": version, "params": {"^w$": {"logical_shape": shape, "ranks": ranks}}}}
+    return {
+        "affine_map": {
+            "version": version,
+            "params": {"^w$": {"logical_shape": shape, "ranks": ranks}},
+        }
+    }
 
 
 class TestAffineMaps:
@@ -240,14 +267,18 @@ class TestAffineMaps:
     def test_columns_and_every_other_row(self) -> None:
         a = numbered(4, 6)
         held = {
-            str(t): {"shard_shape": [2, 6], "pieces": [piece([2, 6], [t * 6, [12, 1]], [0, [6, 1]], [t])]}
+            str(t): {
+                "shard_shape": [2, 6],
+                "pieces": [piece([2, 6], [t * 6, [12, 1]], [0, [6, 1]], [t])],
+            }
             for t in range(2)
         }
         assert (read(affine([4, 6], held), "w", [a[0::2], a[1::2]])[1] == a).all()
 
     def test_a_scale_is_noted(self) -> None:
         held = {
-            t: {"shard_shape": [3], "pieces": [piece([3], [0, [1]], [0, [1]], [0, 1], scale=0.5)]} for t in range(2)
+            t: {"shard_shape": [3], "pieces": [piece([3], [0, [1]], [0, [1]], [0, 1], scale=0.5)]}
+            for t in range(2)
         }
         assert read(affine([3], held), "w", [numbered(3)] * 2)[0].scaled
 
@@ -288,7 +319,16 @@ class TestHostilePatterns:
             Patterns([(pattern, 1)], "a file")
 
     @pytest.mark.parametrize(
-        "pattern", [r"\d+.weight", r"^a.b+$", r".*\.(q|k)_proj", "[(+*]x*", r"\(a+\)+", "(?:a|b)c?", ".*.*.*="]
+        "pattern",
+        [
+            r"\d+.weight",
+            r"^a.b+$",
+            r".*\.(q|k)_proj",
+            "[(+*]x*",
+            r"\(a+\)+",
+            "(?:a|b)c?",
+            ".*.*.*=",
+        ],
     )
     def test_what_people_write_is_not(self, pattern: str) -> None:
         Patterns([(pattern, 1)], "a file")
@@ -339,14 +379,20 @@ class TestInference:
 
 
 def test_parts_of_several_ranks_or_none_at_all_are_not_joined() -> None:
-    tries: list[tuple[tuple[tuple[int, ...], ...], int]] = [(((2, 3), (2,)), 0), (((2,), (2,)), 1), (((2,), (2,)), -2)]
+    tries: list[tuple[tuple[tuple[int, ...], ...], int]] = [
+        (((2, 3), (2,)), 0),
+        (((2,), (2,)), 1),
+        (((2,), (2,)), -2),
+    ]
     for shapes, dim in tries:
         with pytest.raises(LayoutError, match="cannot be joined along dim"):
             shard(shapes, Shard(dim, "tp"))
 
 
 @pytest.mark.parametrize("shape", [(1, 4096), (2, 4096), (4096, 1)])
-def test_of_large_copies_the_head_the_second_row_and_the_rest_are_compared(shape: tuple[int, ...]) -> None:
+def test_of_large_copies_the_head_the_second_row_and_the_rest_are_compared(
+    shape: tuple[int, ...],
+) -> None:
     copy = Replica(lambda _: iter(()), Box.whole(shape), itemsize=4)
     size, row = math.prod(shape), shape[1]
     second = [(row, min(size, row + 128))] if shape == (2, 4096) else []

@@ -55,7 +55,9 @@ class TestKept(SourceSuite):
     def sample(self, request: pytest.FixtureRequest) -> Sample:
         return expected(request.param)
 
-    def test_a_missing_file_is_an_error_or_does_not_matter(self, copy: Sample, tmp_path: Path) -> None:
+    def test_a_missing_file_is_an_error_or_does_not_matter(
+        self, copy: Sample, tmp_path: Path
+    ) -> None:
         """Of every kind of file one, because there are a hundred."""
         for path in _one_of_each(self.damageable(copy)):
             path.rename(tmp_path / "aside")
@@ -72,7 +74,12 @@ class TestKept(SourceSuite):
 
 
 def _one_of_each(paths: list[Path]) -> list[Path]:
-    return list({(p.parent.parent.name if p.parent.parent.name == "zero" else "", p.name): p for p in paths}.values())
+    return list(
+        {
+            (p.parent.parent.name if p.parent.parent.name == "zero" else "", p.name): p
+            for p in paths
+        }.values()
+    )
 
 
 def test_the_tag_folder_itself_opens() -> None:
@@ -81,7 +88,9 @@ def test_the_tag_folder_itself_opens() -> None:
 
 
 def test_a_native_checkpoint_beside_it_is_taken_first(tmp_path: Path) -> None:
-    shutil.copytree(kept("deepspeed", "universal-z1").checkpoint / TAG, tmp_path / "step3_universal")
+    shutil.copytree(
+        kept("deepspeed", "universal-z1").checkpoint / TAG, tmp_path / "step3_universal"
+    )
     (tmp_path / "latest_universal").write_text("step3_universal")
     shutil.copytree(kept("deepspeed", "ep2-z0").checkpoint, tmp_path, dirs_exist_ok=True)
     assert open_checkpoint(tmp_path).metadata.layout["zero"] == 0
@@ -93,7 +102,9 @@ def test_frozen_parameters_and_buffers_are_there() -> None:
     frozen = opened("universal-z3").metadata
     assert any("q_proj" in i.name and i.state == "weight" for i in frozen.tensor_list.tensors)
     assert "not_stored" not in frozen.objects
-    states = {i.state for i in opened("universal-z2").metadata.tensor_list.tensors if "mlp.down" in i.name}
+    states = {
+        i.state for i in opened("universal-z2").metadata.tensor_list.tensors if "mlp.down" in i.name
+    }
     assert states == {"weight"}  # the fp32 copy that the converter made of it is no master
 
 
@@ -136,7 +147,9 @@ class TestUnfinished:
         for path in folder.iterdir():
             if path.name != "fp32.pt":
                 path.unlink()
-        with pytest.raises(MissingData, match=r"norm\.weight lacks exp_avg\.pt, exp_avg_sq\.pt, step\.pt, which"):
+        with pytest.raises(
+            MissingData, match=r"norm\.weight lacks exp_avg\.pt, exp_avg_sq\.pt, step\.pt, which"
+        ):
             DeepSpeed().open(LocalStore(copy))
 
     def test_a_rank_of_zero_3(self, tmp_path: Path) -> None:
@@ -208,9 +221,16 @@ class TestForms:
     def test_stacked_experts_and_other_optimizers(self, folder: Path) -> None:
         import torch
 
-        experts = {"param": torch.randn(4, 3, 2), "cat_dim": 0, "is_expert_param": True, "ep_num_experts": 4}
+        experts = {
+            "param": torch.randn(4, 3, 2),
+            "cat_dim": 0,
+            "is_expert_param": True,
+            "ep_num_experts": 4,
+        }
         self.put(folder, "x.experts.w1", "fp32", experts)
-        self.put(folder, "x.experts.w1", "momentum_buffer", {"param": torch.randn(4, 3, 2).bfloat16()})
+        self.put(
+            folder, "x.experts.w1", "momentum_buffer", {"param": torch.randn(4, 3, 2).bfloat16()}
+        )
         self.put(folder, "x.experts.w1", "row_var", {"param": torch.randn(4, 3, 1)})
         ck = open_checkpoint(folder)
         shapes = {key.state: (info.dtype, info.shape) for key, info in ck.tensors.items()}
@@ -225,7 +245,9 @@ class TestForms:
 
         whole = torch.randn(8, 3)
         self.put(folder, "w", "fp32", {"param": whole[:5, :], "vocab_tensor": True})
-        assert open_checkpoint(folder)["w", "master"].read().tobytes() == whole[:5].numpy().tobytes()
+        assert (
+            open_checkpoint(folder)["w", "master"].read().tobytes() == whole[:5].numpy().tobytes()
+        )
 
     def test_steps_that_are_numbers(self, folder: Path) -> None:
         import torch
@@ -233,7 +255,9 @@ class TestForms:
         for name, step in (("a", 3), ("b", 3), ("c", 4)):
             self.put(folder, name, "fp32", {"param": torch.randn(2)})
             self.put(folder, name, "step", step)
-        assert open_checkpoint(folder).metadata.groups[0]["state"] == {"step": {"a": 3, "b": 3, "c": 4}}
+        assert open_checkpoint(folder).metadata.groups[0]["state"] == {
+            "step": {"a": 3, "b": 3, "c": 4}
+        }
         self.put(folder, "c", "step", 3)
         assert open_checkpoint(folder).metadata.groups[0]["state"] == {"step": 3}
 
@@ -278,7 +302,10 @@ def test_a_sub_parameter_in_the_shape_of_its_view(tmp_path: Path) -> None:
     value = torch.load(path, weights_only=True)
     rows, columns = value["param"].shape
     torch.save({"param": value["param"].view(2, rows // 2, columns), "sub_param_shape": [2]}, path)
-    assert open_checkpoint(copy)[name, "master"].read().tobytes() == value["param"].detach().numpy().tobytes()
+    assert (
+        open_checkpoint(copy)[name, "master"].read().tobytes()
+        == value["param"].detach().numpy().tobytes()
+    )
 
 
 def test_a_thousand_atoms_are_opened_by_few_bytes_each(tmp_path: Path) -> None:

@@ -46,7 +46,9 @@ class Lengths(WrappedStore):
         super().__init__(inner)
         self.lengths: list[int] = []
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         self.lengths += [len(b) for b in buffers]
         super().read_into(key, offset, buffers, crcs)
 
@@ -83,7 +85,9 @@ def test_every_byte_of_every_record_is_counted(folder: Path) -> None:
     assert seen[-1] == (total, total)
 
 
-def test_every_record_is_read_once_and_in_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_record_is_read_once_and_in_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(job, "_BLOCK", 1000)
     store = Lengths(LocalStore(folder))
     assert ucformat.verify(store)
@@ -95,7 +99,9 @@ def test_every_record_is_read_once_and_in_blocks(folder: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(("storage", "state"), [("0", "master"), ("2", "exp_avg_sq")])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_flipped_bit_is_found_and_what_it_hits_is_named(folder: Path, rank: int, storage: str, state: str) -> None:
+def test_a_flipped_bit_is_found_and_what_it_hits_is_named(
+    folder: Path, rank: int, storage: str, state: str
+) -> None:
     path = optimizer_file(folder, rank)
     flip(path, f"archive/data/{storage}", 100)
     (problem,) = ucformat.verify(folder).problems
@@ -143,7 +149,9 @@ def test_records_without_a_checksum_are_unverified(folder: Path) -> None:
 def test_a_record_whose_header_is_gone_is_a_problem(folder: Path) -> None:
     path = next(folder.glob("global_step5/*rank_1_*model_states.pt"))
     data = bytearray(path.read_bytes())
-    data[data.index(b"archive/data/0") - 30] = 0  # where its local header begins; nothing else reads it
+    data[data.index(b"archive/data/0") - 30] = (
+        0  # where its local header begins; nothing else reads it
+    )
     path.write_bytes(data)
     (problem,) = ucformat.verify(folder).problems
     assert problem.file == f"global_step5/{path.name}"
@@ -160,7 +168,10 @@ def test_a_flipped_bit_in_any_record_of_a_real_checkpoint_is_found(
     report = ucformat.verify(folder)
     assert report
     assert report.bytes_unverified == 0
-    assert report.bytes_verified > sum(i.nbytes for i in ucformat.open(folder).tensors.values()) / world
+    assert (
+        report.bytes_verified
+        > sum(i.nbytes for i in ucformat.open(folder).tensors.values()) / world
+    )
     path = max((folder / "global_step3").glob("*.pt"))
     whole = path.read_bytes()
     records = [r for r in TorchZip(LocalStore(path.parent), path.name).records() if r.nbytes]
@@ -169,12 +180,16 @@ def test_a_flipped_bit_in_any_record_of_a_real_checkpoint_is_found(
         flip(path, record.name, record.nbytes // 2)
         try:
             report = ucformat.verify(folder)
-        except UcformatError as error:  # opening reads it: pickle, byte order, `step`; ZeRO 0: samples of each weight
+        except (
+            UcformatError
+        ) as error:  # opening reads it: pickle, byte order, `step`; ZeRO 0: samples of each weight
             found["on opening"] += path.name in error.message
         else:
             (problem,) = (p for p in report.problems if p.file.endswith(path.name))
             found["by its checksum"] += f"{record.name} differs" in problem.reason
-            assert all(path.name in p.reason for p in report.problems if p is not problem)  # of metadata in the record
+            assert all(
+                path.name in p.reason for p in report.problems if p is not problem
+            )  # of metadata in the record
         path.write_bytes(whole)
     assert sum(found.values()) == len(records)
     assert min(found.values()) > 1
@@ -190,10 +205,14 @@ for computed in (True, False):
     torch.save({"a": torch.arange(10), "empty": torch.empty(0)}, f"{sys.argv[1]}/{computed}.pt")
 """
     subprocess.run(
-        [str(engine("deepspeed")), "-c", script, str(tmp_path)], check=True, env={"CUDA_VISIBLE_DEVICES": ""}
+        [str(engine("deepspeed")), "-c", script, str(tmp_path)],
+        check=True,
+        env={"CUDA_VISIBLE_DEVICES": ""},
     )
     store = LocalStore(tmp_path)
-    with_crc, without = (list(TorchZip(store, f"{computed}.pt").records()) for computed in (True, False))
+    with_crc, without = (
+        list(TorchZip(store, f"{computed}.pt").records()) for computed in (True, False)
+    )
     assert [r.name.split("/", 1)[1] for r in with_crc] == [r.name.split("/", 1)[1] for r in without]
     for r in with_crc:
         assert r.crc32 == zlib.crc32(store.read(r.file, r.locate(), r.nbytes))

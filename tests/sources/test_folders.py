@@ -41,7 +41,9 @@ def _wrapped(name: Any) -> Any:
     """The key under which NeMo stores a tensor: its model is wrapped."""
     if not isinstance(name, str):
         return name
-    found = re.fullmatch(r"(optimizer\.state\.[^.]+\.)?((?:embedding|decoder|output_layer)\..+)", name)
+    found = re.fullmatch(
+        r"(optimizer\.state\.[^.]+\.)?((?:embedding|decoder|output_layer)\..+)", name
+    )
     return name if found is None else f"{found[1] or ''}module.{found[2]}"
 
 
@@ -50,9 +52,12 @@ def test_nemo(tmp_path: Path) -> None:
     shutil.copytree(made.folder / SHARDED, place / "weights")
     meta = pickle.loads((place / "weights" / ".metadata").read_bytes())  # noqa: S301
     meta.state_dict_metadata = {_wrapped(k): v for k, v in meta.state_dict_metadata.items()}
-    meta.planner_data = {_wrapped(k): tuple(map(_wrapped, path)) for k, path in (meta.planner_data or {}).items()}
+    meta.planner_data = {
+        _wrapped(k): tuple(map(_wrapped, path)) for k, path in (meta.planner_data or {}).items()
+    }
     meta.storage_data = {
-        type(index)(_wrapped(index.fqn), index.offset, index.index): v for index, v in meta.storage_data.items()
+        type(index)(_wrapped(index.fqn), index.offset, index.index): v
+        for index, v in meta.storage_data.items()
     }
     if mcore := getattr(meta, "mcore_data", None):
         meta.mcore_data = {_wrapped(k): v for k, v in mcore.items()}
@@ -68,7 +73,9 @@ def test_nemo(tmp_path: Path) -> None:
     assert not ck.unread
     converted = ucformat.convert(ck, tmp_path / "converted")
     assert len(converted.assets["context/nemo_tokenizer/tokenizer.json"]) == 1 + (2 << 20)
-    with pytest.raises(NotACheckpoint, match="these folders in it seem to be: model--step=2/weights"):
+    with pytest.raises(
+        NotACheckpoint, match="these folders in it seem to be: model--step=2/weights"
+    ):
         open_checkpoint(place.parent)
 
 
@@ -96,10 +103,16 @@ def test_verl(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "run")
     shutil.copytree(DATA / "huggingface" / "trainer" / "ckpt", actor / "huggingface")
     assert open_checkpoint(actor / "huggingface").kind == "huggingface"
-    shutil.copytree(DATA / "megatron" / "tp2-dp2-full" / SHARDED, tmp_path / "run" / "global_step_20/critic/dist_ckpt")
+    shutil.copytree(
+        DATA / "megatron" / "tp2-dp2-full" / SHARDED,
+        tmp_path / "run" / "global_step_20/critic/dist_ckpt",
+    )
     with pytest.raises(NotACheckpoint, match="global_step_20/critic/dist_ckpt"):
         open_checkpoint(tmp_path / "run")
-    assert open_checkpoint(tmp_path / "run" / "global_step_20" / "critic" / "dist_ckpt").kind == "megatron"
+    assert (
+        open_checkpoint(tmp_path / "run" / "global_step_20" / "critic" / "dist_ckpt").kind
+        == "megatron"
+    )
 
 
 def test_lightning_with_deepspeed(tmp_path: Path) -> None:
@@ -115,7 +128,9 @@ def test_lightning_with_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["", "checkpoints"])
 def test_the_project_of_accelerate(tmp_path: Path, place: str) -> None:
     for name in ("checkpoint_2", "checkpoint_10"):
-        shutil.copytree(DATA / "huggingface" / "accelerate" / "ckpt", tmp_path / "checkpoints" / name)
+        shutil.copytree(
+            DATA / "huggingface" / "accelerate" / "ckpt", tmp_path / "checkpoints" / name
+        )
     with pytest.raises(NotACheckpoint, match="seem to be: ") as error:
         open_checkpoint(tmp_path / place)
     assert error.value.hint == f"open one of them: {tmp_path}/checkpoints/checkpoint_10"

@@ -19,7 +19,13 @@ from tests.sources.test_deepspeed_evidence import LAYER, added
 from tests.sources.test_deepspeed_megatron import SMALL
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.huggingface.trainer import HuggingFace
-from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, UnsupportedError, UsageError
+from ucformat.errors import (
+    AmbiguousLayout,
+    IntegrityError,
+    MissingData,
+    UnsupportedError,
+    UsageError,
+)
 from ucformat.geometry.layout import Layout
 from ucformat.sources.values import from_json
 from ucformat.storage.local import LocalStore
@@ -54,7 +60,9 @@ class TestTrainer(SourceSuite):
         assert ck.objects["trainer_state"]["global_step"] == 3
         assert ck.objects["scheduler"]["last_epoch"] == 3
         assert ck.objects["rng_state"]["0"].keys() == {"python", "numpy", "cpu"}
-        assert ck.objects["training_args"]["$class"] == "transformers.training_args.TrainingArguments"
+        assert (
+            ck.objects["training_args"]["$class"] == "transformers.training_args.TrainingArguments"
+        )
         assert ck.objects["training_args"]["$state"]["max_steps"] == 3
         assert json.loads(ck.assets["config.json"])["model_type"] == "llama"
         assert [g["weight_decay"] for g in ck.metadata.groups] == [0.0, 0.0]
@@ -105,7 +113,9 @@ class TestTrainer(SourceSuite):
         with pytest.raises(IntegrityError, match=r"trainer_state\.json is not JSON"):
             copy.open()
 
-    def test_the_folder_of_the_run_names_its_checkpoints(self, sample: Sample, tmp_path: Path) -> None:
+    def test_the_folder_of_the_run_names_its_checkpoints(
+        self, sample: Sample, tmp_path: Path
+    ) -> None:
         for step in (3, 12):
             shutil.copytree(sample.path, tmp_path / f"checkpoint-{step}")
         with pytest.raises(UsageError, match="it holds checkpoint-3, checkpoint-12") as error:
@@ -137,7 +147,9 @@ class TestTrainerInBf16(SourceSuite):
 
     def test_a_ranks_generators_are_missing(self, copy: Sample) -> None:
         shutil.copy(copy.path / "rng_state_1.pth", copy.path / "rng_state_3.pth")
-        with pytest.raises(MissingData, match=r"rng_state_2\.pth is missing: 3 of 4 ranks have a file of rng_state"):
+        with pytest.raises(
+            MissingData, match=r"rng_state_2\.pth is missing: 3 of 4 ranks have a file of rng_state"
+        ):
             copy.open()
         for rank in (0, 1, 3):
             (copy.path / f"rng_state_{rank}.pth").unlink()
@@ -236,7 +248,13 @@ class TestAccelerateWithWholeFsdp(SourceSuite):
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model_fsdp_0_rank1.bin", "optimizer_rank0.bin", "rank0-of-8-optimizer.pt", "user_content.pt"]
+    "name",
+    [
+        "pytorch_model_fsdp_0_rank1.bin",
+        "optimizer_rank0.bin",
+        "rank0-of-8-optimizer.pt",
+        "user_content.pt",
+    ],
 )
 def test_what_is_not_read(tmp_path: Path, name: str) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -266,7 +284,11 @@ def test_a_folder_of_fsdp_without_its_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize("extra", ["trainer_state.json", "random_states"])
 def test_deepspeed_inside_is_told_what_its_hint_asks_for(tmp_path: Path, extra: str) -> None:
     name = LAYER + "adapter.up.weight"
-    write(tmp_path, added(gpt(**SMALL), name, "replicate", dict.fromkeys(FLAT, np.zeros((3, 8)))), tp=2)
+    write(
+        tmp_path,
+        added(gpt(**SMALL), name, "replicate", dict.fromkeys(FLAT, np.zeros((3, 8)))),
+        tp=2,
+    )
     if extra.endswith("json"):
         (tmp_path / extra).write_text("{}")
     else:
@@ -278,7 +300,9 @@ def test_deepspeed_inside_is_told_what_its_hint_asks_for(tmp_path: Path, extra: 
     assert open_checkpoint(tmp_path, options={"cuts": {name: 0}})[name].shape == (6, 8)
     layout = Layout({"tp": 2}, [{"match": name, "place": ["replicate"]}])
     assert open_checkpoint(tmp_path, options={"layout": layout})[name].shape == (3, 8)
-    with pytest.raises(UsageError, match=r"DeepSpeed is not opened with the option 'owners'(.|\n)*vocab"):
+    with pytest.raises(
+        UsageError, match=r"DeepSpeed is not opened with the option 'owners'(.|\n)*vocab"
+    ):
         open_checkpoint(tmp_path, options={"owners": {"a": "b"}})
 
 
@@ -286,10 +310,16 @@ def test_deepspeed_inside_is_told_what_its_hint_asks_for(tmp_path: Path, extra: 
 def test_dcp_inside_is_told_what_its_hint_asks_for(tmp_path: Path) -> None:
     names = ["a.weight", "b.weight"]
     save = partial(dcp.save, no_dist=True)
-    save({"model": {n: torch.ones(2, 2) for n in names}}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0")
+    save(
+        {"model": {n: torch.ones(2, 2) for n in names}},
+        checkpoint_id=tmp_path / "pytorch_model_fsdp_0",
+    )
     state = {i: {"exp_avg": torch.full((2, 2), float(i))} for i in range(2)}
     groups = [{"params": [0, 1], "lr": 0.5}]
-    save({"optimizer": {"state": state, "param_groups": groups}}, checkpoint_id=tmp_path / "optimizer_0")
+    save(
+        {"optimizer": {"state": state, "param_groups": groups}},
+        checkpoint_id=tmp_path / "optimizer_0",
+    )
     with pytest.raises(UsageError, match=r"options=\{'groups'"):
         list(open_checkpoint(tmp_path).metadata.groups)
     for given in ([names[::-1]], {"optimizer": [names[::-1]]}):
@@ -312,7 +342,9 @@ def sizes(name: str) -> dict[str, Any]:
             "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 8}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gpt2"]
+)
 def test_the_order_of_a_module_is_that_of_transformers(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     from ucformat.engines.huggingface.trainer_opened import FAMILIES, sort_names

@@ -32,7 +32,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAMES = (
-    *("tp2-tied", "pp2-bf16-tied", "tp2-pp2-flat", "tp2-dp2-full", "tp2-dp2-flat", "ep2-moe", "ep2-dp2-flat", "vpp2"),
+    *(
+        "tp2-tied",
+        "pp2-bf16-tied",
+        "tp2-pp2-flat",
+        "tp2-dp2-full",
+        "tp2-dp2-flat",
+        "ep2-moe",
+        "ep2-dp2-flat",
+        "vpp2",
+    ),
 )
 WORD, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -49,7 +58,9 @@ def groups_of(truth: Any) -> list[list[str]]:
 def sample_of(name: str, kind: str) -> Sample:
     made = kept("megatron", name)
     truth = dict(made.truth)
-    if "full" in name or "flat" in name or name == "vpp2":  # the distributed optimizer has one step for each group
+    if (
+        "full" in name or "flat" in name or name == "vpp2"
+    ):  # the distributed optimizer has one step for each group
         truth = {k: v for k, v in truth.items() if k[0] != "step"}
     tied = "tied" in name
     ck = open_checkpoint(made.folder / kind)
@@ -107,7 +118,11 @@ def test_hyper_parameters_objects_and_layout() -> None:
         assert ck.objects["args"]["params_dtype"] == {"$dtype": "bfloat16"}
         assert ck.objects["opt_param_scheduler"]["lr_decay_style"] == "cosine"
         assert ck.objects["checkpoint_version"] == 3.0
-        assert (ck.metadata.layout["tp"], ck.metadata.layout["pp"], ck.metadata.layout["ep"]) == (2, 2, 1)
+        assert (ck.metadata.layout["tp"], ck.metadata.layout["pp"], ck.metadata.layout["ep"]) == (
+            2,
+            2,
+            1,
+        )
         assert ck.metadata.engine["name"] == "megatron-core"
     rng = opened(place("tp2-pp2-flat")).objects["rng_state"]
     assert sorted(rng) == ["0.0", "0.1", "1.0", "1.1"]
@@ -120,7 +135,9 @@ def test_both_formats_are_one_checkpoint(name: str) -> None:
     one, two = (opened(place(name, kind)) for kind in ("sharded", "classic"))
     assert read_whole(one) == read_whole(two)
     assert dict(one.aliases) == dict(two.aliases)
-    assert [sorted(g["params"]) for g in one.metadata.groups] == [sorted(g["params"]) for g in two.metadata.groups]
+    assert [sorted(g["params"]) for g in one.metadata.groups] == [
+        sorted(g["params"]) for g in two.metadata.groups
+    ]
 
 
 def test_one_iteration_opens_by_itself() -> None:
@@ -133,10 +150,14 @@ def test_stacked_as_stored() -> None:
     ck, each = opened(place("pp2-bf16-tied"), stacked=True), opened(place("pp2-bf16-tied"))
     found = ck["decoder.layers.mlp.linear_fc1.weight", "exp_avg"].read()
     for i in range(2):
-        assert np.array_equal(found[i], each[f"decoder.layers.{i}.mlp.linear_fc1.weight", "exp_avg"].read())
+        assert np.array_equal(
+            found[i], each[f"decoder.layers.{i}.mlp.linear_fc1.weight", "exp_avg"].read()
+        )
     with pytest.raises(AmbiguousLayout, match="no stacked form"):
         opened(place("tp2-pp2-flat"), stacked=True)
-    assert "decoder.layers.mlp.linear_fc1.weight" in opened(place("tp2-pp2-flat"), stacked=True, optimizer=False)
+    assert "decoder.layers.mlp.linear_fc1.weight" in opened(
+        place("tp2-pp2-flat"), stacked=True, optimizer=False
+    )
 
 
 @pytest.mark.parametrize("kind", ["sharded", "classic"])
@@ -187,11 +208,15 @@ def test_files_that_name_something_are_short(tmp_path: Path) -> None:
 
 def test_an_output_layer_that_is_said_to_be_untied_is_no_alias(copied: Any) -> None:
     folder = copied("pp2-bf16-tied", "classic")
-    rewrite(folder, lambda state, _: setattr(state["args"], "untie_embeddings_and_output_weights", True))
+    rewrite(
+        folder, lambda state, _: setattr(state["args"], "untie_embeddings_and_output_weights", True)
+    )
     assert opened(folder, optimizer=False).aliases == {}
     rewrite(folder, lambda state, _: state["model"].pop(WORD, None))
     assert HEAD in opened(folder, optimizer=False)
-    rewrite(folder, lambda state, _: setattr(state["args"], "untie_embeddings_and_output_weights", None))
+    rewrite(
+        folder, lambda state, _: setattr(state["args"], "untie_embeddings_and_output_weights", None)
+    )
     assert HEAD in opened(folder, optimizer=False)
 
 
@@ -203,20 +228,31 @@ def test_an_output_layer_is_the_embedding_if_it_is_equal(copied: Any, change: st
     def changed(state: Any, *, said: bool) -> None:
         state["args"].untie_embeddings_and_output_weights = False if said else None
         if (head := state["model"].get(HEAD)) is not None:
-            state["model"][HEAD] = {"values": head + 1, "shape": head[:, :-1].clone(), "nothing": head}[change]
+            state["model"][HEAD] = {
+                "values": head + 1,
+                "shape": head[:, :-1].clone(),
+                "nothing": head,
+            }[change]
 
     rewrite(folder, lambda state, _: changed(state, said=False))
     ck = opened(folder, optimizer=False)
     assert ck.aliases == ({HEAD: WORD} if change == "nothing" else {})
     assert HEAD in ck
     if change != "nothing":
-        rewrite(folder, lambda state, _: state["args"].__dict__.update(untie_embeddings_and_output_weights=False))
+        rewrite(
+            folder,
+            lambda state, _: state["args"].__dict__.update(
+                untie_embeddings_and_output_weights=False
+            ),
+        )
         with pytest.raises(IntegrityError, match=f"{HEAD} should be a copy of {WORD}, but differs"):
             opened(folder, optimizer=False)
 
 
 def test_another_backend_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    (tmp_path / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
+    )
     with pytest.raises(UnsupportedError, match="'zarr'"):
         open_checkpoint(tmp_path)
 
@@ -267,7 +303,10 @@ def test_a_parameter_of_another_name_must_be_told(copied: Any) -> None:
 
     folder = copied("tp2-tied", "classic")
     rewrite(
-        folder, lambda s, t: s["model"].update({"adapter.lora": torch.full((2, 3), float(t)), "same": torch.arange(3)})
+        folder,
+        lambda s, t: s["model"].update(
+            {"adapter.lora": torch.full((2, 3), float(t)), "same": torch.arange(3)}
+        ),
     )
     with pytest.raises(AmbiguousLayout, match=r"adapter\.lora \(parts of \[2, 3\]\)") as found:
         opened(folder, optimizer=False)
@@ -302,7 +341,12 @@ def test_old_names_are_nested_and_known(copied: Any) -> None:
     rewrite(folder, change)
     ck = opened(folder, optimizer=False)
     at = "language_model.encoder.layers.0."
-    assert ck["language_model.embedding.word_embeddings.weight"].read().ravel().tolist() == [0, 1, 2, 3]
+    assert ck["language_model.embedding.word_embeddings.weight"].read().ravel().tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
     qkv = ck[at + "attention.query_key_value.weight"].read().ravel().tolist()
     assert qkv == [0, 1, 10, 11, 2, 3, 12, 13, 4, 5, 14, 15]
     assert ck[at + "mlp.dense_4h_to_h.weight"].shape == (1, 8)
@@ -332,7 +376,13 @@ def test_values_of_other_kinds_are_errors_of_ours(copied: Any, key: str, value: 
 
 
 @pytest.mark.parametrize(
-    "value", [3, [None], {"buckets_coalesced": True, 0: 3}, {"buckets_coalesced": True, 0: {(1, 2): {"param": 1}}}]
+    "value",
+    [
+        3,
+        [None],
+        {"buckets_coalesced": True, 0: 3},
+        {"buckets_coalesced": True, 0: {(1, 2): {"param": 1}}},
+    ],
 )
 def test_a_distributed_optimizer_of_other_kinds(copied: Any, value: Any) -> None:
     import torch
@@ -421,9 +471,12 @@ def test_keys_with_numbers_and_halves_apart(tmp_path: Path) -> None:
         at + "_w": ((2, 3), [((0, 0), w)]),
         norm: ((3,), [((0,), torch.ones(3))]),
     }
-    ck = open_checkpoint(write_dist(tmp_path / "ck", entries, common={"args": {"transformer_impl": "local"}}))
+    ck = open_checkpoint(
+        write_dist(tmp_path / "ck", entries, common={"args": {"transformer_impl": "local"}})
+    )
     assert np.array_equal(
-        ck["decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"].read(), torch.cat([w, v]).numpy()
+        ck["decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"].read(),
+        torch.cat([w, v]).numpy(),
     )
     assert list(ck) == [
         "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight",
@@ -438,7 +491,10 @@ def test_hostile_metadata_is_an_error_of_ours(tmp_path: Path) -> None:
     from tests.sources.megatron_files import write_dist
 
     key = "optimizer.state.exp_avg.w"
-    entries: Any = {"w": ((4,), [((0,), torch.ones(4))]), key: ((1, 4), [((0, 0), torch.ones(1, 4))])}
+    entries: Any = {
+        "w": ((4,), [((0,), torch.ones(4))]),
+        key: ((1, 4), [((0, 0), torch.ones(1, 4))]),
+    }
     shapes: list[Any] = [(4, 1), (3,), (-1,), ("x",), (1 << 60, 4), ()]
     for i, shape in enumerate(shapes):
         with pytest.raises(UcformatError):
@@ -474,19 +530,28 @@ class TestEvidence:
         folder = copied("tp2-tied", "classic")
         name, part = "x.mlp.linear_fc2.weight", torch.arange(6.0).reshape(2, 3)
         rewrite(folder, lambda s, _: s["model"].update({name: part}))
-        with pytest.raises(AmbiguousLayout, match=r"x\.mlp\.linear_fc2\.weight \(parts of \[2, 3\]\)") as found:
+        with pytest.raises(
+            AmbiguousLayout, match=r"x\.mlp\.linear_fc2\.weight \(parts of \[2, 3\]\)"
+        ) as found:
             opened(folder, optimizer=False)
         assert f"options={{'cuts': {{'{name}': '0'}}}}" in str(found.value.hint)
-        assert opened(folder, optimizer=False, cuts={"x.*": "replicate"})[name].read().tolist() == part.tolist()
+        assert (
+            opened(folder, optimizer=False, cuts={"x.*": "replicate"})[name].read().tolist()
+            == part.tolist()
+        )
         assert opened(folder, optimizer=False, cuts={"x.*": 1})[name].shape == (2, 6)
         rewrite(folder, lambda s, t: s["model"].update({name: part + t}))
         assert opened(folder, optimizer=False)[name].shape == (2, 6)
-        rewrite(folder, lambda s, _: s["model"].update({name: torch.zeros(2, 3)}))  # zeros contradict nothing
+        rewrite(
+            folder, lambda s, _: s["model"].update({name: torch.zeros(2, 3)})
+        )  # zeros contradict nothing
         assert opened(folder, optimizer=False)[name].shape == (2, 6)
 
     def test_keys_and_values_that_several_ranks_hold(self) -> None:
         shapes = {"a.linear_qkv.weight": ((4, 3), (4, 3))}
-        assert NameResolver(shapes, 3, [], 2).decide(lambda _: "different")["a.linear_qkv.weight"].shape == (8, 3)
+        assert NameResolver(shapes, 3, [], 2).decide(lambda _: "different")[
+            "a.linear_qkv.weight"
+        ].shape == (8, 3)
         with pytest.raises(AmbiguousLayout, match="linear_qkv"):
             NameResolver(shapes, 3, [], 1).decide(lambda _: "different")
 
@@ -496,10 +561,19 @@ class TestEvidence:
             ({"vocab_size": 17, "padded_vocab_size": 32}, 17),
             ({"vocab_size": 17, "padded_vocab_size": 64}, 32),
             ({"vocab_size": 17}, 32),
-            ({"vocab_size": 17, "make_vocab_size_divisible_by": 16, "tensor_model_parallel_size": 2}, 17),
+            (
+                {
+                    "vocab_size": 17,
+                    "make_vocab_size_divisible_by": 16,
+                    "tensor_model_parallel_size": 2,
+                },
+                17,
+            ),
             ({"vocab_size": 17, "make_vocab_size_divisible_by": 16}, 17),
             ({"vocab_size": 15, "make_vocab_size_divisible_by": 16}, 32),
         ],
     )
-    def test_rows_beyond_the_vocabulary_are_padding_where_that_is_told(self, args: dict[str, int], rows: int) -> None:
+    def test_rows_beyond_the_vocabulary_are_padding_where_that_is_told(
+        self, args: dict[str, int], rows: int
+    ) -> None:
         assert Arguments.of(args, None, "file").rows("embedding.word_embeddings.weight", 32) == rows

@@ -18,8 +18,17 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-WORD, FC1, NORM = "embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight", "final_layernorm.weight"
-SHAPES = {WORD: (12, 4), FC1: (6, 4), "decoder.layers.1.self_attention.linear_qkv.weight": (5, 4), NORM: (4,)}
+WORD, FC1, NORM = (
+    "embedding.word_embeddings.weight",
+    "decoder.layers.0.mlp.linear_fc1.weight",
+    "final_layernorm.weight",
+)
+SHAPES = {
+    WORD: (12, 4),
+    FC1: (6, 4),
+    "decoder.layers.1.self_attention.linear_qkv.weight": (5, 4),
+    NORM: (4,),
+}
 ROWS = 10  # of the vocabulary without its padding
 
 
@@ -46,17 +55,36 @@ def state_of(wrapped: str) -> dict[str, Any]:
     for name in SHAPES:
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             for stored, part in halves(name, truth[kind, name]).items():
-                whole = truth[kind, name] if kind == "master" else part  # only the moments are split
-                states.setdefault(f"module.{stored}", {})["param" if kind == "master" else kind] = whole
-        meta[f"module.{name}"] = {"lr": 0.5, "betas": (0.9, 0.95), "wd_mult": 0.0 if name == NORM else 1.0, "step": 7}
+                whole = (
+                    truth[kind, name] if kind == "master" else part
+                )  # only the moments are split
+                states.setdefault(f"module.{stored}", {})["param" if kind == "master" else kind] = (
+                    whole
+                )
+        meta[f"module.{name}"] = {
+            "lr": 0.5,
+            "betas": (0.9, 0.95),
+            "wd_mult": 0.0 if name == NORM else 1.0,
+            "step": 7,
+        }
     return {
-        "args": Namespace(tensor_model_parallel_size=2, vocab_size=ROWS, padded_vocab_size=12, untie_embeddings=False),
+        "args": Namespace(
+            tensor_model_parallel_size=2,
+            vocab_size=ROWS,
+            padded_vocab_size=12,
+            untie_embeddings=False,
+        ),
         "checkpoint_version": 3.0,
         "iteration": 7,
         "model": {wrapped + k: v for n in SHAPES for k, v in halves(n, truth["weight", n]).items()},
         "optimizer": {"state": states, "param_to_group_meta": meta},
         "opt_param_scheduler": {"max_lr": 0.5, "num_steps": 64},
-        "rng_state": [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.arange(9, dtype=torch.uint8)}],
+        "rng_state": [
+            {
+                "random_rng_state": (3, (1, 2), None),
+                "torch_rng_state": torch.arange(9, dtype=torch.uint8),
+            }
+        ],
     }
 
 
@@ -80,7 +108,11 @@ class TestMegatronFsdp(SourceSuite):
             kept = tensor[:ROWS] if name == WORD else tensor
             truth[state, name] = ("float32", tuple(kept.shape), kept.numpy().tobytes())
             if name == WORD:
-                truth[f"{state}.padding", name] = ("float32", (2, 4), tensor[ROWS:].numpy().tobytes())
+                truth[f"{state}.padding", name] = (
+                    "float32",
+                    (2, 4),
+                    tensor[ROWS:].numpy().tobytes(),
+                )
         groups = [[name for name in SHAPES if name != NORM], [NORM]]
         extra = frozenset({("weight", "rng_state.0.torch_rng_state")})
         return Sample(saved, request.param, "megatron", truth, groups=groups, step=7, extra=extra)

@@ -65,7 +65,9 @@ class Asked(WrappedStore):
         self._count(len(data))
         return data
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         self._count(sum(b.nbytes for b in buffers))
         super().read_into(key, offset, buffers, crcs)
 
@@ -109,7 +111,9 @@ def test_a_row_takes_a_handful_of_requests(sample: str, bucket: Bucket) -> None:
     name, state = max(wide, key=lambda k: ck.tensors[k].nbytes)
     store.requests = store.nbytes = 0
     row = ck[name, state][1]
-    assert store.requests <= (20 if sample.startswith("deepspeed/tp2") else 10)  # ranks' copies are compared once
+    assert store.requests <= (
+        20 if sample.startswith("deepspeed/tp2") else 10
+    )  # ranks' copies are compared once
     assert row.tobytes() == ucformat.open(DATA / sample)[name, state][1].tobytes()
 
 

@@ -37,10 +37,15 @@ _scalars = (
     | st.binary(max_size=300)
 )
 _keys = (
-    st.integers(-(1 << 40), 1 << 40) | st.text(max_size=9) | st.tuples(st.integers(-9, 1 << 40), st.text(max_size=3))
+    st.integers(-(1 << 40), 1 << 40)
+    | st.text(max_size=9)
+    | st.tuples(st.integers(-9, 1 << 40), st.text(max_size=3))
 )
 _values = st.recursive(
-    _scalars | st.builds(bytearray, st.binary(max_size=9)) | st.sets(_keys, max_size=4) | st.frozensets(_keys),
+    _scalars
+    | st.builds(bytearray, st.binary(max_size=9))
+    | st.sets(_keys, max_size=4)
+    | st.frozensets(_keys),
     lambda inner: (
         st.lists(inner, max_size=5)
         | st.lists(inner, max_size=5).map(tuple)
@@ -90,9 +95,29 @@ def test_all_short_sequences_of_opcodes() -> None:
 @needs_native
 def test_every_opcode_and_number() -> None:
     errors = Counter(
-        agree(b"(N" + bytes([opcode]) + number.to_bytes(8, "little", signed=True)[:width] + rest + b"l.")
+        agree(
+            b"(N"
+            + bytes([opcode])
+            + number.to_bytes(8, "little", signed=True)[:width]
+            + rest
+            + b"l."
+        )
         for opcode in range(256)
-        for number in (0, 1, 2, 5, 6, 127, 128, 255, 1 << 31, (1 << 31) - 1, -1, -(1 << 31), 1 << 62)
+        for number in (
+            0,
+            1,
+            2,
+            5,
+            6,
+            127,
+            128,
+            255,
+            1 << 31,
+            (1 << 31) - 1,
+            -1,
+            -(1 << 31),
+            1 << 62,
+        )
         for width in (1, 2, 4, 8)
         for rest in (b"abcde\xff", b"a\nb\n")
     )
@@ -113,7 +138,9 @@ def test_what_would_cost_more_than_it_weighs(what: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("file", sorted(DATA.glob("dcp/**/.metadata")), ids=lambda f: f.relative_to(DATA).as_posix())
+@pytest.mark.parametrize(
+    "file", sorted(DATA.glob("dcp/**/.metadata")), ids=lambda f: f.relative_to(DATA).as_posix()
+)
 def test_metadata_of_pytorch(file: Any) -> None:
     assert not agree(file.read_bytes())
 
@@ -127,20 +154,40 @@ class TestEach:
             del value  # which does not recurse either
 
     def test_it_is_told_the_values_and_the_opcode(self, interpret: Callable[..., Any]) -> None:
-        body = b"N" + integer(1 << 70) + b"K\x05" + b"R" + b"K\x06" + b"\x92" + b"(" + text("a") + b"Nu"
-        big = (0x8A, (1 << 70).to_bytes(16, "little")) if interpret is compiled and NATIVE else 1 << 70
+        body = (
+            b"N"
+            + integer(1 << 70)
+            + b"K\x05"
+            + b"R"
+            + b"K\x06"
+            + b"\x92"
+            + b"("
+            + text("a")
+            + b"Nu"
+        )
+        big = (
+            (0x8A, (1 << 70).to_bytes(16, "little"))
+            if interpret is compiled and NATIVE
+            else 1 << 70
+        )
         assert interpret(body + b".", "m", _CALLS, ValueError) == (
             ord("u"), (0x92, None, (ord("R"), big, 5), 6), ["a", None]
         )  # fmt: skip
 
-    def test_a_number_in_the_memo_is_not_larger_than_what_was_read(self, interpret: Callable[..., Any]) -> None:
+    def test_a_number_in_the_memo_is_not_larger_than_what_was_read(
+        self, interpret: Callable[..., Any]
+    ) -> None:
         def memo(number: int) -> Any:
-            return interpret(b"\x80\x02" + b"Nr" + struct.pack("<I", number) + b".", None, _CALLS, ValueError)
+            return interpret(
+                b"\x80\x02" + b"Nr" + struct.pack("<I", number) + b".", None, _CALLS, ValueError
+            )
 
         assert memo(7) is None
         for number in (8, 9, 1 << 31, (1 << 32) - 1):
             tracemalloc.start()
-            with pytest.raises(ValueError, match=rf"stores value {number} of the memo, but has fewer"):
+            with pytest.raises(
+                ValueError, match=rf"stores value {number} of the memo, but has fewer"
+            ):
                 memo(number)
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
@@ -158,9 +205,13 @@ class TestEach:
         token = object()
         calls = (lambda *_: token,) * 256
         whole = [
-            b"(" + b"](" + b"NNNq\x03" + glob("a", "b") + b"R\x94\x94" + b"}(" + text("x") + b"h\x03" + text("y"),
-            b"\x8f(K\x01K\x02\x90q\x05" + b"}" + integer(5) + b"Ns" + b"](NNe" + b"))\x87b(NNd0(\x851",
-            pickle.dumps({"a": [1.5, "é", b"b", 1 << 70], 5: {1, 2}, "c": (1, (2, 3), bytearray(b"5"))}, 5),
+            b"("
+            b"]("
+            b"NNNq\x03" + glob("a", "b") + b"R\x94\x94" + b"}(" + text("x") + b"h\x03" + text("y"),
+            b"\x8f(K\x01K\x02\x90q\x05}" + integer(5) + b"Ns" + b"](NNe" + b"))\x87b(NNd0(\x851",
+            pickle.dumps(
+                {"a": [1.5, "é", b"b", 1 << 70], 5: {1, 2}, "c": (1, (2, 3), bytearray(b"5"))}, 5
+            ),
             b"\x80\x02" + text("long" * 100) + b"2\x86q\x02q\x02q\x02" + b"h\x02" * 100,
             b"(" + text("x") + b"X\x02\x00\x00\x00\xff\xff",
             HOSTILE["a size that is copied"][:9000],
@@ -190,7 +241,9 @@ class TestEach:
 
 
 #: Calls that return what they were given.
-_CALLS = tuple((lambda _meaning, *values, opcode=opcode: (opcode, *values)) for opcode in range(256))
+_CALLS = tuple(
+    (lambda _meaning, *values, opcode=opcode: (opcode, *values)) for opcode in range(256)
+)
 
 
 @needs_native

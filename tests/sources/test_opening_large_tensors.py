@@ -35,14 +35,18 @@ def save_safetensors(state: dict[str, Any], folder: Path) -> None:
 
 def save_megatron(state: dict[str, Any], folder: Path) -> None:
     """As Megatron's torch_dist has it: a DCP checkpoint with what is common beside it."""
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     save_dcp(state, folder)
     torch.save({"iteration": 3}, folder / "common.pt")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("save", [save_dcp, save_torch, save_safetensors, save_megatron])
-def test_opening_reads_kilobytes(save: Callable[[dict[str, Any], Path], None], tmp_path: Path) -> None:
+def test_opening_reads_kilobytes(
+    save: Callable[[dict[str, Any], Path], None], tmp_path: Path
+) -> None:
     save({name: torch.full((SIZE // 4,), 1.5) for name in ("a.weight", "b.weight")}, tmp_path)
     store = Counting(LocalStore(tmp_path))
     ck = Checkpoint(next(s for s in SOURCES if s.find(store)).open(store))

@@ -20,7 +20,14 @@ from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.orbax.ocdbt import _Body, _body, _locate
 from ucformat.engines.orbax.source import Orbax
 from ucformat.engines.orbax.tree import tensor_keys
-from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsafeError, UnsupportedError, UsageError
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    UcformatError,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
 from ucformat.geometry.tensor import Key
 from ucformat.storage.base import ByteRange
 from ucformat.storage.local import LocalStore
@@ -30,7 +37,15 @@ from ucformat.storage.url import open_store
 if TYPE_CHECKING:
     from pathlib import Path
 
-NAMES = ("ocdbt_zarr2", "ocdbt_zarr3", "zarr2_files", "zarr3_files", "ocdbt_raw", "zarr2_raw", "manager")
+NAMES = (
+    "ocdbt_zarr2",
+    "ocdbt_zarr3",
+    "zarr2_files",
+    "zarr3_files",
+    "ocdbt_raw",
+    "zarr2_raw",
+    "manager",
+)
 COUNT = ("weight", "opt_state.1.0.count")
 
 
@@ -78,7 +93,9 @@ def edit(path: Path, **changes: Any) -> None:
 def test_files_without_compression_are_read_in_place() -> None:
     sample = made("zarr2_raw")
     ck = sample.open()
-    assert {key: value for key, value in read_whole(ck).items() if key not in sample.extra} == sample.truth
+    assert {
+        key: value for key, value in read_whole(ck).items() if key not in sample.extra
+    } == sample.truth
     plan = ck["params.head"].plan()
     assert plan.bytes_read == plan.bytes_needed
     assert set(plan.files) == {"params.head/0.0", "params.head/1.0"}
@@ -95,7 +112,9 @@ def test_numbers_and_texts_are_objects_and_random_keys_are_told() -> None:
     assert ck["opt_state.1.0.count"][...] == 3
     assert ck["rng"].dtype == np.uint32
     assert ck.states("params.layers.0.w") == ["weight", "mu", "nu"]
-    assert ck.metadata.paths[Key("params.layers.0.w", "mu")] == (("opt_state", 1, 0, "mu", "layers", 0, "w"),)
+    assert ck.metadata.paths[Key("params.layers.0.w", "mu")] == (
+        ("opt_state", 1, 0, "mu", "layers", 0, "w"),
+    )
 
 
 def test_items_are_prefixes_and_json_items_are_objects() -> None:
@@ -175,7 +194,9 @@ def test_missing_chunks_are_an_error_where_orbax_would_have_stored_them(hurt: Pa
     assert ck["params.head"].read().any()
     filled = Checkpoint(Orbax(fill_missing=True).open(LocalStore(hurt)))
     assert not filled["params.zero"].read().any()
-    edit(hurt / "_METADATA", store_array_data_equal_to_fill_value=False)  # as versions before 2025 write
+    edit(
+        hurt / "_METADATA", store_array_data_equal_to_fill_value=False
+    )  # as versions before 2025 write
     assert not open_checkpoint(hurt)["params.zero"].read().any()
     with pytest.raises(MissingData, match="not stored"):
         Checkpoint(Orbax(fill_missing=False).open(LocalStore(hurt)))["params.zero"].read()
@@ -199,7 +220,9 @@ def test_leaves_that_are_not_there_or_not_known(hurt: Path) -> None:
     with pytest.raises(MissingData, match=r"does not contain the text params\.zero"):
         opens(value_type="string")
     shutil.rmtree(hurt / "params.zero")
-    with pytest.raises(MissingData, match=r"array params\.zero, which _METADATA names, is not stored"):
+    with pytest.raises(
+        MissingData, match=r"array params\.zero, which _METADATA names, is not stored"
+    ):
         opens()
     (hurt / "_METADATA").write_text(json.dumps(tree | {"use_ocdbt": True}))
     with pytest.raises(MissingData, match=r"manifest\.ocdbt is missing"):
@@ -232,7 +255,10 @@ def test_a_deep_tree_of_ocdbt(tmp_path: Path) -> None:
         kvstore = {"driver": "ocdbt", "base": base, "config": config, "path": f"{name}/"}
         spec = {"driver": "zarr", "kvstore": kvstore, "metadata": {"compressor": None}}
         ts.open(spec, create=True, dtype="float32", shape=value.shape).result()[...] = value
-    entries = {n: {"key_metadata": [{"key": k, "key_type": 2} for k in n.split(".")], **leaf} for n in truth}
+    entries = {
+        n: {"key_metadata": [{"key": k, "key_type": 2} for k in n.split(".")], **leaf}
+        for n in truth
+    }
     (tmp_path / "_METADATA").write_text(json.dumps({"tree_metadata": entries, "use_ocdbt": True}))
     ck = open_checkpoint(tmp_path)
     assert {n: ck[n].read().tolist() for n in ck} == {
@@ -241,7 +267,10 @@ def test_a_deep_tree_of_ocdbt(tmp_path: Path) -> None:
 
 
 def test_what_mirrors_the_parameters_is_their_state() -> None:
-    params: dict[tuple[str, ...], tuple[int, ...]] = {("params", "a"): (3, 4), ("params", "b", "c"): (5,)}
+    params: dict[tuple[str, ...], tuple[int, ...]] = {
+        ("params", "a"): (3, 4),
+        ("params", "b", "c"): (5,),
+    }
 
     def named(**others: tuple[int, ...]) -> dict[str, str]:
         paths = {tuple(k.split("__")): v for k, v in others.items()}
@@ -258,7 +287,11 @@ def test_what_mirrors_the_parameters_is_their_state() -> None:
     assert named(mine__a=(3, 4), mine__b__c=(5,))["mine.a"] == "params.a (mine)"
     assert named(mine__a=(3, 4), mine__b__c=(6,))["mine.a"] == "mine.a (weight)"
     twice = named(o__x__mu__a=(3, 4), o__y__mu__a=(3, 4), o__y__mu__b__c=(5,))
-    assert twice == {"o.x.mu.a": "o.x.mu.a (weight)", "o.y.mu.a": "o.y.mu.a (weight)", "o.y.mu.b.c": "params.b.c (mu)"}
+    assert twice == {
+        "o.x.mu.a": "o.x.mu.a (weight)",
+        "o.y.mu.a": "o.y.mu.a (weight)",
+        "o.y.mu.b.c": "params.b.c (mu)",
+    }
 
 
 DOCUMENTS = st.recursive(
@@ -270,7 +303,17 @@ DOCUMENTS = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["tree_metadata", "key_metadata", "value_metadata", "value_type", "key", "use_ocdbt", "x"]),
+            st.sampled_from(
+                [
+                    "tree_metadata",
+                    "key_metadata",
+                    "value_metadata",
+                    "value_type",
+                    "key",
+                    "use_ocdbt",
+                    "x",
+                ]
+            ),
             inner,
             max_size=3,
         )
@@ -280,10 +323,14 @@ DOCUMENTS = st.recursive(
 
 
 @settings(max_examples=60)
-@given(doc=DOCUMENTS, where=st.sampled_from(["root", "tree_metadata", "leaf", "array_metadatas", "strings"]))
+@given(
+    doc=DOCUMENTS,
+    where=st.sampled_from(["root", "tree_metadata", "leaf", "array_metadatas", "strings"]),
+)
 def test_hostile_documents_are_errors_of_ours(hurt: Path, doc: Any, where: str) -> None:
     original = {
-        p: p.read_bytes() for p in (hurt / "_METADATA", hurt / "_strings.json", hurt / "array_metadatas/process_0")
+        p: p.read_bytes()
+        for p in (hurt / "_METADATA", hurt / "_strings.json", hurt / "array_metadatas/process_0")
     }
     try:
         tree = json.loads((hurt / "_METADATA").read_text())
@@ -319,7 +366,9 @@ def test_damaged_nodes_of_ocdbt_are_errors_of_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff\xff\xff\xff\x01\x01", b"\xff\xff\xff\x7f\x01"], ids=["five bytes", "a key of 256 MiB"]
+    "data",
+    [b"\xff\xff\xff\xff\x01\x01", b"\xff\xff\xff\x7f\x01"],
+    ids=["five bytes", "a key of 256 MiB"],
 )
 def test_lengths_that_no_writer_writes_are_damage(data: bytes) -> None:
     with pytest.raises(IntegrityError, match="no valid number at byte 0"):
@@ -341,11 +390,21 @@ PLACE = "value:d/:x%3Ay:4:6"
         (PLACE.replace(":6", ":" + "6" * 5000), IntegrityError, r"is not the location"),
         (PLACE.replace("d/", "d/..%2F"), UnsafeError, "does not stay inside"),
         (PLACE.replace("d/", "e/"), MissingData, r"in/e/x:y is missing"),
-        (PLACE.replace(":6", ":7"), MissingData, "has 10 bytes, but values of the checkpoint reach to byte 11"),
-        (PLACE.replace(":4", ":5"), MissingData, "has 10 bytes, but values of the checkpoint reach to byte 11"),
+        (
+            PLACE.replace(":6", ":7"),
+            MissingData,
+            "has 10 bytes, but values of the checkpoint reach to byte 11",
+        ),
+        (
+            PLACE.replace(":4", ":5"),
+            MissingData,
+            "has 10 bytes, but values of the checkpoint reach to byte 11",
+        ),
     ],
 )
-def test_a_location_of_ocdbt_that_leads_nowhere(location: str, error: type[UcformatError], says: str) -> None:
+def test_a_location_of_ocdbt_that_leads_nowhere(
+    location: str, error: type[UcformatError], says: str
+) -> None:
     assert _locate(MemoryStore("x"), "in/", PLACE, "value", SIZES) == ByteRange("in/d/x:y", 4, 6)
     with pytest.raises(error, match=says):
         _locate(MemoryStore("x"), "in/", location, "value", SIZES)
@@ -361,11 +420,19 @@ def body_of(packed: bytes) -> bytes:
 
 def frame(head: bytes, *blocks: bytes) -> bytes:
     """A frame of zstd, of which the last block has the bit that says so."""
-    return b"\x28\xb5\x2f\xfd" + head + b"".join(blocks[:-1]) + bytes([blocks[-1][0] | 1]) + blocks[-1][1:]
+    return (
+        b"\x28\xb5\x2f\xfd"
+        + head
+        + b"".join(blocks[:-1])
+        + bytes([blocks[-1][0] | 1])
+        + blocks[-1][1:]
+    )
 
 
 def block(content: bytes, kind: int = 0, size: int | None = None) -> bytes:
-    return ((len(content) if size is None else size) << 3 | kind << 1).to_bytes(3, "little") + content
+    return ((len(content) if size is None else size) << 3 | kind << 1).to_bytes(
+        3, "little"
+    ) + content
 
 
 TEXT = b"abc" * 90
@@ -378,10 +445,14 @@ OPEN = b"\0\x58"  # the head of a frame that does not say its size
     [
         (frame(OPEN, AS_IS, AS_IS), 2 * TEXT),
         (frame(OPEN, ZEROS), bytes(LIMIT)),
-        *((frame(bytes([flag, 0x58]) + bytes(flag), AS_IS), TEXT) for flag in (1, 2)),  # the number of no dictionary
+        *(
+            (frame(bytes([flag, 0x58]) + bytes(flag), AS_IS), TEXT) for flag in (1, 2)
+        ),  # the number of no dictionary
         (frame(b"\3\x58" + bytes(4), AS_IS), TEXT),
         (frame(b"\x20\3", block(b"abc")), b"abc"),
-        *((frame(h + (14).to_bytes(2, "little"), AS_IS), TEXT) for h in (b"\x60", b"\x40\x58")),  # 256 bytes more
+        *(
+            (frame(h + (14).to_bytes(2, "little"), AS_IS), TEXT) for h in (b"\x60", b"\x40\x58")
+        ),  # 256 bytes more
         *((frame(h + (270).to_bytes(4, "little"), AS_IS), TEXT) for h in (b"\xa0", b"\x80\x58")),
         *((frame(h + (270).to_bytes(8, "little"), AS_IS), TEXT) for h in (b"\xe0", b"\xc0\x58")),
         (bytes(zstd.compress(TEXT, 3, checksum=True)), TEXT),
@@ -396,8 +467,14 @@ def test_content_of_ocdbt_with_any_head(packed: bytes, content: bytes) -> None:
     [
         (frame(OPEN, ZEROS, block(b"a")), "would be inflated to more than 131,072"),
         (frame(OPEN, ZEROS, ZEROS, AS_IS), "would be inflated to more than 262,144"),
-        (frame(OPEN, block(bytes(3), 2), block(bytes(3), 2), AS_IS), "would be inflated to more than 262,144"),
-        (frame(b"\xa0" + (2 * LIMIT + 1).to_bytes(4, "little"), AS_IS), "would be inflated to more than 262,144"),
+        (
+            frame(OPEN, block(bytes(3), 2), block(bytes(3), 2), AS_IS),
+            "would be inflated to more than 262,144",
+        ),
+        (
+            frame(b"\xa0" + (2 * LIMIT + 1).to_bytes(4, "little"), AS_IS),
+            "would be inflated to more than 262,144",
+        ),
         (frame(OPEN, AS_IS)[:-1], "a broken frame of zstd"),
         (frame(OPEN, block(TEXT, 3)), "a broken frame of zstd"),
         (frame(OPEN, AS_IS) + b"\0", "more than a frame of zstd"),

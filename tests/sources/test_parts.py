@@ -81,21 +81,42 @@ def test_a_file_that_is_not(tmp_path: Path) -> None:
 
 
 def test_a_file_in_the_folder_of_a_rank(tmp_path: Path) -> None:
-    for name in ("mp_rank_00", "mp_rank_01_000", "rank_1", "tp1", "tp0_pp1", "shard-2", "ckpt_rank3", "1-of-2"):
+    for name in (
+        "mp_rank_00",
+        "mp_rank_01_000",
+        "rank_1",
+        "tp1",
+        "tp0_pp1",
+        "shard-2",
+        "ckpt_rank3",
+        "1-of-2",
+    ):
         for file in ("model.safetensors", "pytorch_model.bin"):
             path = saved(tmp_path / name / file)
             refused(path, name if "of" not in name else "one of 2")
             refused(path.parent)
             assert open_checkpoint(path.parent, options={"part": True}).metadata.part_of
             path.unlink()
-    for name in ("llama-tp8-merged", "stage2", "rank_8/adapter", "node3", "frank_1", "1-of-1", "lora_rank_8", "part1"):
+    for name in (
+        "llama-tp8-merged",
+        "stage2",
+        "rank_8/adapter",
+        "node3",
+        "frank_1",
+        "1-of-1",
+        "lora_rank_8",
+        "part1",
+    ):
         saved(tmp_path / name / "model.safetensors")
         assert not open_checkpoint(tmp_path / name).metadata.part_of, name
 
 
 def test_files_that_complete_each_other(tmp_path: Path) -> None:
     """Numbers alone mean nothing, but other layers of the same model do."""
-    layers = {0: ("emb.weight", "layers.0.w", "layers.1.w"), 1: ("layers.2.w", "layers.3.w", "head.weight")}
+    layers = {
+        0: ("emb.weight", "layers.0.w", "layers.1.w"),
+        1: ("layers.2.w", "layers.3.w", "head.weight"),
+    }
     for suffix in ("safetensors", "pt"):
         for n, names in layers.items():
             saved(tmp_path / f"half_{n}.{suffix}", names)
@@ -133,7 +154,9 @@ def test_what_arguments_in_the_file_say(tmp_path: Path) -> None:
     from argparse import Namespace
 
     whole, cut = Namespace(**ARGUMENTS), Namespace(**{**ARGUMENTS, "tensor_model_parallel_size": 2})
-    assert open_checkpoint(saved(tmp_path / "mp_rank_00" / "model_optim_rng.pt", args=whole)).names() == ["w"]
+    assert open_checkpoint(
+        saved(tmp_path / "mp_rank_00" / "model_optim_rng.pt", args=whole)
+    ).names() == ["w"]
     parts: tuple[dict[str, Any], ...] = (
         {"args": cut},
         {"args": Namespace(**{**ARGUMENTS, "pipeline_model_parallel_size": 4})},
@@ -189,13 +212,18 @@ def test_dtensors_of_one_rank(tmp_path: Path) -> None:
     for kind in ("model", "optim"):
         path = tmp_path / "two" / f"{kind}_world_size_2_rank_1.pt"
         refused(path, "rank 1 of 2|sharded over several")
-        refused(Path(shutil.copy(path, tmp_path / f"{kind}.pt")), r"sharded over several \(DTensor, ShardedTensor\)")
+        refused(
+            Path(shutil.copy(path, tmp_path / f"{kind}.pt")),
+            r"sharded over several \(DTensor, ShardedTensor\)",
+        )
         ck = open_checkpoint(path, options={"part": True})
         assert ck.metadata.part_of
         if kind == "model":
             assert {n: ck[n].read().ravel().tolist() for n in ck} == local[1]
     whole = ranks.run("save_ranks", 1, tmp_path / "one")[0]
-    ck = open_checkpoint(Path(shutil.copy(tmp_path / "one" / "model_world_size_1_rank_0.pt", tmp_path / "rank_0.pt")))
+    ck = open_checkpoint(
+        Path(shutil.copy(tmp_path / "one" / "model_world_size_1_rank_0.pt", tmp_path / "rank_0.pt"))
+    )
     assert {n: ck[n].read().ravel().tolist() for n in ck} == whole
 
 
@@ -214,12 +242,21 @@ def llama(dim: int, ranks: int = 1, version: int = 2) -> dict[str, Any]:
 def test_shapes_of_one_rank_of_meta(tmp_path: Path) -> None:
     for version in (2, 3):
         torch.save(llama(32, 4, version), tmp_path / "consolidated.02.pth")
-        refused(tmp_path / "consolidated.02.pth", "one of 4 tensor-parallel ranks, according to its shapes")
+        refused(
+            tmp_path / "consolidated.02.pth",
+            "one of 4 tensor-parallel ranks, according to its shapes",
+        )
         refused(tmp_path, "one of 4 tensor-parallel ranks")
         torch.save(llama(32, 1, version), tmp_path / "consolidated.02.pth")
         assert open_checkpoint(tmp_path).names()
-    narrow = {**llama(32), "layers.0.attention.wo.weight": torch.ones(32, 16)}  # heads narrower than the model
-    torch.save({**narrow, "layers.0.attention.wo.weight": torch.ones(32, 24)}, tmp_path / "consolidated.02.pth")
+    narrow = {
+        **llama(32),
+        "layers.0.attention.wo.weight": torch.ones(32, 16),
+    }  # heads narrower than the model
+    torch.save(
+        {**narrow, "layers.0.attention.wo.weight": torch.ones(32, 24)},
+        tmp_path / "consolidated.02.pth",
+    )
     assert open_checkpoint(tmp_path).names()
     torch.save(narrow, tmp_path / "consolidated.02.pth")
     refused(tmp_path)
@@ -244,30 +281,44 @@ class TestOpenedKnowingly:
     @pytest.fixture
     def part(self, tmp_path: Path) -> ucformat.Checkpoint:
         shutil.copytree(ITERATION / "mp_rank_01_000", tmp_path / "mp_rank_01_000")
-        return ucformat.open(tmp_path / "mp_rank_01_000" / "model_optim_rng.pt", options={"part": True})
+        return ucformat.open(
+            tmp_path / "mp_rank_01_000" / "model_optim_rng.pt", options={"part": True}
+        )
 
     def says(self, layout: Mapping[str, Any]) -> None:
         assert "tensor_model_parallel_size 2" in layout["part_of"]
 
-    def test_everything_that_is_made_of_it_says_so(self, tmp_path: Path, part: ucformat.Checkpoint) -> None:
+    def test_everything_that_is_made_of_it_says_so(
+        self, tmp_path: Path, part: ucformat.Checkpoint
+    ) -> None:
         self.says(part.manifest.layout)
         made = ucformat.convert(part, tmp_path / "u")
         self.says(made.manifest.layout)
         self.says(ucformat.open(tmp_path / "u").metadata.layout)
         assert "tensor_model_parallel_size 2" in ucformat.verify(made).part_of
-        self.says(ucformat.convert(part, tmp_path / "v", virtual=True, unprotected=True).manifest.layout)
+        self.says(
+            ucformat.convert(part, tmp_path / "v", virtual=True, unprotected=True).manifest.layout
+        )
         self.says(ucformat.convert(made, tmp_path / "w", weights="safetensors").manifest.layout)
         refused(Path(str(ucformat.open(tmp_path / "w").hf_url)), "tensor_model_parallel_size 2")
         self.says(ucformat.average([made, tmp_path / "v"], tmp_path / "a").manifest.layout)
         self.says(ucformat.convert(tmp_path / "a", tmp_path / "again").manifest.layout)
 
     def test_exports_say_so(self, tmp_path: Path, part: ucformat.Checkpoint) -> None:
-        assert not ucformat.export(part, tmp_path / "st", "safetensors").left_out[0].startswith("that it is")
+        assert (
+            not ucformat.export(part, tmp_path / "st", "safetensors")
+            .left_out[0]
+            .startswith("that it is")
+        )
         refused(tmp_path / "st", "tensor_model_parallel_size 2")
         done = ucformat.export(part, tmp_path / "model.pt", "torch")
-        assert done.left_out[0].startswith("that it is only a part of a checkpoint: one rank's part")
+        assert done.left_out[0].startswith(
+            "that it is only a part of a checkpoint: one rank's part"
+        )
 
-    def test_what_a_training_saves_after_loading_it(self, tmp_path: Path, part: ucformat.Checkpoint) -> None:
+    def test_what_a_training_saves_after_loading_it(
+        self, tmp_path: Path, part: ucformat.Checkpoint
+    ) -> None:
         from ucformat.jobs.record import lineage_to
         from ucformat.torch import save
 
@@ -298,7 +349,9 @@ def test_shards_of_pytorch_s_writer(tmp_path: Path) -> None:
         assert ucformat.open(whole)["w"].shape == (sum(sizes), 3)
         max(whole.iterdir()).unlink()
         refused(whole, f"the shards of {len(sizes) - 1} ranks|the shards of one rank")
-    for number, sizes in enumerate(((2,), (2, 2), (2, 2, 1), (3, 2, 3, 2))):  # 5 rows may be of four ranks, too
+    for number, sizes in enumerate(
+        ((2,), (2, 2), (2, 2, 1), (3, 2, 3, 2))
+    ):  # 5 rows may be of four ranks, too
         part = shards(tmp_path / f"part{number}", *sizes)
         refused(part, "nothing tells how many saved")
         assert ucformat.open(part, options={"part": False})["w"].shape == (sum(sizes), 3)
@@ -362,7 +415,9 @@ def test_a_file_of_dcp_alone(tmp_path: Path) -> None:
     """It has no names of tensors, so it cannot be opened at all, and the error does not promise that."""
     path = Path(shutil.copy(next((DCP / "titan").rglob("__1_0.distcp")), tmp_path))
     for options in ({}, {"part": True}):
-        with pytest.raises(NotACheckpoint, match=r"only a part of a checkpoint: one file.*`\.metadata`") as error:
+        with pytest.raises(
+            NotACheckpoint, match=r"only a part of a checkpoint: one file.*`\.metadata`"
+        ) as error:
             open_checkpoint(path, options=options)
         assert "by itself it cannot be read" in str(error.value.hint)
 
@@ -370,8 +425,13 @@ def test_a_file_of_dcp_alone(tmp_path: Path) -> None:
 def test_numbers_alone(tmp_path: Path) -> None:
     """Epochs have the same shapes; ranks may have other ones, or say who they are."""
     for n in range(2):
-        torch.save({"model": {"w": torch.full((4, 2), n), "b": torch.ones(2, 2)}}, saved(tmp_path / f"epoch/m_{n}.pt"))
-        torch.save({"w": torch.ones(4, 3 - n), "b": torch.ones(2, 2)}, saved(tmp_path / f"cut/m_{n}.pt"))
+        torch.save(
+            {"model": {"w": torch.full((4, 2), n), "b": torch.ones(2, 2)}},
+            saved(tmp_path / f"epoch/m_{n}.pt"),
+        )
+        torch.save(
+            {"w": torch.ones(4, 3 - n), "b": torch.ones(2, 2)}, saved(tmp_path / f"cut/m_{n}.pt")
+        )
         torch.save({"w": torch.ones(3 - n, 3 - n)}, saved(tmp_path / f"sizes/m_{n}.pt"))
         torch.save({"a.lora_A": torch.ones(4, 3 - n)}, saved(tmp_path / f"lora/m_{n}.pt"))
         torch.save({"w": torch.ones(4, 3 - n)}, saved(tmp_path / f"sweep/m_{8 * n + 8}.pt"))
@@ -379,7 +439,10 @@ def test_numbers_alone(tmp_path: Path) -> None:
         torch.save(value, saved(tmp_path / f"named/m_{n}.pt"))
         torch.save({**value, "rank": 0}, saved(tmp_path / f"first/m_{n}.pt"))
     for n in range(2):
-        refused(tmp_path / f"cut/m_{n}.pt", "has the same tensors, each with another size of at most one dim")
+        refused(
+            tmp_path / f"cut/m_{n}.pt",
+            "has the same tensors, each with another size of at most one dim",
+        )
         refused(tmp_path / f"named/m_{n}.pt", "rank 1 of 2, according to its content")
         for folder in ("epoch", "sizes", "lora", "first"):
             assert open_checkpoint(tmp_path / folder / f"m_{n}.pt").names(), folder

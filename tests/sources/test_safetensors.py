@@ -34,13 +34,25 @@ if TYPE_CHECKING:
 DTYPE_NAMES = [name for name in DTYPES.values() if name != "bool" and name not in PACKED]
 
 
-def arrays(names: dict[str, tuple[int, ...]], dtype: str = "float32") -> dict[str, np.ndarray[Any, Any]]:
+def arrays(
+    names: dict[str, tuple[int, ...]], dtype: str = "float32"
+) -> dict[str, np.ndarray[Any, Any]]:
     rng = np.random.default_rng(3)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    return {n: rng.integers(0, 255, (*shape, kind.itemsize), np.uint8).view(kind)[..., 0] for n, shape in names.items()}
+    return {
+        n: rng.integers(0, 255, (*shape, kind.itemsize), np.uint8).view(kind)[..., 0]
+        for n, shape in names.items()
+    }
 
 
-LAYER = {"embed.weight": (7, 5), "layers.0.w": (5, 3), "layers.1.w": (5, 3), "norm": (5,), "nothing": (0, 4), "one": ()}
+LAYER = {
+    "embed.weight": (7, 5),
+    "layers.0.w": (5, 3),
+    "layers.1.w": (5, 3),
+    "norm": (5,),
+    "nothing": (0, 4),
+    "one": (),
+}
 
 
 def written(folder: Path, files: dict[str, list[str]], **more: Any) -> Sample:
@@ -53,9 +65,13 @@ def written(folder: Path, files: dict[str, list[str]], **more: Any) -> Sample:
     return Sample(folder, more.pop("place", "."), "safetensors", truth, **more)
 
 
-def index(folder: Path, files: dict[str, list[str]], name: str = "model.safetensors.index.json") -> None:
+def index(
+    folder: Path, files: dict[str, list[str]], name: str = "model.safetensors.index.json"
+) -> None:
     weight_map = {n: file for file, names in files.items() for n in names}
-    (folder / name).write_text(json.dumps({"metadata": {"total_size": 3, "loss": 0.5}, "weight_map": weight_map}))
+    (folder / name).write_text(
+        json.dumps({"metadata": {"total_size": 3, "loss": 0.5}, "weight_map": weight_map})
+    )
 
 
 SHARDS = {
@@ -67,7 +83,9 @@ SHARDS = {
 class TestAFile(SourceSuite):
     @pytest.fixture
     def sample(self, tmp_path: Path) -> Sample:
-        return written(tmp_path / "m", {"weights.safetensors": list(LAYER)}, place="weights.safetensors")
+        return written(
+            tmp_path / "m", {"weights.safetensors": list(LAYER)}, place="weights.safetensors"
+        )
 
     def test_its_folder_is_the_file(self, sample: Sample) -> None:
         ck = sample.open()
@@ -81,14 +99,26 @@ class TestAModelsFolder(SourceSuite):
     @pytest.fixture
     def sample(self, tmp_path: Path) -> Sample:
         sample = written(tmp_path / "m", {"model.safetensors": list(LAYER)})
-        for name in ("config.json", "tokenizer.json", "README.md", "chat_template.jinja", "further.json"):
+        for name in (
+            "config.json",
+            "tokenizer.json",
+            "README.md",
+            "chat_template.jinja",
+            "further.json",
+        ):
             (sample.folder / name).write_text("{}")
         (sample.folder / "optimizer.onnx").write_text("no asset")
         return sample
 
     def test_small_files_beside_it_are_assets(self, sample: Sample) -> None:
         ck = sample.open()
-        texts = {"config.json", "tokenizer.json", "README.md", "chat_template.jinja", "further.json"}
+        texts = {
+            "config.json",
+            "tokenizer.json",
+            "README.md",
+            "chat_template.jinja",
+            "further.json",
+        }
         assert set(ck.metadata.assets) == texts
         assert dict(ck.unread) == {"optimizer.onnx": 8}
         assert set(ck.assets) == texts | {"optimizer.onnx"}
@@ -119,7 +149,9 @@ class TestShardsWithoutIndex(SourceSuite):
 def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     a = arrays({"a": (3, 5)}, dtype)["a"]
     name = next(k for k, v in DTYPES.items() if v == dtype)
-    header = json.dumps({"a": {"dtype": name, "shape": [3, 5], "data_offsets": [0, a.nbytes]}}).encode()
+    header = json.dumps(
+        {"a": {"dtype": name, "shape": [3, 5], "data_offsets": [0, a.nbytes]}}
+    ).encode()
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + a.tobytes())
     safetensors.safe_open(tmp_path / "m.safetensors", "np")  # the library takes it too
     ck = open_checkpoint(tmp_path / "m.safetensors")
@@ -173,7 +205,9 @@ class TestWhichOne:
         assert "open one of them" in str(error.value)
 
     def test_a_pipeline_of_diffusers_names_its_parts(self, tmp_path: Path) -> None:
-        folder = self.folder(tmp_path, "unet/diffusion_pytorch_model.safetensors", "vae/model.safetensors")
+        folder = self.folder(
+            tmp_path, "unet/diffusion_pytorch_model.safetensors", "vae/model.safetensors"
+        )
         (folder / "model_index.json").write_text("{}")
         with pytest.raises(UsageError, match="several models: unet, vae"):
             open_checkpoint(folder)
@@ -203,7 +237,9 @@ class TestAnIndexThatDisagrees:
         return tmp_path / "m"
 
     def test_it_names_a_shard_that_is_missing(self, tmp_path: Path) -> None:
-        folder = self.disagreeing(tmp_path, lambda files: {**files, "model-00003-of-00003.safetensors": ["lost"]})
+        folder = self.disagreeing(
+            tmp_path, lambda files: {**files, "model-00003-of-00003.safetensors": ["lost"]}
+        )
         with pytest.raises(MissingData, match=r"model-00003-of-00003.* is missing.*'lost'"):
             open_checkpoint(folder)
 
@@ -224,7 +260,9 @@ class TestAnIndexThatDisagrees:
         with pytest.raises(UnsafeError, match="does not stay inside"):
             open_checkpoint(self.disagreeing(tmp_path, lambda files: {**files, shard: ["x"]}))
 
-    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+    @pytest.mark.parametrize(
+        "text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "[" * 100_000]
+    )
     def test_it_is_no_index(self, tmp_path: Path, text: str) -> None:
         written(tmp_path / "m", SHARDS)
         (tmp_path / "m" / "model.safetensors.index.json").write_text(text)
@@ -239,7 +277,9 @@ def holding(data: bytes) -> MemoryStore:
     return store
 
 
-def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8), **more: Any) -> dict[str, Any]:
+def entry(
+    dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8), **more: Any
+) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
 
 
@@ -271,9 +311,15 @@ class TestTheHeader:
             (json.dumps({"a": entry(shape=(3,))}).encode(), "8 bytes, but F32"),
             (json.dumps({"a": entry(shape=[1 << 62] * 64)}).encode(), "8 bytes, but F32"),
             (json.dumps({"a": entry(), "b": entry()}).encode(), "overlaps the tensor 'a'"),
-            (json.dumps({"a": entry(shape=(1,), offsets=(4, 8))}).encode(), "leaves a gap after the header"),
+            (
+                json.dumps({"a": entry(shape=(1,), offsets=(4, 8))}).encode(),
+                "leaves a gap after the header",
+            ),
             (json.dumps({"a": entry(shape=(1,), offsets=(0, 4))}).encode(), "should have .* bytes"),
-            (json.dumps({"a": entry(shape=(3,), offsets=(0, 12))}).encode(), "should have .* bytes"),
+            (
+                json.dumps({"a": entry(shape=(3,), offsets=(0, 12))}).encode(),
+                "should have .* bytes",
+            ),
         ],
     )
     def test_what_is_damaged(self, header: bytes, match: str) -> None:
@@ -300,21 +346,36 @@ class TestTheHeader:
 
     @pytest.mark.parametrize(
         ("dtype", "shape", "nbytes", "ours"),
-        [("F4", (2, 8), 8, (2, 4)), ("F6_E2M3", (2, 8), 12, (2, 6)), ("F6_E3M2", (4,), 3, (3,)), ("F4", (2,), 1, (1,))],
+        [
+            ("F4", (2, 8), 8, (2, 4)),
+            ("F6_E2M3", (2, 8), 12, (2, 6)),
+            ("F6_E3M2", (4,), 3, (3,)),
+            ("F4", (2,), 1, (1,)),
+        ],
     )
-    def test_values_that_share_bytes(self, dtype: str, shape: Any, nbytes: int, ours: tuple[int, ...]) -> None:
+    def test_values_that_share_bytes(
+        self, dtype: str, shape: Any, nbytes: int, ours: tuple[int, ...]
+    ) -> None:
         text = json.dumps({"a": entry(dtype, shape, (0, nbytes))}).encode()
         assert parse_header(text, 8 + len(text) + nbytes, "f").tensors["a"].shape == ours
 
     @pytest.mark.parametrize(
-        ("dtype", "shape", "nbytes"), [("F4", (4, 3), 6), ("F6_E2M3", (2, 2), 3), ("F6_E3M2", (4, 1), 3)]
+        ("dtype", "shape", "nbytes"),
+        [("F4", (4, 3), 6), ("F6_E2M3", (2, 2), 3), ("F6_E3M2", (4, 1), 3)],
     )
     def test_rows_that_begin_within_a_byte(self, dtype: str, shape: Any, nbytes: int) -> None:
         text = json.dumps({"a": entry(dtype, shape, (0, nbytes))}).encode()
-        assert "rows do not begin at whole bytes" in parse_header(text, 8 + len(text) + nbytes, "f").unreadable["a"]
+        assert (
+            "rows do not begin at whole bytes"
+            in parse_header(text, 8 + len(text) + nbytes, "f").unreadable["a"]
+        )
 
     def test_padding_and_empty_tensors(self) -> None:
-        header = {"e": entry(shape=(0, 1 << 40), offsets=(8, 8)), "a": entry(), "f": entry(shape=(0,), offsets=(0, 0))}
+        header = {
+            "e": entry(shape=(0, 1 << 40), offsets=(8, 8)),
+            "a": entry(),
+            "f": entry(shape=(0,), offsets=(0, 0)),
+        }
         assert list(parsed(json.dumps(header).encode() + b"   ").tensors) == ["e", "a", "f"]
 
     @pytest.mark.parametrize(
@@ -383,7 +444,9 @@ def test_arbitrary_headers(header: dict[str, Any], tail: int) -> None:
 @settings(max_examples=150)
 @given(st.data())
 def test_mutated_files(data: st.DataObject) -> None:
-    text = json.dumps({"__metadata__": {"a": "b"}, "x": entry(), "y": entry("U8", (2, 3), (8, 14))}).encode()
+    text = json.dumps(
+        {"__metadata__": {"a": "b"}, "x": entry(), "y": entry("U8", (2, 3), (8, 14))}
+    ).encode()
     whole = bytearray(struct.pack("<Q", len(text)) + text + bytes(range(14)))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(whole) - 1))

@@ -10,7 +10,14 @@ import torch
 from tests.sources.suite import Sample, SourceSuite
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.pytorch.torch_save import TorchSave
-from ucformat.errors import IntegrityError, MissingData, NotACheckpoint, UnsafeError, UnsupportedError, UsageError
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    NotACheckpoint,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match
 from ucformat.storage.local import LocalStore
 
@@ -57,7 +64,9 @@ def plain(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data
 
 
-def truth_of(net: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, prefix: str = "") -> Truth:
+def truth_of(
+    net: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, prefix: str = ""
+) -> Truth:
     names = {id(p): n for n, p in net.named_parameters()}
     stored = net.state_dict()
     out = {("weight", prefix + n): plain(t) for n, t in stored.items() if n != "head.weight"}
@@ -67,7 +76,9 @@ def truth_of(net: torch.nn.Module, optimizer: torch.optim.Optimizer | None = Non
 
 
 TIED = {"head.weight": "embed.weight"}
-GROUPS = [["embed.weight", "up.weight", "up.bias", "norm.weight", "norm.bias", "down.weight", "down.bias"]]
+GROUPS = [
+    ["embed.weight", "up.weight", "up.bias", "norm.weight", "norm.bias", "down.weight", "down.bias"]
+]
 
 
 def saved(folder: Path, value: Any, name: str = "checkpoint.pt") -> Path:
@@ -80,7 +91,13 @@ class TestAFlatStateDict(SourceSuite):
     @pytest.fixture
     def sample(self, tmp_path: Path) -> Sample:
         net, _ = trained()
-        return Sample(saved(tmp_path / "m", net.state_dict()), "checkpoint.pt", "torch_save", truth_of(net), TIED)
+        return Sample(
+            saved(tmp_path / "m", net.state_dict()),
+            "checkpoint.pt",
+            "torch_save",
+            truth_of(net),
+            TIED,
+        )
 
 
 class TestAModelsFolder(SourceSuite):
@@ -113,7 +130,9 @@ class TestWithAnOptimizer(SourceSuite):
             "rng": {"cpu": torch.get_rng_state(), "cuda": []},
         }
         folder = saved(tmp_path / "m", value)
-        return Sample(folder, "checkpoint.pt", "torch_save", truth_of(net, optimizer), TIED, GROUPS, 17)
+        return Sample(
+            folder, "checkpoint.pt", "torch_save", truth_of(net, optimizer), TIED, GROUPS, 17
+        )
 
     def test_everything_else_is_an_object(self, sample: Sample) -> None:
         objects = sample.open().objects
@@ -136,13 +155,17 @@ class TestLightning(SourceSuite):
             "state_dict": {f"net.{k}": v for k, v in net.state_dict().items()},
             "optimizer_states": [optimizer.state_dict()],
             "lr_schedulers": [],
-            "callbacks": {"ModelCheckpoint{}": {"best_model_score": torch.tensor(0.1), "best_k_models": {}}},
+            "callbacks": {
+                "ModelCheckpoint{}": {"best_model_score": torch.tensor(0.1), "best_k_models": {}}
+            },
             "hyper_parameters": {"width": 6},
         }
         folder = saved(tmp_path / "m", value, "last.ckpt")
         truth = truth_of(net, optimizer, "net.")
         groups = [["net." + n for n in GROUPS[0]]]
-        return Sample(folder, ".", "torch_save", truth, {"net.head.weight": "net.embed.weight"}, groups, 2)
+        return Sample(
+            folder, ".", "torch_save", truth, {"net.head.weight": "net.embed.weight"}, groups, 2
+        )
 
     def test_who_wrote_it(self, sample: Sample) -> None:
         assert sample.open().metadata.engine == {"name": "lightning", "version": "2.6.6"}
@@ -157,12 +180,16 @@ class TestShards(SourceSuite):
         folder, whole = tmp_path / "m", net.state_dict()
         parts = {
             "pytorch_model-00001-of-00002.bin": {k: v for k, v in whole.items() if k[0] in "eh"},
-            "pytorch_model-00002-of-00002.bin": {k: v for k, v in whole.items() if k[0] not in "eh"},
+            "pytorch_model-00002-of-00002.bin": {
+                k: v for k, v in whole.items() if k[0] not in "eh"
+            },
         }
         for name, part in parts.items():
             saved(folder, part, name)
         weight_map = {k: name for name, part in parts.items() for k in part}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
         return Sample(folder, ".", "torch_save", truth_of(net), TIED)
 
     def test_without_the_index(self, sample: Sample) -> None:
@@ -173,7 +200,9 @@ class TestShards(SourceSuite):
             sample.open()
 
     def test_the_index_itself_opens_and_a_shard_does_not(self, sample: Sample) -> None:
-        assert len(open_checkpoint(sample.folder / "pytorch_model.bin.index.json")) == len(sample.truth)
+        assert len(open_checkpoint(sample.folder / "pytorch_model.bin.index.json")) == len(
+            sample.truth
+        )
         with pytest.raises(NotACheckpoint, match="one of 2 shards"):
             open_checkpoint(sample.folder / "pytorch_model-00001-of-00002.bin")
 
@@ -199,12 +228,21 @@ def test_tensors_that_are_not_contiguous_and_views_of_one_storage(tmp_path: Path
         assert ck[name].read().tobytes() == value[name].contiguous().numpy().tobytes()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64, torch.complex64]
+)
 def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
-    value = {"w": torch.randn(5, 3).to(dtype), "count": torch.arange(3), "mask": torch.tensor([True, False])}
+    value = {
+        "w": torch.randn(5, 3).to(dtype),
+        "count": torch.arange(3),
+        "mask": torch.tensor([True, False]),
+    }
     ck = open_value(tmp_path, value)
     for name, tensor in value.items():
-        assert (ck[name].info.dtype, ck[name].read().tobytes()) == (plain(tensor)[0], plain(tensor)[2])
+        assert (ck[name].info.dtype, ck[name].read().tobytes()) == (
+            plain(tensor)[0],
+            plain(tensor)[2],
+        )
 
 
 class TestWhichNames:
@@ -212,7 +250,9 @@ class TestWhichNames:
 
     def test_several_modules_keep_their_prefixes(self, tmp_path: Path) -> None:
         nets = {"G": torch.nn.Linear(3, 4), "D": torch.nn.Linear(4, 1)}
-        optimizers = {k: torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for k, n in nets.items()}
+        optimizers = {
+            k: torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for k, n in nets.items()
+        }
         for key, net in nets.items():
             net(torch.ones(2, net.in_features)).sum().backward()
             optimizers[key].step()
@@ -221,33 +261,47 @@ class TestWhichNames:
         ck = open_value(tmp_path, value)
         assert ck.names() == ["G.weight", "G.bias", "D.weight", "D.bias"]
         assert ck.states("D.bias") == ["weight", "momentum_buffer"]
-        assert [list(g["params"]) for g in ck.metadata.groups] == [["G.weight", "G.bias"], ["D.weight", "D.bias"]]
+        assert [list(g["params"]) for g in ck.metadata.groups] == [
+            ["G.weight", "G.bias"],
+            ["D.weight", "D.bias"],
+        ]
 
     def test_one_optimizer_of_several_modules(self, tmp_path: Path) -> None:
         one, other = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
         optimizer = torch.optim.Adam([*one.parameters(), *other.parameters()])
         other(one(torch.ones(2, 3))).sum().backward()
         optimizer.step()
-        value = {"a": one.state_dict(), "b": other.state_dict(), "optimizer": optimizer.state_dict()}
+        value = {
+            "a": one.state_dict(),
+            "b": other.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
         (group,) = open_value(tmp_path, value).metadata.groups
         assert list(group["params"]) == ["a.weight", "a.bias", "b.weight", "b.bias"]
 
     def test_an_average_beside_the_model(self, tmp_path: Path) -> None:
         net, optimizer = trained()
         average = {k: v.clone() for k, v in net.state_dict().items()}
-        ck = open_value(tmp_path, {"ema": average, "model": net.state_dict(), "optimizer": optimizer.state_dict()})
+        ck = open_value(
+            tmp_path,
+            {"ema": average, "model": net.state_dict(), "optimizer": optimizer.state_dict()},
+        )
         assert list(ck.metadata.groups[0]["params"]) == GROUPS[0]
         assert "ema.up.weight" in ck.names()
         assert "unnamed" not in ck.objects
 
     @pytest.mark.parametrize("options", [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.1}])
-    def test_what_is_not_certain_keeps_its_numbers(self, tmp_path: Path, options: Mapping[str, float]) -> None:
+    def test_what_is_not_certain_keeps_its_numbers(
+        self, tmp_path: Path, options: Mapping[str, float]
+    ) -> None:
         net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
         net[0].requires_grad_(requires_grad=False)
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], **options)
         net(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        path = saved(tmp_path / "m", {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+        path = saved(
+            tmp_path / "m", {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        )
         ck = open_checkpoint(path)
         assert ck.objects["unnamed"] == ["optimizer"]
         assert list(ck.metadata.groups[0]["params"]) == [f"optimizer.{i}" for i in range(4)]
@@ -260,7 +314,9 @@ class TestWhichNames:
         if "momentum" in options:
             assert told["2.weight", "momentum_buffer"].read().tobytes() == third.numpy().tobytes()
             with pytest.raises(UsageError, match=r"1\.bias cannot be the entry"):
-                TorchSave(groups={"optimizer": [[*names[0][1::-1], *names[0][2:]]]}).open(LocalStore(path))
+                TorchSave(groups={"optimizer": [[*names[0][1::-1], *names[0][2:]]]}).open(
+                    LocalStore(path)
+                )
         with pytest.raises(UsageError, match="names are given"):
             TorchSave(groups={"optimizer": [["1.weight"]]}).open(LocalStore(path))
 
@@ -287,7 +343,10 @@ class TestWhichNames:
         told = open_checkpoint(tmp_path / "m" / "checkpoint.pt", options={"groups": [order]})
         assert list(told.metadata.groups[0]["params"]) == order
         groups = [{"params": [n]} for n in range(3)]
-        value["optimizer"] = {"state": {n: {"m": torch.zeros(4, 4)} for n in range(3)}, "param_groups": groups}
+        value["optimizer"] = {
+            "state": {n: {"m": torch.zeros(4, 4)} for n in range(3)},
+            "param_groups": groups,
+        }
         assert open_value(tmp_path, value).objects["unnamed"] == ["optimizer"]
 
     def test_an_optimizer_alone(self, tmp_path: Path) -> None:
@@ -317,12 +376,16 @@ class TestWhatIsRefused:
             open_checkpoint(tmp_path / "m.pt")
 
     def test_a_whole_model(self, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedError, match=r"holds a whole torch\.nn\.modules\.linear\.Linear"):
+        with pytest.raises(
+            UnsupportedError, match=r"holds a whole torch\.nn\.modules\.linear\.Linear"
+        ):
             open_value(tmp_path, torch.nn.Linear(2, 2))
         with pytest.raises(UnsafeError, match=r"names tests\.sources"):
             open_value(tmp_path, Net())
 
-    @pytest.mark.parametrize("value", [{"a": 1}, [1], torch.ones(3), {"step": torch.tensor(3)}, None])
+    @pytest.mark.parametrize(
+        "value", [{"a": 1}, [1], torch.ones(3), {"step": torch.tensor(3)}, None]
+    )
     def test_what_holds_no_state_dict(self, tmp_path: Path, value: Any) -> None:
         with pytest.raises(UsageError, match="holds no state dict"):
             open_value(tmp_path, value)
@@ -330,7 +393,9 @@ class TestWhatIsRefused:
     def test_several_files_in_a_folder(self, tmp_path: Path) -> None:
         for name in ("epoch=1.ckpt", "epoch=2.ckpt"):
             saved(tmp_path / "m", {"w": torch.ones(2)}, name)
-        with pytest.raises(UsageError, match=r"several files of torch.save: epoch=1\.ckpt, epoch=2\.ckpt"):
+        with pytest.raises(
+            UsageError, match=r"several files of torch.save: epoch=1\.ckpt, epoch=2\.ckpt"
+        ):
             open_checkpoint(tmp_path / "m")
 
     def test_a_model_cut_over_ranks(self, tmp_path: Path) -> None:
@@ -338,7 +403,9 @@ class TestWhatIsRefused:
             saved(tmp_path / "m", {"w": torch.ones(2)}, f"consolidated.0{rank}.pth")
         with pytest.raises(UnsupportedError, match="sharded across 2 ranks"):
             open_checkpoint(tmp_path / "m")
-        with pytest.raises(NotACheckpoint, match=r"one of 2 numbered files, such as consolidated\.01\.pth"):
+        with pytest.raises(
+            NotACheckpoint, match=r"one of 2 numbered files, such as consolidated\.01\.pth"
+        ):
             open_checkpoint(tmp_path / "m" / "consolidated.00.pth")
         (tmp_path / "m" / "consolidated.01.pth").unlink()
         assert open_checkpoint(tmp_path / "m").names() == ["w"]
@@ -362,5 +429,8 @@ class TestWhatIsRefused:
 
 def test_parameters_in_no_order_are_told_apart_by_shapes() -> None:
     candidates = [Candidate("a", (2, 3)), Candidate("b", (3,)), Candidate("c", ())]
-    assert match([[Entry((3,))], [Entry(()), Entry((2, 3))]], candidates, ordered=False) == [["b"], ["c", "a"]]
+    assert match([[Entry((3,))], [Entry(()), Entry((2, 3))]], candidates, ordered=False) == [
+        ["b"],
+        ["c", "a"],
+    ]
     assert match([[Entry((3,))]], [*candidates, Candidate("d", (3,))], ordered=False) is None

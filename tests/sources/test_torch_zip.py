@@ -53,7 +53,9 @@ def test_a_truncated_file_is_named(tmp_path: Path, cut: int) -> None:
         opened(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK", b"not a file of torch at all", b"PK\3\4" + bytes(100)])
+@pytest.mark.parametrize(
+    "content", [b"", b"PK", b"not a file of torch at all", b"PK\3\4" + bytes(100)]
+)
 def test_other_files_are_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "no.pt").write_bytes(content)
     with pytest.raises(IntegrityError, match=r"no\.pt"):

@@ -85,7 +85,9 @@ def test_containers_and_classes(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-@pytest.mark.parametrize("array", [np.arange(6, dtype="<u4").reshape(2, 3), np.zeros((0, 2)), np.array([True])])
+@pytest.mark.parametrize(
+    "array", [np.arange(6, dtype="<u4").reshape(2, 3), np.zeros((0, 2)), np.array([True])]
+)
 def test_numpy_arrays(protocol: int, array: Any) -> None:
     found = load(pickle.dumps(array, protocol))
     assert isinstance(found, NdArray)
@@ -112,7 +114,11 @@ def test_tensors() -> None:
     untyped = storage("0", 16, "UntypedStorage")
     v3 = glob("torch._utils", "_rebuild_tensor_v3")
     sizes = [tuple_of(integer(16)), tuple_of(integer(1))]
-    found = load(pickled(call(v3, untyped, integer(0), *sizes, b"\x89", b"N", glob("torch", "float8_e4m3fn"))))
+    found = load(
+        pickled(
+            call(v3, untyped, integer(0), *sizes, b"\x89", b"N", glob("torch", "float8_e4m3fn"))
+        )
+    )
     assert (found.dtype, found.numel) == ("float8_e4m3fn", 16)
     assert load(pickled(glob("torch", "bfloat16"))) == Dtype("bfloat16")
     assert load(pickled(call(glob("torch", "Size"), tuple_of(integer(2), integer(3))))) == (2, 3)
@@ -143,7 +149,15 @@ def test_tensors_outside_their_storage_are_caught(bad: bytes) -> None:
 def test_a_flag_that_changes_the_values_refuses_the_tensor() -> None:
     sizes = [tuple_of(integer(4)), tuple_of(integer(1))]
     special = b"}" + text("conj") + b"\x88s"
-    conj = call(glob("torch._utils", "_rebuild_tensor_v2"), storage(), integer(0), *sizes, b"\x89", b"N", special)
+    conj = call(
+        glob("torch._utils", "_rebuild_tensor_v2"),
+        storage(),
+        integer(0),
+        *sizes,
+        b"\x89",
+        b"N",
+        special,
+    )
     found = load(pickled(conj))
     assert (found.shape, found.readable) == ((4,), False)
     assert "resolve_conj" in why_refused(found.dtype)
@@ -157,14 +171,26 @@ LAYOUT = call(glob("torch.serialization", "_get_layout"), text("torch.sparse_coo
     [
         ("_utils._rebuild_sparse_tensor", (LAYOUT, tuple_of(text("x"), text("y")))),
         ("_utils._rebuild_sparse_tensor", (LAYOUT, tuple_of(tensor(), tensor()))),
-        ("_utils._rebuild_sparse_tensor", (text("torch.sparse_coo"), tuple_of(tensor(), tuple_of(integer(4))))),
+        (
+            "_utils._rebuild_sparse_tensor",
+            (text("torch.sparse_coo"), tuple_of(tensor(), tuple_of(integer(4)))),
+        ),
         ("_utils._rebuild_nested_tensor", (text("x"),)),
         ("_utils._rebuild_meta_tensor_no_storage", (text("float32"), tuple_of(integer(4)))),
-        ("_utils._rebuild_meta_tensor_no_storage", (glob("torch", "float32"), tuple_of(integer(-4)))),
+        (
+            "_utils._rebuild_meta_tensor_no_storage",
+            (glob("torch", "float32"), tuple_of(integer(-4))),
+        ),
         ("_utils._rebuild_device_tensor_from_cpu_tensor", (text("x"), glob("torch", "float32"))),
-        ("_utils._rebuild_wrapper_subclass", (glob("torch.masked.x", "M"), text("x"), tuple_of(integer(4)))),
+        (
+            "_utils._rebuild_wrapper_subclass",
+            (glob("torch.masked.x", "M"), text("x"), tuple_of(integer(4))),
+        ),
         ("_tensor._rebuild_from_type_v2", (text("x"), text("x"), tuple_of(), b"N")),
-        ("_tensor._rebuild_from_type_v2", (glob("torch", "Size"), glob("torch.masked.x", "M"), tuple_of(), b"N")),
+        (
+            "_tensor._rebuild_from_type_v2",
+            (glob("torch", "Size"), glob("torch.masked.x", "M"), tuple_of(), b"N"),
+        ),
     ],
 )
 def test_tensors_of_other_kinds_that_are_damaged(name: str, args: tuple[bytes, ...]) -> None:
@@ -175,13 +201,17 @@ def test_tensors_of_other_kinds_that_are_damaged(name: str, args: tuple[bytes, .
 
 def test_a_tensor_that_was_copied_from_a_device() -> None:
     rebuild = glob("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
-    same, other = (load(pickled(call(rebuild, tensor(), glob("torch", d), text("xla:0")))) for d in ("float32", "half"))
+    same, other = (
+        load(pickled(call(rebuild, tensor(), glob("torch", d), text("xla:0"))))
+        for d in ("float32", "half")
+    )
     assert (same.readable, other.readable) == (True, False)
     assert why_refused(other.dtype) == "is float16, stored as float32"
 
 
 @pytest.mark.parametrize(
-    "module", ["deepspeed.runtime.zero.config", "megatron.core.enums", "transformers", "torch.optim.adam"]
+    "module",
+    ["deepspeed.runtime.zero.config", "megatron.core.enums", "transformers", "torch.optim.adam"],
 )
 def test_framework_classes_are_inert(module: str) -> None:
     made = call(glob(module, "Thing"), integer(1)) + b"}" + text("a") + integer(2) + b"sb"
@@ -198,7 +228,9 @@ def test_inert_containers_keep_their_items() -> None:
 
 
 def test_members_of_an_enumeration_of_python_3_11() -> None:
-    found = load(pickled(call(glob("builtins", "getattr"), glob("deepspeed.x", "Stage"), text("weights"))))
+    found = load(
+        pickled(call(glob("builtins", "getattr"), glob("deepspeed.x", "Stage"), text("weights")))
+    )
     assert (found.name, found.args) == ("deepspeed.x.Stage", ("weights",))
 
 
@@ -221,7 +253,10 @@ def test_what_is_refused_is_named(whole: str) -> None:
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_nothing_is_run(tmp_path: Path, protocol: int) -> None:
     command = f"touch {tmp_path}/pwned"
-    for evil in (Evil(os.system, (command,)), Evil(eval, (f"__import__('os').system('{command}')",))):
+    for evil in (
+        Evil(os.system, (command,)),
+        Evil(eval, (f"__import__('os').system('{command}')",)),
+    ):
         with pytest.raises(UnsafeError):
             load(pickle.dumps({"a": [evil]}, protocol))
     assert not list(tmp_path.iterdir())
@@ -251,8 +286,12 @@ def test_a_package_of_ones_own_can_be_allowed() -> None:
         text("0") + b"Q",
         tuple_of(text("module"), text("x"), text("0"), text("cpu"), integer(4)) + b"Q",
         tuple_of(text("storage"), text("x"), text("0"), text("cpu"), integer(4)) + b"Q",
-        tuple_of(text("storage"), glob("torch", "FloatStorage"), integer(0), text("cpu"), integer(4)) + b"Q",
-        tuple_of(text("storage"), glob("torch", "FloatStorage"), text("9"), text("cpu"), integer(4)) + b"Q",
+        tuple_of(
+            text("storage"), glob("torch", "FloatStorage"), integer(0), text("cpu"), integer(4)
+        )
+        + b"Q",
+        tuple_of(text("storage"), glob("torch", "FloatStorage"), text("9"), text("cpu"), integer(4))
+        + b"Q",
         call(integer(5), text("x")),
         call(text("x")),
         call(tensor(), text("x")),
@@ -368,7 +407,10 @@ def test_many_keys_of_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     keys = [(i // 7 * sys.hash_info.modulus, i % 7 * sys.hash_info.modulus) for i in range(21)]
     assert len({hash(k) for k in keys}) == 1
     assert load(pickle.dumps(dict.fromkeys(keys), 2)) == dict.fromkeys(keys)
-    many = [tuple(int(d) * sys.hash_info.modulus for d in np.base_repr(i, 4).zfill(6)) for i in range(3000)]
+    many = [
+        tuple(int(d) * sys.hash_info.modulus for d in np.base_repr(i, 4).zfill(6))
+        for i in range(3000)
+    ]
     assert len({hash(k) for k in many}) == 1
     with pytest.raises(UnsafeError, match="neither text, objects nor small numbers"):
         load(pickle.dumps(dict.fromkeys(many), 4))
@@ -380,7 +422,9 @@ def test_keys_of_checkpoints_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for keys in (range(20_000), map(str, range(20_000))):
         value = dict.fromkeys(keys)
         assert load(pickle.dumps(value, 2)) == value
-    chunks = {MetadataIndex(str(i)): None for i in range(20_000)}  # as in the metadata of PyTorch DCP
+    chunks = {
+        MetadataIndex(str(i)): None for i in range(20_000)
+    }  # as in the metadata of PyTorch DCP
     assert [key.get("fqn") for key in load(pickle.dumps(chunks, 2))] == [key.fqn for key in chunks]
 
 
@@ -396,7 +440,8 @@ STORAGE = [text("storage"), glob("torch", "FloatStorage"), text("0"), text("cpu"
 
 
 @pytest.mark.parametrize(
-    "identity", [text("0"), b"]", tuple_of(*STORAGE[:4]), tuple_of(text("module"), *STORAGE[1:]), tuple_of()]
+    "identity",
+    [text("0"), b"]", tuple_of(*STORAGE[:4]), tuple_of(text("module"), *STORAGE[1:]), tuple_of()],
 )
 def test_what_is_no_storage_is_outside(identity: bytes) -> None:
     with pytest.raises(UnsafeError, match=r"refers to an outside object .* which is not a storage"):
@@ -404,7 +449,8 @@ def test_what_is_no_storage_is_outside(identity: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "part"), [(1, text("FloatStorage")), (2, integer(0)), (4, text("4")), (4, integer(-1)), (4, b"\x88")]
+    ("at", "part"),
+    [(1, text("FloatStorage")), (2, integer(0)), (4, text("4")), (4, integer(-1)), (4, b"\x88")],
 )
 def test_a_storage_is_named_by_its_kind_key_and_size(at: int, part: bytes) -> None:
     with pytest.raises(IntegrityError, match="refers to a storage by"):
@@ -420,6 +466,8 @@ def test_a_file_in_memory_that_is_filled_with_no_bytes_is_damage() -> None:
 def test_a_distributed_tensor_without_its_parts_is_damage() -> None:
     kind = glob("torch.distributed.tensor", "DTensor")
     args = tuple_of(tensor(), b"N", tuple_of(integer(2), integer(2)))
-    made = call(glob("torch._tensor", "_rebuild_from_type_v2"), glob("torch", "Tensor"), kind, args, b"}")
+    made = call(
+        glob("torch._tensor", "_rebuild_from_type_v2"), glob("torch", "Tensor"), kind, args, b"}"
+    )
     with pytest.raises(IntegrityError, match="without a local tensor, placements and a shape"):
         load(pickled(made), allow=(PARTS,))

@@ -22,8 +22,27 @@ LARGE = StoredTensor("1", "float32", (1 << 20,), (1,), 0, 1 << 20)
 @pytest.mark.parametrize(
     "value",
     [
-        *(None, True, 5, -1.5, "text", [], {}, [1, [2, {"a": None}]], {"$a": 1, "$$b": 2, 3: 4, -5: {6: 7}}),
-        *({"$float": "no"}, {"$int:3": 1}, b"\x00\xff", 1 + 2j, {1, 2}, slice(1, None, 2), math.inf, -math.inf),
+        *(
+            None,
+            True,
+            5,
+            -1.5,
+            "text",
+            [],
+            {},
+            [1, [2, {"a": None}]],
+            {"$a": 1, "$$b": 2, 3: 4, -5: {6: 7}},
+        ),
+        *(
+            {"$float": "no"},
+            {"$int:3": 1},
+            b"\x00\xff",
+            1 + 2j,
+            {1, 2},
+            slice(1, None, 2),
+            math.inf,
+            -math.inf,
+        ),
         *({None: 1, (1, 2): 2, 1.5: 3}, {"$class": 1}, {"$ref": 2}, {"a": {"$dict": []}}),
     ],
 )
@@ -40,7 +59,9 @@ def test_not_a_number() -> None:
 def test_one_way_forms() -> None:
     assert to_json((1, (2,))) == [1, [2]]
     assert to_json(PurePosixPath("/a")) == {"$path": "/a"}
-    assert to_json(dt.datetime(2024, 1, 2, tzinfo=dt.UTC)) == {"$datetime": "2024-01-02T00:00:00+00:00"}
+    assert to_json(dt.datetime(2024, 1, 2, tzinfo=dt.UTC)) == {
+        "$datetime": "2024-01-02T00:00:00+00:00"
+    }
     assert to_json(dt.timedelta(seconds=90)) == {"$datetime": 90.0}
     assert to_json(Dtype("bfloat16")) == {"$dtype": "bfloat16"}
     assert to_json(InertClass("deepspeed.X")) == {"$class": "deepspeed.X"}
@@ -57,12 +78,18 @@ def test_one_way_forms() -> None:
 def test_small_tensors_stay_inside() -> None:
     data = struct.pack("<HH", 0x3F80, 0xC000)
     encoded = to_json({"rng": SMALL}, read=lambda _: data)
-    assert encoded["rng"]["$tensor"] == {"dtype": "bfloat16", "shape": [2], "data": base64.b64encode(data).decode()}
+    assert encoded["rng"]["$tensor"] == {
+        "dtype": "bfloat16",
+        "shape": [2],
+        "data": base64.b64encode(data).decode(),
+    }
     assert from_json(encoded)["rng"].tolist() == [1.0, -2.0]
 
 
 def test_numpy_arrays() -> None:
-    big_endian = NdArray(">i4", (2, 2), np.array([[1, 2], [3, 4]], ">i4").tobytes("F"), fortran=True)
+    big_endian = NdArray(
+        ">i4", (2, 2), np.array([[1, 2], [3, 4]], ">i4").tobytes("F"), fortran=True
+    )
     assert from_json(to_json(big_endian)).tolist() == [[1, 2], [3, 4]]
 
 

@@ -46,7 +46,9 @@ def hint(error: pytest.ExceptionInfo[Any]) -> str:
 class TestOptimizerFiles:
     """Those that are gone, or incomplete."""
 
-    @pytest.mark.parametrize("name", ["tp2-dp2-z1", "tp2-z2-tied", "pp2-z1-bf16opt", "ep2-dp4-z2", "ep2-z0"])
+    @pytest.mark.parametrize(
+        "name", ["tp2-dp2-z1", "tp2-z2-tied", "pp2-z1-bf16opt", "ep2-dp4-z2", "ep2-z0"]
+    )
     def test_of_deepspeed_the_weights_are_whole(self, tmp_path: Path, name: str) -> None:
         place = copied(tmp_path, f"deepspeed/{name}") / "ckpt"
         whole = weights(place)
@@ -67,9 +69,12 @@ class TestOptimizerFiles:
         assert all(same(made[n][...], whole[n]) for n in whole)
 
     @pytest.mark.parametrize(
-        ("name", "file"), [("tp2-dp2-z1", "mp_rank_01_model"), ("tp2-dp2-z3", "rank_1_mp_rank_01_optim")]
+        ("name", "file"),
+        [("tp2-dp2-z1", "mp_rank_01_model"), ("tp2-dp2-z3", "rank_1_mp_rank_01_optim")],
     )
-    def test_of_files_that_hold_weights_nothing_is_promised(self, tmp_path: Path, name: str, file: str) -> None:
+    def test_of_files_that_hold_weights_nothing_is_promised(
+        self, tmp_path: Path, name: str, file: str
+    ) -> None:
         place = copied(tmp_path, f"deepspeed/{name}") / "ckpt"
         for path in place.rglob(f"*{file}_states.pt"):
             path.unlink()
@@ -97,7 +102,9 @@ class TestOptimizerFiles:
         with pytest.raises(MissingData, match="is missing") as error:
             ucformat.open(place)
         assert "optimizer" not in hint(error).replace("optimizer's", "")
-        with pytest.raises(UsageError, match="ZeRO 3, which stores the weights in the optimizer's files"):
+        with pytest.raises(
+            UsageError, match="ZeRO 3, which stores the weights in the optimizer's files"
+        ):
             ucformat.open(place, options={"optimizer": False})
 
     def test_of_the_universal_format_the_fp32_copies_are_whole(self, tmp_path: Path) -> None:
@@ -117,7 +124,11 @@ class TestOptimizerFiles:
     def test_in_a_directory_of_trainer(self, tmp_path: Path, name: str) -> None:
         place = copied(tmp_path, f"huggingface/{name}") / "ckpt"
         whole = weights(place)
-        for file in [*place.rglob("*optim_states.pt"), *place.glob("optimizer.*"), *place.glob("optimizer_0/*")]:
+        for file in [
+            *place.rglob("*optim_states.pt"),
+            *place.glob("optimizer.*"),
+            *place.glob("optimizer_0/*"),
+        ]:
             file.unlink()
         found = weights(place, optimizer=False)
         assert found.keys() == whole.keys()
@@ -156,8 +167,12 @@ def test_latest_without_its_folder(tmp_path: Path) -> None:
 class TestFilesOfTrainer:
     """Those that it always writes, and without which everything else can be read."""
 
-    @pytest.mark.parametrize("name", ["trainer", "trainer_bf16", "trainer_fsdp", "trainer_zero2", "trainer_adapter"])
-    def test_they_are_named(self, tmp_path: Path, name: str, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize(
+        "name", ["trainer", "trainer_bf16", "trainer_fsdp", "trainer_zero2", "trainer_adapter"]
+    )
+    def test_they_are_named(
+        self, tmp_path: Path, name: str, run: Run, caplog: pytest.LogCaptureFixture
+    ) -> None:
         place = copied(tmp_path, f"huggingface/{name}") / "ckpt"
         assert not ucformat.open(place).missing
         (place / "trainer_state.json").unlink()
@@ -165,7 +180,9 @@ class TestFilesOfTrainer:
         for file in [*place.glob("scheduler.pt"), *place.glob("rng_state*")]:
             file.unlink()
         here = ("trainer_state.json", "scheduler.pt", "rng_state.pth")
-        wanted = here[:1] if name == "trainer_zero2" else here  # whose engine has the optimizer and its scheduler
+        wanted = (
+            here[:1] if name == "trainer_zero2" else here
+        )  # whose engine has the optimizer and its scheduler
         assert ucformat.open(place).missing == wanted
         shown = run("show", place)
         assert all(f"missing   {file}" in shown.stdout for file in wanted)
@@ -176,7 +193,9 @@ class TestFilesOfTrainer:
         if name != "trainer_zero2":
             assert ucformat.open(place, options={"optimizer": False}).missing == wanted
 
-    def test_without_an_optimizer_there_is_neither_scheduler_nor_generator(self, tmp_path: Path) -> None:
+    def test_without_an_optimizer_there_is_neither_scheduler_nor_generator(
+        self, tmp_path: Path
+    ) -> None:
         place = copied(tmp_path, "huggingface/trainer") / "ckpt"
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # as with `save_only_model`
             (place / name).unlink()
@@ -211,7 +230,9 @@ def test_metadata_of_dcp_that_is_gone(tmp_path: Path, name: str, place: str) -> 
 def test_metadata_of_the_model_that_is_gone(tmp_path: Path) -> None:
     place = copied(tmp_path, "bytecheckpoint/fsdp") / "ckpt" / "global_step_2"
     (place / "model" / ".metadata").unlink()
-    with pytest.raises(MissingData, match=r"model/\.metadata is missing or damaged; each step has a model") as error:
+    with pytest.raises(
+        MissingData, match=r"model/\.metadata is missing or damaged; each step has a model"
+    ) as error:
         ucformat.open(place)
     assert "can be opened separately" in hint(error)
 
@@ -230,10 +251,16 @@ class TestPointersOfGitLfs:
             if files is shards:
                 (tmp_path / str(n) / "model.safetensors.index.json").write_text(json.dumps(index))
             places = [tmp_path / str(n)]
-            places += [tmp_path / str(n) / "model.safetensors.index.json"] if files is shards else []
-            places += [tmp_path / str(n) / files[0]] if len(files) == 1 and "/" not in files[0] else []
+            places += (
+                [tmp_path / str(n) / "model.safetensors.index.json"] if files is shards else []
+            )
+            places += (
+                [tmp_path / str(n) / files[0]] if len(files) == 1 and "/" not in files[0] else []
+            )
             for place in places:
-                with pytest.raises(MissingData, match=f"pointers of Git LFS instead of files: {files[0]}") as error:
+                with pytest.raises(
+                    MissingData, match=f"pointers of Git LFS instead of files: {files[0]}"
+                ) as error:
                     ucformat.open(place)
                 assert "git lfs pull" in hint(error)
 
@@ -249,7 +276,9 @@ class TestNamesOfTorchSave:
         torch.save({"w": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)
         with pytest.raises(UnsupportedError, match=r"before version 1\.6"):
             ucformat.open(tmp_path / "old")
-        torch.save({"w": torch.ones(2, 3)}, tmp_path / "state.pkl" / "model.pt")  # which goes before those without one
+        torch.save(
+            {"w": torch.ones(2, 3)}, tmp_path / "state.pkl" / "model.pt"
+        )  # which goes before those without one
         assert ucformat.open(tmp_path / "state.pkl").metadata.files == ("model.pt",)
         with zipfile.ZipFile(tmp_path / "other", "w") as archive:
             archive.writestr("top/data.txt", "no")
@@ -267,7 +296,9 @@ class TestNamesOfTorchSave:
             "z/w/fp32.pt",
         ):
             (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-            torch.save({"w": torch.full((2, 3), len(name)), name: torch.ones(1, 1)}, tmp_path / name)
+            torch.save(
+                {"w": torch.full((2, 3), len(name)), name: torch.ones(1, 1)}, tmp_path / name
+            )
         shutil.copytree(DATA / "megatron" / "tp2-tied" / "classic", tmp_path / "m")
         (tmp_path / "m" / "latest_checkpointed_iteration.txt").unlink()
         shutil.copytree(DATA / "deepspeed" / "universal-z1", tmp_path / "u")

@@ -26,7 +26,13 @@ from ucformat.engines.orbax import zarr_chunks as chunks_module
 from ucformat.engines.orbax.zarr import Zarr
 from ucformat.engines.orbax.zarr_array import parse_v3
 from ucformat.engines.orbax.zarr_chunks import Chunks
-from ucformat.errors import IntegrityError, MissingData, NotACheckpoint, UcformatError, UnsupportedError
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    NotACheckpoint,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.format.zarr_types import register_zarr_dtypes
 from ucformat.geometry.box import Box
 from ucformat.reading.dtypes import dtype_name
@@ -53,10 +59,21 @@ class Group:
     def __init__(self, folder: Path, version: int) -> None:
         register_zarr_dtypes()
         self.folder, self.truth = folder, dict[tuple[str, str], Any]()
-        self.group = zarr.open_group(folder, mode="w", zarr_format=version, attributes={"note": "x", "nan": 1.5})  # type: ignore[arg-type]
+        self.group = zarr.open_group(
+            folder,
+            mode="w",
+            zarr_format=version,  # type: ignore[arg-type]
+            attributes={"note": "x", "nan": 1.5},
+        )
 
     def put(self, path: str, value: NDArray[Any], **how: Any) -> None:
-        array = self.group.create_array(path, shape=value.shape, dtype=value.dtype, config=WRITE, **how)  # type: ignore[arg-type]
+        array = self.group.create_array(
+            path,
+            shape=value.shape,
+            dtype=value.dtype,
+            config=WRITE,  # type: ignore[arg-type]
+            **how,
+        )
         array[...] = value
         self.expect(path.replace("/", "."), value)
 
@@ -66,7 +83,9 @@ class Group:
 
     def close(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the v3 specification has no consolidated metadata
+            warnings.simplefilter(
+                "ignore"
+            )  # that the v3 specification has no consolidated metadata
             zarr.consolidate_metadata(self.folder)
 
 
@@ -75,7 +94,13 @@ def v2_raw(folder: Path) -> Group:
     g.put("edge", MATRIX, chunks=(5, 4), compressors=None)
     g.put("inner/fortran", MATRIX, chunks=(5, 4), compressors=None, order="F")
     g.put("inner/cube", CUBE, chunks=(2, 6, 3), compressors=None, order="F")
-    g.put("slashes", CUBE, chunks=(2, 3, 4), compressors=None, chunk_key_encoding={"name": "v2", "separator": "/"})
+    g.put(
+        "slashes",
+        CUBE,
+        chunks=(2, 3, 4),
+        compressors=None,
+        chunk_key_encoding={"name": "v2", "separator": "/"},
+    )
     g.put("scalar", np.array(2.5), compressors=None)
     g.put("empty", np.zeros((0, 3), np.float16), chunks=(1, 3), compressors=None)
     g.put("flags", MATRIX > 0, chunks=(13, 9), compressors=None)
@@ -108,13 +133,23 @@ def v3_raw(folder: Path) -> Group:
     for name, packed in {"plain": None, "checked": crc}.items():
         g.put(name, MATRIX, chunks=(5, 4), compressors=packed)
         g.put(f"{name}_turned", CUBE, chunks=(2, 3, 4), compressors=packed, filters=[turn])
-        g.put(f"{name}_turned_twice", CUBE, chunks=(2, 3, 4), compressors=packed, filters=[turn, turn])
+        g.put(
+            f"{name}_turned_twice", CUBE, chunks=(2, 3, 4), compressors=packed, filters=[turn, turn]
+        )
         g.put(f"{name}_shards", MATRIX, chunks=(3, 4), shards=(6, 8), compressors=packed)
         g.put(f"{name}_scalar", np.array(2.5), compressors=packed)
-    g.put("deep/er/shards", CUBE, chunks=(1, 2, 7), shards=(4, 6, 7), compressors=crc, filters=[turn])
+    g.put(
+        "deep/er/shards", CUBE, chunks=(1, 2, 7), shards=(4, 6, 7), compressors=crc, filters=[turn]
+    )
     g.put("bfloat16", MATRIX.astype(ml_dtypes.bfloat16), chunks=(4, 9), compressors=None)
     g.put("float8", MATRIX.astype(ml_dtypes.float8_e4m3fn), chunks=(4, 9), compressors=None)
-    g.put("dotted", MATRIX, chunks=(5, 4), compressors=None, chunk_key_encoding={"name": "v2", "separator": "."})
+    g.put(
+        "dotted",
+        MATRIX,
+        chunks=(5, 4),
+        compressors=None,
+        chunk_key_encoding={"name": "v2", "separator": "."},
+    )
     g.put("empty", np.zeros((4, 0), np.uint8), chunks=(4, 1), compressors=None)
     return g
 
@@ -136,8 +171,12 @@ def v3_encoded(folder: Path) -> Group:
             compressors=packed,
             filters=[codecs.TransposeCodec(order=(2, 0, 1))],
         )
-    g.put("big", MATRIX, chunks=(5, 4), compressors=None, serializer=codecs.BytesCodec(endian="big"))
-    inner = codecs.ShardingCodec(chunk_shape=(2, 2), codecs=[codecs.BytesCodec(), codecs.ZstdCodec()])
+    g.put(
+        "big", MATRIX, chunks=(5, 4), compressors=None, serializer=codecs.BytesCodec(endian="big")
+    )
+    inner = codecs.ShardingCodec(
+        chunk_shape=(2, 2), codecs=[codecs.BytesCodec(), codecs.ZstdCodec()]
+    )
     outer = codecs.ShardingCodec(
         chunk_shape=(4, 4), codecs=[inner], index_location=codecs.ShardingCodecIndexLocation.start
     )
@@ -150,11 +189,19 @@ def tensorstore(folder: Path) -> Group:
     """Arrays as TensorStore writes them, in a group."""
     g = Group(folder, 2)
     for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float32"):
-        for packed in (None, {"id": "zstd", "level": 1}, {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1}):
+        for packed in (
+            None,
+            {"id": "zstd", "level": 1},
+            {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1},
+        ):
             name = f"{dtype}_{packed['id'] if packed else 'raw'}"
             value = MATRIX.astype(getattr(ml_dtypes, dtype, dtype))
             metadata = {"compressor": packed, "chunks": [5, 4]}
-            spec: dict[str, Any] = {"driver": "zarr", "kvstore": f"file://{folder}/{name}/", "metadata": metadata}
+            spec: dict[str, Any] = {
+                "driver": "zarr",
+                "kvstore": f"file://{folder}/{name}/",
+                "metadata": metadata,
+            }
             spec["store_data_equal_to_fill_value"] = True
             ts.open(spec, create=True, dtype=dtype, shape=value.shape).result()[...] = value
             g.expect(name, value)
@@ -165,7 +212,9 @@ def alone(folder: Path) -> Group:
     """A folder that is an array."""
     g = Group(folder, 3)
     shutil.rmtree(folder)
-    array = zarr.create_array(folder / "w.zarr", shape=MATRIX.shape, dtype="f4", chunks=(4, 4), compressors=None)
+    array = zarr.create_array(
+        folder / "w.zarr", shape=MATRIX.shape, dtype="f4", chunks=(4, 4), compressors=None
+    )
     array[...] = MATRIX
     g.expect("w", MATRIX)
     return g
@@ -182,10 +231,15 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
     for name, make in GROUPS.items():
         folder = tmp_path_factory.mktemp(name)
         group = make(folder / "group")
-        if name not in ("alone", "tensorstore"):  # zarr-python does not know the latter's data types in v2
+        if name not in (
+            "alone",
+            "tensorstore",
+        ):  # zarr-python does not know the latter's data types in v2
             group.close()
         place = "group/w.zarr" if name == "alone" else "group"
-        made[name] = Sample(folder, place, "zarr", group.truth, encoded=not name.endswith(("raw", "alone")))
+        made[name] = Sample(
+            folder, place, "zarr", group.truth, encoded=not name.endswith(("raw", "alone"))
+        )
     return made
 
 
@@ -212,7 +266,9 @@ def group(tmp_path: Path) -> zarr.Group:
 
 
 def put(group: zarr.Group, name: str, **how: Any) -> None:
-    array = group.create_array(name, shape=MATRIX.shape, dtype="f4", **({"chunks": (5, 4), "config": WRITE} | how))
+    array = group.create_array(
+        name, shape=MATRIX.shape, dtype="f4", **({"chunks": (5, 4), "config": WRITE} | how)
+    )
     array[...] = how.get("fill_value", MATRIX)
 
 
@@ -226,7 +282,9 @@ def test_slices_of_raw_chunks_read_exactly_what_they_need(samples: dict[str, Sam
     assert plan.bytes_read == 9 * (5 * 4 * 4 + 4), "edge chunks are stored whole"
 
 
-def test_a_flipped_bit_under_a_checksum_is_found(samples: dict[str, Sample], tmp_path: Path) -> None:
+def test_a_flipped_bit_under_a_checksum_is_found(
+    samples: dict[str, Sample], tmp_path: Path
+) -> None:
     shutil.copytree(samples["v3_raw"].path, tmp_path / "g")
     chunk = tmp_path / "g/checked/c/0/0"
     chunk.write_bytes(b"\xff" + chunk.read_bytes()[1:])
@@ -249,7 +307,9 @@ def test_attributes_are_objects(group: zarr.Group, tmp_path: Path) -> None:
     assert attributes == {"": {"nan": {"$float": "nan"}}, "a": {"unit": "m"}} or "" in attributes
 
 
-def test_the_arrays_of_a_universal_checkpoint_say_what_they_are(samples: dict[str, Sample], tmp_path: Path) -> None:
+def test_the_arrays_of_a_universal_checkpoint_say_what_they_are(
+    samples: dict[str, Sample], tmp_path: Path
+) -> None:
     ck = ucformat.convert(samples["v3_raw"].path, tmp_path / "u", chunk_bytes=64)
     again = open_checkpoint(str(ck.zarr_url))
     assert again.kind == "zarr"
@@ -257,7 +317,9 @@ def test_the_arrays_of_a_universal_checkpoint_say_what_they_are(samples: dict[st
     assert again["plain"].plan(Box((3, 0), (1, 9))).bytes_read == 36 + 4
 
 
-def test_an_interrupted_conversion_is_still_no_checkpoint(samples: dict[str, Sample], tmp_path: Path) -> None:
+def test_an_interrupted_conversion_is_still_no_checkpoint(
+    samples: dict[str, Sample], tmp_path: Path
+) -> None:
     ucformat.convert(samples["v3_raw"].path, tmp_path / "u")
     (tmp_path / "u/manifest.json").unlink()
     with pytest.raises(NotACheckpoint):
@@ -287,7 +349,10 @@ def test_parts_that_were_lost_are_missed(group: zarr.Group, tmp_path: Path) -> N
     put(group, "a/b")
     put(group, "empty", config={"write_empty_chunks": False}, fill_value=1)
     (tmp_path / "g/a/b/zarr.json").rename(tmp_path / "aside")
-    with pytest.raises(MissingData, match=r"a/b/c/0/0 seems to be a chunk, but of an array whose metadata are missing"):
+    with pytest.raises(
+        MissingData,
+        match=r"a/b/c/0/0 seems to be a chunk, but of an array whose metadata are missing",
+    ):
         open_checkpoint(tmp_path / "g")
     (tmp_path / "aside").rename(tmp_path / "g/a/b/zarr.json")
     with warnings.catch_warnings():
@@ -385,17 +450,37 @@ def test_what_v2_metadata_may_not_say(
     [
         ({"data_type": "r16"}, UnsupportedError, "data type 'r16' is not read"),
         ({"data_type": "int1"}, UnsupportedError, "data type 'int1' is not read"),
-        ({"data_type": {"name": "numpy.datetime64", "configuration": {"unit": "s"}}}, UnsupportedError, "is not read"),
-        ({"data_type": {"name": "float32", "configuration": {"unit": "s"}}}, UnsupportedError, "is not read"),
-        ({"codecs": [*BYTES, {"name": "numcodecs.lz4"}]}, UnsupportedError, r"'numcodecs\.lz4' are not read"),
+        (
+            {"data_type": {"name": "numpy.datetime64", "configuration": {"unit": "s"}}},
+            UnsupportedError,
+            "is not read",
+        ),
+        (
+            {"data_type": {"name": "float32", "configuration": {"unit": "s"}}},
+            UnsupportedError,
+            "is not read",
+        ),
+        (
+            {"codecs": [*BYTES, {"name": "numcodecs.lz4"}]},
+            UnsupportedError,
+            r"'numcodecs\.lz4' are not read",
+        ),
         ({"codecs": [{"name": "bytes"}]}, UnsupportedError, "the order of bytes is unknown"),
         ({"codecs": []}, IntegrityError, "none of its codecs converts"),
         ({"codecs": [*BYTES, "transpose"]}, IntegrityError, "in the wrong place"),
-        ({"codecs": [{"name": "transpose", "configuration": {"order": [1]}}]}, IntegrityError, "order"),
+        (
+            {"codecs": [{"name": "transpose", "configuration": {"order": [1]}}]},
+            IntegrityError,
+            "order",
+        ),
         ({"codecs": sharded(chunk_shape=[3])}, IntegrityError, "split"),
         ({"codecs": sharded(index_location=3)}, IntegrityError, "index at"),
         ({"codecs": sharded(index_codecs=[])}, IntegrityError, "none of its codecs converts"),
-        ({"chunk_grid": {"name": "rectilinear", "configuration": {}}}, UnsupportedError, "rectilinear"),
+        (
+            {"chunk_grid": {"name": "rectilinear", "configuration": {}}},
+            UnsupportedError,
+            "rectilinear",
+        ),
         ({"chunk_key_encoding": {"name": "odd"}}, UnsupportedError, "odd"),
         ({"storage_transformers": [{"name": "x"}]}, UnsupportedError, "transformers"),
         ({"surprise": {"name": "x"}}, UnsupportedError, "'surprise'"),
@@ -411,7 +496,9 @@ def test_what_v3_metadata_may_not_say(
         read_only_array(tmp_path)
 
 
-def test_as_many_chunks_are_filled_as_what_is_stored_justifies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_chunks_are_filled_as_what_is_stored_justifies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(chunks_module, "_MIN_CHUNKS", 4)
     monkeypatch.setattr(chunks_module, "_MAX_CHUNKS", 8)
 
@@ -419,7 +506,9 @@ def test_as_many_chunks_are_filled_as_what_is_stored_justifies(monkeypatch: pyte
         array = parse_v3("a", "a/zarr.json", V3 | {"shape": [2 * count]})
         values = {"index": bytes(stored - 1), "other": bytes(1)}
         with suppress(UnsupportedError):
-            return len(list(Chunks(MemoryStore("x"), values, {}, ["a"], "").extents(array))) == count
+            return (
+                len(list(Chunks(MemoryStore("x"), values, {}, ["a"], "").extents(array))) == count
+            )
         return False
 
     limits = {1: 4, 15: 4, 16: 5, 47: 6, 64: 8, 1000: 8}
@@ -442,11 +531,21 @@ def test_no_size_in_metadata_makes_memory_or_time_go(tmp_path: Path) -> None:
             ck = Checkpoint(Zarr(fill_missing=fill).open(LocalStore(tmp_path)))
             with pytest.raises(UcformatError):
                 ck[next(iter(ck))][:]
-    for codec in (numcodecs.Zlib(), numcodecs.BZ2(), numcodecs.GZip(), numcodecs.Zstd(), numcodecs.Blosc()):
+    for codec in (
+        numcodecs.Zlib(),
+        numcodecs.BZ2(),
+        numcodecs.GZip(),
+        numcodecs.Zstd(),
+        numcodecs.Blosc(),
+    ):
         for n in (4, 64 << 20):
             (tmp_path / "0").write_bytes(codec.encode(bytes(n)))
             for chunk in (2, 1 << 45):
-                changed = V2 | {"shape": [chunk], "chunks": [chunk], "compressor": codec.get_config()}
+                changed = V2 | {
+                    "shape": [chunk],
+                    "chunks": [chunk],
+                    "compressor": codec.get_config(),
+                }
                 (tmp_path / ".zarray").write_text(json.dumps(changed))
                 ck = open_checkpoint(tmp_path)
                 with pytest.raises(IntegrityError, match=r"decode|too few"):
@@ -466,7 +565,9 @@ def test_hostile_metadata_are_errors_of_ours(tmp_path: Path, data: st.DataObject
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from(["name", "id", "configuration", "endian", "codecs", "order"]), inner, max_size=3
+                st.sampled_from(["name", "id", "configuration", "endian", "codecs", "order"]),
+                inner,
+                max_size=3,
             )
         ),
         max_leaves=8,
@@ -505,7 +606,9 @@ def test_any_store_serves_and_the_store_pickles(samples: dict[str, Sample]) -> N
     assert b"".join(rows) == b"".join(MATRIX[i, 1:3].tobytes() for i in range(3))
 
 
-def test_threads_decode_a_chunk_once(samples: dict[str, Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_decode_a_chunk_once(
+    samples: dict[str, Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ck = samples["v3_encoded"].open()
     decoded: list[str] = []
     chunks = ck.store._decoder  # type: ignore[attr-defined]

@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["call", "dictionary", "giant", "glob", "integer", "pickled", "save", "storage", "tensor", "text", "tuple_of"]
+__all__ = [
+    "call",
+    "dictionary",
+    "giant",
+    "glob",
+    "integer",
+    "pickled",
+    "save",
+    "storage",
+    "tensor",
+    "text",
+    "tuple_of",
+]
 
 
 def text(value: str) -> bytes:
@@ -41,15 +53,28 @@ def dictionary(**values: bytes) -> bytes:
 
 
 def storage(key: str = "0", numel: int = 4, kind: str = "FloatStorage") -> bytes:
-    return tuple_of(text("storage"), glob("torch", kind), text(key), text("cpu"), integer(numel)) + b"Q"
+    return (
+        tuple_of(text("storage"), glob("torch", kind), text(key), text("cpu"), integer(numel))
+        + b"Q"
+    )
 
 
 def tensor(
-    shape: tuple[int, ...] = (2, 2), strides: tuple[int, ...] = (2, 1), offset: int = 0, of: bytes | None = None
+    shape: tuple[int, ...] = (2, 2),
+    strides: tuple[int, ...] = (2, 1),
+    offset: int = 0,
+    of: bytes | None = None,
 ) -> bytes:
     sizes = [tuple_of(*map(integer, s)) for s in (shape, strides)]
     empty = call(glob("collections", "OrderedDict"))
-    return call(glob("torch._utils", "_rebuild_tensor_v2"), of or storage(), integer(offset), *sizes, b"\x89", empty)
+    return call(
+        glob("torch._utils", "_rebuild_tensor_v2"),
+        of or storage(),
+        integer(offset),
+        *sizes,
+        b"\x89",
+        empty,
+    )
 
 
 def pickled(value: bytes) -> bytes:
@@ -73,16 +98,28 @@ def save(
     return path
 
 
-def giant(path: Path, value: bytes, nbytes: int, names: tuple[str, str] = ("data.pkl", "data/0")) -> Path:
+def giant(
+    path: Path, value: bytes, nbytes: int, names: tuple[str, str] = ("data.pkl", "data/0")
+) -> Path:
     """A sparse file of a pickle and so many zero bytes, under these names; sizes and offsets in the zip64 form."""
     out = io.BytesIO()
     directory = b""
-    members: list[tuple[str, bytes | None]] = [(f"archive/{names[0]}", pickled(value)), (f"archive/{names[1]}", None)]
+    members: list[tuple[str, bytes | None]] = [
+        (f"archive/{names[0]}", pickled(value)),
+        (f"archive/{names[1]}", None),
+    ]
     members.append(("archive/version", b"3\n"))
     with path.open("wb") as file:
         for name, data in members:
-            at, size, crc = file.tell(), nbytes if data is None else len(data), zlib.crc32(data or b"")
-            file.write(struct.pack("<4s5HIIIHH", b"PK\3\4", 45, 0, 0, 0, 0, crc, 0, 0, len(name), 0) + name.encode())
+            at, size, crc = (
+                file.tell(),
+                nbytes if data is None else len(data),
+                zlib.crc32(data or b""),
+            )
+            file.write(
+                struct.pack("<4s5HIIIHH", b"PK\3\4", 45, 0, 0, 0, 0, crc, 0, 0, len(name), 0)
+                + name.encode()
+            )
             if data is None:
                 file.seek(nbytes, io.SEEK_CUR)
             else:
@@ -94,7 +131,9 @@ def giant(path: Path, value: bytes, nbytes: int, names: tuple[str, str] = ("data
         start, count = file.tell(), len(members)
         out.write(directory)
         out.write(
-            struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start)
+            struct.pack(
+                "<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start
+            )
             + struct.pack("<4sIQI", b"PK\6\7", 0, start + len(directory), 1)
             + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
         )

@@ -1,7 +1,7 @@
 """What processes that share a cache do in `test_cache_processes.py`: they read files, and compare what they get.
 
-A file has generations. How many there are is written into another file after each; a read must return the bytes of one
-that was current while it lasted.
+A file has generations. How many there are is written into another file after each; a read must
+return the bytes of one that was current while it lasted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from ucformat.storage.url import open_store
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["NAMES", "Wrong", "content", "read_for_ever", "read_once", "read_replicated", "rewrite", "size_of"]
+__all__ = [
+    "NAMES",
+    "Wrong",
+    "content",
+    "read_for_ever",
+    "read_once",
+    "read_replicated",
+    "rewrite",
+    "size_of",
+]
 
 NAMES = [f"f{n}" for n in range(6)]
 
@@ -70,7 +79,9 @@ def read_once(url: str, files: Path, rng: random.Random) -> None:
         raise Wrong(f"bytes {begin} to {end} of {name} are of no generation from {first} to {last}")
 
 
-def read_for_ever(url: str, files: Path, seed: int, environment: dict[str, str], failed: str) -> None:
+def read_for_ever(
+    url: str, files: Path, seed: int, environment: dict[str, str], failed: str
+) -> None:
     """Read until the process is killed; write to a file what was wrong."""
     os.environ |= environment
     rng = random.Random(seed)

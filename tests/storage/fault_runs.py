@@ -57,7 +57,9 @@ def _weather(seed: int, requests: int, faulty: Faulty, patch: pytest.MonkeyPatch
     """Begin to make the faults of this seed, for what takes about so many requests."""
     storm = seed % STORM == STORM - 1
     patch.setenv("UCP_DEADLINE", "1" if storm else str(CALM))
-    faulty.proxy.choose = Weather(seed, storm=random.Random(seed).randrange(requests) if storm else None)
+    faulty.proxy.choose = Weather(
+        seed, storm=random.Random(seed).randrange(requests) if storm else None
+    )
 
 
 def _outcome(act: Any, url: str, expected: Arrays, faulty: Faulty) -> str:
@@ -103,13 +105,22 @@ def converted(seed: int, src: Path, stored: str, faulty: Faulty, patch: pytest.M
 def saved(seed: int, faulty: Faulty, patch: pytest.MonkeyPatch) -> str:
     """Save a state in one process: packed, or of every second seed as arrays."""
     place = faulty.bucket.place()
-    arrays = {name: random_array(shape, "float32", seed) for name, shape in (("w", (97, 33)), ("b", (7,)))}
+    arrays = {
+        name: random_array(shape, "float32", seed) for name, shape in (("w", (97, 33)), ("b", (7,)))
+    }
     state: dict[str, Any] = {
         "model": {name: torch.from_numpy(np.array(a)) for name, a in arrays.items()},
         "step": seed,
     }
     sizes: dict[str, Any] = (
-        {"form": "zarr", "chunk_bytes": CHUNK, "shard_bytes": SHARD} if seed % 2 else {"form": "packed"}
+        {"form": "zarr", "chunk_bytes": CHUNK, "shard_bytes": SHARD}
+        if seed % 2
+        else {"form": "packed"}
     )
     _weather(seed, 16 if seed % 2 else 12, faulty, patch)
-    return _outcome(lambda: save(state, place, **sizes), place, {(n, "weight"): a for n, a in arrays.items()}, faulty)
+    return _outcome(
+        lambda: save(state, place, **sizes),
+        place,
+        {(n, "weight"): a for n, a in arrays.items()},
+        faulty,
+    )

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 class FaultyStore(WrappedStore):
     """Fails the n-th write or read, counted from 1.
 
-    Writes are `create`, `Writer.write`, `Writer.close`, `flush`, `put_if_absent`, `replace`, `delete` and
-    `delete_prefix`. With `dead`, every later call fails as well, as if the process had been killed there. `writes` and
-    `reads` count what was tried, so that a test can fail each step in turn until it is past the last.
+    Writes are `create`, `Writer.write`, `Writer.close`, `flush`, `put_if_absent`, `replace`,
+    `delete` and `delete_prefix`. With `dead`, every later call fails as well, as if the process had
+    been killed there. `writes` and `reads` count what was tried, so that a test can fail each step
+    in turn until it is past the last.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class FaultyStore(WrappedStore):
         self.count_read()
         return super().read(key, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         self.count_read()
         super().read_into(key, offset, buffers, crcs)
 

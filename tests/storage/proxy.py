@@ -1,7 +1,7 @@
 """A proxy between ucformat and an HTTP endpoint that answers as networks and overloaded services do.
 
-Whatever `choose` says of a request is done to it: `Weather` chooses at random, or a test by itself. The Host header is
-handed on as it came, for requests are signed with it.
+Whatever `choose` says of a request is done to it: `Weather` chooses at random, or a test by itself.
+The Host header is handed on as it came, for requests are signed with it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,21 @@ __all__ = ["FAULTS", "Fault", "Proxy", "Request", "answer", "fine"]
 
 Fault = Literal["busy", "error", "reset", "refused", "slow", "cut", "short", "lost", "lied"]
 
-#: What is done to a request. The endpoint does not see it: `busy`, `error`, `reset`, `refused` (nor the next ones).
-#: It answers, but late (`slow`), or the connection is reset within the body (`cut`), or ends within it (`short`).
-#: It does what was asked, and the answer is `lost`, or says that it failed (`lied`).
-FAULTS: tuple[Fault, ...] = ("busy", "error", "reset", "refused", "slow", "cut", "short", "lost", "lied")
+#: What is done to a request. The endpoint does not see it: `busy`, `error`, `reset`, `refused` (nor
+#: the next ones). It answers, but late (`slow`), or the connection is reset within the body
+#: (`cut`), or ends within it (`short`). It does what was asked, and the answer is `lost`, or says
+#: that it failed (`lied`).
+FAULTS: tuple[Fault, ...] = (
+    "busy",
+    "error",
+    "reset",
+    "refused",
+    "slow",
+    "cut",
+    "short",
+    "lost",
+    "lied",
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,8 @@ def answer(status: str, body: str = "") -> bytes:
 
 
 _BUSY = answer(
-    "503 Slow Down", "<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+    "503 Slow Down",
+    "<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
 )
 _ERROR = answer(
     "500 Internal Server Error",
@@ -107,7 +119,12 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -127,7 +144,9 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", self._port), backlog=128)
         self._listener.setblocking(False)
         self._port = self._listener.getsockname()[1]
-        self._loop.add_reader(self._listener, self._accept)  # asyncio's own server loses what comes while it closes
+        self._loop.add_reader(
+            self._listener, self._accept
+        )  # asyncio's own server loses what comes while it closes
 
     def _accept(self) -> None:
         if self._listener is not None:
@@ -163,7 +182,9 @@ class Proxy:
     async def _serve(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection)
         try:
-            while (request := await _request(reader)) is not None and await self._answer(request, writer):
+            while (request := await _request(reader)) is not None and await self._answer(
+                request, writer
+            ):
                 pass
         except OSError:
             pass
@@ -178,7 +199,9 @@ class Proxy:
         if fault is not None:
             self.done[fault if isinstance(fault, str) else "answer"] += 1
         if isinstance(fault, bytes) or fault in ("busy", "error"):
-            writer.write(fault if isinstance(fault, bytes) else _BUSY if fault == "busy" else _ERROR)
+            writer.write(
+                fault if isinstance(fault, bytes) else _BUSY if fault == "busy" else _ERROR
+            )
             await writer.drain()
             return True
         if fault in ("reset", "refused"):
@@ -198,17 +221,25 @@ class Proxy:
             return await _broken(writer, head, body, reset=fault == "cut")
         writer.write(head + body)
         await writer.drain()
-        return b"content-length:" in head.lower() or request.method == "HEAD" or b" 204 " in head[:20]
+        return (
+            b"content-length:" in head.lower() or request.method == "HEAD" or b" 204 " in head[:20]
+        )
 
     async def _ask(self, request: Request) -> tuple[bytes, bytes]:
         reader, writer = await asyncio.open_connection(*self._there)
         try:
             lines = [f"{request.method} {request.target} HTTP/1.1".encode()]
-            lines += [k + b": " + v for k, v in request.headers.items() if k not in (b"connection", b"expect")]
+            lines += [
+                k + b": " + v
+                for k, v in request.headers.items()
+                if k not in (b"connection", b"expect")
+            ]
             writer.write(b"\r\n".join([*lines, b"Connection: close", b"", b""]) + request.body)
             await writer.drain()
             head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
-            kept = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
+            kept = [
+                line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")
+            ]
             return b"\r\n".join([*kept, b"", b""]).replace(b"HTTP/1.0", b"HTTP/1.1", 1), body
         finally:
             writer.close()

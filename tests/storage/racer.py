@@ -39,7 +39,9 @@ def main() -> None:
     for line in sys.stdin:
         src, dst, again = line.split()
         try:
-            ck = converting.convert(src, dst, chunk_bytes=1 << 10, shard_bytes=16 << 10, overwrite=again == "overwrite")
+            ck = converting.convert(
+                src, dst, chunk_bytes=1 << 10, shard_bytes=16 << 10, overwrite=again == "overwrite"
+            )
         except Conflict as error:
             say("conflict", error.exit_code)
         except UcformatError as error:

@@ -48,7 +48,9 @@ class Seen:
 
     def check(self, *more: str) -> None:
         """Nothing secret in all this, nor in the log."""
-        records = [f"{r.getMessage()} {r.args} {r.exc_text} {r.__dict__}" for r in self._log.records]
+        records = [
+            f"{r.getMessage()} {r.args} {r.exc_text} {r.__dict__}" for r in self._log.records
+        ]
         for text in (*self.texts, *records, *more):
             for secret in SECRETS:
                 assert secret not in text, text[max(0, text.index(secret) - 200) :][:400]

@@ -79,13 +79,22 @@ def entries(cache: Path) -> list[Path]:
 
 
 class TestVersions:
-    def test_a_second_store_requests_no_bytes(self, store: Store, served: Served, files: Path) -> None:
+    def test_a_second_store_requests_no_bytes(
+        self, store: Store, served: Served, files: Path
+    ) -> None:
         data = random.Random(1).randbytes(5 * BLOCK + 17)
         files.joinpath("f").write_bytes(data)
         assert store.read("f") == data
         served.counts()
         again = open_store(store.url)
-        for begin, nbytes in [(0, None), (0, 1), (BLOCK - 1, 2), (3, 4 * BLOCK), (5 * BLOCK, 17), (5 * BLOCK + 16, 1)]:
+        for begin, nbytes in [
+            (0, None),
+            (0, 1),
+            (BLOCK - 1, 2),
+            (3, 4 * BLOCK),
+            (5 * BLOCK, 17),
+            (5 * BLOCK + 16, 1),
+        ]:
             end = len(data) if nbytes is None else begin + nbytes
             assert again.read("f", begin, nbytes) == data[begin:end]
         assert served.counts().reads == 0
@@ -101,7 +110,9 @@ class TestVersions:
         files.joinpath("f").write_bytes(b"a" * 2 * BLOCK)
         assert (store.read("f"), other.read("f")) == (b"a" * 2 * BLOCK,) * 2
         _replace(files / "f", b"b" * size)
-        assert (store.read("f"), other.read("f"), open_store(store.url).read("f")) == (b"b" * size,) * 3
+        assert (store.read("f"), other.read("f"), open_store(store.url).read("f")) == (
+            b"b" * size,
+        ) * 3
         _replace(files / "f", b"c" * 2 * BLOCK)
         buffer = bytearray(BLOCK)
         store.read_into("f", 7, [memoryview(buffer)])
@@ -156,7 +167,9 @@ class TestVersions:
 
 
 class TestScopes:
-    def test_many_files_are_asked_for_with_one_request(self, store: Store, served: Served, files: Path) -> None:
+    def test_many_files_are_asked_for_with_one_request(
+        self, store: Store, served: Served, files: Path
+    ) -> None:
         for n in range(20):
             files.joinpath(f"f{n}").write_bytes(bytes([n]) * BLOCK)
         expected = [bytes([n]) * BLOCK for n in range(20)]
@@ -171,7 +184,9 @@ class TestScopes:
         assert scope.read_consistently(read, optimistic=False) == expected
         assert served.counts().requests == 1
 
-    def test_a_file_that_changes_between_reads_of_a_scope_is_read_again(self, store: Store, files: Path) -> None:
+    def test_a_file_that_changes_between_reads_of_a_scope_is_read_again(
+        self, store: Store, files: Path
+    ) -> None:
         files.joinpath("f").write_bytes(b"a" * 2 * BLOCK)
         assert store.read("f", 0, 1) == b"a"
         turns: list[int] = []
@@ -197,7 +212,9 @@ class TestScopes:
         with pytest.raises(Conflict, match="run/f was rewritten or deleted while it was read"):
             read()
 
-    def test_a_file_that_is_rewritten_for_ever_is_a_conflict(self, store: Store, files: Path) -> None:
+    def test_a_file_that_is_rewritten_for_ever_is_a_conflict(
+        self, store: Store, files: Path
+    ) -> None:
         files.joinpath("f").write_bytes(bytes(2 * BLOCK))
 
         def read() -> None:
@@ -208,7 +225,9 @@ class TestScopes:
         with pytest.raises(Conflict, match="rewritten"):
             scope.read_consistently(read)
 
-    def test_an_error_because_of_an_old_version_is_no_error(self, store: Store, files: Path) -> None:
+    def test_an_error_because_of_an_old_version_is_no_error(
+        self, store: Store, files: Path
+    ) -> None:
         files.joinpath("f").write_bytes(b"old")
         store.read("f")
         _replace(files / "f", b"new")
@@ -230,7 +249,10 @@ class TestScopes:
         files.joinpath("f").write_bytes(b"abc")
         for optimistic in (True, False):
             for _ in range(3):
-                assert scope.read_consistently(lambda: store.read("f"), optimistic=optimistic) == b"abc"
+                assert (
+                    scope.read_consistently(lambda: store.read("f"), optimistic=optimistic)
+                    == b"abc"
+                )
 
     def test_a_checkpoint_that_is_rewritten_is_opened_and_read_anew(
         self, served: Served, files: Path, tmp_path: Path
@@ -239,7 +261,9 @@ class TestScopes:
 
         for turn in range(3):
             values = np.full((64, 64), turn, "float32")
-            source = FakeSource.write(MemoryStore(tmp_path.name), {("w", "weight"): values}, ranks=1)
+            source = FakeSource.write(
+                MemoryStore(tmp_path.name), {("w", "weight"): values}, ranks=1
+            )
             ucformat.convert(Checkpoint(source), tmp_path / "made", overwrite=True)
             shutil.rmtree(files)
             shutil.copytree(tmp_path / "made", files)
@@ -248,7 +272,9 @@ class TestScopes:
 
 
 class TestDamage:
-    def test_no_damaged_exchanged_or_planted_entry_is_served(self, store: Store, files: Path, cache: Path) -> None:
+    def test_no_damaged_exchanged_or_planted_entry_is_served(
+        self, store: Store, files: Path, cache: Path
+    ) -> None:
         rng = random.Random(7)
         contents = {f"f{n}": rng.randbytes(3 * BLOCK + n) for n in range(3)}
         for name, data in contents.items():
@@ -282,14 +308,18 @@ class TestDamage:
                     victim.write_bytes(b"")
         assert all(path.is_file() for path in entries(cache))
 
-    def test_a_state_file_of_anything_is_harmless(self, store: Store, files: Path, cache: Path) -> None:
+    def test_a_state_file_of_anything_is_harmless(
+        self, store: Store, files: Path, cache: Path
+    ) -> None:
         files.joinpath("f").write_bytes(b"abc" * BLOCK)
         for content in (b"", b"\xff" * 100, b"\xff" * 9000, os.urandom(5000), bytes(5000)):
             store.read("f")
             cache.joinpath("state").write_bytes(content)
             assert open_store(store.url).read("f") == b"abc" * BLOCK
 
-    def test_the_folder_may_vanish(self, store: Store, files: Path, cache: Path, caplog: Any) -> None:
+    def test_the_folder_may_vanish(
+        self, store: Store, files: Path, cache: Path, caplog: Any
+    ) -> None:
         files.joinpath("f").write_bytes(b"abc" * BLOCK)
         store.read("f")
         shutil.rmtree(cache)
@@ -300,7 +330,13 @@ class TestDamage:
     @pytest.mark.parametrize("call", ["open", "pwrite", "rename", "ftruncate", "utime", "scandir"])
     @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES])
     def test_no_error_of_its_disk_is_an_error_of_a_read(
-        self, store: Store, files: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+        self,
+        store: Store,
+        files: Path,
+        caplog: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        call: str,
+        code: int,
     ) -> None:
         files.joinpath("f").write_bytes(b"abc" * BLOCK)
         files.joinpath("g").write_bytes(b"defg" * BLOCK)
@@ -331,14 +367,18 @@ class TestFolder:
         assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in cache.iterdir())
 
     @pytest.mark.parametrize("mode", [0o770, 0o707, 0o740, 0o704, 0o711, 0o750])
-    def test_one_that_others_can_reach_is_refused(self, served: Served, cache: Path, mode: int) -> None:
+    def test_one_that_others_can_reach_is_refused(
+        self, served: Served, cache: Path, mode: int
+    ) -> None:
         cache.mkdir()
         cache.chmod(mode)
         with pytest.raises(UnsafeError, match=rf"the cache {cache} has the mode {mode:04o}"):
             open_store(served.url("run"))
         assert list(cache.iterdir()) == []
 
-    def test_one_of_another_user_is_refused(self, served: Served, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_of_another_user_is_refused(
+        self, served: Served, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         cache.mkdir(mode=0o700)
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(UnsafeError, match=f"the cache {cache} belongs to another user"):
@@ -359,7 +399,9 @@ class TestFolder:
         with pytest.raises(PermissionDenied, match=f"the cache {cache} cannot be opened"):
             CacheFolder(str(cache), 1 << 30)
 
-    def test_it_can_be_switched_off(self, served: Served, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_can_be_switched_off(
+        self, served: Served, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("UCP_CACHE", "none")
         assert not isinstance(open_store(served.url("run")), CachingStore)
         assert not cache.exists()
@@ -421,7 +463,11 @@ def _sizes(cache: Path) -> list[int]:
     found = []
     for path in cache.iterdir():
         try:
-            found.append(path.stat().st_blocks * 512 if not path.name.endswith(".tmp") else path.stat().st_size)
+            found.append(
+                path.stat().st_blocks * 512
+                if not path.name.endswith(".tmp")
+                else path.stat().st_size
+            )
         except FileNotFoundError:
             continue
     return found

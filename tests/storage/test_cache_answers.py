@@ -68,7 +68,12 @@ class Folder:
     ],
 )
 def test_a_listing_waits_for_those_who_will_ask_the_same(
-    patience: float, ago: int | None, there: float, insists: bool, waited: float, monkeypatch: pytest.MonkeyPatch
+    patience: float,
+    ago: int | None,
+    there: float,
+    insists: bool,
+    waited: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, file = Clock(), Info("a", 3, "v")
     monkeypatch.setattr(answers, "time", clock)

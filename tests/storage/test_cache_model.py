@@ -136,7 +136,12 @@ class Machine(RuleBasedStateMachine):
         assert whole == content
         assert rows == [content[at : at + 3] for at in range(0, len(content) - 3, 17)]
 
-    @rule(name=st.sampled_from(STORES), optimistic=st.booleans(), fresh=st.booleans(), key=st.sampled_from(KEYS))
+    @rule(
+        name=st.sampled_from(STORES),
+        optimistic=st.booleans(),
+        fresh=st.booleans(),
+        key=st.sampled_from(KEYS),
+    )
     def read_in_a_scope(self, name: str, optimistic: bool, fresh: bool, key: str) -> None:
         store = self._store(name, fresh=fresh)
 
@@ -177,7 +182,12 @@ class Machine(RuleBasedStateMachine):
             except NotFound:
                 assert self._content(name, key) is None
 
-    @rule(victim=st.integers(0, 99), other=st.integers(0, 99), at=st.integers(0, 1 << 14), flip=st.booleans())
+    @rule(
+        victim=st.integers(0, 99),
+        other=st.integers(0, 99),
+        at=st.integers(0, 1 << 14),
+        flip=st.booleans(),
+    )
     def damage(self, victim: int, other: int, at: int, flip: bool) -> None:
         found = sorted(self.cache.iterdir())
         if not found:
@@ -200,7 +210,10 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def is_bounded(self) -> None:
         if hasattr(self, "cache"):
-            assert sum(max(p.stat().st_size, 512 * p.stat().st_blocks) for p in self.cache.iterdir()) <= LIMIT
+            assert (
+                sum(max(p.stat().st_size, 512 * p.stat().st_blocks) for p in self.cache.iterdir())
+                <= LIMIT
+            )
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
@@ -221,4 +234,6 @@ def _remove_unless(dead: Any) -> Any:
 def test_the_cache_is_the_store() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )

@@ -54,7 +54,9 @@ def test_readers_that_are_killed_at_any_instant(
         url = served.url("run")
 
         def start(seed: int) -> multiprocessing.process.BaseProcess:
-            process = context.Process(target=read_for_ever, args=(url, files, seed, environment, str(failed)))
+            process = context.Process(
+                target=read_for_ever, args=(url, files, seed, environment, str(failed))
+            )
             process.start()
             return process
 
@@ -147,7 +149,8 @@ def test_eight_processes_receive_each_byte_once(
                 alone, digest = counts, results[0].read_text()
                 continue
             assert {result.read_text() for result in results} == {digest}
-            # how many listings there are depends on how far apart the processes are, but not which bytes they receive
+            # how many listings there are depends on how far apart the processes are, but not which
+            # bytes they receive
             assert counts.reads in (0, alone.reads)
             assert counts.requests - counts.reads <= 2 * count
             assert counts.nbytes <= alone.nbytes * (counts.reads > 0) + 2 * count * 10_000
@@ -159,7 +162,11 @@ def test_a_process_that_is_stopped_holds_nobody_up_for_ever(
     from ucformat.storage.cache import folder
     from ucformat.storage.cache import store as caching
 
-    for module, name in ((caching, "_PATIENCE"), (caching, "_BLOCK_PATIENCE"), (folder, "_ACCOUNTS_PATIENCE")):
+    for module, name in (
+        (caching, "_PATIENCE"),
+        (caching, "_BLOCK_PATIENCE"),
+        (folder, "_ACCOUNTS_PATIENCE"),
+    ):
         monkeypatch.setattr(module, name, 0.05)
     files = tmp_path / "served" / "run"
     files.mkdir(parents=True)
@@ -180,5 +187,7 @@ def _lock_everything(cache: Path) -> Callable[[], None]:
     import struct
 
     state = os.open(cache / "state", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.fcntl(state, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    fcntl.fcntl(
+        state, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    )
     return lambda: os.close(state)

@@ -64,5 +64,7 @@ class _Reader(WrappedStore):
 class TestFsspec(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-        monkeypatch.setattr("ucformat.storage.cache.store._SETTLED", -1e9)  # so that files just written are cached
+        monkeypatch.setattr(
+            "ucformat.storage.cache.store._SETTLED", -1e9
+        )  # so that files just written are cached
         return _Reader(tmp_path / "not" / "yet", tmp_path / "cache")

@@ -68,7 +68,9 @@ def test_afterwards_nothing_is_remembered(far: Far) -> None:
     assert store.info("y/new").size == 1
 
 
-def test_a_place_of_too_many_files_is_asked_each_time(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_of_too_many_files_is_asked_each_time(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wrappers, "_MAX_FILES", 3)
     with CachedListingStore(far) as store:
         assert keys(store, "a") == ["a/b", "a/c/d"]

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """No credentials of any cloud in the environment or in files."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION"):
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_PROFILE",
+        "AWS_REGION",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name in ("AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "UCP_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
@@ -48,7 +54,13 @@ def s3(place: Place, options: Options) -> Any:
         ("az://container/a", Place("az", "az://container/a", "container", "a")),
         (
             "abfss://container@account.dfs.core.windows.net/a/b",
-            Place("az", "abfss://container@account.dfs.core.windows.net/a/b", "container", "a/b", "account"),
+            Place(
+                "az",
+                "abfss://container@account.dfs.core.windows.net/a/b",
+                "container",
+                "a/b",
+                "account",
+            ),
         ),
         ("https://host:80/a/b/", Place("http", "https://host:80/a/b", "host:80", "a/b")),
     ],
@@ -91,7 +103,9 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str) -> None:
 def test_a_store_pickles_as_its_url_and_options(nobody: pytest.MonkeyPatch) -> None:
     nobody.setenv("AWS_ACCESS_KEY_ID", "AKIA")
     nobody.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
-    store = ObjectStore("s3://bucket/a", Options("http://127.0.0.1:9", "eu-central-1", deadline=0.5, retries=0))
+    store = ObjectStore(
+        "s3://bucket/a", Options("http://127.0.0.1:9", "eu-central-1", deadline=0.5, retries=0)
+    )
     with pytest.raises(UcformatError, match=r"cannot read s3://bucket/a/f"):
         store.info("f")
     data = pickle.dumps(store)
@@ -104,7 +118,9 @@ def test_a_store_pickles_as_its_url_and_options(nobody: pytest.MonkeyPatch) -> N
 def test_settings_say_endpoint_region_and_budget(nobody: pytest.MonkeyPatch) -> None:
     before = BUDGET.requests, BUDGET.nbytes
     try:
-        with using(endpoint="http://here:1", region="r", requests="3", in_flight="1000", deadline="7"):
+        with using(
+            endpoint="http://here:1", region="r", requests="3", in_flight="1000", deadline="7"
+        ):
             store = open_store("s3://bucket/a")
             assert isinstance(store, ObjectStore)
             assert store._options == Options("http://here:1", "r", 7.0)
@@ -126,7 +142,9 @@ def test_the_endpoint_of_the_environment(nobody: pytest.MonkeyPatch) -> None:
 
 
 def test_a_profile_gives_credentials_and_region(nobody: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "credentials").write_text("[work]\naws_access_key_id = AKIA\naws_secret_access_key = hidden\n")
+    (tmp_path / "credentials").write_text(
+        "[work]\naws_access_key_id = AKIA\naws_secret_access_key = hidden\n"
+    )
     (tmp_path / "config").write_text("[profile work]\nregion = eu-west-3\n")
     nobody.setenv("AWS_PROFILE", "work")
     client = s3(parse("s3://bucket/a"), Options())
@@ -143,6 +161,10 @@ def test_other_clouds_are_reached(url: str, nobody: pytest.MonkeyPatch) -> None:
 
 def test_plain_http_is_read_only() -> None:
     store = open_store("https://host/a")
-    for act in (lambda: store.create("f"), lambda: store.put_if_absent("f", b""), lambda: store.delete("f")):
+    for act in (
+        lambda: store.create("f"),
+        lambda: store.put_if_absent("f", b""),
+        lambda: store.delete("f"),
+    ):
         with pytest.raises(UnsupportedError, match="can be read, but not written to"):
             act()

@@ -59,7 +59,9 @@ def test_what_waits_is_read_at_once(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("wait", [0, 0.01])
-def test_the_first_error_ends_it(wait: float, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_error_ends_it(
+    wait: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
     cancelled = threading.Event()
 

@@ -22,7 +22,20 @@ if TYPE_CHECKING:
 
 OLD, NEW = b"old", b"new"
 DEAD = ".ucf-0123456789abcdef.tmp"
-CALLS = ("fsync", "link", "lstat", "mkdir", "open", "readlink", "rename", "rmdir", "scandir", "stat", "unlink", "write")
+CALLS = (
+    "fsync",
+    "link",
+    "lstat",
+    "mkdir",
+    "open",
+    "readlink",
+    "rename",
+    "rmdir",
+    "scandir",
+    "stat",
+    "unlink",
+    "write",
+)
 Content = dict[str, bytes]
 
 
@@ -52,7 +65,9 @@ class World:
         """What a store would see, had nobody exchanged the folder."""
         if not self.away.exists():
             return files(self.root)
-        return files(self.root) | {f"{folder}/{name}": data for name, data in files(self.away).items()}
+        return files(self.root) | {
+            f"{folder}/{name}": data for name, data in files(self.away).items()
+        }
 
 
 def write(store: LocalStore, key: str) -> None:
@@ -166,7 +181,10 @@ def _exchanged_at(
             with lock:
                 calls += 1
                 if calls - 1 == at:
-                    calls, before = at - 1_000_000, calls  # the calls of exchanging count for nothing
+                    calls, before = (
+                        at - 1_000_000,
+                        calls,
+                    )  # the calls of exchanging count for nothing
                     world.exchange(folder)
                     calls = before
             return function(*args, **more)

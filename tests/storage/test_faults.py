@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 SEEDS, FEW, AT_ONCE = 200, 5, 20
 _RUNS = [
     pytest.param(range(FEW), id="few"),
-    *(pytest.param(range(k, min(k + AT_ONCE, SEEDS)), marks=pytest.mark.matrix) for k in range(FEW, SEEDS, AT_ONCE)),
+    *(
+        pytest.param(range(k, min(k + AT_ONCE, SEEDS)), marks=pytest.mark.matrix)
+        for k in range(FEW, SEEDS, AT_ONCE)
+    ),
 ]
 
 
-def _all(seeds: range, faulty: Faulty, run: Callable[[int], str], record: Callable[[str, object], None]) -> None:
+def _all(
+    seeds: range, faulty: Faulty, run: Callable[[int], str], record: Callable[[str, object], None]
+) -> None:
     """Run all seeds; faults must have been made, and both outcomes seen."""
     faulty.proxy.done.clear()
     outcomes: Counter[str] = Counter()
@@ -49,9 +54,16 @@ def test_conversions(
     for file in src.rglob("*"):
         if file.is_file():
             key = f"{tmp_path.name}/{file.relative_to(tmp_path)}"
-            faulty.bucket.client.put_object(Bucket=faulty.bucket.name, Key=key, Body=file.read_bytes())
+            faulty.bucket.client.put_object(
+                Bucket=faulty.bucket.name, Key=key, Body=file.read_bytes()
+            )
     stored = f"s3://{faulty.bucket.name}/{tmp_path.name}/{src.name}"
-    _all(seeds, faulty, lambda seed: converted(seed, src, stored, faulty, monkeypatch), record_property)
+    _all(
+        seeds,
+        faulty,
+        lambda seed: converted(seed, src, stored, faulty, monkeypatch),
+        record_property,
+    )
 
 
 @pytest.mark.parametrize("seeds", _RUNS)

@@ -30,7 +30,9 @@ def test_fails_each_write_in_turn() -> None:
 
 
 def test_the_dead_stay_dead() -> None:
-    store = FaultyStore(MemoryStore("test_faulty"), fail_write=2, dead=True, error=KeyboardInterrupt())
+    store = FaultyStore(
+        MemoryStore("test_faulty"), fail_write=2, dead=True, error=KeyboardInterrupt()
+    )
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             put(store, "f")

@@ -38,7 +38,10 @@ def test_a_universal_checkpoint_is_read_and_verified(base: str, folder: Path) ->
 
 
 def test_a_single_file_opens_by_its_name(base: str, folder: Path) -> None:
-    ck, local = ucformat.open(f"{base}/trainer/model.safetensors"), ucformat.open(folder / "trainer/model.safetensors")
+    ck, local = (
+        ucformat.open(f"{base}/trainer/model.safetensors"),
+        ucformat.open(folder / "trainer/model.safetensors"),
+    )
     assert {n: ck[n][...].tobytes() for n in ck} == {n: local[n][...].tobytes() for n in local}
 
 

@@ -15,7 +15,14 @@ import pytest
 
 import ucformat
 from tests.patience import PATIENCE
-from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, UnsafeError, UnsupportedError
+from ucformat.errors import (
+    Conflict,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ucformat.storage import local, local_files, strided
 from ucformat.storage.base import content_version
 from ucformat.storage.local import LocalStore
@@ -148,7 +155,9 @@ def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.Monkey
     put(store, "f", data)
     preadv = os.preadv
     monkeypatch.setattr(strided, "NATIVE", False)
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset)
+    )
     target = [bytearray(n) for n in (5, 0, 300, 7, 14, 100)]
     store.read_into("f", 3, [memoryview(t) for t in target])
     assert b"".join(target) == data[3:429]
@@ -184,7 +193,10 @@ def test_large_ranges_are_read_ahead_while_reads_are_slow(
     monkeypatch.setattr(local, "_CACHED", 0)  # the next is the last that is
     read(2000, 100_000)
     read(3000, 100_000)
-    assert asked == [(1000, 100_000, os.POSIX_FADV_WILLNEED), (2000, 100_000, os.POSIX_FADV_WILLNEED)]
+    assert asked == [
+        (1000, 100_000, os.POSIX_FADV_WILLNEED),
+        (2000, 100_000, os.POSIX_FADV_WILLNEED),
+    ]
 
 
 def test_flush_syncs_each_file_and_the_folders_up_to_the_first_old_one(
@@ -200,7 +212,11 @@ def test_flush_syncs_each_file_and_the_folders_up_to_the_first_old_one(
     monkeypatch.setattr(os, "fsync", note)
     store = LocalStore(tmp_path / "new" / "root")
     put(store, "a/b/f")
-    assert synced == [str(tmp_path.parent), str(tmp_path), str(tmp_path / "new")]  # the first: who made it may be dead
+    assert synced == [
+        str(tmp_path.parent),
+        str(tmp_path),
+        str(tmp_path / "new"),
+    ]  # the first: who made it may be dead
     synced.clear()
     store.flush()
     root = str(tmp_path / "new" / "root")
@@ -211,7 +227,13 @@ def test_flush_syncs_each_file_and_the_folders_up_to_the_first_old_one(
     other = LocalStore(tmp_path / "new" / "root")
     other.adopt("a/b/f")
     other.flush()
-    assert sorted(synced) == [str(tmp_path / "new"), root, f"{root}/a", f"{root}/a/b", f"{root}/a/b/f"]
+    assert sorted(synced) == [
+        str(tmp_path / "new"),
+        root,
+        f"{root}/a",
+        f"{root}/a/b",
+        f"{root}/a/b/f",
+    ]
     synced.clear()
     store.put_if_absent("a/c", b"x")
     assert synced[1:] == [f"{root}/a", root]
@@ -258,7 +280,12 @@ def test_an_error_of_write_back_raises_until_the_file_is_written_anew(
     ],
 )
 def test_a_write_that_fails_says_what_to_do_and_leaves_nothing(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[UcformatError], hint: str
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    error: type[UcformatError],
+    hint: str,
 ) -> None:
     put(store, "d/g", b"old")
     acts: list[Callable[[], object]] = [
@@ -289,7 +316,9 @@ def test_a_place_without_hard_links_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_whose_answer_got_lost_is_a_success(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_whose_answer_got_lost_is_a_success(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = os.link
 
     def lossy(src: str, dst: str, **folders: Any) -> None:
@@ -354,7 +383,11 @@ def test_reads_through_links_and_writes_through_none(tmp_path: Path) -> None:
             store.read(key)
         with pytest.raises(NotFound, match=f"{key} is not a file"):
             store.adopt(key)
-    assert (store.read("file"), store.read("folder/blob"), store.info("file").size) == (b"abc", b"abc", 3)
+    assert (store.read("file"), store.read("folder/blob"), store.info("file").size) == (
+        b"abc",
+        b"abc",
+        3,
+    )
     assert keys(store) == ["file", "inside/f"]
     acts: list[Callable[[str], object]] = [
         store.create,
@@ -364,7 +397,9 @@ def test_reads_through_links_and_writes_through_none(tmp_path: Path) -> None:
         lambda k: store.replace(k, b"", content_version(b"abc")),
     ]
     for act in acts:
-        with pytest.raises(UnsafeError, match=f"{root}/folder is a symbolic link, to {tmp_path}/blobs/sub"):
+        with pytest.raises(
+            UnsafeError, match=f"{root}/folder is a symbolic link, to {tmp_path}/blobs/sub"
+        ):
             act("folder/blob")
         with pytest.raises(UnsafeError, match=f"{root}/loop is a symbolic link, to {root}"):
             act("loop/inside/f")
@@ -387,7 +422,9 @@ def test_a_confined_store_reads_nothing_that_a_link_makes_one_elsewhere(tmp_path
     put(LocalStore(tmp_path / "else"), "sub/blob", b"abc")
     root = tmp_path / "root"
     put(LocalStore(root), "inside/f", b"x")
-    (tmp_path / "root2").symlink_to(root)  # the root itself may be a link, and links may stay inside
+    (tmp_path / "root2").symlink_to(
+        root
+    )  # the root itself may be a link, and links may stay inside
     (root / "stays").symlink_to("inside/f")
     (root / "file").symlink_to(tmp_path / "else/sub/blob")
     (root / "folder").symlink_to(tmp_path / "else/sub")
@@ -412,7 +449,9 @@ def test_a_confined_store_reads_nothing_that_a_link_makes_one_elsewhere(tmp_path
                     act(store, key)
         assert set(asked) == {str(tmp_path / "else/sub/blob"), str(tmp_path / "root-beside")}
         asked.clear()
-    assert LocalStore(root).confined(lambda path: path.endswith("/blob")).read("folder/blob") == b"abc"
+    assert (
+        LocalStore(root).confined(lambda path: path.endswith("/blob")).read("folder/blob") == b"abc"
+    )
 
 
 def test_what_bears_the_name_of_a_lock_is_neither_followed_nor_waited_for(tmp_path: Path) -> None:
@@ -433,7 +472,9 @@ def test_pickles_as_its_root(store: LocalStore) -> None:
     assert pickle.loads(pickle.dumps(store)).read("f") == b"abc"  # noqa: S301
 
 
-def test_many_closed_streams_do_not_run_out_of_descriptors(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_closed_streams_do_not_run_out_of_descriptors(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fsync = os.fsync
 
     def slow(fd: int) -> None:

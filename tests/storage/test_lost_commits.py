@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 ARRAYS: Arrays = {("w", "weight"): random_array((97, 33), "float32", 1)}
-REFUSED = answer("403 Forbidden", "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
+REFUSED = answer(
+    "403 Forbidden", "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+)
 
 
 def state() -> dict[str, Any]:
@@ -57,9 +59,13 @@ def place(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("form", ["zarr", "packed"])
-def test_a_save_that_cannot_tell_whether_it_is_committed_drops_nothing(form: Any, faulty: Faulty, place: str) -> None:
+def test_a_save_that_cannot_tell_whether_it_is_committed_drops_nothing(
+    form: Any, faulty: Faulty, place: str
+) -> None:
     faulty.proxy.choose = after_the_commit("reset", last="lost")
-    with pytest.raises(Uncertain, match=r"it is unknown whether the checkpoint at .* was committed") as failure:
+    with pytest.raises(
+        Uncertain, match=r"it is unknown whether the checkpoint at .* was committed"
+    ) as failure:
         save(state(), place, form=form)
     assert "open it" in (failure.value.hint or "")
     faulty.proxy.choose = fine
@@ -106,13 +112,18 @@ def test_a_save_that_is_interrupted_within_its_commit(
         assert faulty.bucket.keys(place.removeprefix(f"s3://{faulty.bucket.name}/")) == []
 
 
-def test_a_local_save_whose_commit_may_not_last_drops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_save_whose_commit_may_not_last_drops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(folder: int) -> None:
         if "manifest.json" in os.listdir(folder):
             raise UcformatError("Input/output error")
 
     monkeypatch.setattr("ucformat.storage.folders.sync_open_folder", failing)
-    with pytest.raises(Uncertain, match=r"was committed: .*manifest.json was written, but may not be durable: Input"):
+    with pytest.raises(
+        Uncertain,
+        match=r"was committed: .*manifest.json was written, but may not be durable: Input",
+    ):
         save(state(), tmp_path / "ck")
     monkeypatch.undo()
     assert is_whole(str(tmp_path / "ck"), ARRAYS)
@@ -124,7 +135,11 @@ def test_what_cannot_be_cleared_away_hides_no_error(
     def choose(request: Request) -> Fault | bytes | None:
         if request.method == "POST" and "delete" in request.target:
             return REFUSED
-        return answer("403 Forbidden", "<Error><Code>QuotaExceeded</Code></Error>") if is_commit(request) else None
+        return (
+            answer("403 Forbidden", "<Error><Code>QuotaExceeded</Code></Error>")
+            if is_commit(request)
+            else None
+        )
 
     faulty.proxy.choose = choose
     with pytest.raises(UcformatError, match="QuotaExceeded"):

@@ -54,7 +54,9 @@ def test_a_completion_is_believed_only_if_the_object_is_there(faulty: Faulty) ->
     tag = uploads.put("f", upload, 0, b"abc")
     with pytest.raises(UcformatError, match=r"cannot write .*/f: InvalidPart"):
         uploads.complete("f", upload, ["0" * 32], 3)
-    gone = answer("404 Not Found", "<Error><Code>NoSuchUpload</Code><Message>gone</Message></Error>")
+    gone = answer(
+        "404 Not Found", "<Error><Code>NoSuchUpload</Code><Message>gone</Message></Error>"
+    )
     faulty.proxy.choose = lambda r: gone if r.completes else None
     with pytest.raises(UcformatError, match="NoSuchUpload: gone"):
         uploads.complete("f", upload, [tag], 3)
@@ -162,7 +164,9 @@ def test_wrappers(faulty: Faulty) -> None:
     assert way_of(ObjectStore("gs://bucket"))[0] == "whole"
 
 
-def test_the_client_reaches_what_obstore_reaches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_client_reaches_what_obstore_reaches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = tmp_path / "config"
     config.write_text("[default]\nendpoint_url = http://elsewhere.invalid\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
@@ -170,10 +174,15 @@ def test_the_client_reaches_what_obstore_reaches(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     assert boto_client(Options()).meta.endpoint_url == "http://here.invalid"
-    assert boto_client(Options(endpoint="http://there.invalid")).meta.endpoint_url == "http://there.invalid"
+    assert (
+        boto_client(Options(endpoint="http://there.invalid")).meta.endpoint_url
+        == "http://there.invalid"
+    )
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
     client = boto_client(Options(region="eu-west-1"))
-    assert client.meta.endpoint_url == "https://s3.eu-west-1.amazonaws.com"  # obstore does not read the file
+    assert (
+        client.meta.endpoint_url == "https://s3.eu-west-1.amazonaws.com"
+    )  # obstore does not read the file
     assert client.meta.config.s3["addressing_style"] == "path"
     monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")
     assert boto_client(Options()).meta.config.s3["addressing_style"] == "virtual"

@@ -43,7 +43,9 @@ def test_registering_one_of_many_tells_it_of_that_one() -> None:
     from ucformat.jobs.run import naming_place  # which loads NumPy
 
     with (
-        pytest.raises(UcformatError, match=r"a/b: out of memory\n.*hint: run it on a machine with more memory"),
+        pytest.raises(
+            UcformatError, match=r"a/b: out of memory\n.*hint: run it on a machine with more memory"
+        ),
         naming_place("a/b"),
     ):
         end()

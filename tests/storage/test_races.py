@@ -36,7 +36,12 @@ class Racer:
         command = [sys.executable, "-m", "tests.storage.racer", *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "UCP_DEADLINE": "30"}
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
         )
         self._process = stack.enter_context(process)
         stack.callback(process.kill)
@@ -57,7 +62,11 @@ def losing(seed: int) -> Any:
     faults: list[Fault | None] = ["lost", "lied", "reset", None, None, None]
 
     def choose(request: Request) -> Fault | None:
-        return chance.choice(faults) if request.conditional and request.key.endswith("manifest.json") else None
+        return (
+            chance.choice(faults)
+            if request.conditional and request.key.endswith("manifest.json")
+            else None
+        )
 
     return choose
 
@@ -100,7 +109,9 @@ def test_exactly_one_of_two_processes_wins(
             faulty.proxy.done.clear()
             if faults[round_ % len(faults)] == "losing":
                 faulty.proxy.choose = losing(round_)
-            if round_ % 4 < 3:  # both commits are under way; else one may be over when the other begins
+            if (
+                round_ % 4 < 3
+            ):  # both commits are under way; else one may be over when the other begins
                 faulty.proxy.let_meet(2, commits)
             for racer in racers if round_ % 2 else reversed(racers):
                 racer.tell("go")
@@ -118,7 +129,10 @@ def test_exactly_one_of_two_processes_wins(
                 assert is_whole(place, truth(winner))
             assert same(ck["b", "master"][...], truth(winner)["b", "master"])
             root = place.removeprefix(f"s3://{faulty.bucket.name}/")
-            folders = {key.removeprefix(f"{root}/").split("/")[1] for key in faulty.bucket.keys(f"{root}/data/")}
+            folders = {
+                key.removeprefix(f"{root}/").split("/")[1]
+                for key in faulty.bucket.keys(f"{root}/data/")
+            }
             assert folders == {ck.manifest.attempt}  # the other's files are gone
     assert sum(wins) == rounds
     assert (lost > 0) == ("losing" in faults)

@@ -51,7 +51,9 @@ def test_what_looks_like_a_secret_is_left_out(text: str) -> None:
     assert CANARY not in redacted(text)
 
 
-@pytest.mark.parametrize("of", [OSError, PermissionError, FileNotFoundError, ValueError, RuntimeError, KeyError])
+@pytest.mark.parametrize(
+    "of", [OSError, PermissionError, FileNotFoundError, ValueError, RuntimeError, KeyError]
+)
 @pytest.mark.parametrize("text", [*SPELLED, f"it is {CANARY}"])
 def test_no_error_of_a_store_repeats_one(of: type[Exception], text: str) -> None:
     options = {"token": CANARY, "client_kwargs": {"headers": [("x", f"Bearer {CANARY}")]}}
@@ -86,4 +88,6 @@ def test_what_opening_says_repeats_none(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_messages_stay_as_they_are_otherwise() -> None:
-    assert redacted("hdfs://h:8020/a b@c: no such file (2)") == "hdfs://h:8020/a b@c: no such file (2)"
+    assert (
+        redacted("hdfs://h:8020/a b@c: no such file (2)") == "hdfs://h:8020/a b@c: no such file (2)"
+    )

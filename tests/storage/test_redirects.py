@@ -147,7 +147,9 @@ def test_no_redirect_to_another_host_is_followed(
     assert any(TOKEN in r or "sig=" in r for r in first.requests)
 
 
-def test_amazon_itself_is_reached_without_the_proxy_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amazon_itself_is_reached_without_the_proxy_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in (*PROXIES, "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://169.254.170.23/v1/credentials")
@@ -166,11 +168,14 @@ def test_a_proxy_of_the_user_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "inside.example")
     urls = ["http://inside.example:9000", "https://outside.example", "http://outside.example"]
-    assert [sorted(_restrict_hosts([url])) for url in urls] == [["proxy_excludes", "proxy_url"]] * 2 + [[]]
+    assert [sorted(_restrict_hosts([url])) for url in urls] == [
+        ["proxy_excludes", "proxy_url"]
+    ] * 2 + [[]]
 
 
 @pytest.mark.parametrize(
-    ("no_proxy", "guarded"), [(".amazonaws.com", True), ("s3.eu-west-1.amazonaws.com", True), ("", False)]
+    ("no_proxy", "guarded"),
+    [(".amazonaws.com", True), ("s3.eu-west-1.amazonaws.com", True), ("", False)],
 )
 def test_what_of_amazon_the_user_reaches_without_a_proxy(
     no_proxy: str, guarded: bool, monkeypatch: pytest.MonkeyPatch
@@ -208,7 +213,12 @@ def proxy(hosts: tuple[Host, Host]) -> Iterator[Proxy]:
         found.asked.append(url.hostname or "")
         body = request.rfile.read(int(request.headers.get("content-length") or 0))
         there = HTTPConnection("127.0.0.1", found.knows[found.asked[-1]].port)
-        there.request(request.command, url._replace(scheme="", netloc="").geturl(), body, dict(request.headers))
+        there.request(
+            request.command,
+            url._replace(scheme="", netloc="").geturl(),
+            body,
+            dict(request.headers),
+        )
         answer = there.getresponse()
         data = answer.read()
         request.send_response(answer.status)
@@ -238,10 +248,17 @@ def test_what_is_behind_a_proxy_is_read(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"http_proxy": "", "no_proxy": "localhost"}, {"ALL_PROXY": "", "no_proxy": "localhost"}, {"https_proxy": ""}],
+    [
+        {"http_proxy": "", "no_proxy": "localhost"},
+        {"ALL_PROXY": "", "no_proxy": "localhost"},
+        {"https_proxy": ""},
+    ],
 )
 def test_a_proxy_that_does_not_stand_before_the_endpoint_takes_nothing_on(
-    settings: dict[str, str], proxy: Proxy, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, str],
+    proxy: Proxy,
+    hosts: tuple[Host, Host],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, other = hosts
     first.leads_to = f"http://127.0.0.1:{other.port}"
@@ -260,7 +277,12 @@ def test_a_proxy_that_does_not_stand_before_the_endpoint_takes_nothing_on(
 @pytest.mark.parametrize(
     "secret",
     [
-        pytest.param(TOKEN, marks=pytest.mark.xfail(strict=True, reason="obstore cannot: docs/security.md, rule 10")),
+        pytest.param(
+            TOKEN,
+            marks=pytest.mark.xfail(
+                strict=True, reason="obstore cannot: docs/security.md, rule 10"
+            ),
+        ),
         "AKIAUCFORMATTESTS",
     ],
 )
@@ -279,17 +301,25 @@ def test_what_follows_a_redirect_behind_a_proxy(
 
 
 @pytest.mark.parametrize("kind", ["http", "hf"])
-def test_what_fsspec_reaches_sends_no_token_after_a_redirect(kind: str, hosts: tuple[Host, Host]) -> None:
+def test_what_fsspec_reaches_sends_no_token_after_a_redirect(
+    kind: str, hosts: tuple[Host, Host]
+) -> None:
     first, other = hosts
     endpoint = f"http://localhost:{first.port}"
     if kind == "hf":
-        hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is missing: pip install huggingface_hub")
+        hub = pytest.importorskip(
+            "huggingface_hub", reason="huggingface_hub is missing: pip install huggingface_hub"
+        )
         store = FsspecStore(
-            "hf://datasets/a/b", hub.HfFileSystem(endpoint=endpoint, token=TOKEN, skip_instance_cache=True)
+            "hf://datasets/a/b",
+            hub.HfFileSystem(endpoint=endpoint, token=TOKEN, skip_instance_cache=True),
         )
     else:
         given = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
-        store = FsspecStore(f"{endpoint}/run", fsspec.filesystem("http", client_kwargs=given, skip_instance_cache=True))
+        store = FsspecStore(
+            f"{endpoint}/run",
+            fsspec.filesystem("http", client_kwargs=given, skip_instance_cache=True),
+        )
     for act in ACTS[:3]:
         with suppress(UcformatError):
             act(store)

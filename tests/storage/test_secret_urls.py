@@ -57,7 +57,12 @@ def test_urls_that_hold_a_secret_are_refused(
         seen.error(failure.value)
     with pytest.raises(UsageError, match="contains a password or a signature"):
         open_store(url)
-    for words in (("show", url), ("verify", url), ("convert", url, tmp_path / "x"), ("register", url)):
+    for words in (
+        ("show", url),
+        ("verify", url),
+        ("convert", url, tmp_path / "x"),
+        ("register", url),
+    ):
         assert seen.run(*words) == 2, seen.texts[-1]
     seen.check(written(tmp_path))
 

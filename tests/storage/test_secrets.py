@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from tests.storage.conftest import Faulty
 
-pytestmark = pytest.mark.skipif("UCP_TEST_S3_ENDPOINT" in os.environ, reason="its credentials are real")
+pytestmark = pytest.mark.skipif(
+    "UCP_TEST_S3_ENDPOINT" in os.environ, reason="its credentials are real"
+)
 
 
 @pytest.fixture
@@ -49,7 +51,9 @@ def stored(faulty: Faulty, place: str) -> str:
     return "\n".join(out)
 
 
-def test_what_succeeds_shows_no_secret(faulty: Faulty, place: str, seen: Seen, tmp_path: Path) -> None:
+def test_what_succeeds_shows_no_secret(
+    faulty: Faulty, place: str, seen: Seen, tmp_path: Path
+) -> None:
     told: list[bytes] = []
 
     def note(request: Request) -> None:
@@ -104,7 +108,15 @@ def echo(status: str, form: str) -> Callable[[Request], bytes]:
 @pytest.mark.parametrize("form", ["xml", "json", "text"])
 @pytest.mark.parametrize(
     "status",
-    ["403 Forbidden", "401 Unauthorized", "400 Bad Request", "500 Internal Server Error", "200 OK", "412 No", "409 No"],
+    [
+        "403 Forbidden",
+        "401 Unauthorized",
+        "400 Bad Request",
+        "500 Internal Server Error",
+        "200 OK",
+        "412 No",
+        "409 No",
+    ],
 )
 def test_what_fails_shows_no_secret(
     status: str, form: str, faulty: Faulty, place: str, seen: Seen, tmp_path: Path
@@ -147,7 +159,9 @@ def test_what_fails_shows_no_secret(
     seen.check(written(tmp_path))
 
 
-def test_failures_in_the_midst_show_no_secret(faulty: Faulty, place: str, seen: Seen, tmp_path: Path) -> None:
+def test_failures_in_the_midst_show_no_secret(
+    faulty: Faulty, place: str, seen: Seen, tmp_path: Path
+) -> None:
     src = source(tmp_path)
     refused = echo("403 Forbidden", "xml")
     for number in range(0, 30, 7):

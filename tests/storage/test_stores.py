@@ -90,7 +90,9 @@ class TestFsspec(StoreTests):
             def cat_file(self, *_: object, **__: object) -> bytes:
                 raise ArithmeticError("no line")
 
-        with pytest.raises(UcformatError, match=r"cannot read odd://host/run/f: ArithmeticError: no line"):
+        with pytest.raises(
+            UcformatError, match=r"cannot read odd://host/run/f: ArithmeticError: no line"
+        ):
             FsspecStore("odd://host/run", Odd()).read("f")
 
 

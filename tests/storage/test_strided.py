@@ -63,7 +63,11 @@ class TestMemoryStore(MemoryStoreTests):
 def views(draw: st.DrawFn) -> NDArray[np.uint8]:
     """A part of an array, of which the last dim is contiguous."""
     shape = [*draw(st.lists(st.integers(1, 6), max_size=3)), draw(st.integers(1, 700))]
-    array = np.frombuffer(random.Random(len(shape)).randbytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
+    array = (
+        np.frombuffer(random.Random(len(shape)).randbytes(int(np.prod(shape))), np.uint8)
+        .reshape(shape)
+        .copy()
+    )
     index = []
     for n in shape[:-1]:
         begin, step = draw(st.integers(0, n)), draw(st.integers(1, 3))
@@ -73,7 +77,9 @@ def views(draw: st.DrawFn) -> NDArray[np.uint8]:
 
 
 @given(view=views(), before=st.integers(0, (1 << 32) - 1), flip=st.booleans())
-def test_checksums_are_those_of_the_bytes_in_order(view: NDArray[np.uint8], before: int, *, flip: bool) -> None:
+def test_checksums_are_those_of_the_bytes_in_order(
+    view: NDArray[np.uint8], before: int, *, flip: bool
+) -> None:
     if flip and view.ndim > 1:
         view = view[::-1]
     assert strided.checksum(view.data, before) == crc32c(view.tobytes(), before)
@@ -87,13 +93,19 @@ def test_checksums_of_every_length_and_alignment(nbytes: int) -> None:
     for skip in (0, 1, 7, 63):
         part = memoryview(data)[skip : skip + nbytes]
         assert strided.checksum(part) == crc32c(part)
-        assert strided.checksum(part[nbytes // 3 :], strided.checksum(part[: nbytes // 3])) == crc32c(part)
+        assert strided.checksum(
+            part[nbytes // 3 :], strided.checksum(part[: nbytes // 3])
+        ) == crc32c(part)
         assert strided.crc32(part) == zlib.crc32(part)
-        assert strided.crc32(part[nbytes // 3 :], strided.crc32(part[: nbytes // 3])) == zlib.crc32(part)
+        assert strided.crc32(part[nbytes // 3 :], strided.crc32(part[: nbytes // 3])) == zlib.crc32(
+            part
+        )
 
 
 def test_known_checksums() -> None:
-    assert strided.checksum(b"123456789") == 0xE3069283  # the check value of CRC-32C, RFC 3720's polynomial
+    assert (
+        strided.checksum(b"123456789") == 0xE3069283
+    )  # the check value of CRC-32C, RFC 3720's polynomial
     assert strided.crc32(b"123456789") == 0xCBF43926
     assert strided.checksum(b"") == strided.crc32(b"") == 0
 
@@ -137,7 +149,9 @@ def test_nothing_outside_the_rows_is_written() -> None:
 
 def test_a_read_of_more_bytes_than_the_system_reads_at_once() -> None:
     """Linux reads at most 2 GiB - 4 KiB a call, which ends within a row here."""
-    row = np.zeros((3, 100 << 20), np.uint8)[::2]  # every buffer is the same memory: what counts is the last
+    row = np.zeros((3, 100 << 20), np.uint8)[
+        ::2
+    ]  # every buffer is the same memory: what counts is the last
     tail = bytearray(1000)
     fd = os.memfd_create("large")
     try:
@@ -152,14 +166,18 @@ def test_a_read_of_more_bytes_than_the_system_reads_at_once() -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("nbytes", [1, 2, 3, 4, 8, 16, 32, 384, 1023, 1024, 1025, 70_000, (1 << 20) - 1, 1 << 20])
+@pytest.mark.parametrize(
+    "nbytes", [1, 2, 3, 4, 8, 16, 32, 384, 1023, 1024, 1025, 70_000, (1 << 20) - 1, 1 << 20]
+)
 def test_more_rows_than_one_call_takes(nbytes: int) -> None:
     """Tiles with short or long rows, and between them the four bytes of a checksum."""
     count = max(1, 300_000 // nbytes // 9)
     memory = np.zeros((3, count, 5, nbytes + 1), np.uint8)
     tiles = [memory[0, :, ::2, :nbytes], memory[1, :, 1:4, :nbytes], memory[2, :, :3, :nbytes]]
     stored = [bytearray(4) for _ in tiles]
-    buffers = [b for tile, four in zip(tiles, stored, strict=True) for b in (tile.data, memoryview(four))]
+    buffers = [
+        b for tile, four in zip(tiles, stored, strict=True) for b in (tile.data, memoryview(four))
+    ]
     data = os.urandom(3 * (tiles[0].size + 4))
     fd = os.memfd_create("rows")
     try:
@@ -304,5 +322,8 @@ def strided_array(data: st.DataObject, shape: tuple[int, ...], dtype: str) -> ND
 
 @pytest.mark.parametrize("native", WAYS)
 def test_a_copy_to_an_array_of_another_size_is_refused(native: bool) -> None:
-    with mock.patch.object(strided, "NATIVE", native), pytest.raises(ValueError, match=r"size|shape"):
+    with (
+        mock.patch.object(strided, "NATIVE", native),
+        pytest.raises(ValueError, match=r"size|shape"),
+    ):
         strided.copy(np.zeros((2, 3), np.uint8), np.zeros((3, 3), np.uint8))

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tests.storage.proxy import Choice, Fault, Request
     from ucformat.storage.base import Store
 
-SMALL_PARTS = pytest.mark.skipif("UCP_TEST_S3_ENDPOINT" in os.environ, reason="only moto takes small parts")
+SMALL_PARTS = pytest.mark.skipif(
+    "UCP_TEST_S3_ENDPOINT" in os.environ, reason="only moto takes small parts"
+)
 LARGE = bytes(range(256)) * (PART // 64)  # four parts
 
 
@@ -65,14 +67,18 @@ ONCE: tuple[Fault, ...] = ("lost", "lied", "reset", "refused", "busy", "cut", "s
 
 
 @pytest.mark.parametrize("fault", ONCE)
-def test_what_goes_wrong_once_with_a_put_if_absent_is_no_conflict(fault: Fault, faulty: Faulty, store: Store) -> None:
+def test_what_goes_wrong_once_with_a_put_if_absent_is_no_conflict(
+    fault: Fault, faulty: Faulty, store: Store
+) -> None:
     faulty.proxy.choose = first(fault, is_conditional)
     assert store.put_if_absent("f", b"mine") == content_version(b"mine")
     assert store.read("f") == b"mine"
 
 
 @pytest.mark.parametrize("fault", ONCE)
-def test_what_goes_wrong_once_with_a_replacement_is_no_conflict(fault: Fault, faulty: Faulty, store: Store) -> None:
+def test_what_goes_wrong_once_with_a_replacement_is_no_conflict(
+    fault: Fault, faulty: Faulty, store: Store
+) -> None:
     version = store.put_if_absent("f", b"before")
     faulty.proxy.choose = first(fault, is_conditional)
     assert store.replace("f", b"after", version) == content_version(b"after")
@@ -80,7 +86,9 @@ def test_what_goes_wrong_once_with_a_replacement_is_no_conflict(fault: Fault, fa
 
 
 @pytest.mark.parametrize("fault", ["lost", "busy", "reset"])
-def test_an_object_of_somebody_else_is_a_conflict(fault: Fault, faulty: Faulty, place: str, store: Store) -> None:
+def test_an_object_of_somebody_else_is_a_conflict(
+    fault: Fault, faulty: Faulty, place: str, store: Store
+) -> None:
     other = open_store(place)
     other.put_if_absent("f", b"same")
     faulty.proxy.choose = first(fault, is_conditional)
@@ -93,7 +101,9 @@ def test_an_object_of_somebody_else_is_a_conflict(fault: Fault, faulty: Faulty, 
     assert store.read("f") == b"theirs"
 
 
-def test_who_replaces_it_between_question_and_answer_wins(faulty: Faulty, place: str, store: Store) -> None:
+def test_who_replaces_it_between_question_and_answer_wins(
+    faulty: Faulty, place: str, store: Store
+) -> None:
     version = store.put_if_absent("f", b"before")
     name, other = faulty.bucket.name, place.removeprefix(f"s3://{faulty.bucket.name}/")
 
@@ -107,7 +117,9 @@ def test_who_replaces_it_between_question_and_answer_wins(faulty: Faulty, place:
     assert store.read("f") == b"theirs"
 
 
-def test_an_object_without_a_write_id_is_somebody_elses(faulty: Faulty, place: str, store: Store) -> None:
+def test_an_object_without_a_write_id_is_somebody_elses(
+    faulty: Faulty, place: str, store: Store
+) -> None:
     key = place.removeprefix(f"s3://{faulty.bucket.name}/") + "/f"
     faulty.bucket.client.put_object(Bucket=faulty.bucket.name, Key=key, Body=b"x")
     with pytest.raises(Conflict):
@@ -121,7 +133,9 @@ def test_a_service_that_asks_to_try_again_is_asked_again(faulty: Faulty, store: 
     assert store.read("f") == b"x"
 
 
-def test_no_answer_at_all_to_a_commit_is_uncertain(faulty: Faulty, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_at_all_to_a_commit_is_uncertain(
+    faulty: Faulty, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UCP_DEADLINE", "0.5")
     store = open_store(place)
     dead = False
@@ -152,7 +166,9 @@ def test_a_completion_whose_answer_is_lost_counts_as_done(
 
 @SMALL_PARTS
 @pytest.mark.parametrize("fault", ["cut", "short", "reset", "busy"])
-def test_an_upload_that_cannot_be_begun_at_once_is_begun_again(fault: Fault, faulty: Faulty, store: Store) -> None:
+def test_an_upload_that_cannot_be_begun_at_once_is_begun_again(
+    fault: Fault, faulty: Faulty, store: Store
+) -> None:
     faulty.proxy.choose = first(fault, lambda r: r.method == "POST", times=2)
     put(store, "f")
     assert store.read("f") == LARGE
@@ -212,7 +228,9 @@ def test_retries_stop_at_the_deadline(
         with pytest.raises(UcformatError) as failure:
             act()
         assert not isinstance(failure.value, NotFound | Conflict), name
-    assert faulty.proxy.done["requests"] >= len(acts)  # where the machine is slow, no second one fits in
+    assert faulty.proxy.done["requests"] >= len(
+        acts
+    )  # where the machine is slow, no second one fits in
 
 
 @pytest.mark.parametrize("fault", ["cut", "short", "slow", "reset", "busy"])

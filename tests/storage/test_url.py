@@ -38,7 +38,14 @@ def test_paths_and_file_urls_are_local(tmp_path: Path, monkeypatch: pytest.Monke
     put(LocalStore(tmp_path / "a b"), "f", b"abc")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for place in ("a b", "./a b/", tmp_path / "a b", str(tmp_path / "a b"), "~/a b", (tmp_path / "a b").as_uri()):
+    for place in (
+        "a b",
+        "./a b/",
+        tmp_path / "a b",
+        str(tmp_path / "a b"),
+        "~/a b",
+        (tmp_path / "a b").as_uri(),
+    ):
         store = open_store(place)
         assert isinstance(store, LocalStore)
         assert (store.read("f"), store.url) == (b"abc", str(tmp_path / "a b"))
@@ -89,7 +96,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UnsupportedError, match=r"(?s)oss://b/k needs the package ossfs.*pip install ossfs"):
+    with pytest.raises(
+        UnsupportedError, match=r"(?s)oss://b/k needs the package ossfs.*pip install ossfs"
+    ):
         open_store("oss://b/k")
     with pytest.raises(UnsupportedError, match=r"pip install dropboxdrivefs"):
         open_store("dropbox://b/k")

@@ -26,7 +26,10 @@ class Weather:
         total = self._random.uniform(0.2, 1) * much / sum(drawn.values())
         self.chances = {fault: p * total for fault, p in drawn.items()}
         self._lock = threading.Lock()
-        self._storm, self._worse = storm, self._random.choice((0.5, 0.9, 1.0)) / sum(self.chances.values())
+        self._storm, self._worse = (
+            storm,
+            self._random.choice((0.5, 0.9, 1.0)) / sum(self.chances.values()),
+        )
 
     def __call__(self, request: Request) -> Fault | None:
         """What is done to a request."""

@@ -61,12 +61,18 @@ class Sent:
 def many(seed: float, count: int = 100) -> dict[str, torch.Tensor]:
     """Many small tensors, half of them cut over the ranks."""
     whole = torch.full((6, 4), seed)
-    return {f"layers.{n}.weight": sharded(whole, 0) if n % 2 else whole.clone() for n in range(count)}
+    return {
+        f"layers.{n}.weight": sharded(whole, 0) if n % 2 else whole.clone() for n in range(count)
+    }
 
 
 def plans(folder: Path, form: str) -> Any:
     """What is told for the first save, for further ones, and where one rank's state or all ranks' changed."""
-    states: dict[str, dict[str, torch.Tensor]] = {"first": many(1), "second": many(2), "third": many(3)}
+    states: dict[str, dict[str, torch.Tensor]] = {
+        "first": many(1),
+        "second": many(2),
+        "third": many(3),
+    }
     states["other"] = {**many(4), "more": torch.ones(3)}
     states["same again"] = {**many(5), "more": torch.ones(3)}
     mine = {"extra": torch.ones(2)} if not dist.get_rank() else {}
@@ -85,7 +91,9 @@ def plans(folder: Path, form: str) -> Any:
 
 def parts(folder: Path) -> Any:
     """What is told in a load where each rank wants half of the tensors, as pipeline stages do, and what none wants."""
-    whole = {f"layers.{n:04}.some.long.name.of.a.weight": torch.full((2,), float(n)) for n in range(1000)}
+    whole = {
+        f"layers.{n:04}.some.long.name.of.a.weight": torch.full((2,), float(n)) for n in range(1000)
+    }
     save(whole, folder / "ck")
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = {k: torch.zeros(2) for n, k in enumerate(whole) if n % size == rank and n < 990}
@@ -105,7 +113,11 @@ def twice_as_large(folder: Path) -> Any:
     for n, size in enumerate((1000, 100_000)):
         group_of().cache.clear()
         with Sent() as sent:
-            save({"a": torch.ones(size), "b": sharded(torch.ones(size), 0)}, folder / str(n), form="packed")
+            save(
+                {"a": torch.ones(size), "b": sharded(torch.ones(size), 0)},
+                folder / str(n),
+                form="packed",
+            )
         out.append(sent["plans"])
     return out
 
@@ -113,7 +125,12 @@ def twice_as_large(folder: Path) -> Any:
 def _replicated(shape: tuple[int, ...], mesh: Any, placements: list[Any]) -> torch.Tensor:
     rows = shape[0] // (mesh.size(1) if mesh.ndim > 1 else 1)
     return DTensor.from_local(
-        torch.zeros(rows, *shape[1:]), mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1)
+        torch.zeros(rows, *shape[1:]),
+        mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=(shape[1], 1),
     )
 
 
@@ -139,10 +156,18 @@ def reads(folder: Path, form: str) -> Any:
     everybody = dist.group.WORLD
     loaded("copies", {k: torch.zeros(shape) for k in "ab"})
     loaded("copies, shared", {k: torch.zeros(shape) for k in "ab"}, broadcast_group=everybody)
-    loaded("transposed copies, shared", {k: torch.zeros(shape[::-1]).t() for k in "ab"}, broadcast_group=everybody)
+    loaded(
+        "transposed copies, shared",
+        {k: torch.zeros(shape[::-1]).t() for k in "ab"},
+        broadcast_group=everybody,
+    )
     loaded("rows", {k: sharded(torch.zeros(shape), 0) for k in "ab"})
     loaded("columns", {k: sharded(torch.zeros(shape), 1) for k in "ab"})
-    loaded("shards, shared in vain", {k: sharded(torch.zeros(shape), 0) for k in "ab"}, broadcast_group=everybody)
+    loaded(
+        "shards, shared in vain",
+        {k: sharded(torch.zeros(shape), 0) for k in "ab"},
+        broadcast_group=everybody,
+    )
     if size == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         hybrid = {k: _replicated(shape, mesh, [Replicate(), Shard(0)]) for k in "ab"}
@@ -190,7 +215,9 @@ def memory(folder: Path) -> Any:
     columns = 16384 // dist.get_world_size()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     local = torch.full((4096, columns), float(dist.get_rank()))
-    tensor = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(4096, 16384), stride=(16384, 1))
+    tensor = DTensor.from_local(
+        local, mesh, [Shard(1)], run_check=False, shape=(4096, 16384), stride=(16384, 1)
+    )
     save({"warm": torch.ones(4)}, folder / "warm")
     out: dict[str, Any] = {}
     for form, options in (("zarr", {"shard_bytes": 16 * MIB}), ("packed", {})):
@@ -199,9 +226,13 @@ def memory(folder: Path) -> Any:
             save({"w": tensor}, folder / form, form=form, **options)  # type: ignore[arg-type]
         assert sent["shared"] == sent["tensors"]
         out[form] = (_peak() - before, sent["tensors"])
-    out["left open"] = [link for fd in Path("/proc/self/fd").iterdir() if "memfd:" in (link := _link(fd))]
+    out["left open"] = [
+        link for fd in Path("/proc/self/fd").iterdir() if "memfd:" in (link := _link(fd))
+    ]
     target = torch.zeros(4096, columns)
-    again = DTensor.from_local(target, mesh, [Shard(1)], run_check=False, shape=(4096, 16384), stride=(16384, 1))
+    again = DTensor.from_local(
+        target, mesh, [Shard(1)], run_check=False, shape=(4096, 16384), stride=(16384, 1)
+    )
     for form in ("zarr", "packed"):
         target.zero_()
         before = _peak(reset=True)
@@ -221,7 +252,10 @@ def save_per_rank(folder: Path) -> Any:
     """What each rank has for itself: plain values, random generators."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    save({"at": PerRank({"rank": rank, "t": torch.full((2,), float(rank))}), "rng": Rng(), "n": 5}, folder / "ck")
+    save(
+        {"at": PerRank({"rank": rank, "t": torch.full((2,), float(rank))}), "rng": Rng(), "n": 5},
+        folder / "ck",
+    )
     return torch.rand(2).tolist()
 
 
@@ -255,4 +289,6 @@ def some_ranks(folder: Path, form: str) -> Any:
     save({"mine": mine, "same": whole}, folder / f"{parity}", form=form, group=groups[parity])  # type: ignore[arg-type]
     statement = group_of(groups[parity]).cache["statement"][1]
     ck = ucformat.open(folder / f"{parity}")
-    return sorted(map(str, statement.undescribed | statement.listed)), ck["mine"].read().tolist() == whole.tolist()
+    return sorted(map(str, statement.undescribed | statement.listed)), ck[
+        "mine"
+    ].read().tolist() == whole.tolist()

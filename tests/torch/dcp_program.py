@@ -2,8 +2,8 @@
 
 JOBS is a list of trainings with the actions of `train.py`, and these:
 
-- `{"dcp_save": url, …}`: with `Writer(url, …)`; `spelling` as in `train.py`; `how`: `save`, or the `thread` or the
-  `process` of `dcp.async_save`, for which `{"dcp_wait": true}` waits
+- `{"dcp_save": url, …}`: with `Writer(url, …)`; `spelling` as in `train.py`; `how`: `save`, or the
+  `thread` or the `process` of `dcp.async_save`, for which `{"dcp_wait": true}` waits
 - `{"dcp_load": url, …}`: with `Reader(url, …)`
 
 or of `{"probe": name, "at": folder}`, functions of this file.
@@ -41,7 +41,9 @@ from ucformat.errors import UsageError
 class DcpRun(Run):
     """A training that saves and loads through DCP."""
 
-    def do_dcp_save(self, url: str, how: str = "save", spelling: str = "nested", **options: Any) -> None:
+    def do_dcp_save(
+        self, url: str, how: str = "save", spelling: str = "nested", **options: Any
+    ) -> None:
         state = self.training.state(spelling)
         writer = ucf.Writer(url, step=self.training.done, **options)
         if how == "save":
@@ -49,8 +51,12 @@ class DcpRun(Run):
             assert writer.saved is not None
             assert writer.saved.url == url
         else:
-            kind = AsyncCheckpointerType.THREAD if how == "thread" else AsyncCheckpointerType.PROCESS
-            aside = dist.new_group(backend="gloo")  # for DCP's own collectives, while training uses the default group
+            kind = (
+                AsyncCheckpointerType.THREAD if how == "thread" else AsyncCheckpointerType.PROCESS
+            )
+            aside = dist.new_group(
+                backend="gloo"
+            )  # for DCP's own collectives, while training uses the default group
             self.handle = dcp.async_save(
                 state, storage_writer=writer, async_checkpointer_type=kind, process_group=aside
             )
@@ -68,7 +74,10 @@ class DcpRun(Run):
 
 def failure_on_one_rank(at: str) -> None:
     """What one rank cannot write, fails on all with its name, and nothing opens; the next save works."""
-    state = {"w": torch.arange(8.0), f"of rank {dist.get_rank()}": "fine" if dist.get_rank() == 0 else threading.Lock()}
+    state = {
+        "w": torch.arange(8.0),
+        f"of rank {dist.get_rank()}": "fine" if dist.get_rank() == 0 else threading.Lock(),
+    }
     with pytest.raises(CheckpointException) as caught:
         dcp.save(state, storage_writer=ucf.Writer(at))
     failures = caught.value.failures
@@ -83,10 +92,18 @@ def failure_on_one_rank(at: str) -> None:
 def values_of_each_rank(at: str) -> None:
     """Values under keys of each rank's own come together, whoever writes them."""
     rank = dist.get_rank()
-    mine = {"loader": {f"rank{rank}": {"seen": rank, "queue": [rank, (rank, None)]}, "world": dist.get_world_size()}}
+    mine = {
+        "loader": {
+            f"rank{rank}": {"seen": rank, "queue": [rank, (rank, None)]},
+            "world": dist.get_world_size(),
+        }
+    }
     dcp.save(mine, storage_writer=ucf.Writer(at))
     if rank == 0:
-        each = {f"rank{r}": {"seen": r, "queue": [r, {"$tuple": [r, None]}]} for r in range(dist.get_world_size())}
+        each = {
+            f"rank{r}": {"seen": r, "queue": [r, {"$tuple": [r, None]}]}
+            for r in range(dist.get_world_size())
+        }
         assert ucformat.open(at).objects == {"loader": {**each, "world": dist.get_world_size()}}
     back = {"loader": {f"rank{rank}": {"seen": -1, "queue": [-1, (-1, 0)]}, "world": 0}}
     dcp.load(back, storage_reader=ucf.Reader(at))
@@ -96,7 +113,10 @@ def values_of_each_rank(at: str) -> None:
 def several_shards(at: str) -> None:
     """A rank may hold several shards of one tensor, in memories of their own."""
     whole = torch.arange(60.0).view(10, 6)
-    cuts = {"a": [(0, 2, 0), (2, 1, 1), (3, 3, 0), (6, 3, 1), (9, 1, 0)], "b": [(0, 8, 1), (8, 2, 0)]}
+    cuts = {
+        "a": [(0, 2, 0), (2, 1, 1), (3, 3, 0), (6, 3, 1), (9, 1, 0)],
+        "b": [(0, 8, 1), (8, 2, 0)],
+    }
     made = {}
     for name, shards in cuts.items():
         metas = [ShardMetadata([a, 0], [n, 6], f"rank:{r}/cpu") for a, n, r in shards]
@@ -126,7 +146,9 @@ def some_ranks(at: str) -> None:
     assert torch.equal(back["w"], state["w"])
     assert back["half"] == rank // half
     assert ucformat.open(url).manifest.layout["world"] == half
-    with pytest.raises(CheckpointException, match=f"DCP saves with {half} ranks, the Writer with {2 * half}"):
+    with pytest.raises(
+        CheckpointException, match=f"DCP saves with {half} ranks, the Writer with {2 * half}"
+    ):
         dcp.save(state, storage_writer=ucf.Writer(f"{at}/unlike{rank // half}"), process_group=mine)
     alone = f"{at}/alone{rank}"
     dcp.save({"w": torch.full((3,), float(rank))}, storage_writer=ucf.Writer(alone), no_dist=True)
@@ -156,9 +178,17 @@ def kept_plans(at: str) -> None:
 def without_collectives(at: str) -> None:
     """Where DCP plans for each rank by itself, there is one checkpoint all the same, and what is held alike is once."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {"s": distribute_tensor(torch.arange(9.0), mesh, [Shard(0)]), "r": torch.arange(4.0), "step": 5}
+    state = {
+        "s": distribute_tensor(torch.arange(9.0), mesh, [Shard(0)]),
+        "r": torch.arange(4.0),
+        "step": 5,
+    }
     dcp.save(state, storage_writer=ucf.Writer(at), use_collectives=False)
-    back = {"s": distribute_tensor(torch.zeros(9), mesh, [Replicate()]), "r": torch.zeros(4), "step": 0}
+    back = {
+        "s": distribute_tensor(torch.zeros(9), mesh, [Replicate()]),
+        "r": torch.zeros(4),
+        "step": 0,
+    }
     dcp.load(back, storage_reader=ucf.Reader(at))
     assert back["s"].to_local().tolist() == list(range(9))
     assert (back["r"].tolist(), back["step"]) == ([0, 1, 2, 3], 5)
@@ -176,7 +206,13 @@ def deepspeed(at: str) -> None:
     for name, tensor in ck.items():
         if 0 not in tensor.shape:
             trained = "exp_avg" in ck.states(name)  # in fp32, whatever the engine computed in
-            _add(model, name, torch.zeros(tensor.shape, dtype=getattr(torch, str(tensor.dtype))), mesh["tp"], trained)
+            _add(
+                model,
+                name,
+                torch.zeros(tensor.shape, dtype=getattr(torch, str(tensor.dtype))),
+                mesh["tp"],
+                trained,
+            )
     fully_shard(model, mesh=mesh["dp"])
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -200,7 +236,9 @@ def _add(model: nn.Module, name: str, tensor: torch.Tensor, tp: Any, trained: bo
         model = getattr(model, folder)
     if trained:
         placement = Shard(1) if tensor.dim() > 1 else Replicate()
-        model.register_parameter(last, nn.Parameter(distribute_tensor(tensor.float(), tp, [placement])))
+        model.register_parameter(
+            last, nn.Parameter(distribute_tensor(tensor.float(), tp, [placement]))
+        )
     else:
         model.register_buffer(last, tensor)
 

@@ -1,7 +1,7 @@
 """What devices do to saving and loading, on a make-believe accelerator; one scenario after another, in one process.
 
-Nothing that is begun there is done before somebody waits for it: on that device, and in that stream or in all. A
-program that waits on the wrong device so gets the wrong bytes, every time.
+Nothing that is begun there is done before somebody waits for it: on that device, and in that stream
+or in all. A program that waits on the wrong device so gets the wrong bytes, every time.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ class OnDevice(torch.Tensor):
             if not (len(args) > 2 and args[2]):
                 fake.finish(device.index, threading.get_ident())
             return args[0]
-        if func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device", device)).type == "cpu":
+        if (
+            func is torch.ops.aten._to_copy.default
+            and torch.device(kwargs.get("device", device)).type == "cpu"
+        ):
             fake.finish(device.index, threading.get_ident())
             return plain[0].clone()
         assert func in VIEWS, func
@@ -157,7 +160,11 @@ def install() -> None:
     backend_registration._setup_privateuseone_for_python_backend("fakegpu", backend_module=Module())
     module: Any = torch.accelerator
     module.synchronize, module.current_stream = fake.synchronize, fake.current_stream
-    module.current_device_index, module.set_device_index, module.device_index = fake.current, fake.use, _On
+    module.current_device_index, module.set_device_index, module.device_index = (
+        fake.current,
+        fake.use,
+        _On,
+    )
     empty = torch.empty
 
     def empty_pinned(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -167,7 +174,9 @@ def install() -> None:
 
     torch.empty = empty_pinned
     refused = subclasses.why_refused
-    subclasses.why_refused = lambda tensor: None if isinstance(tensor, OnDevice) else refused(tensor)
+    subclasses.why_refused = lambda tensor: (
+        None if isinstance(tensor, OnDevice) else refused(tensor)
+    )
 
 
 PINNED_ON: list[int] = []
@@ -211,7 +220,9 @@ def staging(folder: Path) -> None:
 def other_streams(folder: Path) -> None:
     """What training has begun in streams of its own is in the checkpoint, staged or saved."""
     for way in ("staged", "saved"):
-        tensors = {name: OnDevice(torch.zeros(64, 32), t.device) for name, t in on_devices().items()}
+        tensors = {
+            name: OnDevice(torch.zeros(64, 32), t.device) for name, t in on_devices().items()
+        }
         for d in (1, 2, 3):
             fake.begin(d, partial(tensors[f"on{d}"].held.copy_, whole(d)), stream="training")
         if way == "saved":
@@ -237,7 +248,9 @@ def failing_copy(folder: Path) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
-    state.tensors[-1].tensor.__class__ = type("Refusing", (OnDevice,), {"__torch_dispatch__": refuse})
+    state.tensors[-1].tensor.__class__ = type(
+        "Refusing", (OnDevice,), {"__torch_dispatch__": refuse}
+    )
     with ThreadPoolExecutor(1) as pool:
         try:
             stage(state, buffer, pool)
@@ -313,7 +326,10 @@ def host_memory(_: Path) -> None:
     targets = [local_of(name, "weight", tensor) for name, tensor in tensors.items()]
     each = whole(1).nbytes
     memory = torch.cat([whole(d) for d in (1, 2, 3)]).view(-1).view(torch.uint8)
-    parts = [share._Shared(b"", Matched(t, t.info), 0, n * each, (n + 1) * each) for n, t in enumerate(targets)]
+    parts = [
+        share._Shared(b"", Matched(t, t.info), 0, n * each, (n + 1) * each)
+        for n, t in enumerate(targets)
+    ]
     share._HostMemory(memory, memory.numel()).fill(0, parts)
     memory.zero_()
     check(tensors)
@@ -332,7 +348,9 @@ def generators(folder: Path) -> None:
     """Random generators go by device; onto fewer devices it is decided before anything is changed."""
 
     def drawn(*indices: int, count: int = COUNT) -> list[torch.Tensor]:
-        return [torch.tensor([7] * 8 + [int(i in indices)] * 8, dtype=torch.uint8) for i in range(count)]
+        return [
+            torch.tensor([7] * 8 + [int(i in indices)] * 8, dtype=torch.uint8) for i in range(count)
+        ]
 
     def now() -> list[int]:
         return [int(g[8]) for g in fake.generators]

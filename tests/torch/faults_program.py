@@ -26,7 +26,8 @@ from ucformat.torch.saving.background import wait_until_done
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: So long that nobody reaches it: one who waits for a rank that died, and is not told, hangs, and fails the test.
+#: So long that nobody reaches it: one who waits for a rank that died, and is not told, hangs, and
+#: fails the test.
 TIMEOUT = 10 * PATIENCE
 #: So that a small state has many shards, and a rank many writes and messages.
 SMALL: dict[str, Any] = {"chunk_bytes": 4096, "shard_bytes": 16384}
@@ -50,7 +51,9 @@ def sharded(whole: torch.Tensor, dim: int | None) -> torch.Tensor:
     parts = whole.chunk(dist.get_world_size(), dim)
     rank = dist.get_rank()
     mine = parts[rank].clone() if rank < len(parts) else whole.narrow(dim, 0, 0).clone()
-    return DTensor.from_local(mine, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        mine, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -91,7 +94,14 @@ def die() -> None:
 def plain_save(folder: Path, name: str, seed: int, form: str, *, overwrite: bool = False) -> str:
     """Save, and give the id."""
     options = SMALL if form == "zarr" else {}
-    saved = save(state_of(seed), folder / name, form=form, overwrite=overwrite, timeout=TIMEOUT, **options)  # type: ignore[arg-type]
+    saved = save(
+        state_of(seed),
+        folder / name,
+        form=form,  # type: ignore[arg-type]
+        overwrite=overwrite,
+        timeout=TIMEOUT,
+        **options,
+    )
     return saved.id
 
 
@@ -140,7 +150,14 @@ def killed_in_async_save(folder: Path, form: str, doomed: int) -> Any:
     rank = dist.get_rank()
     (folder / f"hold-{doomed}").touch()
     options = SMALL if form == "zarr" else {}
-    handle = async_save(state_of(3), folder / "here", form=form, overwrite=True, timeout=TIMEOUT, **options)  # type: ignore[arg-type]
+    handle = async_save(
+        state_of(3),
+        folder / "here",
+        form=form,  # type: ignore[arg-type]
+        overwrite=True,
+        timeout=TIMEOUT,
+        **options,
+    )
     wait_until((folder / f"writing-{doomed}").exists)
     if rank == doomed:
         die()
@@ -190,7 +207,9 @@ def disk_full(folder: Path, doomed: int) -> Any:
                 else:
                     plain_save(folder, name, 1, form)
             dist.barrier()
-            left = sorted(str(p.relative_to(folder)) for p in (folder / name).rglob("*") if p.is_file())
+            left = sorted(
+                str(p.relative_to(folder)) for p in (folder / name).rglob("*") if p.is_file()
+            )
             dist.barrier()
             plain_save(folder, name, 2, form)
             out.append((name, seen, left))
@@ -205,7 +224,9 @@ def async_life(folder: Path) -> Any:
     hold, dying = folder / "hold", folder / "die-1"
 
     def begin(name: str, seed: int, in_flight: int = 1) -> background.SaveHandle:
-        return async_save(state_of(seed), folder / name, in_flight=in_flight, timeout=TIMEOUT, **SMALL)
+        return async_save(
+            state_of(seed), folder / name, in_flight=in_flight, timeout=TIMEOUT, **SMALL
+        )
 
     def only_rank_0(act: Callable[[], object]) -> None:
         dist.barrier()
@@ -281,7 +302,10 @@ def async_life(folder: Path) -> Any:
     out["unstaged"] = seen
     mapped = [p for p in Path("/proc/self/fd").iterdir() if "ucformat-stage" in os.path.realpath(p)]
     (mine,) = background.writers.values()
-    out["buffers"] = (len(mapped), 2 * len(mine._buffers))  # its descriptor, and that of the mapping
+    out["buffers"] = (
+        len(mapped),
+        2 * len(mine._buffers),
+    )  # its descriptor, and that of the mapping
     return out
 
 
@@ -293,21 +317,37 @@ def manners(folder: Path) -> Any:
         "conflict": lambda: plain_save(folder, "taken", 2, "packed"),
         "object": lambda: save({"a": {"b": rank}}, folder / "x", timeout=TIMEOUT),
         "tensor": lambda: save({"w": torch.full((3,), float(rank))}, folder / "x", timeout=TIMEOUT),
-        "parts": lambda: save({"w": torch.full((200, 200), float(rank))}, folder / "x", timeout=TIMEOUT),
+        "parts": lambda: save(
+            {"w": torch.full((200, 200), float(rank))}, folder / "x", timeout=TIMEOUT
+        ),
         "shape": lambda: save({"w": torch.ones(2 + rank)}, folder / "x", timeout=TIMEOUT),
-        "dtype": lambda: save({"w": torch.ones(2, dtype=[torch.float32, torch.int32][rank])}, folder / "x"),
+        "dtype": lambda: save(
+            {"w": torch.ones(2, dtype=[torch.float32, torch.int32][rank])}, folder / "x"
+        ),
         "terms": lambda: save({"w": torch.ones(2)}, folder / f"x{rank}", timeout=TIMEOUT),
-        "collect": lambda: save({"w": torch.ones(2), "f": (lambda: 0) if rank else 0}, folder / "x", timeout=TIMEOUT),
-        "async": lambda: async_save({"f": (lambda: 0) if rank else 0}, folder / "x", timeout=TIMEOUT),
-        "hole": lambda: save({"w": sharded(torch.ones(6), 0)} if not rank else {}, folder / "x", timeout=TIMEOUT),
-        "open": lambda: load({"both": torch.ones(203)}, folder / ("taken" if rank else "nowhere"), timeout=TIMEOUT),
+        "collect": lambda: save(
+            {"w": torch.ones(2), "f": (lambda: 0) if rank else 0}, folder / "x", timeout=TIMEOUT
+        ),
+        "async": lambda: async_save(
+            {"f": (lambda: 0) if rank else 0}, folder / "x", timeout=TIMEOUT
+        ),
+        "hole": lambda: save(
+            {"w": sharded(torch.ones(6), 0)} if not rank else {}, folder / "x", timeout=TIMEOUT
+        ),
+        "open": lambda: load(
+            {"both": torch.ones(203)}, folder / ("taken" if rank else "nowhere"), timeout=TIMEOUT
+        ),
         "fit": lambda: load({"both": torch.ones(203 + rank)}, folder / "taken", timeout=TIMEOUT),
     }
     for name, attempt in attempts.items():
         with error_of() as seen:
             attempt()
         out[name] = seen
-    state: dict[str, Any] = {"w": torch.full((3,), float(rank)), "n": rank, "mine": PerRank({"rank": rank})}
+    state: dict[str, Any] = {
+        "w": torch.full((3,), float(rank)),
+        "n": rank,
+        "mine": PerRank({"rank": rank}),
+    }
     save(state, folder / "first", replicas="first", timeout=TIMEOUT)
     load(state, folder / "first", timeout=TIMEOUT)
     out["first"] = (state["w"].tolist(), state["n"], state["mine"].value)

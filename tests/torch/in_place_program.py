@@ -29,12 +29,16 @@ def cut(seed: int, sizes: list[int]) -> dict[str, Any]:
     for n in range(10):
         shape = [chance.randrange(1, 40) for _ in range(chance.randrange(4))]
         dtype = chance.choice([torch.float32, torch.bfloat16, torch.int64, torch.bool])
-        values = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed + n)).to(dtype)
+        values = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed + n)).to(
+            dtype
+        )
         if dtype.is_floating_point:
             values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + n)).to(dtype)
         cuts = [shape and chance.random() < 0.7 for _ in sizes]
         places = [Shard(chance.randrange(len(shape))) if one else Replicate() for one in cuts]
-        state[f"t{n}"] = values if chance.random() < 0.2 else distribute_tensor(values, mesh, places)
+        state[f"t{n}"] = (
+            values if chance.random() < 0.2 else distribute_tensor(values, mesh, places)
+        )
     return state
 
 
@@ -61,7 +65,11 @@ def any_cut(folder: Path, seed: int, sizes: list[int], *, background: bool = Fal
 def train(folder: Path, kind: str) -> Any:
     """A tiny Llama with AdamW, saved after a step, twice, and loaded into another one."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def made(seed: int) -> Any:
@@ -95,7 +103,12 @@ def train(folder: Path, kind: str) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     for step in range(2):  # the second one finds plans in the cache
-        save({"model": model, "optim": optimizer}, folder / f"step-{step}", form="safetensors", step=step)
+        save(
+            {"model": model, "optim": optimizer},
+            folder / f"step-{step}",
+            form="safetensors",
+            step=step,
+        )
     logits = model(tokens).logits.detach()
     other, moments = made(1)
     load({"model": other, "optim": moments}, folder / "step-1")
@@ -103,7 +116,9 @@ def train(folder: Path, kind: str) -> Any:
     state = optimizer.state_dict()["state"]
     for n, values in moments.state_dict()["state"].items():
         for name, value in values.items():
-            a, b = (v.full_tensor() if isinstance(v, DTensor) else v for v in (value, state[n][name]))
+            a, b = (
+                v.full_tensor() if isinstance(v, DTensor) else v for v in (value, state[n][name])
+            )
             assert torch.equal(a, b), (n, name)
     return logits.numpy()
 
@@ -118,7 +133,15 @@ def large(seed: int) -> dict[str, Any]:
     return state
 
 
-def on_store(_folder: Path, url: str, *, boto: bool, victim: int = -1, after: int = 0, background: bool = False) -> Any:
+def on_store(
+    _folder: Path,
+    url: str,
+    *,
+    boto: bool,
+    victim: int = -1,
+    after: int = 0,
+    background: bool = False,
+) -> Any:
     """Save on an object store, with boto3 or without; perhaps one rank is killed before a part is written."""
     if not boto:
         objects.boto_client = lambda _: None  # type: ignore[assignment,attr-defined]

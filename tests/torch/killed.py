@@ -1,8 +1,9 @@
 """Runs a program that is killed: `-m tests.torch.killed WHEN N SCRIPT ARGUMENTS`.
 
-When it commits for the n-th time, `before` it, with all files of the checkpoint there except for the manifest, or
-`after` it, when nobody has been told. Where another process writes, `begun` is as soon as the n-th save has begun. Any
-other word is the name of a method, `module:Class.method`, at whose n-th call the program dies.
+When it commits for the n-th time, `before` it, with all files of the checkpoint there except for
+the manifest, or `after` it, when nobody has been told. Where another process writes, `begun` is as
+soon as the n-th save has begun. Any other word is the name of a method, `module:Class.method`, at
+whose n-th call the program dies.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _BEGUN = "ucformat.torch.saving.background:BackgroundWriter.save"
-_COMMITS = ("ucformat.storage.local:LocalStore.put_if_absent", "ucformat.storage.local:LocalStore.replace")
+_COMMITS = (
+    "ucformat.storage.local:LocalStore.put_if_absent",
+    "ucformat.storage.local:LocalStore.replace",
+)
 
 
-def _die_at(method: str, number: int, counts: Callable[..., bool] = lambda *_: True, *, after: bool = False) -> None:
+def _die_at(
+    method: str, number: int, counts: Callable[..., bool] = lambda *_: True, *, after: bool = False
+) -> None:
     """Have this process killed at, or after, the n-th call that counts of a method."""
     module, _, path = method.partition(":")
     name, _, attribute = path.partition(".")
@@ -51,7 +57,12 @@ def main(when: str, number: str, script: str, *arguments: str) -> None:
     """Run the script."""
     if when in ("before", "after"):
         for method in _COMMITS:
-            _die_at(method, int(number), lambda _, key, *__: bool(key == MANIFEST), after=when == "after")
+            _die_at(
+                method,
+                int(number),
+                lambda _, key, *__: bool(key == MANIFEST),
+                after=when == "after",
+            )
     else:
         _die_at(_BEGUN if when == "begun" else when, int(number), after=when == "begun")
     sys.argv = [script, *arguments]

@@ -30,8 +30,9 @@ MICRO = 2  # micro batches of a pipeline
 class LayoutSpec:
     """Degrees of parallelism; what is left of the world is data parallel.
 
-    `data` says how that is done: `fsdp2`, `ddp`, or `copies`, whose gradients are averaged by hand (a pipeline stage of
-    several micro batches breaks an assertion inside DDP, torch 2.13). `replicas` > 1 makes HSDP of FSDP2.
+    `data` says how that is done: `fsdp2`, `ddp`, or `copies`, whose gradients are averaged by hand
+    (a pipeline stage of several micro batches breaks an assertion inside DDP, torch 2.13).
+    `replicas` > 1 makes HSDP of FSDP2.
     """
 
     tp: int = 1
@@ -65,7 +66,9 @@ class Laid:
 @cache
 def mesh_of(*axes: tuple[str, int]) -> DeviceMesh:
     """The mesh of these axes; the same for all trainings of a process, so that process groups do not pile up."""
-    return init_device_mesh("cpu", tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))
+    return init_device_mesh(
+        "cpu", tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes)
+    )
 
 
 def lay(net: Net, spec: ModelSpec, layout: LayoutSpec) -> Laid:
@@ -114,12 +117,20 @@ def cross_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def cut_tensors(net: Net, spec: ModelSpec, mesh: DeviceMesh) -> None:
     """Tensor parallelism of blocks, embedding and output, cut unevenly where sizes do not divide.
 
-    Attention is cut by heads, and left whole where these do not divide. Norms and `gain` stay plain tensors, save the
-    last norm, whose parameters become replicated DTensors.
+    Attention is cut by heads, and left whole where these do not divide. Norms and `gain` stay plain
+    tensors, save the last norm, whose parameters become replicated DTensors.
     """
-    plan: dict[str, Any] = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    plan: dict[str, Any] = {
+        "up": ColwiseParallel(use_local_output=False),
+        "down": RowwiseParallel(),
+    }
     if spec.heads % mesh.size() == 0:
-        plan |= {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
+        plan |= {
+            "q": ColwiseParallel(),
+            "k": ColwiseParallel(),
+            "v": ColwiseParallel(),
+            "o": RowwiseParallel(),
+        }
     for block in net.blocks():
         parallelize_module(block, mesh, plan)
     ends: dict[str, Any] = {
@@ -132,7 +143,9 @@ def cut_tensors(net: Net, spec: ModelSpec, mesh: DeviceMesh) -> None:
         distribute_module(net.norm, mesh, None, partial(_replicated), _local)
 
 
-def _replicated(_: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+def _replicated(
+    _: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh
+) -> tuple[DTensor, ...]:
     return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
 
 

@@ -26,7 +26,10 @@ def state_at(step: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(ROWS * 8.0).view(ROWS, 8) + step
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
-    return {"model": {"w": sharded, "b": torch.full((5,), float(step))}, "own": PerRank([step, dist.get_rank()])}
+    return {
+        "model": {"w": sharded, "b": torch.full((5,), float(step))},
+        "own": PerRank([step, dist.get_rank()]),
+    }
 
 
 def same(state: dict[str, Any], step: int) -> bool:

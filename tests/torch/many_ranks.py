@@ -20,7 +20,9 @@ LAYOUTS = ("fsdp", "tp_pp", "ep")
 LAYERS, EXPERTS, STAGES = 8, 16, 4
 
 
-def placed(layout: str, rank: int, size: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor, list[Any]]]:
+def placed(
+    layout: str, rank: int, size: int
+) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor, list[Any]]]:
     """Of each tensor of a rank its name, shape, ranks and placements; most shapes do not divide."""
     everybody = torch.arange(size)
     for layer in range(LAYERS):
@@ -31,7 +33,12 @@ def placed(layout: str, rank: int, size: int) -> Iterator[tuple[str, tuple[int, 
                 stage = layer % STAGES
                 if rank // each == stage:
                     ranks = torch.arange(stage * each, (stage + 1) * each).reshape(-1, 8)
-                    yield name, shape, ranks, [Replicate(), Shard(1) if len(shape) > 1 else Replicate()]
+                    yield (
+                        name,
+                        shape,
+                        ranks,
+                        [Replicate(), Shard(1) if len(shape) > 1 else Replicate()],
+                    )
             else:
                 yield name, shape, everybody, [Shard(0)]
     for expert in range(EXPERTS):
@@ -40,14 +47,18 @@ def placed(layout: str, rank: int, size: int) -> Iterator[tuple[str, tuple[int, 
             if expert % 8 == rank % 8:
                 yield name, shape, torch.arange(rank % 8, size, 8), [Shard(0)]
         elif layout == "fsdp" or expert % STAGES == rank // (size // STAGES):
-            ranks = everybody if layout == "fsdp" else everybody.reshape(STAGES, -1)[expert % STAGES]
+            ranks = (
+                everybody if layout == "fsdp" else everybody.reshape(STAGES, -1)[expert % STAGES]
+            )
             yield name, shape, ranks, [Shard(1 if layout == "fsdp" else 0)]
 
 
 def whole(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """The values of a tensor."""
     n = torch.Size(shape).numel()
-    return (torch.arange(n, dtype=torch.float32) + 1000 * sum(map(ord, name)) + seed / 2).reshape(shape)
+    return (torch.arange(n, dtype=torch.float32) + 1000 * sum(map(ord, name)) + seed / 2).reshape(
+        shape
+    )
 
 
 def state_of(layout: str, rank: int, size: int, seed: int | None) -> dict[str, DTensor]:
@@ -60,7 +71,9 @@ def state_of(layout: str, rank: int, size: int, seed: int | None) -> dict[str, D
             part = torch.zeros(shape) if seed is None else whole(name, shape, seed)
             local = _local(part, mesh, placements).clone()
             strides = torch.empty(shape).stride()
-            out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
+            out[name] = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=shape, stride=strides
+            )
         return out
     finally:
         dist.destroy_process_group()
@@ -69,7 +82,10 @@ def state_of(layout: str, rank: int, size: int, seed: int | None) -> dict[str, D
 def holds(state: dict[str, DTensor], seed: int) -> bool:
     """Whether a loaded state has the values of a seed."""
     return all(
-        torch.equal(t.to_local(), _local(whole(name, tuple(t.shape), seed), t.device_mesh, list(t.placements)))
+        torch.equal(
+            t.to_local(),
+            _local(whole(name, tuple(t.shape), seed), t.device_mesh, list(t.placements)),
+        )
         for name, t in state.items()
     )
 

@@ -38,9 +38,10 @@ class ModelSpec:
 class Block(nn.Module):
     """Attention and a two-layer perceptron.
 
-    `gain` has one element (FSDP2 refuses 0-d parameters), so all ranks but one hold an empty shard of it. Of the
-    buffers, `seen` and `drift` are saved, `scratch` is not. They follow the number of steps, never the data, so they
-    are equal on all ranks; and `drift` is part of the arithmetic, so losing it changes the loss.
+    `gain` has one element (FSDP2 refuses 0-d parameters), so all ranks but one hold an empty shard
+    of it. Of the buffers, `seen` and `drift` are saved, `scratch` is not. They follow the number of
+    steps, never the data, so they are equal on all ranks; and `drift` is part of the arithmetic, so
+    losing it changes the loss.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -48,7 +49,10 @@ class Block(nn.Module):
         wide = spec.heads * spec.head_dim
         self.head_dim = spec.head_dim
         self.norm1, self.norm2 = nn.LayerNorm(spec.hidden), nn.RMSNorm(spec.hidden)
-        self.q, self.k = nn.Linear(spec.hidden, wide, bias=False), nn.Linear(spec.hidden, wide, bias=False)
+        self.q, self.k = (
+            nn.Linear(spec.hidden, wide, bias=False),
+            nn.Linear(spec.hidden, wide, bias=False),
+        )
         self.v, self.o = nn.Linear(spec.hidden, wide), nn.Linear(wide, spec.hidden)
         self.up, self.down = nn.Linear(spec.hidden, spec.inner), nn.Linear(spec.inner, spec.hidden)
         self.gain = nn.Parameter(torch.full((1,), 0.7))
@@ -58,7 +62,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm1(x)
-        q, k, v = (f(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2)) * self.gain
         return x + self.down(F.gelu(self.up(self.norm2(x) + self.drift)))
@@ -74,7 +81,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, blocks, norm and output. A pipeline stage holds a part of it, under the same names.
 
-    A tied last stage has no `head` but `embed`, a copy of the first stage's, as is usual in pipelines.
+    A tied last stage has no `head` but `embed`, a copy of the first stage's, as is usual in
+    pipelines.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -1,16 +1,17 @@
 """Run PyTorch's own tests of `torch.distributed.checkpoint` with `Writer` and `Reader` in place of its storage.
 
-    pip install expecttest zstandard
-    python -m tests.torch.pytorch_suite PYTORCH/test/distributed/checkpoint --torch 2.13.0 --stock --out stock.txt
-    python -m tests.torch.pytorch_suite PYTORCH/test/distributed/checkpoint --torch 2.13.0 --only stock.txt
+    pip install expecttest zstandard python -m tests.torch.pytorch_suite
+    PYTORCH/test/distributed/checkpoint --torch 2.13.0 --stock --out stock.txt python -m
+    tests.torch.pytorch_suite PYTORCH/test/distributed/checkpoint --torch 2.13.0 --only stock.txt
 
-The tests are those of a PyTorch checkout of the version that is installed, run as they are: `FileSystemWriter` is
-`ucformat.torch.Writer`, `FileSystemReader` is `ucformat.torch.Reader`, and nothing else of storage is changed. Without
-a GPU tests that ask for several run on the CPU in forked processes: `.cuda()` does nothing, and CUDA devices are the
-CPU. Each file runs in a process of its own, and is ended after `--timeout` seconds. `--stock` keeps PyTorch's storage:
-what passes there, which `--out` notes, is what a drop-in has to pass (`--only`). At the end, how many passed is said
-for each file. Tests with stream extensions (Rot13, zstd) fail: `Writer` refuses these by name. Files that a PyTorch
-lacks are left out. docs/guides/dcp.md quotes the result.
+The tests are those of a PyTorch checkout of the version that is installed, run as they are:
+`FileSystemWriter` is `ucformat.torch.Writer`, `FileSystemReader` is `ucformat.torch.Reader`, and
+nothing else of storage is changed. Without a GPU tests that ask for several run on the CPU in
+forked processes: `.cuda()` does nothing, and CUDA devices are the CPU. Each file runs in a process
+of its own, and is ended after `--timeout` seconds. `--stock` keeps PyTorch's storage: what passes
+there, which `--out` notes, is what a drop-in has to pass (`--only`). At the end, how many passed is
+said for each file. Tests with stream extensions (Rot13, zstd) fail: `Writer` refuses these by name.
+Files that a PyTorch lacks are left out. docs/guides/dcp.md quotes the result.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def do_without_gpus() -> None:
     init_pg = common_dtensor.DTensorTestBase.init_pg
 
     def on_cpu(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **{"device_id": torch.device("cpu")} | kwargs)  # which it would otherwise refuse
+        init(
+            self, *args, **{"device_id": torch.device("cpu")} | kwargs
+        )  # which it would otherwise refuse
 
     def with_each_device_once(backend: str, **kwargs: Any) -> None:
         start(",".join(dict.fromkeys(backend.split(","))), **kwargs)  # not "cpu:gloo,cpu:gloo"
@@ -106,7 +109,9 @@ def do_without_gpus() -> None:
         init_pg(self, eager_init, "gloo" if backend == "cpu:gloo,cuda:nccl" else backend)
 
     def fork(self: Any) -> None:
-        if torch.distributed.is_initialized():  # by a test before, in this process, which would fork it too
+        if (
+            torch.distributed.is_initialized()
+        ):  # by a test before, in this process, which would fork it too
             torch.distributed.destroy_process_group()
         torch.multiprocessing.set_start_method("spawn", force=True)
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
@@ -114,7 +119,9 @@ def do_without_gpus() -> None:
     FullyShardedDataParallel.__init__ = on_cpu
     torch.distributed.init_process_group = with_each_device_once
     common_dtensor.DTensorTestBase.init_pg = with_gloo
-    common_distributed.MultiProcessTestCase._spawn_processes = fork  # no rank imports torch anew: many times faster
+    common_distributed.MultiProcessTestCase._spawn_processes = (
+        fork  # no rank imports torch anew: many times faster
+    )
     torch.accelerator.device_count = torch.cuda.device_count = lambda: CPU_DEVICES
     torch.accelerator.current_device_index = lambda: "cpu"  # of which a `torch.device` is made
     torch.nn.Module.cuda = lambda self, *_: self
@@ -142,8 +149,16 @@ class _Told(unittest.TextTestResult):
 
 def _reason(trace: str) -> str:
     """What a traceback says in one line: its last error."""
-    lines = [line.strip() for line in trace.partition("To execute this test")[0].splitlines() if line.strip()]
-    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception", "Mismatch", "Denied"))]
+    lines = [
+        line.strip()
+        for line in trace.partition("To execute this test")[0].splitlines()
+        if line.strip()
+    ]
+    errors = [
+        line
+        for line in lines
+        if line.partition(":")[0].endswith(("Error", "Exception", "Mismatch", "Denied"))
+    ]
     return (errors or lines or ["?"])[-1][:300]
 
 
@@ -153,10 +168,14 @@ def run_file(file: Path, told: Path, pattern: str | None) -> None:
     importlib.import_module(file.stem)
     _Told.out = told
     runner = unittest.TextTestRunner(resultclass=cast("Any", _Told), verbosity=2)
-    unittest.main(module=file.stem, argv=[str(file), *(["-k", pattern] if pattern else [])], testRunner=runner)
+    unittest.main(
+        module=file.stem, argv=[str(file), *(["-k", pattern] if pattern else [])], testRunner=runner
+    )
 
 
-def run_apart(file: Path, log: Path, pattern: str | None, timeout: float) -> dict[str, tuple[str, str]]:
+def run_apart(
+    file: Path, log: Path, pattern: str | None, timeout: float
+) -> dict[str, tuple[str, str]]:
     """How each test of a file ended, by name, and why; run in a process of its own."""
     told = log.with_suffix(".txt")
     told.write_text("")
@@ -164,14 +183,18 @@ def run_apart(file: Path, log: Path, pattern: str | None, timeout: float) -> dic
     command += ["-k", pattern] if pattern else []
     ended = ""
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             ended = f"not done after {timeout:g} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its own process group: the ranks that it started, too
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # its own process group: the ranks that it started, too
             process.wait()
     results = {}
     for line in told.read_text().splitlines():
@@ -195,7 +218,9 @@ def check_version(folder: Path, named: str | None) -> None:
         sys.exit(f"error: the tests are of PyTorch {named}, installed is {installed}")
 
 
-def wanted(results: dict[str, tuple[str, str]], only: Iterable[str] | None) -> dict[str, tuple[str, str]]:
+def wanted(
+    results: dict[str, tuple[str, str]], only: Iterable[str] | None
+) -> dict[str, tuple[str, str]]:
     """The results that count; what should have run and did not has failed."""
     if only is None:
         return results
@@ -207,7 +232,9 @@ def by_file(counted: dict[str, tuple[str, str]]) -> list[str]:
     files: dict[str, list[bool]] = {}
     for name, (status, _) in counted.items():
         if status != "skipped":
-            files.setdefault(name.partition(".")[0].partition(" ")[0], []).append(status == "passed")
+            files.setdefault(name.partition(".")[0].partition(" ")[0], []).append(
+                status == "passed"
+            )
     return [f"{file}: {sum(passed)} of {len(passed)}" for file, passed in files.items()]
 
 
@@ -215,14 +242,25 @@ def main(argv: Sequence[str]) -> int:
     """Run the files that are asked for, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "folder", type=Path, nargs="+", help="test/distributed/checkpoint of a PyTorch checkout, or files there"
+        "folder",
+        type=Path,
+        nargs="+",
+        help="test/distributed/checkpoint of a PyTorch checkout, or files there",
     )
-    parser.add_argument("--torch", help="the PyTorch that the tests are of (default: the checkout's version.txt)")
+    parser.add_argument(
+        "--torch", help="the PyTorch that the tests are of (default: the checkout's version.txt)"
+    )
     parser.add_argument("--stock", action="store_true", help="run over PyTorch's own storage")
-    parser.add_argument("--out", type=Path, help="write the names of the tests that passed to this file")
-    parser.add_argument("--only", type=Path, help="count the tests that are named in this file only")
+    parser.add_argument(
+        "--out", type=Path, help="write the names of the tests that passed to this file"
+    )
+    parser.add_argument(
+        "--only", type=Path, help="count the tests that are named in this file only"
+    )
     parser.add_argument("--logs", type=Path, help="keep the output of each file in this folder")
-    parser.add_argument("--timeout", type=float, default=1200, help="seconds for each file (default: 1200)")
+    parser.add_argument(
+        "--timeout", type=float, default=1200, help="seconds for each file (default: 1200)"
+    )
     parser.add_argument("-k", dest="pattern", help="run tests whose names contain this only")
     parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -236,7 +274,9 @@ def main(argv: Sequence[str]) -> int:
     logs = options.logs or Path(tempfile.mkdtemp(prefix="pytorch-suite-"))
     logs.mkdir(parents=True, exist_ok=True)
     results: dict[str, tuple[str, str]] = {}
-    for file in chain.from_iterable([p] if p.is_file() else [p / f"{name}.py" for name in FILES] for p in places):
+    for file in chain.from_iterable(
+        [p] if p.is_file() else [p / f"{name}.py" for name in FILES] for p in places
+    ):
         if not file.exists():
             print(f"absent  {file.stem}", flush=True)  # noqa: T201
             continue

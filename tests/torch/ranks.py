@@ -1,6 +1,7 @@
 """Ranks for one scenario after another, forked with torch imported.
 
-A scenario is a function of a module; each rank calls it inside an initialised gloo process group, and may be killed.
+A scenario is a function of a module; each rank calls it inside an initialised gloo process group,
+and may be killed.
 """
 
 from __future__ import annotations
@@ -39,11 +40,21 @@ class Ranks:
         """What each of `size` ranks gave; `KILLED` of one that ended by SIGKILL. AssertionError where one failed."""
         folder.mkdir(parents=True, exist_ok=True)
         store = next(p for n in range(1000) if not (p := folder / f"store-{n}").exists())
-        argv = ["-m", "tests.torch.ranks", self._module, scenario, str(folder), store.name, json.dumps(arguments)]
+        argv = [
+            "-m",
+            "tests.torch.ranks",
+            self._module,
+            scenario,
+            str(folder),
+            store.name,
+            json.dumps(arguments),
+        ]
         logs = [str(folder / f"rank-{rank}.log") for rank in range(size)]
         for log in logs:
             Path(log).unlink(missing_ok=True)
-        program = Program(argv, environment({"MASTER_ADDR": "127.0.0.1"}), logs, ranks=size, together=False)
+        program = Program(
+            argv, environment({"MASTER_ADDR": "127.0.0.1"}), logs, ranks=size, together=False
+        )
         codes = forked(sys.executable, MODULES, program, PATIENCE)
         return [self._outcome(folder, scenario, rank, code) for rank, code in enumerate(codes)]
 
@@ -57,7 +68,9 @@ class Ranks:
 
 def all_gather(group: Group, value: Any, kind: Any = Any) -> list[Any]:
     """The values of all ranks of one of our groups, on every rank."""
-    found: list[Any] = group.gather_scatter(value, lambda values: [values] * group.size, kind, list[kind])
+    found: list[Any] = group.gather_scatter(
+        value, lambda values: [values] * group.size, kind, list[kind]
+    )
     return found
 
 
@@ -69,7 +82,9 @@ def main(module: str, scenario: str, folder: Path, store: str, arguments: dict[s
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     made = dist.FileStore(str(folder / store), size)
-    dist.init_process_group("gloo", store=made, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
+    dist.init_process_group(
+        "gloo", store=made, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
+    )
     given = getattr(importlib.import_module(module), scenario)(folder, **arguments)
     (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(given))
 

@@ -52,7 +52,13 @@ def run(nproc: int, jobs: Sequence[dict[str, Any]], folder: Path) -> str:
 
 
 def fork(
-    nproc: int, script: Sequence[str], log: Path, modules: Sequence[str] = (), *, cwd: Path = _ROOT, **env: str
+    nproc: int,
+    script: Sequence[str],
+    log: Path,
+    modules: Sequence[str] = (),
+    *,
+    cwd: Path = _ROOT,
+    **env: str,
 ) -> str:
     """Run a script with its arguments as under torchrun, by ranks that are forked with torch imported.
 
@@ -68,7 +74,9 @@ def fork(
         AssertionError: a rank failed, or hangs; the message ends with the log's last lines.
     """
     log.unlink(missing_ok=True)
-    program = Program(script, environment(env), [str(log)], ranks=nproc, cwd=str(cwd), modules=modules)
+    program = Program(
+        script, environment(env), [str(log)], ranks=nproc, cwd=str(cwd), modules=modules
+    )
     try:
         codes = forked(sys.executable, MODULES, program, PATIENCE)
     except TimeoutError:
@@ -79,13 +87,25 @@ def fork(
 
 def torchrun(nproc: int, script: Sequence[str], log: Path) -> str:
     """Run a script with its arguments under torchrun itself, with a rendezvous on a free port of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), *script]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(nproc),
+        *script,
+    ]
     with log.open("w") as output:
-        process = subprocess.Popen(command, env=environment(), stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment(), stdout=output, stderr=output, start_new_session=True
+        )
         try:
             code = process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"not done after {PATIENCE:g} s, see {log}:\n{_tail(log)}") from None
+            raise AssertionError(
+                f"not done after {PATIENCE:g} s, see {log}:\n{_tail(log)}"
+            ) from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # the launcher; its ranks die with it
@@ -111,5 +131,7 @@ def environment(more: dict[str, str] | None = None) -> dict[str, str]:
 def _tail(log: Path) -> str:
     """The end of a log without the launcher's own report, which is long and says nothing."""
     lines = log.read_text(errors="replace").splitlines()
-    last = next((i for i, line in enumerate(lines) if "torch/distributed/run.py" in line), len(lines))
+    last = next(
+        (i for i, line in enumerate(lines) if "torch/distributed/run.py" in line), len(lines)
+    )
     return "\n".join(lines[max(0, last - 80) : last])

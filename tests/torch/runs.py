@@ -54,5 +54,9 @@ def names(*steps: int) -> list[str]:
 
 
 def data_file(checkpoint: Path) -> Path:
-    files = [p for p in checkpoint.glob("data/**/*") if p.is_file() and p.suffix not in (".json", ".safetensors")]
+    files = [
+        p
+        for p in checkpoint.glob("data/**/*")
+        if p.is_file() and p.suffix not in (".json", ".safetensors")
+    ]
     return max(files)

@@ -32,7 +32,11 @@ RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", 
 
 def sockets() -> int:
     """How many sockets this process has."""
-    return sum(str(f.readlink()).startswith("socket:") for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+    return sum(
+        str(f.readlink()).startswith("socket:")
+        for f in Path("/proc/self/fd").iterdir()
+        if f.is_symlink()
+    )
 
 
 class Counting:
@@ -71,10 +75,22 @@ def collectives() -> Any:
     top = group.combine(RANK, max, int, lambda most: f"of {most}", str)
     after = sockets() - before
     failed = [
-        error_of(lambda: group.gather_scatter(Conflict("taken") if RANK in (3, SIZE // 2) else 1, list, int, int)),
-        error_of(lambda: group.combine(Conflict("taken") if RANK in (SIZE // 2, SIZE - 1) else 1, max, int)),
+        error_of(
+            lambda: group.gather_scatter(
+                Conflict("taken") if RANK in (3, SIZE // 2) else 1, list, int, int
+            )
+        ),
+        error_of(
+            lambda: group.combine(
+                Conflict("taken") if RANK in (SIZE // 2, SIZE - 1) else 1, max, int
+            )
+        ),
         error_of(lambda: group.combine(1, _cannot_merge, int)),
-        error_of(lambda: group.for_call("load" if RANK in (5, SIZE - 2) else "save").combine(RANK, max, int)),
+        error_of(
+            lambda: group.for_call("load" if RANK in (5, SIZE - 2) else "save").combine(
+                RANK, max, int
+            )
+        ),
     ]
     with_error = error_of(lambda: _fails_before(group))
     return {
@@ -106,7 +122,9 @@ def _exchange(group: Group) -> bool:
     others = sorted({(RANK + d) % SIZE for d in (1, -1, SIZE // 2, -(SIZE // 2), 7, -7)} - {RANK})
     shared = SharedMemory(len(others))
     mine = [np.array([RANK % 251], np.uint8)]
-    sender = threading.Thread(target=group.send_bulk, args=([(other, lambda: mine) for other in others],))
+    sender = threading.Thread(
+        target=group.send_bulk, args=([(other, lambda: mine) for other in others],)
+    )
     sender.start()
     group.receive_bulk(shared, {other: (i, i + 1) for i, other in enumerate(others)})
     sender.join()
@@ -167,12 +185,23 @@ def layouts(place: str, form: Form) -> Any:
     for seed, layout in enumerate(LAYOUTS):
         url = f"{place}/{layout}"
         saved = save_in_group(
-            local_state(state_of(layout, RANK, SIZE, seed)), SaveOptions(url, form), SaveMetadata(), group
+            local_state(state_of(layout, RANK, SIZE, seed)),
+            SaveOptions(url, form),
+            SaveMetadata(),
+            group,
         )
         after = LAYOUTS[(seed + 1) % len(LAYOUTS)]
         state = state_of(after, RANK, SIZE, None)
-        report = load_local([local_of(n, "weight", t) for n, t in state.items()], ucformat.open(url), group=group)
-        out[layout] = [saved.id, bool(report), report.unexpected, holds(state, seed), "plan" in group.cache]
+        report = load_local(
+            [local_of(n, "weight", t) for n, t in state.items()], ucformat.open(url), group=group
+        )
+        out[layout] = [
+            saved.id,
+            bool(report),
+            report.unexpected,
+            holds(state, seed),
+            "plan" in group.cache,
+        ]
     return out
 
 
@@ -187,7 +216,9 @@ def killed_in_a_save(doomed: int, after: float, place: str, form: Form) -> Any:
     try:
         while True:
             options = SaveOptions(f"{place}/{len(done)}", form)
-            done.append(save_in_group(states[len(done) % len(states)], options, SaveMetadata(), group).id)
+            done.append(
+                save_in_group(states[len(done) % len(states)], options, SaveMetadata(), group).id
+            )
     except UcformatError as error:
         return [error.message, done]
 

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-SHAPES = {f"layers.{n}.w": (128, 96) for n in range(6)} | {f"layers.{n}.norm": (96,) for n in range(6)} | {"step": ()}
+SHAPES = (
+    {f"layers.{n}.w": (128, 96) for n in range(6)}
+    | {f"layers.{n}.norm": (96,) for n in range(6)}
+    | {"step": ()}
+)
 #: So that tensors are cut into parts at the ends of chunks, and there are many rounds.
 CHUNKS: dict[str, Any] = {"chunk_bytes": 4096, "shard_bytes": 1 << 20}
 PART, ROUND, TURN = 16384, 8192, 4096
@@ -65,7 +69,9 @@ def on_hosts(names: str) -> None:
     mock.patch.object(tree, "host_here", return_value=here).start()
 
 
-def loaded(state: dict[str, torch.Tensor], place: str | Path, **options: Any) -> tuple[int, int, bool]:
+def loaded(
+    state: dict[str, torch.Tensor], place: str | Path, **options: Any
+) -> tuple[int, int, bool]:
     """Bytes that this rank read, bytes that it holds, and whether they are what was saved."""
     report = load(state, place, timeout=TIMEOUT, **options)
     nbytes, equal = 0, True
@@ -100,7 +106,9 @@ def layouts(folder: Path, hosts: str) -> Any:
     out = {}
     with on_a_network():
         out["plain"] = loaded(zeros(), folder / "ck")
-        out["tp"] = loaded(zeros() | {n: sharded(torch.zeros(128, 96), 0) for n in matrices}, folder / "ck")
+        out["tp"] = loaded(
+            zeros() | {n: sharded(torch.zeros(128, 96), 0) for n in matrices}, folder / "ck"
+        )
         out["hsdp"] = loaded({n: hybrid(n) for n in matrices}, folder / "ck")
     with on_a_network(small=False):
         out["one round"] = loaded(zeros(), folder / "ck")
@@ -119,7 +127,9 @@ def targets(folder: Path) -> Any:
     state[rest[0]] = torch.zeros(130, 96 * 2, dtype=dtype)[1:-1, 1::2]
     bases = [state[rest[0]]._base]
 
-    def late(part: Any) -> torch.Tensor:  # what is read too early into memory that this rank has yet to copy is seen
+    def late(
+        part: Any,
+    ) -> torch.Tensor:  # what is read too early into memory that this rank has yet to copy is seen
         time.sleep(0.005)
         return reading.target_of(part)
 
@@ -127,7 +137,9 @@ def targets(folder: Path) -> Any:
         mock.patch.object(share, "target_of", late).start()
     with on_a_network():
         out = loaded(state, folder / "ck", cast=True)
-        untouched = all(int((b != 0).sum()) == int((whole(rest[0]) != 0).sum()) for b in bases if b is not None)
+        untouched = all(
+            int((b != 0).sum()) == int((whole(rest[0]) != 0).sum()) for b in bases if b is not None
+        )
         w = whole(a)
         save({"x": w, "y": w}, folder / "tied", **CHUNKS)  # one memory: `y` is another name of `x`
         again = {"x": torch.zeros_like(w), "y": torch.zeros_like(w)}
@@ -152,7 +164,13 @@ def failing(folder: Path, how: str) -> Any:
     if not rank:
         damage(folder / "damaged")
     dist.barrier()
-    name = {"plan": "parts_of", "read": "read", "killed": "read", "copy": "target_of", "damaged": ""}[how]
+    name = {
+        "plan": "parts_of",
+        "read": "read",
+        "killed": "read",
+        "copy": "target_of",
+        "damaged": "",
+    }[how]
     calls = 0
 
     def broken(*args: Any) -> Any:

@@ -21,7 +21,11 @@ def state_of(*, filled: bool) -> dict[str, Any]:
     """Small tensors that are cut, replicated, and of one rank each, as of pipeline stages, and a large one."""
 
     def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-        return torch.arange(torch.Size(shape).numel()).reshape(shape) + float(seed) if filled else torch.zeros(shape)
+        return (
+            torch.arange(torch.Size(shape).numel()).reshape(shape) + float(seed)
+            if filled
+            else torch.zeros(shape)
+        )
 
     rank, size = dist.get_rank(), dist.get_world_size()
     cut = {f"cut.{n}": sharded(values((6, 1 + n % 3), n), 0) for n in range(EACH)}
@@ -42,7 +46,9 @@ def loaded(folder: Path, form: str) -> bool:
     report = load(state, folder / form, leave=["mine"], verify="always")
     assert state["seen"] == 5
     for name, tensor in state["model"].items():
-        a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (tensor, expected["model"][name]))
+        a, b = (
+            t.to_local() if hasattr(t, "to_local") else t for t in (tensor, expected["model"][name])
+        )
         assert torch.equal(a, b), name
     return bool(report)
 
@@ -51,5 +57,7 @@ def disagreeing(folder: Path) -> Any:
     """One tensor that is small on rank 0 alone."""
     odd = torch.zeros(3) if not dist.get_rank() else torch.zeros(300, 300)
     with error_of() as seen:
-        save({"model": {**{f"t{n}": torch.ones(2) for n in range(1200)}, "odd": odd}}, folder / "ck")
+        save(
+            {"model": {**{f"t{n}": torch.ones(2) for n in range(1200)}, "odd": odd}}, folder / "ck"
+        )
     return seen["kind"], seen["message"]

@@ -38,13 +38,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp-2": (2, {"data": "ddp"}),
 }
 
-#: Models and optimizers. Vocabulary 1003, hidden 90 and inner 131 divide by no number of ranks; tensor parallelism
-#: cuts 4 heads, and leaves 3 or 5 whole. Of 3 blocks the last pipeline stage has 2.
+#: Models and optimizers. Vocabulary 1003, hidden 90 and inner 131 divide by no number of ranks;
+#: tensor parallelism cuts 4 heads, and leaves 3 or 5 whole. Of 3 blocks the last pipeline stage has
+#: 2.
 RECIPES: dict[str, dict[str, Any]] = {
     "odd": {"optimizer": "adamw", "model": {"heads": 3, "head_dim": 30}},
     "tied": {"optimizer": "adamw", "model": {"tied": True, "recompute": True}},
-    "frozen": {"optimizer": "sgd", "model": {"heads": 5, "layers": 3, "freeze": ["embed", "layers.0.up", "norm2"]}},
-    "bf16": {"optimizer": "sgd", "model": {"bf16": True, "tied": True, "freeze": ["layers.1.gain"]}},
+    "frozen": {
+        "optimizer": "sgd",
+        "model": {"heads": 5, "layers": 3, "freeze": ["embed", "layers.0.up", "norm2"]},
+    },
+    "bf16": {
+        "optimizer": "sgd",
+        "model": {"bf16": True, "tied": True, "freeze": ["layers.1.gain"]},
+    },
     "bf16-adamw": {"optimizer": "adamw", "model": {"bf16": True, "layers": 3}},
 }
 
@@ -94,8 +101,8 @@ def _place(layout: str) -> int:
 def chosen_loads() -> list[Load]:
     """A choice of few: every layout saves one recipe, and is loaded by itself and by two others.
 
-    So every layout saves and loads in both forms, every recipe is saved and loaded in both, and DDP over two ranks
-    goes to FSDP2 over two.
+    So every layout saves and loads in both forms, every recipe is saved and loaded in both, and DDP
+    over two ranks goes to FSDP2 over two.
     """
     layouts, recipes = list(LAYOUTS), list(RECIPES)
     found = []
@@ -114,19 +121,22 @@ def all_loads(recipe: str) -> list[Load]:
 def same_arithmetic(load: Load) -> bool:
     """Whether the losses after loading must equal those of the source's own continuation to the bit.
 
-    They must where source and target have the same layout. They must too between FSDP2 and DDP over two ranks in fp32:
-    each rank computes what it does under the other, and half the sum of two gradients is exact in any order. In bf16
-    it is not so: PyTorch's vectorised loops round otherwise than their scalar ends, and where those lie depends on the
-    cut. All other pairs sum in another order.
+    They must where source and target have the same layout. They must too between FSDP2 and DDP over
+    two ranks in fp32: each rank computes what it does under the other, and half the sum of two
+    gradients is exact in any order. In bf16 it is not so: PyTorch's vectorised loops round
+    otherwise than their scalar ends, and where those lie depends on the cut. All other pairs sum in
+    another order.
     """
     pair = {load.source.layout, load.layout}
-    return len(pair) == 1 or (pair == {"fsdp2-2", "ddp-2"} and not RECIPES[load.source.recipe]["model"].get("bf16"))
+    return len(pair) == 1 or (
+        pair == {"fsdp2-2", "ddp-2"} and not RECIPES[load.source.recipe]["model"].get("bf16")
+    )
 
 
 def tolerance(recipe: str) -> float:
     """How far losses of unlike layouts may lie apart, relatively.
 
-    fp32 was seen to stay within 3e-7 and bf16 within 4e-3 over six steps; forgetting a part of the state moves them by
-    more than this (`test_what_is_forgotten_shows`).
+    fp32 was seen to stay within 3e-7 and bf16 within 4e-3 over six steps; forgetting a part of the
+    state moves them by more than this (`test_what_is_forgotten_shows`).
     """
     return 2e-2 if RECIPES[recipe]["model"].get("bf16") else 2e-6

@@ -30,7 +30,9 @@ def whole(rows: int) -> Blocks:
     return Blocks.of(codes, torch.arange(rows * PER_ROW).float(), torch.arange(6.0) + 100)
 
 
-def mine(of: Blocks, placements: tuple[Any, ...], sizes: tuple[int, ...], *, empty: bool = False) -> DTensor:
+def mine(
+    of: Blocks, placements: tuple[Any, ...], sizes: tuple[int, ...], *, empty: bool = False
+) -> DTensor:
     """This rank's part as a DTensor."""
     names = tuple(f"axis{n}" for n in range(len(sizes)))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -44,7 +46,9 @@ def mine(of: Blocks, placements: tuple[Any, ...], sizes: tuple[int, ...], *, emp
     if empty:
         for tensor in local.inner.values():
             tensor.zero_()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=of.codes.shape, stride=of.codes.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=of.codes.shape, stride=of.codes.stride()
+    )
 
 
 def parts(tensor: DTensor) -> list[list[float]]:
@@ -63,7 +67,9 @@ LAYOUTS: dict[int, list[tuple[tuple[Any, ...], tuple[int, ...]]]] = {
 def blocks(folder: Path, *, writes: bool) -> list[bool]:
     """Save in each way under the layouts of this number of ranks; or load all that was saved, into each of them."""
     found = []
-    for (number, (placements, sizes)), rows in product(enumerate(LAYOUTS[dist.get_world_size()]), (12, 10)):
+    for (number, (placements, sizes)), rows in product(
+        enumerate(LAYOUTS[dist.get_world_size()]), (12, 10)
+    ):
         for form in ("zarr", "packed", "dcp", "async") if writes else ():
             state = {"w": mine(whole(rows), placements, sizes), "n": 1}
             place = folder / f"{form}-{number}-of-{rows}"
@@ -89,12 +95,20 @@ def scaled(folder: Path) -> list[str]:
 
     def made(factor: float, **inner: torch.Tensor) -> DTensor:
         return DTensor.from_local(
-            Scaled({"elements": torch.ones(4, 6) * factor, **inner}), mesh, [Shard(0)], run_check=False
+            Scaled({"elements": torch.ones(4, 6) * factor, **inner}),
+            mesh,
+            [Shard(0)],
+            run_check=False,
         )
 
     messages = []
     cases = {
-        "rows": made(rank, scale=torch.full((4, 1), float(rank)), all=torch.tensor(2.0), column=torch.ones(1, 6)),
+        "rows": made(
+            rank,
+            scale=torch.full((4, 1), float(rank)),
+            all=torch.tensor(2.0),
+            column=torch.ones(1, 6),
+        ),
         "each its own": made(1, scale=torch.tensor(float(rank))),
         "a table": made(1, table=torch.ones(4)),
         "a slice of a block": made(1, scale=torch.ones(3, 6)),
@@ -115,7 +129,9 @@ def optimizer(folder: Path, kind: str, *, writes: bool) -> list[Any]:
 
     torch.compile = lambda function=None, **_: function  # it needs a compiler, and changes nothing
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(512, 768, bias=False), torch.nn.ReLU(), torch.nn.Linear(768, 512))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(512, 768, bias=False), torch.nn.ReLU(), torch.nn.Linear(768, 512)
+    )
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     made = getattr(torchao.optim, kind)(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": made}
@@ -141,7 +157,9 @@ def collected(optimizer: torch.optim.Optimizer) -> list[Any]:
             with torch.no_grad():
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 plain = (
-                    local.dequantize() if hasattr(local, "dequantize") and type(local) is not torch.Tensor else local
+                    local.dequantize()
+                    if hasattr(local, "dequantize") and type(local) is not torch.Tensor
+                    else local
                 )
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, plain)

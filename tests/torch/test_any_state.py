@@ -47,7 +47,9 @@ def _mixed(state: State, url: Path) -> None:
 
 WRITERS: dict[str, Callable[[State, Path], Any]] = {
     "Writer": lambda state, url: dcp.save(state, storage_writer=ucf.Writer(url), no_dist=True),
-    "packed": lambda state, url: dcp.save(state, storage_writer=ucf.Writer(url, form="packed"), no_dist=True),
+    "packed": lambda state, url: dcp.save(
+        state, storage_writer=ucf.Writer(url, form="packed"), no_dist=True
+    ),
     "save": ucf.save,
     "mixed": _mixed,
     "stock": _stock,
@@ -141,7 +143,9 @@ def test_what_is_saved_comes_back(state: str, writer: str) -> None:
 
 @pytest.mark.parametrize("writer", ["Writer", "stock", "converted"])
 @pytest.mark.parametrize("state", [s for s in STATES if "tuples" not in s])
-def test_the_metadata_lists_the_names_that_were_saved(state: str, writer: str, tmp_path: Path) -> None:
+def test_the_metadata_lists_the_names_that_were_saved(
+    state: str, writer: str, tmp_path: Path
+) -> None:
     _stock(STATES[state], tmp_path / "stock")
     WRITERS[writer](STATES[state], tmp_path / "ck")
     found = ucf.Reader(tmp_path / "ck").read_metadata().state_dict_metadata
@@ -173,24 +177,41 @@ WORDS = [
     "0",
 ]
 keys = st.sampled_from(WORDS) | st.text("ab.0$é_ ", max_size=4)
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     values = draw(st.integers(0, 1 << 20))
-    return (torch.arange(torch.Size(shape).numel()).reshape(shape) + values).to(draw(st.sampled_from(DTYPES)))
+    return (torch.arange(torch.Size(shape).numel()).reshape(shape) + values).to(
+        draw(st.sampled_from(DTYPES))
+    )
 
 
 plain = (
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False) | st.text() | st.binary()
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
 )
 leaves = st.deferred(lambda: tensors() | plain)
 values = st.recursive(
     leaves,
     lambda inner: (
-        st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=3) | st.lists(plain, max_size=3).map(tuple)
+        st.dictionaries(keys, inner, max_size=4)
+        | st.lists(inner, max_size=3)
+        | st.lists(plain, max_size=3).map(tuple)
     ),
     max_leaves=12,
 )
@@ -205,7 +226,13 @@ def has_empty(value: Any, in_list: bool = False) -> bool:
 
 def entries(value: Any, path: tuple[Any, ...] = ()) -> list[str]:
     """The names of all that may be an entry."""
-    inner: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner: Any = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [dotted(path), *(name for k, v in inner for name in entries(v, (*path, k)))]
 
 
@@ -213,7 +240,9 @@ states = st.dictionaries(keys, values, min_size=1, max_size=4).filter(lambda s: 
 
 
 @given(states)
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(
+    max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 def test_any_state_comes_back_all_ways_round(state: State) -> None:
     assume(len(set(found := entries(state))) == len(found))
     check(state, WRITERS.keys() - {"packed"})

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 LARGE = 6 << 20  # more than the kernel keeps for a connection
 
 
-def data(seed: int, sender: int, to: int, number: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def data(
+    seed: int, sender: int, to: int, number: int, size: int
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng([seed, sender, to, number]).integers(0, 256, size, np.uint8)
 
 
@@ -33,14 +35,19 @@ class Traffic:
         chance = random.Random(seed)
         self.seed = seed
         self.batches: list[list[dict[int, int]]] = []
-        self.sent: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]  # receiver, number, size
+        self.sent: list[list[tuple[int, int, int]]] = [
+            [] for _ in range(ranks)
+        ]  # receiver, number, size
         for to in range(ranks):
             counts = [0] * ranks
             self.batches.append([])
             for _ in range(chance.randrange(4)):
-                others = chance.sample([r for r in range(ranks) if r != to], chance.randrange(1, ranks))
+                others = chance.sample(
+                    [r for r in range(ranks) if r != to], chance.randrange(1, ranks)
+                )
                 sizes = {
-                    r: chance.choice([1, 100, 70_000, *([LARGE] if chance.random() < 0.3 else [])]) for r in others
+                    r: chance.choice([1, 100, 70_000, *([LARGE] if chance.random() < 0.3 else [])])
+                    for r in others
                 }
                 self.batches[-1].append(sizes)
                 for sender, size in sizes.items():
@@ -63,7 +70,10 @@ class Traffic:
             rest()
             return [data(self.seed, group.rank, to, number, size)]
 
-        messages = [(to, lambda m=(to, number, size): made(*m)) for to, number, size in self.sent[group.rank]]
+        messages = [
+            (to, lambda m=(to, number, size): made(*m))
+            for to, number, size in self.sent[group.rank]
+        ]
         failed: list[BaseException] = []
 
         def send() -> None:
@@ -79,8 +89,13 @@ class Traffic:
         try:
             for sizes in self.batches[group.rank]:
                 rest()
-                shared, ends = SharedMemory(sum(sizes.values())), np.cumsum(list(sizes.values())).tolist()
-                slots = {other: (end - sizes[other], end) for other, end in zip(sizes, ends, strict=True)}
+                shared, ends = (
+                    SharedMemory(sum(sizes.values())),
+                    np.cumsum(list(sizes.values())).tolist(),
+                )
+                slots = {
+                    other: (end - sizes[other], end) for other, end in zip(sizes, ends, strict=True)
+                }
                 try:
                     group.receive_bulk(shared, slots)
                     for other, (start, stop) in slots.items():
@@ -121,11 +136,16 @@ def test_any_traffic_over_few_connections(
 
         def run(number: int) -> None:  # in each of two threads, over a channel of its own
             try:
-                found[number] = traffics[number].run(group.channel("test", f"channel {number}"), 0.01)
+                found[number] = traffics[number].run(
+                    group.channel("test", f"channel {number}"), 0.01
+                )
             except UcformatError as error:
                 found[number] = error
 
-        others = [threading.Thread(target=watch), *(threading.Thread(target=run, args=(n,)) for n in range(2))]
+        others = [
+            threading.Thread(target=watch),
+            *(threading.Thread(target=run, args=(n,)) for n in range(2)),
+        ]
         for thread in others:
             thread.start()
         for thread in others[1:]:
@@ -206,7 +226,9 @@ def test_who_was_interrupted_asks_again() -> None:
     assert together(2, act) == [[7] * 3, None]
 
 
-def test_a_bulk_call_that_the_other_side_closed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bulk_call_that_the_other_side_closed_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def act(group: Group) -> Any:
         out = []
         for number in range(20):

@@ -1,6 +1,7 @@
 """What a load under another layout uses of a packed checkpoint is checked: docs/security.md, rule 13.
 
-The model has the shapes of Llama 8B, each edge a sixteenth, and tiles a 256th of their default size.
+The model has the shapes of Llama 8B, each edge a sixteenth, and tiles a 256th of their default
+size.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def cut(shape: tuple[int, ...], dim: int, degree: int) -> list[Box]:
 
 
 def saved(dim: int, ranks: int) -> tuple[Checkpoint, MemoryStore]:
-    items = [[WriteItem(i, (cut(i.shape, dim, ranks)[r],)) for i in INFOS.values()] for r in range(ranks)]
+    items = [
+        [WriteItem(i, (cut(i.shape, dim, ranks)[r],)) for i in INFOS.values()] for r in range(ranks)
+    ]
     ck, _, store = packed(items, ARRAYS, "parts")
     return ck, store
 
@@ -76,7 +79,10 @@ def load(ck: Checkpoint, boxes: dict[str, Box]) -> tuple[dict[str, Any], int]:
     """What a rank holds, read as `ucformat.torch.load` does at default settings, and its unverified bytes."""
     out = {n: torch.zeros(b.shape) for n, b in boxes.items()}
     matched = [
-        Matched(LocalShard(INFOS[n], (Piece(boxes[n], 0, row_major(boxes[n].shape)),), t), ck.tensors[INFOS[n].key])
+        Matched(
+            LocalShard(INFOS[n], (Piece(boxes[n], 0, row_major(boxes[n].shape)),), t),
+            ck.tensors[INFOS[n].key],
+        )
         for n, t in out.items()
     ]
     return out, read(ck, matched).unverified
@@ -85,7 +91,9 @@ def load(ck: Checkpoint, boxes: dict[str, Box]) -> tuple[dict[str, Any], int]:
 @pytest.mark.parametrize(("dim", "degree"), WAYS)
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("by", [0, 1])
-def test_what_is_used_is_checked_and_little_else_is_read(by: int, ranks: int, dim: int, degree: int) -> None:
+def test_what_is_used_is_checked_and_little_else_is_read(
+    by: int, ranks: int, dim: int, degree: int
+) -> None:
     ck, _ = saved(by, ranks)
     used = read_ = unverified = besides = 0
     for rank in range(degree):
@@ -110,8 +118,14 @@ def test_a_flip_in_what_is_used_is_found() -> None:
         box = boxes[name]
         at = tuple(a + chance.randrange(n) for a, n in zip(box.start, box.shape, strict=True))
         one = Box(at, (1,) * len(at))
-        extent = next(e for e in single_extents(ck.source.extents(INFOS[name].key, one)) if e.box.intersect(one))
-        byte = extent.offset + sum((i - a) * s for i, a, s in zip(at, extent.box.start, extent.strides, strict=True))
+        extent = next(
+            e
+            for e in single_extents(ck.source.extents(INFOS[name].key, one))
+            if e.box.intersect(one)
+        )
+        byte = extent.offset + sum(
+            (i - a) * s for i, a, s in zip(at, extent.box.start, extent.strides, strict=True)
+        )
         data = bytearray(store.read(extent.file))
         data[byte + chance.randrange(4)] ^= 1 << chance.randrange(8)
         with store.create(extent.file) as out:
@@ -122,7 +136,9 @@ def test_a_flip_in_what_is_used_is_found() -> None:
             found += 1
         else:
             where = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-            assert not same(held[name].numpy(), ARRAYS[name][where]), rank  # the flip is where the load reads
+            assert not same(held[name].numpy(), ARRAYS[name][where]), (
+                rank
+            )  # the flip is where the load reads
     print(f"{found} of {FLIPS} flips were found")  # noqa: T201 - the count is asked for
     assert found >= 0.95 * FLIPS
 
@@ -132,7 +148,9 @@ def test_a_load_says_what_went_unverified() -> None:
     plan, boxes = plan_of(ck, 1, 3, 0)
     held, unverified = load(ck, boxes)
     assert unverified == plan.bytes_unverified == 0
-    assert plan.bytes_besides > 0.1 * plan.bytes_needed  # thirds do not fit tiles: what that costs is said
+    assert (
+        plan.bytes_besides > 0.1 * plan.bytes_needed
+    )  # thirds do not fit tiles: what that costs is said
     for name, tensor in held.items():
         where = tuple(slice(a, b) for a, b in zip(boxes[name].start, boxes[name].stop, strict=True))
         assert same(tensor.numpy(), ARRAYS[name][where])
@@ -144,7 +162,9 @@ def test_what_is_cast_reads_each_tile_once(monkeypatch: pytest.MonkeyPatch) -> N
     ck, _ = saved(1, 2)
     box = cut(SHAPES["embed"], 0, 2)[1]
     cast = TensorInfo("embed", "weight", "float64", SHAPES["embed"])
-    local = LocalShard(cast, (Piece(box, 0, row_major(box.shape)),), torch.zeros(box.shape, dtype=torch.float64))
+    local = LocalShard(
+        cast, (Piece(box, 0, row_major(box.shape)),), torch.zeros(box.shape, dtype=torch.float64)
+    )
     amount = read(ck, [Matched(local, ck.tensors[INFOS["embed"].key])])
     assert amount.unverified == 0
     assert amount.nbytes <= 1.05 * box.size * 4
@@ -172,7 +192,9 @@ def test_runs_of_tiles_lie_where_single_ones_are_written(shape: tuple[int, ...])
         assert end == tiles.nbytes(box)
         assert len(written) == tiles.count(box)
         assert {b: at for at, b in boxes_of(tiles, box)} == written
-        near = Box(tuple(chance.randrange(n) for n in shape), tuple(chance.randint(1, n) for n in shape))
+        near = Box(
+            tuple(chance.randrange(n) for n in shape), tuple(chance.randint(1, n) for n in shape)
+        )
         met = {b: at for at, b in boxes_of(tiles, box, near)}
         assert met.items() <= written.items()
         assert {b for b in written if b.intersect(near)} == {b for b in met if b.intersect(near)}

@@ -53,7 +53,9 @@ class Net(torch.nn.Module):
 def two_groups(net: torch.nn.Module, *, stepped: bool = True) -> torch.optim.AdamW:
     decayed = [p for p in net.parameters() if p.ndim > 1]
     plain = [p for p in net.parameters() if p.ndim == 1]
-    optim = torch.optim.AdamW([{"params": plain, "weight_decay": 0.0}, {"params": decayed, "lr": 0.5}], lr=0.1)
+    optim = torch.optim.AdamW(
+        [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "lr": 0.5}], lr=0.1
+    )
     if stepped:
         net(torch.ones(2, 3)).sum().backward()
         optim.step()
@@ -74,7 +76,9 @@ def leaves(state: Any) -> dict[str, Any]:
 
 
 def groups(state: dict[str, Any]) -> list[tuple[set[str], dict[str, Any]]]:
-    return [(set(g.params), dict(g.options)) for found in collect(state).groups.values() for g in found]
+    return [
+        (set(g.params), dict(g.options)) for found in collect(state).groups.values() for g in found
+    ]
 
 
 def test_a_module_and_its_optimizer() -> None:
@@ -83,7 +87,9 @@ def test_a_module_and_its_optimizer() -> None:
     state = {"model": net, "optim": optim}
     assert names(state) == {(w, "weight") for w in WEIGHTS | {"mean"}} | MOMENTS
     found = collect(state)
-    assert all(found.tensors["model", n].data_ptr() == p.data_ptr() for n, p in net.named_parameters())
+    assert all(
+        found.tensors["model", n].data_ptr() == p.data_ptr() for n, p in net.named_parameters()
+    )
     stored = found.tensors["optim", "state", "a.weight", "exp_avg"]
     assert stored.data_ptr() == optim.state[net.a.weight]["exp_avg"].data_ptr()
     assert leaves(state) == {"model._extra_state": {"count": 3}}
@@ -103,7 +109,9 @@ def test_state_dicts_mean_the_same_as_what_they_are_of(flatten: bool) -> None:
     assert names(dicts) == names(live)
     assert sorted(map(str, groups(dicts))) == sorted(map(str, groups(live)))
     one, other = local_state(live), local_state(dicts)
-    assert {t.key: t.tensor.data_ptr() for t in one.tensors} == {t.key: t.tensor.data_ptr() for t in other.tensors}
+    assert {t.key: t.tensor.data_ptr() for t in one.tensors} == {
+        t.key: t.tensor.data_ptr() for t in other.tensors
+    }
     assert one.objects == other.objects
 
 
@@ -143,9 +151,13 @@ def test_momentum_that_is_not_there_is_not_found() -> None:
 
 def test_an_optimizer_of_no_module_is_an_error() -> None:
     one, other = Net(), Net()
-    for state in ({"optim": two_groups(one)}, {"model": other, "train": {"optim": two_groups(one)}}):
+    for state in (
+        {"optim": two_groups(one)},
+        {"model": other, "train": {"optim": two_groups(one)}},
+    ):
         with pytest.raises(
-            UsageError, match=r"\d of \d parameters of the optimizer .*optim are in no module of the state"
+            UsageError,
+            match=r"\d of \d parameters of the optimizer .*optim are in no module of the state",
         ):
             collect(state)
 
@@ -157,7 +169,10 @@ def test_two_models_each_with_its_optimizer() -> None:
     for model, optim, which in ((actor, "one", "actor"), (critic, "two", "critic")):
         assert found.tensors[which, "a.weight"].data_ptr() == model.a.weight.data_ptr()
         key = (optim, "state", "a.weight", "exp_avg")
-        assert found.tensors[key].data_ptr() == state[optim].state[model.a.weight]["exp_avg"].data_ptr()
+        assert (
+            found.tensors[key].data_ptr()
+            == state[optim].state[model.a.weight]["exp_avg"].data_ptr()
+        )
 
 
 def test_ddp_leaves_no_prefix() -> None:
@@ -253,7 +268,11 @@ def test_an_object_with_tensors_is_loaded_when_all_is_there() -> None:
 
 def test_what_each_rank_has_for_itself() -> None:
     tensor, net, values = torch.ones(2), Averaged(), {"n": 1}
-    state = {"t": PerRank(tensor), "o": PerRank(net), "deep": {"v": PerRank(values), "n": PerRank(3)}}
+    state = {
+        "t": PerRank(tensor),
+        "o": PerRank(net),
+        "deep": {"v": PerRank(values), "n": PerRank(3)},
+    }
     found = collect(state)
     assert not found.tensors
     assert not found.leaves
@@ -339,6 +358,8 @@ def test_parts_are_one_entry() -> None:
     whole = collect({"model": layers, "optimizer": torch.optim.AdamW(layers.parameters())})
     assert together.keys == whole.keys
     (group,) = whole.groups["optimizer",]
-    assert [name for part in together.groups["optimizer",] for name in part.params] == [*group.params]
+    assert [name for part in together.groups["optimizer",] for name in part.params] == [
+        *group.params
+    ]
     with pytest.raises(UsageError, match=r"two parts of model have the entry '0\.weight'"):
         collect({"model": Parts([layers, layers])})

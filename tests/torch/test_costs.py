@@ -22,18 +22,26 @@ def ranks() -> Ranks:
 
 
 @pytest.mark.parametrize("form", ["zarr", "packed"])
-def test_a_plan_is_made_once_and_anew_where_the_state_changed(ranks: Ranks, tmp_path: Path, form: str) -> None:
+def test_a_plan_is_made_once_and_anew_where_the_state_changed(
+    ranks: Ranks, tmp_path: Path, form: str
+) -> None:
     found = ranks.run("plans", 2, tmp_path, form=form)
     told = found[1]
     check_plans(tmp_path)
     assert abs(told["second"] - told["third"]) < 100
-    assert told["one rank"] > told["same again"] + 500  # the other rank's state is the same, and has to be told again
-    assert told["second"] <= told["first"] < told["second"] + 1000  # otherwise rank 1 tells only digests
+    assert (
+        told["one rank"] > told["same again"] + 500
+    )  # the other rank's state is the same, and has to be told again
+    assert (
+        told["second"] <= told["first"] < told["second"] + 1000
+    )  # otherwise rank 1 tells only digests
     assert abs(told["other"] - told["first"]) < 100
 
 
 def check_plans(tmp_path: Path) -> None:
-    for seed, name in enumerate(("first", "second", "third", "other", "same again", "one rank", "back"), 1):
+    for seed, name in enumerate(
+        ("first", "second", "third", "other", "same again", "one rank", "back"), 1
+    ):
         ck = ucformat.open(tmp_path / name)
         assert len(ck) == 100 + (name in ("other", "same again", "one rank")) + (name == "one rank")
         for n in (0, 1, 98, 99):
@@ -55,7 +63,11 @@ def test_what_is_read(ranks: Ranks, tmp_path: Path, form: str, size: int) -> Non
             nbytes, held = out[name]
             assert held == (state if name == "copies" else state // size)
             assert nbytes <= 1.05 * held, name
-    shared = ["copies, shared", "transposed copies, shared", *(["hybrid, shared"] if size == 4 else [])]
+    shared = [
+        "copies, shared",
+        "transposed copies, shared",
+        *(["hybrid, shared"] if size == 4 else []),
+    ]
     for name in shared:
         total = [out[name][0] for out in found]
         assert sum(total) <= 1.05 * state, name
@@ -65,12 +77,18 @@ def test_what_is_read(ranks: Ranks, tmp_path: Path, form: str, size: int) -> Non
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_load_tells_a_bit_for_what_a_rank_does_not_want(ranks: Ranks, tmp_path: Path, world: int) -> None:
+def test_a_load_tells_a_bit_for_what_a_rank_does_not_want(
+    ranks: Ranks, tmp_path: Path, world: int
+) -> None:
     for told, unexpected, other in ranks.run("parts", world, tmp_path):
         assert told < 1500 * world
-        assert list(unexpected) == [f"layers.{n:04}.some.long.name.of.a.weight (weight)" for n in range(990, 1000)]
+        assert list(unexpected) == [
+            f"layers.{n:04}.some.long.name.of.a.weight (weight)" for n in range(990, 1000)
+        ]
         assert other["kind"] == "Conflict"
-        assert "rank 1 has opened a checkpoint with a different number of tensors" in other["message"]
+        assert (
+            "rank 1 has opened a checkpoint with a different number of tensors" in other["message"]
+        )
 
 
 def test_memory_is_bounded_by_shards_not_by_the_state(ranks: Ranks, tmp_path: Path) -> None:
@@ -102,7 +120,10 @@ def test_what_each_rank_has_for_itself(ranks: Ranks, tmp_path: Path, now: int) -
             assert value == {"rank": rank, "t": [rank, rank]}
         else:
             assert seen["kind"] == "StateMismatch"
-            assert f"at (dict) has a value of each of 2 ranks, and is loaded by {now}" in seen["message"]
+            assert (
+                f"at (dict) has a value of each of 2 ranks, and is loaded by {now}"
+                in seen["message"]
+            )
             assert untouched == (-1, 0)
             assert value == {"rank": [0, 1], "t": [1, 1], "new": (rank, now)}
         if rank < 2:

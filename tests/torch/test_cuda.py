@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device: run it on a machine with one, with PyTorch for CUDA"
+    not torch.cuda.is_available(),
+    reason="no CUDA device: run it on a machine with one, with PyTorch for CUDA",
 )
 FORMS = ("zarr", "packed", "safetensors")
 
@@ -32,7 +33,9 @@ def module(device: str, dtype: torch.dtype = torch.bfloat16, wide: int = 700) ->
     model = torch.nn.Module()
     sizes = {"a": (3 * wide, 1001), "b": (7,), "c": (wide, 5, 33), "d": (24 * wide, 1009), "e": ()}
     for name, shape in sizes.items():
-        model.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+        model.register_parameter(
+            name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        )
     model.register_buffer("count", torch.zeros(3, dtype=torch.int64, device=device))
     return model
 
@@ -59,7 +62,9 @@ def equal(model: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_saved_and_loaded_from_device_to_device(tmp_path: Path, form: Any, filled: torch.nn.Module) -> None:
+def test_saved_and_loaded_from_device_to_device(
+    tmp_path: Path, form: Any, filled: torch.nn.Module
+) -> None:
     ck = ucformat.torch.save({"model": filled}, tmp_path / "ck", form=form)
     assert ucformat.verify(tmp_path / "ck")
     into = module("cuda")
@@ -75,11 +80,15 @@ def test_saved_and_loaded_from_device_to_device(tmp_path: Path, form: Any, fille
         assert torch.equal(p, filled.get_parameter(name).float())
 
 
-def test_safetensors_files_are_opened_on_the_device(tmp_path: Path, filled: torch.nn.Module) -> None:
+def test_safetensors_files_are_opened_on_the_device(
+    tmp_path: Path, filled: torch.nn.Module
+) -> None:
     ucformat.torch.save({"model": filled}, tmp_path / "ck", form="safetensors")
     folder = ucformat.open(tmp_path / "ck").hf_url
     assert folder is not None
-    with safe_open(Path(folder.removeprefix("file://")) / "model.safetensors", "pt", device="cuda") as file:
+    with safe_open(
+        Path(folder.removeprefix("file://")) / "model.safetensors", "pt", device="cuda"
+    ) as file:
         for name, wanted in filled.named_parameters():
             assert torch.equal(file.get_tensor(name), wanted)
 
@@ -119,7 +128,9 @@ def test_kernels_change_what_is_saved_in_the_background(tmp_path: Path, form: An
                 p.fill_(float(step))
                 for _ in range(50):
                     p.mul_(1.0)
-            saving = ucformat.torch.async_save({"model": model}, tmp_path / f"{form}{step}", form=form)
+            saving = ucformat.torch.async_save(
+                {"model": model}, tmp_path / f"{form}{step}", form=form
+            )
             for p in model.parameters():
                 p.fill_(-1.0)
             saving.wait()
@@ -131,10 +142,14 @@ def test_kernels_change_what_is_saved_in_the_background(tmp_path: Path, form: An
 def test_training_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(65, 129), torch.nn.GELU(), torch.nn.Linear(129, 65)).cuda()
+        model = torch.nn.Sequential(
+            torch.nn.Linear(65, 129), torch.nn.GELU(), torch.nn.Linear(129, 65)
+        ).cuda()
         return model, torch.optim.AdamW(model.parameters(), fused=True)
 
-    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    def train(
+        model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
+    ) -> list[float]:
         losses = []
         for step in steps:
             x = torch.randn(16, 65, generator=torch.Generator().manual_seed(step)).cuda()
@@ -161,7 +176,9 @@ def test_fsdp2_saves_and_loads_on_the_device(tmp_path: Path, form: Any) -> None:
     def made(device: str) -> torch.nn.Module:
         torch.manual_seed(2)
         with torch.device(device):
-            model = torch.nn.Sequential(torch.nn.Linear(1025, 4099), torch.nn.GELU(), torch.nn.Linear(4099, 1025))
+            model = torch.nn.Sequential(
+                torch.nn.Linear(1025, 4099), torch.nn.GELU(), torch.nn.Linear(4099, 1025)
+            )
         fully_shard(model, mesh=mesh)
         return model
 
@@ -182,7 +199,9 @@ def test_fsdp2_saves_and_loads_on_the_device(tmp_path: Path, form: Any) -> None:
             assert torch.equal(a.to_local(), b.to_local())
             for name, moment in optimizer.state[a].items():
                 found = again.state[b][name]
-                assert torch.equal(*(x.to_local() if isinstance(x, DTensor) else x for x in (moment, found)))
+                assert torch.equal(
+                    *(x.to_local() if isinstance(x, DTensor) else x for x in (moment, found))
+                )
         empty = made("meta")
         load_into(empty, tmp_path / "ck", device="cuda")
         for a, b in zip(model.parameters(), empty.parameters(), strict=True):

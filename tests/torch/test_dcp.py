@@ -49,7 +49,10 @@ class Small:
         self.model: Net = build_net(spec)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
-        groups = [{"params": matrices, "lr": 0.01 * (seed + 1)}, {"params": others, "lr": 0.5, "betas": (0.5, 0.6)}]
+        groups = [
+            {"params": matrices, "lr": 0.01 * (seed + 1)},
+            {"params": others, "lr": 0.5, "betas": (0.5, 0.6)},
+        ]
         self.optimizer = torch.optim.AdamW(groups[::-1] if swapped else groups)
         self.model(torch.arange(4)[None]).square().sum().backward()
         self.optimizer.step()
@@ -57,7 +60,12 @@ class Small:
     def state(self, spelling: str) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=spelling == "flat")
         model, optim = get_state_dict(self.model, self.optimizer, options=options)
-        return {"model": model, "optim": optim, "step": 7, "notes": {"rate": 0.1, "of": ["a", None], "at": (1, [2])}}
+        return {
+            "model": model,
+            "optim": optim,
+            "step": 7,
+            "notes": {"rate": 0.1, "of": ["a", None], "at": (1, [2])},
+        }
 
     def restore(self, state: dict[str, Any], spelling: str) -> None:
         options = StateDictOptions(flatten_optimizer_state_dict=spelling == "flat")
@@ -71,7 +79,11 @@ class Small:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 out |= {f"{names[id(p)]}/{k}": v for k, v in self.optimizer.state[p].items()}
-                out |= {f"{names[id(p)]}/group/{k}": v for k, v in group.items() if k not in ("params", "param_names")}
+                out |= {
+                    f"{names[id(p)]}/group/{k}": v
+                    for k, v in group.items()
+                    if k not in ("params", "param_names")
+                }
         return out
 
 
@@ -99,8 +111,12 @@ def failure_of(url: Path, state: dict[str, Any], **options: Any) -> Any:
     return caught.value.failures[0][0]
 
 
-@pytest.mark.parametrize(("form", "saved", "loaded"), [*product(("zarr", "packed"), SPELLINGS, SPELLINGS)])
-def test_a_state_comes_back_in_any_spelling(tmp_path: Path, form: str, saved: str, loaded: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "saved", "loaded"), [*product(("zarr", "packed"), SPELLINGS, SPELLINGS)]
+)
+def test_a_state_comes_back_in_any_spelling(
+    tmp_path: Path, form: str, saved: str, loaded: str
+) -> None:
     source, target = Small(0), Small(1, swapped=True)
     save(source.state(saved), tmp_path / "ck", form=form)
     state = target.state(loaded) | {"step": 0, "notes": {"rate": 0.0, "of": [], "at": (0, [0])}}
@@ -115,7 +131,12 @@ def test_it_writes_what_save_writes(tmp_path: Path, spelling: str) -> None:
     source = Small(0)
     facts: dict[str, Any] = {"step": 3, "run": "r", "metrics": {"loss": 1.5}, "config": {"lr": [1]}}
     ours = save(source.state(spelling), tmp_path / "dcp", **facts)
-    state = {"model": source.model, "optim": source.optimizer, "step": 7, "notes": source.state("nested")["notes"]}
+    state = {
+        "model": source.model,
+        "optim": source.optimizer,
+        "step": 7,
+        "notes": source.state("nested")["notes"],
+    }
     ucf.save(state, tmp_path / "own", **facts)
     own = ucformat.open(tmp_path / "own")
     assert {t: ours[t.name, t.state][...].tobytes() for t in ours.tensors} == {
@@ -133,7 +154,10 @@ def test_it_writes_what_save_writes(tmp_path: Path, spelling: str) -> None:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_it_loads_what_save_wrote(tmp_path: Path, spelling: str) -> None:
     source, target = Small(0), Small(1)
-    ucf.save({"net": source.model, "opt": source.optimizer, "step": 7, "notes": {"rate": 2.5}}, tmp_path / "ck")
+    ucf.save(
+        {"net": source.model, "opt": source.optimizer, "step": 7, "notes": {"rate": 2.5}},
+        tmp_path / "ck",
+    )
     state = target.state(spelling)
     state = {"app": {"model": state["model"], "whatever": state["optim"]}, "notes": {"rate": 0.0}}
     reader = load(state, tmp_path / "ck")
@@ -162,13 +186,20 @@ def test_weights_alone_in_any_place(tmp_path: Path) -> None:
 
 def test_the_whole_state_without_a_template(tmp_path: Path) -> None:
     source = Small(0)
-    state = source.state("nested") | {"stages": [{"done": True}, {"done": False}], "odd.key": {"$x": 1, "a.b": {}}}
+    state = source.state("nested") | {
+        "stages": [{"done": True}, {"done": False}],
+        "odd.key": {"$x": 1, "a.b": {}},
+    }
     ck = save(state, tmp_path / "ck")
     found = _load_state_dict_from_keys(storage_reader=ucf.Reader(tmp_path / "ck"))
     assert equal(found["model"], dict(source.model.state_dict()))
     assert found["optim"]["state"].keys() == state["optim"]["state"].keys()
-    assert [g["lr"] for g in found["optim"]["param_groups"]] == [g.options["lr"] for g in ck.manifest.groups]
-    assert [g["params"] for g in found["optim"]["param_groups"]] == [list(g.params) for g in ck.manifest.groups]
+    assert [g["lr"] for g in found["optim"]["param_groups"]] == [
+        g.options["lr"] for g in ck.manifest.groups
+    ]
+    assert [g["params"] for g in found["optim"]["param_groups"]] == [
+        list(g.params) for g in ck.manifest.groups
+    ]
     assert found["stages"] == state["stages"]
     assert found["odd.key"] == {"$x": 1}
     assert found["notes"] == {"rate": 0.1, "of": ["a", None], "at": (1, [2])}
@@ -177,7 +208,9 @@ def test_the_whole_state_without_a_template(tmp_path: Path) -> None:
 
 
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
-    net = build_net(ModelSpec(vocab=11, hidden=6, heads=2, head_dim=3, inner=5, layers=1, tied=True))
+    net = build_net(
+        ModelSpec(vocab=11, hidden=6, heads=2, head_dim=3, inner=5, layers=1, tied=True)
+    )
     for form in ("zarr", "packed"):
         ck = save({"model": net.state_dict()}, tmp_path / form, form=form)
         assert ck.aliases == {"head.weight": "embed.weight"}
@@ -211,10 +244,17 @@ def test_numbers_for_names_and_tensors_for_rates(tmp_path: Path) -> None:
 
 def test_a_rate_is_what_the_program_has_for_it(tmp_path: Path) -> None:
     def optim(rate: Any) -> dict[str, Any]:
-        return {"state": {"w": {"exp_avg": torch.zeros(2)}}, "param_groups": [{"params": ["w"], "lr": rate}]}
+        return {
+            "state": {"w": {"exp_avg": torch.zeros(2)}},
+            "param_groups": [{"params": ["w"], "lr": rate}],
+        }
 
     weights = {"w": torch.zeros(2)}
-    for saved, wanted in ((0.5, torch.tensor(1.0)), (torch.tensor(0.5), 1.0), (torch.tensor(0.5), torch.tensor(1.0))):
+    for saved, wanted in (
+        (0.5, torch.tensor(1.0)),
+        (torch.tensor(0.5), 1.0),
+        (torch.tensor(0.5), torch.tensor(1.0)),
+    ):
         url = tmp_path / f"{type(saved).__name__}-{type(wanted).__name__}"
         save({"model": weights, "optim": optim(saved)}, url)
         state = {"model": weights, "optim": optim(wanted)}
@@ -227,7 +267,8 @@ def test_a_rate_is_what_the_program_has_for_it(tmp_path: Path) -> None:
 def test_an_fp32_weight_is_read_from_the_master(tmp_path: Path) -> None:
     low, high = torch.full((4,), 1 / 3, dtype=torch.bfloat16), torch.full((4,), 1 / 3)
     save_local(
-        LocalState((local_of("w", "weight", low), local_of("w", "master", high))), SaveOptions(str(tmp_path / "ck"))
+        LocalState((local_of("w", "weight", low), local_of("w", "master", high))),
+        SaveOptions(str(tmp_path / "ck")),
     )
     for wanted in (low, high):
         state = {"model": {"w": torch.zeros_like(wanted)}}
@@ -251,8 +292,14 @@ def test_all_that_has_another_dtype_is_told_at_once(tmp_path: Path) -> None:
 
 def test_what_is_missing_and_what_may_be(tmp_path: Path) -> None:
     save({"model": {"a": torch.ones(2)}, "step": 3}, tmp_path / "ck")
-    state: dict[str, Any] = {"model": {"a": torch.zeros(2), "b": torch.zeros(2)}, "step": 0, "more": 5}
-    assert "Missing key in checkpoint state_dict: model.b" in str(failure_of(tmp_path / "ck", state))
+    state: dict[str, Any] = {
+        "model": {"a": torch.zeros(2), "b": torch.zeros(2)},
+        "step": 0,
+        "more": 5,
+    }
+    assert "Missing key in checkpoint state_dict: model.b" in str(
+        failure_of(tmp_path / "ck", state)
+    )
     assert "Size mismatch" in str(failure_of(tmp_path / "ck", {"model": {"a": torch.zeros(3)}}))
     load(state, tmp_path / "ck", planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     assert state["model"]["a"].tolist() == [1, 1]
@@ -263,7 +310,10 @@ def test_hyper_parameters_are_taken_where_the_names_meet_and_the_rest_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fine-tuning: the program has more parameters, other groups and more hyper-parameters than were saved."""
-    groups = [{"params": ["a"], "lr": 0.5, "betas": (0.1, 0.2)}, {"params": ["b"], "lr": 0.25, "betas": (0.3, 0.4)}]
+    groups = [
+        {"params": ["a"], "lr": 0.5, "betas": (0.1, 0.2)},
+        {"params": ["b"], "lr": 0.25, "betas": (0.3, 0.4)},
+    ]
     weights = {"a": torch.ones(2), "b": torch.ones(2)}
     save({"model": weights, "optim": {"state": {}, "param_groups": groups}}, tmp_path / "ck")
     new = {"lr": 9.0, "betas": (0.0, 0.0), "fused": True}
@@ -327,14 +377,20 @@ def test_a_place_is_written_again_unless_told(tmp_path: Path, form: Any) -> None
     for value in (1.0, 2.0):
         save({"w": torch.full((2,), value)}, tmp_path / "ck", form=form)
         assert ucformat.open(tmp_path / "ck")["w"][...].tolist() == [value, value]
-    error = refusal(lambda: save({"w": torch.zeros(2)}, tmp_path / "ck", form=form, overwrite=False))
+    error = refusal(
+        lambda: save({"w": torch.zeros(2)}, tmp_path / "ck", form=form, overwrite=False)
+    )
     assert isinstance(error, Conflict)
-    assert "Checkpoint already exists" in error.message  # by which programs know it of FileSystemWriter
+    assert (
+        "Checkpoint already exists" in error.message
+    )  # by which programs know it of FileSystemWriter
     assert ucformat.open(tmp_path / "ck")["w"][...].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_the_stock_writer_wrote_is_not_ours_to_replace(tmp_path: Path, overwrite: bool) -> None:
+def test_what_the_stock_writer_wrote_is_not_ours_to_replace(
+    tmp_path: Path, overwrite: bool
+) -> None:
     dcp.save({"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / "ck"))
     before = sorted(p.name for p in (tmp_path / "ck").iterdir())
     error = refusal(lambda: save({"w": torch.zeros(2)}, tmp_path / "ck", overwrite=overwrite))
@@ -343,7 +399,9 @@ def test_what_the_stock_writer_wrote_is_not_ours_to_replace(tmp_path: Path, over
     assert sorted(p.name for p in (tmp_path / "ck").iterdir()) == before
 
 
-def test_what_is_protected_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_protected_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UCP_CATALOG", f"sqlite:///{tmp_path}/catalog.db")
     first = save({"w": torch.ones(2)}, tmp_path / "ck")
     zeros = {"w": torch.zeros(2)}
@@ -371,12 +429,16 @@ def test_the_arguments_of_the_stock_classes_are_taken(tmp_path: Path) -> None:
     for (name, mine), (named, theirs) in zip(ours.items(), stock.items(), strict=False):
         assert (name, mine.kind) == (named, theirs.kind)
         assert name == "path" or mine.default == theirs.default
-    assert [*inspect.signature(ucf.Reader).parameters][:2] == [*inspect.signature(dcp.FileSystemReader).parameters]
+    assert [*inspect.signature(ucf.Reader).parameters][:2] == [
+        *inspect.signature(dcp.FileSystemReader).parameters
+    ]
     formats = SerializationFormat
     for threads, form in product((1, 3), ("zarr", "packed")):
         where = tmp_path / f"{form}{threads}"
         options: Any = {"form": form, "shard_bytes": 64, "chunk_bytes": 32}
-        writer = ucf.Writer(where, False, False, threads, 5, True, False, None, formats.TORCH_SAVE, **options)
+        writer = ucf.Writer(
+            where, False, False, threads, 5, True, False, None, formats.TORCH_SAVE, **options
+        )
         state = {f"t{i}": torch.arange(100.0) + i for i in range(4)}
         dcp.save(state, storage_writer=writer)
         back = {k: torch.zeros(100) for k in state}
@@ -432,7 +494,9 @@ def test_the_writer_stages_what_is_saved_in_the_background(tmp_path: Path, cache
         ({"thread_count": 0}, "thread_count"),
     ],
 )
-def test_what_the_writer_cannot_do_is_refused_by_name(tmp_path: Path, options: Any, message: str) -> None:
+def test_what_the_writer_cannot_do_is_refused_by_name(
+    tmp_path: Path, options: Any, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         ucf.Writer(tmp_path, **options)
 
@@ -440,7 +504,11 @@ def test_what_the_writer_cannot_do_is_refused_by_name(tmp_path: Path, options: A
 def test_the_checkpoint_id_of_dcp_is_the_place(tmp_path: Path) -> None:
     writer = ucf.Writer(form="packed")
     for step in (1, 2):
-        dcp.save({"w": torch.full((2,), float(step))}, checkpoint_id=tmp_path / str(step), storage_writer=writer)
+        dcp.save(
+            {"w": torch.full((2,), float(step))},
+            checkpoint_id=tmp_path / str(step),
+            storage_writer=writer,
+        )
         assert writer.saved is not None
         assert writer.saved.id == ucformat.open(tmp_path / str(step)).id
     reader = ucf.Reader(tmp_path / "1")
@@ -458,7 +526,9 @@ def test_the_checkpoint_id_of_dcp_is_the_place(tmp_path: Path) -> None:
 
 
 def test_a_place_without_a_checkpoint_says_so(tmp_path: Path) -> None:
-    assert "does not exist, or is empty" in str(failure_of(tmp_path / "none", {"w": torch.zeros(2)}))
+    assert "does not exist, or is empty" in str(
+        failure_of(tmp_path / "none", {"w": torch.zeros(2)})
+    )
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
@@ -493,7 +563,9 @@ class BytesPlanner(dcp.DefaultSavePlanner):
 
 def test_a_planner_that_hands_out_bytes(tmp_path: Path) -> None:
     source = Small(0)
-    dcp.save(source.state("nested"), storage_writer=ucf.Writer(tmp_path / "a"), planner=BytesPlanner())
+    dcp.save(
+        source.state("nested"), storage_writer=ucf.Writer(tmp_path / "a"), planner=BytesPlanner()
+    )
     other = save(source.state("nested"), tmp_path / "b")
     found = ucformat.open(tmp_path / "a")
     assert found.objects == other.objects

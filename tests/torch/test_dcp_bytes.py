@@ -29,7 +29,9 @@ WRITERS: dict[str, Save] = {
     "packed": lambda state, place: dcp.save(state, storage_writer=ucf.Writer(place, form="packed")),
     "stock": lambda state, place: dcp.save(state, storage_writer=dcp.FileSystemWriter(place)),
     "save": ucf.save,
-    "encoded": lambda state, place: dcp.save(state, storage_writer=ucf.Writer(place), planner=Encoding()),
+    "encoded": lambda state, place: dcp.save(
+        state, storage_writer=ucf.Writer(place), planner=Encoding()
+    ),
 }
 
 
@@ -75,19 +77,32 @@ def load(state: dict[str, Any], place: Path, planner: Any = None, **options: Any
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_file_in_memory_comes_back_as_one_and_is_never_opened(tmp_path: Path, writer: str) -> None:
+def test_a_file_in_memory_comes_back_as_one_and_is_never_opened(
+    tmp_path: Path, writer: str
+) -> None:
     alone, file, mark = trapped(tmp_path)
     behind = io.BytesIO(b"not at its beginning")
     behind.seek(5)
     held = {"alone": alone, "file": file, "empty": b"", "behind": behind.getvalue()}
     streams: dict[str, Any] = {k: io.BytesIO(v) for k, v in held.items()} | {"behind": behind}
-    WRITERS[writer]({"model": {"w": torch.ones(3)}, **streams, "deep": {"in": [io.BytesIO(alone), 1]}}, tmp_path / "ck")
+    WRITERS[writer](
+        {"model": {"w": torch.ones(3)}, **streams, "deep": {"in": [io.BytesIO(alone), 1]}},
+        tmp_path / "ck",
+    )
     assert not mark.exists()
-    for planner in (None, Seen(), dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)):
+    for planner in (
+        None,
+        Seen(),
+        dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    ):
         if isinstance(planner, dcp.DefaultLoadPlanner) and not planner.flatten_state_dict:
             state: dict[str, Any] = dict.fromkeys(held)
         else:
-            state = {"model": {"w": torch.zeros(3)}, **dict.fromkeys(held), "deep": {"in": [None, 0]}}
+            state = {
+                "model": {"w": torch.zeros(3)},
+                **dict.fromkeys(held),
+                "deep": {"in": [None, 0]},
+            }
         load(state, tmp_path / "ck", planner)
         assert not mark.exists()
         assert {k: state[k].read() for k in held} == held
@@ -96,7 +111,9 @@ def test_a_file_in_memory_comes_back_as_one_and_is_never_opened(tmp_path: Path, 
             assert (state["deep"]["in"][0].getvalue(), state["deep"]["in"][1]) == (alone, 1)
             assert state["model"]["w"].tolist() == [1, 1, 1]
         if isinstance(planner, Seen):
-            assert not set(held.values()) & set(planner.given.values())  # nothing that a file holds, but our encoding
+            assert not set(held.values()) & set(
+                planner.given.values()
+            )  # nothing that a file holds, but our encoding
     state = {"model": {"w": torch.zeros(3)}, **dict.fromkeys(held)}
     ucf.load(state, tmp_path / "ck")
     assert {k: state[k].read() for k in held} == held
@@ -117,17 +134,24 @@ def test_a_planner_may_hand_on_bytes_that_it_did_not_make(tmp_path: Path) -> Non
     load(back, tmp_path / "ck")
     assert (back["alone"].getvalue(), back["w"].tolist(), back["n"]) == (alone, [1, 1, 1], 7)
     with pytest.raises(CheckpointException, match="trust=True"):
-        load({"file": None}, tmp_path / "ck")  # what torch.save wrote of a class is opened by nobody unasked
+        load(
+            {"file": None}, tmp_path / "ck"
+        )  # what torch.save wrote of a class is opened by nobody unasked
     assert not mark.exists()
 
 
-def test_a_stock_checkpoint_with_a_pickle_of_a_class_opens_and_loads_its_tensors(tmp_path: Path) -> None:
+def test_a_stock_checkpoint_with_a_pickle_of_a_class_opens_and_loads_its_tensors(
+    tmp_path: Path,
+) -> None:
     _, _, mark = trapped(tmp_path)
     state = {"model": {"w": torch.arange(3.0)}, "step": Trap(mark), "third": Fraction(1, 3), "n": 7}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
     ck = ucformat.open(tmp_path / "stock")
     assert (ck.manifest.step, ck.objects["n"]) == (None, 7)
-    for place in (tmp_path / "stock", Path(ucformat.convert(tmp_path / "stock", tmp_path / "ck").url)):
+    for place in (
+        tmp_path / "stock",
+        Path(ucformat.convert(tmp_path / "stock", tmp_path / "ck").url),
+    ):
         back: dict[str, Any] = {"model": {"w": torch.zeros(3)}, "n": 0}
         load(back, place)
         assert (back["model"]["w"].tolist(), back["n"]) == ([0, 1, 2], 7)

@@ -14,7 +14,10 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
+from torch.distributed.checkpoint.state_dict_loader import (
+    _load_state_dict,
+    _load_state_dict_from_keys,
+)
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.testing._internal.distributed.checkpoint_utils import Rot13Example
 
@@ -46,7 +49,11 @@ def state_of(seed: int) -> dict[str, Any]:
     return {
         "net": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "scheduler": {"last_epoch": seed, "base_lrs": [0.1, 0.2 + seed], "last": torch.tensor(float(seed))},
+        "scheduler": {
+            "last_epoch": seed,
+            "base_lrs": [0.1, 0.2 + seed],
+            "last": torch.tensor(float(seed)),
+        },
         "history": [1.5, {"loss": seed}, torch.full((2,), float(seed)), [seed, [None, "x"]]],
         "blob": io.BytesIO(bytes([seed])),
         "raw": bytes([seed, 1]),
@@ -83,7 +90,9 @@ def outcome(do: Callable[[Classes, Path], Any], classes: Classes, place: Path) -
 
 
 def saved(classes: Classes, place: Path, state: Any = None, planner: Any = None) -> None:
-    dcp.save(state_of(1) if state is None else state, storage_writer=classes[0](place), planner=planner)
+    dcp.save(
+        state_of(1) if state is None else state, storage_writer=classes[0](place), planner=planner
+    )
 
 
 def loaded(classes: Classes, place: Path, state: Any, planner: Any = None) -> Any:
@@ -110,7 +119,9 @@ def by_id(classes: Classes, place: Path) -> Any:
         dcp.save({"n": n, "w": torch.ones(2) * n}, checkpoint_id=where, storage_writer=writer)
         state = {"n": -1, "w": torch.zeros(2)}
         dcp.load(state, checkpoint_id=where, storage_reader=reader)
-        out.append([state, reader.checkpoint_id == where or str(reader.checkpoint_id) == str(where)])
+        out.append(
+            [state, reader.checkpoint_id == where or str(reader.checkpoint_id) == str(where)]
+        )
     return out
 
 
@@ -150,8 +161,15 @@ def not_flat(classes: Classes, place: Path) -> Any:
 
 
 def shards_as_they_are(classes: Classes, place: Path) -> Any:
-    saved(classes, place, None, dcp.DefaultSavePlanner(flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True))
-    return loaded(classes, place, state_of(5), dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
+    saved(
+        classes,
+        place,
+        None,
+        dcp.DefaultSavePlanner(flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True),
+    )
+    return loaded(
+        classes, place, state_of(5), dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
+    )
 
 
 def with_a_plan_that_is_kept(classes: Classes, place: Path) -> Any:
@@ -175,7 +193,10 @@ def all_that_is_there(classes: Classes, place: Path) -> Any:
 
 def by_keys(classes: Classes, place: Path) -> Any:
     saved(classes, place)
-    found = [_load_state_dict_from_keys(k, storage_reader=classes[1](place)) for k in ("net", "scheduler.base_lrs")]
+    found = [
+        _load_state_dict_from_keys(k, storage_reader=classes[1](place))
+        for k in ("net", "scheduler.base_lrs")
+    ]
     return [dict(sorted(traverse(f).items())) for f in found]
 
 
@@ -190,14 +211,29 @@ def what_metadata_says(classes: Classes, place: Path) -> Any:
 
 
 def described(meta: Any) -> Any:
-    entries = {k: (type(v).__name__, tuple(getattr(v, "size", ()))) for k, v in meta.state_dict_metadata.items()}
+    entries = {
+        k: (type(v).__name__, tuple(getattr(v, "size", ())))
+        for k, v in meta.state_dict_metadata.items()
+    }
     paths = {k: tuple(v) for k, v in sorted((meta.planner_data or {}).items())}
     return dict(sorted(entries.items())), paths, meta.version
 
 
 def what_metadata_says_of_packed_objects(classes: Classes, place: Path) -> Any:
-    nested = {"a": {"b": 1}, "odd": {1: 2}, "list": [{"x": torch.ones(2)}, 3], "pair": (torch.ones(2), {"x": 1})}
-    state = {"w": torch.ones(2), "deep": nested, "in": [{"x": [1]}], "none": {}, "n": 3, "plain": [1, [2]]}
+    nested = {
+        "a": {"b": 1},
+        "odd": {1: 2},
+        "list": [{"x": torch.ones(2)}, 3],
+        "pair": (torch.ones(2), {"x": 1}),
+    }
+    state = {
+        "w": torch.ones(2),
+        "deep": nested,
+        "in": [{"x": [1]}],
+        "none": {},
+        "n": 3,
+        "plain": [1, [2]],
+    }
     saved(classes, place, state, dcp.DefaultSavePlanner(flatten_state_dict=False))
     return dict.fromkeys(sorted(classes[1](place).read_metadata().state_dict_metadata))
 
@@ -212,7 +248,9 @@ def with_a_planner_that_packs(classes: Classes, place: Path) -> Any:
             self.state_dict["packed"] = {"a": state_dict["a"], "b": state_dict["b"]}
             self.mappings["packed"] = ("packed",)
 
-    saved(classes, place, {"a": 1, "b": [{"c": 2}], "w": torch.ones(2), "deep": {"n": 1}}, Packing())
+    saved(
+        classes, place, {"a": 1, "b": [{"c": 2}], "w": torch.ones(2), "deep": {"n": 1}}, Packing()
+    )
     state: dict[str, Any] = {}
     _load_state_dict(state, classes[1](place), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return described(classes[1](place).read_metadata()), state
@@ -262,14 +300,27 @@ def other_dtypes(classes: Classes, place: Path) -> Any:
 
 
 DTYPES = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    ),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64),
 )
 
 
 def in_the_background(classes: Classes, place: Path) -> Any:
     state = state_of(1)
-    done = dcp.async_save(state, storage_writer=classes[0](place), async_checkpointer_type=AsyncCheckpointerType.THREAD)
+    done = dcp.async_save(
+        state,
+        storage_writer=classes[0](place),
+        async_checkpointer_type=AsyncCheckpointerType.THREAD,
+    )
     state["net"]["0.weight"].zero_()
     (done.upload_completion if isinstance(done, AsyncSaveResponse) else done).result(120)
     return loaded(classes, place, state_of(5))
@@ -282,9 +333,31 @@ def traverse(state: Any) -> dict[str, Any]:
 
 
 DOINGS = (
-    *(whole, without_dist, by_id, part, more, more_allowed, of_another_shape, of_another_kind, not_flat),
-    *(shards_as_they_are, with_a_plan_that_is_kept, all_that_is_there, by_keys, by_absent_keys, what_metadata_says),
-    *(in_the_background, what_metadata_says_of_packed_objects, with_a_planner_that_packs, other_dtypes),
+    *(
+        whole,
+        without_dist,
+        by_id,
+        part,
+        more,
+        more_allowed,
+        of_another_shape,
+        of_another_kind,
+        not_flat,
+    ),
+    *(
+        shards_as_they_are,
+        with_a_plan_that_is_kept,
+        all_that_is_there,
+        by_keys,
+        by_absent_keys,
+        what_metadata_says,
+    ),
+    *(
+        in_the_background,
+        what_metadata_says_of_packed_objects,
+        with_a_planner_that_packs,
+        other_dtypes,
+    ),
     *(types_that_a_program_does_not_say, types_of_named_tuples),
 )
 
@@ -297,9 +370,17 @@ def test_ours_does_what_stock_does(tmp_path: Path, do: Callable[[Classes, Path],
 
 
 @pytest.mark.parametrize(
-    "do", [types_that_a_program_does_not_say, other_dtypes, what_metadata_says, what_metadata_says_of_packed_objects]
+    "do",
+    [
+        types_that_a_program_does_not_say,
+        other_dtypes,
+        what_metadata_says,
+        what_metadata_says_of_packed_objects,
+    ],
 )
-def test_our_reader_gives_back_what_the_stock_writer_wrote(tmp_path: Path, do: Callable[[Classes, Path], Any]) -> None:
+def test_our_reader_gives_back_what_the_stock_writer_wrote(
+    tmp_path: Path, do: Callable[[Classes, Path], Any]
+) -> None:
     stock = outcome(do, STOCK, tmp_path / "stock")
     assert outcome(do, (STOCK[0], OURS[1]), tmp_path / "ours") == stock
 
@@ -307,7 +388,10 @@ def test_our_reader_gives_back_what_the_stock_writer_wrote(tmp_path: Path, do: C
 def test_what_was_written_through_a_stream_extension_is_read_by_the_stock_class_if_it_is_trusted(
     tmp_path: Path,
 ) -> None:
-    dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(tmp_path / "ck", _extensions=[Rot13Example()]))
+    dcp.save(
+        state_of(1),
+        storage_writer=dcp.FileSystemWriter(tmp_path / "ck", _extensions=[Rot13Example()]),
+    )
     registry = ExtensionRegistry()
     registry.register(Rot13Example)
     state = state_of(5)

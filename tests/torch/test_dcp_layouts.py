@@ -24,12 +24,23 @@ SOURCES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
     "two": (
         "fsdp2-2",
         "odd",
-        {"zarr": SMALL, "packed": {"form": "packed", "spelling": "flat"}, "own": {}, "thread": {}, "process": SMALL},
+        {
+            "zarr": SMALL,
+            "packed": {"form": "packed", "spelling": "flat"},
+            "own": {},
+            "thread": {},
+            "process": SMALL,
+        },
     ),
-    "four": ("fsdp2-2-tp-2", "tied", {"zarr": {**SMALL, "spelling": "flat"}, "packed": {"form": "packed"}}),
+    "four": (
+        "fsdp2-2-tp-2",
+        "tied",
+        {"zarr": {**SMALL, "spelling": "flat"}, "packed": {"form": "packed"}},
+    ),
     "stages": ("pp-2-fsdp2-2", "frozen", {"zarr": {"spelling": "nested"}}),
 }
-#: Source, checkpoint, layout and spelling of a load; the ranks of the layouts go up, so that four runs do it all.
+#: Source, checkpoint, layout and spelling of a load; the ranks of the layouts go up, so that four
+#: runs do it all.
 LOADS = [
     ("two", "own", "fsdp2-2", "nested"),
     ("two", "zarr", "fsdp2-2-tp-2", "flat"),
@@ -63,7 +74,10 @@ def save_job(at: Path, source: str) -> dict[str, Any]:
         url = str(at / source / name)
         if name == "own":
             actions += [{"save": url}]
-        elif name in ("thread", "process"):  # training goes on while it is written, and then begins at it again
+        elif name in (
+            "thread",
+            "process",
+        ):  # training goes on while it is written, and then begins at it again
             actions += [{"dcp_save": url, "how": name, **options}, {"train": 2}, {"dcp_wait": True}]
             actions += [{"losses": str(at / source / f"losses-{name}")}, {"dcp_load": url}]
         else:
@@ -75,7 +89,10 @@ def save_job(at: Path, source: str) -> dict[str, Any]:
 def load_job(at: Path, load: tuple[str, str, str, str]) -> dict[str, Any]:
     source, name, layout, spelling = load
     recipe, out = RECIPES[SOURCES[source][1]], at / "-".join(load)
-    actions = [{"dcp_load": str(at / source / name), "spelling": spelling}, {"truth": str(out / "truth")}]
+    actions = [
+        {"dcp_load": str(at / source / name), "spelling": spelling},
+        {"truth": str(out / "truth")},
+    ]
     after = [{"train": 2}, {"losses": str(out / "losses")}]
     model = {**recipe["model"], "seed": 1}
     return {**recipe, "model": model, "layout": LAYOUTS[layout][1], "actions": [*actions, *after]}
@@ -112,7 +129,9 @@ def made(common: Path) -> Path:
     return at
 
 
-@pytest.mark.parametrize(("source", "name"), [(s, n) for s, (_, _, saves) in SOURCES.items() for n in saves])
+@pytest.mark.parametrize(
+    ("source", "name"), [(s, n) for s, (_, _, saves) in SOURCES.items() for n in saves]
+)
 def test_what_is_saved_is_what_was_held(made: Path, source: str, name: str) -> None:
     truth = Truth.read(made / source / "truth")
     ck = ucformat.open(made / source / name)
@@ -161,7 +180,10 @@ def test_a_deepspeed_checkpoint_loads_into_fsdp2_with_tp(tmp_path: Path) -> None
         dtype, shape, data = truth["master" if master else state, name]
         tensor = found["tensors"][f"{state}/{name}"]
         assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{dtype}", shape), (state, name)
-        assert tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() == data, (state, name)
+        assert tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() == data, (
+            state,
+            name,
+        )
     decay = {n: g["weight_decay"] for g in found["groups"] for n in g["params"]}
     given = zip(source.facts["groups"], source.facts["hyper"], strict=True)
     names = {n: h["weight_decay"] for names, h in given for n in names}

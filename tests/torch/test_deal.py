@@ -55,7 +55,9 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...], parts: int) -> list[list[Box]]
     if kind == "flat":
         size = math.prod(shape)
         ends = sorted(draw(st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1)))
-        return [list(flat_boxes(shape, a, b)) for a, b in zip([0, *ends], [*ends, size], strict=True)]
+        return [
+            list(flat_boxes(shape, a, b)) for a, b in zip([0, *ends], [*ends, size], strict=True)
+        ]
     return [[Box.whole(shape)] for _ in range(parts)]
 
 
@@ -69,7 +71,9 @@ def worlds(draw: st.DrawFn) -> Claims:
         parts = draw(st.integers(1, ranks))
         boxes = draw(cuts(info.shape, parts))
         order = draw(st.permutations(range(ranks)))
-        holders = parts if draw(st.booleans()) else ranks  # else the further ranks have nothing of it
+        holders = (
+            parts if draw(st.booleans()) else ranks
+        )  # else the further ranks have nothing of it
         for place, rank in enumerate(order[:holders]):
             items[rank].append(WriteItem(info, tuple(boxes[place % parts])))
     for mine in items:
@@ -86,7 +90,10 @@ def nbytes(tensors: Sequence[GlobalTensor], f: Fragment) -> int:
 
 
 def slices(box: Box, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
-    return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.start, box.shape, origin or (0,) * 9, strict=False))
+    return tuple(
+        slice(a - o, a - o + n)
+        for a, n, o in zip(box.start, box.shape, origin or (0,) * 9, strict=False)
+    )
 
 
 @given(worlds())
@@ -103,7 +110,9 @@ def test_every_element_of_every_piece_is_written_once(items: Claims) -> None:
 
 
 @given(worlds(), st.sampled_from([16, 64, 10**6]), st.sampled_from([16, 200, 10**6]))
-def test_every_element_of_every_shard_is_written_once(items: Claims, chunk: int, shard: int) -> None:
+def test_every_element_of_every_shard_is_written_once(
+    items: Claims, chunk: int, shard: int
+) -> None:
     tensors = merge_items(items)
     grids = grids_of(tensors, chunk, shard)
     batches, _ = assign_shards(tensors, len(items), grids)
@@ -126,7 +135,9 @@ def received(batch: ShardBatch, owner: int) -> dict[int, list[Fragment]]:
     return {r: batch.sent_by(r) for r in senders}
 
 
-@given(worlds(), st.sampled_from([16, 64]), st.sampled_from([16, 200]), st.sampled_from([100, 10**6]))
+@given(
+    worlds(), st.sampled_from([16, 64]), st.sampled_from([16, 200]), st.sampled_from([100, 10**6])
+)
 def test_messages_are_what_owners_wait_for_and_no_byte_goes_twice(
     items: Claims, chunk: int, shard: int, batch: int
 ) -> None:
@@ -140,7 +151,11 @@ def test_messages_are_what_owners_wait_for_and_no_byte_goes_twice(
         for number, b in enumerate(mine)
         for sender, fragments in received(b, owner).items()
     ]
-    sent = [(sender, m.to, m.number, list(m.fragments)) for sender, mine in enumerate(messages) for m in mine]
+    sent = [
+        (sender, m.to, m.number, list(m.fragments))
+        for sender, mine in enumerate(messages)
+        for m in mine
+    ]
     assert sorted(sent, key=lambda s: s[:3]) == sorted(expected, key=lambda s: s[:3])
     assert all(sender != to for sender, to, _, _ in sent)
     counts = {n: np.zeros(t.info.shape, int) for n, t in enumerate(tensors)}
@@ -154,7 +169,10 @@ def test_messages_are_what_owners_wait_for_and_no_byte_goes_twice(
             for box in item.boxes:
                 own[number[item.info.key]][slices(box)] = True
         assert not any(
-            own[f.tensor][slices(f.box)].any() for b in mine for fs in received(b, owner).values() for f in fs
+            own[f.tensor][slices(f.box)].any()
+            for b in mine
+            for fs in received(b, owner).values()
+            for f in fs
         )
     assert all(len(b.shards) == 1 or size_of(b, tensors) <= batch for mine in batches for b in mine)
 
@@ -163,7 +181,9 @@ def size_of(batch: ShardBatch, tensors: Sequence[GlobalTensor]) -> int:
     return sum(nbytes(tensors, f) for s in batch.shards for f in s.fragments)
 
 
-def everybody_is_done(batches: Sequence[Sequence[ShardBatch]], messages: Sequence[Sequence[Transfer]]) -> bool:
+def everybody_is_done(
+    batches: Sequence[Sequence[ShardBatch]], messages: Sequence[Sequence[Transfer]]
+) -> bool:
     """Runs the worst network: a message goes only while its owner waits for just that batch, and none is kept."""
     outgoing = [deque(mine) for mine in messages]
     at = [0] * len(batches)
@@ -178,7 +198,9 @@ def everybody_is_done(batches: Sequence[Sequence[ShardBatch]], messages: Sequenc
         for rank, mine in enumerate(batches):
             while at[rank] < len(mine) and not lacking[rank]:
                 at[rank] += 1
-                lacking[rank] = set(received(mine[at[rank]], rank)) if at[rank] < len(mine) else set()
+                lacking[rank] = (
+                    set(received(mine[at[rank]], rank)) if at[rank] < len(mine) else set()
+                )
                 moved = True
     return not any(outgoing) and all(a == len(mine) for a, mine in zip(at, batches, strict=True))
 
@@ -269,7 +291,9 @@ def test_columns_are_sent_once_and_all_write() -> None:
 
 def test_many_small_tensors_go_in_few_messages() -> None:
     infos = [TensorInfo(f"t{n}", "weight", "float32", (6, 10)) for n in range(500)]
-    items = [[WriteItem(i, (b,)) for i in infos] for b in (Box((0, 0), (6, 5)), Box((0, 5), (6, 5)))]
+    items = [
+        [WriteItem(i, (b,)) for i in infos] for b in (Box((0, 0), (6, 5)), Box((0, 5), (6, 5)))
+    ]
     tensors = merge_items(items)
     batches, messages = assign_shards(tensors, 2, grids_of(tensors, 10**6, 10**6))
     assert [len(mine) for mine in batches] == [1, 1]
@@ -292,7 +316,9 @@ def test_tensors_come_in_the_order_of_the_first_rank_that_has_them() -> None:
 
 @pytest.mark.parametrize("other", [replace(INFO, dtype="bfloat16"), replace(INFO, shape=(6, 4))])
 def test_a_tensor_has_one_dtype_and_shape(other: TensorInfo) -> None:
-    with pytest.raises(UsageError, match=r"t \(weight\) is float32 \(4, 6\) on rank 1, but .* on rank 3") as caught:
+    with pytest.raises(
+        UsageError, match=r"t \(weight\) is float32 \(4, 6\) on rank 1, but .* on rank 3"
+    ) as caught:
         merge_items([[], [rows(0, 2)], [rows(2, 2)], [WriteItem(other, ())]])
     assert caught.value.hint is not None
     assert other.dtype in caught.value.message

@@ -21,8 +21,15 @@ from ucformat.torch.state.local import local_state
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What went wrong in each scenario; a process has one accelerator, so they have a process of their own."""
-    command = [sys.executable, "-m", "tests.torch.devices_program", str(tmp_path_factory.mktemp("devices"))]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    command = [
+        sys.executable,
+        "-m",
+        "tests.torch.devices_program",
+        str(tmp_path_factory.mktemp("devices")),
+    ]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     found: dict[str, str] = json.loads(done.stdout)
     return found
 
@@ -73,7 +80,9 @@ class Cuda:
 
 
 @pytest.mark.parametrize("answer", [0, 2], ids=["pinned", "refused"])
-def test_memory_is_pinned_on_the_device_or_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
+def test_memory_is_pinned_on_the_device_or_leaves_no_error_behind(
+    monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
     cuda = Cuda(answer)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "device", cuda.device)

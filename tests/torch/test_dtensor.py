@@ -54,7 +54,9 @@ def held(local: LocalShard) -> set[tuple[tuple[int, ...], float]]:
     memory = host_memory(local.tensor)
     for piece in local.pieces:
         values = row_major_bytes(elements_of(piece, memory, local.info.itemsize))
-        places = product(*(range(a, a + n) for a, n in zip(piece.box.start, piece.box.shape, strict=True)))
+        places = product(
+            *(range(a, a + n) for a, n in zip(piece.box.start, piece.box.shape, strict=True))
+        )
         array = np.frombuffer(values.tobytes(), np.dtype(local.info.dtype))
         out |= set(zip(places, map(float, array), strict=True))
     assert len(out) == local.tensor.numel()
@@ -80,7 +82,9 @@ def chunk(tensor: torch.Tensor, degree: int, index: int, dim: int) -> torch.Tens
 @st.composite
 def cut_orders(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Placement], list[int], list[int]]:
     """A shape, placements over a mesh, its sizes, and the order in which its axes were cut."""
-    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 7, 9, 12]), min_size=1, max_size=3)))
+    shape = tuple(
+        draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 7, 9, 12]), min_size=1, max_size=3))
+    )
     degrees = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     order = draw(st.permutations(range(len(degrees))))
     dims = [draw(st.none() | st.integers(0, len(shape) - 1)) for _ in degrees]
@@ -89,12 +93,18 @@ def cut_orders(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Placement], list[
         before = order[: order.index(axis)]
         factor = math.prod(degrees[b] for b in before if b > axis and dims[b] == dim)
         plain = Replicate() if dim is None else Shard(dim)
-        placements.append(plain if dim is None or factor == 1 else _StridedShard(dim, split_factor=factor))
+        placements.append(
+            plain if dim is None or factor == 1 else _StridedShard(dim, split_factor=factor)
+        )
     return shape, placements, degrees, order
 
 
 def local_by_hand(
-    shape: tuple[int, ...], placements: list[Placement], degrees: list[int], order: list[int], at: tuple[int, ...]
+    shape: tuple[int, ...],
+    placements: list[Placement],
+    degrees: list[int],
+    order: list[int],
+    at: tuple[int, ...],
 ) -> torch.Tensor:
     tensor = numbered(shape)
     for axis in order:
@@ -118,15 +128,24 @@ def test_cuts_in_any_order_of_the_axes(
         assert held(LocalShard(info, pieces_in(tensor, dims), tensor)) == expected(tensor, shape)
         assert cuts is not None
         distribution = Distribution(RankMesh.of(tuple(degrees), range(math.prod(degrees))), cuts)
-        assert distribution.boxes(shape, at) == tuple(p.box for p in pieces_in(tensor, dims) if p.box.size)
+        assert distribution.boxes(shape, at) == tuple(
+            p.box for p in pieces_in(tensor, dims) if p.box.size
+        )
 
 
-def strided(tensor: torch.Tensor, placements: tuple[Placement, ...], degrees: tuple[int, ...], at: Any) -> torch.Tensor:
+def strided(
+    tensor: torch.Tensor, placements: tuple[Placement, ...], degrees: tuple[int, ...], at: Any
+) -> torch.Tensor:
     """Cut from left to right as torch's own `_StridedShard` cuts: its share of each of its parts."""
     for placement, degree, index in zip(placements, degrees, at, strict=True):
         if isinstance(placement, _StridedShard):
-            parts = [chunk(tensor, placement.split_factor, k, placement.dim) for k in range(placement.split_factor)]
-            tensor = torch.cat([chunk(p, degree, index, placement.dim) for p in parts], placement.dim)
+            parts = [
+                chunk(tensor, placement.split_factor, k, placement.dim)
+                for k in range(placement.split_factor)
+            ]
+            tensor = torch.cat(
+                [chunk(p, degree, index, placement.dim) for p in parts], placement.dim
+            )
         elif isinstance(placement, Shard):
             tensor = chunk(tensor, degree, index, placement.dim)
     return tensor.clone()
@@ -142,7 +161,9 @@ def test_a_strided_shard_that_no_other_axis_explains(n: int, factor: int) -> Non
         with alone_as(rank, 4):
             mesh = init_device_mesh("cpu", (2, 2))
             local = strided(numbered((n, 3)), placements, (2, 2), mesh.get_coordinate())
-            tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=(n, 3), stride=(3, 1))
+            tensor = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=(n, 3), stride=(3, 1)
+            )
             found = held(local_of("t", "weight", tensor))
         assert found == expected(local, (n, 3))
         covered += [v for _, v in found]
@@ -195,8 +216,12 @@ def test_fsdp2_over_replicas_and_along_any_dim(dim: int) -> None:
             model = torch.nn.Linear(6, 10)
             with torch.no_grad():
                 model.weight.copy_(numbered((10, 6)))
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=own_names(rank, "replicas", "shards"))
-            fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(dim if p.ndim > 1 else 0))
+            mesh = init_device_mesh(
+                "cpu", (2, 2), mesh_dim_names=own_names(rank, "replicas", "shards")
+            )
+            fully_shard(
+                model, mesh=mesh, shard_placement_fn=lambda p: Shard(dim if p.ndim > 1 else 0)
+            )
             local = local_of("w", "weight", model.weight)
             assert held(local) == expected(chunk(numbered((10, 6)), 2, rank % 2, dim), (10, 6))
 
@@ -204,30 +229,41 @@ def test_fsdp2_over_replicas_and_along_any_dim(dim: int) -> None:
 def test_a_rank_outside_the_mesh_holds_nothing() -> None:
     with alone_as(2, 4):
         mesh = dist.DeviceMesh("cpu", [0, 1], _init_backend=False)
-        tensor = DTensor.from_local(torch.empty(0), mesh, [Shard(0)], run_check=False, shape=(6,), stride=(1,))
+        tensor = DTensor.from_local(
+            torch.empty(0), mesh, [Shard(0)], run_check=False, shape=(6,), stride=(1,)
+        )
         local = local_of("t", "weight", tensor)
         assert local.pieces == ()
         assert local.info.shape == (6,)
 
 
-def as_dtensor(local: torch.Tensor, placements: list[Placement], shape: tuple[int, ...], **kwargs: Any) -> DTensor:
+def as_dtensor(
+    local: torch.Tensor, placements: list[Placement], shape: tuple[int, ...], **kwargs: Any
+) -> DTensor:
     mesh = init_device_mesh("cpu", (2, 2))
     stride = numbered(shape).stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride, **kwargs)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride, **kwargs
+    )
 
 
 def test_a_local_shape_that_is_not_what_the_placements_say() -> None:
     with alone_as(1, 4):
         tensor = as_dtensor(torch.zeros(3, 2), [Shard(0), Replicate()], (8, 2))
         with pytest.raises(
-            LayoutError, match=r"w \(exp_avg\): its local shape \(3, 2\) .* of \(8, 2\) at coordinate"
+            LayoutError,
+            match=r"w \(exp_avg\): its local shape \(3, 2\) .* of \(8, 2\) at coordinate",
         ) as e:
             local_of("w", "exp_avg", tensor)
         assert e.value.hint is not None
 
 
-@pytest.mark.parametrize(("local", "rows"), [((1, 2), 2), ((0, 2), 4)], ids=["too much", "too little"])
-def test_only_an_empty_part_has_another_shape_without_elements(local: tuple[int, ...], rows: int) -> None:
+@pytest.mark.parametrize(
+    ("local", "rows"), [((1, 2), 2), ((0, 2), 4)], ids=["too much", "too little"]
+)
+def test_only_an_empty_part_has_another_shape_without_elements(
+    local: tuple[int, ...], rows: int
+) -> None:
     """Of 2 rows the last of four ranks has none, and FSDP2 makes (0, 0) of them; of 4 it has one."""
     with alone_as(3, 4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=own_names(3, "all"))
@@ -255,7 +291,9 @@ def parameter_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [torch.Tensor.detach, parameter_of, torch.Tensor.requires_grad_])
-def test_plain_tensors_are_held_whole_in_their_own_memory(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_plain_tensors_are_held_whole_in_their_own_memory(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     tensor = make(numbered((3, 4)))
     local = local_of("w", "weight", tensor)
     assert held(local) == expected(numbered((3, 4)), (3, 4))
@@ -265,7 +303,9 @@ def test_plain_tensors_are_held_whole_in_their_own_memory(make: Callable[[torch.
 
 def test_strided_scalar_and_empty_tensors() -> None:
     turned = numbered((3, 4)).t()
-    assert held(local_of("w", "weight", turned)) == {((j, i), 4.0 * i + j) for i in range(3) for j in range(4)}
+    assert held(local_of("w", "weight", turned)) == {
+        ((j, i), 4.0 * i + j) for i in range(3) for j in range(4)
+    }
     assert held(local_of("w", "weight", turned[1::2, 1:])) == {
         ((j, i), 4.0 * (i + 1) + 2 * j + 1) for i in range(2) for j in range(2)
     }
@@ -277,9 +317,15 @@ def test_strided_scalar_and_empty_tensors() -> None:
 def test_conjugate_and_negative_views_are_resolved() -> None:
     tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
     assert tensor.is_conj()
-    assert host_memory(local_of("w", "weight", tensor).tensor).view(np.complex64).tolist() == [1 - 2j, 3 + 4j]
+    assert host_memory(local_of("w", "weight", tensor).tensor).view(np.complex64).tolist() == [
+        1 - 2j,
+        3 + 4j,
+    ]
     assert tensor.imag.is_neg()
-    assert host_memory(local_of("w", "weight", tensor.imag).tensor).view(np.float32).tolist() == [-2.0, 4.0]
+    assert host_memory(local_of("w", "weight", tensor.imag).tensor).view(np.float32).tolist() == [
+        -2.0,
+        4.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -293,7 +339,9 @@ def test_conjugate_and_negative_views_are_resolved() -> None:
     ids=["meta", "coo", "csr", "quantized"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of layouts that are young or old
-def test_tensors_without_plain_memory_are_refused(make: Callable[[torch.Tensor], torch.Tensor], word: str) -> None:
+def test_tensors_without_plain_memory_are_refused(
+    make: Callable[[torch.Tensor], torch.Tensor], word: str
+) -> None:
     with pytest.raises(UsageError, match=f"w is a .*{word}.* tensor, which has no plain memory"):
         local_of("w", "weight", make(torch.eye(3)))
 
@@ -305,7 +353,10 @@ def test_dtypes_that_cannot_be_stored_are_refused() -> None:
 
 def sharded(rank: int, starts: list[int], size: int = 10) -> ShardedTensor:
     """A vector of FSDP1's kind: this rank has the shards that begin at `starts`, of 5 each."""
-    shards = [TensorShard.from_tensor_and_offsets(numbered((size, 2))[a : a + 5].clone(), [a, 0], rank) for a in starts]
+    shards = [
+        TensorShard.from_tensor_and_offsets(numbered((size, 2))[a : a + 5].clone(), [a, 0], rank)
+        for a in starts
+    ]
     return ShardedTensor._init_from_local_shards(shards, (size, 2))
 
 
@@ -314,5 +365,7 @@ def test_sharded_tensors_of_fsdp1() -> None:
     with alone_as(0, 1):
         local = local_of("w", "weight", sharded(0, [0], 5))
         assert held(local) == expected(numbered((5, 2)), (5, 2))
-        with pytest.raises(UsageError, match=r"w \(weight\): this rank holds 2 shards of one ShardedTensor"):
+        with pytest.raises(
+            UsageError, match=r"w \(weight\): this rank holds 2 shards of one ShardedTensor"
+        ):
             local_of("w", "weight", sharded(0, [0, 5]))

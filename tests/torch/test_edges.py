@@ -46,7 +46,10 @@ def test_a_training_goes_on(tmp_path: Path, momentum: float) -> None:
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"zero": 1, "dp": 1}])
 def test_under_another_layout(tmp_path: Path, layout: dict[str, int]) -> None:
-    save_local(replace(local_state(training()), layout=layout), SaveOptions(str(tmp_path / "run" / "step-00000003")))
+    save_local(
+        replace(local_state(training()), layout=layout),
+        SaveOptions(str(tmp_path / "run" / "step-00000003")),
+    )
     with Manager(tmp_path / "run", signals=()) as manager:
         state = training()
         assert manager.restore_latest(state) is not None
@@ -65,7 +68,11 @@ def test_from_the_files_of_an_engine(tmp_path: Path) -> None:
     weights = load({"model": model}, place)
     assert weights.lineage.kind == "finetune"
     states = {n: {"exp_avg": torch.zeros(4, 6)} for n in "ab"}
-    moments = load({"model": dict(model), "optimizer": {"state": states, "param_groups": []}}, place, strict=False)
+    moments = load(
+        {"model": dict(model), "optimizer": {"state": states, "param_groups": []}},
+        place,
+        strict=False,
+    )
     assert moments.lineage.kind == "reshard"  # from ZeRO 3 of two ranks
     assert (moments.lineage.url, moments.lineage.id) == (str(place), ucformat.open(place).id)
 
@@ -81,7 +88,9 @@ def test_weights_alone_begin_a_training_anew(tmp_path: Path, strict: Any) -> Non
         assert bool(report.missing) == (not strict)
         assert torch.equal(state["model"].weight, whole["model"].weight)
         manager.save(1, state)
-    assert edges(tmp_path / "run" / "step-00000001") == [("finetune", str(tmp_path / "a"), saved.id)]
+    assert edges(tmp_path / "run" / "step-00000001") == [
+        ("finetune", str(tmp_path / "a"), saved.id)
+    ]
 
 
 def test_a_run_without_an_optimizer_goes_on(tmp_path: Path) -> None:
@@ -107,18 +116,33 @@ def test_a_part_of_the_state_that_is_left_out_is_no_resumption(tmp_path: Path) -
 def test_torchtitan_begins_with_another_run(tmp_path: Path, alone: bool, kind: str) -> None:
     save({**training(), "rng": Rng()}, tmp_path / "a")
     state = training()
-    about: dict[str, Any] = {"initial_load_path": str(tmp_path / "a"), "initial_load_model_only": alone, "interval": 1}
+    about: dict[str, Any] = {
+        "initial_load_path": str(tmp_path / "a"),
+        "initial_load_model_only": alone,
+        "interval": 1,
+    }
     made = CheckpointManager(
-        tmp_path / "run", model_parts=state["model"], optimizers=state["optimizer"], keep_latest_k=0, **about
+        tmp_path / "run",
+        model_parts=state["model"],
+        optimizers=state["optimizer"],
+        keep_latest_k=0,
+        **about,
     )
     assert made.load()
     made.save(1)
     made.close()
     again = CheckpointManager(
-        tmp_path / "run", model_parts=state["model"], optimizers=state["optimizer"], keep_latest_k=0, **about
+        tmp_path / "run",
+        model_parts=state["model"],
+        optimizers=state["optimizer"],
+        keep_latest_k=0,
+        **about,
     )
     assert again.load(1)
     again.save(2)
     again.close()
     assert edges(tmp_path / "run" / "step-00000001")[0][:2] == (kind, str(tmp_path / "a"))
-    assert edges(tmp_path / "run" / "step-00000002")[0][:2] == ("resume", str(tmp_path / "run" / "step-00000001"))
+    assert edges(tmp_path / "run" / "step-00000002")[0][:2] == (
+        "resume",
+        str(tmp_path / "run" / "step-00000001"),
+    )

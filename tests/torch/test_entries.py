@@ -63,7 +63,10 @@ def test_a_module_that_was_saved_in_a_wrapper(place: Path) -> None:
 
 def test_part_of_a_module_that_was_saved_in_a_wrapper(place: Path) -> None:
     bigger = torch.nn.Module()
-    bigger.weight, bigger.scale = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(1))
+    bigger.weight, bigger.scale = (
+        torch.nn.Parameter(torch.zeros(2, 3)),
+        torch.nn.Parameter(torch.zeros(1)),
+    )
     with pytest.raises(StateMismatch, match=r"missing: scale \(weight\)"):
         ucf.load({"ema": bigger}, place)
     report = ucf.load({"ema": bigger}, place, strict=False)
@@ -73,9 +76,14 @@ def test_part_of_a_module_that_was_saved_in_a_wrapper(place: Path) -> None:
 
 def test_nothing_is_taken_from_another_entry(tmp_path: Path) -> None:
     """The checkpoint has an entry of this key, in which the weights have other names."""
-    ucf.save({"model": linear(1), "ema": {"inner.weight": torch.ones(2, 3), "n": torch.ones(1)}}, tmp_path / "ck")
+    ucf.save(
+        {"model": linear(1), "ema": {"inner.weight": torch.ones(2, 3), "n": torch.ones(1)}},
+        tmp_path / "ck",
+    )
     mine = linear(0)
-    with pytest.raises(StateMismatch, match=r"missing: ema\.weight \(weight\)\n  missing: ema\.bias"):
+    with pytest.raises(
+        StateMismatch, match=r"missing: ema\.weight \(weight\)\n  missing: ema\.bias"
+    ):
         ucf.load({"ema": mine}, tmp_path / "ck")
     assert not ucf.load({"ema": mine}, tmp_path / "ck", strict=False)
     assert values(mine) == {values(linear(0)).pop()}
@@ -87,7 +95,8 @@ def test_nothing_is_taken_from_another_entry(tmp_path: Path) -> None:
 def test_names_alone_are_followed_where_one_module_has_them(place: Path, tmp_path: Path) -> None:
     mine = linear(0)
     with pytest.raises(
-        StateMismatch, match=r"student: the checkpoint has such weights more than once, as model\.weight"
+        StateMismatch,
+        match=r"student: the checkpoint has such weights more than once, as model\.weight",
     ):
         ucf.load({"student": mine}, place)
     assert ucf.load({"student": mine}, place, rename={r"(weight|bias)": r"student.\1"})
@@ -126,7 +135,9 @@ def test_renames_of_a_prefix_for_plain_weights(place: Path) -> None:
 
 
 def test_values_of_an_entry_that_have_no_place(tmp_path: Path) -> None:
-    ucf.save({"trainer": {"step": 5, "epoch": {"n": 2}}, "other": 1, "rng": ucf.Rng()}, tmp_path / "ck")
+    ucf.save(
+        {"trainer": {"step": 5, "epoch": {"n": 2}}, "other": 1, "rng": ucf.Rng()}, tmp_path / "ck"
+    )
     state = {"trainer": {"step": 0}}
     report = ucf.load(state, tmp_path / "ck")
     assert state == {"trainer": {"step": 5}}
@@ -135,7 +146,9 @@ def test_values_of_an_entry_that_have_no_place(tmp_path: Path) -> None:
     assert ucf.load(state, tmp_path / "ck", leave="trainer.epoch")
     with pytest.raises(StateMismatch, match=r"unexpected: the object trainer\.epoch\.n"):
         ucf.load(state, tmp_path / "ck", strict=True)
-    assert ucf.load({"trainer": {"step": 0, "epoch": {}}, "rng": ucf.Rng()}, tmp_path / "ck", strict=True)
+    assert ucf.load(
+        {"trainer": {"step": 0, "epoch": {}}, "rng": ucf.Rng()}, tmp_path / "ck", strict=True
+    )
 
 
 def test_weights_of_an_entry_that_have_no_place(tmp_path: Path) -> None:
@@ -147,7 +160,9 @@ def test_weights_of_an_entry_that_have_no_place(tmp_path: Path) -> None:
         assert report.left == ("head (weight)",)
         assert not report
         assert ucf.load(asked, url, leave="head")
-    assert ucf.load({"model": dict(both["model"])}, tmp_path / "entries")  # the rest was not asked for
+    assert ucf.load(
+        {"model": dict(both["model"])}, tmp_path / "entries"
+    )  # the rest was not asked for
 
 
 @given(
@@ -159,9 +174,14 @@ def test_weights_of_an_entry_that_have_no_place(tmp_path: Path) -> None:
     asked=st.sampled_from(["model", "ema", "student", "teacher", "net"]),
     shape=st.sampled_from([(3,), (4,)]),
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 def test_any_entries(
-    entries: dict[str, tuple[bool, tuple[int, ...]]], asked: str, shape: tuple[int, ...], tmp_path: Path
+    entries: dict[str, tuple[bool, tuple[int, ...]]],
+    asked: str,
+    shape: tuple[int, ...],
+    tmp_path: Path,
 ) -> None:
     """A weight comes from the entry of its key, or from the only one it can come from."""
 
@@ -184,7 +204,9 @@ def test_any_entries(
     number = int(values(mine).pop())
     source = list(entries)[number - 1]
     fitting = [key for key, (_, of) in entries.items() if of == shape]
-    assert source == asked or (asked not in entries and (fitting == [source] or asked in ("model", "net")))
+    assert source == asked or (
+        asked not in entries and (fitting == [source] or asked in ("model", "net"))
+    )
 
 
 class Cloning(torch.nn.Linear):
@@ -235,7 +257,10 @@ def hooked(kind: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer
 
 
 def contents(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [[p.tolist(), {k: v.tolist() for k, v in optimizer.state[p].items()}] for p in model.parameters()]
+    return [
+        [p.tolist(), {k: v.tolist() for k, v in optimizer.state[p].items()}]
+        for p in model.parameters()
+    ]
 
 
 @pytest.mark.parametrize("kind", ["clone", "split", "view"])
@@ -318,7 +343,15 @@ def test_views_that_do_not_share_memory(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["partly", "one element", "of another shape", "transposed", "of another dtype", "columns and rows"]
+    "kind",
+    [
+        "partly",
+        "one element",
+        "of another shape",
+        "transposed",
+        "of another dtype",
+        "columns and rows",
+    ],
 )
 def test_memory_that_would_be_filled_twice_is_an_error(kind: str, tmp_path: Path) -> None:
     ucf.save({n: torch.ones_like(p) for n, p in views(kind).named_parameters()}, tmp_path / "ck")
@@ -326,11 +359,15 @@ def test_memory_that_would_be_filled_twice_is_an_error(kind: str, tmp_path: Path
         lambda m: ucf.load_into(m, tmp_path / "ck"),
         lambda m: ucf.load_into(m, tmp_path / "ck", strict=False, dtype=torch.bfloat16),
         lambda m: ucf.load({"model": m}, tmp_path / "ck"),
-        lambda m: dcp.load({"model": m.state_dict()}, storage_reader=ucf.Reader(tmp_path / "ck"), no_dist=True),
+        lambda m: dcp.load(
+            {"model": m.state_dict()}, storage_reader=ucf.Reader(tmp_path / "ck"), no_dist=True
+        ),
     )
     for each in fill:
         model = views(kind)
-        with pytest.raises((StateMismatch, dcp.CheckpointException), match="share memory, but not as the same view"):
+        with pytest.raises(
+            (StateMismatch, dcp.CheckpointException), match="share memory, but not as the same view"
+        ):
             each(model)
         assert not any(p.any() for p in model.parameters())
     report = ucf.load({"model": model}, tmp_path / "ck", strict=False)
@@ -343,12 +380,19 @@ def test_one_memory_for_two_states(tmp_path: Path) -> None:
         saved = {n: {"exp_avg": torch.full((3,), v)} for n, v in zip("ab", values, strict=True)}
         groups = [{"params": ["a", "b"]}]
         weights = {n: torch.ones(3) for n in "ab"}
-        ucf.save({"model": weights, "optim": {"state": saved, "param_groups": groups}}, tmp_path / "ck", overwrite=True)
+        ucf.save(
+            {"model": weights, "optim": {"state": saved, "param_groups": groups}},
+            tmp_path / "ck",
+            overwrite=True,
+        )
         memory = torch.zeros(3)
         entries = {"state": {n: {"exp_avg": memory} for n in "ab"}, "param_groups": groups}
         state = {"model": dict(weights), "optim": entries}
         if values[0] == values[1]:
             assert ucf.load(state, tmp_path / "ck")
         else:
-            with pytest.raises(StateMismatch, match="share memory, but the checkpoint has two tensors, which differ"):
+            with pytest.raises(
+                StateMismatch,
+                match="share memory, but the checkpoint has two tensors, which differ",
+            ):
                 ucf.load(state, tmp_path / "ck")

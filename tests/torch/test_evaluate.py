@@ -30,7 +30,14 @@ ARRAYS = {
     ("layers.10.none", "weight"): np.empty((0, 3), np.float32),
     ("step", "exp_avg"): np.ones(3, np.float32),
 }
-NAMES = {"embed.weight", "layers.1.up", "layers.10.up", "layers.10.seen", "layers.10.none", "head.weight"}
+NAMES = {
+    "embed.weight",
+    "layers.1.up",
+    "layers.10.up",
+    "layers.10.seen",
+    "layers.10.none",
+    "head.weight",
+}
 
 
 @pytest.fixture
@@ -50,7 +57,10 @@ def test_all_weights_come_as_stored(ck: Checkpoint, tmp_path: Path) -> None:
     assert set(found) == NAMES
     for name in NAMES - {"head.weight"}:
         expected = ARRAYS[(name, "weight") if (name, "weight") in ARRAYS else (name, "master")]
-        assert (str(found[name].dtype), tuple(found[name].shape)) == (f"torch.{expected.dtype}", expected.shape)
+        assert (str(found[name].dtype), tuple(found[name].shape)) == (
+            f"torch.{expected.dtype}",
+            expected.shape,
+        )
         assert bits(found[name]) == expected.tobytes()
     assert found["head.weight"] is found["embed.weight"]
     assert found["layers.10.seen"].item() == 2**40 + 1
@@ -63,7 +73,9 @@ def test_float32_is_taken_from_the_master_copy_and_other_dtypes_are_cast(ck: Che
     assert full["layers.10.seen"].dtype == torch.int64  # no float: not cast
     half = state_dict(ck, dtype=torch.bfloat16)
     assert bits(half["embed.weight"]) == ARRAYS["embed.weight", "weight"].tobytes()
-    assert torch.equal(half["layers.1.up"], torch.tensor(ARRAYS["layers.1.up", "weight"]).bfloat16())
+    assert torch.equal(
+        half["layers.1.up"], torch.tensor(ARRAYS["layers.1.up", "weight"]).bfloat16()
+    )
     assert half["layers.10.none"].dtype == torch.bfloat16
     assert half["head.weight"] is half["embed.weight"]
     with pytest.raises(UsageError, match=r"cannot be cast to torch\.int8"):
@@ -83,7 +95,9 @@ def test_float32_is_taken_from_the_master_copy_and_other_dtypes_are_cast(ck: Che
         ([], set()),
     ],
 )
-def test_names_are_chosen_by_name_beginning_or_glob(ck: Checkpoint, names: Any, expected: set[str]) -> None:
+def test_names_are_chosen_by_name_beginning_or_glob(
+    ck: Checkpoint, names: Any, expected: set[str]
+) -> None:
     assert set(state_dict(ck, names)) == expected
 
 
@@ -91,7 +105,9 @@ def test_a_name_that_fits_nothing_is_an_error_that_offers_the_nearest(ck: Checkp
     with pytest.raises(TensorNotFound, match=r"no weight 'layers\.1\.upp'") as caught:
         state_dict(ck, ["embed.weight", "layers.1.upp"])
     assert "layers.1.up" in str(caught.value.hint)
-    with pytest.raises(TensorNotFound, match="no weight 'step'"):  # it has an optimizer's state only
+    with pytest.raises(
+        TensorNotFound, match="no weight 'step'"
+    ):  # it has an optimizer's state only
         state_dict(ck, "step")
 
 
@@ -101,7 +117,10 @@ def test_only_what_is_asked_for_is_read(ck: Checkpoint, tmp_path: Path) -> None:
             for shard in (tmp_path / "ck").glob(f"data/*/{state}/{name}/c/**/*"):
                 if shard.is_file():
                     shard.write_bytes(bytes(shard.stat().st_size))
-    assert bits(state_dict(ck, "layers.1.up")["layers.1.up"]) == ARRAYS["layers.1.up", "weight"].tobytes()
+    assert (
+        bits(state_dict(ck, "layers.1.up")["layers.1.up"])
+        == ARRAYS["layers.1.up", "weight"].tobytes()
+    )
     with pytest.raises(ChecksumError, match="embed"):
         state_dict(ck, "embed")
 

@@ -26,8 +26,14 @@ def ranks() -> Ranks:
 def holds(place: Path, seed: int) -> bool:
     """Whether a whole checkpoint of the state of this seed lies there."""
     ck = ucformat.open(place)
-    whole = {n: bool(torch.equal(torch.from_numpy(ck[n][...]), t)) for n, t in full_state(seed).items()}
-    return bool(ucformat.verify(ck)) and whole == dict.fromkeys(whole, True) and ck.objects["step"] == seed
+    whole = {
+        n: bool(torch.equal(torch.from_numpy(ck[n][...]), t)) for n, t in full_state(seed).items()
+    }
+    return (
+        bool(ucformat.verify(ck))
+        and whole == dict.fromkeys(whole, True)
+        and ck.objects["step"] == seed
+    )
 
 
 def opens(place: Path) -> bool:
@@ -39,7 +45,11 @@ def opens(place: Path) -> bool:
 
 
 def files(place: Path) -> set[str]:
-    return {str(p.relative_to(place)) for p in place.rglob("*") if p.is_file() and p.name != ".ucformat-lock"}
+    return {
+        str(p.relative_to(place))
+        for p in place.rglob("*")
+        if p.is_file() and p.name != ".ucformat-lock"
+    }
 
 
 def attempts(place: Path) -> int:
@@ -48,7 +58,16 @@ def attempts(place: Path) -> int:
 
 def collect_garbage(place: Path, tmp_path: Path) -> None:
     """`ucp gc` of what interrupted writers left."""
-    given = ["gc", str(place), "--grace", "0s", "--apply", "--yes", "--catalog", str(tmp_path / "catalog.db")]
+    given = [
+        "gc",
+        str(place),
+        "--grace",
+        "0s",
+        "--apply",
+        "--yes",
+        "--catalog",
+        str(tmp_path / "catalog.db"),
+    ]
     result = CliRunner().invoke(ucp, given)
     assert result.exit_code == 0, result.output
 
@@ -64,8 +83,12 @@ def check_survivors(found: list[Any], doomed: int) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
-@pytest.mark.parametrize(("form", "doomed"), [("zarr", 0), ("zarr", 2), ("packed", 0), ("packed", 1)])
-def test_a_rank_is_killed_in_a_save(ranks: Ranks, tmp_path: Path, form: str, doomed: int, overwrite: bool) -> None:
+@pytest.mark.parametrize(
+    ("form", "doomed"), [("zarr", 0), ("zarr", 2), ("packed", 0), ("packed", 1)]
+)
+def test_a_rank_is_killed_in_a_save(
+    ranks: Ranks, tmp_path: Path, form: str, doomed: int, overwrite: bool
+) -> None:
     found = ranks.run("killed_in_save", 3, tmp_path, form=form, doomed=doomed, overwrite=overwrite)
     check_survivors(found, doomed)
     new, here, other = tmp_path / "new", tmp_path / "here", tmp_path / "other"
@@ -75,7 +98,9 @@ def test_a_rank_is_killed_in_a_save(ranks: Ranks, tmp_path: Path, form: str, doo
     place = here if overwrite else new
     assert attempts(place) == 1 + overwrite
     before = files(place)
-    (identity, *rest) = ranks.run("plain_save", 2, tmp_path, name=place.name, seed=5, form=form, overwrite=overwrite)
+    (identity, *rest) = ranks.run(
+        "plain_save", 2, tmp_path, name=place.name, seed=5, form=form, overwrite=overwrite
+    )
     assert set(rest) == {identity}
     assert holds(place, 5)
     assert before & files(place) != set()  # what was left is still there, and harms nobody
@@ -85,7 +110,9 @@ def test_a_rank_is_killed_in_a_save(ranks: Ranks, tmp_path: Path, form: str, doo
     assert holds(place, 5)
 
 
-def test_what_is_left_where_nothing_was_committed_is_removed_too(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_is_left_where_nothing_was_committed_is_removed_too(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     ranks.run("killed_in_save", 2, tmp_path, form="packed", doomed=1, overwrite=False)
     new = tmp_path / "new"
     assert files(new)
@@ -95,7 +122,9 @@ def test_what_is_left_where_nothing_was_committed_is_removed_too(ranks: Ranks, t
 
 
 @pytest.mark.parametrize(("form", "doomed"), [("zarr", 1), ("packed", 0)])
-def test_a_rank_is_killed_in_an_async_save(ranks: Ranks, tmp_path: Path, form: str, doomed: int) -> None:
+def test_a_rank_is_killed_in_an_async_save(
+    ranks: Ranks, tmp_path: Path, form: str, doomed: int
+) -> None:
     found = ranks.run("killed_in_async_save", 2, tmp_path, form=form, doomed=doomed)
     assert found[doomed] == KILLED
     seen, again = found[1 - doomed]
@@ -144,9 +173,20 @@ def test_saves_in_the_background(ranks: Ranks, tmp_path: Path) -> None:
             assert "rank 1 died" in seen["message"]
         assert "rank 1" in out["unseen"]["message"]
         assert out["unseen"]["kind"] == "UcformatError"
-        assert out["unstaged"]["message"].startswith("rank 1: cannot stage a copy of the state: RuntimeError")
+        assert out["unstaged"]["message"].startswith(
+            "rank 1: cannot stage a copy of the state: RuntimeError"
+        )
         assert out["buffers"][0] == out["buffers"][1]
-    whole = {"copied": 1, "first": 2, "second": 3, "third": 4, "fourth": 5, "after": 7, "before": 10, "idle": 11}
+    whole = {
+        "copied": 1,
+        "first": 2,
+        "second": 3,
+        "third": 4,
+        "fourth": 5,
+        "after": 7,
+        "before": 10,
+        "idle": 11,
+    }
     for name, seed in whole.items():
         assert holds(tmp_path / name, seed)
     for name in ("dead", "unseen", "refused", "unstaged"):

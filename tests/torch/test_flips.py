@@ -23,7 +23,10 @@ STATE = {
     "model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.arange(5), "c": torch.ones(())},
     "progress": {"step": 3},
 }
-ARRAYS = {("w", "weight"): random_array((5, 3), "float32"), ("w", "exp_avg"): random_array((2,), "bfloat16")}
+ARRAYS = {
+    ("w", "weight"): random_array((5, 3), "float32"),
+    ("w", "exp_avg"): random_array((2,), "bfloat16"),
+}
 
 
 def converted(folder: Path, place: Path) -> None:
@@ -31,7 +34,9 @@ def converted(folder: Path, place: Path) -> None:
     with source.create("vocab.txt") as out:
         out.write(b"a\nb\n")
     facts: dict[str, Any] = {"assets": ("vocab.txt",), "objects": {"a": [1, True]}, "step": 3}
-    ucformat.convert(Checkpoint(FakeSource.write(source, ARRAYS, **facts)), place, chunk_bytes=32, shard_bytes=64)
+    ucformat.convert(
+        Checkpoint(FakeSource.write(source, ARRAYS, **facts)), place, chunk_bytes=32, shard_bytes=64
+    )
 
 
 def virtual(folder: Path, place: Path) -> None:

@@ -30,7 +30,9 @@ DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64, 1
 @st.composite
 def boxes(draw: st.DrawFn, ndim: int | None = None) -> Box:
     n = draw(st.integers(0, 4)) if ndim is None else ndim
-    return Box(*(tuple(draw(st.lists(st.integers(0, 6), min_size=n, max_size=n))) for _ in range(2)))
+    return Box(
+        *(tuple(draw(st.lists(st.integers(0, 6), min_size=n, max_size=n))) for _ in range(2))
+    )
 
 
 def flat(box: Box, shape: tuple[int, ...]) -> list[int]:
@@ -50,7 +52,9 @@ def test_blocks_follow_each_other_in_row_major_order(box: Box, itemsize: int, mo
     assert [i for b in moved for i in flat(b, box.shape)] == flat(origin, box.shape)
     assert all(b.size * itemsize <= max(most, itemsize) for b in blocks)
     rows = [b.size * itemsize for b in blocks]
-    assert len(blocks) <= max(1, 2 ** len(box.shape) * (math.ceil(box.size * itemsize / most) + sum(map(bool, rows))))
+    assert len(blocks) <= max(
+        1, 2 ** len(box.shape) * (math.ceil(box.size * itemsize / most) + sum(map(bool, rows)))
+    )
 
 
 @given(boxes(), itemsizes)
@@ -95,7 +99,9 @@ def test_any_box_of_any_strided_tensor(tensor: torch.Tensor, data: st.DataObject
     for piece in pieces_in(tensor, whole_piece(tensor, start)):
         elements = elements_of(piece, host_memory(tensor), itemsize)
         begin = tuple(data.draw(st.integers(0, n - 1)) for n in tensor.shape)
-        shape = tuple(data.draw(st.integers(1, n - a)) for a, n in zip(begin, tensor.shape, strict=True))
+        shape = tuple(
+            data.draw(st.integers(1, n - a)) for a, n in zip(begin, tensor.shape, strict=True)
+        )
         box = Box(tuple(a + b for a, b in zip(start, begin, strict=True)), shape)
         part = tensor[slices(Box(begin, shape))]
         assert np.array_equal(row_major_bytes(elements_within(elements, piece.box, box)), raw(part))
@@ -103,7 +109,9 @@ def test_any_box_of_any_strided_tensor(tensor: torch.Tensor, data: st.DataObject
 
 
 @given(tensors(), tensors().map(lambda t: t.clone()), st.data())
-def test_what_two_boxes_share_is_copied_and_nothing_else(a: torch.Tensor, b: torch.Tensor, data: st.DataObject) -> None:
+def test_what_two_boxes_share_is_copied_and_nothing_else(
+    a: torch.Tensor, b: torch.Tensor, data: st.DataObject
+) -> None:
     if a.ndim != b.ndim:
         return
     b = torch.zeros(b.shape, dtype=a.dtype)
@@ -111,7 +119,10 @@ def test_what_two_boxes_share_is_copied_and_nothing_else(a: torch.Tensor, b: tor
     size = a.element_size()
     for source in pieces_in(a, whole_piece(a, at)):
         for target in pieces_in(b, whole_piece(b, bt)):
-            x, y = elements_of(source, host_memory(a), size), elements_of(target, host_memory(b), size)
+            x, y = (
+                elements_of(source, host_memory(a), size),
+                elements_of(target, host_memory(b), size),
+            )
             copy_common(x, source.box, y, target.box)
     expected = torch.zeros_like(b)
     common = Box(at, tuple(a.shape)).intersect(Box(bt, tuple(b.shape)))
@@ -137,4 +148,9 @@ def test_dense_elements_are_in_row_major_order() -> None:
     box = Box((5, 7), (2, 3))
     elements = dense_elements(box.shape, np.arange(12, dtype=np.uint8), 2)
     assert elements.strides == row_major(box.shape, 2)
-    assert row_major_bytes(elements_within(elements, box, Box((6, 8), (1, 2)))).tolist() == [8, 9, 10, 11]
+    assert row_major_bytes(elements_within(elements, box, Box((6, 8), (1, 2)))).tolist() == [
+        8,
+        9,
+        10,
+        11,
+    ]

@@ -1,6 +1,7 @@
 """Our own group of ranks: one error for all that names the rank, whoever failed, died or said nothing.
 
-Ranks are threads here, each with a group of its own over one store; `test_faults.py` has processes that are killed.
+Ranks are threads here, each with a group of its own over one store; `test_faults.py` has processes
+that are killed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from ucformat.torch.state.elements import SharedRange
 
 
-def together(size: int, act: Callable[[Group], Any], connect: Callable[..., Links] = connect_by_store) -> list[Any]:
+def together(
+    size: int, act: Callable[[Group], Any], connect: Callable[..., Links] = connect_by_store
+) -> list[Any]:
     """What each rank's act gives, or the error it raises."""
     store = dist.HashStore()
 
@@ -66,7 +69,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     true_write = write_shared
 
     def write(target: SharedRange, parts: Sequence[memoryview]) -> bool:
-        if request.param == "another container":  # where this number belongs to another process's memory
+        if (
+            request.param == "another container"
+        ):  # where this number belongs to another process's memory
             target = target._replace(name=b"0" * 32)
         elif request.param == "no access":
             target = target._replace(pid=1 << 30)
@@ -77,7 +82,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if request.param == "another host":
         monkeypatch.setattr(bulk, "_is_here", lambda _: False)
     yield request.param
-    assert set(written) == {"shared memory": {True}, "another host": set()}.get(request.param, {False})
+    assert set(written) == {"shared memory": {True}, "another host": set()}.get(
+        request.param, {False}
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 3000])
@@ -126,11 +133,20 @@ def test_ranks_of_a_host_meet_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def act(group: Group) -> Any:
         alone = group.on_host()
-        joined = [alone.combine([group.rank], lambda a, b: a + b, list[int]) for _ in range(1 + (group.rank > 1))]
+        joined = [
+            alone.combine([group.rank], lambda a, b: a + b, list[int])
+            for _ in range(1 + (group.rank > 1))
+        ]
         answer = alone.gather_scatter(group.rank, lambda values: [10 * v for v in values], int, int)
         with pytest.raises(Conflict) as seen:
             alone.combine(Conflict("taken") if group.rank in (1, 3, 4) else None)
-        return joined[-1], alone.size, answer, seen.value.message, group.combine(group.rank, max, int)
+        return (
+            joined[-1],
+            alone.size,
+            answer,
+            seen.value.message,
+            group.combine(group.rank, max, int),
+        )
 
     monkeypatch.setattr(tree, "host_here", lambda _: Host("ab"[here.rank > 1], "127.0.0.1"))
     found = together(6, act, connect)
@@ -283,5 +299,7 @@ def test_a_writing_process_that_does_not_reach_the_others_says_so() -> None:
         parent = gone.getsockname()
     listening = socket.create_server(("127.0.0.1", 0))
     start = WorkerStart(Node(1, 2, 0, ()), parent, b"s" * 32, listening.detach(), 0.5)
-    with pytest.raises(UcformatError, match="the writing processes of the ranks could not connect: "):
+    with pytest.raises(
+        UcformatError, match="the writing processes of the ranks could not connect: "
+    ):
         _connect(start)

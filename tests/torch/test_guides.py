@@ -11,7 +11,8 @@ import ucformat
 from tests.torch.running import fork
 
 ROOT = Path(__file__).parents[2]
-#: `make test` runs what `tests/torch/integrations` try of these libraries, and `make test-all` their guides too.
+#: `make test` runs what `tests/torch/integrations` try of these libraries, and `make test-all`
+#: their guides too.
 of_an_integration = pytest.mark.matrix
 
 
@@ -20,7 +21,11 @@ def follow(page: str, folder: Path) -> list[str]:
     text = (ROOT / "docs" / "guides" / page).read_text()
     for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", text, re.DOTALL):
         (folder / name).write_text(code)
-    lines = [line for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
     return [run(line.removeprefix("$ ").split(), folder) for line in lines]
 
 
@@ -35,7 +40,9 @@ def run(words: list[str], folder: Path) -> str:
 
 def losses(text: str) -> dict[int, float]:
     """The losses that a program printed; not by lines, for all ranks write to one file, unbuffered ones in parts."""
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([-+.\de]+)", text)}
+    return {
+        int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([-+.\de]+)", text)
+    }
 
 
 def goes_on(first: str, second: str, steps: range) -> None:
@@ -43,14 +50,21 @@ def goes_on(first: str, second: str, steps: range) -> None:
     expected, found = losses(first), losses(second)
     assert list(found) == list(steps)
     assert [found[s] for s in steps] == pytest.approx([expected[s] for s in steps], rel=1e-5)
-    assert len(set(expected.values())) == len(expected)  # that they fall proves that something is learned
+    assert len(set(expected.values())) == len(
+        expected
+    )  # that they fall proves that something is learned
 
 
 def test_fsdp2(tmp_path: Path) -> None:
     first, second = follow("fsdp2.md", tmp_path)
     goes_on(first, second, range(5, 7))
     a, b = (ucformat.open(tmp_path / folder / "last") for folder in ("checkpoints", "other"))
-    assert (a.metadata.step, a.manifest.run, a.manifest.layout["world"], b.manifest.layout["world"]) == (
+    assert (
+        a.metadata.step,
+        a.manifest.run,
+        a.manifest.layout["world"],
+        b.manifest.layout["world"],
+    ) == (
         6,
         "fsdp2",
         2,
@@ -74,7 +88,9 @@ def test_hugging_face(tmp_path: Path) -> None:
     first, second, loop, again = follow("huggingface.md", tmp_path)
     expected, found = losses(first), losses(second)
     assert list(expected) == list(found) == list(range(1, 7))
-    assert [found[s] for s in range(1, 5)] == [expected[s] for s in range(1, 5)]  # of the checkpoint
+    assert [found[s] for s in range(1, 5)] == [
+        expected[s] for s in range(1, 5)
+    ]  # of the checkpoint
     assert [found[s] for s in (5, 6)] == pytest.approx([expected[s] for s in (5, 6)], rel=1e-4)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-4", "checkpoint-6"]
     ck = ucformat.open(tmp_path / "run" / "checkpoint-6")
@@ -87,7 +103,10 @@ def test_hugging_face(tmp_path: Path) -> None:
 def test_lightning(tmp_path: Path) -> None:
     first, second = follow("lightning.md", tmp_path)
     goes_on(first, second, range(3, 5))  # of epochs
-    assert sorted(p.name for p in (tmp_path / "again").iterdir()) == ["epoch=2.ckpt", "epoch=3.ckpt"]
+    assert sorted(p.name for p in (tmp_path / "again").iterdir()) == [
+        "epoch=2.ckpt",
+        "epoch=3.ckpt",
+    ]
 
 
 @of_an_integration
@@ -114,6 +133,9 @@ def test_the_loop_with_a_manager(tmp_path: Path) -> None:
     kept = [taken for step, taken in used[0] if int(step) < 5] + [taken for _, taken in used[1]]
     numbers = [int(n) for taken in kept for n in taken.split(", ")]
     assert sorted(numbers) == list(range(24))
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000004", "step-00000006"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
     lineage = ucformat.open(tmp_path / "run" / "step-00000006").manifest.lineage
     assert [entry.kind for entry in lineage] == ["reshard"]  # from two ranks to one

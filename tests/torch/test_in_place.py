@@ -66,7 +66,9 @@ def verified(place: str | Path, truth: dict[str, Any]) -> Checkpoint:
 
 def intact(place: Path, truth: dict[str, Any]) -> None:
     ck = verified(place, truth)
-    assert {t["name"]: found for t, found in reader.Checkpoint(place)} == {n: d for n, (_, _, d) in truth.items()}
+    assert {t["name"]: found for t, found in reader.Checkpoint(place)} == {
+        n: d for n, (_, _, d) in truth.items()
+    }
     assert sorted(names_in(ck)) == sorted(truth)
     assert list(place.rglob(".ucf-*.tmp")) == []
 
@@ -75,7 +77,9 @@ def intact(place: Path, truth: dict[str, Any]) -> None:
 def test_any_sharding(seed: int, sizes: list[int], tmp_path: Path) -> None:
     found = RANKS.run("any_cut", int(np.prod(sizes)), tmp_path, seed=seed, sizes=sizes)
     intact(tmp_path / "ck", found[0])
-    exported = ucformat.export(tmp_path / "ck", tmp_path / "out", "safetensors")  # the same file, byte for byte
+    exported = ucformat.export(
+        tmp_path / "ck", tmp_path / "out", "safetensors"
+    )  # the same file, byte for byte
     (own,) = Path(str(ucformat.open(tmp_path / "ck").hf_url)).glob("*.safetensors")
     assert own.read_bytes() == Path(exported.url, "model.safetensors").read_bytes()
 
@@ -145,7 +149,11 @@ def test_assets_are_beside_the_weights(tmp_path: Path) -> None:
         assert dict(ck.objects) == {"step": 4}
         ucformat.verify(ck).raise_if_damaged()
     beside = Path(str(ucformat.open(tmp_path / "safetensors").hf_url))
-    assert sorted(f.name for f in beside.iterdir()) == ["config.json", "model.safetensors", "vocab.json"]
+    assert sorted(f.name for f in beside.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "vocab.json",
+    ]
     with Manager(tmp_path / "run", every=1, form="safetensors", assets=folder) as manager:
         manager.save(1, {"w": torch.ones(3)})
     assert Path(str(ucformat.open(tmp_path / "run/step-00000001").hf_url), "vocab.json").exists()
@@ -167,16 +175,36 @@ def boxes_of(shape: tuple[int, ...], chance: random.Random) -> list[Box]:
     return [b for b in out if b.size]
 
 
-def any_weights(chance: random.Random, ranks: int) -> tuple[list[TensorInfo], GlobalPlan, list[list[Box]]]:
+def any_weights(
+    chance: random.Random, ranks: int
+) -> tuple[list[TensorInfo], GlobalPlan, list[list[Box]]]:
     """Weights, of which the first are described, the plan of all, and what each rank provides of each."""
-    shapes = [tuple(chance.randrange(1, 9) for _ in range(chance.randrange(4))) for _ in range(chance.randrange(1, 6))]
-    infos = [TensorInfo(f"t{n}", "weight", chance.choice(["uint8", "float32"]), s) for n, s in enumerate(shapes)]
+    shapes = [
+        tuple(chance.randrange(1, 9) for _ in range(chance.randrange(4)))
+        for _ in range(chance.randrange(1, 6))
+    ]
+    infos = [
+        TensorInfo(f"t{n}", "weight", chance.choice(["uint8", "float32"]), s)
+        for n, s in enumerate(shapes)
+    ]
     mesh, rows, held = RankMesh.of((ranks,), chance.sample(range(ranks), ranks)), [], []
     for number, info in enumerate(infos[: chance.randrange(len(infos) + 1)]):
-        cuts = (Cut(chance.randrange(len(info.shape)), 0),) if info.shape and chance.random() < 0.7 else ()
-        flat = {"flat": 0, "part": -(-info.size // ranks)} if not cuts and chance.random() < 0.5 else {}
+        cuts = (
+            (Cut(chance.randrange(len(info.shape)), 0),)
+            if info.shape and chance.random() < 0.7
+            else ()
+        )
+        flat = (
+            {"flat": 0, "part": -(-info.size // ranks)}
+            if not cuts and chance.random() < 0.5
+            else {}
+        )
         d = Distribution(mesh, cuts, **flat)
-        rows.append(DescribedRow(number, d, chance.randrange(d.copies), Tiling.of(info.shape, info.itemsize).tile))
+        rows.append(
+            DescribedRow(
+                number, d, chance.randrange(d.copies), Tiling.of(info.shape, info.itemsize).tile
+            )
+        )
     rows.sort(key=lambda r: file_order(infos[r.tensor], r.distribution))
     described = Described(rows, infos, "") if rows else None
     for number, info in enumerate(infos):
@@ -188,11 +216,19 @@ def any_weights(chance: random.Random, ranks: int) -> tuple[list[TensorInfo], Gl
             for box in boxes_of(info.shape, chance):
                 found[chance.randrange(ranks)].append(box)
         held.append(found)
-    items = [tuple(WriteItem(i, tuple(of[rank])) for i, of in zip(infos, held, strict=True)) for rank in range(ranks)]
-    pieces = [tuple((n, p) for n, item in enumerate(mine) for p in range(len(item.boxes))) for mine in items]
+    items = [
+        tuple(WriteItem(i, tuple(of[rank])) for i, of in zip(infos, held, strict=True))
+        for rank in range(ranks)
+    ]
+    pieces = [
+        tuple((n, p) for n, item in enumerate(mine) for p in range(len(item.boxes)))
+        for mine in items
+    ]
     listed = tuple(GlobalTensor(info, {}) for info in infos[len(rows) :])
     own = [tuple(p for p in mine if p[0] >= len(rows)) for mine in pieces]
-    plan = GlobalPlan(tuple(infos), ((),) * len(infos), listed, tuple(items), tuple(own), described=described)
+    plan = GlobalPlan(
+        tuple(infos), ((),) * len(infos), listed, tuple(items), tuple(own), described=described
+    )
     return infos, plan, [[box for of in held for box in of[rank]] for rank in range(ranks)]
 
 
@@ -204,14 +240,23 @@ class Mail:
         self.receiving = False
 
     def exchange(
-        self, group: Any, _sizes: Any, batches: Any, messages: Any, elements: Any, write: Any, threads: int
+        self,
+        group: Any,
+        _sizes: Any,
+        batches: Any,
+        messages: Any,
+        elements: Any,
+        write: Any,
+        threads: int,
     ) -> list[Any]:
         assert threads > 0
         if not self.receiving:
             for m in messages:
                 assert m.to != group.rank
                 found = [(f.tensor, f.box, elements(f)) for f in m.fragments]
-                assert self.sent.setdefault((group.rank, m.to, m.number), found) is found  # one message
+                assert (
+                    self.sent.setdefault((group.rank, m.to, m.number), found) is found
+                )  # one message
             return []
         out = []
         for number, batch in enumerate(batches):
@@ -246,18 +291,24 @@ def test_any_boxes_of_any_ranks(seed: int, tmp_path_factory: pytest.TempPathFact
     chance, folder = random.Random(seed), tmp_path_factory.mktemp("boxes")
     ranks = chance.randrange(1, 5)
     infos, plan, _ = any_weights(chance, ranks)
-    values = [np.frombuffer(chance.randbytes(i.nbytes), f"u{i.itemsize}").reshape(i.shape) for i in infos]
+    values = [
+        np.frombuffer(chance.randbytes(i.nbytes), f"u{i.itemsize}").reshape(i.shape) for i in infos
+    ]
     way: Way = chance.choice(["in place", "parts", "whole"])
     sums, mail, uploads, least = [], Mail(), Uploads(), chance.choice([64, 1 << 20])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_files, "TILE_BYTES", chance.choice([8, 40, 1 << 20]))
-        patch.setattr(weight_files, "files_of", partial(files_of, most=chance.choice([100, 1 << 20])))
+        patch.setattr(
+            weight_files, "files_of", partial(files_of, most=chance.choice([100, 1 << 20]))
+        )
         patch.setattr(parts, "PART_BYTES", least)
         patch.setattr(parts, "BATCH_BYTES", 4 * least)
         patch.setattr(in_place, "exchange", mail.exchange)
         patch.setattr(PartsWriter, "_multipart", uploads)
         described = sidecar_of(replace(plan, tensors=(), items=(), pieces=(), begins=()), "data/w")
-        found = in_place._Weights(tuple(infos), described, in_place._listed(plan), {}, "data/w", way, ("id",) * 99)
+        found = in_place._Weights(
+            tuple(infos), described, in_place._listed(plan), {}, "data/w", way, ("id",) * 99
+        )
         all_ranks = []
         for rank in range(ranks):
             items = plan.items[rank]
@@ -265,7 +316,9 @@ def test_any_boxes_of_any_ranks(seed: int, tmp_path_factory: pytest.TempPathFact
 
             def elements(item: int, piece: int, items: Any = items) -> Any:
                 box = items[item].boxes[piece]
-                part = values[item][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+                part = values[item][
+                    tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+                ]
                 return np.asarray(part) if seed % 2 or not box.shape else np.asfortranarray(part)
 
             held, group = (
@@ -312,7 +365,9 @@ def test_plans_do_not_grow_with_ranks(dim: int, ranks: int) -> None:
     infos = tuple(TensorInfo(f"t{n}", "weight", "float32", (8192, 4096)) for n in range(8))
     d = Distribution(RankMesh.of((ranks,), list(range(ranks))), (Cut(dim, 0),))
     rows = [DescribedRow(n, d, 0, Tiling.of(i.shape, i.itemsize).tile) for n, i in enumerate(infos)]
-    described = sidecar_of(GlobalPlan(infos, ((),) * len(infos), described=Described(rows, infos, "")), "data/w")
+    described = sidecar_of(
+        GlobalPlan(infos, ((),) * len(infos), described=Described(rows, infos, "")), "data/w"
+    )
     assert len(described) < 8 << 10
     items = [WriteItem(i, d.boxes(i.shape, (ranks // 2,))) for i in infos]
     ways: tuple[Way, ...] = ("in place", "parts")
@@ -322,7 +377,13 @@ def test_plans_do_not_grow_with_ranks(dim: int, ranks: int) -> None:
             Held(items, [d] * len(items), {}, {}, lambda *_: np.empty(0)),
             SimpleNamespace(rank=ranks // 2, size=ranks, cache={}),
         )
-        plan = in_place._planned(group, held, [(n, 0) for n in range(len(items))], found, None).exchanged  # type: ignore[arg-type]
+        plan = in_place._planned(
+            group,  # type: ignore[arg-type]
+            held,
+            [(n, 0) for n in range(len(items))],
+            found,
+            None,
+        ).exchanged
         sent = sum(len(m.fragments) for m in plan.messages)
         received = sum(len(task.fragments) for batch in plan.batches for task in batch.shards)
         assert bool(plan.parts) == (way == "parts" or dim == 1)

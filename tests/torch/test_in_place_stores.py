@@ -39,7 +39,10 @@ def intact(place: str, bucket: Bucket, found: list[Any], folder: Path) -> None:
 
 
 def uploads(bucket: Bucket) -> list[str]:
-    return [u["Key"] for u in bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", ())]
+    return [
+        u["Key"]
+        for u in bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", ())
+    ]
 
 
 @pytest.mark.parametrize("boto", [True, False])
@@ -53,11 +56,18 @@ def test_ranks_write_one_file(boto: bool, bucket: Bucket, tmp_path: Path) -> Non
 
 def test_in_the_background(bucket: Bucket, tmp_path: Path) -> None:
     place = bucket.place()
-    intact(place, bucket, RANKS.run("on_store", 2, tmp_path, url=place, boto=True, background=True), tmp_path)
+    intact(
+        place,
+        bucket,
+        RANKS.run("on_store", 2, tmp_path, url=place, boto=True, background=True),
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize(("victim", "boto"), [(0, True), (0, False), (2, True)])
-def test_a_killed_rank_commits_nothing(victim: int, boto: bool, bucket: Bucket, tmp_path: Path) -> None:
+def test_a_killed_rank_commits_nothing(
+    victim: int, boto: bool, bucket: Bucket, tmp_path: Path
+) -> None:
     place = bucket.place()
     found = RANKS.run("on_store", 3, tmp_path, url=place, boto=boto, victim=victim, after=1)
     assert found[victim] == KILLED
@@ -68,8 +78,14 @@ def test_a_killed_rank_commits_nothing(victim: int, boto: bool, bucket: Bucket, 
     if victim:  # rank 0 has aborted them
         assert left == []
     for key in left:
-        (upload,) = (u for u in bucket.client.list_multipart_uploads(Bucket=bucket.name)["Uploads"] if u["Key"] == key)
-        bucket.client.abort_multipart_upload(Bucket=bucket.name, Key=key, UploadId=upload["UploadId"])
+        (upload,) = (
+            u
+            for u in bucket.client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
+            if u["Key"] == key
+        )
+        bucket.client.abort_multipart_upload(
+            Bucket=bucket.name, Key=key, UploadId=upload["UploadId"]
+        )
     intact(place, bucket, RANKS.run("on_store", 3, tmp_path, url=place, boto=boto), tmp_path)
 
 
@@ -84,7 +100,9 @@ def is_part(request: Request) -> bool:
     return request.method == "PUT" and "partNumber=" in request.target
 
 
-def first_of_each(chosen: Callable[[Request], bool], fault: Fault) -> Callable[[Request], Fault | None]:
+def first_of_each(
+    chosen: Callable[[Request], bool], fault: Fault
+) -> Callable[[Request], Fault | None]:
     """A fault of the first of equal requests."""
     seen: set[str] = set()
 
@@ -98,7 +116,9 @@ def first_of_each(chosen: Callable[[Request], bool], fault: Fault) -> Callable[[
 
 
 @pytest.mark.parametrize(("fault", "part"), [("reset", True), ("lied", True), ("lost", False)])
-def test_a_request_is_repeated(fault: Fault, part: bool, bucket: Bucket, proxy: Proxy, tmp_path: Path) -> None:
+def test_a_request_is_repeated(
+    fault: Fault, part: bool, bucket: Bucket, proxy: Proxy, tmp_path: Path
+) -> None:
     """Also one that was executed, of which the answer says nothing, or that it failed."""
     proxy.choose = first_of_each(is_part if part else lambda r: r.completes, fault)
     place = bucket.place()
@@ -107,8 +127,12 @@ def test_a_request_is_repeated(fault: Fault, part: bool, bucket: Bucket, proxy: 
 
 
 @pytest.mark.parametrize("part", [True, False])
-def test_a_request_that_is_refused_fails_the_save(part: bool, bucket: Bucket, proxy: Proxy, tmp_path: Path) -> None:
-    denied = answer("403 Forbidden", "<Error><Code>AccessDenied</Code><Message>no</Message></Error>")
+def test_a_request_that_is_refused_fails_the_save(
+    part: bool, bucket: Bucket, proxy: Proxy, tmp_path: Path
+) -> None:
+    denied = answer(
+        "403 Forbidden", "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+    )
     asked = 0
 
     def choose(request: Request) -> bytes | None:

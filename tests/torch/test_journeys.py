@@ -1,7 +1,7 @@
 """The programs of the guides as users drive them: on 1, 2 and 3 ranks, killed while they save, and their checkpoints.
 
-What is resumed goes on with the losses of a run that nothing interrupts. Checkpoints are found by metric, retained and
-purged, exported, and loaded by the loader that the ecosystem has.
+What is resumed goes on with the losses of a run that nothing interrupts. Checkpoints are found by
+metric, retained and purged, exported, and loaded by the loader that the ecosystem has.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class Journey:
 
     Args:
         page: the guide.
-        runs: the commands on 1, 2 and 3 ranks, the first two with when they are killed (`tests/torch/killed.py`).
-        loads: what is exported, `{last}` being the last checkpoint, and a program that loads it into `tensors`.
+        runs: the commands on 1, 2 and 3 ranks, the first two with when they are killed
+            (`tests/torch/killed.py`).
+        loads: what is exported, `{last}` being the last checkpoint, and a program that loads it
+            into `tensors`.
         changes: what a user changes in the program.
         modules: what the program imports.
         around: what the lines of a guide that has no program need to be `train.py`.
@@ -72,7 +74,9 @@ class Journey:
         for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", text, re.DOTALL):
             of_mine = self.changes.items() if self.runs[0][0].startswith(name) else ()
             assert all(old in code for old, _ in of_mine), self.page
-            (folder / name).write_text(reduce(lambda text, change: text.replace(*change), of_mine, code))
+            (folder / name).write_text(
+                reduce(lambda text, change: text.replace(*change), of_mine, code)
+            )
         if self.around:
             lines = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
             (folder / "train.py").write_text(f"{self.around}\n{lines}")
@@ -84,16 +88,24 @@ class Journey:
         """What one run printed; it fails unless it ends as it should."""
         (log := folder / "log.txt").unlink(missing_ok=True)
         argv = [*(["-m", "tests.torch.killed", *kill.split()] if kill else []), *command.split()]
-        more = environment({"PYTHONSAFEPATH": "", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", **env})
-        program = Program(argv, more, [str(log)], ranks=ranks, cwd=str(folder), modules=self.modules)
+        more = environment(
+            {"PYTHONSAFEPATH": "", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", **env}
+        )
+        program = Program(
+            argv, more, [str(log)], ranks=ranks, cwd=str(folder), modules=self.modules
+        )
         codes = forked(sys.executable, MODULES, program, PATIENCE)
         text = log.read_text()
-        assert KILLED in codes if kill else not any(codes), f"{command} ended with {codes}:\n{text[-3000:]}"
+        assert KILLED in codes if kill else not any(codes), (
+            f"{command} ended with {codes}:\n{text[-3000:]}"
+        )
         return text
 
 
 def losses(text: str) -> dict[int, float]:
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([-+.\de]+)", text)}
+    return {
+        int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([-+.\de]+)", text)
+    }
 
 
 def committed(folder: Path) -> set[str]:
@@ -109,7 +121,9 @@ def told(folder: Path, *words: object) -> str:
     """What `ucp` prints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        done = CliRunner().invoke(ucp, [str(w) for w in words], env={"UCP_CATALOG": str(folder / "catalog.db")})
+        done = CliRunner().invoke(
+            ucp, [str(w) for w in words], env={"UCP_CATALOG": str(folder / "catalog.db")}
+        )
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -217,7 +231,11 @@ _TRAINER = {
     '"run" if resume is None else "again"': '"run"',
     "save_total_limit=2": "save_total_limit=3",
 }
-_TRAINED = (("train.py 6", "before 2"), ("train.py 3 run/checkpoint-2", "after 1"), ("train.py 2 run/checkpoint-4", ""))
+_TRAINED = (
+    ("train.py 6", "before 2"),
+    ("train.py 3 run/checkpoint-2", "after 1"),
+    ("train.py 2 run/checkpoint-4", ""),
+)
 
 JOURNEYS = {
     "trainer": Journey(
@@ -262,7 +280,11 @@ JOURNEYS = {
     ),
     "deepspeed": Journey(
         "deepspeed.md",
-        (("train.py 1", "before 2"), ("train.py 2 run/2", "after 1"), ("train.py 3 run/4", "")),  # ZeRO stages, too
+        (
+            ("train.py 1", "before 2"),
+            ("train.py 2 run/2", "after 1"),
+            ("train.py 3 run/4", ""),
+        ),  # ZeRO stages, too
         ("export deepspeed {last} out --world 1 --stage 2", _OF_DEEPSPEED),
         modules=("tests.engines.beside", "ucformat.torch.deepspeed"),
         around=_ENGINE,
@@ -283,7 +305,10 @@ JOURNEYS = {
     "fsdp2": Journey(
         "fsdp2.md",
         (
-            ("train.py --steps 6", "before 1"),  # another process commits what is saved in the background
+            (
+                "train.py --steps 6",
+                "before 1",
+            ),  # another process commits what is saved in the background
             ("train.py --steps 10 --resume checkpoints/step-4", "after 1"),
             ("train.py --steps 14 --resume checkpoints/last", ""),
         ),
@@ -311,7 +336,9 @@ JOURNEYS = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=[*[pytest.mark.matrix] * j.slow, *[pytest.mark.engine] * bool(j.around)])
+        pytest.param(
+            n, marks=[*[pytest.mark.matrix] * j.slow, *[pytest.mark.engine] * bool(j.around)]
+        )
         for n, j in JOURNEYS.items()
     ],
 )
@@ -321,7 +348,10 @@ def test_a_guide_as_it_is_lived(tmp_path: Path, name: str) -> None:
         journey.write(place)
     expected = losses(journey.run(1, journey.whole or journey.runs[0][0], tmp_path / "whole"))
     catalog = {"UCP_CATALOG": str(folder / "catalog.db")}
-    told_by = [journey.run(n, command, folder, kill, **catalog) for n, (command, kill) in enumerate(journey.runs, 1)]
+    told_by = [
+        journey.run(n, command, folder, kill, **catalog)
+        for n, (command, kill) in enumerate(journey.runs, 1)
+    ]
     if name == "manager":  # whose ranks have random numbers of their own
         documents_are_used_once(told_by)
     else:
@@ -342,7 +372,9 @@ def test_a_guide_as_it_is_lived(tmp_path: Path, name: str) -> None:
     words, program = journey.loads
     for command in words.format(last=last).split("; "):
         told(folder, *command.split())
-    (folder / "load.py").write_text(f"{program}\nimport torch\ntorch.save(dict(tensors), 'loaded.pt')\n")
+    (folder / "load.py").write_text(
+        f"{program}\nimport torch\ntorch.save(dict(tensors), 'loaded.pt')\n"
+    )
     fork(0, ["load.py"], folder / "log.txt", journey.modules, cwd=folder)
     loaded = torch.load(folder / "loaded.pt", weights_only=True)
     ck = ucformat.open(last)

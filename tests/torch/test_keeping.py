@@ -41,7 +41,9 @@ def test_the_folder_keeps_what_the_rules_say(tmp_path: Path, keep: Any, left: li
     assert restored(tmp_path)[0] == 60
 
 
-def test_a_rule_that_keeps_nothing_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rule_that_keeps_nothing_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rule = {"metric": "los", "count": 1, "mode": "min"}
     with manager_of(tmp_path, keep={"last": 1, "best": rule}) as manager:
         for step in (1, 2):
@@ -65,7 +67,10 @@ def test_what_a_catalog_protects_stays_without_it(tmp_path: Path) -> None:
     place = tmp_path / "run"
     fill(place, 1, 2, 3, 4, 5)
     with Catalog(str(tmp_path / "theirs.db")) as catalog:
-        entries = [catalog.record(ucformat.open(place / n).manifest, str(place / n)) for n in names(1, 2, 3, 4)]
+        entries = [
+            catalog.record(ucformat.open(place / n).manifest, str(place / n))
+            for n in names(1, 2, 3, 4)
+        ]
         catalog.tag(entries[0].id, "released")
         catalog.hold(entries[1].id, "paper")
         catalog.alias("best", entries[2].id)
@@ -75,7 +80,9 @@ def test_what_a_catalog_protects_stays_without_it(tmp_path: Path) -> None:
     assert folders(place) == names(1, 2, 3, 6)
 
 
-def test_an_interrupted_removal_is_ended_by_the_next_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_removal_is_ended_by_the_next_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def killed(*_: Any) -> None:
         raise OSError("killed")
 

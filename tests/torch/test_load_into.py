@@ -58,12 +58,24 @@ def model_of(family: str) -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
     make: dict[str, Callable[[], Any]] = {
         "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
-        "tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),
-        "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8)),
-        "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4)),
+        "tied": lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+        ),
+        "qwen3": lambda: transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**SIZES, head_dim=8)
+        ),
+        "mixtral": lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**SIZES, num_local_experts=4)
+        ),
         "gpt2": lambda: transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
-                n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=64, bos_token_id=1, eos_token_id=2
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                vocab_size=61,
+                n_positions=64,
+                bos_token_id=1,
+                eos_token_id=2,
             )
         ),
     }
@@ -178,13 +190,18 @@ def test_two_names_for_equal_copies_and_for_others(tmp_path: Path) -> None:
 
 
 def test_names_that_do_not_fit_are_listed(tmp_path: Path) -> None:
-    state = {n: t.detach().clone() for n, t in Odd().state_dict().items() if n not in ("scale", "codes")}
+    state = {
+        n: t.detach().clone() for n, t in Odd().state_dict().items() if n not in ("scale", "codes")
+    }
     (tmp_path / "ck").mkdir()
     save_file({**state, "more.weight": torch.ones(2)}, tmp_path / "ck" / "model.safetensors")
     made = odd_on_meta()
     with pytest.raises(StateMismatch, match="nothing was changed") as error:
         load_into(made, tmp_path / "ck")
-    assert all(line in str(error.value) for line in ("missing: scale", "missing: codes", "unexpected: more.weight"))
+    assert all(
+        line in str(error.value)
+        for line in ("missing: scale", "missing: codes", "unexpected: more.weight")
+    )
     assert all(p.is_meta for p in made.parameters())
     found = load_into(made, tmp_path / "ck", strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (["scale", "codes"], ["more.weight"])
@@ -232,7 +249,9 @@ def test_dtypes_are_converted_as_torch_does(have: str, device: str, tmp_path: Pa
         made.register_buffer("n", torch.zeros(3, dtype=torch.int32, device=device))
         load_into(made, tmp_path)
         assert made.w.dtype == getattr(torch, want)  # the module's
-        assert made.w.detach().view(torch.uint8).equal(tensor.to(made.w.dtype).view(torch.uint8)), want
+        assert made.w.detach().view(torch.uint8).equal(tensor.to(made.w.dtype).view(torch.uint8)), (
+            want
+        )
         assert made.n.tolist() == [0, 1, 2]
         assert made.n.dtype == torch.int32
     load_into(made, tmp_path, dtype="checkpoint")
@@ -268,14 +287,18 @@ def test_a_buffer_that_nobody_can_compute(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-def test_any_part_of_any_shape(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_part_of_any_shape(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Each rank of a layout gets what `torch.chunk` gives it."""
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     dim, degree = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 3))
     whole = torch.from_numpy(random_array(shape, "int32", 1))
     folder = tmp_path_factory.mktemp("shape")
     save_file({"w": whole}, folder / "model.safetensors")
-    layout = Layout(mesh={"tp": degree}, rules=[{"match": "*", "place": [{"shard": dim, "over": "tp"}]}])
+    layout = Layout(
+        mesh={"tp": degree}, rules=[{"match": "*", "place": [{"shard": dim, "over": "tp"}]}]
+    )
     step = -(-shape[dim] // degree)
     for rank in range(degree):
         size = max(0, min(step, shape[dim] - rank * step))
@@ -284,7 +307,9 @@ def test_any_part_of_any_shape(data: st.DataObject, tmp_path_factory: pytest.Tem
         made.register_buffer("w", torch.zeros(expected.shape, dtype=torch.int32))
         load_into(made, folder, layout=layout, rank=rank)
         assert torch.equal(made.w, expected)
-        made.w = torch.zeros((*expected.shape[:dim], size + 1, *expected.shape[dim + 1 :]), dtype=torch.int32)
+        made.w = torch.zeros(
+            (*expected.shape[:dim], size + 1, *expected.shape[dim + 1 :]), dtype=torch.int32
+        )
         with pytest.raises(StateMismatch, match=f"rank {rank} of the layout"):
             load_into(made, folder, layout=layout, rank=rank)
 
@@ -299,7 +324,8 @@ def test_tensor_parallelism_of_two_ranks(tmp_path: Path) -> None:
         for results in Ranks("tests.torch.load_into_program").run(scenario, 2, tmp_path / "ck"):
             for found in results:
                 torch.testing.assert_close(
-                    torch.frombuffer(bytearray(found), dtype=torch.float32).reshape(expected.shape), expected
+                    torch.frombuffer(bytearray(found), dtype=torch.float32).reshape(expected.shape),
+                    expected,
                 )
 
 
@@ -314,7 +340,9 @@ def test_a_layout_needs_a_rank_that_it_has(tmp_path: Path) -> None:
 def test_damage_and_changes_are_errors(tmp_path: Path) -> None:
     model = Mlp()
     ucformat.torch.save({"model": model}, tmp_path / "ck", form="packed")
-    (file,) = (f for f in (tmp_path / "ck" / "data").rglob("*") if f.is_file() and f.suffix == ".bin")
+    (file,) = (
+        f for f in (tmp_path / "ck" / "data").rglob("*") if f.is_file() and f.suffix == ".bin"
+    )
     data = bytearray(file.read_bytes())
     data[data.index(model.up.weight.detach().numpy().tobytes()[:32])] ^= 1
     file.write_bytes(data)
@@ -348,7 +376,9 @@ def test_the_guide(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     exec(compile(load, "inference.md", "exec"), names)  # noqa: S102
     assert torch.equal(logits(names["model"]), logits(model))
     exec(compile(serve, "inference.md", "exec"), names)  # noqa: S102
-    served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.bfloat16)
+    served = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "served", dtype=torch.bfloat16
+    )
     assert torch.equal(logits(served), logits(model))
     with safe_open(tmp_path / "served" / "model.safetensors", "pt") as file:
         state = model.state_dict()

@@ -26,8 +26,14 @@ from ucformat.torch.manager import manager as module
 
 def test_saves_are_due_at_steps_that_divide(tmp_path: Path) -> None:
     manager = manager_of(tmp_path, every=3)
-    answers = [(s, manager.should_save(s), manager.save(s, state_at(s)) is not None) for s in range(1, 8)]
-    assert [s for s, due, saved in answers if due] == [s for s, due, saved in answers if saved] == [3, 6]
+    answers = [
+        (s, manager.should_save(s), manager.save(s, state_at(s)) is not None) for s in range(1, 8)
+    ]
+    assert (
+        [s for s, due, saved in answers if due]
+        == [s for s, due, saved in answers if saved]
+        == [3, 6]
+    )
     assert folders(tmp_path) == names(3, 6)
     assert manager.last is not None
     assert ucformat.open(manager.last.url).manifest.step == 6
@@ -95,7 +101,12 @@ def test_each_checkpoint_notes_what_it_was_resumed_from_and_what_was_given(tmp_p
         [],
         [("resume", str(tmp_path / "step-00000002"), found[1].id)],
     ]
-    assert (found[0].run, found[0].config, found[0].metrics, found[0].step) == ("r", {"lr": 0.1}, {"loss": 2.0}, 1)
+    assert (found[0].run, found[0].config, found[0].metrics, found[0].step) == (
+        "r",
+        {"lr": 0.1},
+        {"loss": 2.0},
+        1,
+    )
 
 
 # --- being told to stop
@@ -174,7 +185,9 @@ def test_outside_of_the_main_thread_a_warning_says_that_nobody_listens(
 
 
 def test_saves_in_the_background_follow_one_another(tmp_path: Path) -> None:
-    with manager_of(tmp_path, every=2, keep=2, asynchronous=True, signals=(signal.SIGTERM,)) as manager:
+    with manager_of(
+        tmp_path, every=2, keep=2, asynchronous=True, signals=(signal.SIGTERM,)
+    ) as manager:
         state = state_at(2)
         handle = manager.save(2, state)
         assert isinstance(handle, SaveHandle)
@@ -243,7 +256,9 @@ def test_a_failure_in_the_background_does_not_hinder_the_last_save(
 
 
 @pytest.mark.usefixtures("fails")
-def test_the_error_of_the_program_is_not_hidden(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_of_the_program_is_not_hidden(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
 
     def train() -> None:

@@ -29,13 +29,19 @@ NO_TIES: dict[str, Any] = {"aliases": {}, "groups": ()}
 count = iter(range(10**6))
 
 
-def stored(*what: tuple[str, str, str], shape: tuple[int, ...] = (2, 3), **facts: Any) -> Checkpoint:
+def stored(
+    *what: tuple[str, str, str], shape: tuple[int, ...] = (2, 3), **facts: Any
+) -> Checkpoint:
     """A checkpoint with tensors of these names, states and dtypes."""
     arrays = {(n, s): np.zeros(shape, numpy_dtype(d)) for n, s, d in what}
-    return write_packed(MemoryStore(f"match-{next(count)}"), arrays, ranks=1, **{**NO_TIES, **facts})
+    return write_packed(
+        MemoryStore(f"match-{next(count)}"), arrays, ranks=1, **{**NO_TIES, **facts}
+    )
 
 
-def wanted(name: str, state: str = "weight", dtype: torch.dtype = torch.float32, *shape: int) -> LocalShard:
+def wanted(
+    name: str, state: str = "weight", dtype: torch.dtype = torch.float32, *shape: int
+) -> LocalShard:
     return local_of(name, state, torch.zeros(shape or (2, 3), dtype=dtype))
 
 
@@ -128,11 +134,19 @@ BOTH = [("w", "weight", "bfloat16"), ("w", "master", "float32")]
         (BOTH[1:], "weight", torch.float32, ("master", "float32")),
         (BOTH[1:], "weight", torch.bfloat16, None),
         ([("w", "weight", "float32")], "master", torch.float32, ("weight", "float32")),
-        ([("w", "weight", "float32"), ("w", "master", "float32")], "weight", torch.float32, ("master", "float32")),
+        (
+            [("w", "weight", "float32"), ("w", "master", "float32")],
+            "weight",
+            torch.float32,
+            ("master", "float32"),
+        ),
     ],
 )
 def test_float32_takes_the_master_and_other_dtypes_the_weight(
-    stores: list[tuple[str, str, str]], state: str, dtype: torch.dtype, expected: tuple[str, str] | None
+    stores: list[tuple[str, str, str]],
+    state: str,
+    dtype: torch.dtype,
+    expected: tuple[str, str] | None,
 ) -> None:
     found, problems = matched([wanted("w", state, dtype)], stored(*stores))
     if expected is None:
@@ -179,16 +193,31 @@ def test_unexpected_is_what_of_the_kinds_that_are_wanted_is_left() -> None:
 
 
 def test_renamed_by_a_function() -> None:
-    ck = stored(("model.a", "weight", "float32"), ("model.a", "exp_avg", "float32"), ("model.b", "weight", "float32"))
-    found, problems = matched([wanted("a"), wanted("a", "exp_avg")], ck, rename=lambda n: n.removeprefix("model."))
+    ck = stored(
+        ("model.a", "weight", "float32"),
+        ("model.a", "exp_avg", "float32"),
+        ("model.b", "weight", "float32"),
+    )
+    found, problems = matched(
+        [wanted("a"), wanted("a", "exp_avg")], ck, rename=lambda n: n.removeprefix("model.")
+    )
     assert found == {Key("a", s): (Key("model.a", s), "float32") for s in ("weight", "exp_avg")}
     assert problems.unexpected == ("b (weight)",)  # as the state would call it
 
 
 def test_renamed_by_regular_expressions_of_whole_names() -> None:
     names = stored_names(
-        stored(*((n, "weight", "float32") for n in ("layers.0.up", "layers.10.up", "x.layers.0.up", "head"))),
-        {r"layers\.(\d+)\.(.*)": r"h.\1.mlp.\2", r"layers.*": "never: the first that matches", "hea": "no"},
+        stored(
+            *(
+                (n, "weight", "float32")
+                for n in ("layers.0.up", "layers.10.up", "x.layers.0.up", "head")
+            )
+        ),
+        {
+            r"layers\.(\d+)\.(.*)": r"h.\1.mlp.\2",
+            r"layers.*": "never: the first that matches",
+            "hea": "no",
+        },
     )
     assert names == {
         "h.0.mlp.up": "layers.0.up",
@@ -209,7 +238,9 @@ def test_a_name_that_is_given_to_another_tensor_is_taken_from_the_one_that_has_i
     ck = stored(*((n, "weight", "float32") for n in ("a", "b", "c")))
     assert stored_names(ck, {"a": "b"}) == {"b": "a", "c": "c"}
     found, problems = matched([wanted("b"), wanted("c")], ck, rename={"a": "b"})
-    assert found == {Key(n, "weight"): (Key(s, "weight"), "float32") for n, s in (("b", "a"), ("c", "c"))}
+    assert found == {
+        Key(n, "weight"): (Key(s, "weight"), "float32") for n, s in (("b", "a"), ("c", "c"))
+    }
     assert problems.unexpected == ("b (weight)",)
 
 
@@ -243,7 +274,10 @@ def test_tied_here_and_stored_apart(tmp_path: Path) -> None:
     )  # fmt: skip
     assert problems.unexpected == ()
     for values, lines in (((1, 1), 0), ((1, 2), 1)):  # packed: without digests
-        arrays = {(n, "weight"): np.full((2, 3), v, np.float32) for n, v in zip(("embed", "head"), values, strict=True)}
+        arrays = {
+            (n, "weight"): np.full((2, 3), v, np.float32)
+            for n, v in zip(("embed", "head"), values, strict=True)
+        }
         packed = write_packed(MemoryStore(f"tied-{lines}"), arrays)
         assert len(matched([wanted("embed")], packed, tied)[1].others) == lines
 
@@ -251,7 +285,9 @@ def test_tied_here_and_stored_apart(tmp_path: Path) -> None:
 def test_tied_here_and_stored_once_under_either_name() -> None:
     for name in ("embed", "head"):
         ck = stored((name, "weight", "float32"), (name, "exp_avg", "float32"))
-        found, problems = matched([wanted("embed"), wanted("embed", "exp_avg")], ck, {"head": "embed"})
+        found, problems = matched(
+            [wanted("embed"), wanted("embed", "exp_avg")], ck, {"head": "embed"}
+        )
         assert found == {Key("embed", s): (Key(name, s), "float32") for s in ("weight", "exp_avg")}
         assert problems == Problems()
 

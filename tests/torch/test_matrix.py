@@ -53,15 +53,20 @@ class Made:
     def load(self, load: Load, what: str) -> str:
         return str(self.folder / "loaded" / str(load) / what)
 
-    def sources(self, sources: Iterable[Source], *, background: Collection[int], forgetting: bool = False) -> None:
+    def sources(
+        self, sources: Iterable[Source], *, background: Collection[int], forgetting: bool = False
+    ) -> None:
         """Train and save these, and do those that forget, unless it was done.
 
-        In the worlds of `background` one of the forms is saved in the background while training goes on.
+        In the worlds of `background` one of the forms is saved in the background while training
+        goes on.
         """
         for world in WORLDS:
             chosen = sorted({s for s in sources if s.world == world})
             more = self.forgetting() if world == 1 and forgetting else []
-            self.once("save", world, [*(self.source_job(s, world in background) for s in chosen), *more])
+            self.once(
+                "save", world, [*(self.source_job(s, world in background) for s in chosen), *more]
+            )
 
     def loads(self, loads: Iterable[Load], world: int) -> None:
         """Load these under the layouts of `world` ranks, and train on, unless it was done."""
@@ -69,9 +74,17 @@ class Made:
 
     def source_job(self, source: Source, background: bool) -> dict[str, Any]:
         forms = (*FORMS, "dcp") if source == REFERENCE else FORMS
-        at = {what: self.source(source, what) for what in ("start", "truth", "before", "after", *forms)}
+        at = {
+            what: self.source(source, what)
+            for what in ("start", "truth", "before", "after", *forms)
+        }
         saves: list[dict[str, Any]] = [
-            {"save": at[form], "form": form, "spelling": source.spelling(form), **(SMALL if form == "zarr" else {})}
+            {
+                "save": at[form],
+                "form": form,
+                "spelling": source.spelling(form),
+                **(SMALL if form == "zarr" else {}),
+            }
             for form in forms
         ]
         waits = []
@@ -83,7 +96,12 @@ class Made:
             **RECIPES[source.recipe],
             "layout": LAYOUTS[source.layout][1],
             "actions": [
-                *({"truth": at["start"]}, {"train": BEFORE}, {"losses": at["before"]}, {"truth": at["truth"]}),
+                *(
+                    {"truth": at["start"]},
+                    {"train": BEFORE},
+                    {"losses": at["before"]},
+                    {"truth": at["truth"]},
+                ),
                 *saves,
                 *({"train": AFTER}, {"losses": at["after"]}, *waits),
             ],
@@ -99,7 +117,11 @@ class Made:
             "layout": LAYOUTS[load.layout][1],
             "actions": [
                 {"load": self.source(load.source, load.form), **options},
-                *({"truth": self.load(load, "truth")}, {"train": AFTER}, {"losses": self.load(load, "after")}),
+                *(
+                    {"truth": self.load(load, "truth")},
+                    {"train": AFTER},
+                    {"losses": self.load(load, "after")},
+                ),
             ],
         }
 
@@ -113,7 +135,12 @@ class Made:
             for part in ("", *parts):
                 forget = [{"forget": part}] if part else []
                 last = {"losses": self.forgotten(recipe, part)}
-                jobs.append({**RECIPES[recipe], "actions": [{"train": BEFORE}, *forget, {"train": AFTER}, last]})
+                jobs.append(
+                    {
+                        **RECIPES[recipe],
+                        "actions": [{"train": BEFORE}, *forget, {"train": AFTER}, last],
+                    }
+                )
         return jobs
 
     def once(self, what: str, world: int, jobs: list[dict[str, Any]]) -> None:
@@ -138,7 +165,10 @@ class Made:
         """The full state is the source's, and so are the next losses."""
         truth = Truth.read(self.load(load, "truth"))
         assert differences(truth, Truth.read(self.source(load.source, "truth"))) == []
-        losses, expected = read_losses(self.load(load, "after")), read_losses(self.source(load.source, "after"))
+        losses, expected = (
+            read_losses(self.load(load, "after")),
+            read_losses(self.source(load.source, "after")),
+        )
         assert len(losses) == AFTER
         if same_arithmetic(load):
             assert losses == expected
@@ -173,7 +203,9 @@ def test_the_choice_has_every_layout_form_and_recipe_on_both_sides() -> None:
     assert {(x.source.recipe, x.form) for x in CHOSEN} == {(r, f) for r in RECIPES for f in FORMS}
     assert {x.layout for x in CHOSEN if x.source.layout == x.layout} == set(LAYOUTS)
     assert any(same_arithmetic(x) for x in CHOSEN if x.source.layout != x.layout)
-    assert {(x.source.spelling(x.form), x.form) for x in CHOSEN} == {(s, f) for s in SPELLINGS for f in FORMS}
+    assert {(x.source.spelling(x.form), x.form) for x in CHOSEN} == {
+        (s, f) for s in SPELLINGS for f in FORMS
+    }
     assert {(x.spelling, x.form) for x in CHOSEN} == {(s, f) for s in SPELLINGS for f in FORMS}
     for recipe in RECIPES:
         mine = [x for x in CHOSEN if x.source.recipe == recipe and x.source.layout != x.layout]
@@ -220,19 +252,27 @@ def test_what_is_forgotten_shows(chosen: Made) -> None:
     """
     for recipe, parts in FORGOTTEN.items():
         expected = read_losses(chosen.forgotten(recipe, ""))
-        moved = {part: relative(read_losses(chosen.forgotten(recipe, part)), expected) for part in parts}
+        moved = {
+            part: relative(read_losses(chosen.forgotten(recipe, part)), expected) for part in parts
+        }
         assert {part: value for part, value in moved.items() if value <= tolerance(recipe)} == {}
     saved = [s for s in SOURCES if s.layout == "fsdp2-1" and s.recipe in FORGOTTEN]
     assert saved
     for source in saved:
-        losses = [loss for what in ("before", "after") for loss in read_losses(chosen.source(source, what))]
+        losses = [
+            loss
+            for what in ("before", "after")
+            for loss in read_losses(chosen.source(source, what))
+        ]
         assert losses == read_losses(chosen.forgotten(source.recipe, ""))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_layout_and_form_into_every_layout(made: Callable[[str], Made], recipe: str, layout: str) -> None:
+def test_every_layout_and_form_into_every_layout(
+    made: Callable[[str], Made], recipe: str, layout: str
+) -> None:
     m, loads = made(f"all-{recipe}"), all_loads(recipe)
     m.sources({x.source for x in loads}, background=WORLDS)
     mine = [x for x in loads if x.layout == layout]

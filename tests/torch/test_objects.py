@@ -23,9 +23,25 @@ from ucformat.torch.state.objects import decode, encode, like
 
 floats = st.floats(allow_nan=True, width=64)
 keys = st.text(max_size=4) | st.integers() | st.sampled_from(["$int:3", "$set", "$", "$$x", "3"])
-odd_keys = keys | st.none() | st.floats(allow_nan=False) | st.booleans() | st.tuples(st.integers(), st.text(max_size=2))
-hashables = st.integers() | st.text(max_size=4) | st.booleans() | st.tuples(st.integers(), st.integers())
-scalars = st.none() | st.booleans() | st.integers() | floats | st.text() | st.binary(max_size=9) | st.complex_numbers()
+odd_keys = (
+    keys
+    | st.none()
+    | st.floats(allow_nan=False)
+    | st.booleans()
+    | st.tuples(st.integers(), st.text(max_size=2))
+)
+hashables = (
+    st.integers() | st.text(max_size=4) | st.booleans() | st.tuples(st.integers(), st.integers())
+)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | floats
+    | st.text()
+    | st.binary(max_size=9)
+    | st.complex_numbers()
+)
 
 TORCH_DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -56,7 +72,9 @@ leaves = st.one_of(
     scalars,
     tensors(),
     st.sampled_from(TORCH_DTYPES),
-    st.sampled_from(NUMPY_DTYPES).flatmap(lambda d: arrays(d, array_shapes(min_dims=0, min_side=0, max_side=3))),
+    st.sampled_from(NUMPY_DTYPES).flatmap(
+        lambda d: arrays(d, array_shapes(min_dims=0, min_side=0, max_side=3))
+    ),
     st.sets(hashables, max_size=3),
     st.frozensets(st.integers(), max_size=3),
     st.builds(slice, st.none() | st.integers(), st.integers(), st.none() | st.integers()),
@@ -86,7 +104,12 @@ def same(a: Any, b: Any) -> bool:
             and bytes_of(a) == bytes_of(b)
         )  # fmt: skip
     if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return (
+            isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.tobytes() == b.tobytes()
+        )
     if type(a) is not type(b):
         return False
     if isinstance(a, float | np.floating):
@@ -135,7 +158,17 @@ def with_dicts(value: Any) -> Any:
 
 @given(values)
 def test_a_template_of_another_structure_breaks_nothing(value: Any) -> None:
-    for template in (None, 3, [1, (2,)], {"a": (1,)}, (), np.zeros(2), torch.zeros(2), torch.float32, slice(1)):
+    for template in (
+        None,
+        3,
+        [1, (2,)],
+        {"a": (1,)},
+        (),
+        np.zeros(2),
+        torch.zeros(2),
+        torch.float32,
+        slice(1),
+    ):
         found = decode(stored(value), template)
         assert same(decode(stored(found), found), found)
 
@@ -187,7 +220,11 @@ def test_further_values_come_back(value: Any) -> None:
 def test_a_named_tuple_is_made_of_a_class_that_is_imported_and_has_the_same_fields() -> None:
     data = stored(Point(1, (2,)))
     assert same(decode(data), Point(1, (2,)))
-    for name, fields in ((data["$class"], ["x", "z"]), ("no.such.Point", ["x", "y"]), ("builtins.open", ["x", "y"])):
+    for name, fields in (
+        (data["$class"], ["x", "z"]),
+        ("no.such.Point", ["x", "y"]),
+        ("builtins.open", ["x", "y"]),
+    ):
         lost: list[str] = []
         other = data | {"$class": name, "$fields": fields}
         assert same(decode(other, lost=lost), (1, (2,)))
@@ -279,8 +316,13 @@ def test_a_value_whose_class_the_program_does_not_have_there_is_told(value: Any)
 def test_members_that_the_program_s_enumeration_lacks_are_told() -> None:
     lost: list[str] = []
     assert same(decode(stored(Phase.DECAY) | {"$value": 3}, Phase.WARMUP, lost=lost), 3)
-    assert same(decode(stored(Phase.DECAY) | {"$class": "no.such.Phase"}, Phase.WARMUP, lost=lost), 2)
-    assert [line.partition(",")[0] for line in lost] == [f"{Phase.__module__}.Phase", "no.such.Phase"]
+    assert same(
+        decode(stored(Phase.DECAY) | {"$class": "no.such.Phase"}, Phase.WARMUP, lost=lost), 2
+    )
+    assert [line.partition(",")[0] for line in lost] == [
+        f"{Phase.__module__}.Phase",
+        "no.such.Phase",
+    ]
 
 
 def test_a_value_of_a_derived_class_with_attributes_is_a_pickle() -> None:
@@ -307,7 +349,12 @@ def test_an_array_of_objects_or_of_no_dtype_is_damage(dtype: str) -> None:
 
 
 def test_without_a_template() -> None:
-    value = {"a": (1, [np.arange(3, dtype=np.int16)]), "t": torch.bfloat16, "s": np.float32(0.5), 3: {"x"}}
+    value = {
+        "a": (1, [np.arange(3, dtype=np.int16)]),
+        "t": torch.bfloat16,
+        "s": np.float32(0.5),
+        3: {"x"},
+    }
     found = decode(stored(value))
     assert same(found, value)
 
@@ -337,7 +384,13 @@ def test_what_is_read_may_be_changed() -> None:
 
 def test_tensors_of_any_strides_and_parameters() -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    for tensor in (base.t(), base[1:, ::2], base[1:2, 1:2], torch.nn.Parameter(base), base.requires_grad_()):
+    for tensor in (
+        base.t(),
+        base[1:, ::2],
+        base[1:2, 1:2],
+        torch.nn.Parameter(base),
+        base.requires_grad_(),
+    ):
         assert same(decode(stored(tensor)), tensor.detach().clone())
 
 
@@ -374,7 +427,11 @@ class Malicious:
 
 
 def test_a_pickle_runs_nothing_without_trust(tmp_path: Path) -> None:
-    for depth in ([Malicious(tmp_path / "ran")], {(1, 2): Malicious(tmp_path / "ran")}, Malicious(tmp_path / "ran")):
+    for depth in (
+        [Malicious(tmp_path / "ran")],
+        {(1, 2): Malicious(tmp_path / "ran")},
+        Malicious(tmp_path / "ran"),
+    ):
         data = stored(depth)
         for template in (None, depth, [depth], {"a": 1}):
             with pytest.raises(UnsafeError):

@@ -33,14 +33,20 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.unused = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2), torch.nn.Linear(2, 2)
+        self.a, self.b, self.unused = (
+            torch.nn.Linear(3, 4),
+            torch.nn.Linear(4, 2),
+            torch.nn.Linear(2, 2),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.b(self.a(x))
         return out
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
+) -> None:
     for step in range(first, first + steps):
 
         def closure(step: int = step) -> float:
@@ -61,7 +67,10 @@ def trained(make: Make, steps: int) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {n: [p.detach().clone(), deepcopy(dict(optimizer.state.get(p, {})))] for n, p in model.named_parameters()}
+    return {
+        n: [p.detach().clone(), deepcopy(dict(optimizer.state.get(p, {})))]
+        for n, p in model.named_parameters()
+    }
 
 
 def same(a: Any, b: Any) -> bool:
@@ -140,10 +149,16 @@ def test_states_of_parameters_that_are_frozen_here(tmp_path: Path) -> None:
     state = {"model": other, "optim": torch.optim.AdamW(other.b.parameters())}
     report = ucf.load(state, tmp_path / "all")
     assert not report
-    assert {f"a.{n} ({s})" for n in ("weight", "bias") for s in ("step", "exp_avg", "exp_avg_sq")} == {*report.left}
+    assert {
+        f"a.{n} ({s})" for n in ("weight", "bias") for s in ("step", "exp_avg", "exp_avg_sq")
+    } == {*report.left}
     with pytest.raises(StateMismatch, match=r"unexpected: a\.weight"):
         ucf.load(state, tmp_path / "all", strict=True)
-    for leave in ("optim.state.a", ["a.*.exp_avg*", "a.*.step"], ["a.weight (*", "optim.state.a.bias.*"]):
+    for leave in (
+        "optim.state.a",
+        ["a.*.exp_avg*", "a.*.step"],
+        ["a.weight (*", "optim.state.a.bias.*"],
+    ):
         assert ucf.load(state, tmp_path / "all", strict=True, leave=leave)
 
 
@@ -183,13 +198,18 @@ def test_hyper_parameters_that_need_more_states(tmp_path: Path) -> None:
         assert same(held(other, again), held(model, optimizer))
 
 
-def by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: bool) -> dict[str, Any]:
+def by_name(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: bool
+) -> dict[str, Any]:
     return dict(get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options)))
 
 
 def empty_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     (group,) = optimizer.state_dict()["param_groups"]
-    return {"state": {}, "param_groups": [group | {"params": [n for n, _ in model.named_parameters()]}]}
+    return {
+        "state": {},
+        "param_groups": [group | {"params": [n for n, _ in model.named_parameters()]}],
+    }
 
 
 TEMPLATES: dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer], dict[str, Any]]] = {
@@ -197,7 +217,9 @@ TEMPLATES: dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer], dict[str
     "by name": by_name,
     "flattened": lambda m, o: by_name(m, o, flatten_optimizer_state_dict=True),
     "only the groups, flattened": lambda m, o: {
-        k: v for k, v in by_name(m, o, flatten_optimizer_state_dict=True).items() if k.startswith("param_groups")
+        k: v
+        for k, v in by_name(m, o, flatten_optimizer_state_dict=True).items()
+        if k.startswith("param_groups")
     },
     "numbered": lambda _, o: o.state_dict(),
 }
@@ -219,7 +241,9 @@ def test_a_state_dict_of_a_fresh_optimizer_gets_the_states(template: Any, tmp_pa
         nested = entries.get("state", {})
         found[name] |= nested.get(name, nested.get(int(number), {}))
     assert same(found, {n: states for n, (_, states) in held(model, optimizer).items()})
-    rates = [v for k, v in entries.items() if k.endswith(".lr")] or [g["lr"] for g in entries["param_groups"]]
+    rates = [v for k, v in entries.items() if k.endswith(".lr")] or [
+        g["lr"] for g in entries["param_groups"]
+    ]
     assert {*rates} == {0.1}
 
 
@@ -231,7 +255,9 @@ def test_numbered_state_dicts(tmp_path: Path) -> None:
     assert ucf.load({"model": other, "optim": entries}, tmp_path / "ck", strict=True)
     again.load_state_dict(entries)
     assert same(held(other, again), held(model, optimizer))
-    two_groups = torch.optim.AdamW([{"params": other.a.parameters()}, {"params": other.b.parameters()}])
+    two_groups = torch.optim.AdamW(
+        [{"params": other.a.parameters()}, {"params": other.b.parameters()}]
+    )
     ucf.save({"model": model, "optim": optimizer}, tmp_path / "named")
     with pytest.raises(StateMismatch, match="the groups have other numbers of parameters"):
         ucf.load({"model": other, "optim": two_groups.state_dict()}, tmp_path / "named")
@@ -283,18 +309,27 @@ def test_one_optimizer_of_several_modules(nested: bool, form: Any, tmp_path: Pat
 def test_an_optimizer_of_modules_of_which_one_is_not_in_the_state(tmp_path: Path) -> None:
     given = adversaries(steps=1)
     del given["d"]
-    with pytest.raises(UsageError, match="2 of 4 parameters of the optimizer optimizer are in no module of the state"):
+    with pytest.raises(
+        UsageError,
+        match="2 of 4 parameters of the optimizer optimizer are in no module of the state",
+    ):
         ucf.save(given, tmp_path / "ck")
     assert not (tmp_path / "ck").exists()
 
 
 def test_lazy_modules_are_refused_by_name(tmp_path: Path) -> None:
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
-    for state in ({"m": lazy}, {"m": lazy, "o": torch.optim.SGD(lazy.parameters())}, {"m": lazy.state_dict()}):
+    for state in (
+        {"m": lazy},
+        {"m": lazy, "o": torch.optim.SGD(lazy.parameters())},
+        {"m": lazy.state_dict()},
+    ):
         with pytest.raises(UsageError, match=r"m\.0\.weight is a UninitializedParameter") as caught:
             ucf.save(state, tmp_path / "ck")
         assert "run the module once" in str(caught.value)
-    ucf.save({"m": torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))}, tmp_path / "ck")
+    ucf.save(
+        {"m": torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))}, tmp_path / "ck"
+    )
     with pytest.raises(UsageError, match=r"m\.0\.weight is a UninitializedParameter"):
         ucf.load({"m": lazy}, tmp_path / "ck")
     with pytest.raises(UsageError, match=r"0\.weight is a UninitializedParameter"):
@@ -312,7 +347,9 @@ def test_optimizers_with_other_state_are_refused(tmp_path: Path) -> None:
         ucf.save({"model": model, "optim": Counting(model.parameters())}, tmp_path / "ck")
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state["steps"] = 3
-    with pytest.raises(UnsupportedError, match="SGD has a state of 'steps', which is none of its parameters"):
+    with pytest.raises(
+        UnsupportedError, match="SGD has a state of 'steps', which is none of its parameters"
+    ):
         ucf.save({"model": model, "optim": optimizer}, tmp_path / "ck")
     hooked = torch.optim.SGD(model.parameters())
     hooked.register_state_dict_post_hook(lambda _, entries: {**entries, "count": 3})
@@ -341,21 +378,35 @@ class Odd(torch.optim.Optimizer):
                 elif kind == "deep":
                     state[kind] = {"row": p.detach().sum(-1), 3: {"n": 1.5}}
                 else:
-                    shape = {"like": p.shape, "scalar": (), "row": p.shape[:1], "wide": (*p.shape, 2)}[kind]
+                    shape = {
+                        "like": p.shape,
+                        "scalar": (),
+                        "row": p.shape[:1],
+                        "wide": (*p.shape, 2),
+                    }[kind]
                     state[kind] = state.get(kind, torch.zeros(shape, dtype=torch.float64)) + add
             p.data.add_(p.grad, alpha=-self.param_groups[0]["lr"])
 
 
 @given(
-    kinds=st.sets(st.sampled_from(["number", "list", "deep", "like", "scalar", "row", "wide"]), min_size=1),
+    kinds=st.sets(
+        st.sampled_from(["number", "list", "deep", "like", "scalar", "row", "wide"]), min_size=1
+    ),
     frozen_then=st.sets(st.sampled_from(["a.weight", "a.bias", "b.weight"])),
     frozen_now=st.sets(st.sampled_from(["a.weight", "a.bias", "b.weight"])),
     steps=st.integers(0, 2),
     here=st.integers(0, 2),
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 def test_any_states(
-    kinds: set[str], frozen_then: set[str], frozen_now: set[str], steps: int, here: int, tmp_path: Path
+    kinds: set[str],
+    frozen_then: set[str],
+    frozen_now: set[str],
+    steps: int,
+    here: int,
+    tmp_path: Path,
 ) -> None:
     def make(frozen: set[str], steps: int) -> tuple[Net, torch.optim.Optimizer]:
         model = Net()

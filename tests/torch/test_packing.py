@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 count = iter(range(10**6))
 
 
-def packed(items: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpoint, list[GlobalTensor], MemoryStore]:
+def packed(
+    items: Claims, arrays: Mapping[str, Any], name: str
+) -> tuple[Checkpoint, list[GlobalTensor], MemoryStore]:
     """What the ranks of these items would save, written by each in turn."""
     store = MemoryStore(f"packing-{name}-{next(count)}")
     attempt = begin(store, {"packing": name}, overwrite=False)
@@ -58,7 +60,9 @@ def packed(items: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpo
         told += sum(written)
     assert told == sum(t.info.nbytes for t in tensors)
     infos, pieces = tuple(t.info for t in tensors), tuple(map(tuple, dealt))
-    plan = GlobalPlan(infos, (), tuple(tensors), tuple(map(tuple, items)), pieces, (0,) * len(items))
+    plan = GlobalPlan(
+        infos, (), tuple(tensors), tuple(map(tuple, items)), pieces, (0,) * len(items)
+    )
     sidecar = sidecar_of(plan, data)
     doc = put_file(store, f"{data}/extents.safetensors", sidecar)
     manifest = Manifest(
@@ -90,14 +94,22 @@ def test_what_ranks_pack_opens_as_what_they_held(items: Claims, block: int) -> N
             for e in single_extents(ck.source.extents(t.info.key)):
                 assert e.block is not None
                 stored = store.read(e.file, e.block.offset, e.block.nbytes + 4)
-                place = "/".join(e.file.split("/")[1:]).encode() + e.block.offset.to_bytes(8, "little")
+                place = "/".join(e.file.split("/")[1:]).encode() + e.block.offset.to_bytes(
+                    8, "little"
+                )
                 assert crc32c(place + stored[:-4]) == int.from_bytes(stored[-4:], "little")
                 assert e.block.placed
                 assert e.block.crc32c is None
                 assert e.block.nbytes <= max(block, t.info.itemsize)
 
 
-@given(st.lists(st.tuples(shapes, st.sampled_from(["uint8", "float32", "complex128"])), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.tuples(shapes, st.sampled_from(["uint8", "float32", "complex128"])),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_pieces_begin_at_multiples_of_64_bytes(kinds: list[tuple[tuple[int, ...], str]]) -> None:
     store = MemoryStore(f"packing-aligned-{next(count)}")
     arrays = [random_array(shape, dtype, n) for n, (shape, dtype) in enumerate(kinds)]
@@ -135,7 +147,9 @@ def test_tiles_that_lie_elsewhere_are_found() -> None:
         patch.setattr(chunking, "TILE_BYTES", 8)
         _, _, store = packed(items, {"t": random_array(info.shape, "uint8", 3)}, "elsewhere")
         _, _, other = packed(items, {"t": random_array(info.shape, "uint8", 4)}, "elsewhere-too")
-    files, theirs = (sorted(f.key for f in s.list("data") if f.key.endswith(".bin")) for s in (store, other))
+    files, theirs = (
+        sorted(f.key for f in s.list("data") if f.key.endswith(".bin")) for s in (store, other)
+    )
     own, tile = store.read(files[0]), 8 + 4
     for wrong in (
         store.read(files[1]),

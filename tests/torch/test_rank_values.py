@@ -48,7 +48,9 @@ class Flushed(MemoryStore):
         super().flush()
 
 
-def up_the_tree(parents: list[int], ranks: list[dict[str, Any]], store: Flushed) -> tuple[RankValues, list[int]]:
+def up_the_tree(
+    parents: list[int], ranks: list[dict[str, Any]], store: Flushed
+) -> tuple[RankValues, list[int]]:
     """What rank 0 gets, and the bytes of values that each other rank passes on."""
     below: list[list[bytes]] = [[] for _ in ranks]
     passed = []
@@ -81,11 +83,19 @@ def check(store: Flushed, values: RankValues, ranks: list[dict[str, Any]]) -> in
     return len(files)
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 400), st.randoms(use_true_random=False))
-def test_every_rank_passes_on_few_bytes(hosts: list[int], bound: int, chance: random.Random) -> None:
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    st.integers(1, 400),
+    st.randoms(use_true_random=False),
+)
+def test_every_rank_passes_on_few_bytes(
+    hosts: list[int], bound: int, chance: random.Random
+) -> None:
     """Ranks of some hosts, with values of any size under names of their own."""
     parents = parents_of([str(h) for h, size in enumerate(hosts) for _ in range(size)])
-    ranks: list[dict[str, Any]] = [{chance.choice("abc"): "x" * chance.choice((0, 3, 50, 500))} for _ in parents]
+    ranks: list[dict[str, Any]] = [
+        {chance.choice("abc"): "x" * chance.choice((0, 3, 50, 500))} for _ in parents
+    ]
     store = Flushed()
     with mock.patch.object(rank_values, "MOST_BYTES", bound):
         values, passed = up_the_tree(parents, ranks, store)
@@ -141,22 +151,31 @@ def ranks() -> Ranks:
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
-def test_ranks_get_their_values_back_from_several_files(ranks: Ranks, tmp_path: Path, how: str) -> None:
+def test_ranks_get_their_values_back_from_several_files(
+    ranks: Ranks, tmp_path: Path, how: str
+) -> None:
     assert ranks.run("back_and_forth", RANKS, tmp_path, how=how) == [(True, True)] * RANKS
     ck = ucformat.open(tmp_path / "ck")
     assert ck.manifest.per_rank is not None
     assert [(f.first, f.ranks) for f in ck.manifest.per_rank.files] == FILES
     assert ucformat.verify(ck)
     assert set(ck.per_rank) == {"rng", "loader", "more"}
-    assert [v and v["at"] for v in ck.per_rank["loader"]] == [None if n == LACKING else n for n in range(RANKS)]
+    assert [v and v["at"] for v in ck.per_rank["loader"]] == [
+        None if n == LACKING else n for n in range(RANKS)
+    ]
     assert [*ck.per_rank["more"]] == [[1, 2] if n == MORE else None for n in range(RANKS)]
     in_folder = {p.name for p in tmp_path.glob("ck/objects/*/*")}
     assert in_folder == {"objects.json", *(f"per_rank-{first:05}.bin" for first, _ in FILES)}
-    assert {p.name for p in tmp_path.glob("small/objects/*/*")} == {"objects.json", "per_rank-00000.bin"}
+    assert {p.name for p in tmp_path.glob("small/objects/*/*")} == {
+        "objects.json",
+        "per_rank-00000.bin",
+    }
 
 
 @pytest.mark.parametrize(("how", "doomed"), [("sync", 3), ("sync", 5), ("async", 10)])
-def test_a_rank_that_cannot_write_values(ranks: Ranks, tmp_path: Path, how: str, doomed: int) -> None:
+def test_a_rank_that_cannot_write_values(
+    ranks: Ranks, tmp_path: Path, how: str, doomed: int
+) -> None:
     """One with a child, one that has much itself: the error names it on all ranks, and nothing stays."""
     found = ranks.run("full_at_an_inner_rank", RANKS, tmp_path, how=how, doomed=doomed)
     for seen, left, _ in found:

@@ -34,13 +34,20 @@ if TYPE_CHECKING:
 
 ROWS, COLUMNS = 40, 30
 FLOATS: Any = np.random.default_rng(0).standard_normal((ROWS, COLUMNS)).astype(np.float32)
-ARRAYS = {**ODD, ("w", "weight"): FLOATS, ("scalar", "weight"): FLOATS[0, 0], ("row", "weight"): FLOATS[0]}
+ARRAYS = {
+    **ODD,
+    ("w", "weight"): FLOATS,
+    ("scalar", "weight"): FLOATS[0, 0],
+    ("row", "weight"): FLOATS[0],
+}
 NO_FACTS: dict[str, Any] = {"aliases": {}, "groups": ()}
 
 
 @pytest.fixture(scope="module", params=["packed", "arrays"])
 def ck(request: pytest.FixtureRequest) -> Checkpoint:
-    place = uuid4().hex  # a test process that takes over others' tests sets up a module's fixtures again
+    place = (
+        uuid4().hex
+    )  # a test process that takes over others' tests sets up a module's fixtures again
     made = write_packed(MemoryStore(f"{place}-packed"), ARRAYS, **NO_FACTS)
     if request.param == "packed":
         return made
@@ -103,7 +110,9 @@ def test_pieces_of_a_shard(ck: Checkpoint, dtype: torch.dtype, turned: bool) -> 
     rows, columns = Dim(25, (run(3, 0, 5), run(20, 5, 20))), Dim(26, (run(0, 0, 5), run(9, 5, 21)))
     tensor = torch.zeros(26, 25, dtype=dtype).t() if turned else torch.zeros(25, 26, dtype=dtype)
     info = target("w", torch.zeros(ROWS, COLUMNS, dtype=dtype)).info
-    nbytes = read_one(ck, LocalShard(info, pieces_in(tensor, (rows, columns)), tensor), verify="never")
+    nbytes = read_one(
+        ck, LocalShard(info, pieces_in(tensor, (rows, columns)), tensor), verify="never"
+    )
     kept = FLOATS[[*range(3, 8), *range(20, 40)]][:, [*range(5), *range(9, 30)]]
     assert torch.equal(tensor, torch.from_numpy(kept).to(dtype))
     assert nbytes >= kept.nbytes
@@ -121,7 +130,12 @@ def test_any_shard_through_buffers_of_any_size(data: st.DataObject) -> None:
         ends = sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=4, unique=True)))
         pairs = list(zip(ends[::2], ends[1::2], strict=False))
         starts = [0, *np.cumsum([b - a for a, b in pairs]).tolist()]
-        dims.append(Dim(starts[-1], tuple(run(a, at, b - a) for (a, b), at in zip(pairs, starts, strict=False))))
+        dims.append(
+            Dim(
+                starts[-1],
+                tuple(run(a, at, b - a) for (a, b), at in zip(pairs, starts, strict=False)),
+            )
+        )
     shape = tuple(d.size for d in dims)
     order = data.draw(st.permutations([0, 1]))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
@@ -166,7 +180,9 @@ def test_what_is_cast_and_what_is_not_in_one_go(ck: Checkpoint) -> None:
     assert sum(done) == nbytes
 
 
-def test_two_buffers_of_bounded_size_are_used_in_turn(ck: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_buffers_of_bounded_size_are_used_in_turn(
+    ck: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     empty = torch.empty
 
@@ -209,7 +225,9 @@ def test_expanded_memory_cannot_hold_a_tensor(ck: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("state", [{"c": 0}, {"im": 0}])
-def test_lazy_conjugates_and_negatives_are_not_filled(state: dict[str, Any], tmp_path: Path) -> None:
+def test_lazy_conjugates_and_negatives_are_not_filled(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
     """What they show is not what their memory holds, and a copy of them is nobody's."""
     stored = torch.complex(torch.arange(4.0), torch.ones(4))
     ucformat.torch.save({"c": stored, "im": stored.imag}, tmp_path / "ck")

@@ -45,7 +45,9 @@ KEYS: list[Any] = ["a", "3", 4, -4, "$x", "$int:3", "$", "a.b", ""]
 ODD_KEYS: list[Any] = [*KEYS, True, None, 1.5, (1, "x"), b"k"]
 
 
-@pytest.mark.parametrize(("keys", "depth"), [(KEYS, 0), (KEYS, 1), (KEYS, 2), (ODD_KEYS, 1), (ODD_KEYS, 2)])
+@pytest.mark.parametrize(
+    ("keys", "depth"), [(KEYS, 0), (KEYS, 1), (KEYS, 2), (ODD_KEYS, 1), (ODD_KEYS, 2)]
+)
 def test_values_under_keys_of_all_kinds(tmp_path: Path, keys: list[Any], depth: int) -> None:
     def state(values: list[Any]) -> dict[Any, Any]:
         out: dict[Any, Any] = dict(zip(keys, values, strict=True))
@@ -61,8 +63,12 @@ def test_values_under_keys_of_all_kinds(tmp_path: Path, keys: list[Any], depth: 
     assert other == state(values)
 
 
-@pytest.mark.parametrize("state", [{None: 1}, {"in": {1.5: torch.ones(1)}}, {"in": [{True: torch.ones(1)}]}], ids=str)
-def test_what_has_a_name_of_its_own_has_a_key_that_can_name_it(tmp_path: Path, state: dict[Any, Any]) -> None:
+@pytest.mark.parametrize(
+    "state", [{None: 1}, {"in": {1.5: torch.ones(1)}}, {"in": [{True: torch.ones(1)}]}], ids=str
+)
+def test_what_has_a_name_of_its_own_has_a_key_that_can_name_it(
+    tmp_path: Path, state: dict[Any, Any]
+) -> None:
     with pytest.raises(UsageError, match=r"has the key (None|1\.5|True), but keys must be"):
         save(state, tmp_path / "ck")
 
@@ -77,10 +83,22 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
 
 def test_missing_values_are_told_with_all_else(tmp_path: Path) -> None:
     ck = checkpoint(tmp_path / "ck", {"a": 1, "w": torch.ones(2), "rank": PerRank(3)})
-    state = {"a": 5, "b": {"c": 2}, "w": torch.zeros(3), "rank": PerRank(0), "mine": PerRank(0), "v": torch.zeros(1)}
+    state = {
+        "a": 5,
+        "b": {"c": 2},
+        "w": torch.zeros(3),
+        "rank": PerRank(0),
+        "mine": PerRank(0),
+        "v": torch.zeros(1),
+    }
     with pytest.raises(StateMismatch) as caught:
         load(state, ck)
-    for line in ("missing: v (weight)", "missing: the object b.c", "missing: the per-rank value mine", "shape: w"):
+    for line in (
+        "missing: v (weight)",
+        "missing: the object b.c",
+        "missing: the per-rank value mine",
+        "shape: w",
+    ):
         assert line in caught.value.message
     assert (state["a"], state["b"]) == (5, {"c": 2})
     report = load(state, ck, strict=False)
@@ -90,10 +108,22 @@ def test_missing_values_are_told_with_all_else(tmp_path: Path) -> None:
 
 
 def test_values_take_the_types_that_the_state_has(tmp_path: Path) -> None:
-    schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.ones(1)], lr=0.1), lambda _: 1.0)
-    given = {"betas": (0.9, 0.99), "kinds": OrderedDict(a=1), "schedule": schedule, "size": torch.Size([2])}
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([torch.ones(1)], lr=0.1), lambda _: 1.0
+    )
+    given = {
+        "betas": (0.9, 0.99),
+        "kinds": OrderedDict(a=1),
+        "schedule": schedule,
+        "size": torch.Size([2]),
+    }
     ck = checkpoint(tmp_path / "ck", given)
-    state: dict[str, Any] = {"betas": (0, 0), "kinds": OrderedDict(), "schedule": schedule, "size": torch.Size([])}
+    state: dict[str, Any] = {
+        "betas": (0, 0),
+        "kinds": OrderedDict(),
+        "schedule": schedule,
+        "size": torch.Size([]),
+    }
     assert load(state, ck)
     assert state["betas"] == (0.9, 0.99)
     assert list(state["kinds"]) == ["a"]
@@ -152,7 +182,9 @@ def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
     ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
     for rank in range(3):
         box = Box({"at": -1})
-        problems, put = fit_objects(collect({"data": PerRank(box)}), SavedState(ck, {}), of(rank, 3), trust=False)
+        problems, put = fit_objects(
+            collect({"data": PerRank(box)}), SavedState(ck, {}), of(rank, 3), trust=False
+        )
         assert not problems.others
         assert not problems.missing
         assert box.value == {"at": -1}
@@ -164,7 +196,9 @@ def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
 def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> None:
     ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
     box = Box(None)
-    problems, put = fit_objects(collect({"data": PerRank(box)}), SavedState(ck, {}), of(0, ranks), trust=False)
+    problems, put = fit_objects(
+        collect({"data": PerRank(box)}), SavedState(ck, {}), of(0, ranks), trust=False
+    )
     put()
     assert box.value is None
     (line,) = problems.others
@@ -190,14 +224,20 @@ def test_a_merge_is_not_asked_where_the_number_is_the_same(tmp_path: Path) -> No
     def merge(*_: Any) -> Any:
         raise AssertionError
 
-    _, put = fit_objects(collect({"data": PerRank(box, merge)}), SavedState(ck, {}), of(1, 2), trust=False)
+    _, put = fit_objects(
+        collect({"data": PerRank(box, merge)}), SavedState(ck, {}), of(1, 2), trust=False
+    )
     put()
     assert box.value == 2
 
 
-def trained(order: tuple[int, ...] = (0, 1), lrs: tuple[float, ...] = (0.1, 0.2), **options: Any) -> dict[str, Any]:
+def trained(
+    order: tuple[int, ...] = (0, 1), lrs: tuple[float, ...] = (0.1, 0.2), **options: Any
+) -> dict[str, Any]:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    groups = [{"params": list(net[i].parameters()), "lr": lr} for i, lr in zip(order, lrs, strict=True)]
+    groups = [
+        {"params": list(net[i].parameters()), "lr": lr} for i, lr in zip(order, lrs, strict=True)
+    ]
     return {"model": net, "optim": torch.optim.AdamW(groups, **options)}
 
 
@@ -217,7 +257,9 @@ def test_a_group_of_parameters_that_had_different_hyper_parameters(tmp_path: Pat
     ck = checkpoint(tmp_path / "ck", trained())
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     state = {"model": net, "optim": torch.optim.AdamW(net.parameters(), lr=3.0)}
-    with pytest.raises(StateMismatch, match="group 0 of optim: its parameters were in groups with different hyper"):
+    with pytest.raises(
+        StateMismatch, match="group 0 of optim: its parameters were in groups with different hyper"
+    ):
         load(state, ck)
     load(state, ck, strict=False)
     assert options_of(state)[0][0] == 3.0
@@ -236,10 +278,16 @@ class Name(str):
 
 
 def test_values_keep_the_classes_that_the_program_has(tmp_path: Path) -> None:
-    ck = checkpoint(tmp_path / "ck", {"phase": Phase.DECAY, "name": Name("x"), "mine": PerRank([Name("y")])})
+    ck = checkpoint(
+        tmp_path / "ck", {"phase": Phase.DECAY, "name": Name("x"), "mine": PerRank([Name("y")])}
+    )
     state: dict[str, Any] = {"phase": Phase.WARMUP, "name": Name(""), "mine": PerRank([Name()])}
     assert load(state, ck)
-    assert [type(v) for v in (state["phase"], state["name"], *state["mine"].value)] == [Phase, Name, Name]
+    assert [type(v) for v in (state["phase"], state["name"], *state["mine"].value)] == [
+        Phase,
+        Name,
+        Name,
+    ]
     state = {"phase": 0, "name": "", "mine": PerRank([])}
     report = load(state, ck)
     assert state["phase"] is Phase.DECAY
@@ -249,7 +297,9 @@ def test_values_keep_the_classes_that_the_program_has(tmp_path: Path) -> None:
         "the object name",
         "the per-rank value mine",
     ]
-    with pytest.raises(StateMismatch, match=r"the object name: it was saved as a tests\.torch\.test_restore\.Name"):
+    with pytest.raises(
+        StateMismatch, match=r"the object name: it was saved as a tests\.torch\.test_restore\.Name"
+    ):
         load(state, ck, strict=True)
 
 
@@ -279,7 +329,8 @@ def test_options_that_only_the_program_has_are_told(tmp_path: Path) -> None:
     report = load(state, ck)
     assert not report
     assert report.problems.inexact == tuple(
-        f"the hyper-parameter exotic of group {number} of optim was not saved, and stays as it is" for number in (0, 1)
+        f"the hyper-parameter exotic of group {number} of optim was not saved, and stays as it is"
+        for number in (0, 1)
     )
     assert [g["exotic"] for g in state["optim"].param_groups] == [1, 1]
 
@@ -291,7 +342,9 @@ def test_an_option_that_is_a_pickle_is_an_error_before_anything_is_changed(tmp_p
     ck = checkpoint(tmp_path / "ck", given)
     state = trained()
     before = {n: t.clone() for n, t in state["model"].state_dict().items()}
-    with pytest.raises(StateMismatch, match="a hyper-parameter of group 0 of optim: the value is a pickle"):
+    with pytest.raises(
+        StateMismatch, match="a hyper-parameter of group 0 of optim: the value is a pickle"
+    ):
         load(state, ck)
     assert all(torch.equal(t, before[n]) for n, t in state["model"].state_dict().items())
     assert load(state, ck, trust=True)
@@ -304,7 +357,10 @@ def test_parameters_whose_group_is_not_stored(tmp_path: Path) -> None:
     found = collect(trained())
     problems, put = fit_groups(found, SavedState(ck, stored_names(ck, None)))
     put()
-    assert [line.split(":")[0] for line in problems.missing] == ["group 0 of optim", "group 1 of optim"]
+    assert [line.split(":")[0] for line in problems.missing] == [
+        "group 0 of optim",
+        "group 1 of optim",
+    ]
     assert "0.bias, 0.weight" in problems.missing[0]
 
 
@@ -346,25 +402,36 @@ def test_options_of_a_group_without_parameters(tmp_path: Path) -> None:
     def made(lr: float, *, empty: bool = True) -> dict[str, Any]:
         net = torch.nn.Linear(2, 2)
         more = [{"params": [], "lr": lr}] * empty
-        return {"model": net, "optim": torch.optim.AdamW([{"params": list(net.parameters())}, *more], lr=lr)}
+        return {
+            "model": net,
+            "optim": torch.optim.AdamW([{"params": list(net.parameters())}, *more], lr=lr),
+        }
 
     ck = checkpoint(tmp_path / "ck", made(0.7))
     state = made(0.2)
     assert load(state, ck)
     assert [g["lr"] for g in state["optim"].param_groups] == [0.7, 0.7]
-    with pytest.raises(StateMismatch, match="group 1 of optim: its hyper-parameters; it has no parameters"):
+    with pytest.raises(
+        StateMismatch, match="group 1 of optim: its hyper-parameters; it has no parameters"
+    ):
         load(made(0.2), checkpoint(tmp_path / "other", made(0.7, empty=False)))
 
 
-@pytest.mark.parametrize("empty", [{}, None, torch.nn.Identity(), []], ids=["mapping", "none", "module", "list"])
+@pytest.mark.parametrize(
+    "empty", [{}, None, torch.nn.Identity(), []], ids=["mapping", "none", "module", "list"]
+)
 def test_an_entry_that_has_no_tensors_here(tmp_path: Path, empty: Any) -> None:
     """What was saved in an entry that is asked for is told, though the state has a place for no tensor."""
-    ck = checkpoint(tmp_path / "ck", {"a": {"w": torch.ones(2), "n": 1}, "b": torch.nn.Linear(2, 2)})
+    ck = checkpoint(
+        tmp_path / "ck", {"a": {"w": torch.ones(2), "n": 1}, "b": torch.nn.Linear(2, 2)}
+    )
     state = {"a": empty}
     report = load(state, ck)
     assert not report
     assert "a.w (weight)" in report.left
-    assert not any(line.startswith(("weight", "bias", "b")) for line in report.left), "b is not asked for"
+    assert not any(line.startswith(("weight", "bias", "b")) for line in report.left), (
+        "b is not asked for"
+    )
     assert load({"n": 0}, checkpoint(tmp_path / "other", {"n": 1, "a": {"w": torch.ones(2)}}))
 
 

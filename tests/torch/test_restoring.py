@@ -45,7 +45,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing": lambda c: data_file(c).unlink(),
     "objects": lambda c: flip(next(c.glob("objects/*/objects.json")), 20),
     "no manifest to read": lambda c: flip(c / MANIFEST, 0),
-    "of another version": lambda c: (c / MANIFEST).write_bytes(manifest_file({"format": "ucformat", "version": 99})),
+    "of another version": lambda c: (c / MANIFEST).write_bytes(
+        manifest_file({"format": "ucformat", "version": 99})
+    ),
 }
 
 
@@ -66,7 +68,9 @@ def test_what_is_damaged_is_skipped(
 @pytest.mark.parametrize("form", ["zarr", "packed"])
 def test_whole_chunks_of_another_step_are_found(tmp_path: Path, form: str) -> None:
     fill(tmp_path, 1, 2, form=form)
-    data_file(tmp_path / "step-00000002").write_bytes(data_file(tmp_path / "step-00000001").read_bytes())
+    data_file(tmp_path / "step-00000002").write_bytes(
+        data_file(tmp_path / "step-00000001").read_bytes()
+    )
     assert restored(tmp_path)[0] == 1
 
 
@@ -88,7 +92,9 @@ def test_where_all_is_damaged_training_does_not_begin_anew_unasked(tmp_path: Pat
     assert all(name in str(caught.value) for name in names(1, 2))
 
 
-def test_a_place_that_cannot_be_read_is_no_reason_to_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_read_is_no_reason_to_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tmp_path, 1, 2)
 
     def lost(*_: Any) -> None:
@@ -108,7 +114,11 @@ def test_the_newest_is_what_was_created_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hours", [-1, 1, 24 * 3650, -24 * 3650])
 @pytest.mark.parametrize("keep", [None, 2])
 def test_no_clock_decides_what_is_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hours: int, keep: int | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hours: int,
+    keep: int | None,
 ) -> None:
     """What training went on from is older, whatever clock its host has."""
     monkeypatch.setenv("UCP_CATALOG", "none")
@@ -120,7 +130,10 @@ def test_no_clock_decides_what_is_the_newest(
         manager.restore_latest(state_at(0))
         manager.save(step, state_at(step))
         manager.wait()
-    before = {step: ucformat.open(tmp_path / name).id for step, name in ((200, names(200)[0]), (300, names(300)[0]))}
+    before = {
+        step: ucformat.open(tmp_path / name).id
+        for step, name in ((200, names(200)[0]), (300, names(300)[0]))
+    }
     assert restored(tmp_path)[0] == 300
     assert "a clock was wrong" in caplog.text
     assert folders(tmp_path) == (names(100, 200, 300) if keep is None else names(200, 300))
@@ -139,14 +152,18 @@ def skew(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     monkeypatch.setattr("ucformat.torch.saving.manifest.datetime", Clock)
 
 
-def test_a_training_that_went_back_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_went_back_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also with a clock that is behind, and where what it went on from counts less than what it left."""
     fill(tmp_path, 10, 20, 30)
     skew(monkeypatch, -1)
     manager = manager_of(tmp_path)
     manager.load(state_at(0), tmp_path / "step-00000010")
     manager.save(15, state_at(15))
-    counts = {step: ucformat.open(tmp_path / names(step)[0]).manifest.commits for step in (10, 15, 20, 30)}
+    counts = {
+        step: ucformat.open(tmp_path / names(step)[0]).manifest.commits for step in (10, 15, 20, 30)
+    }
     assert counts == {10: 1, 20: 2, 30: 3, 15: 4}
     assert restored(tmp_path)[0] == 15
 
@@ -187,17 +204,26 @@ def test_what_was_left_behind_is_replaced_when_training_comes_there_again(tmp_pa
     fill(tmp_path, 1, 2, 3)
     data_file(tmp_path / "step-00000003").unlink()
     data_file(tmp_path / "step-00000002").unlink()
-    flip(tmp_path / "step-00000002" / MANIFEST, 0)  # nobody knows what this is: it stays, beside the new one
+    flip(
+        tmp_path / "step-00000002" / MANIFEST, 0
+    )  # nobody knows what this is: it stays, beside the new one
     manager = manager_of(tmp_path)
     assert manager.restore_latest(state_at(0)) is not None
     for step in (2, 3):
         manager.save(step, state_at(step + 40))
-    assert folders(tmp_path) == ["step-00000001", "step-00000002", "step-00000002.2", "step-00000003"]
+    assert folders(tmp_path) == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000002.2",
+        "step-00000003",
+    ]
     assert ucformat.open(tmp_path / "step-00000003").objects["progress"]["step"] == 43
     assert restored(tmp_path)[0] == 43
 
 
-def test_where_nothing_can_be_replaced_it_lies_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_replaced_it_lies_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tmp_path, 1, 2)
     data_file(tmp_path / "step-00000002").unlink()
     manager = manager_of(tmp_path)
@@ -225,14 +251,18 @@ def test_a_run_may_lie_in_any_store(tmp_path: Path) -> None:
     assert (report.step, state["progress"]["step"]) == (3, 3)
 
 
-def test_an_interrupted_save_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = manager_of(tmp_path)
     manager.save(1, state_at(1))
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:  # what a killed process leaves: all data, and no manifest
+    with (
+        monkeypatch.context() as patched
+    ):  # what a killed process leaves: all data, and no manifest
         patched.setattr("ucformat.torch.saving.save.commit", killed)
         patched.setattr("ucformat.torch.saving.save.discard", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):

@@ -27,11 +27,20 @@ def run(folder: Path, scenario: str, size: int, lost: int = -1, **arguments: Any
     """What each rank gives, other than the lost one."""
     argv = ["-m", "tests.torch.scale_program", scenario, str(folder), json.dumps(arguments)]
     logs = [str(folder / f"rank-{rank}.log") for rank in range(size)]
-    codes = forked(sys.executable, MODULES, Program(argv, environment(), logs, ranks=size, together=False), PATIENCE)
+    codes = forked(
+        sys.executable,
+        MODULES,
+        Program(argv, environment(), logs, ranks=size, together=False),
+        PATIENCE,
+    )
     for rank, code in enumerate(codes):
         if rank != lost:
             assert code == 0, (folder / f"rank-{rank}.log").read_text()[-4000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size) if rank != lost]
+    return [
+        json.loads((folder / f"rank-{rank}.json").read_text())
+        for rank in range(size)
+        if rank != lost
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 9, 64])
@@ -53,11 +62,15 @@ def test_collectives(tmp_path: Path, size: int) -> None:
     assert early == ["Conflict", f"rank {middle}: too early"]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in (1, 2))]
+)
 def test_a_rank_that_is_killed_is_named_by_all(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     doomed = (0, 1, chance.randrange(64))[seed]
-    found = run(tmp_path, "killed", 64, doomed, doomed=doomed, after=chance.random() / 2, how=signal.SIGKILL)
+    found = run(
+        tmp_path, "killed", 64, doomed, doomed=doomed, after=chance.random() / 2, how=signal.SIGKILL
+    )
     assert len(found) == 63
     for message, seconds in found:
         assert message.startswith(f"rank {doomed} died or has been unresponsive for ")
@@ -80,7 +93,10 @@ def test_layouts_of_64_ranks(tmp_path: Path, form: str) -> None:
     for seed, layout in enumerate(LAYOUTS):
         ck = ucformat.open(tmp_path / layout)
         assert len(ck.names()) == 32
-        assert all((ck[name][...] == whole(name, ck[name].shape, seed).numpy()).all() for name in ck.names())
+        assert all(
+            (ck[name][...] == whole(name, ck[name].shape, seed).numpy()).all()
+            for name in ck.names()
+        )
         assert ucformat.verify(tmp_path / layout)
 
 
@@ -90,11 +106,22 @@ def test_a_rank_is_killed_at_any_instant_of_a_save(tmp_path: Path, seed: int) ->
     chance = random.Random(seed)
     doomed = chance.randrange(64)
     form, after = chance.choice(["zarr", "packed"]), 3 * chance.random()
-    found = run(tmp_path, "killed_in_a_save", 64, doomed, doomed=doomed, after=after, place=str(tmp_path), form=form)
+    found = run(
+        tmp_path,
+        "killed_in_a_save",
+        64,
+        doomed,
+        doomed=doomed,
+        after=after,
+        place=str(tmp_path),
+        form=form,
+    )
     most = max(len(done) for _, done in found)
     for message, done in found:
         assert message.startswith(f"rank {doomed} died or has been unresponsive for ")
-        assert len(done) >= most - 1  # of the last one, some ranks may not have learnt that it was committed
+        assert (
+            len(done) >= most - 1
+        )  # of the last one, some ranks may not have learnt that it was committed
     for number in range(most):
         assert ucformat.verify(tmp_path / str(number))
     last = tmp_path / str(most)  # rank 0 may be killed when it has just committed it
@@ -118,9 +145,13 @@ def test_hosts_come_first_in_the_tree(hosts: list[int]) -> None:
     for rank, parent in enumerate(parents[1:], 1):
         assert parent < rank
         children.setdefault(parent, []).append(rank)
-    assert max(map(len, children.values())) <= FAN_OUT + 8 - 2  # and the parent, and the one at which it listens
+    assert (
+        max(map(len, children.values())) <= FAN_OUT + 8 - 2
+    )  # and the parent, and the one at which it listens
     for host in set(of):  # one rank of each host has a parent on another
-        assert sum(of[parents[r]] != host for r in range(1, len(of)) if of[r] == host) == (host != of[0])
+        assert sum(of[parents[r]] != host for r in range(1, len(of)) if of[r] == host) == (
+            host != of[0]
+        )
     depth = [0] * len(of)
     for rank, parent in enumerate(parents[1:], 1):
         depth[rank] = depth[parent] + 1

@@ -45,14 +45,18 @@ def keys(ck: Checkpoint) -> set[str]:
     ("names", "prefixes"),
     [(("actor", "critic"), ("actor.", "critic.")), (("model", "critic"), ("", "critic."))],
 )
-def test_each_goes_by_its_own_names(tmp_path: Path, names: tuple[str, str], prefixes: tuple[str, str]) -> None:
+def test_each_goes_by_its_own_names(
+    tmp_path: Path, names: tuple[str, str], prefixes: tuple[str, str]
+) -> None:
     first, second = trained(names, 1), trained(names, 2)
     assert everything(first) != everything(second)
     ucf.save(first, tmp_path / "both")
     ck = ucformat.open(tmp_path / "both")
     states = ("weight", "step", "exp_avg", "exp_avg_sq")
     assert keys(ck) == {f"{s}/{p}{n}" for s in states for p in prefixes for n in ("weight", "bias")}
-    assert [list(g.params) for g in ck.manifest.groups] == [[f"{p}weight", f"{p}bias"] for p in prefixes]
+    assert [list(g.params) for g in ck.manifest.groups] == [
+        [f"{p}weight", f"{p}bias"] for p in prefixes
+    ]
     report = ucf.load(second, tmp_path / "both", strict=True)
     assert everything(second) == everything(first)
     assert report.tensors == 16
@@ -65,7 +69,10 @@ def test_one_of_them_alone(tmp_path: Path) -> None:
     alone = {"model": other["model"], "optimizer": other["model_optimizer"]}
     ucf.load(alone, tmp_path / "both", rename={r"actor\.(.*)": r"\1"})
     assert everything(alone) == everything({k: v for k, v in both.items() if k.startswith("actor")})
-    assert all(torch.equal(a, b) for a, b in zip(alone["model"].parameters(), both["actor"].parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(alone["model"].parameters(), both["actor"].parameters(), strict=True)
+    )
 
 
 def test_a_model_without_an_optimizer_changes_no_names(tmp_path: Path) -> None:

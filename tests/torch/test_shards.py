@@ -37,22 +37,40 @@ def worlds(draw: st.DrawFn) -> list[Statement]:
     """What up to eight ranks state: tensors on a mesh of all of them, of halves, of odd and even ones, and whole."""
     size = draw(st.sampled_from([2, 3, 4, 6, 8]))
     everyone = list(range(size))
-    some = [everyone, everyone[::-1], everyone[: size // 2], everyone[size // 2 :], everyone[::2], everyone[1::2]]
+    some = [
+        everyone,
+        everyone[::-1],
+        everyone[: size // 2],
+        everyone[size // 2 :],
+        everyone[::2],
+        everyone[1::2],
+    ]
     held: list[list[tuple[WriteItem, Distribution | None]]] = [[] for _ in everyone]
     for number in range(draw(st.integers(1, 6))):
         shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
         info = TensorInfo(f"t{number}", "weight", draw(st.sampled_from(["int8", "float32"])), shape)
         ranks = draw(st.sampled_from(some))
-        sizes = draw(st.sampled_from([s for s in product(range(1, 9), repeat=2) if math.prod(s) == len(ranks)]))
+        sizes = draw(
+            st.sampled_from(
+                [s for s in product(range(1, 9), repeat=2) if math.prod(s) == len(ranks)]
+            )
+        )
         axes = draw(st.permutations(range(2)))[: draw(st.integers(0, 2))]
         d = Distribution(
-            RankMesh.of(sizes, ranks), tuple(Cut(draw(st.integers(0, len(shape) - 1)), axis) for axis in axes)
+            RankMesh.of(sizes, ranks),
+            tuple(Cut(draw(st.integers(0, len(shape) - 1)), axis) for axis in axes),
         )
         left = [axis for axis in (0, 1) if axis not in axes]
         locals_of = {d.local(shape, at).size for at in product(*map(range, sizes))}
         if left and len(locals_of) == 1 and draw(st.booleans()):
             position = draw(st.integers(0, 3))
-            d = Distribution(d.mesh, d.cuts, left[0], -(-(position + locals_of.pop()) // sizes[left[0]]), position)
+            d = Distribution(
+                d.mesh,
+                d.cuts,
+                left[0],
+                -(-(position + locals_of.pop()) // sizes[left[0]]),
+                position,
+            )
         whole = draw(st.booleans()) and not d.axes and ranks == everyone
         for rank in ranks:
             at = d.mesh.coordinate(rank)
@@ -65,13 +83,17 @@ def worlds(draw: st.DrawFn) -> list[Statement]:
 
 
 def exceptions_of(statements: Sequence[Statement]) -> Exceptions:
-    offers = [s.offer("", [np.zeros(len(i.boxes), np.uint32) for i in s.items], ()) for s in statements]
+    offers = [
+        s.offer("", [np.zeros(len(i.boxes), np.uint32) for i in s.items], ()) for s in statements
+    ]
     ranges = functools.reduce(merge_offers, offers).stated
     whole = {digest for s in statements for digest, d in s.descriptions.items() if d.mesh is None}
     return Exceptions(whole={digest: ranges[digest] for digest in whole})
 
 
-def planned(statements: Sequence[Statement]) -> list[tuple[tuple[ShardBatch, ...], tuple[Transfer, ...]]]:
+def planned(
+    statements: Sequence[Statement],
+) -> list[tuple[tuple[ShardBatch, ...], tuple[Transfer, ...]]]:
     exceptions = exceptions_of(statements)
     return [plan_shards(s, exceptions, [grid_of(i.info) for i in s.items]) for s in statements]
 
@@ -81,13 +103,17 @@ def grid_of(info: TensorInfo) -> Grid:
 
 
 @given(worlds(), st.sampled_from([16, 64, 10**6]))
-def test_the_plans_of_all_ranks_fit_each_other(statements: list[Statement], batch_bytes: int) -> None:
+def test_the_plans_of_all_ranks_fit_each_other(
+    statements: list[Statement], batch_bytes: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "BATCH_BYTES", batch_bytes)
         plans = planned(statements)
     written: dict[TensorInfo, np.ndarray] = {}
     outgoing = [list(messages) for _, messages in plans]
-    numbered = [list(messages) for _, messages in plans]  # by the owner's batches of all descriptions
+    numbered = [
+        list(messages) for _, messages in plans
+    ]  # by the owner's batches of all descriptions
     for owner, (batches, _) in enumerate(plans):
         for number, batch in enumerate(batches):
             for shard in batch.shards:
@@ -97,7 +123,9 @@ def test_the_plans_of_all_ranks_fit_each_other(statements: list[Statement], batc
                 for f in shard.fragments:
                     count[slices(f.box)] += 1
                     assert box.contains(f.box)
-            for sender, wanted in received(batch, owner).items():  # the sender's next message to the owner is just this
+            for sender, wanted in received(
+                batch, owner
+            ).items():  # the sender's next message to the owner is just this
                 message = next(m for m in outgoing[sender] if m.to == owner)
                 outgoing[sender].remove(message)
                 numbered[sender][plans[sender][1].index(message)] = replace(message, number=number)
@@ -128,7 +156,10 @@ def test_shards_are_balanced_and_replicas_that_are_near_send(cuts: tuple[Cut, ..
     d = Distribution(RankMesh.of((2, 4), range(8)), cuts)
     infos = [TensorInfo(f"t{n}", "weight", "float32", (8, 2 + n % 3)) for n in range(24)]
     plans = planned(stated(8, [(info, d) for info in infos]))
-    loads = [sum(f.box.size for b in batches for s in b.shards for f in s.fragments) for batches, _ in plans]
+    loads = [
+        sum(f.box.size for b in batches for s in b.shards for f in s.fragments)
+        for batches, _ in plans
+    ]
     assert sum(loads) == sum(math.prod(i.shape) for i in infos)
     assert max(loads) <= 1.5 * sum(loads) / 8
     for rank, (_, messages) in enumerate(plans):
@@ -141,7 +172,9 @@ def test_shards_are_balanced_and_replicas_that_are_near_send(cuts: tuple[Cut, ..
 
 def test_the_owner_is_a_rank_that_holds_most() -> None:
     d = Distribution(RankMesh.of((3,), range(3)), (Cut(0, 0),))
-    info = TensorInfo("t", "weight", "int8", (16,))  # of which ranks hold 6, 6 and 4 elements, in one shard
+    info = TensorInfo(
+        "t", "weight", "int8", (16,)
+    )  # of which ranks hold 6, 6 and 4 elements, in one shard
     owners = [rank for rank, (batches, _) in enumerate(planned(stated(3, [(info, d)]))) if batches]
     assert owners == [0]
     box = Box((6,), (10,))  # of the shard, rank 1 holds 6 and rank 2 holds 4

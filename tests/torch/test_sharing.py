@@ -54,8 +54,12 @@ def test_replicas_request_each_byte_of_a_bucket_once(
     assert max(nbytes for nbytes, _, _ in found) < 0.4 * STATE
 
 
-@pytest.mark.parametrize(("hosts", "together"), [("aaaa", [4]), ("aabb", [2, 2]), ("abbb", [1, 3]), ("abab", [1] * 4)])
-def test_each_host_reads_once(ranks: Ranks, tmp_path: Path, hosts: str, together: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "together"), [("aaaa", [4]), ("aabb", [2, 2]), ("abbb", [1, 3]), ("abab", [1] * 4)]
+)
+def test_each_host_reads_once(
+    ranks: Ranks, tmp_path: Path, hosts: str, together: list[int]
+) -> None:
     """Unless the ranks of a host are not consecutive."""
     found = ranks.run("layouts", 4, tmp_path, hosts=hosts)
     assert all(equal for out in found for _, _, equal in out.values())
@@ -70,7 +74,9 @@ def test_each_host_reads_once(ranks: Ranks, tmp_path: Path, hosts: str, together
         least = matrices * count // 4 + 6 * 96 * 2 + 4
         assert least <= sum(nbytes["tp"][first:stop]) < 1.1 * least
         halves = len({rank % 2 for rank in range(first, stop)})
-        assert matrices * halves // 2 <= sum(nbytes["hsdp"][first:stop]) < 1.05 * matrices * halves / 2
+        assert (
+            matrices * halves // 2 <= sum(nbytes["hsdp"][first:stop]) < 1.05 * matrices * halves / 2
+        )
     assert all(n >= STATE for n in nbytes["local"])  # of the page cache
 
 
@@ -107,7 +113,9 @@ def test_a_rank_that_is_killed_is_named(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run("failing", 4, tmp_path, how="killed")
     assert found[2] == KILLED
     for rank in (0, 1, 3):
-        assert found[rank][0]["message"].startswith(f"rank 2 died or has been unresponsive for {TIMEOUT:g} s")
+        assert found[rank][0]["message"].startswith(
+            f"rank 2 died or has been unresponsive for {TIMEOUT:g} s"
+        )
 
 
 def dealt(held: dict[int, list[bytes]], nbytes: dict[bytes, int], least: int) -> dict[bytes, int]:
@@ -115,7 +123,11 @@ def dealt(held: dict[int, list[bytes]], nbytes: dict[bytes, int], least: int) ->
     wants = []
     for rank, parts in held.items():
         sizes = np.array([nbytes[p] for p in parts], np.int64)
-        wants.append(share._Wants(b"".join(parts), sizes, np.arange(len(parts)), np.full(len(parts), rank, np.int32)))
+        wants.append(
+            share._Wants(
+                b"".join(parts), sizes, np.arange(len(parts)), np.full(len(parts), rank, np.int32)
+            )
+        )
     out = share._deal(share._joined(wants[0], wants[1]) if len(wants) > 1 else wants[0], least)
     return dict(zip(share._split(out.digests), out.readers.tolist(), strict=True))
 

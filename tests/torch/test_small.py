@@ -69,7 +69,9 @@ def test_many_small_tensors_make_few_files(writer: str, tmp_path: Path) -> None:
     assert second == {n: t.numpy().tobytes() for n, t in state.items()}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("zarr") is None, reason="zarr is not installed: pip install zarr")
+@pytest.mark.skipif(
+    importlib.util.find_spec("zarr") is None, reason="zarr is not installed: pip install zarr"
+)
 def test_zarr_readers_open_what_are_arrays_and_the_store_shows_all(tmp_path: Path) -> None:
     import zarr
 
@@ -92,7 +94,9 @@ def test_a_copy_has_the_same_files_and_materialize_makes_arrays(tmp_path: Path) 
     state = state_of(MOST_SMALL_ARRAYS + 1)
     saved = ucf.save(state, tmp_path / "ck")
     ucformat.copy(tmp_path / "ck", tmp_path / "copy")
-    assert sorted(set(files(tmp_path / "copy")) - {".ucf-lock"}) == sorted(set(files(tmp_path / "ck")) - {".ucf-lock"})
+    assert sorted(set(files(tmp_path / "copy")) - {".ucf-lock"}) == sorted(
+        set(files(tmp_path / "ck")) - {".ucf-lock"}
+    )
     ucformat.materialize(tmp_path / "ck")
     ck = ucformat.open(tmp_path / "ck")
     assert ck.id == saved.id
@@ -120,14 +124,19 @@ def test_safetensors_beside_small_states_and_arrays(tmp_path: Path) -> None:
         assert [t.name for t in ck.manifest.tensors if t.path is not None] == ["w0"]
         for key in ck.tensors:
             group = state["model"] if key.state == "weight" else states[key.name]
-            assert (ck[key][...] == group[key.name if key.state == "weight" else key.state].numpy()).all(), key
+            assert (
+                ck[key][...] == group[key.name if key.state == "weight" else key.state].numpy()
+            ).all(), key
 
 
 def test_states_that_are_named_like_packed_files(tmp_path: Path) -> None:
     names = ["rank-00000.bin", "RANK-00001.BIN", "small-00000.bin", "extents.safetensors"]
     param = {name: torch.arange(SMALL_BYTES // 4 + 1.0) + n for n, name in enumerate(names)}
     optimizer = {"state": {"w": param}, "param_groups": [{"params": ["w"]}]}
-    ucf.save({"model": {"w": torch.zeros(SMALL_BYTES), **state_of(MANY)}, "optimizer": optimizer}, tmp_path / "ck")
+    ucf.save(
+        {"model": {"w": torch.zeros(SMALL_BYTES), **state_of(MANY)}, "optimizer": optimizer},
+        tmp_path / "ck",
+    )
     ucformat.convert(tmp_path / "ck", tmp_path / "again")
     for place in ("ck", "again"):
         ck = ucformat.open(tmp_path / place)
@@ -140,7 +149,9 @@ def test_states_that_are_named_like_packed_files(tmp_path: Path) -> None:
 def test_on_several_ranks_and_onto_others(form: str, tmp_path: Path) -> None:
     ranks = Ranks("tests.torch.small_program")
     held = ranks.run("saved", 2, tmp_path, form=form)
-    assert all(n <= MOST_SMALL_ARRAYS for n in held)  # so a rank alone does not know that there are many
+    assert all(
+        n <= MOST_SMALL_ARRAYS for n in held
+    )  # so a rank alone does not know that there are many
     assert len(files(tmp_path / form)) < 20
     ucformat.verify(tmp_path / form).raise_if_damaged()
     for size in (1, 3):
@@ -158,7 +169,15 @@ def test_ranks_that_disagree_on_a_size_commit_nothing(tmp_path: Path) -> None:
 def test_a_conversion_in_two_parts(tmp_path: Path) -> None:
     state = state_of(MOST_SMALL_ARRAYS + 1)
     ucf.save(state, tmp_path / "packed", form="packed")
-    ucp = [sys.executable, "-m", "ucformat", "convert", str(tmp_path / "packed"), str(tmp_path / "ck"), "--on"]
+    ucp = [
+        sys.executable,
+        "-m",
+        "ucformat",
+        "convert",
+        str(tmp_path / "packed"),
+        str(tmp_path / "ck"),
+        "--on",
+    ]
     for on in ("part:0/2", "part:1/2", "commit"):
         done = subprocess.run([*ucp, on], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -32,7 +32,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
-def staged(locals_: list[LocalShard], pool: ThreadPoolExecutor) -> list[tuple[TensorInfo, list[bytes]]]:
+def staged(
+    locals_: list[LocalShard], pool: ThreadPoolExecutor
+) -> list[tuple[TensorInfo, list[bytes]]]:
     """The bytes of each tensor's pieces, as another process finds them."""
     state = LocalState(tuple(locals_))
     buffer = HostBuffer(room_for(state))
@@ -45,7 +47,15 @@ def staged(locals_: list[LocalShard], pool: ThreadPoolExecutor) -> list[tuple[Te
         for (info, pieces), (begin, end) in zip(listed, slots, strict=True):
             memory = shared[begin:end]
             assert begin % 64 == 0
-            out.append((info, [row_major_bytes(elements_of(p, memory, info.itemsize)).tobytes() for p in pieces]))
+            out.append(
+                (
+                    info,
+                    [
+                        row_major_bytes(elements_of(p, memory, info.itemsize)).tobytes()
+                        for p in pieces
+                    ],
+                )
+            )
         assert all(a <= b for (_, a), (b, _) in pairwise(slots))
         return out
     finally:
@@ -53,9 +63,14 @@ def staged(locals_: list[LocalShard], pool: ThreadPoolExecutor) -> list[tuple[Te
 
 
 @given(st.lists(tensors(), max_size=4))
-def test_any_tensors_are_staged_as_they_were(pool: ThreadPoolExecutor, found: list[torch.Tensor]) -> None:
+def test_any_tensors_are_staged_as_they_were(
+    pool: ThreadPoolExecutor, found: list[torch.Tensor]
+) -> None:
     locals_ = [local_of(f"t{n}", "weight", t) for n, t in enumerate(found)]
-    expected = [(x.info, [raw(t).tobytes()] if x.pieces else []) for x, t in zip(locals_, found, strict=True)]
+    expected = [
+        (x.info, [raw(t).tobytes()] if x.pieces else [])
+        for x, t in zip(locals_, found, strict=True)
+    ]
     assert staged(locals_, pool) == expected
 
 
@@ -79,7 +94,9 @@ def test_each_piece_of_a_shard_is_staged(pool: ThreadPoolExecutor) -> None:
     assert found == expected
 
 
-def test_large_tensors_are_copied_by_several_threads(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_copied_by_several_threads(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(staging, "_COPY_BYTES", 1000)
     tensor = torch.arange(2501, dtype=torch.float32)
     local = local_of("t", "weight", tensor)

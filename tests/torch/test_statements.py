@@ -122,7 +122,9 @@ class OneRank:
     def sharing_errors(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def gather_scatter(self, value: Any, compute: Any, kind: Any = Any, answer_kind: Any = Any) -> Any:
+    def gather_scatter(
+        self, value: Any, compute: Any, kind: Any = Any, answer_kind: Any = Any
+    ) -> Any:
         def answer(values: list[Any]) -> list[Any]:
             return list(compute([decode(encode(v, kind), kind) for v in values]))
 
@@ -140,7 +142,13 @@ class OneRank:
         return OneRank(self._ranks, self.rank)
 
     def combine(
-        self, value: Any, merge: Any, kind: Any, then: Any = None, answer_kind: Any = None, relay: Any = None
+        self,
+        value: Any,
+        merge: Any,
+        kind: Any,
+        then: Any = None,
+        answer_kind: Any = None,
+        relay: Any = None,
     ) -> Any:
         if relay and self.rank and not isinstance(value, BaseException):
             value = relay(value)
@@ -157,7 +165,9 @@ class OneRank:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[int, list[list[tuple[WriteItem, Distribution | None]]], dict[str, Any]]:
+def worlds(
+    draw: st.DrawFn,
+) -> tuple[int, list[list[tuple[WriteItem, Distribution | None]]], dict[str, Any]]:
     """The size of a world, what each rank holds, and the tensors: distributed, held whole by some ranks, or listed."""
     size = draw(st.sampled_from([1, 2, 4]))
     held: list[list[tuple[WriteItem, Distribution | None]]] = [[] for _ in range(size)]
@@ -165,13 +175,23 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[tuple[WriteItem, Distributio
     for number in range(draw(st.integers(1, 6))):
         shape = tuple(draw(st.lists(st.integers(0, 5), max_size=2)))
         dtype = draw(st.sampled_from(["float32", "bfloat16", "int8"]))
-        info = TensorInfo(f"{'tT'[number % 2]}{number // 2}", "weight", dtype, shape)  # some differ only in case
+        info = TensorInfo(
+            f"{'tT'[number % 2]}{number // 2}", "weight", dtype, shape
+        )  # some differ only in case
         arrays[info.name] = random_array(shape, dtype, number)
         kind = draw(st.sampled_from(["mesh", "mesh", "whole", "listed"]))
         if kind == "mesh":
-            sizes = draw(st.sampled_from([s for s in ((size,), (2, size // 2), (1, size)) if math.prod(s) == size]))
+            sizes = draw(
+                st.sampled_from(
+                    [s for s in ((size,), (2, size // 2), (1, size)) if math.prod(s) == size]
+                )
+            )
             ranks = draw(st.permutations(range(size)))
-            axes = draw(st.permutations(range(len(sizes))))[: draw(st.integers(0, len(sizes)))] if shape else []
+            axes = (
+                draw(st.permutations(range(len(sizes))))[: draw(st.integers(0, len(sizes)))]
+                if shape
+                else []
+            )
             cuts = tuple(Cut(draw(st.integers(0, len(shape) - 1)), axis) for axis in axes)
             d = Distribution(RankMesh.of(sizes, ranks), cuts)
             left = [axis for axis in range(len(sizes)) if axis not in axes]
@@ -188,8 +208,14 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[tuple[WriteItem, Distributio
             for rank in draw(st.sets(st.integers(0, size - 1), min_size=1)):
                 held[rank].append((WriteItem(info, (Box.whole(shape),)), None))
         else:
-            inner = st.lists(st.integers(0, shape[0]), min_size=size - 1, max_size=size - 1) if shape else st.just([])
-            for rank, (a, b) in enumerate(pairwise([0, *sorted(draw(inner)), shape[0]]) if shape else ()):
+            inner = (
+                st.lists(st.integers(0, shape[0]), min_size=size - 1, max_size=size - 1)
+                if shape
+                else st.just([])
+            )
+            for rank, (a, b) in enumerate(
+                pairwise([0, *sorted(draw(inner)), shape[0]]) if shape else ()
+            ):
                 box = Box((a, *(0 for _ in shape[1:])), (b - a, *shape[1:]))
                 held[rank].append((WriteItem(info, (box,)), None))
             if not shape:
@@ -198,7 +224,12 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[tuple[WriteItem, Distributio
 
 
 def save(
-    size: int, held: Sequence[Any], arrays: Mapping[str, Any], url: str, changed: int = -1, form: Any = "packed"
+    size: int,
+    held: Sequence[Any],
+    arrays: Mapping[str, Any],
+    url: str,
+    changed: int = -1,
+    form: Any = "packed",
 ) -> list[Any]:
     """Let all ranks save twice, arrays in small shards; on rank `changed` other values. Returns their plans."""
     ranks = Ranks(size)
@@ -211,20 +242,30 @@ def save(
             parts = [arrays[item.info.name][slices(b)].tobytes() for b in item.boxes]
             ends = [len(p) // item.info.itemsize for p in parts]
             offsets = np.cumsum([0, *ends]).tolist()
-            pieces = (Piece(b, at, row_major(b.shape)) for b, at in zip(item.boxes, offsets, strict=False))
+            pieces = (
+                Piece(b, at, row_major(b.shape)) for b, at in zip(item.boxes, offsets, strict=False)
+            )
             tensors.append((item.info, tuple(pieces)))
             raw = b"".join(parts)
-            memories.append(np.frombuffer(bytes(255 - b for b in raw) if group.rank == changed else raw, np.uint8))
+            memories.append(
+                np.frombuffer(
+                    bytes(255 - b for b in raw) if group.rank == changed else raw, np.uint8
+                )
+            )
         distributions = tuple(dict.fromkeys(d for _, d in held[group.rank] if d))
         numbers = tuple(-1 if d is None else distributions.index(d) for _, d in held[group.rank])
-        state = StateInfo(tuple(tensors), {}, {}, (), {}, {}, {}, distributions=distributions, distributed=numbers)
+        state = StateInfo(
+            tuple(tensors), {}, {}, (), {}, {}, {}, distributions=distributions, distributed=numbers
+        )
         for again in (False, True):
             before = ranks.collectives
             write_checkpoint(state, memories, options, SaveMetadata(), group)
             told = ranks.collectives - before
             listed = "plan" in group.cache
             if again and not group.rank and form != "mixed":
-                assert told == 2 + listed + (form == "zarr")  # nothing new is told; arrays: how many are small
+                assert told == 2 + listed + (
+                    form == "zarr"
+                )  # nothing new is told; arrays: how many are small
         if group.rank:
             return None
         if "joint plan" in group.cache:
@@ -271,9 +312,15 @@ def test_what_ranks_describe_opens_as_what_they_held(case: Any, batch: int, form
 def mesh_of_four() -> list[list[tuple[WriteItem, Distribution | None]]]:
     """Two tensors on two by two ranks: one cut along the second axis, one whole on all."""
     d = Distribution(RankMesh.of((2, 2), range(4)), (Cut(0, 1),))
-    cut, whole = TensorInfo("cut", "weight", "float32", (6,)), TensorInfo("whole", "weight", "float32", (3,))
+    cut, whole = (
+        TensorInfo("cut", "weight", "float32", (6,)),
+        TensorInfo("whole", "weight", "float32", (3,)),
+    )
     return [
-        [(WriteItem(cut, d.boxes((6,), (rank // 2, rank % 2))), d), (WriteItem(whole, (Box.whole((3,)),)), None)]
+        [
+            (WriteItem(cut, d.boxes((6,), (rank // 2, rank % 2))), d),
+            (WriteItem(whole, (Box.whole((3,)),)), None),
+        ]
         for rank in range(4)
     ]
 
@@ -284,7 +331,9 @@ ARRAYS = {"cut": random_array((6,), "float32", 1), "whole": random_array((3,), "
 @pytest.mark.parametrize("form", ["packed", "zarr"])
 @pytest.mark.parametrize("rank", range(4))
 def test_replicas_that_differ_are_found(rank: int, form: str) -> None:
-    for error in save(4, mesh_of_four(), ARRAYS, f"memory://statements-{next(count)}", changed=rank, form=form):
+    for error in save(
+        4, mesh_of_four(), ARRAYS, f"memory://statements-{next(count)}", changed=rank, form=form
+    ):
         assert isinstance(error, UsageError)
         assert "has a different value on rank" in error.message
 
@@ -302,7 +351,15 @@ def test_a_tensor_without_elements_has_no_boxes_to_list(form: str) -> None:
 
 def test_what_is_the_same_on_ranks_is_reported_once() -> None:
     reports = [
-        write_report(rank, StateInfo((), {}, {"rng": rank}, ({"params": ["a"]},), {}, {}, {}), [], {}, 0, 1.0, 0.5)
+        write_report(
+            rank,
+            StateInfo((), {}, {"rng": rank}, ({"params": ["a"]},), {}, {}, {}),
+            [],
+            {},
+            0,
+            1.0,
+            0.5,
+        )
         for rank in range(9)
     ]
     odd = StateInfo((), {}, {}, ({"params": ["b"]},), {}, {}, {})
@@ -327,7 +384,9 @@ def test_a_manifest_lists_the_slowest_of_many_ranks() -> None:
 def test_a_mesh_of_which_a_rank_is_missing_is_listed() -> None:
     held = mesh_of_four()
     held[3] = held[3][1:]
-    plan, *_ = save(4, held, ARRAYS, f"memory://statements-{next(count)}")  # rank 1 has the same part
+    plan, *_ = save(
+        4, held, ARRAYS, f"memory://statements-{next(count)}"
+    )  # rank 1 has the same part
     assert [t.info.name for t in plan.tensors] == ["cut"]
     assert [plan.infos[row.tensor].name for row in plan.described.rows] == ["whole"]
 

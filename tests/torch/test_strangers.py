@@ -69,7 +69,9 @@ def talk(found: list[Links]) -> None:
 def send_to_next(group: Group) -> None:
     """Each rank sends bulk data to the next one."""
     data, shared = np.array([group.rank], np.uint8), SharedMemory(1)
-    sender = threading.Thread(target=group.send_bulk, args=([((group.rank + 1) % group.size, lambda: [data])],))
+    sender = threading.Thread(
+        target=group.send_bulk, args=([((group.rank + 1) % group.size, lambda: [data])],)
+    )
     sender.start()
     group.receive_bulk(shared, {(group.rank - 1) % group.size: (0, 1)})
     sender.join()
@@ -77,7 +79,9 @@ def send_to_next(group: Group) -> None:
     shared.close()
 
 
-def call(place: Any, *, rank: int = 1, secret: bytes = SECRET, seconds: float = PATIENCE) -> socket.socket | None:
+def call(
+    place: Any, *, rank: int = 1, secret: bytes = SECRET, seconds: float = PATIENCE
+) -> socket.socket | None:
     """Connect to rank 0."""
     return connect(place, rank, 0, secret, time.monotonic() + seconds, lambda: None)
 
@@ -143,7 +147,10 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
     meeting = listeners[0].getsockname()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(found[0].join, None)
-        with pytest.raises(UcformatError, match=r"rank 0 died or is unreachable: .* does not know this job's secret"):
+        with pytest.raises(
+            UcformatError,
+            match=r"rank 0 died or is unreachable: .* does not know this job's secret",
+        ):
             call(meeting, secret=bytes(32))
         found[1].join(meeting)
         first.result()
@@ -152,14 +159,17 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(
-        UcformatError, match=r"rank 1 did not connect to rank 0 within 0\.1 s, nor did 1 other ranks"
+        UcformatError,
+        match=r"rank 1 did not connect to rank 0 within 0\.1 s, nor did 1 other ranks",
     ) as caught:
         member(at_loopback(1)[0], 0, 3, 0.1).join(None)
     assert "MASTER_ADDR" in str(caught.value.hint)
     gone = at_loopback(1)[0]
     place = gone.getsockname()
     gone.close()
-    with pytest.raises(UcformatError, match=r"rank 1 could not connect to it at 127\.0\.0\.1:\d+ \(.*refused"):
+    with pytest.raises(
+        UcformatError, match=r"rank 1 could not connect to it at 127\.0\.0\.1:\d+ \(.*refused"
+    ):
         call(place)
 
 
@@ -176,7 +186,9 @@ def test_who_is_never_let_in_gives_up() -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(hang_up)
         try:
-            with pytest.raises(UcformatError, match=r"could not connect .*did not accept this rank"):
+            with pytest.raises(
+                UcformatError, match=r"could not connect .*did not accept this rank"
+            ):
                 call(place, seconds=0.3)
         finally:
             listener.shutdown(socket.SHUT_RDWR)
@@ -320,7 +332,9 @@ def test_the_secret_is_not_left_at_the_store() -> None:
 
 
 @pytest.mark.parametrize("refusing", [0, 1, 4])
-def test_a_rank_that_cannot_listen_is_named_on_all(monkeypatch: pytest.MonkeyPatch, refusing: int) -> None:
+def test_a_rank_that_cannot_listen_is_named_on_all(
+    monkeypatch: pytest.MonkeyPatch, refusing: int
+) -> None:
     here = threading.local()
 
     def refuse(places: list[Host], rank: int) -> socket.socket:
@@ -340,18 +354,25 @@ def test_a_rank_that_cannot_listen_is_named_on_all(monkeypatch: pytest.MonkeyPat
 
     with ThreadPoolExecutor(7) as pool:
         found = list(pool.map(rank, range(7)))
-    assert found == [f"rank {refusing} cannot listen: [Errno 99] Cannot assign requested address"] * 7
+    assert (
+        found == [f"rank {refusing} cannot listen: [Errno 99] Cannot assign requested address"] * 7
+    )
 
 
 @pytest.mark.parametrize(
     ("others", "expected"),
     [
         ([], "127.0.0.1"),
-        ([Host("there", "127.0.0.1")], "10.1.2.3"),  # this is the host of the store: its way to the other one
+        (
+            [Host("there", "127.0.0.1")],
+            "10.1.2.3",
+        ),  # this is the host of the store: its way to the other one
         ([Host("there", "")], "10.9.9.9"),  # nobody knows a way: what this host's name stands for
     ],
 )
-def test_where_a_rank_listens(monkeypatch: pytest.MonkeyPatch, others: list[Host], expected: str) -> None:
+def test_where_a_rank_listens(
+    monkeypatch: pytest.MonkeyPatch, others: list[Host], expected: str
+) -> None:
     bound: list[Any] = []
     monkeypatch.setattr(tree, "_route_to", lambda host, _: "10.1.2.3" if host else "")
     monkeypatch.setattr(tree, "_own_address", lambda: "10.9.9.9")
@@ -360,9 +381,13 @@ def test_where_a_rank_listens(monkeypatch: pytest.MonkeyPatch, others: list[Host
     assert bound == [(expected, 0)]
 
 
-def test_a_rank_that_is_not_at_the_store_listens_where_it_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_not_at_the_store_listens_where_it_reaches_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bound: list[Any] = []
-    monkeypatch.setattr(socket, "create_server", lambda address, **given: bound.append((address, given["family"])))
+    monkeypatch.setattr(
+        socket, "create_server", lambda address, **given: bound.append((address, given["family"]))
+    )
     listen([Host("here", "10.7.7.7"), Host("there", "")], 0)
     listen([Host("here", "fd00::7"), Host("there", "")], 0)
     assert bound == [(("10.7.7.7", 0), socket.AF_INET), (("fd00::7", 0), socket.AF_INET6)]

@@ -24,13 +24,25 @@ import ucformat
 from tests.torch.ranks import Ranks
 from tests.torch.wrappers import Fresh, Settings, Silent, Wrapper, numbers
 from ucformat.errors import StateMismatch, UsageError
-from ucformat.torch import Manager, PerRank, Reader, Writer, async_save, load, load_into, save, state_dict
+from ucformat.torch import (
+    Manager,
+    PerRank,
+    Reader,
+    Writer,
+    async_save,
+    load,
+    load_into,
+    save,
+    state_dict,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install torchao")
+NEEDS_TORCHAO = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs torchao: pip install torchao"
+)
 
 
 class Scheme(enum.Enum):
@@ -105,8 +117,14 @@ STRANGERS: dict[str, tuple[Callable[[], Any], str]] = {
     "csr": (lambda: torch.eye(4).to_sparse_csr(), "sparse"),
     "mkldnn": (lambda: torch.eye(4).to_mkldnn(), "mkldnn"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "Nested"),
-    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "NestedTensor"),
-    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8), "quantized"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "NestedTensor",
+    ),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8),
+        "quantized",
+    ),
     "zeros": (lambda: torch._efficientzerotensor((4, 4)), "ZeroTensor"),
     "functional": (functional, "Functionalize"),
     "fake": (faked, "FakeTensor"),
@@ -116,8 +134,14 @@ STRANGERS: dict[str, tuple[Callable[[], Any], str]] = {
     "silent": (lambda: Silent(torch.ones(4, 4)), "Silent"),
     "silent parameter": (lambda: torch.nn.Parameter(Silent(torch.ones(4, 4))), "Silent"),
     "dispatching": (logged, "Silent"),
-    "with a tensor": (lambda: annotated(scale=torch.ones(1)), r"Annotated with tensors as attributes \(scale\)"),
-    "with tensors of its own": (lambda: annotated(state=SimpleNamespace(absmax=torch.ones(1))), r"\(state\)"),
+    "with a tensor": (
+        lambda: annotated(scale=torch.ones(1)),
+        r"Annotated with tensors as attributes \(scale\)",
+    ),
+    "with tensors of its own": (
+        lambda: annotated(state=SimpleNamespace(absmax=torch.ones(1))),
+        r"\(state\)",
+    ),
     "fake inside": (lambda: Wrapper({"a": faked()}), r"\.a is a .*FakeTensor"),
     "silent inside a wrapper": (
         lambda: Wrapper({"w": Wrapper({"a": Silent(torch.ones(4, 4))})}),
@@ -130,7 +154,10 @@ STRANGERS: dict[str, tuple[Callable[[], Any], str]] = {
     "tensor in the context": (lambda: wrapper(scale=torch.ones(1)), "context .* not plain"),
     "context of itself": (looping, "context .* not plain"),
     "no tensor": (lambda: Wrapper({"a": torch.ones(2), "b": 1}), "not a tensor"),
-    "the key of the record": (lambda: Wrapper({"__subclass__": torch.ones(2)}), "names its inner tensors"),
+    "the key of the record": (
+        lambda: Wrapper({"__subclass__": torch.ones(2)}),
+        "names its inner tensors",
+    ),
 }
 
 
@@ -138,7 +165,9 @@ STRANGERS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning"
 )  # torch's own, of young and old layouts
-def test_what_is_not_understood_is_refused_by_name_before_anything_is_written(kind: str, tmp_path: Path) -> None:
+def test_what_is_not_understood_is_refused_by_name_before_anything_is_written(
+    kind: str, tmp_path: Path
+) -> None:
     make, words = STRANGERS[kind]
     place = tmp_path / "ck"
     ways: list[Callable[[Any], object]] = [
@@ -192,7 +221,9 @@ def some(seed: int, context: Any = None) -> Wrapper:
     torch.manual_seed(seed)
     shared = torch.randn(3)
     inside = Wrapper({"x": torch.randn(2, 2), "y": torch.randint(9, (2,))}, [1.5])
-    return Wrapper({"a": torch.randn(4, 4).t(), "b": inside, "c": shared, "d": shared}, context, (4, 4))
+    return Wrapper(
+        {"a": torch.randn(4, 4).t(), "b": inside, "c": shared, "d": shared}, context, (4, 4)
+    )
 
 
 PLAIN = [
@@ -215,7 +246,10 @@ def test_a_wrapper_is_put_back_in_place(form: Any, number: int, tmp_path: Path) 
     assert sorted(state_dict(tmp_path / "ck", "w")) == ["w.a", "w.b.x", "w.b.y", "w.c"]
     for other in PLAIN:
         if other is not context and repr(other) != repr(context):
-            with pytest.raises(StateMismatch, match=r"w is a wrapper with context .*, in the checkpoint with context"):
+            with pytest.raises(
+                StateMismatch,
+                match=r"w is a wrapper with context .*, in the checkpoint with context",
+            ):
                 load({"w": some(3, other)}, tmp_path / "ck")
 
 
@@ -230,7 +264,11 @@ class TestAWrapperThatIsAnotherOne:
 
     def check(self, saved: Any, other: Any, words: str, folder: Path) -> None:
         save({"w": saved, "n": torch.ones(2)}, folder)
-        before = {n: t.clone() for n, t in inner_of(other).items()} if hasattr(other, "__tensor_flatten__") else {}
+        before = (
+            {n: t.clone() for n, t in inner_of(other).items()}
+            if hasattr(other, "__tensor_flatten__")
+            else {}
+        )
         with pytest.raises(StateMismatch, match=words):
             load({"w": other}, folder)
         n = torch.zeros(2)
@@ -238,7 +276,9 @@ class TestAWrapperThatIsAnotherOne:
             report = load({"w": other, "n": n}, folder, strict=False, cast=cast)
             assert not report
             assert torch.equal(n, torch.ones(2))
-        assert all(torch.equal(t, before[n]) for n, t in (inner_of(other) if before else {}).items())
+        assert all(
+            torch.equal(t, before[n]) for n, t in (inner_of(other) if before else {}).items()
+        )
 
     def test_of_another_class(self, tmp_path: Path) -> None:
         self.check(
@@ -254,12 +294,17 @@ class TestAWrapperThatIsAnotherOne:
     def test_with_other_dtypes_inside(self, tmp_path: Path) -> None:
         one = Wrapper({"a": torch.ones(4), "b": torch.ones(4)})
         self.check(
-            one, Wrapper({"a": torch.zeros(4), "b": torch.zeros(4, dtype=torch.int32)}), "different dtype", tmp_path
+            one,
+            Wrapper({"a": torch.zeros(4), "b": torch.zeros(4, dtype=torch.int32)}),
+            "different dtype",
+            tmp_path,
         )
 
     def test_with_other_shapes_inside(self, tmp_path: Path) -> None:
         one = Wrapper({"a": torch.ones(4), "b": torch.ones(4)})
-        self.check(one, Wrapper({"a": torch.zeros(4), "b": torch.zeros(2)}), "different shape", tmp_path)
+        self.check(
+            one, Wrapper({"a": torch.zeros(4), "b": torch.zeros(2)}), "different shape", tmp_path
+        )
 
     def test_sharing_memory_otherwise(self, tmp_path: Path) -> None:
         one, both = Wrapper({"a": torch.ones(4), "b": torch.zeros(4)}), torch.zeros(4)
@@ -272,7 +317,12 @@ class TestAWrapperThatIsAnotherOne:
         self.check(torch.ones(4, 4), some(1), "in the checkpoint it is not", tmp_path)
 
     def test_in_parts_in_the_checkpoint(self, tmp_path: Path) -> None:
-        self.check({"a": torch.ones(4)}, Wrapper({"a": torch.zeros(4)}), "in the checkpoint it is not", tmp_path)
+        self.check(
+            {"a": torch.ones(4)},
+            Wrapper({"a": torch.zeros(4)}),
+            "in the checkpoint it is not",
+            tmp_path,
+        )
 
 
 def test_a_wrapper_that_gives_copies_can_be_saved_and_is_not_filled(tmp_path: Path) -> None:
@@ -285,14 +335,20 @@ def test_a_wrapper_that_gives_copies_can_be_saved_and_is_not_filled(tmp_path: Pa
 
 def test_lazy_views_of_dtensors_and_values_are_their_values(tmp_path: Path) -> None:
     lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    save({"w": Wrapper({"a": lazy}, None, (2,)), "v": [{1: {2.5: 1}}, 1], "r": PerRank(lazy)}, tmp_path / "ck")
+    save(
+        {"w": Wrapper({"a": lazy}, None, (2,)), "v": [{1: {2.5: 1}}, 1], "r": PerRank(lazy)},
+        tmp_path / "ck",
+    )
     ck = ucformat.open(tmp_path / "ck")
     assert ck["w.a"][...].tolist() == [1 - 2j, 3 + 4j]
     found = torch.zeros(2, dtype=torch.complex64)
     load({"r": PerRank(found)}, tmp_path / "ck")
     assert found.tolist() == [1 - 2j, 3 + 4j]
     with pytest.raises(UsageError, match=r"w\.a \(weight\) is a lazy conjugate"):
-        load({"w": Wrapper({"a": torch.zeros(2, dtype=torch.complex64).conj()}, None, (2,))}, tmp_path / "ck")
+        load(
+            {"w": Wrapper({"a": torch.zeros(2, dtype=torch.complex64).conj()}, None, (2,))},
+            tmp_path / "ck",
+        )
 
 
 def module(seed: int) -> torch.nn.Module:
@@ -305,7 +361,10 @@ def module(seed: int) -> torch.nn.Module:
 def test_the_weights_of_a_module(tmp_path: Path) -> None:
     one = module(1)
     save({"model": one}, tmp_path / "ck")
-    for fill in (lambda m: load({"model": m}, tmp_path / "ck"), lambda m: load_into(m, tmp_path / "ck") == ([], [])):
+    for fill in (
+        lambda m: load({"model": m}, tmp_path / "ck"),
+        lambda m: load_into(m, tmp_path / "ck") == ([], []),
+    ):
         two = module(2)
         assert fill(two)
         assert same(one["layer"].weight, two["layer"].weight)
@@ -327,7 +386,9 @@ def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
         found = state(2)
         dcp.load(found, storage_reader=Reader(tmp_path / place), no_dist=True)
         assert same(found["model"]["w"], state(1)["model"]["w"])
-        assert same(found["optim"]["state"]["w"]["exp_avg"], state(1)["optim"]["state"]["w"]["exp_avg"])
+        assert same(
+            found["optim"]["state"]["w"]["exp_avg"], state(1)["optim"]["state"]["w"]["exp_avg"]
+        )
         assert torch.equal(found["plain"], torch.ones(2))
         again = state(3)
         assert load(again, tmp_path / place)
@@ -336,12 +397,14 @@ def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
     other = state(2)
     other["model"]["w"] = torch.zeros(4, 4)
     with pytest.raises(
-        dcp.api.CheckpointException, match=r"model\.w is a plain tensor, in the checkpoint it is a wrapper"
+        dcp.api.CheckpointException,
+        match=r"model\.w is a plain tensor, in the checkpoint it is a wrapper",
     ):
         dcp.load(other, storage_reader=Reader(tmp_path / "ck"), no_dist=True)
     other["model"]["w"], other["plain"] = some(2), Wrapper({"a": torch.zeros(2)})
     with pytest.raises(
-        dcp.api.CheckpointException, match=r"plain \(weight\) is a .*Wrapper, which has no plain memory"
+        dcp.api.CheckpointException,
+        match=r"plain \(weight\) is a .*Wrapper, which has no plain memory",
     ):
         dcp.load(other, storage_reader=Reader(tmp_path / "ck"), no_dist=True)
 
@@ -382,7 +445,11 @@ class Leaf:
         shape = self.shape[::-1] if self.memory == "transposed" else self.shape
         count = torch.Size(shape).numel()
         values = torch.arange(count + 3).mul(7).add(seed * 31).remainder(120).to(self.dtype)
-        made = values[3:].reshape(shape) if self.memory == "offset" else values[:count].reshape(shape).clone()
+        made = (
+            values[3:].reshape(shape)
+            if self.memory == "offset"
+            else values[:count].reshape(shape).clone()
+        )
         return made.t() if self.memory == "transposed" else made
 
 
@@ -415,16 +482,26 @@ _CONTEXTS = st.recursive(
     | st.floats(width=16)
     | st.text(max_size=2)
     | st.binary(max_size=2)
-    | st.sampled_from([torch.float16, torch.strided, torch.Size([2, 3]), (2, 3), Scheme.SYMMETRIC, Settings(4)]),
-    lambda part: st.lists(part, max_size=2) | st.tuples(part) | st.dictionaries(st.text(max_size=2), part, max_size=2),
+    | st.sampled_from(
+        [torch.float16, torch.strided, torch.Size([2, 3]), (2, 3), Scheme.SYMMETRIC, Settings(4)]
+    ),
+    lambda part: (
+        st.lists(part, max_size=2)
+        | st.tuples(part)
+        | st.dictionaries(st.text(max_size=2), part, max_size=2)
+    ),
     max_leaves=4,
 )
 _LEAVES = st.builds(
     Leaf,
-    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn]),
+    st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn]
+    ),
     st.sampled_from([(), (0,), (1,), (5,), (2, 3), (3, 2)]),
     st.just("own"),
-) | st.builds(Leaf, st.just(torch.float32), st.just((2, 3)), st.sampled_from(["offset", "transposed"]))
+) | st.builds(
+    Leaf, st.just(torch.float32), st.just((2, 3)), st.sampled_from(["offset", "transposed"])
+)
 
 
 @st.composite
@@ -452,7 +529,11 @@ def test_any_wrapper_comes_back_or_is_refused(saved: Tree, other: Tree, as_state
     def state(tensor: torch.Tensor) -> dict[str, Any]:
         groups = {"param_groups": [{"params": ["p"], "lr": 1.0}]}
         optimizer = {"state": {"p": {"exp_avg": tensor}}, **groups}
-        return {"model": {"p": torch.ones(2)}, "optim": optimizer} if as_state else {"model": {"w": tensor}}
+        return (
+            {"model": {"p": torch.ones(2)}, "optim": optimizer}
+            if as_state
+            else {"model": {"w": tensor}}
+        )
 
     with TemporaryDirectory() as folder:
         place = Path(folder) / "ck"
@@ -465,7 +546,9 @@ def test_any_wrapper_comes_back_or_is_refused(saved: Tree, other: Tree, as_state
         try:
             save(state(one), place, form="packed")
         except UsageError as error:
-            if "two entries of the state are named" in error.message:  # "a.b" may be b inside a, too
+            if (
+                "two entries of the state are named" in error.message
+            ):  # "a.b" may be b inside a, too
                 return
             raise
         two = saved.make(2)
@@ -495,7 +578,9 @@ class TestRanks:
         for saved in (2, 4):
             self.RANKS.run("blocks", saved, tmp_path / f"{saved}", writes=True)
             for loading in (1, 3, 4, 2):
-                assert all(map(all, self.RANKS.run("blocks", loading, tmp_path / f"{saved}", writes=False)))
+                assert all(
+                    map(all, self.RANKS.run("blocks", loading, tmp_path / f"{saved}", writes=False))
+                )
         whole = ucformat.open(tmp_path / "2" / "zarr-0-of-10")
         assert [whole[n].shape for n in ("w.codes", "w.scale", "w.table")] == [(10, 8), (20,), (6,)]
         assert whole["w.scale"][...].tolist() == list(range(20))
@@ -508,10 +593,17 @@ class TestRanks:
             "a different value on rank 1",
             "of which ranks must compare",
         ]
-        unknown = [f"how the shards split its inner {n} is not known" for n in (r"table \[4\]", r"scale \[3, 6\]")]
-        for message, words in zip(found, [*expected, unknown[0], unknown[0], unknown[1], unknown[1]], strict=True):
+        unknown = [
+            f"how the shards split its inner {n} is not known"
+            for n in (r"table \[4\]", r"scale \[3, 6\]")
+        ]
+        for message, words in zip(
+            found, [*expected, unknown[0], unknown[0], unknown[1], unknown[1]], strict=True
+        ):
             assert re.search(words, message)
-        assert ucformat.open(tmp_path / "rows")["w.scale"][...].tolist() == [[0.0]] * 4 + [[1.0]] * 4
+        assert (
+            ucformat.open(tmp_path / "rows")["w.scale"][...].tolist() == [[0.0]] * 4 + [[1.0]] * 4
+        )
 
     @NEEDS_TORCHAO
     @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
@@ -520,12 +612,15 @@ class TestRanks:
         for ranks in (1, 3):
             loaded = self.RANKS.run("optimizer", ranks, tmp_path, kind=kind, writes=False)[0]
             assert [name for name, _ in loaded] == [name for name, _ in saved]
-            assert all(torch.equal(one, other) for (_, one), (_, other) in zip(saved, loaded, strict=True))
+            assert all(
+                torch.equal(one, other) for (_, one), (_, other) in zip(saved, loaded, strict=True)
+            )
 
 
 @NEEDS_TORCHAO
 @pytest.mark.parametrize(
-    "config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
+    "config",
+    ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"],
 )
 def test_a_model_that_torchao_has_quantized(config: str, tmp_path: Path) -> None:
     from torchao import quantization
@@ -538,12 +633,17 @@ def test_a_model_that_torchao_has_quantized(config: str, tmp_path: Path) -> None
 
     one = quantized(1)
     save({"model": one}, tmp_path / "ck")
-    for fill in (lambda m: load({"model": m}, tmp_path / "ck"), lambda m: load_into(m, tmp_path / "ck") == ([], [])):
+    for fill in (
+        lambda m: load({"model": m}, tmp_path / "ck"),
+        lambda m: load_into(m, tmp_path / "ck") == ([], []),
+    ):
         two = quantized(2)
         assert fill(two)
         assert all(
             torch.equal(a.float(), b.float())
-            for a, b in zip(inner_of(one[0].weight).values(), inner_of(two[0].weight).values(), strict=True)
+            for a, b in zip(
+                inner_of(one[0].weight).values(), inner_of(two[0].weight).values(), strict=True
+            )
         )
 
 
@@ -599,9 +699,9 @@ def test_bitsandbytes_itself(tmp_path: Path) -> None:
 
     def made(seed: int) -> Any:
         torch.manual_seed(seed)
-        return torch.nn.Sequential(bitsandbytes.nn.Linear4bit(64, 32, quant_type="nf4"), torch.nn.Linear(32, 4)).to(
-            "cpu"
-        )
+        return torch.nn.Sequential(
+            bitsandbytes.nn.Linear4bit(64, 32, quant_type="nf4"), torch.nn.Linear(32, 4)
+        ).to("cpu")
 
     given, other = made(0), made(1)
     save({"m": given}, tmp_path / "ck")
@@ -616,10 +716,14 @@ class Adding(torch.nn.Linear):
         destination[f"{prefix}extra"] = torch.ones(1)
 
 
-def test_entries_that_a_module_does_not_take_back_are_an_error_before_anything_is_changed(tmp_path: Path) -> None:
+def test_entries_that_a_module_does_not_take_back_are_an_error_before_anything_is_changed(
+    tmp_path: Path,
+) -> None:
     save({"m": torch.nn.Sequential(Adding(2, 2))}, tmp_path / "ck")
     module = torch.nn.Sequential(Adding(2, 2))
     before = module[0].weight.clone()
-    with pytest.raises(StateMismatch, match=r"m\.0\.extra: the module's own load_state_dict does not take it"):
+    with pytest.raises(
+        StateMismatch, match=r"m\.0\.extra: the module's own load_state_dict does not take it"
+    ):
         load({"m": module}, tmp_path / "ck")
     assert torch.equal(module[0].weight, before)

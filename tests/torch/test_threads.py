@@ -110,11 +110,18 @@ def test_a_group_without_the_host_of_the_store(tmp_path: Path) -> None:
     try:
         for command in commands:
             subprocess.run(command.split(), check=True)
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "UCP_CATALOG": "none"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "UCP_CATALOG": "none",
+        }
         environment |= {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.231.77.1"}
         processes = [
             subprocess.Popen(
-                [*f"ip netns exec {tag}-{n} {sys.executable} -m {program} {n} 10.231.77.1".split(), str(tmp_path)],
+                [
+                    *f"ip netns exec {tag}-{n} {sys.executable} -m {program} {n} 10.231.77.1".split(),
+                    str(tmp_path),
+                ],
                 env=environment,
             )
             for n in range(3)

@@ -55,6 +55,8 @@ def test_what_ranks_name(ranks: Ranks, tmp_path: Path) -> None:
         assert "rank 1: " in found["one of them nowhere"]["message"]
 
 
-def test_a_checkpoint_that_is_replaced_is_noticed_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_replaced_is_noticed_on_all_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     for found in ranks.run("rewritten", 3, tmp_path):
         assert found["kind"] in ("Conflict", "MissingData")

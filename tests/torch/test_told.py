@@ -18,7 +18,14 @@ from ucformat.reading.readable import IntKey, Place
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.comm.connections import Node
 from ucformat.torch.comm.wire import decode, encode
-from ucformat.torch.saving.assignment import Fragment, ShardBatch, ShardTask, Transfer, WriteItem, WritePlan
+from ucformat.torch.saving.assignment import (
+    Fragment,
+    ShardBatch,
+    ShardTask,
+    Transfer,
+    WriteItem,
+    WritePlan,
+)
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import Saved
@@ -56,18 +63,31 @@ LISTING = StateInfo(
 TOLD: list[tuple[Any, Any]] = [
     ((WriteItem(INFO, (BOX, BOX), (("m", 1),)), WriteItem(INFO, ())), tuple[WriteItem, ...]),
     (
-        WritePlan((INFO,), ((1, 2),), (ShardBatch((ShardTask(1, (0, 1), FRAGMENTS),)),), (Transfer(1, 0, FRAGMENTS),)),
+        WritePlan(
+            (INFO,),
+            ((1, 2),),
+            (ShardBatch((ShardTask(1, (0, 1), FRAGMENTS),)),),
+            (Transfer(1, 0, FRAGMENTS),),
+        ),
         WritePlan | None,
     ),
     (SaveOptions("s3://x", "zarr", True, "first", None, 7), SaveOptions),
     (LISTING, StateInfo),
     (
-        SaveMetadata(3, None, {"loss": 0.5}, {"a": {"b": []}}, (LineageDoc(kind="resume", url="u", id=None),)),
+        SaveMetadata(
+            3, None, {"loss": 0.5}, {"a": {"b": []}}, (LineageDoc(kind="resume", url="u", id=None),)
+        ),
         SaveMetadata,
     ),
     (WorkerStart(Node(1, 5, 0, (2, 3)), ("10.0.0.1", 1234), b"s" * 32, 7, 30.0), WorkerStart),
-    *((order, Command) for order in (MapBuffer(0, 4096), UnmapBuffer(3), StagingFailed(2, "no memory"))),
-    *((answer, Reply) for answer in (Heartbeat(), JobDone(1, Saved("u", "id", 3, 0.5, 1.5), intact=True))),
+    *(
+        (order, Command)
+        for order in (MapBuffer(0, 4096), UnmapBuffer(3), StagingFailed(2, "no memory"))
+    ),
+    *(
+        (answer, Reply)
+        for answer in (Heartbeat(), JobDone(1, Saved("u", "id", 3, 0.5, 1.5), intact=True))
+    ),
     (SaveMetadata(lineage=(LineageDoc(kind="resume", url="u"),)), SaveMetadata),
     (Report("u", "ucformat", 1, 2, 3, (Problem("c/0", "damaged", "w (weight)"),), ("v",)), Report),
 ]
@@ -86,7 +106,9 @@ def test_no_changed_byte_does_anything(value: Any, kind: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Command, Reply, WorkerStart, SaveOptions, WritePlan | None, tuple[WriteItem, ...]], ids=str
+    "kind",
+    [Command, Reply, WorkerStart, SaveOptions, WritePlan | None, tuple[WriteItem, ...]],
+    ids=str,
 )
 def test_pickles_are_refused_and_not_run(tmp_path: Path, kind: Any) -> None:
     with pytest.raises(IntegrityError):

@@ -74,7 +74,10 @@ BOX = Box((1, 2), (3, 4))
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        ((INFO, Piece(BOX, 3, (4, 1)), Place(("optim", 1), ("x",), flattened=True)), tuple[TensorInfo, Piece, Place]),
+        (
+            (INFO, Piece(BOX, 3, (4, 1)), Place(("optim", 1), ("x",), flattened=True)),
+            tuple[TensorInfo, Piece, Place],
+        ),
         (SAMPLE, Sample),
         (None, None),
         ([], list[int]),
@@ -99,28 +102,49 @@ def comes_back(value: Any, kind: Any) -> None:
 Paths = tuple[StatePath, ...]
 
 
-@given(st.lists(st.lists(st.text() | st.integers(-99, 99) | st.integers(0, 9).map(IntKey)).map(tuple)).map(tuple))
+@given(
+    st.lists(
+        st.lists(st.text() | st.integers(-99, 99) | st.integers(0, 9).map(IntKey)).map(tuple)
+    ).map(tuple)
+)
 def test_paths_come_back(paths: tuple[Any, ...]) -> None:
     found = decode(encode(paths, Paths), Paths)
     assert found == paths
-    assert [[type(p) for p in path] for path in found] == [[type(p) for p in path] for path in paths]
+    assert [[type(p) for p in path] for path in found] == [
+        [type(p) for p in path] for path in paths
+    ]
 
 
 @pytest.mark.parametrize(
-    "array", [np.arange(5, dtype=np.uint32), np.zeros((2, 0, 3), ">f8"), np.array(True), np.array([1 + 2j], "c8")]
+    "array",
+    [
+        np.arange(5, dtype=np.uint32),
+        np.zeros((2, 0, 3), ">f8"),
+        np.array(True),
+        np.array([1 + 2j], "c8"),
+    ],
 )
 def test_arrays_come_back(array: NDArray[Any]) -> None:
     found = decode(encode(array, NDArray[np.uint32]), NDArray[np.uint32])
-    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    assert (found.dtype, found.shape, found.tobytes()) == (
+        array.dtype,
+        array.shape,
+        array.tobytes(),
+    )
 
 
 class Taken(Conflict):
     """An error of a program, of a kind of ours."""
 
 
-@pytest.mark.parametrize("name", [n for n in errors.__all__ if isinstance(getattr(errors, n), type)])
+@pytest.mark.parametrize(
+    "name", [n for n in errors.__all__ if isinstance(getattr(errors, n), type)]
+)
 def test_every_error_of_ours_comes_back(name: str) -> None:
-    found = decode(encode(getattr(errors, name)("what\nhappened", hint="do this"), BaseException), BaseException)
+    found = decode(
+        encode(getattr(errors, name)("what\nhappened", hint="do this"), BaseException),
+        BaseException,
+    )
     assert (type(found).__name__, found.message, found.hint) == (name, "what\nhappened", "do this")
 
 
@@ -134,7 +158,9 @@ def test_every_error_of_ours_comes_back(name: str) -> None:
     ],
     ids=repr,
 )
-def test_other_errors_are_told_as_the_nearest_of_ours(error: BaseException, kind: type, text: str) -> None:
+def test_other_errors_are_told_as_the_nearest_of_ours(
+    error: BaseException, kind: type, text: str
+) -> None:
     found = decode(encode(error, int | BaseException), int | BaseException)
     assert (type(found), found.message) == (kind, text)
 
@@ -143,7 +169,11 @@ def test_other_errors_are_told_as_the_nearest_of_ours(error: BaseException, kind
     ("value", "kind", "words"),
     [
         ({"a": {"b": [1, object()]}}, Any, "a.b.1 cannot be sent to other ranks: it is a object"),
-        (replace(SAMPLE, anything={"c": {"lr": np.float32(1)}}), Sample, "Sample.anything: c.lr cannot be sent"),
+        (
+            replace(SAMPLE, anything={"c": {"lr": np.float32(1)}}),
+            Sample,
+            "Sample.anything: c.lr cannot be sent",
+        ),
         ({"path": Path("x")}, Any, "path cannot be sent to other ranks: it is a PosixPath"),
         ({1: "a"}, Mapping[str, str], "expected a string, got 1, a int"),
         (1.5, int, "expected an integer"),
@@ -162,10 +192,14 @@ def test_what_cannot_be_told_is_an_error_that_names_it(value: Any, kind: Any, wo
     assert words in caught.value.message
 
 
-@pytest.mark.parametrize("kind", [Sample, Any, list[bytes], int | Sample, None, BaseException], ids=str)
+@pytest.mark.parametrize(
+    "kind", [Sample, Any, list[bytes], int | Sample, None, BaseException], ids=str
+)
 def test_pickles_are_refused_and_not_run(tmp_path: Path, kind: Any) -> None:
     file = tmp_path / "ran"
-    with pytest.raises(IntegrityError, match="a message from another rank cannot be decoded") as caught:
+    with pytest.raises(
+        IntegrityError, match="a message from another rank cannot be decoded"
+    ) as caught:
         decode(pickle.dumps(Attack(file)), kind)
     assert caught.value.hint == "check that all ranks run the same version of ucformat"
     assert not file.exists()

@@ -77,8 +77,12 @@ def opposite_orders(folder: Path) -> Any:
         {
             "a saved": lambda: save(states[2], folder / "a", timeout=TIMEOUT, **SMALL).id,
             "b saved": lambda: save(states[3], folder / "b", timeout=TIMEOUT, **SMALL).id,
-            "c async": lambda: async_save(states[4], folder / "c", timeout=TIMEOUT, **SMALL).wait(PATIENCE).id,
-            "d async": lambda: async_save(states[5], folder / "d", timeout=TIMEOUT, **SMALL).wait(PATIENCE).id,
+            "c async": lambda: (
+                async_save(states[4], folder / "c", timeout=TIMEOUT, **SMALL).wait(PATIENCE).id
+            ),
+            "d async": lambda: (
+                async_save(states[5], folder / "d", timeout=TIMEOUT, **SMALL).wait(PATIENCE).id
+            ),
             "e dcp": lambda: by_dcp("e", 6, groups[0]),
             "f dcp": lambda: by_dcp("f", 6, groups[1]),
             "g loaded": lambda: load(target, folder / "old", timeout=TIMEOUT).id,
@@ -93,7 +97,9 @@ def beside_the_main_thread(folder: Path) -> Any:
     states = state_of(1), state_of(2)
     if dist.get_rank():
         with ThreadPoolExecutor(1) as pool:
-            began: Any = pool.submit(dcp.async_save, states[0], storage_writer=writer, process_group=group)
+            began: Any = pool.submit(
+                dcp.async_save, states[0], storage_writer=writer, process_group=group
+            )
             saved = save(states[1], folder / "main", timeout=TIMEOUT, **SMALL)
         began.result().result(PATIENCE)  # DCP's own collectives, too, which come after the commit
     else:
@@ -131,7 +137,8 @@ def other_calls(folder: Path) -> Any:
 def stopped_writer(folder: Path, stuck: int) -> Any:
     """The writing process of one rank is stopped while it writes; then while it idles.
 
-    Only its rank runs out of patience, and only once it is stopped: whatever else happens may take its time.
+    Only its rank runs out of patience, and only once it is stopped: whatever else happens may take
+    its time.
     """
 
     def stop() -> None:
@@ -166,12 +173,16 @@ def made_anew(folder: Path) -> Any:
     for number in range(3):
         handle = async_save(state_of(number), folder / f"{number}", timeout=TIMEOUT, **SMALL)
         handle.wait(PATIENCE)
-        buffers = [p for p in Path("/proc/self/fd").iterdir() if "ucformat-stage" in os.path.realpath(p)]
+        buffers = [
+            p for p in Path("/proc/self/fd").iterdir() if "ucformat-stage" in os.path.realpath(p)
+        ]
         seen.append((len(background.writers), len(children()), len(buffers)))
         rank, size = dist.get_rank(), dist.get_world_size()
         dist.destroy_process_group()
         store = dist.FileStore(str(folder / f"store-again-{number}"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+        )
     return seen
 
 
@@ -201,14 +212,22 @@ def forked(folder: Path) -> Any:
             os._exit(code)
     _, status = os.waitpid(pid, 0)
     hold.unlink()
-    return os.waitstatus_to_exitcode(status), handle.wait(PATIENCE).id, all_gather(group_of(), dist.get_rank())
+    return (
+        os.waitstatus_to_exitcode(status),
+        handle.wait(PATIENCE).id,
+        all_gather(group_of(), dist.get_rank()),
+    )
 
 
 def on_two_hosts() -> None:
     """One rank of three, each on a host of its own: the last two save together, without the host of the store."""
     rank, address, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    store = dist.TCPStore(address, 29911, 3, is_master=rank == 0, timeout=timedelta(seconds=TIMEOUT))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=TIMEOUT))
+    store = dist.TCPStore(
+        address, 29911, 3, is_master=rank == 0, timeout=timedelta(seconds=TIMEOUT)
+    )
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=TIMEOUT)
+    )
     pair = dist.new_group([1, 2])
     if rank:
         whole = torch.arange(2000.0)

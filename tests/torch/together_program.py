@@ -46,11 +46,19 @@ class Requests:
 
 def state() -> dict[str, Any]:
     rows = torch.arange(48.0).reshape(12, 4)
-    return {"model": {"w": sharded(rows, 0)}, "epoch": 3, "own": PerRank(torch.tensor(dist.get_rank()))}
+    return {
+        "model": {"w": sharded(rows, 0)},
+        "epoch": 3,
+        "own": PerRank(torch.tensor(dist.get_rank())),
+    }
 
 
 def empty() -> dict[str, Any]:
-    return {"model": {"w": sharded(torch.zeros(12, 4), 0)}, "epoch": 0, "own": PerRank(torch.tensor(-1))}
+    return {
+        "model": {"w": sharded(torch.zeros(12, 4), 0)},
+        "epoch": 0,
+        "own": PerRank(torch.tensor(-1)),
+    }
 
 
 def documents(folder: Path) -> dict[str, Any]:
@@ -103,7 +111,9 @@ def references(folder: Path) -> dict[str, Any]:
     return {
         "reference": open_together("r@latest", ranks).metadata.step,
         "own": open_together(own, ranks).metadata.step,
-        "some open": open_together(ucformat.open(own) if dist.get_rank() else own, ranks).metadata.step,
+        "some open": open_together(
+            ucformat.open(own) if dist.get_rank() else own, ranks
+        ).metadata.step,
         "relative": open_together(Path("a"), ranks).metadata.step,
     } | {name: failing(place) for name, place in nowhere.items()}
 

@@ -3,14 +3,16 @@
 JOBS is a list of jobs (`Job` below). Each builds a training and then acts:
 
 - `{"train": n}`: n steps; their losses are kept
-- `{"save": url, …}`, `{"load": url, …}`: by `ucformat.torch`, with these options, and `spelling`, how the state is
-  given: `live`, the objects themselves; `nested` or `flat`, what PyTorch's `get_state_dict` makes of them. `"form":
-  "dcp"` goes through `torch.distributed.checkpoint` alone, which proves the harness itself
+- `{"save": url, …}`, `{"load": url, …}`: by `ucformat.torch`, with these options, and `spelling`,
+  how the state is given: `live`, the objects themselves; `nested` or `flat`, what PyTorch's
+  `get_state_dict` makes of them. `"form": "dcp"` goes through `torch.distributed.checkpoint` alone,
+  which proves the harness itself
 - `{"async_save": url, …}`, and `{"wait": true}` for the last of them
-- `{"truth": path}`: writes what all ranks together hold, whole: `<path>.safetensors` and `<path>.json`
+- `{"truth": path}`: writes what all ranks together hold, whole: `<path>.safetensors` and
+  `<path>.json`
 - `{"losses": path}`: writes the losses since the last such action
-- `{"forget": what}`: loses a part of the state, as a checkpoint might: a state of the optimizer or a buffer by its
-  name, `scheduler`, a group's `lr`, or which `batch` is next
+- `{"forget": what}`: loses a part of the state, as a checkpoint might: a state of the optimizer or
+  a buffer by its name, `scheduler`, a group's `lr`, or which `batch` is next
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Training:
     """A training under one layout: model, optimizer, scheduler, and the steps done."""
 
     def __init__(self, job: Job) -> None:
-        options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in job.model.items()}
+        options: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in job.model.items()
+        }
         self.spec = ModelSpec(**options)
         self.laid: Laid = lay(build_net(self.spec), self.spec, LayoutSpec(**job.layout))
         self.model = self.laid.model
@@ -63,7 +67,9 @@ class Training:
     def step(self) -> float:
         """One step; the loss over the whole batch, the same on all ranks."""
         tokens = torch.randint(
-            self.spec.vocab, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1000 + self.done)
+            self.spec.vocab,
+            (ROWS, LENGTH),
+            generator=torch.Generator().manual_seed(1000 + self.done),
         )
         rows = ROWS // self.laid.dp_size
         loss = self.backward(tokens[self.laid.dp_rank * rows :][:rows])
@@ -91,24 +97,38 @@ class Training:
     def shared(self, loss: torch.Tensor | None) -> float:
         """The mean over the data-parallel ranks, summed in their order; ranks of one place must agree to the bit."""
         nothing = float("nan")
-        mine = torch.tensor([self.laid.dp_rank, nothing if loss is None else loss.item()], dtype=torch.float64)
+        mine = torch.tensor(
+            [self.laid.dp_rank, nothing if loss is None else loss.item()], dtype=torch.float64
+        )
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(found, mine)
         places: dict[int, set[float]] = {}
         for place, value in (f.tolist() for f in found):
             if not math.isnan(value):
                 places.setdefault(int(place), set()).add(value)
-        assert all(len(v) == 1 for v in places.values()), f"ranks of one place disagree on the loss: {places}"
+        assert all(len(v) == 1 for v in places.values()), (
+            f"ranks of one place disagree on the loss: {places}"
+        )
         return float(sum(places[place].pop() for place in sorted(places)) / self.laid.dp_size)
 
     def state(self, spelling: str = "live") -> dict[str, Any]:
         """What is given to save and load: the objects, or their state dicts, the optimizer's `nested` or `flat`."""
         values = {"step": self.done, "notes": {"rate": 0.1, "of": ["a", None, True]}}
         if spelling == "live":
-            return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, **values}
+            return {
+                "model": self.model,
+                "optimizer": self.optimizer,
+                "scheduler": self.scheduler,
+                **values,
+            }
         options = StateDictOptions(flatten_optimizer_state_dict=spelling == "flat")
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
-        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), **values}
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            **values,
+        }
 
     def restore(self, state: dict[str, Any], spelling: str = "live") -> None:
         """Take what was loaded into `state`; the objects themselves are filled already."""
@@ -135,7 +155,10 @@ def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     cut = [[p for _, p in trained if p.dim() >= 2], [p for _, p in trained if p.dim() < 2]]
     rate = 1e-2 if kind == "adamw" else 0.3
-    groups = [{"params": cut[0], "lr": rate, "weight_decay": 0.1}, {"params": cut[1], "lr": rate / 2}]
+    groups = [
+        {"params": cut[0], "lr": rate, "weight_decay": 0.1},
+        {"params": cut[1], "lr": rate / 2},
+    ]
     if kind == "adamw":
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
     return torch.optim.SGD(groups, momentum=0.9, weight_decay=0.01, foreach=False)

@@ -44,7 +44,9 @@ def hold(model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: dict[i
     values: dict[str, Any] = {}
     for group in optimizer.param_groups:
         members = [names[id(p)] for p in group["params"]]
-        held.groups.append({"params": members, "options": plain({k: v for k, v in group.items() if k != "params"})})
+        held.groups.append(
+            {"params": members, "options": plain({k: v for k, v in group.items() if k != "params"})}
+        )
         for p in group["params"]:
             for state, value in optimizer.state[p].items():
                 if isinstance(value, torch.Tensor):
@@ -59,14 +61,17 @@ def hold(model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: dict[i
 def whole_on_first(held: Held, values: dict[str, Any]) -> Held:
     """What all ranks hold, on rank 0; ranks that hold the same tensor must agree to the bit. Collective.
 
-    Optimizer groups of pipeline stages are joined in the order of the ranks; `values` must be equal on all ranks.
+    Optimizer groups of pipeline stages are joined in the order of the ranks; `values` must be equal
+    on all ranks.
     """
     mine = {key: _digest(t) for key, t in held.tensors.items()}
     digests = _all_gathered(mine)
     owner = {key: rank for rank in reversed(range(len(digests))) for key in digests[rank]}
     for rank, found in enumerate(digests):
         for key, digest in found.items():
-            assert digest == digests[owner[key]][key], f"ranks {owner[key]} and {rank} hold unlike copies of {key}"
+            assert digest == digests[owner[key]][key], (
+                f"ranks {owner[key]} and {rank} hold unlike copies of {key}"
+            )
     sent = {key: t for key, t in held.tensors.items() if owner[key] == dist.get_rank()}
     parts = _all_gathered(sent if dist.get_rank() else {})
     others = _all_gathered({"groups": held.groups, "facts": held.facts, "values": plain(values)})

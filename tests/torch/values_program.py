@@ -20,11 +20,12 @@ from ucformat.torch.saving import manifest as rank_values
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Twelve ranks of one host: 3, 7 and 10 have a child each, the others have rank 0 for parent. States of generators have
-#: 20 kB for each rank.
+#: Twelve ranks of one host: 3, 7 and 10 have a child each, the others have rank 0 for parent.
+#: States of generators have 20 kB for each rank.
 RANKS = 12
 BOUND = 30_000
-#: The first rank and the number of ranks of each file: those of a rank and its child, and of one rank with much.
+#: The first rank and the number of ranks of each file: those of a rank and its child, and of one
+#: rank with much.
 FILES = [(0, 3), (3, 2), (5, 1), (6, 1), (7, 2), (9, 1), (10, 2)]
 MUCH, LACKING, MORE = 5, 2, 9
 
@@ -66,7 +67,9 @@ def put(folder: Path, name: str, how: str) -> str:
 def lowered(how: str) -> None:
     """Lower the bound where values are written."""
     if how == "async":
-        background._MAIN = "from tests.torch import values_program as v; v.lower_the_bound(); " + background._MAIN
+        background._MAIN = (
+            "from tests.torch import values_program as v; v.lower_the_bound(); " + background._MAIN
+        )
     else:
         lower_the_bound()
 
@@ -83,7 +86,9 @@ def back_and_forth(folder: Path, how: str) -> Any:
     torch.manual_seed(77)
     state, wanted = state_of(rank, empty=True), state_of(rank)
     load(state, folder / "ck", timeout=TIMEOUT)
-    same = state["n"] == wanted["n"] and (rank != MORE or state["more"].value == wanted["more"].value)
+    same = state["n"] == wanted["n"] and (
+        rank != MORE or state["more"].value == wanted["more"].value
+    )
     if rank != LACKING:
         found = state["loader"].value
         same = same and found["at"] == rank and torch.equal(found["t"], wanted["loader"].value["t"])

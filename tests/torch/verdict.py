@@ -14,7 +14,15 @@ from ucformat.reading.dtypes import dtype_name
 if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
 
-__all__ = ["Truth", "checkpoint_differences", "differences", "listed", "read_losses", "relative", "without_tuples"]
+__all__ = [
+    "Truth",
+    "checkpoint_differences",
+    "differences",
+    "listed",
+    "read_losses",
+    "relative",
+    "without_tuples",
+]
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "I64": "int64"}
 
@@ -54,10 +62,16 @@ def checkpoint_differences(ck: Checkpoint, expected: Truth) -> list[str]:
     tensors = {}
     for key, info in ck.tensors.items():
         array = ck[key.name, key.state][...]
-        tensors[key.state, key.name] = (dtype_name(array.dtype), info.shape, np.ascontiguousarray(array).tobytes())
+        tensors[key.state, key.name] = (
+            dtype_name(array.dtype),
+            info.shape,
+            np.ascontiguousarray(array).tobytes(),
+        )
     out = _unlike(tensors, expected.tensors)
     facts = expected.facts
-    groups = [{"params": list(g.params), "options": without_tuples(g.options)} for g in ck.manifest.groups]
+    groups = [
+        {"params": list(g.params), "options": without_tuples(g.options)} for g in ck.manifest.groups
+    ]
     for what, is_, should in (
         ("groups", groups, listed(facts["groups"])),
         ("aliases", dict(ck.aliases), facts["aliases"]),
@@ -74,7 +88,11 @@ def without_tuples(value: Any) -> Any:
     """The JSON form of values with lists in place of tuples, as engines' own checkpoints are read."""
     if isinstance(value, dict):
         whole = set(value) == {"$tuple"}
-        return without_tuples(value["$tuple"]) if whole else {k: without_tuples(v) for k, v in value.items()}
+        return (
+            without_tuples(value["$tuple"])
+            if whole
+            else {k: without_tuples(v) for k, v in value.items()}
+        )
     return [without_tuples(v) for v in value] if isinstance(value, list) else value
 
 
@@ -85,14 +103,20 @@ def _unlike(found: dict[tuple[str, str], Any], expected: dict[tuple[str, str], A
         if found[key] != expected[key]:
             (dtype, shape, data), (dtype2, shape2, data2) = found[key], expected[key]
             wrong = sum(a != b for a, b in zip(data, data2, strict=False))
-            out.append(f"{key}: {dtype} {shape} instead of {dtype2} {shape2}; {wrong} of {len(data2)} bytes differ")
+            out.append(
+                f"{key}: {dtype} {shape} instead of {dtype2} {shape2}; {wrong} of {len(data2)} bytes differ"
+            )
     return sorted(out)
 
 
 def listed(value: Any) -> Any:
     """Facts with lists for tuples, as plain JSON has them."""
     if isinstance(value, dict):
-        return listed(value["tuple"]) if set(value) == {"tuple"} else {k: listed(v) for k, v in value.items()}
+        return (
+            listed(value["tuple"])
+            if set(value) == {"tuple"}
+            else {k: listed(v) for k, v in value.items()}
+        )
     return [listed(v) for v in value] if isinstance(value, list) else value
 
 

@@ -19,10 +19,14 @@ class Wrapper(torch.Tensor):
     context: Any
 
     @staticmethod
-    def __new__(cls, inner: dict[str, torch.Tensor], context: Any = None, shape: Any = None) -> Self:
+    def __new__(
+        cls, inner: dict[str, torch.Tensor], context: Any = None, shape: Any = None
+    ) -> Self:
         first = next(iter(inner.values()), torch.empty(0))
         size = first.shape if shape is None else shape
-        made: Self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.float32, device=first.device)
+        made: Self = torch.Tensor._make_wrapper_subclass(
+            cls, size, dtype=torch.float32, device=first.device
+        )
         made.__dict__.update(inner)
         made.inner, made.context = inner, context
         return made
@@ -31,7 +35,9 @@ class Wrapper(torch.Tensor):
         return list(self.inner), self.context
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Self:
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any
+    ) -> Self:
         return cls(inner, context, size)
 
     @classmethod
@@ -52,7 +58,9 @@ class Blocks(Wrapper):
 
     @classmethod
     def of(cls, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor) -> Self:
-        return cls({"codes": codes, "scale": scale, "table": table}, {"rows": codes.shape}, codes.shape)
+        return cls(
+            {"codes": codes, "scale": scale, "table": table}, {"rows": codes.shape}, codes.shape
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -25,7 +25,9 @@ def read_all(ck: Checkpoint) -> Tensors:
 
 
 def shape_of(states: States) -> tuple[int, ...]:
-    first: Any = next((states[s] for s in ("weight", "master") if s in states), next(iter(states.values())))
+    first: Any = next(
+        (states[s] for s in ("weight", "master") if s in states), next(iter(states.values()))
+    )
     return tuple(first.shape)
 
 
@@ -38,7 +40,8 @@ def each(states: States, change: Callable[[Any], Any]) -> States:
 def together(members: list[States], join: Callable[[list[Any]], Any]) -> States:
     shape = shape_of(members[0])
     return {
-        s: np.array(join([m[s] for m in members]), order="C") if a.shape == shape else a for s, a in members[0].items()
+        s: np.array(join([m[s] for m in members]), order="C") if a.shape == shape else a
+        for s, a in members[0].items()
     }
 
 
@@ -57,7 +60,11 @@ def spelled(draw: Any, picks: list[int]) -> list[int | str]:
         end = at + 1
         while end < len(picks) and picks[end] == picks[end - 1] + 1 and draw(st.booleans()):
             end += 1
-        out.append(picks[at] if end == at + 1 and draw(st.booleans()) else f"{picks[at]}:{picks[end - 1] + 1}")
+        out.append(
+            picks[at]
+            if end == at + 1 and draw(st.booleans())
+            else f"{picks[at]}:{picks[end - 1] + 1}"
+        )
         at = end
     return out
 
@@ -78,12 +85,16 @@ def take(draw: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tensor
     if not dims:
         return None
     dim = draw(st.sampled_from(dims))
-    of = draw(st.sampled_from([None, *(n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0)]))
+    of = draw(
+        st.sampled_from([None, *(n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0)])
+    )
     given, picks = subset(draw, of or shape[dim])
     width = shape[dim] // (of or shape[dim])
     where = [p * width + i for p in picks for i in range(width)]
     step = {"take": name, "dim": dim, **given, **({} if of is None else {"of": of})}
-    return step, replace(tensors, {name: [(name, each(tensors[name], lambda a: np.take(a, where, dim)))]})
+    return step, replace(
+        tensors, {name: [(name, each(tensors[name], lambda a: np.take(a, where, dim)))]}
+    )
 
 
 NUMBERED = re.compile(r"(.*?\D)(\d+)(\D.*|$)")
@@ -107,7 +118,9 @@ def select(draw: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tens
 
 
 def transpose(_: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tensors]:
-    return {"transpose": name}, replace(tensors, {name: [(name, each(tensors[name], np.transpose))]})
+    return {"transpose": name}, replace(
+        tensors, {name: [(name, each(tensors[name], np.transpose))]}
+    )
 
 
 def half(array: Any, number: int, dim: int) -> Any:
@@ -121,7 +134,9 @@ def split(draw: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tenso
     dim = draw(st.sampled_from(dims))
     into = [f"{name}!a", f"{name}!b"]
     halves = [each(tensors[name], partial(half, number=k, dim=dim)) for k in range(2)]
-    return {"split": name, "into": into, "dim": dim}, replace(tensors, {name: list(zip(into, halves, strict=True))})
+    return {"split": name, "into": into, "dim": dim}, replace(
+        tensors, {name: list(zip(into, halves, strict=True))}
+    )
 
 
 def twin(tensors: Tensors, name: str) -> str | None:
@@ -149,19 +164,27 @@ def unstack(draw: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Ten
     if not dims or len(shape) < 2:
         return None
     dim = draw(st.sampled_from(dims))
-    parts = [(f"{name}@{i}", each(tensors[name], partial(np.take, indices=i, axis=dim))) for i in range(shape[dim])]
+    parts = [
+        (f"{name}@{i}", each(tensors[name], partial(np.take, indices=i, axis=dim)))
+        for i in range(shape[dim])
+    ]
     return {"unstack": name, "into": f"{name}@{{i}}", "dim": dim}, replace(tensors, {name: parts})
 
 
 def cast(_: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tensors] | None:
-    if any(str(a.dtype) not in ("float16", "bfloat16", "float32", "float64") for a in tensors[name].values()):
+    if any(
+        str(a.dtype) not in ("float16", "bfloat16", "float32", "float64")
+        for a in tensors[name].values()
+    ):
         return None
     wide = {s: a.astype(np.float64) for s, a in tensors[name].items()}
     return {"cast": name, "dtype": "float64"}, replace(tensors, {name: [(name, wide)]})
 
 
 def rename(_: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tensors]:
-    return {"rename": name, "to": f"{name}~"}, replace(tensors, {name: [(f"{name}~", tensors[name])]})
+    return {"rename": name, "to": f"{name}~"}, replace(
+        tensors, {name: [(f"{name}~", tensors[name])]}
+    )
 
 
 def drop(_: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tensors] | None:

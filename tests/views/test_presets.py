@@ -33,7 +33,13 @@ def model_of(family: str) -> Any:
 
     torch.manual_seed(5)
     if family == "gpt2":
-        size = {"n_embd": HIDDEN, "n_inner": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 8}
+        size = {
+            "n_embd": HIDDEN,
+            "n_inner": WIDTH,
+            "n_layer": LAYERS,
+            "n_head": HEADS,
+            "n_positions": 8,
+        }
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, vocab_size=VOCAB))
     size = {
         "hidden_size": HIDDEN,
@@ -47,7 +53,9 @@ def model_of(family: str) -> Any:
     }
     size |= {"num_local_experts": EXPERTS} if family == "mixtral" else {}
     kind = family.capitalize()
-    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**size))
+    return getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**size)
+    )
 
 
 def saved(family: str, folder: Path) -> Checkpoint:
@@ -89,7 +97,11 @@ def by_hand(family: str, hf: Tensors) -> Tensors:
     for i in range(LAYERS):
         a, b = f"model.layers.{i}.", f"decoder.layers.{i}."
         out[b + "self_attention.linear_qkv.layer_norm_weight"] = hf[a + "input_layernorm.weight"]
-        second = "pre_mlp_layernorm.weight" if family == "mixtral" else "mlp.linear_fc1.layer_norm_weight"
+        second = (
+            "pre_mlp_layernorm.weight"
+            if family == "mixtral"
+            else "mlp.linear_fc1.layer_norm_weight"
+        )
         out[b + second] = hf[a + "post_attention_layernorm.weight"]
         out[b + "self_attention.linear_proj.weight"] = hf[a + "self_attn.o_proj.weight"]
         for kind in ("weight", "bias"):
@@ -152,7 +164,10 @@ def test_what_transformers_itself_holds_of_mixtral(tmp_path: Path) -> None:
     ck = checkpoint({(n, "weight"): a for n, a in module.items()})
     view = ck.view([{"preset": "mixtral-to-megatron", "with": OPTIONS}])
     equal(tensors(view), tensors(files.view("mixtral-to-megatron")))
-    equal(tensors(view.view([{"preset": "megatron-to-mixtral", "with": {**OPTIONS, "fused": True}}])), module)
+    equal(
+        tensors(view.view([{"preset": "megatron-to-mixtral", "with": {**OPTIONS, "fused": True}}])),
+        module,
+    )
 
 
 def checkpoint(arrays: Arrays, **facts: Any) -> Checkpoint:
@@ -171,10 +186,14 @@ def megatron(*, local: bool, grouped: bool | None = None, bias: bool = False) ->
         at = f"decoder.layers.{i}."
         qkv, moe = HIDDEN // HEADS * (HEADS + 2 * GROUPS), grouped is not None
         shapes |= {
-            at + ("input_layernorm." if local else "self_attention.linear_qkv.layer_norm_") + "weight": (HIDDEN,),
+            at
+            + ("input_layernorm." if local else "self_attention.linear_qkv.layer_norm_")
+            + "weight": (HIDDEN,),
             at + "self_attention.linear_qkv.weight": (qkv, HIDDEN),
             at + "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
-            at + ("pre_mlp_layernorm." if local or moe else "mlp.linear_fc1.layer_norm_") + "weight": (HIDDEN,),
+            at
+            + ("pre_mlp_layernorm." if local or moe else "mlp.linear_fc1.layer_norm_")
+            + "weight": (HIDDEN,),
         }
         shapes |= {at + "self_attention.linear_qkv.bias": (qkv,)} if bias else {}
         if grouped is None:
@@ -184,12 +203,18 @@ def megatron(*, local: bool, grouped: bool | None = None, bias: bool = False) ->
             }
             continue
         shapes[at + "mlp.router.weight"] = (EXPERTS, HIDDEN)
-        name = at + ("mlp.experts.{1}.weight{0}" if grouped else "mlp.experts.local_experts.{0}.{1}.weight")
+        name = at + (
+            "mlp.experts.{1}.weight{0}" if grouped else "mlp.experts.local_experts.{0}.{1}.weight"
+        )
         for e in range(EXPERTS):
             shapes[name.format(e, "linear_fc1")] = (2 * WIDTH, HIDDEN)
             shapes[name.format(e, "linear_fc2")] = (HIDDEN, WIDTH)
     states = ("weight", "master", "exp_avg", "exp_avg_sq")
-    out = {(n, s): rng.standard_normal(shape, np.float32) for n, shape in shapes.items() for s in states}
+    out = {
+        (n, s): rng.standard_normal(shape, np.float32)
+        for n, shape in shapes.items()
+        for s in states
+    }
     return out | {(n, "step"): np.array(3.0, np.float32) for n in shapes}
 
 
@@ -208,9 +233,13 @@ def test_presets_are_each_others_inverse(family: str, back: Any, made: Any, *, f
     if fused and family != "mixtral":
         return
     arrays = megatron(**made)
-    ck = checkpoint(arrays, objects={"args": {"num_attention_heads": HEADS, "num_query_groups": GROUPS}})
+    ck = checkpoint(
+        arrays, objects={"args": {"num_attention_heads": HEADS, "num_query_groups": GROUPS}}
+    )
     there = {"preset": f"megatron-to-{family}", "with": {"fused": True} if fused else {}}
-    again = ck.view([there]).view([{"preset": f"{family}-to-megatron", "with": {**OPTIONS, **back}}])
+    again = ck.view([there]).view(
+        [{"preset": f"{family}-to-megatron", "with": {**OPTIONS, **back}}]
+    )
     for state in ("weight", "master", "exp_avg", "exp_avg_sq", "step"):
         equal(tensors(again, state), {n: a for (n, s), a in arrays.items() if s == state})
 
@@ -225,7 +254,11 @@ def test_a_tied_output_layer_stays_a_further_name() -> None:
 def test_a_vocabulary_without_its_padding() -> None:
     ck = checkpoint(megatron(local=False))
     view = ck.view([{"preset": "megatron-to-llama", "with": {**OPTIONS, "vocab": 27}}])
-    assert view["model.embed_tokens.weight"].shape == view["lm_head.weight", "exp_avg"].shape == (27, HIDDEN)
+    assert (
+        view["model.embed_tokens.weight"].shape
+        == view["lm_head.weight", "exp_avg"].shape
+        == (27, HIDDEN)
+    )
 
 
 def test_stacked_and_unstacked() -> None:
@@ -260,7 +293,12 @@ def test_a_real_checkpoint_seen_as_llama() -> None:
         ("megatron-to-llama", {"head": 4}, {}, "no option 'head'"),
         ("megatron-to-llama", {}, {}, "needs the number of heads"),
         ("megatron-to-llama", {"heads": 4}, {}, "needs the number of groups"),
-        ("megatron-to-llama", {"heads": 4, "groups": 3}, {}, "4 heads cannot be split into 3 groups"),
+        (
+            "megatron-to-llama",
+            {"heads": 4, "groups": 3},
+            {},
+            "4 heads cannot be split into 3 groups",
+        ),
         ("megatron-to-llama", {"heads": 0, "groups": 1}, {}, "must be at least 1, not 0"),
         ("megatron-to-llama", OPTIONS, {"args": {"apply_layernorm_1p": True}}, "norms less one"),
         ("megatron-to-gpt2", {"heads": 4}, {"args": {"rotary_interleaved": True}}, "neighbouring"),

@@ -45,13 +45,21 @@ def test_keep_and_drop() -> None:
 
 def test_states_are_dropped_and_renamed() -> None:
     ck = checkpoint({("a", s): counting(2) for s in ("weight", "mu", "nu")})
-    view = ck.view([{"drop": "*", "states": ["weight"]}, {"rename_states": {"mu": "exp_avg", "nu": "exp_avg_sq"}}])
+    view = ck.view(
+        [
+            {"drop": "*", "states": ["weight"]},
+            {"rename_states": {"mu": "exp_avg", "nu": "exp_avg_sq"}},
+        ]
+    )
     assert view.states("a") == ["exp_avg", "exp_avg_sq"]
     assert same(view["a", "exp_avg"].read(), counting(2))
 
 
 def test_rename() -> None:
-    found = seen({"module.3.w": counting(2)}, {"rename": r"/module\.(?P<n>\d+)\.(.*)/", "to": r"layers.\g<n>.\2"})
+    found = seen(
+        {"module.3.w": counting(2)},
+        {"rename": r"/module\.(?P<n>\d+)\.(.*)/", "to": r"layers.\g<n>.\2"},
+    )
     assert list(found) == ["layers.3.w"]
 
 
@@ -61,20 +69,34 @@ def test_transpose_and_trim() -> None:
     assert same(found["a"], np.ascontiguousarray(a.T[:, :4]))
     cube = counting(2, 3, 4)
     assert same(
-        seen({"a": cube}, {"transpose": "a", "axes": [1, 2, 0]})["a"], np.ascontiguousarray(cube.transpose(1, 2, 0))
+        seen({"a": cube}, {"transpose": "a", "axes": [1, 2, 0]})["a"],
+        np.ascontiguousarray(cube.transpose(1, 2, 0)),
     )
 
 
-def megatron_qkv(groups: int, heads: int, size: int, hidden: int) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+def megatron_qkv(
+    groups: int, heads: int, size: int, hidden: int
+) -> tuple[NDArray[Any], list[NDArray[Any]]]:
     """Megatron's fused query, key and value, and the three apart."""
     fused = counting(groups * (heads + 2) * size, hidden)
     blocks = fused.reshape(groups, (heads + 2) * size, hidden)
-    cuts = (slice(0, heads * size), slice(heads * size, (heads + 1) * size), slice((heads + 1) * size, None))
+    cuts = (
+        slice(0, heads * size),
+        slice(heads * size, (heads + 1) * size),
+        slice((heads + 1) * size, None),
+    )
     return fused, [np.ascontiguousarray(blocks[:, cut].reshape(-1, hidden)) for cut in cuts]
 
 
-@given(groups=st.integers(1, 3), heads=st.integers(1, 3), size=st.integers(1, 3), hidden=st.integers(1, 4))
-def test_grouped_queries_come_apart_and_together_again(groups: int, heads: int, size: int, hidden: int) -> None:
+@given(
+    groups=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    size=st.integers(1, 3),
+    hidden=st.integers(1, 4),
+)
+def test_grouped_queries_come_apart_and_together_again(
+    groups: int, heads: int, size: int, hidden: int
+) -> None:
     fused, apart = megatron_qkv(groups, heads, size, hidden)
     split = {
         "split": r"/(.*)\.qkv/",
@@ -92,7 +114,11 @@ def test_grouped_queries_come_apart_and_together_again(groups: int, heads: int, 
     assert same(again["l.0.qkv"], fused)
 
 
-@given(shape=st.lists(st.integers(0, 3), min_size=0, max_size=3), count=st.integers(1, 12), data=st.data())
+@given(
+    shape=st.lists(st.integers(0, 3), min_size=0, max_size=3),
+    count=st.integers(1, 12),
+    data=st.data(),
+)
 def test_stack_and_unstack(shape: list[int], count: int, data: st.DataObject) -> None:
     arrays = {f"layers.{i}.w": counting(*shape, start=100 * i) for i in range(count)}
     dim = data.draw(st.integers(0, len(shape)))
@@ -119,7 +145,10 @@ def test_any_composition_reads_as_numpy_does(data: st.DataObject) -> None:
     )
     x = np.stack(list(arrays.values())).transpose(2, 0, 1)
     cut = rows * 3 // 4
-    assert same(found["ba"], np.ascontiguousarray(np.concatenate([x[..., cut:], x[..., :cut]], 2)[: columns - 1]))
+    assert same(
+        found["ba"],
+        np.ascontiguousarray(np.concatenate([x[..., cut:], x[..., :cut]], 2)[: columns - 1]),
+    )
 
 
 class TestStates:
@@ -146,7 +175,9 @@ class TestStates:
             ck.view([{"transpose": "w"}])
 
     def test_a_fused_tensor_needs_the_same_states_of_all(self) -> None:
-        ck = checkpoint({("a", "weight"): counting(2), ("b", "weight"): counting(2), ("b", "mu"): counting(2)})
+        ck = checkpoint(
+            {("a", "weight"): counting(2), ("b", "weight"): counting(2), ("b", "mu"): counting(2)}
+        )
         with pytest.raises(LayoutError, match="drop the states"):
             ck.view([{"fuse": "/a/", "and": ["b"], "into": "ab"}])
 
@@ -160,7 +191,10 @@ class TestTies:
 
     def test_both_are_renamed(self) -> None:
         view = self.view({"rename": "/(embed|head)/", "to": r"model.\1"})
-        assert (view.names(), dict(view.aliases)) == (["model.embed", "x"], {"model.head": "model.embed"})
+        assert (view.names(), dict(view.aliases)) == (
+            ["model.embed", "x"],
+            {"model.head": "model.embed"},
+        )
 
     def test_both_are_split(self) -> None:
         view = self.view({"split": "/(.*e.*d)/", "into": [r"\1.a", r"\1.b"]})
@@ -194,7 +228,9 @@ class TestComputed:
 
     def test_slices_of_a_cast_read_what_they_need(self) -> None:
         a = counting(50, 7)
-        ck = checkpoint({("a", "weight"): a}).view([{"cast": "a", "dtype": "float64"}, {"transpose": "a"}])
+        ck = checkpoint({("a", "weight"): a}).view(
+            [{"cast": "a", "dtype": "float64"}, {"transpose": "a"}]
+        )
         assert same(ck["a"][2:5, 3:40], np.ascontiguousarray(a.T[2:5, 3:40].astype(np.float64)))
         assert ck["a"].plan().bytes_needed == 50 * 7 * 8
 
@@ -223,16 +259,26 @@ class TestComputed:
         inner = FakeSource.write(MemoryStore("mean"), arrays)
         info = replace(inner.metadata.tensor_list.tensors[0], state="weight")
         metadata = replace(
-            inner.metadata, tensor_list=TensorList((info,)), means={info.key: tuple(Key(*k) for k in arrays)}
+            inner.metadata,
+            tensor_list=TensorList((info,)),
+            means={info.key: tuple(Key(*k) for k in arrays)},
         )
-        source: Any = SimpleNamespace(kind="fake", store=inner.store, metadata=metadata, extents=inner.extents)
+        source: Any = SimpleNamespace(
+            kind="fake", store=inner.store, metadata=metadata, extents=inner.extents
+        )
         ck = Checkpoint(source)
         assert same(ck["a"].read(), (counting(4) + 0.5).astype(np.float32))
 
     def test_a_view_of_a_view_computes_both(self) -> None:
         """Both number their computed tensors from 0, in one store."""
-        arrays = {(n, "weight"): counting(6, start=i) for i, n in enumerate(("a0", "a1", "b0", "b1"))}
-        ck = checkpoint(arrays).view([{"mean": r"/a(\d)/", "into": "a"}]).view([{"mean": r"/b(\d)/", "into": "b"}])
+        arrays = {
+            (n, "weight"): counting(6, start=i) for i, n in enumerate(("a0", "a1", "b0", "b1"))
+        }
+        ck = (
+            checkpoint(arrays)
+            .view([{"mean": r"/a(\d)/", "into": "a"}])
+            .view([{"mean": r"/b(\d)/", "into": "b"}])
+        )
         assert same(ck["a"].read(), (counting(6) + 0.5).astype(np.float32))
         assert same(ck["b"].read(), (counting(6) + 2.5).astype(np.float32))
         cast = ck.view([{"cast": "a", "dtype": "float64"}])
@@ -243,11 +289,17 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("step", "message"),
         [
-            ({"rename": "/(.*)/", "to": "one"}, r"view\[0\] \(rename /\(\.\*\)/\): .* would be called one"),
+            (
+                {"rename": "/(.*)/", "to": "one"},
+                r"view\[0\] \(rename /\(\.\*\)/\): .* would be called one",
+            ),
             ({"rename": "/a/", "to": r"\3"}, "does not fit its pattern"),
             ({"split": "a", "into": ["x", "y"], "sizes": [1, 4]}, "cannot be split"),
             ({"split": "a", "into": ["x", "y"], "dim": 5}, "there is no dim 5"),
-            ({"split": "a", "into": ["x", "y"], "sizes": [1, 2, 3]}, "3 sizes are given for 2 names"),
+            (
+                {"split": "a", "into": ["x", "y"], "sizes": [1, 2, 3]},
+                "3 sizes are given for 2 names",
+            ),
             ({"fuse": "/a/", "and": ["zz"], "into": "x"}, "needs zz"),
             ({"fuse": "/a/", "and": ["b"], "into": "x"}, "does not fit a"),
             ({"stack": r"/(.)/", "into": "x"}, "captures no number in a"),

@@ -34,11 +34,15 @@ def model() -> Arrays:
     """Three layers with optimizer states, a stack of experts and a norm; values are exact in float64."""
     rng = np.random.default_rng(4)
     shapes: dict[str, tuple[int, ...]] = {
-        f"l.{i}.{n}": shape for i in range(3) for n, shape in (("w", (12, 8)), ("v", (12, 8)), ("b", (12,)))
+        f"l.{i}.{n}": shape
+        for i in range(3)
+        for n, shape in (("w", (12, 8)), ("v", (12, 8)), ("b", (12,)))
     }
     shapes |= {"experts": (4, 6, 5), "norm": (8,), "scalar": ()}
     out: Arrays = {
-        (n, s): rng.standard_normal(shape, np.float32) for n, shape in shapes.items() for s in ("weight", "exp_avg")
+        (n, s): rng.standard_normal(shape, np.float32)
+        for n, shape in shapes.items()
+        for s in ("weight", "exp_avg")
     }
     return out | {(n, "step"): np.array(i, np.float32) for i, n in enumerate(shapes)}
 
@@ -65,7 +69,9 @@ def as_virtual(folder: Path) -> Checkpoint:
 def as_safetensors(folder: Path) -> Checkpoint:
     from safetensors.numpy import save_file
 
-    save_file({n: a for (n, s), a in model().items() if s == "weight"}, folder / "model.safetensors")
+    save_file(
+        {n: a for (n, s), a in model().items() if s == "weight"}, folder / "model.safetensors"
+    )
     return ucformat.open(folder)
 
 
@@ -149,13 +155,17 @@ def test_scattered_indices_along_several_dims(data: st.DataObject, at_once: int)
         assert same(tensor[where], np.array(array[where], order="C"))
 
 
-def take(shape: tuple[int, ...], *steps: dict[str, Any], folder: Path, packed: bool = False) -> tuple[Any, Any, int]:
+def take(
+    shape: tuple[int, ...], *steps: dict[str, Any], folder: Path, packed: bool = False
+) -> tuple[Any, Any, int]:
     """What is read of one tensor under a view: its array, the plan, and the bytes that the store read."""
     arrays: Arrays = {("w", "weight"): random_array(shape, "uint8")}
     if packed:
         write_packed(LocalStore(folder), arrays, block_bytes=4096)
     else:
-        ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("w"), arrays)), folder, chunk_bytes=4096)
+        ucformat.convert(
+            Checkpoint(FakeSource.write(MemoryStore("w"), arrays)), folder, chunk_bytes=4096
+        )
     store = RecordingStore(LocalStore(folder))
     tensor = ucformat.open(store).view(steps)["w"]
     plan = tensor.plan()
@@ -193,7 +203,11 @@ class TestBytes:
         assert read <= 512 * 256
 
     def test_damage_is_found_in_what_checksums_cover(self, tmp_path: Path) -> None:
-        ck = write_packed(LocalStore(tmp_path), {("w", "weight"): random_array((512, 256), "uint8")}, block_bytes=4096)
+        ck = write_packed(
+            LocalStore(tmp_path),
+            {("w", "weight"): random_array((512, 256), "uint8")},
+            block_bytes=4096,
+        )
         view = ck.view([{"take": "w", "indices": [0, 100]}])
         view["w"].read()
         file = next(tmp_path.glob("data/*/rank0.bin"))
@@ -233,14 +247,22 @@ class TestVirtual:
         found = ucformat.open(tmp_path / "virtual")
         assert not list((tmp_path / "virtual").rglob("c/*"))
         assert found["l.1.w", "exp_avg"].shape == (12, 4)
-        assert same(found["l.0.w"].read(), np.array(model()["l.2.w", "weight"][:, [6, 7, 0, 1]], order="C"))
+        assert same(
+            found["l.0.w"].read(), np.array(model()["l.2.w", "weight"][:, [6, 7, 0, 1]], order="C")
+        )
 
     def test_scattered_indices_have_no_bytes_of_their_own(self, tmp_path: Path) -> None:
         ucformat.convert(
-            Checkpoint(FakeSource.write(MemoryStore("w"), {("w", "weight"): random_array((9, 400), "uint8")})),
+            Checkpoint(
+                FakeSource.write(
+                    MemoryStore("w"), {("w", "weight"): random_array((9, 400), "uint8")}
+                )
+            ),
             tmp_path / "a",
         )
-        view = ucformat.open(tmp_path / "a").view([{"take": "w", "dim": 1, "indices": [*range(0, 400, 2)]}])
+        view = ucformat.open(tmp_path / "a").view(
+            [{"take": "w", "dim": 1, "indices": [*range(0, 400, 2)]}]
+        )
         with pytest.raises(UnsupportedError, match=r"w \(weight\) has no bytes of its own"):
             ucformat.convert(view, tmp_path / "virtual", virtual=True)
         ucformat.convert(view, tmp_path / "copy")
@@ -251,7 +273,17 @@ class TestLayersAndExperts:
     def test_names_numbers_and_order(self) -> None:
         ck = in_memory(None)  # type: ignore[arg-type]
         view = ck.view([{"select": r"/l\.(\d+)\..*/", "indices": [2, 0]}])
-        assert view.names() == ["l.0.w", "l.0.v", "l.0.b", "l.1.w", "l.1.v", "l.1.b", "experts", "norm", "scalar"]
+        assert view.names() == [
+            "l.0.w",
+            "l.0.v",
+            "l.0.b",
+            "l.1.w",
+            "l.1.v",
+            "l.1.b",
+            "experts",
+            "norm",
+            "scalar",
+        ]
         assert dict(view.aliases) == {"head.w": "l.1.w"}
         assert same(view["l.0.v", "exp_avg"].read(), model()["l.2.v", "exp_avg"])
         assert same(view["l.0.w", "step"].read(), model()["l.2.w", "step"])
@@ -262,20 +294,31 @@ class TestLayersAndExperts:
         assert not view.aliases
 
     def test_groups_follow(self) -> None:
-        arrays: Arrays = {(f"l.{i}.w", "weight"): random_array((2,), "float32", i) for i in range(3)}
+        arrays: Arrays = {
+            (f"l.{i}.w", "weight"): random_array((2,), "float32", i) for i in range(3)
+        }
         groups = ({"params": ["l.0.w", "l.1.w"], "lr": 0.1}, {"params": ["l.2.w"], "lr": 0.2})
         ck = Checkpoint(FakeSource.write(MemoryStore("groups"), arrays, groups=groups))
-        view = ck.view([{"select": r"/l\.(\d+)\.w/", "indices": [0, 2]}, {"take": "l.*", "first": 1}])
+        view = ck.view(
+            [{"select": r"/l\.(\d+)\.w/", "indices": [0, 2]}, {"take": "l.*", "first": 1}]
+        )
         assert [g["params"] for g in view.metadata.groups] == [["l.0.w"], ["l.1.w"]]
 
     def test_numbers_keep_their_width(self) -> None:
-        arrays: Arrays = {(f"layer_{i:02}.w", "weight"): random_array((2,), "float32", i) for i in range(12)}
+        arrays: Arrays = {
+            (f"layer_{i:02}.w", "weight"): random_array((2,), "float32", i) for i in range(12)
+        }
         ck = Checkpoint(FakeSource.write(MemoryStore("width"), arrays))
-        assert ck.view([{"select": r"/layer_(\d+)\.w/", "indices": [11, 3]}]).names() == ["layer_00.w", "layer_01.w"]
+        assert ck.view([{"select": r"/layer_(\d+)\.w/", "indices": [11, 3]}]).names() == [
+            "layer_00.w",
+            "layer_01.w",
+        ]
 
     def test_experts_of_each_layer(self) -> None:
         names = [f"layers.{i}.experts.{e}.w" for i in range(2) for e in range(4)]
-        arrays: Arrays = {(n, "weight"): random_array((2, 2), "float32", i) for i, n in enumerate(names)}
+        arrays: Arrays = {
+            (n, "weight"): random_array((2, 2), "float32", i) for i, n in enumerate(names)
+        }
         ck = Checkpoint(FakeSource.write(MemoryStore("experts"), arrays))
         view = ck.view(
             [
@@ -304,7 +347,9 @@ def test_heads_of_megatrons_fused_attention() -> None:
     )
     expected = fused.reshape(groups, -1, hidden)[[3, 1]].reshape(-1, hidden)
     assert same(view["l.0.qkv"].read(), expected)
-    assert same(ck.view([{"take": "l.*", "of": groups, "indices": [3, 1]}])["l.0.qkv"].read(), expected)
+    assert same(
+        ck.view([{"take": "l.*", "of": groups, "indices": [3, 1]}])["l.0.qkv"].read(), expected
+    )
 
 
 def test_a_tied_tensor_that_is_cast_or_taken_remains_tied() -> None:
@@ -318,7 +363,10 @@ class TestErrors:
         [
             ({"take": "zz*", "first": 1}, r"no tensor is called zz\*\n.*hint: there are"),
             ({"take": ["w", "zz"], "first": 1}, "no tensor is called zz"),
-            ({"take": "w", "first": 5}, r"w has the shape \(4, 6\): dim 0 has no index 4: the last is 3"),
+            (
+                {"take": "w", "first": 5},
+                r"w has the shape \(4, 6\): dim 0 has no index 4: the last is 3",
+            ),
             ({"take": "w", "dim": 1, "indices": [0, "4:9"]}, "dim 1 has no index 8: the last is 5"),
             ({"take": "w", "of": 2, "indices": [2]}, "dim 0 has no block 2: the last is 1"),
             ({"take": "w", "of": 3, "indices": [0]}, "cannot be divided into 3 equal blocks"),
@@ -334,14 +382,23 @@ class TestErrors:
             ({"take": "empty", "first": 1}, "dim 0 has no index 0: there is none"),
             ({"take": "factored", "first": 1}, "its state row"),
             ({"select": "l.*", "first": 1}, "captures no number in l.0.a"),
-            ({"select": r"/l\.(\d+)\.a/", "indices": [1]}, r"there is no l\.1\n.*the numbers are 0, 2"),
+            (
+                {"select": r"/l\.(\d+)\.a/", "indices": [1]},
+                r"there is no l\.1\n.*the numbers are 0, 2",
+            ),
             ({"select": r"/l\.(\d+)\.a/", "first": 2}, r"there is no l\.1"),
             ({"select": r"/x\.(\d+)/", "first": 1}, "no tensor is called"),
-            ({"select": r"/l\.(\d+)\.a/", "indices": ["2:100000000000000000"]}, r"there is no l\.3"),
+            (
+                {"select": r"/l\.(\d+)\.a/", "indices": ["2:100000000000000000"]},
+                r"there is no l\.3",
+            ),
         ],
     )
     def test_a_step_that_cannot_be_done(self, step: dict[str, Any], message: str) -> None:
-        arrays: Arrays = {(n, "weight"): random_array((4, 6), "float32") for n in ("w", "l.0.a", "l.2.a", "factored")}
+        arrays: Arrays = {
+            (n, "weight"): random_array((4, 6), "float32")
+            for n in ("w", "l.0.a", "l.2.a", "factored")
+        }
         arrays |= {
             ("factored", "row"): random_array((4,), "float32"),
             ("empty", "weight"): random_array((0, 3), "uint8"),
@@ -352,7 +409,9 @@ class TestErrors:
 
     def test_the_documented_sub_model(self, tmp_path: Path) -> None:
         """Of a Llama of 32 layers with 32 query heads in 8 groups."""
-        text = (Path(__file__).parents[2] / "docs" / "view.md").read_text().split("## Sub-models")[1]
+        text = (
+            (Path(__file__).parents[2] / "docs" / "view.md").read_text().split("## Sub-models")[1]
+        )
         (tmp_path / "small.yaml").write_text(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[0])
         shapes = {
             **{f"self_attn.{n}_proj": (size, 16) for n, size in (("q", 32), ("k", 8), ("v", 8))},
@@ -366,7 +425,9 @@ class TestErrors:
             for i in range(32)
             for n, shape in shapes.items()
         }
-        view = Checkpoint(FakeSource.write(MemoryStore("llama"), arrays)).view(tmp_path / "small.yaml")
+        view = Checkpoint(FakeSource.write(MemoryStore("llama"), arrays)).view(
+            tmp_path / "small.yaml"
+        )
         assert len(view) == 4 * len(shapes)
         for name, shape in (("q", (8, 16)), ("k", (2, 16)), ("o", (16, 8))):
             assert view[f"model.layers.3.self_attn.{name}_proj.weight"].shape == shape
@@ -380,6 +441,8 @@ class TestErrors:
 
     def test_a_range_in_yaml_is_text(self, tmp_path: Path) -> None:
         """YAML 1.1 takes 8:16 for 496, a number to the base of 60."""
-        (tmp_path / "view.yaml").write_text("{version: 1, view: [{take: norm, indices: [1:3, 7, 4:6]}]}")
+        (tmp_path / "view.yaml").write_text(
+            "{version: 1, view: [{take: norm, indices: [1:3, 7, 4:6]}]}"
+        )
         view = in_memory(tmp_path).view(tmp_path / "view.yaml")
         assert same(view["norm"].read(), model()["norm", "weight"][[1, 2, 7, 4, 5]])

@@ -26,11 +26,19 @@ CHOSEN = [4, 1, 2]  # experts
 
 STEPS: list[dict[str, Any]] = [
     {"select": r"/model\.layers\.(\d+)\..*/", "indices": [0, "2:4"]},
-    {"take": ["*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"], "of": GROUPS, "indices": GROUP},
+    {
+        "take": ["*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"],
+        "of": GROUPS,
+        "indices": GROUP,
+    },
     {"take": "*.o_proj.weight", "dim": 1, "of": GROUPS, "indices": GROUP},
     {"take": ["*norm.weight", "*.o_proj.weight"], "indices": ["2:10", 15, 12, "0:2"]},
     {"take": ["*embed_tokens.weight", "lm_head.weight"], "dim": 1, "indices": NARROW},
-    {"take": ["*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"], "dim": 1, "indices": NARROW},
+    {
+        "take": ["*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"],
+        "dim": 1,
+        "indices": NARROW,
+    },
 ]
 MLP: list[dict[str, Any]] = [
     {"take": ["*.gate_proj.weight", "*.up_proj.weight"], "indices": WIDE},
@@ -64,7 +72,9 @@ def model_of(family: str, *, tied: bool, part: bool) -> Any:
         size |= {"num_local_experts": len(CHOSEN) if part else EXPERTS, "num_experts_per_tok": 2}
     kind = family.capitalize()
     torch.manual_seed(5)
-    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**size)).eval()
+    return getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**size)
+    ).eval()
 
 
 def sliced(family: str, model: Any, part: Any) -> None:
@@ -106,8 +116,12 @@ def logits(model: Any) -> Any:
         return model(torch.arange(12).reshape(2, 6) * 2 % VOCAB).logits
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("mixtral", False)])
-def test_a_view_of_a_model_computes_what_its_slices_compute(family: str, *, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", False), ("llama", True), ("mixtral", False)]
+)
+def test_a_view_of_a_model_computes_what_its_slices_compute(
+    family: str, *, tied: bool, tmp_path: Path
+) -> None:
     whole = model_of(family, tied=tied, part=False)
     for number, parameter in enumerate(whole.parameters()):  # norms begin as constants
         parameter.data += 0.01 * torch.randn(parameter.shape) + 0.001 * number
@@ -121,7 +135,9 @@ def test_a_view_of_a_model_computes_what_its_slices_compute(family: str, *, tied
         steps[4] = {**steps[4], "take": "*embed_tokens.weight"}
     view = ck.view(steps)
     found = save_and_load(view, expected.config, tmp_path / "part")
-    assert {n: t.shape for n, t in found.state_dict().items()} == {n: t.shape for n, t in expected.state_dict().items()}
+    assert {n: t.shape for n, t in found.state_dict().items()} == {
+        n: t.shape for n, t in expected.state_dict().items()
+    }
     assert torch.equal(logits(found), logits(expected))
     assert not torch.allclose(logits(found), logits(whole))
     ucformat.convert(view, tmp_path / "universal")

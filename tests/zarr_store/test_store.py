@@ -42,8 +42,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 LARGE = {
-    ("rows", "weight"): random_array((1027, 640), "float32", 20),  # three chunks, the last one partly outside
-    ("column", "weight"): random_array((3, 300_001), "float32", 21),  # cut along its second dim, too
+    ("rows", "weight"): random_array(
+        (1027, 640), "float32", 20
+    ),  # three chunks, the last one partly outside
+    ("column", "weight"): random_array(
+        (3, 300_001), "float32", 21
+    ),  # cut along its second dim, too
     ("a/b %c.é", "weight"): random_array((5, 7), "int16", 22),
     ("wide", "exp_avg"): random_array((700_000,), "float32", 23),
 }
@@ -55,7 +59,9 @@ def fake(folder: Path) -> Checkpoint:
 
 
 def zarr_form(folder: Path) -> Checkpoint:
-    return ucformat.convert(fake(folder / "source"), folder / "zarr", chunk_bytes=1 << 17, shard_bytes=1 << 19)
+    return ucformat.convert(
+        fake(folder / "source"), folder / "zarr", chunk_bytes=1 << 17, shard_bytes=1 << 19
+    )
 
 
 def packed(folder: Path) -> Checkpoint:
@@ -121,7 +127,9 @@ def test_every_array_is_the_tensor(ck: Checkpoint) -> None:
 def test_every_slice_is_that_of_the_tensor(ck: Checkpoint, data: st.DataObject) -> None:
     key = data.draw(st.sampled_from(sorted(k for k in ck.tensors if ck.tensors[k].shape)))
     array = arrays_of(zarr.open_group(ck.zarr_store()))[key]
-    at = tuple(data.draw(st.slices(n).filter(lambda s: s.step is None or s.step > 0)) for n in array.shape)
+    at = tuple(
+        data.draw(st.slices(n).filter(lambda s: s.step is None or s.step > 0)) for n in array.shape
+    )
     assert same(np.asarray(array[at]), np.asarray(ck[key])[at])
 
 
@@ -141,7 +149,9 @@ def copy(ck: Checkpoint) -> ZarrMemoryStore:
 
 
 @given(st.data())
-def test_it_answers_as_a_store_that_holds_the_bytes(ck: Checkpoint, copy: ZarrMemoryStore, data: st.DataObject) -> None:
+def test_it_answers_as_a_store_that_holds_the_bytes(
+    ck: Checkpoint, copy: ZarrMemoryStore, data: st.DataObject
+) -> None:
     store, keys = ck.zarr_store(), sorted(copy._store_dict)
     key = data.draw(st.sampled_from(keys))
     size = len(copy._store_dict[key])
@@ -155,7 +165,9 @@ def test_it_answers_as_a_store_that_holds_the_bytes(ck: Checkpoint, copy: ZarrMe
     span = data.draw(spans)
     cut = key[: data.draw(st.integers(0, len(key)))]
     odd = data.draw(
-        st.sampled_from([cut, key + "/0", key.replace("0", "00"), key.replace("0", "+0"), key + "9" * 5000])
+        st.sampled_from(
+            [cut, key + "/0", key.replace("0", "00"), key.replace("0", "+0"), key + "9" * 5000]
+        )
     )
 
     async def answers(asked: Any) -> Any:
@@ -167,7 +179,9 @@ def test_it_answers_as_a_store_that_holds_the_bytes(ck: Checkpoint, copy: ZarrMe
             await asked.exists(odd),
             await asked.getsize(key),
             {k async for k in asked.list_prefix(cut)},
-            {k async for k in asked.list_dir(cut)} if "/" not in cut or cut.endswith("/") or cut in dirs else None,
+            {k async for k in asked.list_dir(cut)}
+            if "/" not in cut or cut.endswith("/") or cut in dirs
+            else None,
         )
 
     dirs = {k[:n] for k in keys for n in range(len(k)) if k[n] == "/"}
@@ -198,7 +212,9 @@ def test_every_byte_is_verified(form: Callable[[Path], Checkpoint], tmp_path: Pa
 
 def test_a_damaged_chunk_does_not_take_the_others_with_it(tmp_path: Path) -> None:
     arrays = {("w", "weight"): random_array((2048, 1024), "float32")}
-    made = ucformat.convert(Checkpoint(FakeSource.write(LocalStore(tmp_path / "source"), arrays)), tmp_path / "ck")
+    made = ucformat.convert(
+        Checkpoint(FakeSource.write(LocalStore(tmp_path / "source"), arrays)), tmp_path / "ck"
+    )
     (shard,) = [f for f in (tmp_path / "ck" / "data").rglob("0") if f.is_file()]
     data = bytearray(shard.read_bytes())
     data[3] ^= 1
@@ -216,14 +232,18 @@ def test_a_damaged_chunk_does_not_take_the_others_with_it(tmp_path: Path) -> Non
     array = zarr.open_array(ucformat.open(made.url).zarr_store(), path="weight/w")
     rows = array.chunks[0]
     assert [o.to_bytes() for o in others] == [
-        arrays["w", "weight"][rows * i : rows * i + rows, array.chunks[1] * j : array.chunks[1] * (j + 1)].tobytes()
+        arrays["w", "weight"][
+            rows * i : rows * i + rows, array.chunks[1] * j : array.chunks[1] * (j + 1)
+        ].tobytes()
         for i, j in (map(int, key.split("/")[-2:]) for key in keys[1:])
     ]
 
 
 @pytest.mark.parametrize("loop", ["zarr's own", "another"])
 def test_a_file_that_changes_is_a_conflict(loop: str, tmp_path: Path) -> None:
-    arrays = {("w", s): random_array((2048, 300), "float32") for s in ("master", "exp_avg", "exp_avg_sq")}
+    arrays = {
+        ("w", s): random_array((2048, 300), "float32") for s in ("master", "exp_avg", "exp_avg_sq")
+    }
     folder = write_zero3(tmp_path, arrays, 2)
     store = ucformat.open(folder).zarr_store()
     array = zarr.open_array(store, path="exp_avg/w")
@@ -232,10 +252,15 @@ def test_a_file_that_changes_is_a_conflict(loop: str, tmp_path: Path) -> None:
     data = file.read_bytes()
     file.unlink()
     file.write_bytes(data[:-1] + b"x")
-    last, run = f"exp_avg/w/c/{array.cdata_shape[0] - 1}/0", asyncio.run if loop == "another" else sync
+    last, run = (
+        f"exp_avg/w/c/{array.cdata_shape[0] - 1}/0",
+        asyncio.run if loop == "another" else sync,
+    )
     with pytest.raises(Conflict, match="changed since"):
         run(store.get(last, default_buffer_prototype()))
-    assert same(np.asarray(array[:5]), arrays["w", "exp_avg"][:5])  # of the other rank, whose file did not change
+    assert same(
+        np.asarray(array[:5]), arrays["w", "exp_avg"][:5]
+    )  # of the other rank, whose file did not change
 
 
 def test_only_the_bytes_asked_for_are_read(tmp_path: Path) -> None:
@@ -336,7 +361,9 @@ def test_it_is_pickled_as_the_place_options_and_views(tmp_path: Path) -> None:
         "sys.stdout.buffer.write(zarr.open_group(store)['weight/renamed'][...].tobytes())"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        command, capture_output=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert done.stdout == ARRAYS["rows", "weight"].tobytes()
 
 
@@ -359,7 +386,9 @@ def test_many_threads_and_loops_at_once(ck: Checkpoint) -> None:
             if seed % 2:
                 assert same(np.asarray(found[key][...]), np.asarray(ck[key]))
             else:
-                opened = asyncio.run(zarr.api.asynchronous.open_array(store=store, path=found[key].path))
+                opened = asyncio.run(
+                    zarr.api.asynchronous.open_array(store=store, path=found[key].path)
+                )
                 assert same(np.asarray(asyncio.run(opened.getitem(...))), np.asarray(ck[key]))
 
     with ThreadPoolExecutor(8) as pool:
@@ -390,7 +419,9 @@ def test_the_sentence_of_the_documentation(tmp_path: Path, monkeypatch: pytest.M
               enumerate(("master", "exp_avg", "exp_avg_sq"))}  # fmt: skip
     write_zero3(tmp_path, arrays, 2, step=100)
     monkeypatch.chdir(tmp_path)
-    found: Any = zarr.open_group(ucformat.open("global_step100").zarr_store())["master/model.norm.weight"]
+    found: Any = zarr.open_group(ucformat.open("global_step100").zarr_store())[
+        "master/model.norm.weight"
+    ]
     assert same(found[0:8], arrays["model.norm.weight", "master"][0:8])
     document = json.loads(sync(ucformat.open("global_step100").zarr_store()._get_bytes(
         "master/model.norm.weight/zarr.json", prototype=default_buffer_prototype())))  # fmt: skip

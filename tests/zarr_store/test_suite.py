@@ -39,8 +39,13 @@ class TestZarrs(StoreTests[CheckpointStore, cpu.Buffer]):
 
     @pytest.fixture
     def store_kwargs(self, tmp_path: Path) -> dict[str, Any]:
-        arrays = {("t", "weight"): np.frombuffer(DATA, np.uint8), ("u", "weight"): np.arange(6.0).reshape(2, 3)}
-        ucformat.convert(Checkpoint(FakeSource.write(LocalStore(tmp_path / "fake"), arrays)), tmp_path / "ck")
+        arrays = {
+            ("t", "weight"): np.frombuffer(DATA, np.uint8),
+            ("u", "weight"): np.arange(6.0).reshape(2, 3),
+        }
+        ucformat.convert(
+            Checkpoint(FakeSource.write(LocalStore(tmp_path / "fake"), arrays)), tmp_path / "ck"
+        )
         return {"checkpoint": ucformat.open(tmp_path / "ck")}
 
     @pytest.fixture
@@ -74,9 +79,16 @@ class TestZarrs(StoreTests[CheckpointStore, cpu.Buffer]):
     @pytest.mark.parametrize("key", [KEY])
     @pytest.mark.parametrize(
         ("data", "byte_range"),
-        [(DATA, None), (DATA, RangeByteRequest(1, 4)), (DATA, OffsetByteRequest(1)), (DATA, SuffixByteRequest(1))],
+        [
+            (DATA, None),
+            (DATA, RangeByteRequest(1, 4)),
+            (DATA, OffsetByteRequest(1)),
+            (DATA, SuffixByteRequest(1)),
+        ],
     )
-    async def test_get(self, store: CheckpointStore, key: str, data: bytes, byte_range: Any) -> None:
+    async def test_get(
+        self, store: CheckpointStore, key: str, data: bytes, byte_range: Any
+    ) -> None:
         await super().test_get(store, key, data, byte_range)
 
     async def test_get_not_open(self, store_not_open: CheckpointStore) -> None:
@@ -92,7 +104,11 @@ class TestZarrs(StoreTests[CheckpointStore, cpu.Buffer]):
     async def test_get_many(self, store: CheckpointStore) -> None:
         keys = [KEY, "zarr.json", "weight/u/c/0/0"]
         wanted = [(key, default_buffer_prototype(), None) for key in keys]
-        observed = {key: found.to_bytes() async for key, found in store._get_many(wanted) if found is not None}
+        observed = {
+            key: found.to_bytes()
+            async for key, found in store._get_many(wanted)
+            if found is not None
+        }
         assert observed[KEY] == DATA
         assert observed.keys() == set(keys)
 
@@ -102,12 +118,18 @@ class TestZarrs(StoreTests[CheckpointStore, cpu.Buffer]):
             [],
             [("zarr.json", RangeByteRequest(0, 2))],
             [(KEY, RangeByteRequest(0, 2)), ("zarr.json", None)],
-            [(KEY, RangeByteRequest(0, 2)), (KEY, SuffixByteRequest(2)), ("weight/u/c/0/0", OffsetByteRequest(2))],
+            [
+                (KEY, RangeByteRequest(0, 2)),
+                (KEY, SuffixByteRequest(2)),
+                ("weight/u/c/0/0", OffsetByteRequest(2)),
+            ],
         ],
     )
     async def test_get_partial_values(self, store: CheckpointStore, key_ranges: Any) -> None:
         observed = await store.get_partial_values(default_buffer_prototype(), key_ranges)
-        expected = [await store.get(key, default_buffer_prototype(), span) for key, span in key_ranges]
+        expected = [
+            await store.get(key, default_buffer_prototype(), span) for key, span in key_ranges
+        ]
         assert [o and o.to_bytes() for o in observed] == [e and e.to_bytes() for e in expected]
         assert None not in expected
 
@@ -182,12 +204,30 @@ class TestZarrs(StoreTests[CheckpointStore, cpu.Buffer]):
     # --- listing: a copy in a store of zarr-python lists the same (test_store.py)
 
     async def test_list(self, store: CheckpointStore) -> None:
-        expected = ["zarr.json", "weight/zarr.json", "weight/t/zarr.json", KEY, "weight/u/zarr.json", "weight/u/c/0/0"]
+        expected = [
+            "zarr.json",
+            "weight/zarr.json",
+            "weight/t/zarr.json",
+            KEY,
+            "weight/u/zarr.json",
+            "weight/u/c/0/0",
+        ]
         assert sorted([key async for key in store.list()]) == sorted(expected)
 
     async def test_list_prefix(self, store: CheckpointStore) -> None:
         expected = [key async for key in store.list()]
-        for prefix in ("", "w", "weight", "weight/", "weight/t", "weight/t/c", "weight/u/c/0/", "zarr", "x", "/"):
+        for prefix in (
+            "",
+            "w",
+            "weight",
+            "weight/",
+            "weight/t",
+            "weight/t/c",
+            "weight/u/c/0/",
+            "zarr",
+            "x",
+            "/",
+        ):
             found = [key async for key in store.list_prefix(prefix)]
             assert sorted(found) == sorted(key for key in expected if key.startswith(prefix))
 

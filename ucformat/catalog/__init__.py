@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 __all__ = ["dependent_finders", "find_dependents", "on_change"]
 
-#: Called after every change that the documents beside checkpoints have to record, with the catalog and a frozenset of
-#: the serials of these checkpoints.
+#: Called after every change that the documents beside checkpoints have to record, with the catalog
+#: and a frozenset of the serials of these checkpoints.
 on_change: list[Callable[..., object]] = []
 
-#: Called before checkpoints are deleted, with their ids and places; return, by id, the ids of the checkpoints that need
-#: their files according to the documents beside them. The catalog itself does not access storage.
+#: Called before checkpoints are deleted, with their ids and places; return, by id, the ids of the
+#: checkpoints that need their files according to the documents beside them. The catalog itself does
+#: not access storage.
 dependent_finders: list[Callable[[Mapping[str, Sequence[str]]], Mapping[str, frozenset[str]]]] = []
 
 

@@ -41,11 +41,12 @@ _log = logging.getLogger("ucformat")
 class Catalog(CatalogReader):
     """A catalog of checkpoints in SQLite or PostgreSQL.
 
-    Every method is one atomic transaction. A `ref` is a place, `run@step`, `run@latest`, `alias:name`, an id or the
-    beginning of one.
+    Every method is one atomic transaction. A `ref` is a place, `run@step`, `run@latest`,
+    `alias:name`, an id or the beginning of one.
 
     Args:
-        url: a file's path, `sqlite:///…` or `postgresql://…` (default: the catalog of the settings).
+        url: a file's path, `sqlite:///…` or `postgresql://…` (default: the catalog of the
+            settings).
         read_only: do not write; the database enforces it (default: False).
         upgrade: upgrade tables of an older ucformat (default: raise UpgradeNeeded).
     """
@@ -69,8 +70,10 @@ class Catalog(CatalogReader):
             kind: `ucformat`, or the engine that wrote it.
             run: its run (default: the manifest's, else the name of the parent folder).
             files: of a foreign checkpoint, the number of its files and their bytes.
-            replace_config: of a foreign checkpoint, replace a recorded configuration (default: False).
-            listing: a hash of the file listing, by which `register` recognises unchanged checkpoints.
+            replace_config: of a foreign checkpoint, replace a recorded configuration (default:
+                False).
+            listing: a hash of the file listing, by which `register` recognises unchanged
+                checkpoints.
 
         Returns:
             The checkpoint's entry.
@@ -103,14 +106,17 @@ class Catalog(CatalogReader):
 
         self._write(work)
 
-    def import_document(self, checkpoint: str, doc: CatalogDoc, url: str, *, trust: bool = False) -> Entry:
+    def import_document(
+        self, checkpoint: str, doc: CatalogDoc, url: str, *, trust: bool = False
+    ) -> Entry:
         """Import the document beside a checkpoint, which another catalog or this one wrote; log warnings for refusals.
 
         Args:
             checkpoint: the id.
             doc: the document.
             url: the place.
-            trust: apply all of it (default: move no alias, undo nothing recorded here, restart grace periods).
+            trust: apply all of it (default: move no alias, undo nothing recorded here, restart
+                grace periods).
 
         Returns:
             The checkpoint's entry.
@@ -120,7 +126,9 @@ class Catalog(CatalogReader):
         stamp, url = make_stamp(), same_url(url)
 
         def work(c: Connection) -> tuple[Entry, list[str]]:
-            serial = c.execute(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint)).scalar_one()
+            serial = c.execute(
+                sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint)
+            ).scalar_one()
             refused = import_document(c, serial, doc, url, stamp, trust=trust)
             return load_entries(c, [serial], stamp.now)[0], refused
 
@@ -132,7 +140,8 @@ class Catalog(CatalogReader):
     def forget(self, places: Collection[LocationEntry]) -> list[str]:
         """Remove places where checkpoints no longer exist, unless one was seen there since.
 
-        A checkpoint without a place becomes purged, and no longer protects the files that it needed.
+        A checkpoint without a place becomes purged, and no longer protects the files that it
+        needed.
 
         Args:
             places: the places, as `places` returned them.
@@ -188,11 +197,18 @@ class Catalog(CatalogReader):
             tool: the program and its version.
         """
         stamp = make_stamp()
-        values = {"ok": ok, "bytes_verified": bytes_verified, "bytes_unverified": bytes_unverified, "tool": tool}
+        values = {
+            "ok": ok,
+            "bytes_verified": bytes_verified,
+            "bytes_unverified": bytes_unverified,
+            "tool": tool,
+        }
 
         def work(c: Connection) -> None:
             serial = resolve(c, parse_ref(ref))
-            recording.add_verification(c, serial, same_url(url), problems=problems, stamp=stamp, **values)
+            recording.add_verification(
+                c, serial, same_url(url), problems=problems, stamp=stamp, **values
+            )
 
         self._write(work)
 
@@ -201,7 +217,8 @@ class Catalog(CatalogReader):
 
         Args:
             policy: the policy.
-            apply: the id of a plan to apply; its checkpoints can be restored in their grace (default: only plan).
+            apply: the id of a plan to apply; its checkpoints can be restored in their grace
+                (default: only plan).
 
         Returns:
             The plan.
@@ -216,7 +233,9 @@ class Catalog(CatalogReader):
             first = deletion.plan(c, policy, stamp.now)
         needed = find_dependents({r.id: r.places for r in first.delete})
         if apply is not None:
-            return self._write(lambda c: deletion.apply_plan(c, policy, apply, stamp, needed=needed))
+            return self._write(
+                lambda c: deletion.apply_plan(c, policy, apply, stamp, needed=needed)
+            )
         if not needed:
             return first
         with self._database.reading() as c:
@@ -230,7 +249,8 @@ class Catalog(CatalogReader):
             grace: for how long `gc` must not remove them (default: 7 days).
 
         Raises:
-            PermissionDenied: one has an alias, tag or hold, is needed by another, or was not written by ucformat.
+            PermissionDenied: one has an alias, tag or hold, is needed by another, or was not
+                written by ucformat.
         """
         from ucformat.catalog import deletion
 
@@ -261,14 +281,17 @@ class Catalog(CatalogReader):
         Args:
             name: the alias.
             ref: the checkpoint.
-            expect: where it must point now, a reference; None if it must not exist (default: anywhere).
+            expect: where it must point now, a reference; None if it must not exist (default:
+                anywhere).
 
         Raises:
             Conflict: it points elsewhere.
         """
 
         def move(c: Connection, stamp: Stamp, old: Any) -> Iterable[int]:
-            return labels.move_alias(c, name, resolve_committed(c, ref, labels.alias_target(c, name)), old, stamp)
+            return labels.move_alias(
+                c, name, resolve_committed(c, ref, labels.alias_target(c, name)), old, stamp
+            )
 
         self._move(move, expect)
 
@@ -302,7 +325,10 @@ class Catalog(CatalogReader):
             tags: their names.
             permanent: they cannot be removed (default: `untag` removes them).
         """
-        self._annotate(ref, lambda c, serial, stamp: labels.add_tags(c, serial, tags, stamp, permanent=permanent))
+        self._annotate(
+            ref,
+            lambda c, serial, stamp: labels.add_tags(c, serial, tags, stamp, permanent=permanent),
+        )
 
     def untag(self, ref: str, *tags: str, reason: str) -> None:
         """Remove tags from a checkpoint, all of them or none.
@@ -317,7 +343,11 @@ class Catalog(CatalogReader):
             PermissionDenied: one is permanent.
             UsageError: the reason is empty.
         """
-        self._annotate(ref, lambda c, serial, stamp: labels.remove_tags(c, serial, tags, reason, stamp), any_state=True)
+        self._annotate(
+            ref,
+            lambda c, serial, stamp: labels.remove_tags(c, serial, tags, reason, stamp),
+            any_state=True,
+        )
 
     def hold(self, ref: str, reason: str, until: datetime | timedelta | None = None) -> int:
         """Protect a checkpoint from deletion.
@@ -330,7 +360,9 @@ class Catalog(CatalogReader):
         Returns:
             The number of the hold.
         """
-        return self._annotate(ref, lambda c, serial, stamp: labels.add_hold(c, serial, reason, until, stamp))
+        return self._annotate(
+            ref, lambda c, serial, stamp: labels.add_hold(c, serial, reason, until, stamp)
+        )
 
     def release(self, ref: str, number: int | None = None) -> int:
         """Release holds on a checkpoint.
@@ -343,7 +375,9 @@ class Catalog(CatalogReader):
             How many were released.
         """
         return self._annotate(
-            ref, lambda c, serial, stamp: labels.release_holds(c, serial, stamp, number), any_state=True
+            ref,
+            lambda c, serial, stamp: labels.release_holds(c, serial, stamp, number),
+            any_state=True,
         )
 
     def metric(self, ref: str, metrics: Mapping[str, float]) -> None:
@@ -364,7 +398,9 @@ class Catalog(CatalogReader):
         """
         self._annotate(ref, lambda c, serial, stamp: labels.add_note(c, serial, text, stamp))
 
-    def _annotate(self, ref: str, change: Callable[[Connection, int, Stamp], T], *, any_state: bool = False) -> T:
+    def _annotate(
+        self, ref: str, change: Callable[[Connection, int, Stamp], T], *, any_state: bool = False
+    ) -> T:
         stamp = make_stamp()
 
         def work(c: Connection) -> T:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.models import BLOCK, Checkpoint, Digest, Form, Location, Tensor, TensorSet, storable_text
+from ucformat.catalog.models import (
+    BLOCK,
+    Checkpoint,
+    Digest,
+    Form,
+    Location,
+    Tensor,
+    TensorSet,
+    storable_text,
+)
 from ucformat.catalog.rows import all_blocks, insert_if_absent, insert_rows
 from ucformat.errors import Conflict
 
@@ -21,18 +30,41 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.tensors import KindDoc, TensorTable
 
-_COLUMNS = ("tensor_set_id", "position", "name", "state", "dtype", "shape", "chunk", "shard", "nbytes")
+_COLUMNS = (
+    "tensor_set_id",
+    "position",
+    "name",
+    "state",
+    "dtype",
+    "shape",
+    "chunk",
+    "shard",
+    "nbytes",
+)
 _STORED = attrgetter("state", "dtype", "shape", "chunk", "shard", "nbytes")
 _LOGICAL = attrgetter("state", "dtype", "shape")
-#: Fields of a manifest that `materialize` changes, besides the tensors; all others are independent of the form.
-_FORM = {"attempt", "grid", "producer", "objects", "assets", "sidecar", "verified", "writers", "digest"}
+#: Fields of a manifest that `materialize` changes, besides the tensors; all others are independent
+#: of the form.
+_FORM = {
+    "attempt",
+    "grid",
+    "producer",
+    "objects",
+    "assets",
+    "sidecar",
+    "verified",
+    "writers",
+    "digest",
+}
 
 
 def tensor_sets(connection: Connection, tables: Sequence[TensorTable]) -> list[int]:
     """Get or create the tensor sets of structures."""
     structures = [_structure_hash(tensors) for tensors in tables]
     ids: dict[str, int] = {}
-    for structure, tensors in sorted(dict(zip(structures, tables, strict=True)).items(), key=itemgetter(0)):
+    for structure, tensors in sorted(
+        dict(zip(structures, tables, strict=True)).items(), key=itemgetter(0)
+    ):
         found = connection.scalar(sa.select(TensorSet.id).where(TensorSet.hash == structure))
         ids[structure] = _insert_set(connection, structure, tensors) if found is None else found
     return [ids[structure] for structure in structures]
@@ -41,7 +73,9 @@ def tensor_sets(connection: Connection, tables: Sequence[TensorTable]) -> list[i
 def _insert_set(connection: Connection, structure: str, tensors: TensorTable) -> int:
     made = insert_if_absent(connection, TensorSet, {"hash": structure}, {}, TensorSet.id)
     if made is None:  # inserted concurrently
-        return connection.execute(sa.select(TensorSet.id).where(TensorSet.hash == structure)).scalar_one()
+        return connection.execute(
+            sa.select(TensorSet.id).where(TensorSet.hash == structure)
+        ).scalar_one()
     rows = [
         (
             made,
@@ -63,17 +97,22 @@ def _insert_set(connection: Connection, structure: str, tensors: TensorTable) ->
 def manifest_content(manifest: Manifest) -> str | None:
     """The SHA-256 of everything in a manifest that does not depend on the form of the checkpoint.
 
-    Fields with their defaults are left out, so that later versions with more fields compute the same hash.
+    Fields with their defaults are left out, so that later versions with more fields compute the
+    same hash.
 
     Returns:
-        The hash in hexadecimal; None if no file can hold the manifest because its text is not Unicode.
+        The hash in hexadecimal; None if no file can hold the manifest because its text is not
+        Unicode.
     """
     try:
         read = manifest.model_copy(update={"tensors": manifest.tensors.of(())}).as_read()
     except ValueError:
         return None
     return _sha256(
-        [read.model_dump_json(exclude={*_FORM, "tensors"}, exclude_defaults=True), _columns(manifest.tensors, _LOGICAL)]
+        [
+            read.model_dump_json(exclude={*_FORM, "tensors"}, exclude_defaults=True),
+            _columns(manifest.tensors, _LOGICAL),
+        ]
     )
 
 
@@ -119,10 +158,17 @@ def digest_blocks(connection: Connection, tables: Iterable[TensorTable]) -> list
 
 def add_digests(connection: Connection, tables: Mapping[int, TensorTable]) -> None:
     """Insert the digests of checkpoints, sorted, since the index takes them faster in order."""
-    found = [(d, serial, i) for serial, tensors in tables.items() for i, d in enumerate(tensors.digest) if d]
+    found = [
+        (d, serial, i)
+        for serial, tensors in tables.items()
+        for i, d in enumerate(tensors.digest)
+        if d
+    ]
     if not found:
         return
-    chosen = sa.select(Checkpoint.serial, Checkpoint.digest_block).where(Checkpoint.serial.in_(tables))
+    chosen = sa.select(Checkpoint.serial, Checkpoint.digest_block).where(
+        Checkpoint.serial.in_(tables)
+    )
     blocks: dict[int, int] = dict(connection.execute(chosen).all())
     rows = sorted((blocks[serial], digest, serial, i) for digest, serial, i in found)
     insert_rows(connection, "digest", ("block", "digest", "checkpoint", "position"), rows)
@@ -131,7 +177,9 @@ def add_digests(connection: Connection, tables: Mapping[int, TensorTable]) -> No
 def _digests(connection: Connection, serial: int) -> dict[int, str]:
     """The digests of a checkpoint's tensors that have one, by position in the structure."""
     block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
-    rows = sa.select(Digest.position, Digest.digest).where(Digest.block == block, Digest.checkpoint == serial)
+    rows = sa.select(Digest.position, Digest.digest).where(
+        Digest.block == block, Digest.checkpoint == serial
+    )
     return {row.position: row.digest for row in connection.execute(rows)}
 
 
@@ -141,7 +189,9 @@ def remove_digests(connection: Connection, serial: int) -> None:
     connection.execute(sa.delete(Digest).where(Digest.block == block, Digest.checkpoint == serial))
 
 
-def check_same(connection: Connection, serial: int, url: str, content: str, manifest: Manifest) -> None:
+def check_same(
+    connection: Connection, serial: int, url: str, content: str, manifest: Manifest
+) -> None:
     """Check that a manifest with a recorded id is that checkpoint, in a form that one of its places has.
 
     Raises:
@@ -167,7 +217,11 @@ def check_same(connection: Connection, serial: int, url: str, content: str, mani
 def contradiction(connection: Connection, manifest: Manifest, url: str) -> str | None:
     """As `Catalog.contradiction`, in a transaction."""
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
-    if serial is None or url not in _places_of(connection, serial) or manifest.digest in _forms_of(connection, serial):
+    if (
+        serial is None
+        or url not in _places_of(connection, serial)
+        or manifest.digest in _forms_of(connection, serial)
+    ):
         return None
     content = manifest_content(manifest)
     if content is not None and not _is_other(connection, serial, content, manifest):
@@ -186,17 +240,27 @@ def _forms_of(connection: Connection, serial: int) -> Sequence[str]:
 
 
 def _is_other(
-    connection: Connection, serial: int, content: str, manifest: Manifest, *, need_digests: bool = True
+    connection: Connection,
+    serial: int,
+    content: str,
+    manifest: Manifest,
+    *,
+    need_digests: bool = True,
 ) -> bool:
     """Whether a manifest is of another checkpoint: its content or the digest of a tensor differs.
 
-    With `need_digests`, a tensor whose recorded digest is missing from the manifest differs too; manifests of packed
-    files have none.
+    With `need_digests`, a tensor whose recorded digest is missing from the manifest differs too;
+    manifests of packed files have none.
     """
-    if connection.scalar(sa.select(Checkpoint.content).where(Checkpoint.serial == serial)) != content:
+    if (
+        connection.scalar(sa.select(Checkpoint.content).where(Checkpoint.serial == serial))
+        != content
+    ):
         return True
     found = manifest.tensors.digest
-    pairs = ((found[n] if found else None, digest) for n, digest in _digests(connection, serial).items())
+    pairs = (
+        (found[n] if found else None, digest) for n, digest in _digests(connection, serial).items()
+    )
     return any(one != recorded for one, recorded in pairs if need_digests or one is not None)
 
 
@@ -235,8 +299,15 @@ def find_digest(connection: Connection, digest: str) -> dict[int, list[TensorEnt
     query = (
         sa.select(Digest.checkpoint, Tensor.__table__, Digest.digest)
         .join(Checkpoint, Checkpoint.serial == Digest.checkpoint)
-        .join(Tensor, sa.and_(Tensor.tensor_set_id == Checkpoint.tensor_set_id, Tensor.position == Digest.position))
-        .where(Digest.block.in_(all_blocks()), Digest.digest == digest)  # IN: for a join SQLite would scan all
+        .join(
+            Tensor,
+            sa.and_(
+                Tensor.tensor_set_id == Checkpoint.tensor_set_id, Tensor.position == Digest.position
+            ),
+        )
+        .where(
+            Digest.block.in_(all_blocks()), Digest.digest == digest
+        )  # IN: for a join SQLite would scan all
         .order_by(Digest.checkpoint, Digest.position)
     )
     found: dict[int, list[TensorEntry]] = {}
@@ -247,7 +318,14 @@ def find_digest(connection: Connection, digest: str) -> dict[int, list[TensorEnt
 
 def _tensor(r: Any, digest: str | None) -> TensorEntry:
     return TensorEntry(
-        r.name, r.state, r.dtype, _split(r.shape) or (), _split(r.chunk), _split(r.shard), r.nbytes, digest
+        r.name,
+        r.state,
+        r.dtype,
+        _split(r.shape) or (),
+        _split(r.chunk),
+        _split(r.shard),
+        r.nbytes,
+        digest,
     )
 
 

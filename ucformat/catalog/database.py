@@ -17,7 +17,14 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from ucformat.catalog.models import Base, Identity
-from ucformat.errors import NotFound, PermissionDenied, UcformatError, UnsupportedError, UpgradeNeeded, UsageError
+from ucformat.errors import (
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+    UpgradeNeeded,
+    UsageError,
+)
 from ucformat.migrations import HEAD, KNOWN, configuration
 from ucformat.redacted import learn, learn_url, redacted, scrub
 from ucformat.settings import local_path
@@ -89,7 +96,9 @@ class Database:
 
     def _check_place(self) -> None:
         if self._url.database in (None, "", ":memory:"):
-            raise UsageError("a catalog in memory would be lost", hint="name a file: sqlite:///catalog.db")
+            raise UsageError(
+                "a catalog in memory would be lost", hint="name a file: sqlite:///catalog.db"
+            )
         file = Path(str(self._url.database)).absolute()
         kind = _file_system(file)
         if kind in _NETWORK or kind.startswith(_NETWORK_FUSE):
@@ -105,7 +114,8 @@ class Database:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise PermissionDenied(
-                f"the catalog {file} cannot be created: {error.strerror}", hint="set UCP_CATALOG to a file elsewhere"
+                f"the catalog {file} cannot be created: {error.strerror}",
+                hint="set UCP_CATALOG to a file elsewhere",
             ) from error
 
     def _engine(self) -> Engine:
@@ -114,12 +124,19 @@ class Database:
             "connect_args": {"connect_timeout": _CONNECT_TIMEOUT},
         }
         if self.sqlite:
-            options = {"connect_args": {"timeout": _BUSY_TIMEOUT, "check_same_thread": False, "isolation_level": None}}
+            options = {
+                "connect_args": {
+                    "timeout": _BUSY_TIMEOUT,
+                    "check_same_thread": False,
+                    "isolation_level": None,
+                }
+            }
         try:
             engine = sa.create_engine(self._url, **options)
         except ModuleNotFoundError as error:
             raise UnsupportedError(
-                f"{self.url} needs the package {error.name}", hint="pip install 'ucformat[postgres]'"
+                f"{self.url} needs the package {error.name}",
+                hint="pip install 'ucformat[postgres]'",
             ) from error
         if self.sqlite:
             sa.event.listen(engine, "connect", self._prepare_sqlite)
@@ -128,7 +145,9 @@ class Database:
 
     def _prepare_sqlite(self, connection: Any, _record: Any) -> None:
         connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA synchronous = NORMAL")  # with WAL, a power failure loses whole commits at most
+        connection.execute(
+            "PRAGMA synchronous = NORMAL"
+        )  # with WAL, a power failure loses whole commits at most
         connection.execute("PRAGMA cache_size = -65536")
         if self.read_only:
             connection.execute("PRAGMA query_only = ON")
@@ -164,7 +183,10 @@ class Database:
                     return work(connection)
             except UcformatError as error:
                 cause = error.__cause__
-                conflict = isinstance(cause, DBAPIError) and getattr(cause.orig, "sqlstate", None) in _CONFLICTS
+                conflict = (
+                    isinstance(cause, DBAPIError)
+                    and getattr(cause.orig, "sqlstate", None) in _CONFLICTS
+                )
                 if not conflict or not left:
                     raise
                 time.sleep(random.uniform(0.01, 0.1))  # noqa: S311 - so that the retries do not collide again
@@ -175,7 +197,9 @@ class Database:
         """A read-only transaction, which sees one state of the catalog."""
         with translated_errors(self.url), self.engine.connect() as connection:
             if not self.sqlite:
-                connection.execution_options(postgresql_readonly=True, isolation_level="REPEATABLE READ")
+                connection.execution_options(
+                    postgresql_readonly=True, isolation_level="REPEATABLE READ"
+                )
             with connection.begin():
                 yield connection
 
@@ -191,7 +215,9 @@ class Database:
             with self._exclusive() as connection:
                 if _schema_state(connection) == "empty":  # no other process was faster
                     _create(connection)
-                    connection.execute(sa.insert(Identity).values(id=uuid4().hex, created=datetime.now(UTC)))
+                    connection.execute(
+                        sa.insert(Identity).values(id=uuid4().hex, created=datetime.now(UTC))
+                    )
         elif found == "empty":
             raise NotFound(f"there is no catalog at {self.url} yet", hint=_CREATED)
         elif found == "older" and upgrade:
@@ -234,11 +260,18 @@ def _parse(url: str) -> URL:
     try:
         found = make_url(url)
         backend = found.get_backend_name()
-    except (ArgumentError, NoSuchModuleError, ValueError):  # the message would repeat parts of the url
+    except (
+        ArgumentError,
+        NoSuchModuleError,
+        ValueError,
+    ):  # the message would repeat parts of the url
         found = None
     server = None if found is None or backend == "sqlite" else f"{found.host}{found.database}"
     if found is None or (server and "@" in server):  # part of a password
-        raise UsageError("the catalog's url is malformed", hint=f"{_URLS}; in a password write @ as %40, / as %2F")
+        raise UsageError(
+            "the catalog's url is malformed",
+            hint=f"{_URLS}; in a password write @ as %40, / as %2F",
+        )
     learn(str(found.password or ""), *_secret_values(found))
     if backend == "postgresql":
         return found.set(drivername="postgresql+psycopg")
@@ -261,9 +294,33 @@ def _secret_values(url: URL) -> Iterator[str]:
 
 #: Parameters of a url that are not secret.
 _PLAIN = {
-    *("host", "hostaddr", "port", "dbname", "user", "application_name", "client_encoding", "connect_timeout"),
-    *("sslmode", "sslrootcert", "sslcert", "sslkey", "gssencmode", "channel_binding", "target_session_attrs"),
-    *("keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout", "service"),
+    *(
+        "host",
+        "hostaddr",
+        "port",
+        "dbname",
+        "user",
+        "application_name",
+        "client_encoding",
+        "connect_timeout",
+    ),
+    *(
+        "sslmode",
+        "sslrootcert",
+        "sslcert",
+        "sslkey",
+        "gssencmode",
+        "channel_binding",
+        "target_session_attrs",
+    ),
+    *(
+        "keepalives",
+        "keepalives_idle",
+        "keepalives_interval",
+        "keepalives_count",
+        "tcp_user_timeout",
+        "service",
+    ),
     *("mode", "cache", "uri", "timeout", "passfile"),
 }
 _ALMOST = re.compile(r"(postgres|mysql|mariadb|oracle|mssql)[\w+]*:", re.IGNORECASE)
@@ -274,7 +331,9 @@ _URLS = "write a file's path, sqlite:////an/absolute/path.db, or postgresql://us
 def _file_system(file: Path) -> str:
     """Linux's name for the type of file system that a path is on; empty if it is unknown."""
     try:
-        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+        mounts = (
+            Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
     except OSError:
         return ""
     real, best, kind = f"{os.path.realpath(file)}/", "", ""
@@ -326,7 +385,9 @@ def _migrate(connection: Connection) -> None:
     from alembic import command
 
     if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql("PRAGMA defer_foreign_keys = ON")  # batch mode drops tables that are referred to
+        connection.exec_driver_sql(
+            "PRAGMA defer_foreign_keys = ON"
+        )  # batch mode drops tables that are referred to
     command.upgrade(configuration(connection, Base.metadata, VERSION_TABLE), HEAD)
 
 

@@ -46,8 +46,8 @@ _SECOND, _DISAGREE = timedelta(seconds=1), timedelta(minutes=5)
 class Deferred:
     """A deleted checkpoint that stays in storage for now, all the reasons why, and when it may be purged.
 
-    `until` is None if a user has to act first, for instance to release a hold. A checkpoint that others need is purged
-    in a later run than these.
+    `until` is None if a user has to act first, for instance to release a hold. A checkpoint that
+    others need is purged in a later run than these.
     """
 
     row: RetentionRow
@@ -59,7 +59,8 @@ class Deferred:
 class PurgePlan:
     """What to purge; each deleted row is in one of `purge` and `wait`. Plans with the same `id` purge the same rows.
 
-    `begun` has the ids of the checkpoints whose purge was begun and interrupted; ending those needs no plan.
+    `begun` has the ids of the checkpoints whose purge was begun and interrupted; ending those needs
+    no plan.
     """
 
     id: str
@@ -74,14 +75,19 @@ class PurgePlan:
 
 
 def plan_purge(
-    rows: Iterable[RetentionRow], now: datetime, default_grace: timedelta, clocks: Mapping[str, float]
+    rows: Iterable[RetentionRow],
+    now: datetime,
+    default_grace: timedelta,
+    clocks: Mapping[str, float],
 ) -> PurgePlan:
     """Plan which deleted checkpoints may be purged.
 
-    A checkpoint that another one needs is not purged in the same plan, so that no crash leaves a broken checkpoint.
+    A checkpoint that another one needs is not purged in the same plan, so that no crash leaves a
+    broken checkpoint.
 
     Args:
-        clocks: the time by other clocks, in seconds; a grace period is over when all clocks that saw it begin agree.
+        clocks: the time by other clocks, in seconds; a grace period is over when all clocks that
+            saw it begin agree.
     """
     due = sorted((row for row in rows if row.state != "committed"), key=plan_order)
     deleted = [row for row in due if row.state == "deleted"]
@@ -98,7 +104,9 @@ def plan_purge(
     return PurgePlan(plan_id("purge", purge), tuple(purge), tuple(wait), begun)
 
 
-def end_of_grace(row: RetentionRow, default: timedelta, now: datetime, clocks: Mapping[str, float]) -> datetime | None:
+def end_of_grace(
+    row: RetentionRow, default: timedelta, now: datetime, clocks: Mapping[str, float]
+) -> datetime | None:
     """When the grace period of a deleted checkpoint is over by all available clocks.
 
     Returns:
@@ -116,18 +124,31 @@ def end_of_grace(row: RetentionRow, default: timedelta, now: datetime, clocks: M
 
 def _ages(row: RetentionRow, clocks: Mapping[str, float]) -> dict[str, timedelta]:
     """How long ago a checkpoint was deleted, by each clock that was read then and now."""
-    return {name: timedelta(seconds=clocks[name] - then) for name, then in row.deleted_clocks.items() if name in clocks}
+    return {
+        name: timedelta(seconds=clocks[name] - then)
+        for name, then in row.deleted_clocks.items()
+        if name in clocks
+    }
 
 
-def _reasons(row: RetentionRow, end: datetime | None, now: datetime, clocks: Mapping[str, float]) -> tuple[str, ...]:
+def _reasons(
+    row: RetentionRow, end: datetime | None, now: datetime, clocks: Mapping[str, float]
+) -> tuple[str, ...]:
     found = [] if row.kind == OWN_KIND else [f"not ours: written by {row.kind}"]
     if end is None:
         found.append("it is not known when it was deleted")
     elif now < end:
         found.append("can be restored")
-        ages = {"this host's clock": now - row.deleted, **_ages(row, clocks)} if row.deleted is not None else {}
+        ages = (
+            {"this host's clock": now - row.deleted, **_ages(row, clocks)}
+            if row.deleted is not None
+            else {}
+        )
         if ages and max(ages.values()) - min(ages.values()) > _DISAGREE:
-            each = (f"{timedelta(seconds=max(0, age // _SECOND))} ago by {name}" for name, age in ages.items())
+            each = (
+                f"{timedelta(seconds=max(0, age // _SECOND))} ago by {name}"
+                for name, age in ages.items()
+            )
             found.append(f"clocks disagree: it was deleted {', '.join(each)}")
     return (*found, *protections(row, now))
 
@@ -164,13 +185,14 @@ def _time(
     return max([now, *known]) if len(known) == len(conditions) else None
 
 
-# Deletion in the catalog: the rows from which plans are made, deleting and restoring, and the progress of `gc`.
+# Deletion in the catalog: the rows from which plans are made, deleting and restoring, and the
+# progress of `gc`.
 #
 #     committed --delete--> deleted --begin_purge--> purging --end_purge--> purged
 #               <--restore--        <--stop_purge---
 #
-# Storage is not touched before `purging`. Deleting or annotating a checkpoint locks its row first, so that of a
-# concurrent alias and deletion, the later one sees the earlier.
+# Storage is not touched before `purging`. Deleting or annotating a checkpoint locks its row first,
+# so that of a concurrent alias and deletion, the later one sees the earlier.
 
 
 def protections_at(
@@ -178,17 +200,33 @@ def protections_at(
 ) -> tuple[str, ...]:
     """As `Catalog.protections`, in a transaction."""
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint))
-    found = retention_rows(connection, now, serials=[serial]) if serial is not None and annotations else []
+    found = (
+        retention_rows(connection, now, serials=[serial])
+        if serial is not None and annotations
+        else []
+    )
     child = Checkpoint.__table__.alias()
     here = near(url) if serial is None else sa.or_(Edge.parent == serial, near(url))
-    others = sa.select(child.c.id).join(Edge, child.c.serial == Edge.child).where(Edge.depends, here)
-    live = others.where(child.c.state.in_(LIVE), child.c.id != checkpoint).distinct().order_by(child.c.id)
+    others = (
+        sa.select(child.c.id).join(Edge, child.c.serial == Edge.child).where(Edge.depends, here)
+    )
+    live = (
+        others.where(child.c.state.in_(LIVE), child.c.id != checkpoint)
+        .distinct()
+        .order_by(child.c.id)
+    )
     why = [reason for row in found for reason in protections(row, now)]
     return tuple(dict.fromkeys([*why, *needed_by(connection.scalars(live).all())]))
 
 
 def ignore_dependent(
-    connection: Connection, dependent: str, url: str, stamp: Stamp, *, beside: bool, why: Mapping[str, Any]
+    connection: Connection,
+    dependent: str,
+    url: str,
+    stamp: Stamp,
+    *,
+    beside: bool,
+    why: Mapping[str, Any],
 ) -> bool:
     """Remove the record that a checkpoint needs files of a place, and log the removal if there was a record.
 
@@ -216,7 +254,9 @@ def delete(
 ) -> None:
     """Mark checkpoints as deleted, all of them or none; storage is not touched before the grace period is over."""
     lock(connection, serials)
-    rows = {r.serial: r for r in retention_rows(connection, stamp.now, serials=serials, needed=needed)}
+    rows = {
+        r.serial: r for r in retention_rows(connection, stamp.now, serials=serials, needed=needed)
+    }
     for serial in serials:
         row = rows.get(serial)
         reasons = ["it is gone already"] if row is None else _obstacles(row, stamp.now)
@@ -228,10 +268,17 @@ def delete(
             )
     end = stamp.now + grace
     update_checkpoints(
-        connection, serials, state="deleted", deleted=stamp.now, purge_after=end, deleted_clocks=clocks(connection)
+        connection,
+        serials,
+        state="deleted",
+        deleted=stamp.now,
+        purge_after=end,
+        deleted_clocks=clocks(connection),
     )
     _reset_locations(connection, serials)
-    events(connection, "delete", stamp, {s: {"purge_after": end.isoformat(), **why} for s in serials})
+    events(
+        connection, "delete", stamp, {s: {"purge_after": end.isoformat(), **why} for s in serials}
+    )
     touch(connection, serials)
 
 
@@ -243,19 +290,29 @@ def plan(
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> RetentionPlan:
     """Plan what a policy keeps and deletes."""
-    about: dict[str, Any] = {"filters": policy.filters(), "metrics": policy.metrics(), "scope": policy.scope}
+    about: dict[str, Any] = {
+        "filters": policy.filters(),
+        "metrics": policy.metrics(),
+        "scope": policy.scope,
+    }
     return plan_retention(policy, retention_rows(connection, now, needed=needed, **about), now)
 
 
 def apply_plan(
-    connection: Connection, policy: Policy, plan_id: str, stamp: Stamp, *, needed: Mapping[str, Collection[str]]
+    connection: Connection,
+    policy: Policy,
+    plan_id: str,
+    stamp: Stamp,
+    *,
+    needed: Mapping[str, Collection[str]],
 ) -> RetentionPlan:
     """Delete what a plan of a policy deletes, if planning again gives the same plan."""
     lock(connection, [r.serial for r in plan(connection, policy, stamp.now, needed=needed).delete])
     found = plan(connection, policy, stamp.now, needed=needed)
     if found.id != plan_id:
         raise Conflict(
-            "the plan has changed since it was shown: nothing was deleted", hint="review the new plan and apply that"
+            "the plan has changed since it was shown: nothing was deleted",
+            hint="review the new plan and apply that",
         )
     serials = [r.serial for r in found.delete]
     delete(connection, serials, found.grace, stamp, why={"plan": found.id}, needed=needed)
@@ -274,7 +331,8 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
     for state in lock(connection, serials).values():
         if state != "deleted":
             raise PermissionDenied(
-                f"a checkpoint that is {state} cannot be restored", hint="only deleted ones can, until gc purges them"
+                f"a checkpoint that is {state} cannot be restored",
+                hint="only deleted ones can, until gc purges them",
             )
     update_checkpoints(connection, serials, state="committed", deleted=None, purge_after=None)
     _reset_locations(connection, serials)
@@ -286,7 +344,9 @@ def _reset_locations(connection: Connection, serials: Sequence[int]) -> None:
     """Clear the deletion state of single places, since the change in this catalog applies to all of them."""
     for at in range(0, len(serials), MAX_IN_LIST):
         some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
-        connection.execute(sa.update(Location).where(some).values(deleted=None, purge_after=None, spared=False))
+        connection.execute(
+            sa.update(Location).where(some).values(deleted=None, purge_after=None, spared=False)
+        )
 
 
 def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] | None:
@@ -304,24 +364,33 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
         expired = end is None or end <= stamp.now
         if row.kind != "ucformat" or not expired or protections(row, stamp.now):
             return None
-        connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="purging"))
+        connection.execute(
+            sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="purging")
+        )
         event(connection, "purge", stamp, serial, nbytes=row.nbytes)
     places = sa.select(Location.url).where(Location.checkpoint == serial, ~Location.spared)
     return list(connection.scalars(places.order_by(Location.url)))
 
 
-def stop_purge(connection: Connection, serial: int, gone: Sequence[str], needed: Sequence[str], stamp: Stamp) -> None:
+def stop_purge(
+    connection: Connection, serial: int, gone: Sequence[str], needed: Sequence[str], stamp: Stamp
+) -> None:
     """Mark a checkpoint that was being purged as deleted again, because others need it."""
     lock(connection, [serial])
-    connection.execute(sa.delete(Location).where(Location.checkpoint == serial, Location.url.in_(gone)))
-    connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="deleted"))
+    connection.execute(
+        sa.delete(Location).where(Location.checkpoint == serial, Location.url.in_(gone))
+    )
+    connection.execute(
+        sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="deleted")
+    )
     event(connection, "purge-stopped", stamp, serial, needed=list(needed), gone=list(gone))
 
 
 def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:
     """Mark a checkpoint as purged; the catalog keeps what lineage needs.
 
-    If it has a place that was found after it was deleted, it is committed again, with only that place.
+    If it has a place that was found after it was deleted, it is committed again, with only that
+    place.
     """
     lock(connection, [serial])
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial, ~Location.spared))

@@ -61,8 +61,8 @@ class TensorChange:
 class TensorsDiff:
     """The differences between the tensors of two checkpoints.
 
-    `same` tensors have the same digest. `unknown` ones have the same shape and dtype, but one has no digest, or their
-    chunk grids differ, on which digests depend.
+    `same` tensors have the same digest. `unknown` ones have the same shape and dtype, but one has
+    no digest, or their chunk grids differ, on which digests depend.
     """
 
     added: tuple[TensorEntry, ...]
@@ -95,7 +95,9 @@ class Diff:
 
         Id, kind, run, step, times, places and annotations other than metrics are not compared.
         """
-        return self.tensors.equal and not (self.config or self.topology or self.producer or self.metrics)
+        return self.tensors.equal and not (
+            self.config or self.topology or self.producer or self.metrics
+        )
 
 
 def diff(connection: Connection, a_serial: int, b_serial: int, now: datetime) -> Diff:
@@ -114,7 +116,9 @@ def diff(connection: Connection, a_serial: int, b_serial: int, now: datetime) ->
 
 def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Changed, ...]:
     left, right = _leaves(a), _leaves(b)
-    paths = sorted({**left, **right}, key=lambda path: [(isinstance(part, str), part) for part in path])
+    paths = sorted(
+        {**left, **right}, key=lambda path: [(isinstance(part, str), part) for part in path]
+    )
     pairs = ((p, left.get(p, MISSING), right.get(p, MISSING)) for p in paths)
     return tuple(Changed(_spelled(p), x, y) for p, x, y in pairs if not _same(x, y))
 
@@ -126,7 +130,9 @@ def _leaves(document: Mapping[str, Any]) -> dict[tuple[str | int, ...], Any]:
     while left:
         path, value = left.pop()
         below: Any = ()
-        if isinstance(value, Mapping) and list(value) != ["$float"]:  # a number that JSON cannot express
+        if isinstance(value, Mapping) and list(value) != [
+            "$float"
+        ]:  # a number that JSON cannot express
             below = value.items()
         elif isinstance(value, list):
             below = enumerate(value)
@@ -183,6 +189,10 @@ def _aspects(a: TensorEntry, b: TensorEntry) -> tuple[Aspect, ...]:
 
 def _comparable(a: TensorEntry, b: TensorEntry) -> bool:
     """Whether both have digests of the same kind, over the same chunks."""
-    if a.digest is None or b.digest is None or (a.shape, a.dtype, a.chunk) != (b.shape, b.dtype, b.chunk):
+    if (
+        a.digest is None
+        or b.digest is None
+        or (a.shape, a.dtype, a.chunk) != (b.shape, b.dtype, b.chunk)
+    ):
         return False
     return a.digest.partition(":")[0] == b.digest.partition(":")[0]

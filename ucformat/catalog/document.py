@@ -1,10 +1,12 @@
 """Exporting the annotations of checkpoints to the documents beside them, and importing these documents.
 
-A document is written after a change, by the process that made it or a later one (`stale` lists those that are due). It
-is imported when the checkpoint is recorded, so that a new catalog, or another team's, has all annotations again.
+A document is written after a change, by the process that made it or a later one (`stale` lists
+those that are due). It is imported when the checkpoint is recorded, so that a new catalog, or
+another team's, has all annotations again.
 
-Anyone who can write beside a checkpoint can write its document. Therefore, unless it is trusted, a document applies to
-its own place only; it can protect a checkpoint, but undo nothing that was recorded in this catalog (docs/security.md).
+Anyone who can write beside a checkpoint can write its document. Therefore, unless it is trusted, a
+document applies to its own place only; it can protect a checkpoint, but undo nothing that was
+recorded in this catalog (docs/security.md).
 """
 
 from __future__ import annotations
@@ -35,9 +37,26 @@ from ucformat.catalog.models import (
 )
 from ucformat.catalog.recording import set_run
 from ucformat.catalog.retention import protections, retention_rows
-from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock, lock_names, touch, unindexed
+from ucformat.catalog.rows import (
+    MAX_IN_LIST,
+    event,
+    insert_if_absent,
+    lock,
+    lock_names,
+    touch,
+    unindexed,
+)
 from ucformat.catalog.stamp import GRACE, clocks
-from ucformat.schema.documents import AliasDoc, CatalogDoc, EdgeDoc, HoldDoc, MetricDoc, NoteDoc, TagDoc, UntagDoc
+from ucformat.schema.documents import (
+    AliasDoc,
+    CatalogDoc,
+    EdgeDoc,
+    HoldDoc,
+    MetricDoc,
+    NoteDoc,
+    TagDoc,
+    UntagDoc,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -92,8 +111,8 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
     """Compose the document of a checkpoint from the current state of the catalog.
 
     Args:
-        url: the place of the document. What the catalog has from it and keeps for this place only, such as a deletion,
-            is included; the same from documents of other places is not.
+        url: the place of the document. What the catalog has from it and keeps for this place only,
+            such as a deletion, is included; the same from documents of other places is not.
     """
 
     def rows(table: Any, *where: Any) -> Any:
@@ -105,10 +124,17 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
         .outerjoin(Run, Run.id == Checkpoint.run_id)
         .where(Checkpoint.serial == serial)
     ).one()
-    edges = connection.execute(sa.select(Edge.__table__).where(Edge.child == serial).order_by(Edge.id))
+    edges = connection.execute(
+        sa.select(Edge.__table__).where(Edge.child == serial).order_by(Edge.id)
+    )
     its_own = sa.or_(Location.spared, Location.deleted.is_not(None))
     here = (Location.checkpoint == serial, Location.url == url, its_own)
-    deletion = connection.execute(sa.select(Location.deleted, Location.purge_after).where(*here)).one_or_none() or row
+    deletion = (
+        connection.execute(
+            sa.select(Location.deleted, Location.purge_after).where(*here)
+        ).one_or_none()
+        or row
+    )
     aliases = {r.name: AliasDoc(name=r.name, version=r.version, moved=r.moved) for r in rows(Alias)}
     for r in rows(AliasClaim, AliasClaim.document_url == url):
         aliases.setdefault(r.name, AliasDoc(name=r.name, version=r.version, moved=r.moved))
@@ -121,9 +147,13 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
         deleted=deletion.deleted,
         purge_after=deletion.purge_after,
         aliases=tuple(aliases.values()),
-        tags=tuple(TagDoc(name=r.name, created=r.created, who=r.who, permanent=r.permanent) for r in rows(Tag)),
+        tags=tuple(
+            TagDoc(name=r.name, created=r.created, who=r.who, permanent=r.permanent)
+            for r in rows(Tag)
+        ),
         untags=tuple(
-            UntagDoc(name=r.name, removed=r.removed, who=r.who, reason=r.reason) for r in rows(Untag, removed)
+            UntagDoc(name=r.name, removed=r.removed, who=r.who, reason=r.reason)
+            for r in rows(Untag, removed)
         ),
         holds=tuple(
             HoldDoc(reason=r.reason, until=r.until, created=r.created, who=r.who)
@@ -132,7 +162,9 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
         metrics={r.name: MetricDoc(value=r.value, measured=r.measured) for r in rows(Metric)},
         notes=tuple(NoteDoc(text=r.text, created=r.created, who=r.who) for r in rows(Note)),
         lineage=tuple(
-            EdgeDoc.model_validate({"kind": r.kind, "url": r.parent_url, "id": r.parent_id, "depends": r.depends})
+            EdgeDoc.model_validate(
+                {"kind": r.kind, "url": r.parent_url, "id": r.parent_id, "depends": r.depends}
+            )
             for r in edges
         ),
     )
@@ -143,21 +175,33 @@ def _identity(connection: Connection) -> str:
 
 
 def import_document(
-    connection: Connection, serial: int, doc: CatalogDoc, url: str, stamp: Stamp, *, trust: bool = False
+    connection: Connection,
+    serial: int,
+    doc: CatalogDoc,
+    url: str,
+    stamp: Stamp,
+    *,
+    trust: bool = False,
 ) -> list[str]:
     """Import the document at a place. A document that this catalog wrote, and that is not newer, changes nothing.
 
     Returns:
         A message for each alias that was not moved.
     """
-    lock_names(connection, *(f"alias {a.name}" for a in doc.aliases), *(e.id or e.url for e in doc.lineage))
+    lock_names(
+        connection, *(f"alias {a.name}" for a in doc.aliases), *(e.id or e.url for e in doc.lineage)
+    )
     lock(connection, [serial])
-    row = connection.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == serial)).one()
+    row = connection.execute(
+        sa.select(Checkpoint.__table__).where(Checkpoint.serial == serial)
+    ).one()
     ours = doc.catalog == _identity(connection) and doc.revision <= row.document_written
     if doc.id != row.id or (ours and not trust):  # our own may contain what was refused before
         return []
     before = _content(compose(connection, serial, url))
-    unwritten = row.document_revision > row.document_written  # changes of ours are in no document yet
+    unwritten = (
+        row.document_revision > row.document_written
+    )  # changes of ours are in no document yet
     origin = _Origin(connection, serial, url, stamp, trust)
     _import_annotations(origin, doc)
     refused = _import_aliases(origin, doc.aliases)
@@ -165,7 +209,9 @@ def import_document(
         insert_edge(connection, serial, edge.kind, edge.url, edge.id, depends=edge.depends)
     if doc.run is not None and not unwritten and doc.revision > row.document_written:
         set_run(connection, serial, doc.run, stamp.now)
-    if doc.revision >= row.document_written:  # documents at several places may have the same revision
+    if (
+        doc.revision >= row.document_written
+    ):  # documents at several places may have the same revision
         _import_deletion(origin, row, doc, unwritten=unwritten)
     after = _content(compose(connection, serial, url))
     latest = max(row.document_revision, min(doc.revision, MAX_REVISION))
@@ -173,7 +219,9 @@ def import_document(
     values = {"document_revision": latest + due, "document_written": latest}
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(**values))
     if after != before:
-        event(connection, "import", stamp, serial, catalog=doc.catalog, revision=doc.revision, url=url)
+        event(
+            connection, "import", stamp, serial, catalog=doc.catalog, revision=doc.revision, url=url
+        )
     return refused
 
 
@@ -206,32 +254,51 @@ def _content(doc: CatalogDoc) -> dict[str, Any]:
 def _import_deletion(origin: _Origin, row: Any, doc: CatalogDoc, *, unwritten: bool) -> None:
     """Record that another catalog deleted or restored the checkpoint at this place.
 
-    A checkpoint that is deleted at all its places is deleted here too, unless it is protected here or was restored here
-    since. Its grace period starts again: the one in the document may be over before this catalog knew of the deletion.
+    A checkpoint that is deleted at all its places is deleted here too, unless it is protected here
+    or was restored here since. Its grace period starts again: the one in the document may be over
+    before this catalog knew of the deletion.
     """
     connection, stamp = origin.connection, origin.stamp
     places = sa.update(Location).where(Location.checkpoint == origin.serial)
     here = places.where(Location.url == origin.url)
     if doc.deleted is None:
         connection.execute(here.values(deleted=None, purge_after=None))
-        spared = sa.exists().where(Location.checkpoint == origin.serial, Location.url == origin.url, Location.spared)
+        spared = sa.exists().where(
+            Location.checkpoint == origin.serial, Location.url == origin.url, Location.spared
+        )
         if row.state != "deleted" or unwritten or connection.scalar(sa.select(spared)):
             return
         values: dict[str, Any] = {"state": "committed", "deleted": None, "purge_after": None}
     else:
-        [now] = retention_rows(connection, stamp.now, serials=[row.serial]) if row.state == "committed" else [None]
+        [now] = (
+            retention_rows(connection, stamp.now, serials=[row.serial])
+            if row.state == "committed"
+            else [None]
+        )
         since = (Event.checkpoint == row.serial, Event.action == "restore", Event.at >= doc.deleted)
-        if now is None or protections(now, stamp.now) or connection.scalar(sa.select(sa.exists().where(*since))):
+        if (
+            now is None
+            or protections(now, stamp.now)
+            or connection.scalar(sa.select(sa.exists().where(*since)))
+        ):
             return
         connection.execute(here.values(deleted=doc.deleted, purge_after=doc.purge_after))
         if connection.scalar(
-            sa.select(sa.exists().where(Location.checkpoint == origin.serial, Location.deleted.is_(None)))
+            sa.select(
+                sa.exists().where(Location.checkpoint == origin.serial, Location.deleted.is_(None))
+            )
         ):
             return
         end = doc.purge_after if origin.trust else stamp.now + GRACE
-        values = {"state": "deleted", "deleted": doc.deleted if origin.trust else stamp.now, "purge_after": end}
+        values = {
+            "state": "deleted",
+            "deleted": doc.deleted if origin.trust else stamp.now,
+            "purge_after": end,
+        }
         values["deleted_clocks"] = {} if origin.trust else clocks(connection)
-    connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == row.serial).values(**values))
+    connection.execute(
+        sa.update(Checkpoint).where(Checkpoint.serial == row.serial).values(**values)
+    )
 
 
 def _import_annotations(origin: _Origin, doc: CatalogDoc) -> None:
@@ -246,7 +313,9 @@ def _import_annotations(origin: _Origin, doc: CatalogDoc) -> None:
             from_manifest = Metric.measured == created
             older = Metric.measured < metric.measured if origin.trust else _older_documented(metric)
             here = (Metric.checkpoint == serial, Metric.name == name)
-            connection.execute(sa.update(Metric).where(*here, sa.or_(older, from_manifest)).values(**values))
+            connection.execute(
+                sa.update(Metric).where(*here, sa.or_(older, from_manifest)).values(**values)
+            )
     for hold in doc.holds:
         keys = {"reason": hold.reason, "created": hold.created, "who": hold.who}
         _import_row(origin, Hold, keys, until=hold.until)
@@ -265,27 +334,48 @@ def _import_tags(origin: _Origin, doc: CatalogDoc) -> None:
     gone = connection.execute(
         sa.select(Untag.name, Untag.removed, Untag.document_url).where(Untag.checkpoint == serial)
     )
-    removed = {r.name: r.removed for r in gone if r.document_url is None or origin.may_change(r.document_url)}
+    removed = {
+        r.name: r.removed
+        for r in gone
+        if r.document_url is None or origin.may_change(r.document_url)
+    }
     url = origin.document_url
     for tag in doc.tags:
         if tag.permanent or tag.name not in removed or tag.created > removed[tag.name]:
-            set_tag(connection, serial, tag.name, tag.created, tag.who, permanent=tag.permanent, document_url=url)
-    here = sa.select(Tag.name, Tag.created, Tag.permanent, Tag.document_url).where(Tag.checkpoint == serial)
+            set_tag(
+                connection,
+                serial,
+                tag.name,
+                tag.created,
+                tag.who,
+                permanent=tag.permanent,
+                document_url=url,
+            )
+    here = sa.select(Tag.name, Tag.created, Tag.permanent, Tag.document_url).where(
+        Tag.checkpoint == serial
+    )
     present = {r.name: r for r in connection.execute(here)}
     for untag in doc.untags:
         tag_here = present.get(untag.name)
         stays = tag_here is not None and (
-            tag_here.permanent or tag_here.created > untag.removed or not origin.may_change(tag_here.document_url)
+            tag_here.permanent
+            or tag_here.created > untag.removed
+            or not origin.may_change(tag_here.document_url)
         )
         if not stays and (untag.name not in removed or untag.removed > removed[untag.name]):
-            record_untag(connection, serial, untag.name, untag.removed, untag.who, untag.reason, url)
+            record_untag(
+                connection, serial, untag.name, untag.removed, untag.who, untag.reason, url
+            )
 
 
 def _import_row(origin: _Origin, table: Any, keys: dict[str, Any], **values: Any) -> None:
     """Insert a row unless one with these keys exists; a released hold counts."""
     connection, serial = origin.connection, origin.serial
     same = [getattr(table, k) == v for k, v in keys.items()]
-    if connection.scalar(sa.select(table.id).where(table.checkpoint == serial, *same).limit(1)) is None:
+    if (
+        connection.scalar(sa.select(table.id).where(table.checkpoint == serial, *same).limit(1))
+        is None
+    ):
         row = {"checkpoint": serial, **keys, **values, "document_url": origin.document_url}
         connection.execute(sa.insert(table).values(row))
 
@@ -294,23 +384,40 @@ def _import_aliases(origin: _Origin, aliases: Iterable[AliasDoc]) -> list[str]:
     """Create the aliases that do not exist, and record the others as claims; return a message for each of those."""
     connection = origin.connection
     connection.execute(
-        sa.delete(AliasClaim).where(AliasClaim.checkpoint == origin.serial, AliasClaim.document_url == origin.url)
+        sa.delete(AliasClaim).where(
+            AliasClaim.checkpoint == origin.serial, AliasClaim.document_url == origin.url
+        )
     )
     refused = []
     for alias in {a.name: a for a in aliases}.values():
         here = alias_target(connection, alias.name)
-        past = (AliasMove.name == alias.name, AliasMove.target == origin.serial, AliasMove.version == alias.version)
-        last = connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == alias.name)) or 0
-        if connection.scalar(sa.select(sa.exists().where(*past))) or (last >= alias.version and here == origin.serial):
+        past = (
+            AliasMove.name == alias.name,
+            AliasMove.target == origin.serial,
+            AliasMove.version == alias.version,
+        )
+        last = (
+            connection.scalar(
+                sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == alias.name)
+            )
+            or 0
+        )
+        if connection.scalar(sa.select(sa.exists().where(*past))) or (
+            last >= alias.version and here == origin.serial
+        ):
             continue  # this move is in our history already
         free = here is None or here == origin.serial or origin.trust
         if free and last < alias.version <= MAX_REVISION:
             _take_alias(origin, alias, here)
         elif not origin.trust:
             values = {"checkpoint": origin.serial, "name": alias.name, "document_url": origin.url}
-            connection.execute(sa.insert(AliasClaim).values(**values, version=alias.version, moved=alias.moved))
+            connection.execute(
+                sa.insert(AliasClaim).values(**values, version=alias.version, moved=alias.moved)
+            )
             if here is not None:
-                refused.append(f"the alias {alias.name!r} was not moved to {origin.url}, as the document there records")
+                refused.append(
+                    f"the alias {alias.name!r} was not moved to {origin.url}, as the document there records"
+                )
     return refused
 
 
@@ -318,7 +425,9 @@ def _take_alias(origin: _Origin, alias: AliasDoc, here: int | None) -> None:
     connection = origin.connection
     values = {"checkpoint": origin.serial, "version": alias.version, "moved": alias.moved}
     if here is None:
-        connection.execute(sa.insert(Alias).values(name=alias.name, **values, document_url=origin.document_url))
+        connection.execute(
+            sa.insert(Alias).values(name=alias.name, **values, document_url=origin.document_url)
+        )
     else:
         connection.execute(sa.update(Alias).where(Alias.name == alias.name).values(**values))
         touch(connection, [here])

@@ -41,7 +41,10 @@ _TABLE_ORDER: dict[Any, Any] = {
     Verification: Verification.id,
 }
 #: Built once: SQLAlchemy takes longer to build a query than the database to answer it.
-_ROWS = {t: sa.select(t.__table__).where(t.checkpoint.in_(_SERIALS)).order_by(o) for t, o in _TABLE_ORDER.items()}
+_ROWS = {
+    t: sa.select(t.__table__).where(t.checkpoint.in_(_SERIALS)).order_by(o)
+    for t, o in _TABLE_ORDER.items()
+}
 _CHECKPOINTS = (
     sa.select(Checkpoint.__table__, Run.name.label("run"), Config.document.label("config"))
     .outerjoin(Run, Run.id == Checkpoint.run_id)
@@ -87,12 +90,13 @@ class VerificationEntry:
 class Entry:
     """A checkpoint in the catalog.
 
-    `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, purging, purged or replaced.
-    `urls` are its places. `files` and `files_nbytes` are the number and bytes of a foreign checkpoint's files. `holds`
-    are those that are neither released nor expired. `from_documents` names the annotations that come from documents
-    beside it and not from this catalog: `tag good`, `hold 3`. `launch` is the id of the launch that saved it, or the
-    folder with a slash at the end if it records none, `continues` the positions up to which that continues others, and
-    `family` the name of the first of the launches that continue each other.
+    `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, purging,
+    purged or replaced. `urls` are its places. `files` and `files_nbytes` are the number and bytes
+    of a foreign checkpoint's files. `holds` are those that are neither released nor expired.
+    `from_documents` names the annotations that come from documents beside it and not from this
+    catalog: `tag good`, `hold 3`. `launch` is the id of the launch that saved it, or the folder
+    with a slash at the end if it records none, `continues` the positions up to which that continues
+    others, and `family` the name of the first of the launches that continue each other.
     """
 
     id: str
@@ -162,19 +166,25 @@ def load_by_id(connection: Connection, ids: Sequence[str], now: datetime) -> lis
     serials: dict[str, int] = {}
     for at in range(0, len(ids), MAX_IN_LIST):
         page = Checkpoint.id.in_(ids[at : at + MAX_IN_LIST])
-        serials |= dict(connection.execute(sa.select(Checkpoint.id, Checkpoint.serial).where(page)).all())
+        serials |= dict(
+            connection.execute(sa.select(Checkpoint.id, Checkpoint.serial).where(page)).all()
+        )
     return load_entries(connection, [serials[i] for i in ids], now)
 
 
 def _load_page(connection: Connection, serials: Sequence[int], now: datetime) -> dict[int, Entry]:
     documented: dict[int, list[str]] = {}
 
-    def many(table: Any, name: str | None, value: Callable[[Row[Any]], Any]) -> dict[int, list[Any]]:
+    def many(
+        table: Any, name: str | None, value: Callable[[Row[Any]], Any]
+    ) -> dict[int, list[Any]]:
         grouped: dict[int, list[Any]] = {}
         for row in connection.execute(_ROWS[table], {"serials": serials}):
             grouped.setdefault(row.checkpoint, []).append(value(row))
             if name is not None and row.document_url is not None:
-                documented.setdefault(row.checkpoint, []).append(f"{table.__tablename__} {getattr(row, name)}")
+                documented.setdefault(row.checkpoint, []).append(
+                    f"{table.__tablename__} {getattr(row, name)}"
+                )
         return grouped
 
     metrics = many(Metric, "name", lambda r: (r.name, float("nan") if r.value is None else r.value))
@@ -232,7 +242,9 @@ def _tuple(found: Iterable[Any] | None) -> tuple[Any, ...]:
 
 
 def _verification(r: Row[Any]) -> VerificationEntry:
-    return VerificationEntry(r.at, r.ok, r.url, r.bytes_verified, r.bytes_unverified, tuple(r.problems), r.tool)
+    return VerificationEntry(
+        r.at, r.ok, r.url, r.bytes_verified, r.bytes_unverified, tuple(r.problems), r.tool
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +283,14 @@ def load_alias_history(connection: Connection, name: str) -> list[MoveEntry]:
     """The moves of an alias, oldest first."""
     source, target = Checkpoint.__table__.alias(), Checkpoint.__table__.alias()
     rows = connection.execute(
-        sa.select(AliasMove.name, AliasMove.version, source.c.id, target.c.id, AliasMove.moved, AliasMove.who)
+        sa.select(
+            AliasMove.name,
+            AliasMove.version,
+            source.c.id,
+            target.c.id,
+            AliasMove.moved,
+            AliasMove.who,
+        )
         .outerjoin(source, source.c.serial == AliasMove.source)
         .outerjoin(target, target.c.serial == AliasMove.target)
         .where(AliasMove.name == name)

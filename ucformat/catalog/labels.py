@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
-from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag, Untag, stored_metric
+from ucformat.catalog.models import (
+    Alias,
+    AliasMove,
+    Checkpoint,
+    Hold,
+    Metric,
+    Note,
+    Tag,
+    Untag,
+    stored_metric,
+)
 from ucformat.catalog.rows import event, insert_if_absent, lock, lock_names
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UsageError
 
@@ -38,14 +48,18 @@ def move_alias(
     """Point an alias to a checkpoint.
 
     Args:
-        expect: the serial that it must point to now; None if it must not exist; ANY to skip the check.
+        expect: the serial that it must point to now; None if it must not exist; ANY to skip the
+            check.
 
     Raises:
         Conflict: it points to another one.
     """
     _check_name("an alias", name)
     if name == "latest":
-        raise UsageError("`latest` means the last step of a run, and cannot be an alias", hint="choose another name")
+        raise UsageError(
+            "`latest` means the last step of a run, and cannot be an alias",
+            hint="choose another name",
+        )
     found = _alias(connection, name)
     _check_expected(connection, name, None if found is None else found.checkpoint, expect)
     if found is not None and found.checkpoint == target:
@@ -62,7 +76,9 @@ def move_alias(
     return (target,) if source is None else (source, target)
 
 
-def remove_alias(connection: Connection, name: str, expect: int | _Any | None, stamp: Stamp) -> tuple[int, ...]:
+def remove_alias(
+    connection: Connection, name: str, expect: int | _Any | None, stamp: Stamp
+) -> tuple[int, ...]:
     """Remove an alias, and keep its history.
 
     Args:
@@ -95,7 +111,9 @@ def _alias(connection: Connection, name: str) -> Any:
     return connection.execute(sa.select(Alias.__table__).where(Alias.name == name)).one_or_none()
 
 
-def _check_expected(connection: Connection, name: str, found: int | None, expect: int | _Any | None) -> None:
+def _check_expected(
+    connection: Connection, name: str, found: int | None, expect: int | _Any | None
+) -> None:
     if expect is ANY or found == expect:
         return
     now = "does not exist" if found is None else f"points to {_id(connection, found)}"
@@ -107,15 +125,25 @@ def _check_expected(connection: Connection, name: str, found: int | None, expect
 
 
 def _id(connection: Connection, serial: int) -> str:
-    return connection.execute(sa.select(Checkpoint.id).where(Checkpoint.serial == serial)).scalar_one()
+    return connection.execute(
+        sa.select(Checkpoint.id).where(Checkpoint.serial == serial)
+    ).scalar_one()
 
 
 def _next_version(connection: Connection, name: str) -> int:
-    return 1 + (connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == name)) or 0)
+    return 1 + (
+        connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == name))
+        or 0
+    )
 
 
 def _record_move(
-    connection: Connection, name: str, version: int, source: int | None, target: int | None, stamp: Stamp
+    connection: Connection,
+    name: str,
+    version: int,
+    source: int | None,
+    target: int | None,
+    stamp: Stamp,
 ) -> None:
     connection.execute(
         sa.insert(AliasMove).values(
@@ -126,7 +154,12 @@ def _record_move(
 
 
 def add_tags(
-    connection: Connection, serial: int, tags: Sequence[str], stamp: Stamp, *, permanent: bool = False
+    connection: Connection,
+    serial: int,
+    tags: Sequence[str],
+    stamp: Stamp,
+    *,
+    permanent: bool = False,
 ) -> bool:
     """Add tags to a checkpoint."""
     new = []
@@ -134,11 +167,15 @@ def add_tags(
         _check_name("a tag", tag)
         here = (Untag.checkpoint == serial, Untag.name == tag)
         removed = connection.scalar(sa.select(Untag.removed).where(*here))
-        created = stamp.now if removed is None else max(stamp.now, removed + _MICROSECOND)  # clocks may differ
+        created = (
+            stamp.now if removed is None else max(stamp.now, removed + _MICROSECOND)
+        )  # clocks may differ
         if set_tag(connection, serial, tag, created, stamp.who, permanent=permanent):
             new.append(tag)
     if new:
-        event(connection, "tag", stamp, serial, tags=new, **({"permanent": True} if permanent else {}))
+        event(
+            connection, "tag", stamp, serial, tags=new, **({"permanent": True} if permanent else {})
+        )
     return bool(new)
 
 
@@ -171,7 +208,9 @@ def set_tag(
     return changed
 
 
-def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason: str, stamp: Stamp) -> None:
+def remove_tags(
+    connection: Connection, serial: int, tags: Sequence[str], reason: str, stamp: Stamp
+) -> None:
     """Remove tags from a checkpoint, all of them or none.
 
     Raises:
@@ -180,7 +219,9 @@ def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason
     if not reason.strip():
         raise UsageError("removing a tag needs a reason", hint="state why; the audit log keeps it")
     lock(connection, [serial])
-    found = connection.execute(sa.select(Tag.name, Tag.permanent, Tag.created).where(Tag.checkpoint == serial)).all()
+    found = connection.execute(
+        sa.select(Tag.name, Tag.permanent, Tag.created).where(Tag.checkpoint == serial)
+    ).all()
     present = {r.name: r for r in found}
     for tag in tags:
         if tag not in present:
@@ -188,10 +229,13 @@ def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason
             raise NotFound(f"the checkpoint does not have the tag {tag!r}", hint=has)
         if present[tag].permanent:
             raise PermissionDenied(
-                f"the tag {tag!r} is permanent and cannot be removed", hint="it was added with --permanent"
+                f"the tag {tag!r} is permanent and cannot be removed",
+                hint="it was added with --permanent",
             )
     for tag in dict.fromkeys(tags):
-        record_untag(connection, serial, tag, max(stamp.now, present[tag].created), stamp.who, reason)
+        record_untag(
+            connection, serial, tag, max(stamp.now, present[tag].created), stamp.who, reason
+        )
     event(connection, "untag", stamp, serial, tags=list(dict.fromkeys(tags)), reason=reason)
 
 
@@ -215,11 +259,18 @@ def record_untag(
     connection.execute(sa.insert(Untag).values(checkpoint=serial, name=tag, **values))
 
 
-def add_hold(connection: Connection, serial: int, reason: str, until: datetime | timedelta | None, stamp: Stamp) -> int:
+def add_hold(
+    connection: Connection,
+    serial: int,
+    reason: str,
+    until: datetime | timedelta | None,
+    stamp: Stamp,
+) -> int:
     """Protect a checkpoint from deletion.
 
     Args:
-        until: when the hold expires, as a duration or a time with its zone (None: when it is released).
+        until: when the hold expires, as a duration or a time with its zone (None: when it is
+            released).
     """
     if not reason.strip():
         raise UsageError("a hold needs a reason", hint="state why the checkpoint must be kept")
@@ -228,14 +279,21 @@ def add_hold(connection: Connection, serial: int, reason: str, until: datetime |
     if until is not None and until.tzinfo is None:
         raise UsageError(f"{until.isoformat()} has no time zone", hint="add one, such as Z for UTC")
     if until is not None and until <= stamp.now:
-        raise UsageError(f"a hold until {until.isoformat()} would have expired already", hint="give a future time")
+        raise UsageError(
+            f"a hold until {until.isoformat()} would have expired already",
+            hint="give a future time",
+        )
     values = {"reason": reason, "until": until, "created": stamp.now, "who": stamp.who}
-    number = connection.execute(sa.insert(Hold).values(checkpoint=serial, **values).returning(Hold.id)).scalar_one()
+    number = connection.execute(
+        sa.insert(Hold).values(checkpoint=serial, **values).returning(Hold.id)
+    ).scalar_one()
     event(connection, "hold", stamp, serial, hold=number, reason=reason)
     return int(number)
 
 
-def release_holds(connection: Connection, serial: int, stamp: Stamp, number: int | None = None) -> int:
+def release_holds(
+    connection: Connection, serial: int, stamp: Stamp, number: int | None = None
+) -> int:
     """Release holds on a checkpoint."""
     which = [Hold.checkpoint == serial, Hold.released.is_(None)]
     if number is not None:
@@ -246,7 +304,9 @@ def release_holds(connection: Connection, serial: int, stamp: Stamp, number: int
     return ended
 
 
-def add_metrics(connection: Connection, serial: int, metrics: Mapping[str, float], stamp: Stamp) -> bool:
+def add_metrics(
+    connection: Connection, serial: int, metrics: Mapping[str, float], stamp: Stamp
+) -> bool:
     """Set metrics of a checkpoint, replacing those with the same names."""
     changed = {}
     for name, value in sorted(metrics.items()):
@@ -262,7 +322,9 @@ def add_metrics(connection: Connection, serial: int, metrics: Mapping[str, float
         if connection.execute(sa.update(Metric).where(*where).values(**row)).rowcount:
             changed[name] = stored
     if changed:
-        detail = {n: v if v is None or abs(v) != float("inf") else str(v) for n, v in changed.items()}
+        detail = {
+            n: v if v is None or abs(v) != float("inf") else str(v) for n, v in changed.items()
+        }
         event(connection, "metric", stamp, serial, metrics=detail)
     return bool(changed)
 
@@ -271,7 +333,9 @@ def add_note(connection: Connection, serial: int, text: str, stamp: Stamp) -> No
     """Add a note to a checkpoint."""
     if not text.strip():
         raise UsageError("the note is empty")
-    connection.execute(sa.insert(Note).values(checkpoint=serial, text=text, created=stamp.now, who=stamp.who))
+    connection.execute(
+        sa.insert(Note).values(checkpoint=serial, text=text, created=stamp.now, who=stamp.who)
+    )
     event(connection, "note", stamp, serial)
 
 
@@ -279,5 +343,6 @@ def _check_name(kind: str, name: str) -> None:
     """UsageError unless a name is printable, and does not begin or end with whitespace."""
     if not name or name != name.strip() or not name.isprintable():
         raise UsageError(
-            f"{name!r} cannot be {kind}", hint="use printable characters, without spaces at the beginning or end"
+            f"{name!r} cannot be {kind}",
+            hint="use printable characters, without spaces at the beginning or end",
         )

@@ -36,7 +36,9 @@ def insert_edges(connection: Connection, serial: int, manifest: Manifest, url: s
     parents = [(p, same_place(p.url)) for p in manifest.lineage]
     for parent, place in parents:
         depends = any(_below(r, place) or _below(place, r) for r in outside)
-        insert_edge(connection, serial, parent.kind, place, parent.id, depends=depends, how=parent.how)
+        insert_edge(
+            connection, serial, parent.kind, place, parent.id, depends=depends, how=parent.how
+        )
     for root in outside:
         if not any(_below(root, place) or _below(place, root) for _, place in parents):
             insert_edge(connection, serial, "convert", root, None, depends=True)
@@ -64,7 +66,12 @@ def insert_edge(
         parent = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == parent_id))
     else:
         parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == parent_url))
-    values = {"parent": parent, "parent_id": parent_id, "depends": depends, "how": dict(how) if how else None}
+    values = {
+        "parent": parent,
+        "parent_id": parent_id,
+        "depends": depends,
+        "how": dict(how) if how else None,
+    }
     keys = {"child": serial, "kind": kind, "parent_url": parent_url}
     return insert_if_absent(connection, Edge, keys, values, Edge.id) is not None
 
@@ -75,7 +82,8 @@ def _below(url: str, root: str) -> bool:
     return url.rstrip("/") == root or url.startswith(f"{root}/")
 
 
-# Lineage: the graph of a checkpoint's ancestors or descendants, rendered as a tree, in Mermaid or in Graphviz.
+# Lineage: the graph of a checkpoint's ancestors or descendants, rendered as a tree, in Mermaid or
+# in Graphviz.
 
 Direction = Literal["up", "down"]
 
@@ -114,7 +122,11 @@ class LineageEdge:
     @property
     def label(self) -> str:
         """The kind, and in parentheses what `how` tells: `average (weight 0.25)`."""
-        words = (str(v) if k in ("method", "role") else f"{k} {v}" for k, v in self.how.items() if v != self.kind)
+        words = (
+            str(v) if k in ("method", "role") else f"{k} {v}"
+            for k, v in self.how.items()
+            if v != self.kind
+        )
         told = ", ".join(words)
         return f"{self.kind} ({told})" if told else self.kind
 
@@ -123,8 +135,8 @@ class LineageEdge:
 class Lineage:
     """The nodes that are reached from `root`, and the edges to them, nearest first.
 
-    A node's key is the checkpoint's id, or the url of one that is not in the catalog. Parents are in the order in which
-    they were recorded, children oldest first.
+    A node's key is the checkpoint's id, or the url of one that is not in the catalog. Parents are
+    in the order in which they were recorded, children oldest first.
     """
 
     root: str
@@ -142,9 +154,13 @@ def load_lineage(
 ) -> Lineage:
     """Load the lineage of a checkpoint."""
     if direction not in ("up", "down"):
-        raise UsageError(f"{direction!r} is not a direction of lineage", hint="it is `up` or `down`")
+        raise UsageError(
+            f"{direction!r} is not a direction of lineage", hint="it is `up` or `down`"
+        )
     if depth is not None and depth < 0:
-        raise UsageError(f"the depth of a lineage cannot be {depth}", hint="leave it out for all of it")
+        raise UsageError(
+            f"the depth of a lineage cannot be {depth}", hint="leave it out for all of it"
+        )
     up = direction == "up"
     start = connection.execute(
         sa.select(*_NODE).select_from(Checkpoint).outerjoin(Run).where(Checkpoint.serial == serial)
@@ -185,7 +201,9 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
 
     kinds = LineageDoc.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
     if kind not in kinds:
-        raise UsageError(f"{kind!r} is not a kind of lineage", hint=f"the kinds are {', '.join(kinds)}")
+        raise UsageError(
+            f"{kind!r} is not a kind of lineage", hint=f"the kinds are {', '.join(kinds)}"
+        )
     ref = parse_ref(parent)
     try:
         known = resolve(connection, ref)
@@ -202,10 +220,15 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
 
 
 def _link(connection: Connection, serial: int, parent: int, place: str | None, kind: str) -> bool:
-    if connection.dialect.name == "postgresql":  # two concurrent links could close a cycle that neither sees
+    if (
+        connection.dialect.name == "postgresql"
+    ):  # two concurrent links could close a cycle that neither sees
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
     walk = _walk(connection, [parent], None, up=True)
-    if parent == serial or connection.scalar(sa.select(walk.c.far).where(walk.c.far == serial).limit(1)) is not None:
+    if (
+        parent == serial
+        or connection.scalar(sa.select(walk.c.far).where(walk.c.far == serial).limit(1)) is not None
+    ):
         raise UsageError(
             "a checkpoint cannot be made from itself, or from one of its descendants",
             hint="`ucp lineage --down` shows its descendants",
@@ -213,7 +236,9 @@ def _link(connection: Connection, serial: int, parent: int, place: str | None, k
     known = sa.select(Edge.id).where(Edge.child == serial, Edge.parent == parent, Edge.kind == kind)
     if connection.scalar(known.limit(1)) is not None:
         return False
-    found = connection.execute(sa.select(Checkpoint.id, _URL).where(Checkpoint.serial == parent)).one()
+    found = connection.execute(
+        sa.select(Checkpoint.id, _URL).where(Checkpoint.serial == parent)
+    ).one()
     # The edge of this url may lead to another parent, which was at the place before.
     urls = (place or found.url or found.id, found.id)
     return any(insert_edge(connection, serial, kind, url, found.id, depends=False) for url in urls)
@@ -251,11 +276,13 @@ _STEP = (
 )
 
 
-def _steps(connection: Connection, serial: int, depth: int | None, *, up: bool) -> dict[int, list[Row[Any]]]:
+def _steps(
+    connection: Connection, serial: int, depth: int | None, *, up: bool
+) -> dict[int, list[Row[Any]]]:
     """The edges that are reached in so many steps, by the checkpoint from which they lead on.
 
-    A query counts some steps at a time: where ways of different lengths meet, it follows the rest of these once for
-    each length.
+    A query counts some steps at a time: where ways of different lengths meet, it follows the rest
+    of these once for each length.
     """
     steps: dict[int, list[Row[Any]]] = {}
     reached, last, walked = {serial}, [serial], 0
@@ -273,7 +300,9 @@ def _steps(connection: Connection, serial: int, depth: int | None, *, up: bool) 
             break
         walked += further
         for _ in range(further):
-            found = dict.fromkeys(r.serial for near in last for r in new.get(near, ()) if r.serial is not None)
+            found = dict.fromkeys(
+                r.serial for near in last for r in new.get(near, ()) if r.serial is not None
+            )
             last = [far for far in found if far not in reached]
             reached.update(last)
     return steps
@@ -290,15 +319,24 @@ def _walk(connection: Connection, serials: Sequence[int], depth: int | None, *, 
     first = sa.select(Edge.id.label("edge"), far.label("far"), distance).where(near.in_(serials))
     walk = first.cte("walk", recursive=True)
     distance = (walk.c.distance + 1 if counted else walk.c.distance).label("distance")
-    if connection.dialect.name == "postgresql":  # without statistics, a join would read the whole table at every step
-        next_ = sa.select(Edge.id, far.label("far")).where(near == walk.c.far).offset(sa.literal_column("0")).lateral()
+    if (
+        connection.dialect.name == "postgresql"
+    ):  # without statistics, a join would read the whole table at every step
+        next_ = (
+            sa.select(Edge.id, far.label("far"))
+            .where(near == walk.c.far)
+            .offset(sa.literal_column("0"))
+            .lateral()
+        )
         further = sa.select(next_.c.id, next_.c.far, distance).join_from(walk, next_, sa.true())
     else:
         further = sa.select(Edge.id, far, distance).join(walk, near == walk.c.far)
     return walk.union(further.where(walk.c.distance < depth) if counted else further)
 
 
-def _edges(connection: Connection, serials: Sequence[int], depth: int | None, *, up: bool) -> Sequence[Row[Any]]:
+def _edges(
+    connection: Connection, serials: Sequence[int], depth: int | None, *, up: bool
+) -> Sequence[Row[Any]]:
     """Each edge that is reached, in the order of recording, with the checkpoint that it leads to."""
     walk = _walk(connection, serials, depth, up=up)
     reached = sa.select(walk.c.edge, walk.c.far).distinct().subquery("reached")
@@ -323,8 +361,9 @@ def render_tree(lineage: Lineage) -> list[str]:
     """Render a tree for terminals.
 
     Returns:
-        A line for each edge. A line that begins with an arrow is the only edge from the line above, so that long chains
-        stay narrow; a node that is reached again is only named, and marked `(above)`.
+        A line for each edge. A line that begins with an arrow is the only edge from the line above,
+        so that long chains stay narrow; a node that is reached again is only named, and marked
+        `(above)`.
     """
     arrow, up = ("← ", True) if lineage.direction == "up" else ("→ ", False)
     steps: dict[str, list[LineageEdge]] = {}
@@ -339,20 +378,26 @@ def render_tree(lineage: Lineage) -> list[str]:
         node = lineage.nodes[key]
         again = key in shown
         label = f"{_printable(node.name)}  (above)" if again else _line(node)
-        lines.append(f"{begin}{_printable(edge.label)}{' (depends)' if edge.depends else ''}  {label}")
+        lines.append(
+            f"{begin}{_printable(edge.label)}{' (depends)' if edge.depends else ''}  {label}"
+        )
         if not again:
             shown.add(key)
             todo += _branches(steps.get(key, []), indent, arrow)
     return lines
 
 
-def _branches(edges: Sequence[LineageEdge], indent: str, arrow: str) -> list[tuple[str, str, LineageEdge]]:
+def _branches(
+    edges: Sequence[LineageEdge], indent: str, arrow: str
+) -> list[tuple[str, str, LineageEdge]]:
     """The prefix of each edge's line and of the lines below it; the first edge last."""
     if len(edges) == 1:
         return [(indent + arrow, indent, edges[0])]
     last = len(edges) - 1
     lines = [("├─ ", "│  ") if i < last else ("└─ ", "   ") for i in range(len(edges))]
-    return [(indent + here, indent + below, e) for (here, below), e in zip(lines, edges, strict=True)][::-1]
+    return [
+        (indent + here, indent + below, e) for (here, below), e in zip(lines, edges, strict=True)
+    ][::-1]
 
 
 def render_mermaid(lineage: Lineage) -> str:
@@ -377,7 +422,9 @@ def render_dot(lineage: Lineage) -> str:
         lines.append(f'  {numbers[key]} [label="{label}"];')
     for e in lineage.edges:
         style = ", style=bold" if e.depends else ""
-        lines.append(f'  {numbers[e.parent]} -> {numbers[e.child]} [label="{_escaped(e.label)}"{style}];')
+        lines.append(
+            f'  {numbers[e.parent]} -> {numbers[e.child]} [label="{_escaped(e.label)}"{style}];'
+        )
     return "\n".join([*lines, "}"]) + "\n"
 
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     Positions = Mapping[str | None, int]
 
 
-#: A training goes on from the parent of these edges; a launch of the same run that begins so continues the parent's.
+#: A training goes on from the parent of these edges; a launch of the same run that begins so
+#: continues the parent's.
 _TRAINING = ("resume", "reshard", "finetune")
 _LOCK = "ucformat:launches"
 
@@ -36,7 +37,9 @@ def family() -> ColumnElement[int]:
     return sa.func.coalesce(Launch.family, Launch.id)
 
 
-def record_continued(connection: Connection, manifests: Mapping[str, Manifest], serials: Collection[int]) -> None:
+def record_continued(
+    connection: Connection, manifests: Mapping[str, Manifest], serials: Collection[int]
+) -> None:
     """Record what the launches of new checkpoints continue, by their manifests and by the edges to their parents."""
     continued: dict[tuple[str, str], int] = {}
     for manifest in manifests.values():
@@ -77,7 +80,10 @@ def add_continuations(connection: Connection, continued: Mapping[tuple[int, int]
     if not continued:
         return
     lock_names(connection, _LOCK)
-    recorded = {(launch, other): at for launch, other, at in _direct(connection, {launch for launch, _ in continued})}
+    recorded = {
+        (launch, other): at
+        for launch, other, at in _direct(connection, {launch for launch, _ in continued})
+    }
     for (launch, other), at in sorted(continued.items()):
         if launch == other or recorded.get((launch, other), -1) >= at:
             continue
@@ -93,7 +99,9 @@ def add_continuations(connection: Connection, continued: Mapping[tuple[int, int]
 def _join(connection: Connection, launch: int, other: int) -> None:
     """Make the families of two launches one, with the number of the first by name, the same in all catalogs."""
     both = connection.scalars(sa.select(family()).where(Launch.id.in_((launch, other)))).all()
-    numbers = connection.scalars(sa.select(Launch.id).where(Launch.id.in_(both)).order_by(Launch.name)).all()
+    numbers = connection.scalars(
+        sa.select(Launch.id).where(Launch.id.in_(both)).order_by(Launch.name)
+    ).all()
     for rest in numbers[1:]:
         members = sa.or_(Launch.id == rest, Launch.family == rest)
         connection.execute(sa.update(Launch).where(members).values(family=numbers[0]))
@@ -103,11 +111,15 @@ def _direct(connection: Connection, launches: Iterable[int]) -> Iterable[tuple[i
     ids = sorted(launches)
     for at in range(0, len(ids), MAX_IN_LIST):
         page = Continuation.launch.in_(ids[at : at + MAX_IN_LIST])
-        query = sa.select(Continuation.launch, Continuation.continued, Continuation.position).where(page)
+        query = sa.select(Continuation.launch, Continuation.continued, Continuation.position).where(
+            page
+        )
         yield from ((launch, other, here) for launch, other, here in connection.execute(query))
 
 
-def load_continuations(connection: Connection, launches: Collection[int | None]) -> dict[int | None, _Continued]:
+def load_continuations(
+    connection: Connection, launches: Collection[int | None]
+) -> dict[int | None, _Continued]:
     """Load launches: the name of each, its family, and the positions up to which it continues others, by their names.
 
     None is that of checkpoints whose launch is unknown.
@@ -117,9 +129,13 @@ def load_continuations(connection: Connection, launches: Collection[int | None])
     for at in range(0, len(ids), MAX_IN_LIST):
         page = ids[at : at + MAX_IN_LIST]
         first = Launch.__table__.alias().c
-        query = sa.select(Launch.id, Launch.name, first.name).join(first.id.table, first.id == family())
+        query = sa.select(Launch.id, Launch.name, first.name).join(
+            first.id.table, first.id == family()
+        )
         query = query.where(Launch.id.in_(page))
-        launches_by_number |= {number: (name, common, {}) for number, name, common in connection.execute(query)}
+        launches_by_number |= {
+            number: (name, common, {}) for number, name, common in connection.execute(query)
+        }
         continued = (
             sa.select(Continuation.launch, Launch.name, Continuation.position)
             .join(Launch, Launch.id == Continuation.continued)
@@ -130,19 +146,23 @@ def load_continuations(connection: Connection, launches: Collection[int | None])
     return launches_by_number
 
 
-def load_families(connection: Connection, launches: Collection[int | None]) -> dict[int | None, _Continued]:
+def load_families(
+    connection: Connection, launches: Collection[int | None]
+) -> dict[int | None, _Continued]:
     """As `load_continuations`, of all launches in the families of these."""
     common = connection.scalars(sa.select(family()).where(Launch.id.in_(launches)).distinct()).all()
     members = sa.select(Launch.id).where(sa.or_(Launch.id.in_(common), Launch.family.in_(common)))
     return load_continuations(connection, connection.scalars(members).all())
 
 
-# The lines of a run: which of its checkpoints continue which, by the launches that saved them, never by clocks.
+# The lines of a run: which of its checkpoints continue which, by the launches that saved them,
+# never by clocks.
 #
-# A launch is a training from its start, or from a load, to its end. It continues others up to a position: of a recorded
-# launch a count of commits, of a folder (what has no launch: an engine's checkpoints, plain saves) a step. The newest
-# checkpoint of a launch is a *head*, unless another launch of the run continues it. The *line* of a head is all that is
-# behind it; lines that a launch forked share their beginning.
+# A launch is a training from its start, or from a load, to its end. It continues others up to a
+# position: of a recorded launch a count of commits, of a folder (what has no launch: an engine's
+# checkpoints, plain saves) a step. The newest checkpoint of a launch is a *head*, unless another
+# launch of the run continues it. The *line* of a head is all that is behind it; lines that a launch
+# forked share their beginning.
 
 
 class Placed(Protocol):
@@ -193,7 +213,9 @@ def _is_behind(item: Placed, positions: Positions) -> bool:
     return bound is not None and (here is None or here <= bound)
 
 
-def all_continued(launch: str | None, direct: Mapping[str | None, Mapping[str, int]]) -> dict[str | None, int]:
+def all_continued(
+    launch: str | None, direct: Mapping[str | None, Mapping[str, int]]
+) -> dict[str | None, int]:
     """The positions up to which a launch continues others, also by way of a third."""
     reached: dict[str | None, int] = {}
     todo = [launch]
@@ -207,13 +229,20 @@ def all_continued(launch: str | None, direct: Mapping[str | None, Mapping[str, i
     return reached
 
 
-def heads(newest: Mapping[str | None, Placed], direct: Mapping[str | None, Mapping[str, int]]) -> list[str | None]:
-    """Return the launches of a run that no other continues to the end; launches that claim each other are both heads."""
+def heads(
+    newest: Mapping[str | None, Placed], direct: Mapping[str | None, Mapping[str, int]]
+) -> list[str | None]:
+    """Return the launches of a run that no other continues to the end.
+
+    Launches that claim each other are both heads.
+    """
     continued: set[tuple[str | None, str | None]] = set()
     for launch in newest:
         positions = all_continued(launch, direct)
         continued |= {
-            (other, launch) for other in positions if other in newest and _is_behind(newest[other], positions)
+            (other, launch)
+            for other in positions
+            if other in newest and _is_behind(newest[other], positions)
         }
     ended = {other for other, launch in continued if (launch, other) not in continued}
     return [launch for launch in newest if launch not in ended] or list(newest)
@@ -230,11 +259,16 @@ def lines(items: Iterable[T]) -> list[tuple[T, list[T]]]:
     rest = dict(launches)
     for launch in heads(newest, direct):
         positions = all_continued(launch, direct)
-        members = {other: [i for i in launches.get(other, ()) if _is_behind(i, positions)] for other in positions}
+        members = {
+            other: [i for i in launches.get(other, ()) if _is_behind(i, positions)]
+            for other in positions
+        }
         members[launch] = launches[launch]
         # a launch continues more than any of those that it continues
         order = sorted(members, key=lambda other: len(all_continued(other, direct)), reverse=True)
-        by_head.append((newest[launch], [i for other in order for i in _newest_first(members[other])]))
+        by_head.append(
+            (newest[launch], [i for other in order for i in _newest_first(members[other])])
+        )
         for other in members:
             rest.pop(other, None)
     return [*by_head, *((newest[launch], _newest_first(some)) for launch, some in rest.items())]
@@ -263,7 +297,9 @@ def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:
     return warnings
 
 
-def _wrong_times(launch: Sequence[T], launches: Mapping[str | None, Sequence[T]]) -> list[tuple[T, T]]:
+def _wrong_times(
+    launch: Sequence[T], launches: Mapping[str | None, Sequence[T]]
+) -> list[tuple[T, T]]:
     """The checkpoints of a launch that were created before one that they continue, with the latest of those."""
     positions: dict[str | None, int] = dict(launch[0].continues.items())
     before = [i for other in positions for i in launches.get(other, ()) if _is_behind(i, positions)]

@@ -36,7 +36,8 @@ def storable_json(value: Any) -> Any:
     """Make a JSON value storable in both databases.
 
     Returns:
-        A copy in which non-finite numbers are `{"$float": "nan"}` and text has passed `storable_text`.
+        A copy in which non-finite numbers are `{"$float": "nan"}` and text has passed
+        `storable_text`.
     """
     match value:
         case float() if not math.isfinite(value):
@@ -58,7 +59,9 @@ def storable_text(text: str) -> str:
     """
     if text.isascii():
         return text.replace("\0", "\ufffd")
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
+    return (
+        text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
+    )
 
 
 _T = TypeVar("_T")
@@ -92,7 +95,9 @@ class PlainText(TypeDecorator[str]):
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
         """The type in one database: PostgreSQL's indexes find text by its beginning only in the collation "C"."""
-        return dialect.type_descriptor(Text(collation="C") if dialect.name == "postgresql" else Text())
+        return dialect.type_descriptor(
+            Text(collation="C") if dialect.name == "postgresql" else Text()
+        )
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
         """Convert a value of a statement to the stored form, also when searching."""
@@ -117,8 +122,8 @@ class Json(TypeDecorator[Any]):
 class Base:
     """The base class of the tables, with fixed names of constraints, which migrations rely on.
 
-    A subclass is a table: its columns are attributes, and wherever SQLAlchemy takes a table it takes the class. The
-    ORM is not used: importing it takes longer than most commands.
+    A subclass is a table: its columns are attributes, and wherever SQLAlchemy takes a table it
+    takes the class. The ORM is not used: importing it takes longer than most commands.
     """
 
     metadata = MetaData(
@@ -141,7 +146,9 @@ class Base:
             column.name = column.key = name
         items = [a for a in cls.__table_args__ if not isinstance(a, dict)]
         options = {k: v for a in cls.__table_args__ if isinstance(a, dict) for k, v in a.items()}
-        cls.__table__ = Table(cls.__tablename__, Base.metadata, *columns.values(), *items, **options)
+        cls.__table__ = Table(
+            cls.__tablename__, Base.metadata, *columns.values(), *items, **options
+        )
 
     @classmethod
     def __clause_element__(cls) -> Table:
@@ -173,12 +180,13 @@ def canonical_hash(value: Any) -> str:
 
 # The tables of the catalog (docs/catalog.md, "Tables").
 #
-# Other tables refer to `checkpoint.serial`; manifests and users refer to `checkpoint.id`. The names, dtypes, shapes and
-# grids of a checkpoint's tensors are a *tensor set*, stored once for all checkpoints with that structure; only the
-# digests of tensors are rows of each checkpoint.
+# Other tables refer to `checkpoint.serial`; manifests and users refer to `checkpoint.id`. The
+# names, dtypes, shapes and grids of a checkpoint's tensors are a *tensor set*, stored once for all
+# checkpoints with that structure; only the digests of tensors are rows of each checkpoint.
 
-#: The approximate number of digests in a block. Consecutive insertions touch few pages, and a search looks into each
-#: block once: on SQLite, inserting 10,000 digests takes 10 ms instead of 45 ms under one index over all.
+#: The approximate number of digests in a block. Consecutive insertions touch few pages, and a
+#: search looks into each block once: on SQLite, inserting 10,000 digests takes 10 ms instead of 45
+#: ms under one index over all.
 BLOCK = 32_768
 
 
@@ -227,7 +235,9 @@ class Continuation(Base):
 
     __tablename__ = "continuation"
     launch = column(Integer, ForeignKey("launch.id", ondelete="CASCADE"), primary_key=True)
-    continued = column(Integer, ForeignKey("launch.id", ondelete="CASCADE"), primary_key=True, index=True)
+    continued = column(
+        Integer, ForeignKey("launch.id", ondelete="CASCADE"), primary_key=True, index=True
+    )
     position = column(BigInteger)
 
 
@@ -253,7 +263,9 @@ class Tensor(Base):
 
     __tablename__ = "tensor"
     __table_args__ = (Index(None, "name", "state"), {"sqlite_with_rowid": False})
-    tensor_set_id = column(Integer, ForeignKey("tensor_set.id", ondelete="CASCADE"), primary_key=True)
+    tensor_set_id = column(
+        Integer, ForeignKey("tensor_set.id", ondelete="CASCADE"), primary_key=True
+    )
     position = column(Integer, primary_key=True)
     name = column(PlainText)
     state = column(PlainText)
@@ -267,16 +279,21 @@ class Tensor(Base):
 class Checkpoint(Base):
     """A checkpoint, whether it still exists or not (`state`: committed, deleted, purging, purged or replaced).
 
-    `deleted` checkpoints are still in storage and can be restored; of `purged` and `replaced` ones only this row and
-    the lineage are left. `deleted_clocks` are the times of other clocks than the host's at the deletion. `files` and
-    `files_nbytes` are the number and bytes of a foreign checkpoint's files. Digests are in the block `digest_block`.
-    `document_revision` is the revision that the document beside the checkpoint should have, `document_written` the one
-    that it has, `document_due` the difference. `content` is the hash from `manifest_content`, by which another
+    `deleted` checkpoints are still in storage and can be restored; of `purged` and `replaced` ones
+    only this row and the lineage are left. `deleted_clocks` are the times of other clocks than the
+    host's at the deletion. `files` and `files_nbytes` are the number and bytes of a foreign
+    checkpoint's files. Digests are in the block `digest_block`. `document_revision` is the revision
+    that the document beside the checkpoint should have, `document_written` the one that it has,
+    `document_due` the difference. `content` is the hash from `manifest_content`, by which another
     checkpoint with the same id is recognised; NULL for foreign ones.
     """
 
     __tablename__ = "checkpoint"
-    __table_args__ = (Index(None, "run_id", "step"), Index(None, "run_id", "commits"), Index(None, "state", "created"))
+    __table_args__ = (
+        Index(None, "run_id", "step"),
+        Index(None, "run_id", "commits"),
+        Index(None, "state", "created"),
+    )
     serial = column(Integer, primary_key=True)
     id = column(PlainText, unique=True)
     kind = column(PlainText)
@@ -305,13 +322,16 @@ class Checkpoint(Base):
     digest_block = column(Integer, index=True)
     document_revision = column(Integer)
     document_written = column(Integer)
-    document_due = column(Integer, Computed("document_revision - document_written", persisted=True), index=True)
+    document_due = column(
+        Integer, Computed("document_revision - document_written", persisted=True), index=True
+    )
 
 
 class Digest(Base):
     """The digest of one tensor of one checkpoint, at its position in the structure.
 
-    There are no foreign keys, for speed: a checkpoint has thousands of rows, written with it and removed when purged.
+    There are no foreign keys, for speed: a checkpoint has thousands of rows, written with it and
+    removed when purged.
     """
 
     __tablename__ = "digest"
@@ -325,9 +345,10 @@ class Digest(Base):
 class Location(Base):
     """A place of a checkpoint. A url holds one checkpoint at a time; a checkpoint may have several places.
 
-    `listing` is the hash of its file listing when it was read there; NULL if that cannot be trusted. `deleted` and
-    `purge_after` are from the document there: once they are set for every place, the checkpoint is deleted. A place
-    that was found after the checkpoint was deleted is `spared`, since the deletion did not include it.
+    `listing` is the hash of its file listing when it was read there; NULL if that cannot be
+    trusted. `deleted` and `purge_after` are from the document there: once they are set for every
+    place, the checkpoint is deleted. A place that was found after the checkpoint was deleted is
+    `spared`, since the deletion did not include it.
     """
 
     __tablename__ = "location"
@@ -364,14 +385,17 @@ class Metric(Base):
 class Edge(Base):
     """An edge of the lineage. `parent` is NULL until the parent, known by id or url, is recorded itself.
 
-    With `depends`, the child needs the parent's files, which must then be kept. `how` tells more of how it was made.
+    With `depends`, the child needs the parent's files, which must then be kept. `how` tells more of
+    how it was made.
     """
 
     __tablename__ = "edge"
     __table_args__ = (Index(None, "child", "kind", "parent_url", unique=True),)
     id = column(Integer, primary_key=True)
     child = column(Integer, ForeignKey("checkpoint.serial", ondelete="CASCADE"))
-    parent = column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    parent = column(
+        Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True
+    )
     parent_id = column(PlainText, index=True, nullable=True)
     parent_url = column(PlainText, index=True)
     kind = column(PlainText)
@@ -409,8 +433,12 @@ class AliasMove(Base):
     id = column(Integer, primary_key=True)
     name = column(PlainText)
     version = column(Integer)
-    source = column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
-    target = column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    source = column(
+        Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True
+    )
+    target = column(
+        Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True
+    )
     moved = column(UtcDateTime)
     who = column(PlainText)
 
@@ -489,5 +517,7 @@ class Event(Base):
     at = column(UtcDateTime)
     who = column(PlainText)
     action = column(PlainText)
-    checkpoint = column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    checkpoint = column(
+        Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True
+    )
     detail = column(Json)

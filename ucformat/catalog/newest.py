@@ -1,10 +1,11 @@
 """The order of checkpoints by age: by counts of commits where they exist, because clocks may be wrong.
 
-A training counts its commits (`commits` of a manifest). Within a family, launches of a run that continue each other
-(`catalog.lines`), the checkpoint with the higher count is newer, since its writer had loaded or seen the others; with
-equal counts the one with the higher step, then the one that was created later. A checkpoint without a count (of an
-engine, or converted) is treated as having the highest count at its step or before. Families, and checkpoints with
-neither step nor count, are compared by time, where a checkpoint is never earlier than those of its family that it is
+A training counts its commits (`commits` of a manifest). Within a family, launches of a run that
+continue each other (`catalog.lines`), the checkpoint with the higher count is newer, since its
+writer had loaded or seen the others; with equal counts the one with the higher step, then the one
+that was created later. A checkpoint without a count (of an engine, or converted) is treated as
+having the highest count at its step or before. Families, and checkpoints with neither step nor
+count, are compared by time, where a checkpoint is never earlier than those of its family that it is
 newer than.
 """
 
@@ -89,13 +90,17 @@ def select_newest_first(*where: ColumnElement[bool]) -> Select[Any]:
     """The same order as a query.
 
     Returns:
-        A query for serial, id, kind, step, commits and created, and `counted`: the commits or their substitute.
+        A query for serial, id, kind, step, commits and created, and `counted`: the commits or their
+        substitute.
     """
     import sqlalchemy as sa
 
     from ucformat.catalog.models import Checkpoint, Launch
 
-    alone = sa.or_(Checkpoint.run_id.is_(None), sa.and_(Checkpoint.step.is_(None), Checkpoint.commits.is_(None)))
+    alone = sa.or_(
+        Checkpoint.run_id.is_(None),
+        sa.and_(Checkpoint.step.is_(None), Checkpoint.commits.is_(None)),
+    )
     family = sa.func.coalesce(Launch.family, Launch.id)
     counted = _counted([Checkpoint.run_id, family, sa.case((alone, Checkpoint.serial))], where)
     order = (counted["counted"], counted["at"], counted.created, counted.serial)
@@ -133,16 +138,18 @@ def _counted(parts: list[Any], where: Iterable[ColumnElement[bool]]) -> Any:
     columns = (getattr(Checkpoint, name) for name in _COLUMNS)
     keys = (part.label(f"part_{i}") for i, part in enumerate(parts))
     count = sa.func.coalesce(Checkpoint.commits, before, 0).label("counted")
-    query = sa.select(*columns, *keys, count, step.label("at")).outerjoin(Launch, Launch.id == Checkpoint.launch_id)
+    query = sa.select(*columns, *keys, count, step.label("at")).outerjoin(
+        Launch, Launch.id == Checkpoint.launch_id
+    )
     return query.where(*where).subquery().c
 
 
 def before(connection: Connection, last: Select[Any]) -> ColumnElement[bool]:
     """The condition that is met by all checkpoints that can come before any of the last ones, and by some others.
 
-    These are of the same runs. What comes before one of them has as many commits, or none and a step that is at least
-    that of one with as many; in a run without counts, at least its step. What comes after all of them was created
-    earlier, and changes the time of none.
+    These are of the same runs. What comes before one of them has as many commits, or none and a
+    step that is at least that of one with as many; in a run without counts, at least its step. What
+    comes after all of them was created earlier, and changes the time of none.
     """
     import sqlalchemy as sa
 
@@ -159,7 +166,8 @@ def before(connection: Connection, last: Select[Any]) -> ColumnElement[bool]:
             own = -1 if row.step is None else row.step
             least[row.run_id] = min(steps, own), min(counts, row.commits or 0)
     counted = sa.or_(
-        sa.false(), *(sa.and_(Checkpoint.run_id == run, commits >= count) for run, (_, count) in least.items())
+        sa.false(),
+        *(sa.and_(Checkpoint.run_id == run, commits >= count) for run, (_, count) in least.items()),
     )
     query = sa.select(Checkpoint.run_id, sa.func.min(sa.func.coalesce(step, -1))).where(counted)
     lower: dict[int, int] = dict(connection.execute(query.group_by(Checkpoint.run_id)).all())
@@ -171,7 +179,9 @@ def before(connection: Connection, last: Select[Any]) -> ColumnElement[bool]:
     return sa.or_(*parts)
 
 
-_FEW = 50  # checkpoints whose runs are conditions of a query, with which PostgreSQL estimates better
+_FEW = (
+    50  # checkpoints whose runs are conditions of a query, with which PostgreSQL estimates better
+)
 _MOST = 2**63 - 1
 
 
@@ -182,14 +192,25 @@ def _before_many(last: Select[Any]) -> CompoundSelect[Any]:
     from ucformat.catalog.models import Checkpoint
 
     newest = last.cte()
-    step, commits = sa.func.min(sa.func.coalesce(newest.c.step, -1)), sa.func.min(sa.func.coalesce(newest.c.commits, 0))
-    least = sa.select(newest.c.run_id, step.label("step"), commits.label("commits")).group_by(newest.c.run_id).cte()
+    step, commits = (
+        sa.func.min(sa.func.coalesce(newest.c.step, -1)),
+        sa.func.min(sa.func.coalesce(newest.c.commits, 0)),
+    )
+    least = (
+        sa.select(newest.c.run_id, step.label("step"), commits.label("commits"))
+        .group_by(newest.c.run_id)
+        .cte()
+    )
     run, other = Checkpoint.__table__.alias().c, Checkpoint.__table__.alias().c
     counted = sa.select(sa.func.min(sa.func.coalesce(other.step, -1))).where(
         other.run_id == least.c.run_id, other.commits >= least.c.commits
     )
     parts = [
         sa.select(run.serial).where(run.run_id == least.c.run_id, later)
-        for later in (run.step >= least.c.step, run.step >= counted.scalar_subquery(), run.step.is_(None))
+        for later in (
+            run.step >= least.c.step,
+            run.step >= counted.scalar_subquery(),
+            run.step.is_(None),
+        )
     ]
     return sa.union(sa.select(newest.c.serial), *parts)

@@ -30,13 +30,17 @@ if TYPE_CHECKING:
 class CatalogReader:
     """The queries of a catalog."""
 
-    def __init__(self, url: str | None = None, *, read_only: bool = False, upgrade: bool = False) -> None:
+    def __init__(
+        self, url: str | None = None, *, read_only: bool = False, upgrade: bool = False
+    ) -> None:
         if url is None:
             from ucformat.settings import load_settings
 
             url = load_settings().catalog_url()
             if url is None:
-                raise PermissionDenied("the catalog is switched off", hint="set UCP_CATALOG or pass --catalog URL")
+                raise PermissionDenied(
+                    "the catalog is switched off", hint="set UCP_CATALOG or pass --catalog URL"
+                )
         self._database = Database(url, read_only=read_only, upgrade=upgrade)
 
     @property
@@ -68,7 +72,10 @@ class CatalogReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -87,17 +94,21 @@ class CatalogReader:
         """Find the checkpoints that match a filter (docs/filters.md).
 
         Args:
-            deleted: include those that are no longer committed (default: only if the filter uses `state`).
+            deleted: include those that are no longer committed (default: only if the filter uses
+                `state`).
         """
         with self._database.reading() as c:
-            found = search.find_serials(c, where, stamp.now(), sort=sort, limit=limit, offset=offset, deleted=deleted)
+            found = search.find_serials(
+                c, where, stamp.now(), sort=sort, limit=limit, offset=offset, deleted=deleted
+            )
             return load_entries(c, found, stamp.now())
 
     def count(self, where: str = "", *, deleted: bool = False) -> int:
         """Count the checkpoints that match a filter.
 
         Args:
-            deleted: include those that are no longer committed (default: only if the filter uses `state`).
+            deleted: include those that are no longer committed (default: only if the filter uses
+                `state`).
         """
         with self._database.reading() as c:
             return search.count_checkpoints(c, where, stamp.now(), deleted=deleted) or 0
@@ -158,7 +169,9 @@ class CatalogReader:
             loaded = dict(zip(found, load_entries(c, list(found), stamp.now()), strict=True))
             return [(loaded[s], t) for s, tensors in found.items() for t in tensors]
 
-    def lineage(self, ref: str, direction: Literal["up", "down"] = "up", depth: int | None = None) -> Lineage:
+    def lineage(
+        self, ref: str, direction: Literal["up", "down"] = "up", depth: int | None = None
+    ) -> Lineage:
         """Follow the lineage of a checkpoint."""
         from ucformat.catalog.lineage import load_lineage
 
@@ -191,7 +204,9 @@ class CatalogReader:
         """
         from ucformat.catalog.sql import run_sql
 
-        return run_sql(self._database, statement, limit, timeout=timeout, memory=memory, trust_role=trust_role)
+        return run_sql(
+            self._database, statement, limit, timeout=timeout, memory=memory, trust_role=trust_role
+        )
 
     def excess_rights(self) -> str | None:
         """What else than reading tables the PostgreSQL role may do, for which `sql` refuses it; None if nothing."""
@@ -214,23 +229,28 @@ class CatalogReader:
         with self._database.reading() as c:
             return entries.load_alias_history(c, name)
 
-    def protections(self, checkpoint: str, url: str, *, annotations: bool = True) -> tuple[str, ...]:
+    def protections(
+        self, checkpoint: str, url: str, *, annotations: bool = True
+    ) -> tuple[str, ...]:
         """List what protects a checkpoint at a place from deletion, even if it is not in the catalog.
 
         Args:
-            annotations: include its holds, tags and aliases (default: True), not only checkpoints that need its files.
+            annotations: include its holds, tags and aliases (default: True), not only checkpoints
+                that need its files.
         """
         from ucformat.catalog import deletion
 
         with self._database.reading() as c:
-            return deletion.protections_at(c, checkpoint, same_url(url), stamp.now(), annotations=annotations)
+            return deletion.protections_at(
+                c, checkpoint, same_url(url), stamp.now(), annotations=annotations
+            )
 
     def contradiction(self, manifest: Manifest, url: str) -> str | None:
         """Whether the manifest at a place contradicts the checkpoint that is recorded there under the same id.
 
         Returns:
-            The contradiction; None if it is the same checkpoint, perhaps in the form that `materialize` makes, or if
-            the catalog does not have it there.
+            The contradiction; None if it is the same checkpoint, perhaps in the form that
+            `materialize` makes, or if the catalog does not have it there.
         """
         with self._database.reading() as c:
             return content.contradiction(c, manifest, same_url(url))
@@ -245,7 +265,9 @@ class CatalogReader:
         from ucformat.catalog.retention import REMOVED, retention_rows
 
         with self._database.reading() as c:
-            plan = plan_purge(retention_rows(c, stamp.now(), states=REMOVED), stamp.now(), grace, stamp.clocks(c))
+            plan = plan_purge(
+                retention_rows(c, stamp.now(), states=REMOVED), stamp.now(), grace, stamp.clocks(c)
+            )
         needed = find_dependents({r.id: r.places for r in plan.purge})
         if not needed:
             return plan

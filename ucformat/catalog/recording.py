@@ -35,7 +35,16 @@ from ucformat.catalog.models import (
     stored_metric,
 )
 from ucformat.catalog.refs import parent_name, same_place
-from ucformat.catalog.rows import event, events, get_or_insert, insert_if_absent, lock, lock_names, touch, unindexed
+from ucformat.catalog.rows import (
+    event,
+    events,
+    get_or_insert,
+    insert_if_absent,
+    lock,
+    lock_names,
+    touch,
+    unindexed,
+)
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -88,17 +97,23 @@ def record(
 def record_all(connection: Connection, found: Sequence[Found], stamp: Stamp) -> list[int]:
     """Record checkpoints at places. If the id of one is known, only the place is added, with two exceptions.
 
-    A checkpoint that `materialize` converted gets the digests of its arrays. A foreign one gets the configuration and
-    the metrics that it lacks. New checkpoints are inserted together: a few statements, whatever their number.
+    A checkpoint that `materialize` converted gets the digests of its arrays. A foreign one gets the
+    configuration and the metrics that it lacks. New checkpoints are inserted together: a few
+    statements, whatever their number.
 
     Raises:
         Conflict: another checkpoint has the id of one.
     """
     for one in found:
         _check(one.manifest, one.url)
-    lock_names(connection, *(name for f in found for name in (f.manifest.id, f.url, *parent_names(f.manifest))))
+    lock_names(
+        connection,
+        *(name for f in found for name in (f.manifest.id, f.url, *parent_names(f.manifest))),
+    )
     urls = Counter(f.url for f in found)
-    known = sa.select(Checkpoint.id, Checkpoint.serial).where(Checkpoint.id.in_({f.manifest.id for f in found}))
+    known = sa.select(Checkpoint.id, Checkpoint.serial).where(
+        Checkpoint.id.in_({f.manifest.id for f in found})
+    )
     serials: dict[str, int] = dict(connection.execute(known).all())
     taken = set(connection.scalars(sa.select(Location.url).where(Location.url.in_(urls))))
     new: dict[str, Found] = {}
@@ -108,7 +123,9 @@ def record_all(connection: Connection, found: Sequence[Found], stamp: Stamp) -> 
     serials |= _insert(connection, new, stamp)
     free = [f for f in new.values() if f.url not in taken and urls[f.url] == 1]
     if free:
-        here = [{"checkpoint": serials[f.manifest.id], "url": f.url, "listing": f.listing} for f in free]
+        here = [
+            {"checkpoint": serials[f.manifest.id], "url": f.url, "listing": f.listing} for f in free
+        ]
         connection.execute(sa.insert(Location).values(seen=stamp.now), here)
     for one in found:
         serial = serials[one.manifest.id]
@@ -125,7 +142,10 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
     if not new:
         return {}
     names = {i: f.run or f.manifest.run or parent_name(f.url) for i, f in new.items()}
-    runs = {n: _run(connection, n, stamp.now) for n in sorted({n for n in names.values() if n is not None})}
+    runs = {
+        n: _run(connection, n, stamp.now)
+        for n in sorted({n for n in names.values() if n is not None})
+    }
     configs = _configs(connection, [f.manifest.config for f in new.values()])
     tables = [f.manifest.tensors for f in new.values()]
     launches = _launches(connection, new)
@@ -157,16 +177,29 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
             "document_revision": 0,
             "document_written": 0,
         }
-        for (i, f), config, structure, block in zip(new.items(), configs, structures, blocks, strict=True)
+        for (i, f), config, structure, block in zip(
+            new.items(), configs, structures, blocks, strict=True
+        )
     ]
     insert = sa.insert(Checkpoint).returning(Checkpoint.id, Checkpoint.serial)
     serials: dict[str, int] = dict(connection.execute(insert, rows).all())
     add_digests(connection, {serials[i]: f.manifest.tensors for i, f in new.items()})
-    forms = [(serials[i], f.manifest.digest) for i, f in new.items() if f.kind == "ucformat" and f.manifest.digest]
+    forms = [
+        (serials[i], f.manifest.digest)
+        for i, f in new.items()
+        if f.kind == "ucformat" and f.manifest.digest
+    ]
     if forms:
-        connection.execute(sa.insert(Form), [{"checkpoint": s, "manifest": digest} for s, digest in forms])
+        connection.execute(
+            sa.insert(Form), [{"checkpoint": s, "manifest": digest} for s, digest in forms]
+        )
     metrics = [
-        {"checkpoint": serials[i], "name": name, "value": stored_metric(value), "measured": _created(f.manifest)}
+        {
+            "checkpoint": serials[i],
+            "name": name,
+            "value": stored_metric(value),
+            "measured": _created(f.manifest),
+        }
         for i, f in new.items()
         for name, value in {storable_text(n): v for n, v in f.manifest.metrics.items()}.items()
     ]
@@ -175,7 +208,12 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
     for i, f in new.items():
         insert_edges(connection, serials[i], f.manifest, f.url)
     record_continued(connection, {i: f.manifest for i, f in new.items()}, serials.values())
-    events(connection, "record", stamp, {serials[i]: {"url": f.url, "kind": f.kind} for i, f in new.items()})
+    events(
+        connection,
+        "record",
+        stamp,
+        {serials[i]: {"url": f.url, "kind": f.kind} for i, f in new.items()},
+    )
     return serials
 
 
@@ -188,7 +226,9 @@ def _launches(connection: Connection, new: Mapping[str, Found]) -> dict[str, int
     launches = {i: _launch(connection, f.manifest, f.url) for i, f in new.items()}
     names = sorted({launch for launch in launches.values() if isinstance(launch, str)})
     numbers = {name: get_or_insert(connection, Launch, {"name": name}, {}) for name in names}
-    return {i: numbers[launch] if isinstance(launch, str) else launch for i, launch in launches.items()}
+    return {
+        i: numbers[launch] if isinstance(launch, str) else launch for i, launch in launches.items()
+    }
 
 
 def _launch(connection: Connection, manifest: Manifest, url: str) -> str | int:
@@ -200,7 +240,9 @@ def _launch(connection: Connection, manifest: Manifest, url: str) -> str | int:
             place = same_place(edge.url)
             parent = Checkpoint.id == edge.id
             if edge.id is None:
-                parent = Checkpoint.serial.in_(sa.select(Location.checkpoint).where(Location.url == place))
+                parent = Checkpoint.serial.in_(
+                    sa.select(Location.checkpoint).where(Location.url == place)
+                )
             number = connection.scalar(sa.select(Checkpoint.launch_id).where(parent))
             return folder_launch(place) if number is None else number
     return folder_launch(url)
@@ -225,7 +267,9 @@ def _record_known(connection: Connection, serial: int, found: Found, stamp: Stam
         check_same(connection, serial, found.url, content, manifest)
     again = record_location(connection, serial, found.url, stamp, listing=found.listing)
     if found.kind == "ucformat" and manifest.digest is not None:
-        insert_if_absent(connection, Form, {"checkpoint": serial, "manifest": manifest.digest}, {}, Form.manifest)
+        insert_if_absent(
+            connection, Form, {"checkpoint": serial, "manifest": manifest.digest}, {}, Form.manifest
+        )
     if again or _materialised(connection, serial, manifest):
         remove_digests(connection, serial)
         add_digests(connection, {serial: manifest.tensors})
@@ -263,25 +307,33 @@ def _materialised(connection: Connection, serial: int, manifest: Manifest) -> bo
     changed = connection.execute(
         sa.update(Checkpoint)
         .where(Checkpoint.serial == serial, Checkpoint.attempt != manifest.attempt)
-        .values(attempt=manifest.attempt, tensor_set_id=tensor_sets(connection, [manifest.tensors])[0])
+        .values(
+            attempt=manifest.attempt, tensor_set_id=tensor_sets(connection, [manifest.tensors])[0]
+        )
     )
     if not changed.rowcount:
         return False
-    connection.execute(sa.update(Edge).where(Edge.child == serial, Edge.depends).values(depends=False))
+    connection.execute(
+        sa.update(Edge).where(Edge.child == serial, Edge.depends).values(depends=False)
+    )
     return True
 
 
 def _check(manifest: Manifest, url: str) -> None:
     """UsageError if the database cannot store the place, id, step or size exactly; other text is converted."""
     if not manifest.id:
-        raise UsageError(f"the checkpoint at {url} has no id to record it by", hint="give the manifest one")
+        raise UsageError(
+            f"the checkpoint at {url} has no id to record it by", hint="give the manifest one"
+        )
     for name, text in (("place", url), ("id", manifest.id)):
         if storable_text(text) != text:
             raise UsageError(
                 f"the checkpoint at {storable_text(url)} cannot be recorded: its {name} is not text: {text!r}"
             )
     if max(abs(manifest.step or 0), manifest.tensors.nbytes) >= 2**63:
-        raise UsageError(f"the checkpoint at {url} cannot be recorded: its step or size does not fit into 64 bits")
+        raise UsageError(
+            f"the checkpoint at {url} cannot be recorded: its step or size does not fit into 64 bits"
+        )
 
 
 def _created(manifest: Manifest) -> datetime:
@@ -300,14 +352,18 @@ def set_run(connection: Connection, serial: int, run: str, now: datetime) -> boo
     return changed.rowcount > 0
 
 
-def record_location(connection: Connection, serial: int, url: str, stamp: Stamp, *, listing: str | None = None) -> bool:
+def record_location(
+    connection: Connection, serial: int, url: str, stamp: Stamp, *, listing: str | None = None
+) -> bool:
     """Record that a checkpoint is at a place, where it replaces any other.
 
-    At a new place, a deletion that is recorded only in the documents of its other places is undone, since they do not
-    apply to this one. If it was deleted in this catalog, the place is `spared`, since the deletion did not include it.
+    At a new place, a deletion that is recorded only in the documents of its other places is undone,
+    since they do not apply to this one. If it was deleted in this catalog, the place is `spared`,
+    since the deletion did not include it.
 
     Args:
-        connection: a transaction that writes, in which the caller has called `lock_names` for the url.
+        connection: a transaction that writes, in which the caller has called `lock_names` for the
+            url.
         listing: a hash of its file listing (None: it cannot be recognised as unchanged).
 
     Returns:
@@ -318,17 +374,29 @@ def record_location(connection: Connection, serial: int, url: str, stamp: Stamp,
     here: dict[str, Any] = {"checkpoint": serial, "seen": stamp.now, "listing": listing}
     if before != serial:
         _undo_documented_deletion(connection, serial)
-        deleted = sa.exists().where(Checkpoint.serial == serial, Checkpoint.state.in_(("deleted", "purging")))
-        here |= {"deleted": None, "purge_after": None, "spared": connection.scalar(sa.select(deleted))}
-    if not connection.execute(sa.update(Location).where(Location.url == url).values(**here)).rowcount:
+        deleted = sa.exists().where(
+            Checkpoint.serial == serial, Checkpoint.state.in_(("deleted", "purging"))
+        )
+        here |= {
+            "deleted": None,
+            "purge_after": None,
+            "spared": connection.scalar(sa.select(deleted)),
+        }
+    if not connection.execute(
+        sa.update(Location).where(Location.url == url).values(**here)
+    ).rowcount:
         connection.execute(sa.insert(Location).values(url=url, **here))
     elif before is not None and before != serial:
         elsewhere = sa.exists().where(Location.checkpoint == before)
-        over = sa.update(Checkpoint).where(Checkpoint.serial == before, Checkpoint.state != "purged", ~elsewhere)
+        over = sa.update(Checkpoint).where(
+            Checkpoint.serial == before, Checkpoint.state != "purged", ~elsewhere
+        )
         if connection.execute(over.values(state="replaced")).rowcount:
             event(connection, "replaced", stamp, before, url=url)
     if before != serial:  # its annotations must be written beside it there, too
-        annotated = sa.select(Checkpoint.serial).where(Checkpoint.serial == serial, Checkpoint.document_revision > 0)
+        annotated = sa.select(Checkpoint.serial).where(
+            Checkpoint.serial == serial, Checkpoint.document_revision > 0
+        )
         touch(connection, connection.scalars(annotated).all())
     gone = (Checkpoint.serial == serial, Checkpoint.state.in_(("replaced", "purged")))
     again = {"state": "committed", "deleted": None, "purge_after": None}
@@ -353,7 +421,11 @@ def forget(connection: Connection, gone: Iterable[LocationEntry], stamp: Stamp) 
     lock(connection, {place.checkpoint for place in gone})
     forgotten = []
     for place in gone:
-        here = (Location.url == place.url, Location.checkpoint == place.checkpoint, Location.seen == place.seen)
+        here = (
+            Location.url == place.url,
+            Location.checkpoint == place.checkpoint,
+            Location.seen == place.seen,
+        )
         if not connection.execute(sa.delete(Location).where(*here)).rowcount:
             continue
         elsewhere = sa.exists().where(Location.checkpoint == place.checkpoint)
@@ -364,14 +436,18 @@ def forget(connection: Connection, gone: Iterable[LocationEntry], stamp: Stamp) 
     return forgotten
 
 
-def _adopt_children(connection: Connection, ids: Mapping[str, int], urls: Mapping[str, int]) -> None:
+def _adopt_children(
+    connection: Connection, ids: Mapping[str, int], urls: Mapping[str, int]
+) -> None:
     """Link the edges of children that were recorded before their parents."""
     by_id = Edge.parent_id.in_(ids)
     by_url = sa.and_(Edge.parent_id.is_(None), Edge.parent_url.in_(urls))
     adopted = []
     for which in (by_id, by_url):
         orphans = sa.select(Edge.id, Edge.child, Edge.parent_id, Edge.parent_url)
-        for edge in connection.execute(orphans.where(which, unindexed(Edge.parent).is_(None))).all():
+        for edge in connection.execute(
+            orphans.where(which, unindexed(Edge.parent).is_(None))
+        ).all():
             parent = urls[edge.parent_url] if edge.parent_id is None else ids[edge.parent_id]
             if parent != edge.child:
                 values: dict[str, Any] = {"parent": parent}
@@ -382,7 +458,13 @@ def _adopt_children(connection: Connection, ids: Mapping[str, int], urls: Mappin
 
 
 def add_verification(
-    connection: Connection, serial: int, url: str, *, problems: Sequence[str], stamp: Stamp, **values: Any
+    connection: Connection,
+    serial: int,
+    url: str,
+    *,
+    problems: Sequence[str],
+    stamp: Stamp,
+    **values: Any,
 ) -> None:
     """Record the result of a verification."""
     stored = storable_json(problems[:100])

@@ -64,13 +64,17 @@ def is_place(text: str) -> bool:
 def parse_ref(text: str) -> Ref:
     """Parse a reference; text that is no other kind of reference is a place."""
     if not text:
-        raise UsageError("an empty reference names no checkpoint", hint="write run@step, alias:name, an id, or a path")
+        raise UsageError(
+            "an empty reference names no checkpoint",
+            hint="write run@step, alias:name, an id, or a path",
+        )
     if is_place(text):
         return Ref(text, place=same_url(text))
     if text.startswith("alias:"):
         if not text[6:]:
             raise UsageError(
-                "`alias:` lacks the name of the alias", hint="write alias:best; `ucp alias list` shows all"
+                "`alias:` lacks the name of the alias",
+                hint="write alias:best; `ucp alias list` shows all",
             )
         return Ref(text, alias=text[6:])
     run, at, which = text.rpartition("@")
@@ -78,12 +82,18 @@ def parse_ref(text: str) -> Ref:
     if text.startswith(_PREFIXES):
         kind, _, name = run.partition(":")
         if not name or (which != "latest" and not isinstance(step, int)):
-            hint = "write launch:ID@latest, launch:ID@1000, folder:PLACE@latest or folder:PLACE@1000"
-            raise UsageError(f"{text!r} does not say which checkpoint of a launch or folder", hint=hint)
+            hint = (
+                "write launch:ID@latest, launch:ID@1000, folder:PLACE@latest or folder:PLACE@1000"
+            )
+            raise UsageError(
+                f"{text!r} does not say which checkpoint of a launch or folder", hint=hint
+            )
         if kind == "folder":
             return Ref(text, folder=same_url(name), at=step)
         if not _ID.fullmatch(name):
-            raise UsageError(f"{name!r} is no id of a launch, nor the beginning of one", hint=_LINES)
+            raise UsageError(
+                f"{name!r} is no id of a launch, nor the beginning of one", hint=_LINES
+            )
         return Ref(text, launch=name, at=step)
     if at and run and which:
         return Ref(text, run=run, at=step)
@@ -112,7 +122,11 @@ def same_place(url: str) -> str:
 
 def parent_name(url: str) -> str | None:
     """The name of the parent folder."""
-    parts = [p for p in url.partition("://")[2].split("/") if p] if "://" in url else [p for p in url.split("/") if p]
+    parts = (
+        [p for p in url.partition("://")[2].split("/") if p]
+        if "://" in url
+        else [p for p in url.split("/") if p]
+    )
     return parts[-2] if len(parts) > 1 else None
 
 
@@ -123,12 +137,21 @@ def resolve(connection: Connection, ref: Ref) -> int:
     if ref.run is not None:
         return _of_run(connection, ref, ref.run)
     if ref.launch is not None:
-        query = sa.select(Launch.id, Launch.name).where(starts_with(Launch.name, ref.launch)).limit(2)
+        query = (
+            sa.select(Launch.id, Launch.name).where(starts_with(Launch.name, ref.launch)).limit(2)
+        )
         launches = connection.execute(query).all()
         if len(launches) != 1:
             what = "several launches" if launches else "no launch"
-            raise (UsageError if launches else NotFound)(f"the catalog has {what} {ref.launch!r}", hint=_LINES)
-        return _at(connection, ref, Checkpoint.launch_id == launches[0].id, f"the launch {launches[0].name!r}")
+            raise (UsageError if launches else NotFound)(
+                f"the catalog has {what} {ref.launch!r}", hint=_LINES
+            )
+        return _at(
+            connection,
+            ref,
+            Checkpoint.launch_id == launches[0].id,
+            f"the launch {launches[0].name!r}",
+        )
     if ref.folder is not None:
         below = sa.select(Location.checkpoint).where(starts_with(Location.url, f"{ref.folder}/"))
         return _at(connection, ref, Checkpoint.serial.in_(below), f"the folder {ref.folder!r}")
@@ -162,7 +185,11 @@ def resolve_between(connection: Connection, run: str, first: int, last: int) -> 
         The serials of the checkpoints, in order of steps; of several at one step the universal one.
     """
     there = (Checkpoint.run_id == _run_id(connection, run), Checkpoint.step.between(first, last))
-    query = sa.select(*_COLUMNS).where(*there, unindexed(Checkpoint.state) == "committed").order_by(Checkpoint.step)
+    query = (
+        sa.select(*_COLUMNS)
+        .where(*there, unindexed(Checkpoint.state) == "committed")
+        .order_by(Checkpoint.step)
+    )
     by_step: dict[int, list[Any]] = {}
     for row in connection.execute(query):
         by_step.setdefault(row.step, []).append(row)
@@ -209,7 +236,10 @@ def _alias(connection: Connection, name: str) -> int:
     serial = connection.scalar(sa.select(Alias.checkpoint).where(Alias.name == name))
     if serial is None:
         names = connection.scalars(sa.select(Alias.name)).all()
-        raise NotFound(f"there is no alias {name!r}", hint=_nearest(name, names) or "`ucp alias list` shows all")
+        raise NotFound(
+            f"there is no alias {name!r}",
+            hint=_nearest(name, names) or "`ucp alias list` shows all",
+        )
     return serial
 
 
@@ -217,7 +247,10 @@ def _run_id(connection: Connection, run: str) -> int:
     run_id = connection.scalar(sa.select(Run.id).where(Run.name == run))
     if run_id is None:
         names = connection.scalars(sa.select(Run.name)).all()
-        raise NotFound(f"the catalog has no run {run!r}", hint=_nearest(run, names) or "`ucp ls` lists checkpoints")
+        raise NotFound(
+            f"the catalog has no run {run!r}",
+            hint=_nearest(run, names) or "`ucp ls` lists checkpoints",
+        )
     return int(run_id)
 
 
@@ -241,10 +274,18 @@ def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str)
     """The checkpoint at a step of a run, launch or folder, or its newest."""
     if isinstance(ref.at, int):
         here = sa.select(*_COLUMNS).where(these, Checkpoint.step == ref.at)
-        matches = _rows(connection, here.where(unindexed(Checkpoint.state).in_(("committed", "deleted"))))
-        matches = [r for r in matches if r.state == "committed"] or matches  # a deleted one can be restored by its name
+        matches = _rows(
+            connection, here.where(unindexed(Checkpoint.state).in_(("committed", "deleted")))
+        )
+        matches = [
+            r for r in matches if r.state == "committed"
+        ] or matches  # a deleted one can be restored by its name
         if not matches:
-            hint = f"`ucp ls \"run = '{ref.run}'\"` lists its steps" if ref.run else "`ucp ls --runs` lists runs"
+            hint = (
+                f"`ucp ls \"run = '{ref.run}'\"` lists its steps"
+                if ref.run
+                else "`ucp ls --runs` lists runs"
+            )
             raise NotFound(f"{name} has no checkpoint of step {ref.at}", hint=hint)
         return _one(ref, matches)
     there = (these, Checkpoint.state == "committed", Checkpoint.step.is_not(None))
@@ -254,11 +295,16 @@ def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str)
     if not newest:
         raise NotFound(f"{name} has no checkpoint with a step")
     launches = load_families(connection, list(newest))
-    numbers: dict[str | None, int | None] = {launch: number for number, (launch, _, _) in launches.items()}
-    tips: dict[str | None, Placed] = {
-        launches[n][0]: _Tip(launches[n][0], rows[0].commits, rows[0].step) for n, rows in newest.items()
+    numbers: dict[str | None, int | None] = {
+        launch: number for number, (launch, _, _) in launches.items()
     }
-    direct: dict[str | None, dict[str, int]] = {launch: continued for launch, _, continued in launches.values()}
+    tips: dict[str | None, Placed] = {
+        launches[n][0]: _Tip(launches[n][0], rows[0].commits, rows[0].step)
+        for n, rows in newest.items()
+    }
+    direct: dict[str | None, dict[str, int]] = {
+        launch: continued for launch, _, continued in launches.values()
+    }
     last = [numbers[h] for h in heads(tips, direct)]
     if len(last) > 1:
         raise _several_heads(connection, ref, name, [newest[n][0] for n in last], launches)
@@ -310,10 +356,15 @@ def _warn_of_clocks(connection: Connection, there: tuple[Any, ...], newest: Any)
     """Log a warning if a checkpoint with fewer commits was created later than the newest."""
     older = (Checkpoint.commits < newest.counted, Checkpoint.created > newest.created)
     other = connection.execute(
-        sa.select(Checkpoint.id, Checkpoint.created).where(*there, *older).order_by(Checkpoint.created.desc()).limit(1)
+        sa.select(Checkpoint.id, Checkpoint.created)
+        .where(*there, *older)
+        .order_by(Checkpoint.created.desc())
+        .limit(1)
     ).first()
     if newest.commits is not None and other is not None:
-        _log.warning("%s", contradiction(newest.id[:12], newest.created, other.id[:12], other.created))
+        _log.warning(
+            "%s", contradiction(newest.id[:12], newest.created, other.id[:12], other.created)
+        )
 
 
 def _one(ref: Ref, matches: Sequence[Any]) -> int:
@@ -321,8 +372,12 @@ def _one(ref: Ref, matches: Sequence[Any]) -> int:
     if len(matches) > 1 and ref.run is not None:
         matches = [r for r in matches if r.kind == "ucformat"] or matches
     if len(matches) > 1:
-        several = ", ".join(r.id[:12] for r in matches[:5]) + (" and more" if len(matches) > 5 else "")
-        raise UsageError(f"{ref.text!r} matches several checkpoints: {several}", hint="write one of these ids")
+        several = ", ".join(r.id[:12] for r in matches[:5]) + (
+            " and more" if len(matches) > 5 else ""
+        )
+        raise UsageError(
+            f"{ref.text!r} matches several checkpoints: {several}", hint="write one of these ids"
+        )
     return int(matches[0].serial)
 
 
@@ -346,7 +401,11 @@ def locations(connection: Connection, root: str) -> list[LocationEntry]:
     """The recorded places at or below a root."""
     root = root.rstrip("/")
     below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
-    query = sa.select(Location.url, Location.checkpoint, Location.seen).where(below).order_by(Location.url)
+    query = (
+        sa.select(Location.url, Location.checkpoint, Location.seen)
+        .where(below)
+        .order_by(Location.url)
+    )
     return [LocationEntry(*row) for row in connection.execute(query)]
 
 
@@ -354,16 +413,23 @@ def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
     """The recorded file listings of the checkpoints at or below a root.
 
     Returns:
-        By url, the checkpoint's id and the hash of its file listing; places without a hash are left out.
+        By url, the checkpoint's id and the hash of its file listing; places without a hash are left
+        out.
     """
     root = root.rstrip("/")
     below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
     query = (
         sa.select(Location.url, Checkpoint.id, Location.listing)
         .join(Checkpoint, Checkpoint.serial == Location.checkpoint)
-        .where(below, Location.listing.is_not(None), unindexed(Checkpoint.state).in_(("committed", "deleted")))
+        .where(
+            below,
+            Location.listing.is_not(None),
+            unindexed(Checkpoint.state).in_(("committed", "deleted")),
+        )
     )
-    return {url: (checkpoint, str(listing)) for url, checkpoint, listing in connection.execute(query)}
+    return {
+        url: (checkpoint, str(listing)) for url, checkpoint, listing in connection.execute(query)
+    }
 
 
 def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[str]]:
@@ -375,7 +441,9 @@ def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[
     urls: dict[str, list[str]] = {}
     for at in range(0, len(serials), MAX_IN_LIST):
         some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
-        here = sa.select(Checkpoint.id, Location.url).join(Location, Location.checkpoint == Checkpoint.serial)
+        here = sa.select(Checkpoint.id, Location.url).join(
+            Location, Location.checkpoint == Checkpoint.serial
+        )
         for name, url in connection.execute(here.where(some).order_by(Location.url)):
             urls.setdefault(name, []).append(url)
     return urls

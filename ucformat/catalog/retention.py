@@ -20,7 +20,17 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.lines import contradictions, lines, load_continuations
-from ucformat.catalog.models import Alias, AliasClaim, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
+from ucformat.catalog.models import (
+    Alias,
+    AliasClaim,
+    Checkpoint,
+    Edge,
+    Hold,
+    Location,
+    Metric,
+    Run,
+    Tag,
+)
 from ucformat.catalog.rows import MAX_IN_LIST, starts_with, unindexed
 from ucformat.errors import UpgradeNeeded, UsageError
 
@@ -43,9 +53,9 @@ _SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
 _STATES: BindParameter[Any] = sa.bindparam("states", expanding=True)
 _CHILD = Checkpoint.__table__.alias()
 _EDGES = (  # no condition on the state, which SQLite would evaluate first although it selects nearly all rows
-    sa.select(Edge.parent, Edge.parent_url, Edge.child, _CHILD.c.id, _CHILD.c.state, Edge.depends).join(
-        _CHILD, _CHILD.c.serial == Edge.child
-    )
+    sa.select(
+        Edge.parent, Edge.parent_url, Edge.child, _CHILD.c.id, _CHILD.c.state, Edge.depends
+    ).join(_CHILD, _CHILD.c.serial == Edge.child)
 )
 _NEEDED = (
     Checkpoint.serial,
@@ -93,19 +103,29 @@ def retention_rows(
 
     def query(table: Any) -> Executable:
         some = serials is not None
-        return _rows(table, *scoped, *_these(some=some)) if scoped else _known_rows(table, some=some)
+        return (
+            _rows(table, *scoped, *_these(some=some)) if scoped else _known_rows(table, some=some)
+        )
 
-    def many(table: Any, value: Callable[..., Any] = lambda column: column, **more: Any) -> dict[int, list[Any]]:
+    def many(
+        table: Any, value: Callable[..., Any] = lambda column: column, **more: Any
+    ) -> dict[int, list[Any]]:
         grouped: dict[int, list[Any]] = {}
         for serial, *columns in connection.execute(query(table), {**given, **more}):
             grouped.setdefault(serial, []).append(value(*columns))
         return grouped
 
     aliases, tags, claimed = many(Alias), many(Tag), many(AliasClaim)
-    claims = {serial: sorted({*names}.difference(aliases.get(serial, ()))) for serial, names in claimed.items()}
+    claims = {
+        serial: sorted({*names}.difference(aliases.get(serial, ())))
+        for serial, names in claimed.items()
+    }
     holds = many(Hold, RetentionHold)
     measured = many(Metric, lambda *pair: pair, metrics=sorted(metrics)) if metrics else {}
-    matching = [sa.select(Checkpoint.serial).where(_condition(connection, text, now), *scoped) for text in filters]
+    matching = [
+        sa.select(Checkpoint.serial).where(_condition(connection, text, now), *scoped)
+        for text in filters
+    ]
     matches: dict[int, list[int]] = {}
     for i, found in enumerate(matching):
         for serial in connection.scalars(found):
@@ -153,7 +173,9 @@ def _rows(table: Any, *these: ColumnElement[bool]) -> Executable:
     state: ColumnElement[str] = unindexed(Checkpoint.state) if these else Checkpoint.state
     chosen = sa.select(Checkpoint.serial).where(state.in_(_STATES), *these)
     if table is Checkpoint:
-        with_run = sa.select(*_NEEDED, Run.name.label("run")).outerjoin(Run, Run.id == Checkpoint.run_id)
+        with_run = sa.select(*_NEEDED, Run.name.label("run")).outerjoin(
+            Run, Run.id == Checkpoint.run_id
+        )
         return with_run.where(Checkpoint.serial.in_(chosen))
     found = sa.select(table.checkpoint, *_COLUMNS[table]).where(table.checkpoint.in_(chosen))
     if table is Hold:
@@ -172,11 +194,13 @@ def _condition(connection: Connection, text: str, now: datetime) -> ColumnElemen
     return compile_filter(node, now=now)
 
 
-def _dependents(connection: Connection, serials: Collection[int], places: Mapping[str, int]) -> dict[int, set[str]]:
+def _dependents(
+    connection: Connection, serials: Collection[int], places: Mapping[str, int]
+) -> dict[int, set[str]]:
     """The ids of the checkpoints that need another's files, by its serial.
 
-    An edge refers to its parent by serial, or by a folder that contains the parent's place or is inside it. There are a
-    few queries, whatever the number of edges.
+    An edge refers to its parent by serial, or by a folder that contains the parent's place or is
+    inside it. There are a few queries, whatever the number of edges.
     """
     urls = sorted(places)
     common = commonprefix(urls)  # noqa: RUF071 - what touches one of these begins with it, or it with that
@@ -201,7 +225,9 @@ def _dependents(connection: Connection, serials: Collection[int], places: Mappin
     return found
 
 
-def _touching_some(connection: Connection, serials: Collection[int], common: str) -> ColumnElement[bool]:
+def _touching_some(
+    connection: Connection, serials: Collection[int], common: str
+) -> ColumnElement[bool]:
     """The edges to these checkpoints or to places that begin with the same text; or all by which files are needed.
 
     The latter if they are fewer than the checkpoints, or if very many places begin so.
@@ -209,10 +235,17 @@ def _touching_some(connection: Connection, serials: Collection[int], common: str
     most = 2 * len(serials)
 
     def many(edges: ColumnElement[bool]) -> bool:
-        number = sa.select(sa.func.count()).select_from(sa.select(Edge.id).where(edges).limit(most + 1).subquery())
+        number = sa.select(sa.func.count()).select_from(
+            sa.select(Edge.id).where(edges).limit(most + 1).subquery()
+        )
         return connection.execute(number).scalar_one() > most
 
-    if not common or len(serials) > MAX_IN_LIST or not many(Edge.depends) or many(starts_with(Edge.parent_url, common)):
+    if (
+        not common
+        or len(serials) > MAX_IN_LIST
+        or not many(Edge.depends)
+        or many(starts_with(Edge.parent_url, common))
+    ):
         return Edge.depends
     above = Edge.parent_url.in_([*_folders(common)])
     return sa.or_(Edge.parent.in_(serials), above, starts_with(Edge.parent_url, common))
@@ -236,10 +269,11 @@ def near(url: str) -> ColumnElement[bool]:
     return sa.or_(Edge.parent_url.in_([*_folders(url)]), starts_with(Edge.parent_url, f"{url}/"))
 
 
-# Retention policies: what to keep and delete, as a pure function of the policy, the checkpoints and the time.
+# Retention policies: what to keep and delete, as a pure function of the policy, the checkpoints and
+# the time.
 #
-# The catalog provides the rows, and applies a plan if planning again gives one with the same id. docs/retention.md
-# describes policies for users.
+# The catalog provides the rows, and applies a plan if planning again gives one with the same id.
+# docs/retention.md describes policies for users.
 
 OWN_KIND = "ucformat"
 _MAX_NAMED = 10  # checkpoints that need another, named in a reason
@@ -257,11 +291,12 @@ class RetentionHold:
 class RetentionRow:
     """A checkpoint as retention sees it.
 
-    `kind` is `ucformat`, or the engine that wrote it. `holds` have not been released. `dependents` are the ids of the
-    checkpoints that need this one's files, unless they are purged. `claims` are aliases in the document beside it that
-    point elsewhere in this catalog. `matches` are the indexes in `policy.filters()` of the filters that it matches;
-    `metrics` has at least those in `policy.metrics()`. `deleted_clocks` are the seconds that clocks other than the
-    host's showed when it was deleted. `places` are its urls. `launch` and `continues` are as in `catalog.lines`.
+    `kind` is `ucformat`, or the engine that wrote it. `holds` have not been released. `dependents`
+    are the ids of the checkpoints that need this one's files, unless they are purged. `claims` are
+    aliases in the document beside it that point elsewhere in this catalog. `matches` are the
+    indexes in `policy.filters()` of the filters that it matches; `metrics` has at least those in
+    `policy.metrics()`. `deleted_clocks` are the seconds that clocks other than the host's showed
+    when it was deleted. `places` are its urls. `launch` and `continues` are as in `catalog.lines`.
     """
 
     serial: int
@@ -305,9 +340,9 @@ class Kept:
 class RetentionPlan:
     """The result of a policy: each row is in one of `keep`, `delete` and `untouched`.
 
-    Two plans have the same `id` if the same policy deletes the same checkpoints. `untouched` are outside of the policy,
-    with the reason. `idle` are rules that keep nothing, perhaps by mistake; `contradictions` are warnings of wrong
-    clocks.
+    Two plans have the same `id` if the same policy deletes the same checkpoints. `untouched` are
+    outside of the policy, with the reason. `idle` are rules that keep nothing, perhaps by mistake;
+    `contradictions` are warnings of wrong clocks.
     """
 
     id: str
@@ -340,7 +375,10 @@ def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) 
             untouched.append(Kept(row, (why,)))
     rules = [(text, {row.serial for row in found}) for text, found in _rules(policy, judged, now)]
     for row in judged:
-        reasons = (*protections(row, now), *(text for text, serials in rules if row.serial in serials))
+        reasons = (
+            *protections(row, now),
+            *(text for text, serials in rules if row.serial in serials),
+        )
         if reasons:
             keep.append(Kept(row, reasons))
         else:
@@ -348,7 +386,9 @@ def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) 
     idle = tuple(text for text, serials in rules if not serials)
     identity = plan_id(policy.model_dump(mode="json"), delete)
     wrong = tuple(contradictions(judged, lambda row: row.name))
-    return RetentionPlan(identity, tuple(keep), tuple(delete), tuple(untouched), idle, wrong, policy.grace)
+    return RetentionPlan(
+        identity, tuple(keep), tuple(delete), tuple(untouched), idle, wrong, policy.grace
+    )
 
 
 def plan_order(row: RetentionRow) -> tuple[object, ...]:
@@ -376,7 +416,11 @@ def needed_by(dependents: Sequence[str]) -> Iterator[str]:
 
 
 def _hold(hold: RetentionHold) -> str:
-    return f"held: {hold.reason}" if hold.until is None else f"held until {hold.until:%Y-%m-%d}: {hold.reason}"
+    return (
+        f"held: {hold.reason}"
+        if hold.until is None
+        else f"held until {hold.until:%Y-%m-%d}: {hold.reason}"
+    )
 
 
 def plan_id(action: object, rows: Iterable[RetentionRow]) -> str:
@@ -395,21 +439,32 @@ def _not_judged(policy: Policy, row: RetentionRow) -> str | None:
     return None
 
 
-def _rules(policy: Policy, rows: Sequence[RetentionRow], now: datetime) -> Iterator[tuple[str, Iterable[RetentionRow]]]:
+def _rules(
+    policy: Policy, rows: Sequence[RetentionRow], now: datetime
+) -> Iterator[tuple[str, Iterable[RetentionRow]]]:
     """The text of each rule, and the checkpoints that it keeps."""
     keep = policy.keep
     for last in keep.last:
         yield f"{_counted('last', last.count)} of {_of(last)}", _last(last, rows)
     if keep.every is not None:
         every = keep.every
-        yield f"step divisible by {every}", [row for row in rows if row.step is not None and row.step % every == 0]
+        yield (
+            f"step divisible by {every}",
+            [row for row in rows if row.step is not None and row.step % every == 0],
+        )
     for best in keep.best:
-        yield f"{_counted('best', best.count)} of {_of(best)} by {best.mode} {best.metric}", _best(best, rows)
+        yield (
+            f"{_counted('best', best.count)} of {_of(best)} by {best.mode} {best.metric}",
+            _best(best, rows),
+        )
     if keep.younger is not None:
         from ucformat.schema.policy import duration_text
 
         younger = keep.younger
-        yield f"younger than {duration_text(younger)}", [row for row in rows if now - row.created < younger]
+        yield (
+            f"younger than {duration_text(younger)}",
+            [row for row in rows if now - row.created < younger],
+        )
     first = len(policy.filters()) - len(keep.where)
     for i, text in enumerate(keep.where, first):
         yield f"where {text}", [row for row in rows if i in row.matches]
@@ -441,15 +496,19 @@ def _lines(rows: Iterable[RetentionRow]) -> list[list[RetentionRow]]:
 def _last(rule: Last, rows: Sequence[RetentionRow]) -> Iterator[RetentionRow]:
     """The head of each line, and the last by count of commits and by step, which after a rollback are others.
 
-    Of checkpoints without a count, also the last by time. Lines are compared by time alone, and as many checkpoints of
-    each line are kept by count as by time.
+    Of checkpoints without a count, also the last by time. Lines are compared by time alone, and as
+    many checkpoints of each line are kept by count as by time.
     """
     for group in _groups(rule, rows):
         if rule.group == "run":
             yield group[0]
             yield from islice((row for row in group if row.commits is not None), rule.count)
-            yield from nlargest(rule.count, [row for row in group if row.commits is None], key=_by_time)
-            yield from nlargest(rule.count, [row for row in group if row.step is not None], key=_by_step)
+            yield from nlargest(
+                rule.count, [row for row in group if row.commits is None], key=_by_time
+            )
+            yield from nlargest(
+                rule.count, [row for row in group if row.step is not None], key=_by_step
+            )
             continue
         newest = nlargest(rule.count, group, key=_by_time)
         yield from newest
@@ -471,7 +530,11 @@ def _best(rule: Best, rows: Sequence[RetentionRow]) -> Iterator[RetentionRow]:
     """The k best and all that tie with the k-th. Values that are not finite are never the best."""
     sign = 1 if rule.mode == "max" else -1
     for group in _groups(rule, rows):
-        scores = [(sign * value, row) for row in group if (value := _finite(row.metrics.get(rule.metric))) is not None]
+        scores = [
+            (sign * value, row)
+            for row in group
+            if (value := _finite(row.metrics.get(rule.metric))) is not None
+        ]
         top = nlargest(rule.count, (score for score, _ in scores))
         yield from (row for score, row in scores if score >= top[-1])
 
@@ -486,11 +549,14 @@ def load_policy(source: Path | str | Mapping[str, Any]) -> Policy:
     from ucformat.schema import policy as schema
     from ucformat.schema.layout import Faults, checked
 
-    document = source if isinstance(source, Mapping) else read_config_file(Path(source), "policy file")
+    document = (
+        source if isinstance(source, Mapping) else read_config_file(Path(source), "policy file")
+    )
     version = document.get("version") if isinstance(document, Mapping) else None
     if isinstance(version, int) and version > schema.VERSION:
         raise UpgradeNeeded(
-            f"the policy has version {version}; this ucformat reads up to {schema.VERSION}", hint="upgrade ucformat"
+            f"the policy has version {version}; this ucformat reads up to {schema.VERSION}",
+            hint="upgrade ucformat",
         )
     try:
         return checked(schema.Policy, document)

@@ -1,7 +1,8 @@
 """Writing rows of the catalog: locks, bulk inserts, the audit log, and which documents are out of date.
 
-Only PostgreSQL has concurrent writers. There, locks are taken in this order: named locks, then rows of checkpoints,
-each kind sorted, so that transactions do not deadlock. If they do, PostgreSQL aborts one and `Database.write` retries.
+Only PostgreSQL has concurrent writers. There, locks are taken in this order: named locks, then rows
+of checkpoints, each kind sorted, so that transactions do not deadlock. If they do, PostgreSQL
+aborts one and `Database.write` retries.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 #: Serials in one IN list.
 MAX_IN_LIST = 5000
-_LOCK_NAMES = sa.text("select count(pg_advisory_xact_lock(number)) from unnest(cast(:numbers as bigint[])) as number")
+_LOCK_NAMES = sa.text(
+    "select count(pg_advisory_xact_lock(number)) from unnest(cast(:numbers as bigint[])) as number"
+)
 
 
 def lock_names(connection: Connection, *names: str) -> None:
@@ -37,7 +40,9 @@ def lock_names(connection: Connection, *names: str) -> None:
     A parent may be recorded while a child looks for it, for instance.
     """
     if connection.dialect.name == "postgresql":
-        hashes = {blake2b(w.encode("utf-8", "surrogatepass"), digest_size=8).digest() for w in names}
+        hashes = {
+            blake2b(w.encode("utf-8", "surrogatepass"), digest_size=8).digest() for w in names
+        }
         numbers = sorted(int.from_bytes(h, "big", signed=True) for h in hashes)
         connection.execute(_LOCK_NAMES, {"numbers": numbers})
 
@@ -52,7 +57,9 @@ def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
     ordered = sorted(set(serials))
     for at in range(0, len(ordered), MAX_IN_LIST):
         chosen = Checkpoint.serial.in_(ordered[at : at + MAX_IN_LIST])
-        query = sa.select(Checkpoint.serial, Checkpoint.state).where(chosen).order_by(Checkpoint.serial)
+        query = (
+            sa.select(Checkpoint.serial, Checkpoint.state).where(chosen).order_by(Checkpoint.serial)
+        )
         found |= dict(connection.execute(query.with_for_update(key_share=True)).all())
     return found
 
@@ -61,16 +68,26 @@ def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
 TOUCHED = "touched"
 
 
-def event(connection: Connection, action: str, stamp: Stamp, checkpoint: int | None, **detail: Any) -> None:
+def event(
+    connection: Connection, action: str, stamp: Stamp, checkpoint: int | None, **detail: Any
+) -> None:
     """Append an event to the audit log."""
     events(connection, action, stamp, {checkpoint: detail})
 
 
-def events(connection: Connection, action: str, stamp: Stamp, details: Mapping[int | None, Mapping[str, Any]]) -> None:
+def events(
+    connection: Connection,
+    action: str,
+    stamp: Stamp,
+    details: Mapping[int | None, Mapping[str, Any]],
+) -> None:
     """Append an event for each checkpoint to the audit log."""
     about = {"at": stamp.now, "who": stamp.who, "action": action}
     if details:
-        rows = [{**about, "checkpoint": c, "detail": storable_json(detail)} for c, detail in details.items()]
+        rows = [
+            {**about, "checkpoint": c, "detail": storable_json(detail)}
+            for c, detail in details.items()
+        ]
         connection.execute(sa.insert(Event), rows)
 
 
@@ -90,7 +107,9 @@ def update_checkpoints(connection: Connection, serials: Iterable[int], **values:
         connection.execute(sa.update(Checkpoint).where(page).values(**values))
 
 
-def get_or_insert(connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+def get_or_insert(
+    connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any]
+) -> int:
     """Get or create the row with these unique values."""
     where = [getattr(table, k) == v for k, v in keys.items()]
     found = connection.scalar(sa.select(table.id).where(*where))
@@ -102,7 +121,11 @@ def get_or_insert(connection: Connection, table: Any, keys: Mapping[str, Any], v
 
 
 def insert_if_absent(
-    connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any], returning: Any
+    connection: Connection,
+    table: Any,
+    keys: Mapping[str, Any],
+    values: Mapping[str, Any],
+    returning: Any,
 ) -> int | None:
     """Insert a row unless one with these unique values exists.
 
@@ -115,7 +138,10 @@ def insert_if_absent(
     else:
         from sqlalchemy.dialects.sqlite import insert
     statement = (
-        insert(table).values(**keys, **values).on_conflict_do_nothing(index_elements=list(keys)).returning(returning)
+        insert(table)
+        .values(**keys, **values)
+        .on_conflict_do_nothing(index_elements=list(keys))
+        .returning(returning)
     )
     found: int | None = connection.execute(statement).scalar()
     return found
@@ -134,7 +160,8 @@ def _with_plus(element: _Unindexed, compiler: SQLCompiler, **options: Any) -> st
 def unindexed(column: Any) -> ColumnElement[Any]:
     """A column whose index SQLite does not use.
 
-    It has no statistics, and takes the index of a column with a few values, like a state, for a selective one.
+    It has no statistics, and takes the index of a column with a few values, like a state, for a
+    selective one.
     """
     found = _Unindexed(column)
     found.type = column.type
@@ -148,10 +175,16 @@ def starts_with(column: Any, text: str) -> ColumnElement[bool]:
     if not kept:
         return begins
     after = ord(kept[-1]) + 1
-    return sa.and_(begins, column < kept[:-1] + chr(_AFTER_SURROGATES if after == _SURROGATES else after))
+    return sa.and_(
+        begins, column < kept[:-1] + chr(_AFTER_SURROGATES if after == _SURROGATES else after)
+    )
 
 
-_LAST, _SURROGATES, _AFTER_SURROGATES = 0x10FFFF, 0xD800, 0xE000  # code points; surrogates are no text
+_LAST, _SURROGATES, _AFTER_SURROGATES = (
+    0x10FFFF,
+    0xD800,
+    0xE000,
+)  # code points; surrogates are no text
 
 
 def all_blocks() -> Select[Any]:
@@ -163,12 +196,15 @@ def all_blocks() -> Select[Any]:
 
 
 def insert_rows(
-    connection: Connection, table: str, columns: Sequence[str], rows: Sequence[tuple[str | int | None, ...]]
+    connection: Connection,
+    table: str,
+    columns: Sequence[str],
+    rows: Sequence[tuple[str | int | None, ...]],
 ) -> None:
     """Insert many rows in the caller's transaction, bypassing SQLAlchemy's column types.
 
-    Recording 10,000 tensors of a new structure takes 100 ms instead of 150 on SQLite, and 140 ms instead of 330 on
-    PostgreSQL, by COPY.
+    Recording 10,000 tensors of a new structure takes 100 ms instead of 150 on SQLite, and 140 ms
+    instead of 330 on PostgreSQL, by COPY.
 
     Args:
         rows: the values, in the order of the columns; text must have passed `storable_text`.
@@ -180,7 +216,10 @@ def insert_rows(
         _copy(connection, f"COPY {table} ({names}) FROM STDIN", rows)
     else:
         placeholders = ", ".join("?" * len(columns))
-        connection.exec_driver_sql(f"INSERT INTO {table} ({names}) VALUES ({placeholders})", list(rows))  # noqa: S608 - constants
+        connection.exec_driver_sql(
+            f"INSERT INTO {table} ({names}) VALUES ({placeholders})",  # noqa: S608
+            list(rows),
+        )
 
 
 def _copy(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -207,7 +246,10 @@ def _copy_text(rows: Sequence[tuple[Any, ...]]) -> str | None:
     line = "\t".join(["%s"] * columns) + "\n"
     text = "".join([line % row for row in rows])
     special = (
-        "\\" in text or "\r" in text or text.count("\n") > len(rows) or text.count("\t") > len(rows) * (columns - 1)
+        "\\" in text
+        or "\r" in text
+        or text.count("\n") > len(rows)
+        or text.count("\t") > len(rows) * (columns - 1)
     )
     return None if special or any(None in row for row in rows) else text
 

@@ -37,30 +37,46 @@ def find_serials(
     """Find the checkpoints that match a filter."""
     conditions = _where(connection, where, now, deleted=deleted)
     if sort == NEWEST:
-        chosen = _newest_first(connection, conditions, None if limit is None else max(1, offset + limit))
+        chosen = _newest_first(
+            connection, conditions, None if limit is None else max(1, offset + limit)
+        )
     else:
         by, order = _order(connection, sort, now)
         criteria: Sequence[ColumnElement[bool]] | None = None
         for walked in _WALKED if limit is not None and _metric(by) is not None else ():
             if (criteria := conditions.few(connection, walked)) is not None:
                 break
-            best = _first_by_metric(connection, conditions.each, by, order, walked).limit(limit).offset(offset)
+            best = (
+                _first_by_metric(connection, conditions.each, by, order, walked)
+                .limit(limit)
+                .offset(offset)
+            )
             if len(first := list(connection.scalars(best))) == limit:
                 return first
-        chosen = sa.select(Checkpoint.serial).where(*(criteria or conditions.all(connection))).order_by(*order)
+        chosen = (
+            sa.select(Checkpoint.serial)
+            .where(*(criteria or conditions.all(connection)))
+            .order_by(*order)
+        )
     return list(connection.scalars(chosen.limit(limit).offset(offset)))
 
 
-#: Of how many checkpoints, in the order of an index, a filter is tested before all that match are looked for; unless no
-#: more meet one of its conditions.
+#: Of how many checkpoints, in the order of an index, a filter is tested before all that match are
+#: looked for; unless no more meet one of its conditions.
 _WALKED = (1_000, 5_000, 20_000)
 
 
-def _newest_first(connection: Connection, conditions: _Conditions, count: int | None) -> Select[Any]:
+def _newest_first(
+    connection: Connection, conditions: _Conditions, count: int | None
+) -> Select[Any]:
     """The query for at least so many of the newest checkpoints that match, in order."""
-    columns: Any = sa.select(Checkpoint.serial, Checkpoint.run_id, Checkpoint.step, Checkpoint.commits)
+    columns: Any = sa.select(
+        Checkpoint.serial, Checkpoint.run_id, Checkpoint.step, Checkpoint.commits
+    )
     for walked in _WALKED if count is not None and conditions.committed else ():
-        if (criteria := conditions.few(connection, walked // 4)) is not None:  # the newest lie side by side
+        if (
+            criteria := conditions.few(connection, walked // 4)
+        ) is not None:  # the newest lie side by side
             return select_newest_first(*criteria)
         committed = Checkpoint.state == "committed"
         start = _created(connection, walked, committed)
@@ -70,7 +86,11 @@ def _newest_first(connection: Connection, conditions: _Conditions, count: int | 
             last = columns.where(Checkpoint.created >= since, committed, *conditions.each)
             return select_newest_first(*conditions.each, before(connection, last))
     criteria = conditions.all(connection)
-    since = None if count is None else _created(connection, count - 1, Checkpoint.serial.in_(_all(criteria)))
+    since = (
+        None
+        if count is None
+        else _created(connection, count - 1, Checkpoint.serial.in_(_all(criteria)))
+    )
     if since is None:
         return select_newest_first(*criteria)
     last = columns.where(Checkpoint.created >= since, *criteria)
@@ -89,7 +109,9 @@ def _created(connection: Connection, number: int, *where: ColumnElement[bool]) -
     return connection.scalar(chosen.offset(number).limit(1))
 
 
-def _order(connection: Connection, sort: str, now: datetime) -> tuple[Sort, list[ColumnElement[Any]]]:
+def _order(
+    connection: Connection, sort: str, now: datetime
+) -> tuple[Sort, list[ColumnElement[Any]]]:
     from ucformat.catalog.filter.compile import check_names, compile_sort
     from ucformat.catalog.filter.parse import parse_sort
 
@@ -119,10 +141,16 @@ def _first_by_metric(
     """
     name, down = _metric(by), by.keys[0].descending
     value = Metric.value.desc() if down else Metric.value.asc()
-    values = sa.select(Metric.checkpoint, Metric.value).where(Metric.name == name, Metric.value.is_not(None))
+    values = sa.select(Metric.checkpoint, Metric.value).where(
+        Metric.name == name, Metric.value.is_not(None)
+    )
     best = values.order_by(value).limit(walked).subquery()
-    last = connection.scalar(sa.select(values.order_by(value).offset(walked).limit(1).subquery().c.value))
-    chosen = sa.select(Checkpoint.serial).join(best, best.c.checkpoint == Checkpoint.serial).where(*each)
+    last = connection.scalar(
+        sa.select(values.order_by(value).offset(walked).limit(1).subquery().c.value)
+    )
+    chosen = (
+        sa.select(Checkpoint.serial).join(best, best.c.checkpoint == Checkpoint.serial).where(*each)
+    )
     if last is not None:  # of equal values, others may come first
         chosen = chosen.where(best.c.value > last if down else best.c.value < last)
     return chosen.order_by(*order)
@@ -145,13 +173,17 @@ def count_checkpoints(
         criteria = conditions.all(connection)
     else:
         criteria = conditions.few(connection, most)
-        everything = sa.select(sa.func.count()).select_from(sa.select(Checkpoint.serial).limit(most + 1).subquery())
+        everything = sa.select(sa.func.count()).select_from(
+            sa.select(Checkpoint.serial).limit(most + 1).subquery()
+        )
         if criteria is None and connection.execute(everything).scalar_one() > most:
             return None
         criteria = criteria or conditions.each
     if len(criteria) == 1 and criteria[0] is _COMMITTED:
         criteria = (Checkpoint.state == "committed",)  # whose index has all that is counted
-    return connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*criteria)).scalar_one()
+    return connection.execute(
+        sa.select(sa.func.count()).select_from(Checkpoint).where(*criteria)
+    ).scalar_one()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +201,9 @@ class _Row:
     continues: Mapping[str, int]
 
 
-def find_lines(connection: Connection, where: str, now: datetime) -> list[tuple[str, int, int, int]]:
+def find_lines(
+    connection: Connection, where: str, now: datetime
+) -> list[tuple[str, int, int, int]]:
     """Find the lines of all runs, by run and then the newest first.
 
     Args:
@@ -180,8 +214,17 @@ def find_lines(connection: Connection, where: str, now: datetime) -> list[tuple[
     """
     conditions = _where(connection, where, now, deleted=False)
     chosen = sa.select(Checkpoint.serial).where(*conditions.all(connection))
-    columns = (Checkpoint.serial, Checkpoint.id, Run.name, Checkpoint.step, Checkpoint.commits, Checkpoint.created)
-    query = sa.select(*columns, Checkpoint.nbytes, Checkpoint.launch_id).join(Run, Run.id == Checkpoint.run_id)
+    columns = (
+        Checkpoint.serial,
+        Checkpoint.id,
+        Run.name,
+        Checkpoint.step,
+        Checkpoint.commits,
+        Checkpoint.created,
+    )
+    query = sa.select(*columns, Checkpoint.nbytes, Checkpoint.launch_id).join(
+        Run, Run.id == Checkpoint.run_id
+    )
     rows = connection.execute(query.where(Checkpoint.serial.in_(chosen))).all()
     launches = load_continuations(connection, {row.launch_id for row in rows})
     runs: dict[str, list[_Row]] = {}
@@ -205,8 +248,9 @@ def is_empty(connection: Connection) -> bool:
 class _Conditions:
     """The conditions of a search, all of which a checkpoint meets.
 
-    `each` tests them on a few checkpoints. `parts` has each in the form that finds checkpoints by an index, and a query
-    for these if there is an index. `committed` says whether one is that the checkpoint is committed.
+    `each` tests them on a few checkpoints. `parts` has each in the form that finds checkpoints by
+    an index, and a query for these if there is an index. `committed` says whether one is that the
+    checkpoint is committed.
     """
 
     each: tuple[ColumnElement[bool], ...]

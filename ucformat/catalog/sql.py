@@ -35,8 +35,8 @@ _MAX_RESULT = 256 << 20  # bytes of all the values of a result
 class Table:
     """The result of a query; with `truncated`, there were more rows than the limit.
 
-    Values are text, numbers, bytes, lists, dicts and None. PostgreSQL's times are text in ISO 8601; SQLite returns
-    times and JSON as text, as it stores them.
+    Values are text, numbers, bytes, lists, dicts and None. PostgreSQL's times are text in ISO 8601;
+    SQLite returns times and JSON as text, as it stores them.
     """
 
     columns: tuple[str, ...]
@@ -58,16 +58,21 @@ def run_sql(
     Args:
         limit: the maximum number of rows (default: all, up to 256 MiB).
         timeout: seconds until the query is cancelled; None for no limit (default: 60).
-        memory: bytes that SQLite may allocate in this process from now on, since it has no limit for one connection
-            (default: no limit).
+        memory: bytes that SQLite may allocate in this process from now on, since it has no limit
+            for one connection (default: no limit).
         trust_role: allow a PostgreSQL role that may do more than read tables (default: False).
     """
     if limit is not None and limit < 0:
         raise UsageError(f"the limit cannot be {limit}", hint="leave it out for all rows")
     if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT:
-        raise UsageError(f"the time limit cannot be {timeout:g} s", hint="the default is 60 s; None means no limit")
+        raise UsageError(
+            f"the time limit cannot be {timeout:g} s",
+            hint="the default is 60 s; None means no limit",
+        )
     if not statement.strip():
-        raise UsageError("the statement is empty", hint="write a query, such as: select id from checkpoint")
+        raise UsageError(
+            "the statement is empty", hint="write a query, such as: select id from checkpoint"
+        )
     if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in statement):
         raise UsageError("SQL cannot contain NUL or unpaired surrogates")
     if database.sqlite:
@@ -121,7 +126,11 @@ def _plain(value: Any) -> Any:
         case None | bool() | int() | float() | str() | bytes():
             return value
         case Decimal():
-            return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+            return (
+                int(value)
+                if value.is_finite() and value == value.to_integral_value()
+                else float(value)
+            )
         case datetime() | date() | time():
             return value.isoformat()
         case list() | tuple():
@@ -131,9 +140,9 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-# SQLite: a separate read-only connection with an authorizer that allows only reading. A read-only connection alone
-# could attach other files and change its settings. Limits keep single steps of the query short, so that the progress
-# handler, which is called between steps, can cancel it.
+# SQLite: a separate read-only connection with an authorizer that allows only reading. A read-only
+# connection alone could attach other files and change its settings. Limits keep single steps of the
+# query short, so that the progress handler, which is called between steps, can cancel it.
 
 _STEPS = 100  # of SQLite's virtual machine between calls of the progress handler
 _LIMITS = {
@@ -170,14 +179,22 @@ def _allowed(action: int, first: str, second: str) -> bool:
             return first.lower() in _PRAGMAS
         case sqlite3.SQLITE_FUNCTION:
             return second.lower() != "load_extension"
-        case sqlite3.SQLITE_UPDATE:  # table functions such as json_each declare their columns so; nothing is written
+        case (
+            sqlite3.SQLITE_UPDATE
+        ):  # table functions such as json_each declare their columns so; nothing is written
             return first in ("sqlite_master", "sqlite_temp_master")
     return action in _READS
 
 
-def _sqlite(database: Database, statement: str, limit: int | None, timeout: float | None, memory: int | None) -> Table:
+def _sqlite(
+    database: Database, statement: str, limit: int | None, timeout: float | None, memory: int | None
+) -> Table:
     with database.reading() as c:
-        file = next(Path(path) for _, name, path in c.exec_driver_sql("PRAGMA database_list") if name == "main")
+        file = next(
+            Path(path)
+            for _, name, path in c.exec_driver_sql("PRAGMA database_list")
+            if name == "main"
+        )
     denied = []
 
     def authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
@@ -189,16 +206,22 @@ def _sqlite(database: Database, statement: str, limit: int | None, timeout: floa
     end = None if timeout is None else clock.monotonic() + timeout
     late = False
 
-    def out_of_time() -> bool:  # also set without a time limit, else Ctrl-C would take effect only at the end
+    def out_of_time() -> (
+        bool
+    ):  # also set without a time limit, else Ctrl-C would take effect only at the end
         nonlocal late
         late = end is not None and clock.monotonic() > end
         return late
 
     try:
-        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, isolation_level=None)) as connection:
+        with closing(
+            sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, isolation_level=None)
+        ) as connection:
             connection.execute("PRAGMA query_only = ON")
             if memory is not None:
-                connection.execute("PRAGMA temp_store = MEMORY")  # so that the limit covers sorting and joining
+                connection.execute(
+                    "PRAGMA temp_store = MEMORY"
+                )  # so that the limit covers sorting and joining
                 connection.execute(f"PRAGMA hard_heap_limit = {memory}")
             for category, most in _LIMITS.items():
                 connection.setlimit(category, most)
@@ -219,7 +242,9 @@ def _meaning(error: Exception, database: Database, *, denied: bool) -> BaseExcep
     """The exception to raise for an error of SQLite; before Python 3.12, several statements are a warning."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if isinstance(error, MemoryError):
-        return UcformatError("the query needs more memory than its limit", hint="narrow it, or select fewer rows")
+        return UcformatError(
+            "the query needs more memory than its limit", hint="narrow it, or select fewer rows"
+        )
     if code == sqlite3.SQLITE_INTERRUPT:
         return KeyboardInterrupt()
     if denied or code == sqlite3.SQLITE_READONLY:
@@ -229,14 +254,30 @@ def _meaning(error: Exception, database: Database, *, denied: bool) -> BaseExcep
     return UsageError(f"SQLite: {error}", hint=_TABLES)
 
 
-# PostgreSQL: DECLARE CURSOR accepts only a query, and psycopg's protocol only one statement, so that the read-only
-# transaction around it cannot be ended or changed. But functions with effects beyond tables run in such a transaction
-# too, and with set_config() a query can leave the role and the time limit that are set for its session. Therefore, the
-# roles that the connection may assume are checked, and the time is measured in this process.
+# PostgreSQL: DECLARE CURSOR accepts only a query, and psycopg's protocol only one statement, so
+# that the read-only transaction around it cannot be ended or changed. But functions with effects
+# beyond tables run in such a transaction too, and with set_config() a query can leave the role and
+# the time limit that are set for its session. Therefore, the roles that the connection may assume
+# are checked, and the time is measured in this process.
 
-_NO_CURSOR = {"42601", "0A000", "42P11"}  # syntax error, not supported, invalid cursor: the message is about the cursor
-_WRITES = {"25006", "25001", "42501"}  # read-only transaction, mode set too late, insufficient privilege
-_FAILURES = {"40", "53", "55", "57", "58", "XX"}  # not the query's: deadlock, no room, locks, shutdown, system, bugs
+_NO_CURSOR = {
+    "42601",
+    "0A000",
+    "42P11",
+}  # syntax error, not supported, invalid cursor: the message is about the cursor
+_WRITES = {
+    "25006",
+    "25001",
+    "42501",
+}  # read-only transaction, mode set too late, insufficient privilege
+_FAILURES = {
+    "40",
+    "53",
+    "55",
+    "57",
+    "58",
+    "XX",
+}  # not the query's: deadlock, no room, locks, shutdown, system, bugs
 _MESSAGE = ord("M")  # a field of PostgreSQL's errors
 _GRACE = 5.0  # seconds that PostgreSQL has to cancel a query
 _RIGHTS = """
@@ -262,7 +303,11 @@ having count(*) > 0
 
 def _excess_rights(driver: Any) -> str | None:
     found = driver.execute(_RIGHTS).fetchone()
-    return None if found is None else f"role {driver.info.user!r} may do more than read tables: {found[0]}"
+    return (
+        None
+        if found is None
+        else f"role {driver.info.user!r} may do more than read tables: {found[0]}"
+    )
 
 
 def excess_rights(database: Database) -> str | None:
@@ -274,11 +319,19 @@ def excess_rights(database: Database) -> str | None:
 
 
 def _postgresql(
-    database: Database, statement: str, limit: int | None, timeout: float | None, *, trust_role: bool
+    database: Database,
+    statement: str,
+    limit: int | None,
+    timeout: float | None,
+    *,
+    trust_role: bool,
 ) -> Table:
     with translated_errors(database.url), database.engine.connect() as opened:
         c = opened.execution_options(
-            postgresql_readonly=True, isolation_level="REPEATABLE READ", stream_results=True, no_parameters=True
+            postgresql_readonly=True,
+            isolation_level="REPEATABLE READ",
+            stream_results=True,
+            no_parameters=True,
         )
         c.detach()  # closed afterwards, since a query can change the session
         driver: Any = c.connection.dbapi_connection
@@ -330,7 +383,10 @@ def _ending(driver: Any, timeout: float | None, late: threading.Event) -> Iterat
         with suppress(Exception):  # if this fails, the connection is closed
             driver.cancel_safe(timeout=_GRACE)
         if not done.wait(_GRACE):
-            with suppress(OSError), socket.fromfd(driver.pgconn.socket, socket.AF_INET, socket.SOCK_STREAM) as line:
+            with (
+                suppress(OSError),
+                socket.fromfd(driver.pgconn.socket, socket.AF_INET, socket.SOCK_STREAM) as line,
+            ):
                 line.shutdown(socket.SHUT_RDWR)
 
     watch = threading.Thread(target=end, name="ucformat-sql", daemon=True)

@@ -37,7 +37,8 @@ def clocks(connection: Connection) -> dict[str, float]:
     """Read other clocks than this host's.
 
     Returns:
-        The times in seconds, by clock; only differences between two readings of a clock are meaningful.
+        The times in seconds, by clock; only differences between two readings of a clock are
+        meaningful.
     """
     return dict(reading for clock in CLOCKS for reading in clock(connection))
 

@@ -33,9 +33,15 @@ _CATALOG = LazyGroup(
 _EXPORT = LazyGroup(
     "export",
     {
-        "safetensors": ("export:safetensors", "safetensors files for Hugging Face, vLLM and others."),
+        "safetensors": (
+            "export:safetensors",
+            "safetensors files for Hugging Face, vLLM and others.",
+        ),
         "dcp": ("export:dcp", "PyTorch Distributed Checkpoint, for FSDP2, torchtitan and others."),
-        "deepspeed": ("export:deepspeed", "DeepSpeed's own files, for any ZeRO stage and number of ranks."),
+        "deepspeed": (
+            "export:deepspeed",
+            "DeepSpeed's own files, for any ZeRO stage and number of ranks.",
+        ),
         "deepspeed-universal": ("export:deepspeed_universal", "DeepSpeed's universal format."),
         "megatron": ("export:megatron", "Megatron-Core's distributed checkpoints."),
         "torch": ("export:torch", "One file of torch.save."),
@@ -49,7 +55,10 @@ _EXPORT = LazyGroup(
 _LAYOUT = LazyGroup(
     "layout",
     {
-        "check": ("layouts:check", "Check a layout file, and show which tensors each rule matches."),
+        "check": (
+            "layouts:check",
+            "Check a layout file, and show which tensors each rule matches.",
+        ),
         "schema": ("layouts:schema", "Print the JSON Schema of layout files."),
     },
     help="Layout files: how tensors are sharded across ranks.",
@@ -87,7 +96,10 @@ ucp = Program(
         "release": ("labels:release", "Release the holds on a checkpoint."),
         "link": ("lineage:link", "Record that a checkpoint was made from another one."),
         "log": ("log:log", "Show the audit log."),
-        "delete": ("retention:delete", "Delete checkpoints; they can be restored during a grace period."),
+        "delete": (
+            "retention:delete",
+            "Delete checkpoints; they can be restored during a grace period.",
+        ),
         "restore": ("retention:restore", "Undo a deletion."),
         "retain": ("retention:retain", "Show what a policy keeps and deletes, and apply it."),
         "gc": ("retention:gc", "Show what can be removed from storage, and remove it."),
@@ -108,7 +120,8 @@ click.version_option(__version__, prog_name="ucp", message="%(prog)s %(version)s
 
 def main() -> None:
     """Run `ucp` with the arguments of this process, and exit."""
-    # No command uses BLAS, whose threads, one for each core, take as long to start as the rest of NumPy.
+    # No command uses BLAS, whose threads, one for each core, take as long to start as the rest of
+    # NumPy.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         ucp.main()

@@ -90,7 +90,10 @@ class Program(LazyGroup):
         argv = sys.argv[1:] if args is None else list(args)
         as_json = "--json" in argv
         _hide_secrets(argv)
-        for stream in (sys.stdout, sys.stderr):  # names from checkpoints may contain what the terminal cannot encode
+        for stream in (
+            sys.stdout,
+            sys.stderr,
+        ):  # names from checkpoints may contain what the terminal cannot encode
             if reconfigure := getattr(stream, "reconfigure", None):
                 reconfigure(errors="backslashreplace")
         extra |= {"prog_name": self.name, "standalone_mode": False}
@@ -107,7 +110,9 @@ class Program(LazyGroup):
             code = error.exit_code
         except click.ClickException as error:
             code = error.exit_code
-            print_error(_message(error), _hint(error), as_json=as_json, kind="UsageError", code=code)
+            print_error(
+                _message(error), _hint(error), as_json=as_json, kind="UsageError", code=code
+            )
         except Exception as error:  # noqa: BLE001 - unexpected ones are raised again
             code = _report(error, as_json=as_json)
         sys.exit(code if isinstance(code, int) else 0)
@@ -143,7 +148,9 @@ def _report(error: Exception, *, as_json: bool) -> int:
         print_error(f"{where}{error.strerror or error}", as_json=as_json, kind=kind, code=1)
         return 1
     if isinstance(error, MemoryError):
-        print_error("out of memory", "read a slice, or fewer states", as_json=as_json, kind=kind, code=1)
+        print_error(
+            "out of memory", "read a slice, or fewer states", as_json=as_json, kind=kind, code=1
+        )
         return 1
     raise error
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 _ROOT = "base_model.model."
 #: Parameters of an adapter: what PEFT calls them in its file, the adapter, and what follows.
-_PARAMETER = re.compile(r"(.+\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.([^.]+)(\.weight|\.bias)?")
+_PARAMETER = re.compile(
+    r"(.+\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.([^.]+)(\.weight|\.bias)?"
+)
 _REPLACED = re.compile(r"(.+)\.modules_to_save\.([^.]+)(\..+)")
 _OF_BASE = re.compile(r".*\.(base_layer|original_module)\..+")
 
@@ -62,8 +64,12 @@ def _check(source: Checkpoint, assets: Mapping[str, bytes]) -> None:
         config: Any = json.loads(assets[ADAPTER_CONFIG])
         kind, bias = config.get("peft_type"), config.get("bias", "none")
     except (AttributeError, ValueError, RecursionError) as error:
-        raise IntegrityError(f"{source.url}: {ADAPTER_CONFIG} is not a JSON object: {error}") from None
-    unsupported = [f"peft_type {kind!r}"] if kind != "LORA" else [f"bias {bias!r}"] if bias != "none" else []
+        raise IntegrityError(
+            f"{source.url}: {ADAPTER_CONFIG} is not a JSON object: {error}"
+        ) from None
+    unsupported = (
+        [f"peft_type {kind!r}"] if kind != "LORA" else [f"bias {bias!r}"] if bias != "none" else []
+    )
     unsupported += [k for k in ("trainable_token_indices", "target_parameters") if config.get(k)]
     if unsupported:
         raise UnsupportedError(

@@ -1,8 +1,9 @@
 """The interface of an exporter, which plans the files of a checkpoint in another format.
 
-A target is a list of files; a file is a list of parts: bytes that the format prescribes, and spans of elements of
-tensors. Exporters plan, and move no tensor: `jobs/export_files.py` reads the elements wherever the source stores them,
-and writes every file from beginning to end, for all formats in the same way.
+A target is a list of files; a file is a list of parts: bytes that the format prescribes, and spans
+of elements of tensors. Exporters plan, and move no tensor: `jobs/export_files.py` reads the
+elements wherever the source stores them, and writes every file from beginning to end, for all
+formats in the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Span:
     Attributes:
         dtype: of the elements.
         size: number of elements.
-        pieces: the tensors, and for each a piece, placed in the span: elements in no piece are zeros.
+        pieces: the tensors, and for each a piece, placed in the span: elements in no piece are
+            zeros.
     """
 
     dtype: str
@@ -75,7 +77,8 @@ class Sealed:
 
     Attributes:
         nbytes: how many.
-        make: returns them; called with the CRC-32 of each span that was written since the file began.
+        make: returns them; called with the CRC-32 of each span that was written since the file
+            began.
     """
 
     nbytes: int
@@ -91,7 +94,8 @@ class Link:
 
     Attributes:
         key: its key in the source's store.
-        hard: whether to make a hard link; otherwise the two share blocks until one of them is written (a reflink).
+        hard: whether to make a hard link; otherwise the two share blocks until one of them is
+            written (a reflink).
         read_only: whether the permission to write may be removed from a file that gets a hard link.
     """
 
@@ -108,7 +112,8 @@ class TargetFile:
         key: its path below the destination.
         nbytes: its size.
         parts: returns its parts in order; called when it is written.
-        last: whether it is written after all others are durable, since its presence makes the folder a checkpoint.
+        last: whether it is written after all others are durable, since its presence makes the
+            folder a checkpoint.
         checksums: whether it has `Sealed` parts.
         link: the file of the source to link instead of writing the parts.
     """
@@ -147,10 +152,13 @@ class Target:
 
     def __post_init__(self) -> None:
         """Check that no file replaces another."""
-        twice = [key for key, count in Counter(file.key for file in self.files).items() if count > 1]
+        twice = [
+            key for key, count in Counter(file.key for file in self.files).items() if count > 1
+        ]
         if twice:
             raise UnsupportedError(
-                f"two files of the export would have the path {twice[0]}", hint="give tensors other names by a view"
+                f"two files of the export would have the path {twice[0]}",
+                hint="give tensors other names by a view",
             )
 
 
@@ -159,8 +167,8 @@ def option(default: Any, how: str, text: str) -> Any:
 
     Args:
         default: the value if the caller does not give the option.
-        how: how the command line takes it: `flag`, `number`, `size` in bytes, `names`, `layout`, `link`, `text` or
-            `path`.
+        how: how the command line takes it: `flag`, `number`, `size` in bytes, `names`, `layout`,
+            `link`, `text` or `path`.
         text: what it means, in one sentence, for `--help` and error messages.
     """
     return field(default=default, metadata={"how": how, "text": text})
@@ -174,18 +182,19 @@ class ExportOptions:
 class Exporter(ABC):
     """Plans the files of one format.
 
-    To support a format, subclass this, define `kind`, `title` and `target`, and add it to the table in
-    `exporters/__init__.py`. `--help` imports all of them, so their modules should import little: `target` imports what
-    plans the files.
+    To support a format, subclass this, define `kind`, `title` and `target`, and add it to the table
+    in `exporters/__init__.py`. `--help` imports all of them, so their modules should import little:
+    `target` imports what plans the files.
 
     Attributes:
         kind: the identifier of the format in the API and on the command line.
         title: the name of the format in messages.
-        weights_only: whether the format has a place for one tensor of each name: its weight, or its master where only
-            that is stored.
+        weights_only: whether the format has a place for one tensor of each name: its weight, or its
+            master where only that is stored.
         dtypes: those that the format has.
-        endings: the endings of file names, in lower case, if the format is a single file, or may be one. A destination
-            with such a name is the file itself, and its name becomes the option `name`.
+        endings: the endings of file names, in lower case, if the format is a single file, or may be
+            one. A destination with such a name is the file itself, and its name becomes the option
+            `name`.
         options_type: the dataclass of its options.
         options: an instance of it, made from the keyword arguments of the constructor.
     """
@@ -218,14 +227,16 @@ class Exporter(ABC):
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """Plan the files; reads no tensors.
 
-        The result is a pure function of the source and the options: other processes plan the same files.
+        The result is a pure function of the source and the options: other processes plan the same
+        files.
 
         Args:
             source: the checkpoint, perhaps through a view.
             infos: the tensors to export, in order; with `weights_only`, one of each name.
 
         Raises:
-            UcformatError: something cannot be expressed in the format; the message names the tensor.
+            UcformatError: something cannot be expressed in the format; the message names the
+                tensor.
         """
 
 
@@ -268,7 +279,8 @@ def left_out(
         values: the names of non-tensor values that are exported (default: none).
         assets: the names of assets that are exported (default: none).
         groups: whether the hyper-parameters of the optimizer are exported (default: no).
-        part: whether the target says that it is only a part of a checkpoint, if it is (default: no).
+        part: whether the target says that it is only a part of a checkpoint, if it is (default:
+            no).
     """
     kept = {info.key for info in infos}
     states = Counter(key.state for key in source.tensors if key not in kept)
@@ -283,5 +295,9 @@ def left_out(
         ("asset", source.assets, assets),
     ):
         found += [f"the {what} {name}" for name in names if name not in known]
-    found += [f"the file {name}, which was not read" for name in source.unread if name not in source.assets]
+    found += [
+        f"the file {name}, which was not read"
+        for name in source.unread
+        if name not in source.assets
+    ]
     return tuple(found)

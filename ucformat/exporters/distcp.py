@@ -1,8 +1,8 @@
 """The files of torch.distributed.checkpoint (DCP): items in `.distcp` files, and `.metadata`, which locates them.
 
-An item is an archive of `torch.save`: a chunk of a tensor, or any other value. Readers read whole items, so large
-tensors are cut into several. `FileSystemReader` takes a folder for a checkpoint if it has `.metadata`, which is
-therefore written last.
+An item is an archive of `torch.save`: a chunk of a tensor, or any other value. Readers read whole
+items, so large tensors are cut into several. `FileSystemReader` takes a folder for a checkpoint if
+it has `.metadata`, which is therefore written last.
 """
 
 from __future__ import annotations
@@ -40,14 +40,31 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA, _INDEX, _CHUNK, _TENSOR, _BYTES, _PROPERTIES, _ENCODING, _META = (
     Global(_MODULE, name)
     for name in (
-        *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *(
+            "Metadata",
+            "MetadataIndex",
+            "ChunkStorageMetadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+        ),
         *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
     )
 )
 _INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _LAYOUT = Global("torch.serialization", "_get_layout")
 _SIZE = Global("torch", "Size")
-ALLOWED |= {_METADATA, _INDEX, _CHUNK, _TENSOR, _BYTES, _PROPERTIES, _ENCODING, _META, _INFO, _LAYOUT}
+ALLOWED |= {
+    _METADATA,
+    _INDEX,
+    _CHUNK,
+    _TENSOR,
+    _BYTES,
+    _PROPERTIES,
+    _ENCODING,
+    _META,
+    _INFO,
+    _LAYOUT,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +72,21 @@ class DistcpOptions(ExportOptions):
     """The options of formats that consist of items."""
 
     max_file_bytes: int = option(
-        _FILE_BYTES, "size", "maximum size of a file, unless a single item is larger; 1 GB by default"
+        _FILE_BYTES,
+        "size",
+        "maximum size of a file, unless a single item is larger; 1 GB by default",
     )
     max_item_bytes: int = option(
-        _ITEM_BYTES, "size", "maximum size of a chunk of a tensor, which loaders read whole; 64 MiB by default"
+        _ITEM_BYTES,
+        "size",
+        "maximum size of a chunk of a tensor, which loaders read whole; 64 MiB by default",
     )
 
     def __post_init__(self) -> None:
-        for name, value in (("max_file_bytes", self.max_file_bytes), ("max_item_bytes", self.max_item_bytes)):
+        for name, value in (
+            ("max_file_bytes", self.max_file_bytes),
+            ("max_item_bytes", self.max_item_bytes),
+        ):
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
 
@@ -114,7 +138,10 @@ class ItemFiles:
     """Places the items of all entries in files."""
 
     def __init__(
-        self, entries: Iterable[Entry], options: DistcpOptions, aliases: Mapping[str, str] | None = None
+        self,
+        entries: Iterable[Entry],
+        options: DistcpOptions,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self._entries: dict[str, Entry] = {}
         self._names: dict[str, list[str]] = {}
@@ -126,7 +153,9 @@ class ItemFiles:
         nbytes = 0
         for entry in entries:
             if entry.name in self._entries or entry.name in (aliases or {}):
-                raise UnsupportedError(f"two entries of the target would be {entry.name}", hint="rename one by a view")
+                raise UnsupportedError(
+                    f"two entries of the target would be {entry.name}", hint="rename one by a view"
+                )
             self._entries[entry.name] = entry
             self._items[entry.name] = mine = []
             for box in self._boxes(entry, options.max_item_bytes):
@@ -178,7 +207,8 @@ class ItemFiles:
         """`.metadata`, which is last.
 
         Args:
-            paths: the path of each entry in the program's state, by name; None: the format has none.
+            paths: the path of each entry in the program's state, by name; None: the format has
+                none.
         """
         described: dict[str, Any] = {}
         stored: dict[Any, Any] = {}
@@ -187,8 +217,15 @@ class ItemFiles:
                 described[known] = self._described(entry)
                 for index, item in enumerate(self._items[name]):
                     stored[_index(known, item.box, index)] = _info(item)
-        planner = None if paths is None else {name: tuple(paths.get(name, (name,))) for name in described}
-        meta: dict[str, Any] = {"checkpoint_id": None, "save_id": save_id, "load_id": None, "modules": []}
+        planner = (
+            None if paths is None else {name: tuple(paths.get(name, (name,))) for name in described}
+        )
+        meta: dict[str, Any] = {
+            "checkpoint_id": None,
+            "save_id": save_id,
+            "load_id": None,
+            "modules": [],
+        }
         state = {
             "state_dict_metadata": described,
             "planner_data": planner,
@@ -202,13 +239,20 @@ class ItemFiles:
         if isinstance(entry, ValueEntry):
             return Instance(_BYTES, {})
         layout, contiguous = Call(_LAYOUT, ("torch.strided",)), Call(_ENCODING, (0,))
-        properties = Instance(_PROPERTIES, (Global("torch", entry.dtype), layout, False, contiguous, False))
+        properties = Instance(
+            _PROPERTIES, (Global("torch", entry.dtype), layout, False, contiguous, False)
+        )
         chunks = [
-            Instance(_CHUNK, {"offsets": _torch_size(item.box.start), "sizes": _torch_size(item.box.shape)})
+            Instance(
+                _CHUNK,
+                {"offsets": _torch_size(item.box.start), "sizes": _torch_size(item.box.shape)},
+            )
             for item in self._items[entry.name]
             if item.box is not None
         ]
-        return Instance(_TENSOR, {"properties": properties, "size": _torch_size(entry.shape), "chunks": chunks})
+        return Instance(
+            _TENSOR, {"properties": properties, "size": _torch_size(entry.shape), "chunks": chunks}
+        )
 
 
 def save_id_of(source: Checkpoint, infos: Sequence[TensorInfo], options: object) -> str:
@@ -247,11 +291,15 @@ def _torch_size(sizes: tuple[int, ...]) -> Call:
 
 def _index(name: str, box: Box | None, index: int) -> Instance:
     offset = None if box is None else _torch_size(box.start)
-    return Instance(_INDEX, {"fqn": name, "index": None if box is None else index, "offset": offset})
+    return Instance(
+        _INDEX, {"fqn": name, "index": None if box is None else index, "offset": offset}
+    )
 
 
 def _info(item: _Item) -> Instance:
-    return Instance(_INFO, {"relative_path": _name(item.file), "offset": item.offset, "length": item.nbytes})
+    return Instance(
+        _INFO, {"relative_path": _name(item.file), "offset": item.offset, "length": item.nbytes}
+    )
 
 
 def _no_storage(_: Storage) -> str:

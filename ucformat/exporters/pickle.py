@@ -1,7 +1,8 @@
 """Writes pickles of plain values, tensors, and instances of known classes, which are not imported.
 
-A class or function is a `Global`, which must be in `ALLOWED`. Nothing that was read from a checkpoint becomes one:
-other objects are refused. Protocol 2 is the one that PyTorch writes and its restricted unpickler reads.
+A class or function is a `Global`, which must be in `ALLOWED`. Nothing that was read from a
+checkpoint becomes one: other objects are refused. Protocol 2 is the one that PyTorch writes and its
+restricted unpickler reads.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class SavedTensor:
     requires_grad: bool = False
 
 
-#: The classes of storages that PyTorch names after their dtypes; tensors of others have an untyped storage.
+#: The classes of storages that PyTorch names after their dtypes; tensors of others have an untyped
+#: storage.
 _STORAGES = {
     "bool": "BoolStorage",
     "int8": "CharStorage",
@@ -107,8 +109,8 @@ def dump(value: Any, locate: Callable[[Storage], str]) -> bytes:
     """Pickle a value.
 
     Args:
-        value: `None`, booleans, numbers, text, bytes, lists, tuples, sets and dictionaries of such values, ordered ones
-            too; and instances of the classes above.
+        value: `None`, booleans, numbers, text, bytes, lists, tuples, sets and dictionaries of such
+            values, ordered ones too; and instances of the classes above.
     """
     writer = _Writer(locate)
     writer.save(value)
@@ -153,7 +155,9 @@ class _Writer:
             case _ if (save := self._plain.get(type(value))) is not None:
                 save(self, value)
             case _:
-                raise UnsupportedError(f"a value of type {type(value).__qualname__} is not written to a pickle")
+                raise UnsupportedError(
+                    f"a value of type {type(value).__qualname__} is not written to a pickle"
+                )
 
     def _fetch(self, value: str | Global) -> bool:
         """Append a value that has been appended before; False if it has not."""
@@ -190,7 +194,14 @@ class _Writer:
     def _save_tensor(self, value: SavedTensor) -> None:
         dtype = value.storage.span.dtype
         strides = row_major(value.shape) if value.strides is None else value.strides
-        args = (value.storage, value.offset, value.shape, strides, value.requires_grad, OrderedDict[str, Any]())
+        args = (
+            value.storage,
+            value.offset,
+            value.shape,
+            strides,
+            value.requires_grad,
+            OrderedDict[str, Any](),
+        )
         if dtype in _STORAGES:
             self._save_call(_REBUILD, args)
         else:
@@ -204,7 +215,9 @@ class _Writer:
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             if len(data) >= 1 << 8:
-                raise UnsupportedError(f"an integer of {len(data)} bytes is not written to a pickle")
+                raise UnsupportedError(
+                    f"an integer of {len(data)} bytes is not written to a pickle"
+                )
             self.out += b"\x8a" + len(data).to_bytes(1, "little") + data
 
     def _save_float(self, value: float) -> None:

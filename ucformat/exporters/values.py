@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import TensorInfo
 
-_SET, _COMPLEX, _SLICE = Global("__builtin__", "set"), Global("__builtin__", "complex"), Global("__builtin__", "slice")
+_SET, _COMPLEX, _SLICE = (
+    Global("__builtin__", "set"),
+    Global("__builtin__", "complex"),
+    Global("__builtin__", "slice"),
+)
 _STREAM, _PATH = Global("_io", "BytesIO"), Global("pathlib", "PosixPath")
 ALLOWED |= {_SET, _COMPLEX, _SLICE, _STREAM, _PATH}
 
@@ -43,7 +47,9 @@ def key_of(text: str) -> str | int:
     return key if isinstance(key, str) else int(key)
 
 
-def value_of(data: Any, tensor: Callable[[str], TensorInfo], classes: Mapping[str, Global] = {}) -> Any:
+def value_of(
+    data: Any, tensor: Callable[[str], TensorInfo], classes: Mapping[str, Global] = {}
+) -> Any:
     """The value that a JSON form encodes."""
 
     def decode(inner: Any) -> Any:

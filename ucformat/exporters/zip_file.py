@@ -29,11 +29,14 @@ def lazy_torch_file(
     """A file of `torch.save` whose value is made when it is written, so that a plan need not hold those of all ranks.
 
     Args:
-        make: returns the value; called with False when the file is planned, for which spans need no pieces.
+        make: returns the value; called with False when the file is planned, for which spans need no
+            pieces.
         like: a planned file of the same size, so that the value is not made for the plan.
     """
     nbytes = torch_file(key, make(False)).nbytes if like is None else like.nbytes
-    return TargetFile(key, nbytes, lambda: torch_archive(make(True), _top(key)), last, checksums=True)
+    return TargetFile(
+        key, nbytes, lambda: torch_archive(make(True), _top(key)), last, checksums=True
+    )
 
 
 def _top(key: str) -> str:
@@ -56,9 +59,10 @@ def torch_archive(value: Any, top: str = "archive", spans: int = 0) -> tuple[Par
 
 # Uncompressed zip archives as parts of a file, which is written from beginning to end.
 #
-# The CRC-32 of a member that contains elements of tensors follows it, in a data descriptor, and is repeated in the
-# directory at the end (PKWARE's APPNOTE 4.3.9, 4.4.4). The contents of members begin at multiples of 64 bytes, so that
-# they can be mapped to memory. Sizes and numbers of members are not limited (zip64, APPNOTE 4.5.3).
+# The CRC-32 of a member that contains elements of tensors follows it, in a data descriptor, and is
+# repeated in the directory at the end (PKWARE's APPNOTE 4.3.9, 4.4.4). The contents of members
+# begin at multiples of 64 bytes, so that they can be mapped to memory. Sizes and numbers of members
+# are not limited (zip64, APPNOTE 4.5.3).
 
 _ALIGN = 64
 _MAX32, _MAX16 = 0xFFFFFFFF, 0xFFFF
@@ -95,7 +99,9 @@ class _Entry:
     def crc(self, crcs: Sequence[int]) -> int:
         value = 0
         for part in self.sums:
-            value = CRC32_SHIFT(value, part.nbytes) ^ (crcs[part.span] if part.crc is None else part.crc)
+            value = CRC32_SHIFT(value, part.nbytes) ^ (
+                crcs[part.span] if part.crc is None else part.crc
+            )
         return value
 
     def directory_nbytes(self) -> int:
@@ -140,13 +146,19 @@ class ZipArchive:
             )
         entry = self._entry(full, content)
         large = entry.nbytes >= _MAX32
-        fixed = struct.pack("<2H2Q", 1, 16, *((entry.nbytes,) * 2 if entry.known else (0, 0))) if large else b""
+        fixed = (
+            struct.pack("<2H2Q", 1, 16, *((entry.nbytes,) * 2 if entry.known else (0, 0)))
+            if large
+            else b""
+        )
         pad = -(self._at + _LOCAL.size + len(full) + len(fixed) + 4) % _ALIGN
         extra = fixed + struct.pack("<2H", _PADDING_ID, pad) + b"Z" * pad
         flags = _UTF8 if entry.known else _UTF8 | _DESCRIPTOR
         size = _MAX32 if large else entry.nbytes if entry.known else 0
         stored = (entry.crc(()) if entry.known else 0, size, size)
-        head = _LOCAL.pack(b"PK\3\4", 45 if large else 20, flags, 0, 0, _EPOCH, *stored, len(full), len(extra))
+        head = _LOCAL.pack(
+            b"PK\3\4", 45 if large else 20, flags, 0, 0, _EPOCH, *stored, len(full), len(extra)
+        )
         self._put(head + full + extra)
         self._entries.append(entry)
         for part in content:
@@ -181,10 +193,14 @@ class ZipArchive:
         count = len(entries)
         end = b""
         if begin + nbytes >= _MAX32 or count >= _MAX16:
-            record = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, nbytes, begin)
+            record = struct.pack(
+                "<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, nbytes, begin
+            )
             end = record + struct.pack("<4sIQI", b"PK\6\7", 0, begin + nbytes, 1)
         few = min(count, _MAX16)
-        end += struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, few, few, min(nbytes, _MAX32), min(begin, _MAX32), 0)
+        end += struct.pack(
+            "<4s4H2IH", b"PK\5\6", 0, 0, few, few, min(nbytes, _MAX32), min(begin, _MAX32), 0
+        )
         self._put(Sealed(nbytes, lambda crcs: b"".join(e.directory_entry(crcs) for e in entries)))
         self._put(end)
         return tuple(self._parts)

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["may_replace", "on_abandon"]
 
-#: Called with a place, its manifest and the id of the checkpoint that is to replace it, at the beginning and at commit;
-#: a subscriber objects by raising. The package subscribes a function that asks the catalog, so no code can bypass it.
+#: Called with a place, its manifest and the id of the checkpoint that is to replace it, at the
+#: beginning and at commit; a subscriber objects by raising. The package subscribes a function that
+#: asks the catalog, so no code can bypass it.
 may_replace: list[Callable[[Store, Manifest, str | None], None]] = []
 
-#: Called with a place and the record of an attempt that needed files elsewhere, after its own files were removed.
+#: Called with a place and the record of an attempt that needed files elsewhere, after its own files
+#: were removed.
 on_abandon: list[Callable[[Store, AttemptDoc], None]] = []

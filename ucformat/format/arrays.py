@@ -31,9 +31,10 @@ _RESERVED = frozenset({"zarr.json", "c"})
 def folder_names(names: Iterable[str]) -> dict[str, str]:
     """Choose the names of folders that are siblings.
 
-    All characters except letters, digits, `.`, `_` and `-` are percent-encoded as UTF-8, and so is a leading dot. A
-    name gets a hash of itself as a suffix if it is longer than 200 bytes, reserved (`zarr.json`, `c`, `__…`), empty, or
-    differs from another only in case. Readers take the folder from the manifest, never from the name.
+    All characters except letters, digits, `.`, `_` and `-` are percent-encoded as UTF-8, and so is
+    a leading dot. A name gets a hash of itself as a suffix if it is longer than 200 bytes, reserved
+    (`zarr.json`, `c`, `__…`), empty, or differs from another only in case. Readers take the folder
+    from the manifest, never from the name.
     """
     plain = {name: quoted(name) for name in names}
     seen: dict[str, int] = {}
@@ -50,7 +51,11 @@ def _safe(name: str, folder: str) -> str:
 
 
 def _is_safe(folder: str) -> bool:
-    return 0 < len(folder) <= _MAX_NAME_BYTES and folder.lower() not in _RESERVED and not folder.startswith("__")
+    return (
+        0 < len(folder) <= _MAX_NAME_BYTES
+        and folder.lower() not in _RESERVED
+        and not folder.startswith("__")
+    )
 
 
 def _with_hash(name: str, folder: str) -> str:
@@ -71,7 +76,10 @@ def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
 
 
 def _attributes(key: Key, dtype: str) -> dict[str, Any]:
-    return {"ucformat": {"name": key.name, "state": key.state} | ({} if dtype in ZARR_DTYPES else {"dtype": dtype})}
+    return {
+        "ucformat": {"name": key.name, "state": key.state}
+        | ({} if dtype in ZARR_DTYPES else {"dtype": dtype})
+    }
 
 
 @lru_cache(256)
@@ -85,7 +93,9 @@ def _until_attributes(dtype: str, grid: Grid) -> str:
         "index_location": "end",
     }
     codecs = [{"name": "sharding_indexed", "configuration": sharding}]
-    return json.dumps(_document(dtype, grid.shape, grid.shard, codecs, {}), indent=1).removesuffix("{}\n}")
+    return json.dumps(_document(dtype, grid.shape, grid.shard, codecs, {}), indent=1).removesuffix(
+        "{}\n}"
+    )
 
 
 def _document(
@@ -95,7 +105,10 @@ def _document(
     codecs: Sequence[Mapping[str, Any]],
     attributes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    from ucformat.reading.dtypes import fill_value, zarr_dtype  # here, so that reading a manifest does not import NumPy
+    from ucformat.reading.dtypes import (
+        fill_value,
+        zarr_dtype,
+    )  # here, so that reading a manifest does not import NumPy
 
     return {
         "zarr_format": 3,
@@ -118,13 +131,15 @@ def _bytes_codec(dtype: str) -> dict[str, Any]:
 def chunked_array_json(info: TensorInfo, chunk: tuple[int, ...]) -> bytes:
     """The `zarr.json` of an array without shards and checksums, as a store offers it that makes chunks when asked.
 
-    Its dims are named by their size (`size_4096`, a second one of that size `size_4096_2`), because to xarray dims of
-    one name have one size in all arrays of a group.
+    Its dims are named by their size (`size_4096`, a second one of that size `size_4096_2`), because
+    to xarray dims of one name have one size in all arrays of a group.
     """
     codecs = [_bytes_codec(info.dtype)]
     document = _document(info.dtype, info.shape, chunk, codecs, _attributes(info.key, info.dtype))
     before = [info.shape[:d].count(n) for d, n in enumerate(info.shape)]
-    names = [f"size_{n}_{k + 1}" if k else f"size_{n}" for n, k in zip(info.shape, before, strict=True)]
+    names = [
+        f"size_{n}_{k + 1}" if k else f"size_{n}" for n, k in zip(info.shape, before, strict=True)
+    ]
     return json.dumps(document | {"dimension_names": names}).encode()
 
 
@@ -172,7 +187,8 @@ def lay_out(
     Args:
         chunk_bytes: the most bytes of a chunk (default 1 MiB).
         shard_bytes: the most bytes of a shard (default 128 MiB).
-        folders: of arrays, below `folder`, if these are not all tensors of the checkpoint (default: `array_folders`).
+        folders: of arrays, below `folder`, if these are not all tensors of the checkpoint (default:
+            `array_folders`).
 
     Returns:
         An array for each tensor, in the same order.
@@ -185,7 +201,8 @@ def lay_out(
             )
     found = array_folders(i.key for i in infos) if folders is None else folders
     arrays = [
-        Array(i, Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes), f"{folder}/{found[i.key]}") for i in infos
+        Array(i, Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes), f"{folder}/{found[i.key]}")
+        for i in infos
     ]
     for info, grid in ((a.info, a.grid) for a in arrays):
         if grid.count > MAX_SHARDS:
@@ -215,7 +232,9 @@ def put_groups(store: Store, arrays: Iterable[Array]) -> None:
 
 def put_array(store: Store, array: Array) -> None:
     """Write the `zarr.json` of an array."""
-    put_file(store, f"{array.path}/zarr.json", array_json(array.info.key, array.info.dtype, array.grid))
+    put_file(
+        store, f"{array.path}/zarr.json", array_json(array.info.key, array.info.dtype, array.grid)
+    )
 
 
 def metadata_documents(manifest: Manifest) -> Iterator[tuple[str, bytes, Key | None]]:
@@ -228,7 +247,10 @@ def metadata_documents(manifest: Manifest) -> Iterator[tuple[str, bytes, Key | N
     for group in _groups(path for _, path in stored):
         yield f"{group}/zarr.json", group_json(), None
     for doc, path in stored:
-        key, grid = Key(doc.name, doc.state), Grid(doc.shape, doc.chunk or (), doc.shard or (), ITEMSIZE[doc.dtype])
+        key, grid = (
+            Key(doc.name, doc.state),
+            Grid(doc.shape, doc.chunk or (), doc.shard or (), ITEMSIZE[doc.dtype]),
+        )
         yield f"{path}/zarr.json", array_json(key, doc.dtype, grid), key
 
 
@@ -242,7 +264,8 @@ def array_doc(array: Array, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDo
     """An array's entry in the manifest.
 
     Args:
-        leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C order.
+        leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C
+            order.
     """
     info, grid = array.info, array.grid
     return TensorDoc(

@@ -1,8 +1,9 @@
 """Attempts: the files that belong to an attempt, and its record, through which writers and `gc` coordinate.
 
-Removing an attempt removes only its own files (docs/security.md, rule 5). Anybody may have written a record, tombstone
-or manifest, so the names in them are trusted only if they lead to folders that no program other than a writer of this
-format creates, and these folders are removed only if nothing in them belongs to another checkpoint.
+Removing an attempt removes only its own files (docs/security.md, rule 5). Anybody may have written
+a record, tombstone or manifest, so the names in them are trusted only if they lead to folders that
+no program other than a writer of this format creates, and these folders are removed only if nothing
+in them belongs to another checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-#: The folders that a writer creates in a checkpoint's root; the first three contain a folder for each attempt.
+#: The folders that a writer creates in a checkpoint's root; the first three contain a folder for
+#: each attempt.
 FOLDERS = (*(KINDS := ("data", "objects", "assets")), "attempts")
 
 _NAME = re.compile(ATTEMPT)
@@ -82,17 +84,23 @@ def outside_attempts(folders: Iterable[str], keys: Iterable[str]) -> set[str]:
     if not inside:
         return set(folders)
     there = set(keys)
-    return {f for f in folders if f not in inside or inside[f][1] + record_key(inside[f][3]) not in there}
+    return {
+        f
+        for f in folders
+        if f not in inside or inside[f][1] + record_key(inside[f][3]) not in there
+    }
 
 
 def refuse_others(store: Store, attempt: str, committed: Manifest | None) -> None:
     """Refuse an attempt whose folders contain something else.
 
-    They may contain another checkpoint, an attempt at one, or a catalog's document about one. The checkpoint committed
-    at the place may also have files in the folders of an attempt that its manifest does not name.
+    They may contain another checkpoint, an attempt at one, or a catalog's document about one. The
+    checkpoint committed at the place may also have files in the folders of an attempt that its
+    manifest does not name.
 
     Args:
-        committed: the manifest of the checkpoint that is committed at the place; None if there is none.
+        committed: the manifest of the checkpoint that is committed at the place; None if there is
+            none.
     """
     folders = folders_of(attempt)
     if committed is not None:
@@ -102,7 +110,9 @@ def refuse_others(store: Store, attempt: str, committed: Manifest | None) -> Non
     for folder in folders:
         for info in store.list(folder):
             if _is_document(info.key) and _is_ours(store, info.key):
-                raise _refused(store, folder, f"{info.key} shows that it contains another checkpoint")
+                raise _refused(
+                    store, folder, f"{info.key} shows that it contains another checkpoint"
+                )
 
 
 def _refused(store: Store, folder: str, why: str) -> UnsafeError:
@@ -127,7 +137,10 @@ def _is_ours(store: Store, key: str) -> bool:
 
 def names_below(store: Store, manifest: Manifest, folder: str) -> bool:
     """Whether a checkpoint has files inside a folder, or the folder is inside one of its arrays."""
-    return any(f"{path}/".startswith(f"{folder}/") or folder.startswith(f"{path}/") for path in _paths(store, manifest))
+    return any(
+        f"{path}/".startswith(f"{folder}/") or folder.startswith(f"{path}/")
+        for path in _paths(store, manifest)
+    )
 
 
 def _paths(store: Store, manifest: Manifest) -> Iterable[str]:
@@ -149,18 +162,21 @@ def put_record(
 ) -> tuple[str | None, str | None]:
     """Write the record of an attempt; if the attempt was begun before, replace the record in order to continue it.
 
-    A process that is about to remove the attempt as abandoned then finds a record that differs from the one it read.
-    The fields that others rely on are kept. If the attempt needs files elsewhere, the record has the checkpoint's id:
-    `checkpoint`, or the one that the first writer recorded.
+    A process that is about to remove the attempt as abandoned then finds a record that differs from
+    the one it read. The fields that others rely on are kept. If the attempt needs files elsewhere,
+    the record has the checkpoint's id: `checkpoint`, or the one that the first writer recorded.
 
     Returns:
-        The id in the record (None if it has none), and the version of the record (None if it existed before).
+        The id in the record (None if it has none), and the version of the record (None if it
+        existed before).
 
     Raises:
         Conflict: the attempt is being removed, or others kept changing its record.
     """
     key, owner = record_key(attempt), f"{socket.gethostname()}:{os.getpid()}"
-    doc = AttemptDoc(attempt=attempt, plan=plan, owner=owner, started=datetime.now(UTC), needs=tuple(needs))
+    doc = AttemptDoc(
+        attempt=attempt, plan=plan, owner=owner, started=datetime.now(UTC), needs=tuple(needs)
+    )
     if needs:
         doc = doc.model_copy(update={"id": checkpoint})
     for _ in range(TRIES):
@@ -174,7 +190,9 @@ def put_record(
             if there.removed is not None:
                 raise being_removed(store, attempt)
             kept = {"id": there.id or doc.id, "replacing": there.replacing}
-            doc = doc.model_copy(update={**kept, "needs": tuple(dict.fromkeys((*there.needs, *needs)))})
+            doc = doc.model_copy(
+                update={**kept, "needs": tuple(dict.fromkeys((*there.needs, *needs)))}
+            )
         if _replaced(store, key, doc, version):
             return doc.id, None
     raise contended(store, key)
@@ -208,8 +226,8 @@ def being_removed(store: Store, attempt: str) -> Conflict:
 def mark_replacing(store: Store, attempt: str) -> None:
     """Mark an attempt's record: it is about to replace the committed checkpoint.
 
-    Those who begin to need or protect that checkpoint see the mark. It is never removed, because others may run the
-    same plan at the same time.
+    Those who begin to need or protect that checkpoint see the mark. It is never removed, because
+    others may run the same plan at the same time.
 
     Raises:
         Conflict: others kept changing the record.
@@ -223,7 +241,9 @@ def mark_replacing(store: Store, attempt: str) -> None:
         record = parse_record(data)
         if record is None or record.removed is not None or record.replacing is not None:
             return
-        if _replaced(store, key, record.model_copy(update={"replacing": datetime.now(UTC)}), version):
+        if _replaced(
+            store, key, record.model_copy(update={"replacing": datetime.now(UTC)}), version
+        ):
             return
     raise contended(store, key)
 

@@ -1,8 +1,8 @@
 """Enumerates the checks of a universal checkpoint: each file that its manifest names, and the expected digest.
 
-`verify`, `copy`, `materialize` and loading all use it. Checking an item reads it once; `copy` writes the same bytes to
-the destination. Packed files are checked block by block (`block_problems`); replicas and the digests of tensors come
-last, when the other results are known.
+`verify`, `copy`, `materialize` and loading all use it. Checking an item reads it once; `copy`
+writes the same bytes to the destination. Packed files are checked block by block
+(`block_problems`); replicas and the digests of tensors come last, when the other results are known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ucformat.errors import IntegrityError, NotFound, PermissionDenied, UcformatError, UnsupportedError
+from ucformat.errors import (
+    IntegrityError,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.format.arrays import metadata_documents, shard_key
 from ucformat.format.digest import file_digest, tensor_digest
 from ucformat.format.extents import is_whole
@@ -60,7 +66,8 @@ class AuditItem(Protocol):
             out: a writer that gets a copy of every byte that is read (default: none).
 
         Returns:
-            The concatenated digests of a shard's chunks (empty for other files), and the problems of the file.
+            The concatenated digests of a shard's chunks (empty for other files), and the problems
+            of the file.
         """
 
 
@@ -121,7 +128,14 @@ class ZarrJson:
         except NotFound:
             return b"", [Problem(self.file, "the file is missing", name, state, kind="missing")]
         if found != self.data:
-            return b"", [Problem(self.file, f"does not describe this {'tensor' if self.key else 'group'}", name, state)]
+            return b"", [
+                Problem(
+                    self.file,
+                    f"does not describe this {'tensor' if self.key else 'group'}",
+                    name,
+                    state,
+                )
+            ]
         if out is not None:
             out.write(found)
         return b"", []
@@ -178,7 +192,9 @@ class SourceFile:
         store.info(self.file)  # compares size and time
         if self.doc.digest is None or file_digest(store, self.file) == self.doc.digest:
             return b"", []
-        return b"", [Problem(self.file, "its digest differs from the registered one", kind="differs")]
+        return b"", [
+            Problem(self.file, "its digest differs from the registered one", kind="differs")
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +222,9 @@ def items(source: Universal) -> Iterator[AuditItem]:
             continue
         grid = grid_of(doc)
         if (missing := source.missing_shards(doc)) > _MAX_LOST:
-            yield _LostShards(key, doc.path, f"{missing:,} of its {grid.count:,} shards are missing")
+            yield _LostShards(
+                key, doc.path, f"{missing:,} of its {grid.count:,} shards are missing"
+            )
             continue
         for shard in grid.shards():
             yield ShardFile(key, grid, shard, shard_key(doc.path, shard))
@@ -228,7 +246,8 @@ def checked(
     """Run `item.check`, and report errors of some types as problems.
 
     Args:
-        damages: the types of errors that are problems of the file; others are raised (default: all of ucformat).
+        damages: the types of errors that are problems of the file; others are raised (default: all
+            of ucformat).
     """
     try:
         return item.check(store)
@@ -254,11 +273,17 @@ class Check:
     unverified: int = 0
 
     @classmethod
-    def of(cls, item: AuditItem, store: Store, damages: tuple[type[UcformatError], ...] = (UcformatError,)) -> Check:
+    def of(
+        cls,
+        item: AuditItem,
+        store: Store,
+        damages: tuple[type[UcformatError], ...] = (UcformatError,),
+    ) -> Check:
         """The check of a file that the manifest lists.
 
         Args:
-            damages: the types of errors that are problems of the file; others are raised (default: all of ucformat).
+            damages: the types of errors that are problems of the file; others are raised (default:
+                all of ucformat).
         """
         shard = item.shard if isinstance(item, ShardFile) else None
         return cls(item.nbytes, partial(checked, item, store, damages), item.key, shard)
@@ -273,7 +298,8 @@ def block_problems(
     """Check blocks of a tensor.
 
     Args:
-        damages: the types of errors that are problems of a block; others are raised (default: all of ucformat).
+        damages: the types of errors that are problems of a block; others are raised (default: all
+            of ucformat).
 
     Returns:
         A problem for each block that differs from its checksum or cannot be read.
@@ -282,7 +308,11 @@ def block_problems(
     for file, block in blocks:
         try:
             if not is_whole(store, file, block):
-                wrong.append(Problem(file, f"crc32c differs (block at byte {block.offset})", *key, kind="differs"))
+                wrong.append(
+                    Problem(
+                        file, f"crc32c differs (block at byte {block.offset})", *key, kind="differs"
+                    )
+                )
         except damages as error:
             wrong.append(Problem(file, error.message, *key))
     return wrong
@@ -296,7 +326,9 @@ def wrong_digests(
         if doc.path is None or key in damaged:
             continue
         if tensor_digest(doc.dtype, grid_of(doc), leaves.get(key, {})) != doc.digest:
-            yield Problem(doc.path, "its chunks are intact, but are not those of the manifest", *key)
+            yield Problem(
+                doc.path, "its chunks are intact, but are not those of the manifest", *key
+            )
 
 
 def read_through(
@@ -305,7 +337,8 @@ def read_through(
     """Read a file from beginning to end.
 
     Args:
-        see: called with the offset in bytes and the content of each part, in order; the memory is reused afterwards.
+        see: called with the offset in bytes and the content of each part, in order; the memory is
+            reused afterwards.
         out: a writer that gets a copy of each part (None: none).
     """
     buffer = memoryview(bytearray(min(_READ_BYTES, nbytes)))
@@ -320,7 +353,9 @@ def read_through(
 _PART = 4 << 20  # bytes of each of two replicas in memory at once
 
 
-def unequal_replicas(store: Store, info: TensorInfo, extents: Iterable[Extent]) -> Iterator[Problem]:
+def unequal_replicas(
+    store: Store, info: TensorInfo, extents: Iterable[Extent]
+) -> Iterator[Problem]:
     """Find replicas of parts of a tensor that differ from the first replica, comparing bytes rather than values.
 
     A replica that cannot be read does not count as different: the check of its file reports it.
@@ -335,7 +370,12 @@ def unequal_replicas(store: Store, info: TensorInfo, extents: Iterable[Extent]) 
         one = first.setdefault(e.box, e)
         if one is not e and not _equal(store, info, one, e):
             where = f"bytes from {e.offset} on" if one.file == e.file else e.file
-            yield Problem(e.file, f"its replicas of {e.box} differ: {where}, and {one.file}", info.name, info.state)
+            yield Problem(
+                e.file,
+                f"its replicas of {e.box} differ: {where}, and {one.file}",
+                info.name,
+                info.state,
+            )
 
 
 def _equal(store: Store, info: TensorInfo, one: Extent, other: Extent) -> bool:

@@ -14,9 +14,11 @@ from ucformat.geometry.tensor import Tiles
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-#: A chunk is the unit of reading and of checksums: at most this many bytes, unless one element is larger.
+#: A chunk is the unit of reading and of checksums: at most this many bytes, unless one element is
+#: larger.
 CHUNK_BYTES = 1 << 20
-#: A shard is the unit of writing: at most this many bytes of chunks, and at least half of it if the tensor allows.
+#: A shard is the unit of writing: at most this many bytes of chunks, and at least half of it if the
+#: tensor allows.
 SHARD_BYTES = 128 << 20
 
 _DEGREES = 16  # cuts into 1, 2, 4, 8 and 16 parts fall on chunk boundaries
@@ -29,17 +31,19 @@ def chunk_shape(
 ) -> tuple[int, ...]:
     """Choose the shape of a tensor's chunks.
 
-    A tensor of at most `target` bytes is one chunk. A larger one of two or more dims is tiled first, so that the
-    degrees 1 to `cuts` of each dim fall on chunk boundaries if the dim divides; dims that do not divide stay whole. A
-    dim of at most `cuts` elements, such as experts or layers, is cut into single indices, if the last dim is longer
-    and the chunks remain large enough. Otherwise it is cut like any other; if tiles would get too small, the dim with
-    the most cuts gets fewer; of several such dims the first one while they have 16 cuts, then the last one: ranks most
-    often read an eighth of the rows, which should be whole tiles. A tile that is still larger than `target` is cut
-    along its first dims.
+    A tensor of at most `target` bytes is one chunk. A larger one of two or more dims is tiled
+    first, so that the degrees 1 to `cuts` of each dim fall on chunk boundaries if the dim divides;
+    dims that do not divide stay whole. A dim of at most `cuts` elements, such as experts or layers,
+    is cut into single indices, if the last dim is longer and the chunks remain large enough.
+    Otherwise it is cut like any other; if tiles would get too small, the dim with the most cuts
+    gets fewer; of several such dims the first one while they have 16 cuts, then the last one: ranks
+    most often read an eighth of the rows, which should be whole tiles. A tile that is still larger
+    than `target` is cut along its first dims.
 
     Args:
         target: the most bytes of a chunk, unless one element is larger (default 1 MiB).
-        cuts: a power of two: cuts of a dim into 1, 2, 4, …, `cuts` equal parts fall on chunk boundaries (default 16).
+        cuts: a power of two: cuts of a dim into 1, 2, 4, …, `cuts` equal parts fall on chunk
+            boundaries (default 16).
     """
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize
@@ -49,7 +53,12 @@ def chunk_shape(
         if edges[-1] <= cuts or total // math.prod(degrees) < floor:
             degrees = [math.gcd(n, cuts) for n in edges]
         while total // math.prod(degrees) < floor and max(degrees) > 1:
-            degrees[max(range(len(degrees)), key=lambda d: (degrees[d], -d if degrees[d] > _USUAL else d))] //= 2
+            degrees[
+                max(
+                    range(len(degrees)),
+                    key=lambda d: (degrees[d], -d if degrees[d] > _USUAL else d),
+                )
+            ] //= 2
         edges = [n // g for n, g in zip(edges, degrees, strict=True)]
     for d in range(len(edges)):
         inner = math.prod(edges[d + 1 :]) * itemsize
@@ -108,7 +117,11 @@ class Grid:
 
     @classmethod
     def of(
-        cls, shape: tuple[int, ...], itemsize: int, chunk_bytes: int | None = None, shard_bytes: int | None = None
+        cls,
+        shape: tuple[int, ...],
+        itemsize: int,
+        chunk_bytes: int | None = None,
+        shard_bytes: int | None = None,
     ) -> Grid:
         """The grid that format version 1 chooses for a tensor.
 
@@ -117,7 +130,9 @@ class Grid:
             shard_bytes: the most bytes of a shard (default 128 MiB).
         """
         chunk = chunk_shape(shape, itemsize, chunk_bytes or CHUNK_BYTES)
-        return cls(shape, chunk, shard_shape(shape, chunk, itemsize, shard_bytes or SHARD_BYTES), itemsize)
+        return cls(
+            shape, chunk, shard_shape(shape, chunk, itemsize, shard_bytes or SHARD_BYTES), itemsize
+        )
 
     @property
     def chunk_nbytes(self) -> int:
@@ -161,7 +176,10 @@ class Grid:
     def box(self, shard: tuple[int, ...]) -> Box:
         """The part of the tensor in a shard."""
         start = tuple(i * s for i, s in zip(shard, self.shard, strict=True))
-        return Box(start, tuple(min(s, n - a) for s, n, a in zip(self.shard, self.shape, start, strict=True)))
+        return Box(
+            start,
+            tuple(min(s, n - a) for s, n, a in zip(self.shard, self.shape, start, strict=True)),
+        )
 
     def tiles(self, shard: tuple[int, ...], file: str) -> Tiles:
         """The extents of a shard's chunks."""
@@ -194,9 +212,9 @@ def _tile_shape(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int
 class Tiling:
     """The tiles of a tensor in packed files, where a box of it is stored tile by tile, each followed by its checksum.
 
-    Tiles are in C order, and each is row-major. They begin at multiples of `tile` in the tensor, wherever the box
-    begins, and are clipped to the box. So tile boundaries do not depend on how the tensor was sharded when it was
-    saved.
+    Tiles are in C order, and each is row-major. They begin at multiples of `tile` in the tensor,
+    wherever the box begins, and are clipped to the box. So tile boundaries do not depend on how the
+    tensor was sharded when it was saved.
 
     Attributes:
         tile: the edges of a tile, in elements.
@@ -212,7 +230,9 @@ class Tiling:
 
     def grid(self, box: Box) -> tuple[int, ...]:
         """Number of tiles along each dim."""
-        return tuple(-(-b // t) - a // t for a, b, t in zip(box.start, box.stop, self.tile, strict=True))
+        return tuple(
+            -(-b // t) - a // t for a, b, t in zip(box.start, box.stop, self.tile, strict=True)
+        )
 
     def count(self, box: Box) -> int:
         """Number of tiles.
@@ -245,7 +265,9 @@ class Tiling:
 
     def dims(self, box: Box, within: Box) -> Iterator[tuple[int, int, int, int, int]]:
         """Of each dim: the range of a box, the tile's edge, and the range to which the box is limited."""
-        for a, b, t, low, high in zip(box.start, box.stop, self.tile, within.start, within.stop, strict=True):
+        for a, b, t, low, high in zip(
+            box.start, box.stop, self.tile, within.start, within.stop, strict=True
+        ):
             yield a, b, t, max(a, low), min(b, high)
 
     def place(self, box: Box, at: Sequence[_TileRun]) -> tuple[int, tuple[int, ...]]:
@@ -253,9 +275,14 @@ class Tiling:
         begin, steps = 0, []
         above = 1  # elements of these tiles, in the dims above
         elements, tiles = box.size, self.count(box)  # of the box, in the dims below
-        for run, a, n, count, t in zip(at, box.start, box.shape, self.grid(box), self.tile, strict=True):
+        for run, a, n, count, t in zip(
+            at, box.start, box.shape, self.grid(box), self.tile, strict=True
+        ):
             elements, tiles = elements // n, tiles // count
-            begin += above * (run.start - a) * elements * self.itemsize + run.first * tiles * CHECKSUM_BYTES
+            begin += (
+                above * (run.start - a) * elements * self.itemsize
+                + run.first * tiles * CHECKSUM_BYTES
+            )
             steps.append(above * t * elements * self.itemsize + tiles * CHECKSUM_BYTES)
             above *= run.edge
         return begin, tuple(steps)
@@ -283,7 +310,9 @@ class _TileRun(NamedTuple):
     edge: int
 
 
-def _runs(start: int, stop: int, tile: int, low: int, high: int, most: int | None = None) -> Iterator[_TileRun]:
+def _runs(
+    start: int, stop: int, tile: int, low: int, high: int, most: int | None = None
+) -> Iterator[_TileRun]:
     """The tiles of `[start, stop)` that intersect `[low, high)`, in as few runs as possible, of at most `most` each."""
     number = low // tile
     while low < high and number * tile < high:

@@ -4,12 +4,13 @@
     2. The writer puts all files below `data/<attempt>`, `objects/<attempt>` and `assets/<attempt>`.
     3. `commit`  makes these durable, then writes `manifest.json` if there is none, or replaces the one `begin` saw.
 
-A removal of an uncommitted attempt first marks its record, on condition that the record has not changed: so either the
-removal is refused, or a writer that continues the attempt. A replacement marks its own record before it looks for
-dependents and protections: so it sees them, or they see the mark (`jobs/dependents.py`, `jobs/documents.py`).
+A removal of an uncommitted attempt first marks its record, on condition that the record has not
+changed: so either the removal is refused, or a writer that continues the attempt. A replacement
+marks its own record before it looks for dependents and protections: so it sees them, or they see
+the mark (`jobs/dependents.py`, `jobs/documents.py`).
 
-The name of an attempt is the digest of its plan, so running the same plan again continues the attempt. Each file
-appears as a whole: two writers of one attempt write the same bytes.
+The name of an attempt is the digest of its plan, so running the same plan again continues the
+attempt. Each file appears as a whole: two writers of one attempt write the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UcformatError, Uncertain, UpgradeNeeded
+from ucformat.errors import (
+    Conflict,
+    IntegrityError,
+    NotACheckpoint,
+    NotFound,
+    UcformatError,
+    Uncertain,
+    UpgradeNeeded,
+)
 from ucformat.format import may_replace, on_abandon
 from ucformat.format.attempts import (
     FOLDERS,
@@ -47,7 +56,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ucformat")
 
-#: Called with the url and the manifest of every checkpoint that this process commits (the catalog subscribes).
+#: Called with the url and the manifest of every checkpoint that this process commits (the catalog
+#: subscribes).
 on_commit: list[Callable[[str, Manifest], None]] = []
 
 
@@ -56,10 +66,13 @@ class Attempt:
     """An attempt to write a checkpoint.
 
     Attributes:
-        replaces: the manifest that it will replace, with the version of that file; None if there is none.
-        keeps: the id of the future checkpoint if it is known already: that of the checkpoint that is written in another
-            form, or the one in the record of a checkpoint that needs files elsewhere.
-        began: the version of the record if this writer was the first one; None if the attempt is continued.
+        replaces: the manifest that it will replace, with the version of that file; None if there is
+            none.
+        keeps: the id of the future checkpoint if it is known already: that of the checkpoint that
+            is written in another form, or the one in the record of a checkpoint that needs files
+            elsewhere.
+        began: the version of the record if this writer was the first one; None if the attempt is
+            continued.
     """
 
     id: str
@@ -85,15 +98,15 @@ def begin(
 
     Args:
         overwrite: replace a checkpoint that is committed there, unless something protects it.
-        name: the attempt's name (default: a digest of the plan). A copy has that of the original, whose files have the
-            same keys.
+        name: the attempt's name (default: a digest of the plan). A copy has that of the original,
+            whose files have the same keys.
         keeps: the id of the new checkpoint if it takes over that of another (default: a new id).
-        needs: the urls of the places whose files the checkpoint will need (default: none). Everybody who continues such
-            an attempt writes a checkpoint with the same id.
+        needs: the urls of the places whose files the checkpoint will need (default: none).
+            Everybody who continues such an attempt writes a checkpoint with the same id.
 
     Raises:
-        Conflict: a checkpoint is committed there and `overwrite` is false, or it is protected, or it or an earlier
-            attempt at this plan is being removed.
+        Conflict: a checkpoint is committed there and `overwrite` is false, or it is protected, or
+            it or an earlier attempt at this plan is being removed.
     """
     replaces = None
     try:
@@ -108,7 +121,9 @@ def begin(
     _refuse_tombstone(store)  # last: a removal writes the tombstone before it deletes the manifest
     if replaces is not None and not overwrite:
         same = name is None and replaces[0].attempt == _id(_digest(plan, None))
-        settle(store)  # the caller will rely on that checkpoint, and its writer may have been killed
+        settle(
+            store
+        )  # the caller will rely on that checkpoint, and its writer may have been killed
         raise Conflict(
             f"{store.url} already holds the committed checkpoint {replaces[0].id}"
             f"{' made by this very plan: nothing is left to do' if same else ''}",
@@ -156,23 +171,29 @@ def _id(digest: str) -> str:
     return digest.removeprefix("sha256:")[:20]
 
 
-def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | None = None) -> Manifest:
+def commit(
+    store: Store, attempt: Attempt, manifest: Manifest, data: bytes | None = None
+) -> Manifest:
     """Make the attempt's files durable, commit them, and then remove the checkpoint that they replace.
 
     Args:
         data: the file of the manifest (default: the manifest as JSON with its digest).
 
     Returns:
-        The committed manifest: this one, or an equal one that another writer of the attempt committed first.
+        The committed manifest: this one, or an equal one that another writer of the attempt
+        committed first.
 
     Raises:
-        Conflict: another checkpoint was committed there in the meantime, and this attempt's files were removed; or this
-            attempt or a checkpoint that was committed there is being removed; or the one to replace is protected now.
+        Conflict: another checkpoint was committed there in the meantime, and this attempt's files
+            were removed; or this attempt or a checkpoint that was committed there is being removed;
+            or the one to replace is protected now.
     """
     data, manifest = checked_manifest(manifest, data)
     store.flush()
     store.sweep()
-    _refuse_tombstone(store)  # of a checkpoint that was committed and deleted since this attempt began
+    _refuse_tombstone(
+        store
+    )  # of a checkpoint that was committed and deleted since this attempt began
     if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
         mark_replacing(store, attempt.id)
     _check_replaceable(store, attempt)  # once more: it may have got a name in the meantime
@@ -237,7 +258,9 @@ def discard(store: Store, attempt: str, *, keep_record: bool = False) -> None:
     try:
         abandon(store, attempt, keep_record=keep_record)
     except UcformatError as error:
-        _log.warning("the attempt %s could not be removed: %s; `ucp gc` removes it", attempt, error.message)
+        _log.warning(
+            "the attempt %s could not be removed: %s; `ucp gc` removes it", attempt, error.message
+        )
 
 
 def give_up(store: Store, attempt: Attempt) -> None:
@@ -267,7 +290,8 @@ def abandon(store: Store, attempt: str, *, keep_record: bool = False) -> None:
     Places whose files the attempt needed are told that it no longer does.
 
     Args:
-        keep_record: leave the record, so that `gc` finds what others with the same plan still write (default: false).
+        keep_record: leave the record, so that `gc` finds what others with the same plan still write
+            (default: false).
     """
     refuse_others(store, attempt, find_manifest(store))
     record = None

@@ -1,6 +1,7 @@
 """Described tensors: those of a packed checkpoint whose extents follow from distributions (docs/spec.md, section 7).
 
-Their boxes, files and offsets are computed when a tensor is read, so a sidecar does not grow with the number of ranks.
+Their boxes, files and offsets are computed when a tensor is read, so a sidecar does not grow with
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo, Tiles
     from ucformat.schema.documents import DescribedDoc
 
-#: Bytes: each box of a packed file begins at a multiple of it, so that the file can be mapped; zeros fill the gaps.
+#: Bytes: each box of a packed file begins at a multiple of it, so that the file can be mapped;
+#: zeros fill the gaps.
 ALIGNMENT = 64
 
 _FEWEST = 8  # boxes along a dim for which runs are looked for
-_MAX_WORK = 1 << 25  # coordinates of all meshes, each counted for every group of rows: bounds the memory of a reader
+_MAX_WORK = (
+    1 << 25
+)  # coordinates of all meshes, each counted for every group of rows: bounds the memory of a reader
 
 
 def packed_file(folder: str, rank: int) -> str:
@@ -47,8 +51,8 @@ class DescribedRow(NamedTuple):
     """A described tensor.
 
     Attributes:
-        writer: which of the ranks that hold equal parts has written them: the number of their coordinate over the axes
-            that do not cut the tensor, in row-major order.
+        writer: which of the ranks that hold equal parts has written them: the number of their
+            coordinate over the axes that do not cut the tensor, in row-major order.
         tile: the edges of the tiles (see `Tiling`) in elements.
     """
 
@@ -75,8 +79,12 @@ class _Group:
     """Consecutive rows of one distribution, shape, dtype and tiling, which no flat buffer contains."""
 
     distribution: Distribution
-    stored: NDArray[np.int64]  # bytes of a row at each coordinate, padded to the alignment; replicas have one index
-    begin: NDArray[np.int64]  # the byte at which the first row begins in the file of each coordinate
+    stored: NDArray[
+        np.int64
+    ]  # bytes of a row at each coordinate, padded to the alignment; replicas have one index
+    begin: NDArray[
+        np.int64
+    ]  # the byte at which the first row begins in the file of each coordinate
 
     def offset(self, coordinate: tuple[Any, ...], before: int) -> Any:
         """The offset of a row, of which so many of the group precede in its file; of arrays of indices, an array."""
@@ -105,7 +113,9 @@ class _FlatGroup:
         """The rows that a coordinate has written."""
         d = self.distribution
         low = coordinate[d.axes[-1]] * d.part
-        held = (self.start < low + d.part) & (self.stop > low) & (self.writer == d.copy_of(coordinate))
+        held = (
+            (self.start < low + d.part) & (self.stop > low) & (self.writer == d.copy_of(coordinate))
+        )
         return [self.rows[n] for n in np.flatnonzero(held).tolist()]
 
 
@@ -133,9 +143,10 @@ class Described:
     """The described tensors of a checkpoint.
 
     Args:
-        rows: the tensors, in the order of the files. Those in flat buffers come last; of the others, those of equal
-            distribution, shape, dtype and tiling are together.
-        kinds: of each row what it has in common with those of its group (default: computed from the tensors).
+        rows: the tensors, in the order of the files. Those in flat buffers come last; of the
+            others, those of equal distribution, shape, dtype and tiling are together.
+        kinds: of each row what it has in common with those of its group (default: computed from the
+            tensors).
     """
 
     def __init__(
@@ -146,11 +157,15 @@ class Described:
         kinds: Sequence[Any] | None = None,
     ) -> None:
         self.rows, self.infos, self.folder = tuple(rows), infos, folder
-        self.encoded: list[tuple[DescribedDoc, dict[str, bytes]]] = []  # by `sidecar`; copies in other folders share it
+        self.encoded: list[
+            tuple[DescribedDoc, dict[str, bytes]]
+        ] = []  # by `sidecar`; copies in other folders share it
         self._row = dict(zip(map(itemgetter(0), self.rows), range(len(self.rows)), strict=True))
         if len(self._row) < len(self.rows):
             raise LayoutError("a tensor is described twice")
-        distinct = {id(d): d for d in map(itemgetter(1), self.rows)}.values()  # to hash each is slower
+        distinct = {
+            id(d): d for d in map(itemgetter(1), self.rows)
+        }.values()  # to hash each is slower
         held = [m.ranks.reshape(-1) for m in {d.mesh for d in distinct}]
         #: The ranks that have files, ascending.
         self.ranks: NDArray[np.int64] = np.unique(np.concatenate([np.empty(0, np.int64), *held]))
@@ -173,14 +188,18 @@ class Described:
             flat = rows[0].distribution.flat is not None
             writers = np.array([r.writer for r in rows], np.int64)
             work += rows[0].distribution.mesh.size
-            nbytes += sum(map(self._most_bytes, rows)) if flat else self._most_bytes(rows[0]) * len(rows)
+            nbytes += (
+                sum(map(self._most_bytes, rows)) if flat else self._most_bytes(rows[0]) * len(rows)
+            )
             if work > _MAX_WORK or nbytes > MAX_SPAN:
                 raise LayoutError("the described tensors are too many, or too large")
             if kind in seen or (self._flat_groups and not flat):
                 raise LayoutError("the described tensors are not in the order of files")
             seen.add(kind)
             if not 0 <= writers.min() <= writers.max() < rows[0].distribution.copies:
-                raise LayoutError(f"{self.infos[rows[0].tensor].key} was written by a replica that does not exist")
+                raise LayoutError(
+                    f"{self.infos[rows[0].tensor].key} was written by a replica that does not exist"
+                )
             self._add_flat(first, rows, writers) if flat else self._parts.append(rows)
             first += len(rows)
 
@@ -188,12 +207,21 @@ class Described:
         """The most bytes that all boxes of a row may occupy; LayoutError if it is impossible."""
         info, d = self.infos[row.tensor], row.distribution
         if len(row.tile) != len(info.shape) or min(row.tile, default=1) < 1:
-            raise LayoutError(f"{info.key} of the shape {info.shape} has tiles of the shape {row.tile}")
+            raise LayoutError(
+                f"{info.key} of the shape {info.shape} has tiles of the shape {row.tile}"
+            )
         if info.nbytes > MAX_SPAN or d.mesh.size > MAX_RANKS or not d.fits(info.shape):
-            raise LayoutError(f"{info.key} of the shape {info.shape} cannot be distributed as it is described")
+            raise LayoutError(
+                f"{info.key} of the shape {info.shape} cannot be distributed as it is described"
+            )
         longest = (int(np.diff(b).max(initial=0)) for b in d.bounds(info.shape))
-        if math.prod((n + t - 2) // t + 1 for n, t in zip(longest, row.tile, strict=True) if n) > MAX_TILES:
-            raise LayoutError(f"{info.key} of the shape {info.shape} has too many tiles of the shape {row.tile}")
+        if (
+            math.prod((n + t - 2) // t + 1 for n, t in zip(longest, row.tile, strict=True) if n)
+            > MAX_TILES
+        ):
+            raise LayoutError(
+                f"{info.key} of the shape {info.shape} has too many tiles of the shape {row.tile}"
+            )
         return info.nbytes * (1 + CHECKSUM_BYTES) + ALIGNMENT * d.mesh.size
 
     @cached_property
@@ -211,16 +239,24 @@ class Described:
             ends[d.mesh.ranks] += stored * written.reshape(sizes)
             order = np.argsort(writers, kind="stable")
             before = np.empty_like(writers)
-            before[order] = np.arange(len(writers)) - np.searchsorted(writers[order], writers[order])
+            before[order] = np.arange(len(writers)) - np.searchsorted(
+                writers[order], writers[order]
+            )
             of_row += [(group, n) for n in before.tolist()]
         return _Placed(of_row, ends)
 
-    def _add_flat(self, first: int, rows: Sequence[DescribedRow], writers: NDArray[np.int64]) -> None:
+    def _add_flat(
+        self, first: int, rows: Sequence[DescribedRow], writers: NDArray[np.int64]
+    ) -> None:
         d = rows[0].distribution
         origin = (0,) * len(d.mesh.sizes)
         start = np.array([r.distribution.position for r in rows], np.int64)
-        size = np.array([r.distribution.local(self.infos[r.tensor].shape, origin).size for r in rows], np.int64)
-        self._flat_groups.append(_FlatGroup(d, range(first, first + len(rows)), start, start + size, writers))
+        size = np.array(
+            [r.distribution.local(self.infos[r.tensor].shape, origin).size for r in rows], np.int64
+        )
+        self._flat_groups.append(
+            _FlatGroup(d, range(first, first + len(rows)), start, start + size, writers)
+        )
 
     def _lay_out_flat(self, rank: int) -> dict[tuple[int, Box], int]:
         """The offset of each (row, box) of a flat buffer in a rank's file."""
@@ -250,7 +286,11 @@ class Described:
     def stored(self, tensor: int, within: Box | None = None) -> Iterator[tuple[int, Box, int]]:
         """The rank that has written each box of a tensor, the box, and its offset in the rank's file."""
         row = self._row[tensor]
-        d, writer, shape = self.rows[row].distribution, self.rows[row].writer, self.infos[tensor].shape
+        d, writer, shape = (
+            self.rows[row].distribution,
+            self.rows[row].writer,
+            self.infos[tensor].shape,
+        )
         ranks = d.mesh.ranks
         for at, box in d.holdings(shape, Box.whole(shape) if within is None else within):
             coordinate = d.coordinate(at, writer)
@@ -281,7 +321,9 @@ class Described:
                 files, offset = _RankFiles(self.folder, ranks), int(offsets[first])
                 box = line.box(first)
                 size, tile = box.shape[line.dim], tiling.tile[line.dim]
-                if box.start[line.dim] % size or (size % tile and tile % size):  # tiles lie differently in each box
+                if box.start[line.dim] % size or (
+                    size % tile and tile % size
+                ):  # tiles lie differently in each box
                     for n, file in enumerate(files):
                         yield from tiling.runs(line.box(first + n), file, offset, within)
                     continue
@@ -310,7 +352,9 @@ def _across(within: Box, box: Box, dim: int) -> Box:
     return Box(tuple(start), tuple(shape))
 
 
-def _equal(line: Line, offsets: NDArray[np.int64], ranks: NDArray[np.int64]) -> Iterator[tuple[int, range]]:
+def _equal(
+    line: Line, offsets: NDArray[np.int64], ranks: NDArray[np.int64]
+) -> Iterator[tuple[int, range]]:
     """The runs of boxes of equal size that lie at one offset: the number of the first box, and the ranks."""
     sizes = np.diff(line.edges)
     steps = np.diff(ranks)
@@ -318,11 +362,16 @@ def _equal(line: Line, offsets: NDArray[np.int64], ranks: NDArray[np.int64]) -> 
     first = 0
     ends = np.flatnonzero(other | np.diff(steps, prepend=steps[:1]).astype(bool)).tolist()
     for last in (*ends, len(ranks) - 1):
-        goes_on = last < len(steps) and not other[last] and (last == first or steps[last] == steps[first])
+        goes_on = (
+            last < len(steps) and not other[last] and (last == first or steps[last] == steps[first])
+        )
         if last >= first and not goes_on:
             step = int(steps[first]) if last > first else 1
             if sizes[first]:
-                yield first, range(int(ranks[first]), int(ranks[last]) + (1 if step > 0 else -1), step)
+                yield (
+                    first,
+                    range(int(ranks[first]), int(ranks[last]) + (1 if step > 0 else -1), step),
+                )
             first = last + 1
 
 
@@ -335,7 +384,9 @@ def _stored(d: Distribution, shape: tuple[int, ...], tiling: Tiling) -> NDArray[
     """The bytes of a tensor in the file of each coordinate, padded to the alignment; replicas have one index."""
     bounds = d.bounds(shape)
     elements = d.by_axis([np.diff(b) for b in bounds])
-    tiles = d.by_axis([-(-b[1:] // tile) - b[:-1] // tile for b, tile in zip(bounds, tiling.tile, strict=True)])
+    tiles = d.by_axis(
+        [-(-b[1:] // tile) - b[:-1] // tile for b, tile in zip(bounds, tiling.tile, strict=True)]
+    )
     nbytes = elements * tiling.itemsize + np.where(elements > 0, tiles, 0) * CHECKSUM_BYTES
     padded: NDArray[np.int64] = -(-nbytes // ALIGNMENT) * ALIGNMENT
     return padded

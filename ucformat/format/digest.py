@@ -53,10 +53,11 @@ def unwritable(document: str, reason: object) -> UsageError:
 _HINT = "docs/spec.md (Limits) lists the limits of nesting, integers and text; change the value that the message names"
 
 
-# Content digests: XXH3-128 of each chunk of a tensor, and then of these digests, which may be computed in any order.
+# Content digests: XXH3-128 of each chunk of a tensor, and then of these digests, which may be
+# computed in any order.
 #
-# XXH3 runs at memory speed and finds accidental changes; it is not secure against deliberate collisions. Small files have
-# a SHA-256 digest.
+# XXH3 runs at memory speed and finds accidental changes; it is not secure against deliberate
+# collisions. Small files have a SHA-256 digest.
 
 LEAF_BYTES = 16
 _BLOCK = 8 << 20  # bytes of a file in memory at once
@@ -109,25 +110,35 @@ _ENDING_BYTES = len(_ending(bytes_digest(b"")))
 
 def document_digest(document: object) -> str:
     """The digest of a JSON value, which does not depend on the order of keys."""
-    return bytes_digest(json.dumps(document, sort_keys=True, separators=(",", ":"), default=str).encode())
+    return bytes_digest(
+        json.dumps(document, sort_keys=True, separators=(",", ":"), default=str).encode()
+    )
 
 
 def tensor_digest(dtype: str, grid: Grid, leaves: Mapping[tuple[int, ...], bytes]) -> str:
     """The digest of a tensor, computed from those of its chunks.
 
-    It is the XXH3-128 of a JSON line with dtype, shape and chunk, followed by the digests of all chunks in C order of
-    the chunk grid, so it depends neither on the writer nor on the shards (docs/spec.md, "Digests").
+    It is the XXH3-128 of a JSON line with dtype, shape and chunk, followed by the digests of all
+    chunks in C order of the chunk grid, so it depends neither on the writer nor on the shards
+    (docs/spec.md, "Digests").
 
     Args:
-        leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C order.
+        leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C
+            order.
     """
     import numpy as np  # here, because many commands only digest documents
 
-    head = json.dumps({"dtype": dtype, "shape": grid.shape, "chunk": grid.chunk}, separators=(",", ":"))
-    ordered: NDArray[np.uint8] = np.empty((*grid.chunks, LEAF_BYTES) if all(grid.shape) else 0, np.uint8)
+    head = json.dumps(
+        {"dtype": dtype, "shape": grid.shape, "chunk": grid.chunk}, separators=(",", ":")
+    )
+    ordered: NDArray[np.uint8] = np.empty(
+        (*grid.chunks, LEAF_BYTES) if all(grid.shape) else 0, np.uint8
+    )
     per_shard = grid.chunks_in_shard
     for shard in grid.shards():
         counts = grid.tiles(shard, "").grid
-        where = tuple(slice(i * n, i * n + c) for i, n, c in zip(shard, per_shard, counts, strict=True))
+        where = tuple(
+            slice(i * n, i * n + c) for i, n, c in zip(shard, per_shard, counts, strict=True)
+        )
         ordered[where] = np.frombuffer(leaves[shard], np.uint8).reshape(*counts, LEAF_BYTES)
     return "xxh3:" + xxh3_128_hexdigest(head.encode() + b"\n" + ordered.tobytes())

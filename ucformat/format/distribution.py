@@ -1,8 +1,9 @@
 """Distributions: how the ranks of a mesh hold a tensor, as a function of the coordinate instead of a list of boxes.
 
-A tensor is cut along its dims over axes of the mesh, as `torch.chunk` cuts, and replicated over all other axes. The
-local tensor may in addition be a range of a flat buffer, as ZeRO and Megatron's distributed optimizer partition it.
-Each rank so computes its own boxes, and which ranks hold a box, in a time that does not depend on the number of ranks.
+A tensor is cut along its dims over axes of the mesh, as `torch.chunk` cuts, and replicated over all
+other axes. The local tensor may in addition be a range of a flat buffer, as ZeRO and Megatron's
+distributed optimizer partition it. Each rank so computes its own boxes, and which ranks hold a box,
+in a time that does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class RankMesh:
     Attributes:
         first: the rank at coordinate (0, 0, …).
         strides: ranks from one index to the next, for each axis; if `listed`, empty.
-        listed: all ranks, in row-major order of their coordinates, if they do not follow from the strides.
+        listed: all ranks, in row-major order of their coordinates, if they do not follow from the
+            strides.
     """
 
     sizes: tuple[int, ...]
@@ -44,7 +46,9 @@ class RankMesh:
     def of(cls, sizes: tuple[int, ...], ranks: Sequence[int]) -> RankMesh:
         """The mesh of ranks that are listed in row-major order of their coordinates."""
         below = row_major(sizes)
-        strides = tuple(ranks[step] - ranks[0] if n > 1 else 0 for n, step in zip(sizes, below, strict=True))
+        strides = tuple(
+            ranks[step] - ranks[0] if n > 1 else 0 for n, step in zip(sizes, below, strict=True)
+        )
         found = cls(sizes, ranks[0], strides)
         follow = min(strides, default=0) >= 0 and np.array_equal(found.ranks.reshape(-1), ranks)
         return found if follow else cls(sizes, listed=tuple(ranks))
@@ -71,7 +75,9 @@ def _ranks(mesh: RankMesh) -> NDArray[np.int64]:
         return np.array(mesh.listed, np.int64).reshape(mesh.sizes)
     out = np.full(mesh.sizes, mesh.first, np.int64)
     for axis, (n, step) in enumerate(zip(mesh.sizes, mesh.strides, strict=True)):
-        out += (np.arange(n, dtype=np.int64) * step).reshape([-1 if a == axis else 1 for a in range(out.ndim)])
+        out += (np.arange(n, dtype=np.int64) * step).reshape(
+            [-1 if a == axis else 1 for a in range(out.ndim)]
+        )
     return out
 
 
@@ -115,11 +121,14 @@ class Distribution:
     """How the ranks of a mesh hold a tensor.
 
     Attributes:
-        cuts: the cuts, in the order in which they apply, each to what the previous ones left. Each axis cuts at most
-            once. Parts are as those of `torch.chunk`: the last ones may be smaller, or empty.
-        flat: the axis over which a flat buffer that contains the local tensor is partitioned (None: there is none).
+        cuts: the cuts, in the order in which they apply, each to what the previous ones left. Each
+            axis cuts at most once. Parts are as those of `torch.chunk`: the last ones may be
+            smaller, or empty.
+        flat: the axis over which a flat buffer that contains the local tensor is partitioned (None:
+            there is none).
         part: the elements of each rank's part of the flat buffer.
-        position: the element of the flat buffer at which the local tensor begins, the same on all ranks.
+        position: the element of the flat buffer at which the local tensor begins, the same on all
+            ranks.
     """
 
     mesh: RankMesh
@@ -131,9 +140,17 @@ class Distribution:
     def __post_init__(self) -> None:
         used = list(self.axes)
         if len(set(used)) < len(used) or not all(0 <= axis < len(self.mesh.sizes) for axis in used):
-            raise LayoutError(f"a tensor is cut along the axes {used} of a mesh of {len(self.mesh.sizes)} axes")
-        if (self.part, self.position) != (0, 0) if self.flat is None else self.part < 1 or self.position < 0:
-            raise LayoutError(f"a flat buffer has parts of {self.part} elements, and a tensor at {self.position}")
+            raise LayoutError(
+                f"a tensor is cut along the axes {used} of a mesh of {len(self.mesh.sizes)} axes"
+            )
+        if (
+            (self.part, self.position) != (0, 0)
+            if self.flat is None
+            else self.part < 1 or self.position < 0
+        ):
+            raise LayoutError(
+                f"a flat buffer has parts of {self.part} elements, and a tensor at {self.position}"
+            )
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -161,7 +178,9 @@ class Distribution:
     def coordinate(self, at: tuple[Any, ...], copy: int) -> tuple[Any, ...]:
         """The coordinate of one of the ranks that hold the same part."""
         out = dict(zip(self.axes, at, strict=True))
-        out |= zip(self.replicas, _unravel(copy, [self.mesh.sizes[a] for a in self.replicas]), strict=True)
+        out |= zip(
+            self.replicas, _unravel(copy, [self.mesh.sizes[a] for a in self.replicas]), strict=True
+        )
         return tuple(out[axis] for axis in range(len(self.mesh.sizes)))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
@@ -171,7 +190,10 @@ class Distribution:
         if self.flat is None:
             return True
         sizes = {math.prod(s) for s in self._local_shapes(shape)}
-        return len(sizes) == 1 and self.position + sizes.pop() <= self.part * self.mesh.sizes[self.flat]
+        return (
+            len(sizes) == 1
+            and self.position + sizes.pop() <= self.part * self.mesh.sizes[self.flat]
+        )
 
     def _local_shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """The distinct shapes of local tensors."""
@@ -192,7 +214,10 @@ class Distribution:
             n = stop[dim] - start[dim]
             step = -(-n // self.mesh.sizes[axis])
             at = coordinate[axis]
-            start[dim], stop[dim] = (start[dim] + min(n, at * step), start[dim] + min(n, (at + 1) * step))
+            start[dim], stop[dim] = (
+                start[dim] + min(n, at * step),
+                start[dim] + min(n, (at + 1) * step),
+            )
         return Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def boxes(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:
@@ -212,18 +237,27 @@ class Distribution:
         found = np.ones((), np.int64)
         for values in parts:
             found = np.multiply.outer(found, values)
-        cuts = sorted(self.cuts, key=lambda cut: cut.dim)  # the order in which the parts of all dims are numbered
+        cuts = sorted(
+            self.cuts, key=lambda cut: cut.dim
+        )  # the order in which the parts of all dims are numbered
         by_cut = found.reshape([self.mesh.sizes[cut.axis] for cut in cuts])
         by_axis = by_cut.transpose(np.argsort([cut.axis for cut in cuts])) if cuts else by_cut
         cutting = {cut.axis for cut in cuts}
-        return by_axis.reshape([n if axis in cutting else 1 for axis, n in enumerate(self.mesh.sizes)])
+        return by_axis.reshape(
+            [n if axis in cutting else 1 for axis, n in enumerate(self.mesh.sizes)]
+        )
 
     def overlap(self, shape: tuple[int, ...], within: Box) -> NDArray[np.int64]:
-        """How many elements of a box each coordinate holds; replicas have one index. In flat buffers it is an estimate."""
+        """How many elements of a box each coordinate holds; replicas have one index.
+
+        In flat buffers it is an estimate.
+        """
         if self.flat is None:
             ranges = zip(self.bounds(shape), within.start, within.stop, strict=True)
             return self.by_axis([np.diff(b.clip(start, stop)) for b, start, stop in ranges])
-        out = np.zeros([n if axis in self.axes else 1 for axis, n in enumerate(self.mesh.sizes)], np.int64)
+        out = np.zeros(
+            [n if axis in self.axes else 1 for axis, n in enumerate(self.mesh.sizes)], np.int64
+        )
         ends = np.arange(self.mesh.sizes[self.flat] + 1) * self.part
         for at, local in self._locals(shape, within):
             common, first, last = self._range(local, within)
@@ -244,7 +278,13 @@ class Distribution:
 
     def most_parts(self, shape: tuple[int, ...], within: Box) -> int:
         """About how many parts of any one dim a box intersects."""
-        return max((math.prod(self.degrees(c.dim)) * within.shape[c.dim] // shape[c.dim] for c in self.cuts), default=0)
+        return max(
+            (
+                math.prod(self.degrees(c.dim)) * within.shape[c.dim] // shape[c.dim]
+                for c in self.cuts
+            ),
+            default=0,
+        )
 
     def lines(self, shape: tuple[int, ...], within: Box) -> Iterator[Line]:
         """The boxes of `holdings`, if there is no flat buffer, those that follow each other along one dim together."""
@@ -254,12 +294,20 @@ class Distribution:
         index = np.arange(found[dim].start, found[dim].stop)
         edges = bounds[dim][found[dim].start : found[dim].stop + 1]
         for parts in product(*(r[:1] if n == dim else r for n, r in enumerate(found))):
-            by_dim = [list(_unravel(index if n == dim else i, self.degrees(n))) for n, i in enumerate(parts)]
+            by_dim = [
+                list(_unravel(index if n == dim else i, self.degrees(n)))
+                for n, i in enumerate(parts)
+            ]
             at = tuple(np.broadcast_to(by_dim[c.dim].pop(0), index.shape) for c in self.cuts)
             start = tuple(int(b[i]) for b, i in zip(bounds, parts, strict=True))
             stop = tuple(int(b[i + 1]) for b, i in zip(bounds, parts, strict=True))
             if all(b > a or n == dim for n, (a, b) in enumerate(zip(start, stop, strict=True))):
-                yield Line(at, dim, edges, Box(start, tuple(b - a for a, b in zip(start, stop, strict=True))))
+                yield Line(
+                    at,
+                    dim,
+                    edges,
+                    Box(start, tuple(b - a for a, b in zip(start, stop, strict=True))),
+                )
 
     def _locals(self, shape: tuple[int, ...], within: Box) -> Iterator[Holding]:
         """The boxes that the cuts leave, and that intersect a box."""

@@ -72,8 +72,8 @@ def coverage_problem(info: TensorInfo, extents: Iterable[Extent | Tiles]) -> str
 def extent_problems(doc: SidecarDoc, tensors: TensorTable, sidecar: Sidecar) -> Iterator[Problem]:
     """Find the first impossible extent of each tensor, in the order of the manifest; coverage is not checked.
 
-    An extent is impossible if it exceeds its tensor, its bytes exceed its block or its file, or that file is not
-    listed.
+    An extent is impossible if it exceeds its tensor, its bytes exceed its block or its file, or
+    that file is not listed.
     """
     shapes = list(tensors.by_kind(lambda kind: kind.shape))
     ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
@@ -82,7 +82,11 @@ def extent_problems(doc: SidecarDoc, tensors: TensorTable, sidecar: Sidecar) -> 
     items = np.fromiter(tensors.by_kind(lambda kind: ITEMSIZE[kind.dtype]), np.int64, len(shapes))
     known = {s.path: s.nbytes for s in doc.sources}
     sizes = np.array(
-        [min(known.get(f, -1), MAX_EDGE) if f.startswith(MOUNT) else MAX_EDGE for f in sidecar.files], np.int64
+        [
+            min(known.get(f, -1), MAX_EDGE) if f.startswith(MOUNT) else MAX_EDGE
+            for f in sidecar.files
+        ],
+        np.int64,
     )
     c = sidecar.columns
     ends = np.cumsum(ndims[c.tensor])
@@ -94,13 +98,26 @@ def extent_problems(doc: SidecarDoc, tensors: TensorTable, sidecar: Sidecar) -> 
         n = ndims[c.tensor[rows]]
         dims = slice(int(ends[rows.start] - n[0]), int(ends[rows.stop - 1]))
         at = np.arange(dims.start, dims.stop) - np.repeat(ends[rows] - n - first[c.tensor[rows]], n)
-        for reason, bad in _impossible(c, rows, dims, n, edges[at], items, sizes, stops[rows], read[rows]):
+        for reason, bad in _impossible(
+            c, rows, dims, n, edges[at], items, sizes, stops[rows], read[rows]
+        ):
             for row in (np.flatnonzero(bad) + begin).tolist():
-                box = "[" + ", ".join(_interval(c, d) for d in range(ends[row] - ndims[c.tensor[row]], ends[row])) + "]"
-                wrong.setdefault(int(c.tensor[row]), f"{reason.format(file=sidecar.files[c.file[row]][:200])}: {box}")
+                box = (
+                    "["
+                    + ", ".join(
+                        _interval(c, d) for d in range(ends[row] - ndims[c.tensor[row]], ends[row])
+                    )
+                    + "]"
+                )
+                wrong.setdefault(
+                    int(c.tensor[row]),
+                    f"{reason.format(file=sidecar.files[c.file[row]][:200])}: {box}",
+                )
     if not wrong:
         for row, reason in _repeated(sidecar, stops, read, sizes, doc.roots):
-            wrong.setdefault(int(c.tensor[row]), reason.format(file=sidecar.files[c.file[row]][:200]))
+            wrong.setdefault(
+                int(c.tensor[row]), reason.format(file=sidecar.files[c.file[row]][:200])
+            )
     for number, reason in sorted(wrong.items()):
         tensor = tensors[number]
         yield Problem(doc.path, reason, tensor.name, tensor.state)
@@ -123,8 +140,8 @@ def _impossible(
 ) -> Iterator[tuple[str, NDArray[np.bool_]]]:
     """For each kind of fault, the extents of these rows that have it; no number here exceeds 64 bits.
 
-    Fills `stops` with the end of each block, of all tiles of an extent, or of an extent that has neither, and `read`
-    with the bytes of the elements of the latter.
+    Fills `stops` with the end of each block, of all tiles of an extent, or of an extent that has
+    neither, and `read` with the bytes of the elements of the latter.
     """
     owner = np.repeat(np.arange(len(ndims)), ndims)
     start, shape, strides = c.start[dims], c.shape[dims], c.strides[dims]
@@ -144,7 +161,9 @@ def _impossible(
     has = block != NO_BLOCK
     tiled = of(c.tile[dims] > 0)
     size_about = np.exp2(np.bincount(owner, np.log2(np.maximum(shape, 1)), len(ndims)))
-    huge = (span > MAX_SPAN) | (offset > MAX_SPAN) | (has & ((block > MAX_SPAN) | (nbytes > MAX_SPAN)))
+    huge = (
+        (span > MAX_SPAN) | (offset > MAX_SPAN) | (has & ((block > MAX_SPAN) | (nbytes > MAX_SPAN)))
+    )
     huge |= tiled & (size_about * items > MAX_SPAN)
     yield "an extent has an impossible offset", huge & ~empty & ~beyond
     good = ~(huge | empty | beyond)
@@ -155,11 +174,16 @@ def _impossible(
     if (good & tiled).any():
         element = np.zeros_like(strides)
         element[(np.cumsum(ndims) - 1)[ndims > 0]] = items[ndims > 0]
-        yield "the strides of an extent of tiles are not 0 and the size of an element", of(strides != element) & tiled
+        yield (
+            "the strides of an extent of tiles are not 0 and the size of an element",
+            of(strides != element) & tiled,
+        )
         size, tiles, kept = np.ones_like(exact), np.ones_like(exact), (good & tiled)[owner]
         first, edge, n = start[kept], c.tile[dims][kept], shape[kept]
         np.multiply.at(size, owner[kept], n)
-        np.multiply.at(tiles, owner[kept], (first + n - 1) // edge - first // edge + 1)  # at most 2^20: see the sidecar
+        np.multiply.at(
+            tiles, owner[kept], (first + n - 1) // edge - first // edge + 1
+        )  # at most 2^20: see the sidecar
         end = np.where(good & tiled, offset + size * items + CHECKSUM_BYTES * tiles, end)
     yield (
         "the bytes of an extent exceed the block of their checksum",
@@ -184,7 +208,9 @@ def _repeated(
     c = sidecar.columns
     numbers: dict[str, int] = {}  # of each file: that of the first at the same place
     places = (place_of(f, roots) if f.startswith(MOUNT) else f for f in sidecar.files)
-    files = np.array([numbers.setdefault(place, n) for n, place in enumerate(places)], np.int64)[c.file]
+    files = np.array([numbers.setdefault(place, n) for n, place in enumerate(places)], np.int64)[
+        c.file
+    ]
     total = np.zeros(len(sidecar.files))
     np.add.at(total, files, read)
     for n in np.flatnonzero(total > MOST_READS * sizes.astype(np.float64) + FREE_READS).tolist():
@@ -267,7 +293,11 @@ def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
         The key of the file, the number in the manifest of a tensor in the block, and the block.
     """
     if (described := sidecar.described) is not None:  # in each file before all others
-        stored = [(rank, begin, n, box) for n, *_ in described.rows for rank, box, begin in described.stored(n)]
+        stored = [
+            (rank, begin, n, box)
+            for n, *_ in described.rows
+            for rank, box, begin in described.stored(n)
+        ]
         for rank, begin, n, box in sorted(stored):
             tiling, file = described.tiling(n), packed_file(described.folder, rank)
             end = begin

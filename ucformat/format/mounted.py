@@ -1,7 +1,7 @@
 """The files of a virtual checkpoint: those of other checkpoints, read in place under the keys `roots/<n>/…`.
 
-A file is read only if its root is in a place that the opener allows, and only while it is the file that was registered:
-of the same size and time.
+A file is read only if its root is in a place that the opener allows, and only while it is the file
+that was registered: of the same size and time.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ def mounted_key(number: int, key: str) -> str:
 
 def is_below(url: str, roots: Sequence[str]) -> bool:
     """Whether a place is one of some roots, or below one; symbolic links in paths are followed."""
-    if not url or "\0" in url or ("://" in url and ".." in unquote(url).split("/")):  # some stores resolve `..`
+    if (
+        not url or "\0" in url or ("://" in url and ".." in unquote(url).split("/"))
+    ):  # some stores resolve `..`
         return False
     here = _plain(url)
-    return any(here == root or here.startswith(root.rstrip("/") + "/") for root in map(_plain, roots))
+    return any(
+        here == root or here.startswith(root.rstrip("/") + "/") for root in map(_plain, roots)
+    )
 
 
 def _plain(url: str) -> str:
@@ -47,7 +51,9 @@ def _plain(url: str) -> str:
 class MountedStore(WrappedStore):
     """The store of a virtual checkpoint; `allowed` returns the places in which its files may be."""
 
-    def __init__(self, inner: Store, sidecar: SidecarDoc, allowed: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self, inner: Store, sidecar: SidecarDoc, allowed: Callable[[], Sequence[str]]
+    ) -> None:
         super().__init__(inner)
         self.roots = sidecar.roots
         self._sources = {doc.path: doc for doc in sidecar.sources}
@@ -72,7 +78,9 @@ class MountedStore(WrappedStore):
         if not key.startswith(MOUNT):
             return None
         if key not in self._sources:  # which are below roots: the manifest was checked
-            raise IntegrityError(f"{self.url}: the manifest does not list the file {reprlib.repr(key)}")
+            raise IntegrityError(
+                f"{self.url}: the manifest does not list the file {reprlib.repr(key)}"
+            )
         number, _, name = key.removeprefix(MOUNT).partition("/")
         root = int(number)
         if root not in self._open:
@@ -99,7 +107,8 @@ class MountedStore(WrappedStore):
             info = store.info(key)
         except NotFound as error:
             raise MissingData(
-                f"{error.message}; {self.url} has tensors in it", hint="restore it, or register its checkpoint again"
+                f"{error.message}; {self.url} has tensors in it",
+                hint="restore it, or register its checkpoint again",
             ) from error
         if (info.size, info.modified, info.etag) != (doc.nbytes, doc.modified, doc.etag):
             raise IntegrityError(
@@ -118,7 +127,9 @@ class MountedStore(WrappedStore):
         store, name = self._checked(key)
         return store.read(name, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """See Store."""
         store, name = self._checked(key)
         store.read_into(name, offset, buffers, crcs)

@@ -1,7 +1,8 @@
 """Files of non-tensor values: one of those that all ranks share, and those with the values of each rank.
 
-The latter have a range for each of some consecutive ranks, and an index at their end (docs/spec.md, "Objects"). A rank
-reads the index of the file that has its range, and the range; a file is read whole only to get the values of many.
+The latter have a range for each of some consecutive ranks, and an index at their end (docs/spec.md,
+"Objects"). A rank reads the index of the file that has its range, and the range; a file is read
+whole only to get the values of many.
 """
 
 from __future__ import annotations
@@ -128,7 +129,9 @@ class _Ranges:
 
     def __init__(self, source: Universal, doc: RangesDoc, names: frozenset[str]) -> None:
         self._source, self.doc, self._names = source, doc, names
-        self._end = doc.nbytes - 16 * doc.ranks - _CRC  # of the last range; positive, because the manifest was checked
+        self._end = (
+            doc.nbytes - 16 * doc.ranks - _CRC
+        )  # of the last range; positive, because the manifest was checked
         self._known: dict[int, dict[str, Any]] = {}
 
     def of_rank(self, rank: int) -> dict[str, Any]:
@@ -149,12 +152,18 @@ class _Ranges:
     @cached_property
     def _bounds(self) -> list[int]:
         """Where the range of each rank begins, and the last one ends."""
-        return self._indexed(self._source.read_range(self.doc, self._end, self.doc.nbytes - self._end))
+        return self._indexed(
+            self._source.read_range(self.doc, self._end, self.doc.nbytes - self._end)
+        )
 
     def _indexed(self, data: bytes) -> list[int]:
         index = np.frombuffer(self._checked(data), "<u8").reshape(-1, 2)
         bounds = [0, *np.cumsum(index[:, 1], dtype="<u8").tolist()]
-        if not np.array_equal(index[:, 0], bounds[:-1]) or bounds != sorted(bounds) or bounds[-1] != self._end:
+        if (
+            not np.array_equal(index[:, 0], bounds[:-1])
+            or bounds != sorted(bounds)
+            or bounds[-1] != self._end
+        ):
             raise self._damaged("has an index with gaps or overlaps")
         return bounds
 

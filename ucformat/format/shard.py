@@ -31,15 +31,17 @@ BAND_BYTES = 4 << 20
 _ABSENT = (1 << 64) - 1
 
 
-def bands(grid: Grid, shard: tuple[int, ...], most: int = BAND_BYTES) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+def bands(
+    grid: Grid, shard: tuple[int, ...], most: int = BAND_BYTES
+) -> Iterator[tuple[Piece, tuple[int, ...]]]:
     """Divide a shard into bands: consecutive chunks, in order, that together are a box of the tensor.
 
     Args:
         most: the most bytes of a band, unless a single chunk has more (default 4 MiB).
 
     Yields:
-        The box, placed in a buffer of whole chunks (the last of which may exceed the tensor), and the number of chunks
-        along each dim.
+        The box, placed in a buffer of whole chunks (the last of which may exceed the tensor), and
+        the number of chunks along each dim.
     """
     whole = grid.box(shard)
     held = grid.tiles(shard, "").grid
@@ -53,7 +55,9 @@ def bands(grid: Grid, shard: tuple[int, ...], most: int = BAND_BYTES) -> Iterato
         counts = tuple(min(s, n - a) for s, n, a in zip(steps, held, at, strict=True))
         start = tuple(w + a * c for w, a, c in zip(whole.start, at, grid.chunk, strict=True))
         padded = tuple(n * c for n, c in zip(counts, grid.chunk, strict=True))
-        shape = tuple(min(p, stop - a) for p, stop, a in zip(padded, whole.stop, start, strict=True))
+        shape = tuple(
+            min(p, stop - a) for p, stop, a in zip(padded, whole.stop, start, strict=True)
+        )
         yield Piece(Box(start, shape), 0, row_major(padded)), counts
 
 
@@ -67,8 +71,8 @@ def write_shard(
     """Write a shard's file from beginning to end, with at most two bands in memory.
 
     Args:
-        fill: copies the elements of a piece into a buffer of uint8, or returns them as an array whose last dim is
-            contiguous; that only if the piece fills the buffer.
+        fill: copies the elements of a piece into a buffer of uint8, or returns them as an array
+            whose last dim is contiguous; that only if the piece fills the buffer.
 
     Returns:
         The digests of the chunks in C order, concatenated.
@@ -82,7 +86,9 @@ def write_shard(
                 raw[:] = 0
             if (held := fill(piece, raw)) is not None:
                 raw = held.view(np.uint8)
-            data, found = _encode(grid, counts, raw, thread_memory("encoded", count * (grid.chunk_nbytes + 4)))
+            data, found = _encode(
+                grid, counts, raw, thread_memory("encoded", count * (grid.chunk_nbytes + 4))
+            )
             leaves += found
             out.write(data)
         out.write(index_of(grid, shard))
@@ -97,9 +103,12 @@ def _encode(
     count = math.prod(counts)
     chunk = (*grid.chunk[:-1], grid.chunk[-1] * grid.itemsize) if grid.chunk else (grid.itemsize,)
     counts = counts or (1,)
-    # Rows of chunks may be short: in the order of the band, that of its memory, they are copied twice as fast.
+    # Rows of chunks may be short: in the order of the band, that of its memory, they are copied
+    # twice as fast.
     shape = [x for pair in zip(counts, chunk, strict=True) for x in pair]
-    strides = [x for pair in zip(row_major(counts, pitch), row_major(chunk), strict=True) for x in pair]
+    strides = [
+        x for pair in zip(row_major(counts, pitch), row_major(chunk), strict=True) for x in pair
+    ]
     copy(np.ndarray(shape, np.uint8, out, 0, strides), raw.reshape(shape))
     view, leaves = out.data, []
     for begin in range(0, count * pitch, pitch):
@@ -130,7 +139,8 @@ def check_shard(
         out: a writer that gets a copy of every byte that is read (default: none).
 
     Returns:
-        The digests of the chunks in C order, concatenated, and the problems, which do not name the tensor.
+        The digests of the chunks in C order, concatenated, and the problems, which do not name the
+        tensor.
     """
     expected = grid.file_nbytes(shard)
     try:
@@ -152,9 +162,13 @@ def check_shard(
         for k in range(count):
             body = buffer[k * pitch : k * pitch + nbytes]
             leaves.append(leaf(body))
-            if checksum(body) != int.from_bytes(buffer[k * pitch + nbytes : (k + 1) * pitch], "little"):
+            if checksum(body) != int.from_bytes(
+                buffer[k * pitch + nbytes : (k + 1) * pitch], "little"
+            ):
                 at = np.unravel_index(first + k, tiles.grid) if tiles.grid else ()
-                where = tuple(int(i) + s * n for i, s, n in zip(at, shard, grid.chunks_in_shard, strict=True))
+                where = tuple(
+                    int(i) + s * n for i, s, n in zip(at, shard, grid.chunks_in_shard, strict=True)
+                )
                 reason = f"crc32c differs (chunk at byte {(first + k) * pitch})"
                 problems.append(Problem(key, reason, chunk=where, kind="differs"))
     index = store.read(key, total * pitch)

@@ -15,7 +15,14 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from ucformat.errors import IntegrityError, LayoutError, UnsafeError, UnsupportedError, UpgradeNeeded, UsageError
+from ucformat.errors import (
+    IntegrityError,
+    LayoutError,
+    UnsafeError,
+    UnsupportedError,
+    UpgradeNeeded,
+    UsageError,
+)
 from ucformat.format.chunking import Tiling
 from ucformat.format.described import Described, DescribedRow, kind_of, without_position
 from ucformat.format.distribution import Cut, Distribution, RankMesh
@@ -38,7 +45,8 @@ if TYPE_CHECKING:
     Column = NDArray[np.int64]
 
 
-#: Columns of the sidecar, with a row for each described tensor; and one with a row for each dim of these.
+#: Columns of the sidecar, with a row for each described tensor; and one with a row for each dim of
+#: these.
 COLUMNS = ("described", "distribution", "writer", "position")
 DESCRIBED_TILE = "described_tile"
 
@@ -50,9 +58,12 @@ def describe(described: Described) -> DescribedDoc:
     return DescribedDoc(
         tensors=len(described.rows),
         folder=described.folder,
-        meshes=tuple(MeshDoc(sizes=m.sizes, first=m.first, strides=m.strides, ranks=m.listed) for m in meshes),
+        meshes=tuple(
+            MeshDoc(sizes=m.sizes, first=m.first, strides=m.strides, ranks=m.listed) for m in meshes
+        ),
         distributions=tuple(
-            DistributionDoc(mesh=meshes[d.mesh], cuts=d.cuts, flat=d.flat, part=d.part) for d in numbers
+            DistributionDoc(mesh=meshes[d.mesh], cuts=d.cuts, flat=d.flat, part=d.part)
+            for d in numbers
         ),
     )
 
@@ -61,10 +72,14 @@ def encode_rows(described: Described) -> dict[str, NDArray[np.int64]]:
     """Return the columns of described tensors."""
     numbers = _numbers(described)
     table = [
-        (r.tensor, numbers[without_position(r.distribution)], r.writer, r.distribution.position) for r in described.rows
+        (r.tensor, numbers[without_position(r.distribution)], r.writer, r.distribution.position)
+        for r in described.rows
     ]
     columns = dict(zip(COLUMNS, np.array(table, np.int64).reshape(-1, len(COLUMNS)).T, strict=True))
-    return {**columns, DESCRIBED_TILE: np.array([t for r in described.rows for t in r.tile], np.int64)}
+    return {
+        **columns,
+        DESCRIBED_TILE: np.array([t for r in described.rows for t in r.tile], np.int64),
+    }
 
 
 def _numbers(described: Described) -> dict[Distribution, int]:
@@ -73,18 +88,25 @@ def _numbers(described: Described) -> dict[Distribution, int]:
     return {d: n for n, d in enumerate(dict.fromkeys(map(without_position, distinct)))}
 
 
-def decode_rows(doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], tensors: TensorTable) -> Described:
+def decode_rows(
+    doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], tensors: TensorTable
+) -> Described:
     """Return the described tensors of a sidecar."""
     meshes = list(map(_mesh, doc.meshes))
     if max((d.mesh for d in doc.distributions), default=-1) >= len(meshes):
         raise LayoutError("a distribution has a mesh that is not listed")
     known = [
-        Distribution(meshes[d.mesh], tuple(Cut(*cut) for cut in d.cuts), d.flat, d.part) for d in doc.distributions
+        Distribution(meshes[d.mesh], tuple(Cut(*cut) for cut in d.cuts), d.flat, d.part)
+        for d in doc.distributions
     ]
     rows, kinds, tiles, end = [], [], columns[DESCRIBED_TILE].tolist(), 0
     of_kind = [(k.shape, ITEMSIZE[k.dtype]) for k in tensors.kinds]
-    last: tuple[Any, ...] = ()  # rows of a group follow each other; most of 200,000 are of a few groups
-    for tensor, number, writer, position in zip(*(columns[name].tolist() for name in COLUMNS), strict=True):
+    last: tuple[
+        Any, ...
+    ] = ()  # rows of a group follow each other; most of 200,000 are of a few groups
+    for tensor, number, writer, position in zip(
+        *(columns[name].tolist() for name in COLUMNS), strict=True
+    ):
         shape, itemsize = of_kind[tensors.kind[tensor]]
         begin, end = end, end + len(shape)
         tile = tuple(tiles[begin:end])
@@ -93,7 +115,9 @@ def decode_rows(doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], ten
                 raise LayoutError("a tensor has a distribution that is not listed")
             last, d = (number, shape, itemsize, tile), known[number]
             kind = kind_of(d, shape, itemsize, tile)
-        rows.append(DescribedRow(tensor, replace(d, position=position) if position else d, writer, tile))
+        rows.append(
+            DescribedRow(tensor, replace(d, position=position) if position else d, writer, tile)
+        )
         kinds.append(kind)
     return Described(rows, StoredTensors(tensors), doc.folder, kinds)
 
@@ -106,23 +130,40 @@ def _mesh(doc: MeshDoc) -> RankMesh:
         raise LayoutError(f"a mesh of the sizes {doc.sizes} is impossible")
     mesh = RankMesh(doc.sizes, doc.first, doc.strides, doc.ranks)
     if int(mesh.ranks.max()) >= MAX_RANKS or len(np.unique(mesh.ranks)) < size:
-        raise LayoutError(f"a mesh of the sizes {doc.sizes} has a rank twice, or one above {MAX_RANKS}")
+        raise LayoutError(
+            f"a mesh of the sizes {doc.sizes} has a rank twice, or one above {MAX_RANKS}"
+        )
     return mesh
 
 
-# The sidecar: the extents of a packed checkpoint as columns of a safetensors file (docs/spec.md, "Sidecar").
+# The sidecar: the extents of a packed checkpoint as columns of a safetensors file (docs/spec.md,
+# "Sidecar").
 #
-# Decoding a sidecar checks all columns; `Extent` objects are created only for the tensors that are read.
+# Decoding a sidecar checks all columns; `Extent` objects are created only for the tensors that are
+# read.
 
 #: In `block_offset`: no checksum covers the extent.
 NO_BLOCK = -1
-#: In `crc32c`: the checksum is stored after the block; PLACED: it also covers the block's file and offset.
+#: In `crc32c`: the checksum is stored after the block; PLACED: it also covers the block's file and
+#: offset.
 FOLLOWS, PLACED = -1, -2
 
-_ROWS = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")  # one for each extent
+_ROWS = (
+    "tensor",
+    "file",
+    "offset",
+    "block_offset",
+    "block_nbytes",
+    "crc32c",
+)  # one for each extent
 _DIMS = ("start", "shape", "strides")  # one for each dim of each extent
 _TILE = "tile"  # likewise, if any extent is tiled
-_STEPS = {"tensor", "file", "offset", "block_offset"}  # columns that grow from row to row, packed as differences
+_STEPS = {
+    "tensor",
+    "file",
+    "offset",
+    "block_offset",
+}  # columns that grow from row to row, packed as differences
 
 _MAX_ROWS = 1 << 27  # rows of a column: bounds the memory of a reader
 _INFLATION = 1032  # the most bytes that one byte of a deflate stream can produce
@@ -133,7 +174,8 @@ _LEVEL = 6
 class Columns:
     """Extents as columns of int64, with a row for each extent, in any order.
 
-    `start`, `shape`, `strides` and `tile` have a row for each dim of each extent, one extent after another.
+    `start`, `shape`, `strides` and `tile` have a row for each dim of each extent, one extent after
+    another.
 
     Attributes:
         tensor: the number of the tensor in the manifest.
@@ -144,9 +186,10 @@ class Columns:
         crc32c: the checksum; FOLLOWS or PLACED if it is stored after these bytes.
         start: the first index of the box, in elements.
         shape: the shape of the box, in elements.
-        strides: bytes from an element to the next; of a tiled extent 0, except for the last dim, which has the
-            itemsize.
-        tile: the edges of the tiles (see `Tiling`) in elements, each stored with its checksum; 0 if it is not tiled.
+        strides: bytes from an element to the next; of a tiled extent 0, except for the last dim,
+            which has the itemsize.
+        tile: the edges of the tiles (see `Tiling`) in elements, each stored with its checksum; 0 if
+            it is not tiled.
     """
 
     tensor: Column
@@ -171,10 +214,15 @@ class Columns:
 class Sidecar:
     """The checked extents of a checkpoint, of which objects are made for one tensor at a time."""
 
-    def __init__(self, columns: Columns, files: Sequence[str], ndims: Column, described: Described | None) -> None:
+    def __init__(
+        self, columns: Columns, files: Sequence[str], ndims: Column, described: Described | None
+    ) -> None:
         self.columns, self.described = columns, described
         listed = set(files)
-        self.files = (*files, *(f for f in (described.files if described else ()) if f not in listed))
+        self.files = (
+            *files,
+            *(f for f in (described.files if described else ()) if f not in listed),
+        )
         self._ndims = ndims
         self._order = np.argsort(columns.tensor, kind="stable")
         self._bounds = np.searchsorted(columns.tensor[self._order], np.arange(len(ndims) + 1))
@@ -204,17 +252,25 @@ class Sidecar:
         dims = (self._ends[rows] - ndim)[:, None] + np.arange(ndim)
         if within is not None:
             start, stop = c.start[dims], c.start[dims] + c.shape[dims]
-            meet = ((start < np.array(within.stop, np.int64)) & (stop > np.array(within.start, np.int64))).all(axis=1)
+            meet = (
+                (start < np.array(within.stop, np.int64))
+                & (stop > np.array(within.start, np.int64))
+            ).all(axis=1)
             rows, dims = rows[meet], dims[meet]
         found = zip(
-            *(a[rows].tolist() for a in (self.tiled, c.file, c.offset, c.block_offset, c.block_nbytes, c.crc32c)),
+            *(
+                a[rows].tolist()
+                for a in (self.tiled, c.file, c.offset, c.block_offset, c.block_nbytes, c.crc32c)
+            ),
             *(map(tuple, a[dims].tolist()) for a in (c.start, c.shape, c.strides, c.tile)),
             strict=True,
         )
         out: list[Extent | Tiles] = []
         for tiled, file, offset, at, nbytes, crc, start, shape, strides, tile in found:
             if tiled:
-                out += Tiling(tile, strides[-1]).runs(Box(start, shape), self.files[file], offset, within)
+                out += Tiling(tile, strides[-1]).runs(
+                    Box(start, shape), self.files[file], offset, within
+                )
                 continue
             block = None if at == NO_BLOCK else block_of(at, nbytes, crc)
             out.append(Extent(Box(start, shape), self.files[file], offset, strides, block))
@@ -241,7 +297,11 @@ def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
     blocks = [
         (NO_BLOCK, 0, 0)
         if b is None
-        else (b.offset, b.nbytes, (PLACED if b.placed else FOLLOWS) if b.crc32c is None else b.crc32c)
+        else (
+            b.offset,
+            b.nbytes,
+            (PLACED if b.placed else FOLLOWS) if b.crc32c is None else b.crc32c,
+        )
         for b in (e.block for _, e in listed)
     ]
     columns = Columns(
@@ -266,18 +326,26 @@ def joined(parts: Iterable[tuple[Columns, Sequence[str]]]) -> tuple[Columns, lis
         numbered.append(replace(columns, file=columns.file + len(files)))
         files += of_part
     names = [f.name for f in fields(Columns)]
-    return Columns(**{name: np.concatenate([getattr(c, name) for c in numbered]) for name in names}), files
+    return Columns(
+        **{name: np.concatenate([getattr(c, name) for c in numbered]) for name in names}
+    ), files
 
 
-def encode_columns(columns: Columns, files: Sequence[str], described: Described | None = None) -> bytes:
+def encode_columns(
+    columns: Columns, files: Sequence[str], described: Described | None = None
+) -> bytes:
     """Encode columns as the file of a sidecar."""
     n, dims = len(columns), len(columns.start)
     by_dim = (*_DIMS, *((_TILE,) if columns.tile.any() else ()))
     for name, rows in {**dict.fromkeys(_ROWS, n), **dict.fromkeys((*_DIMS, _TILE), dims)}.items():
         if len(getattr(columns, name)) != rows:
-            raise UsageError(f"the column {name} has {len(getattr(columns, name))} rows instead of {rows}")
+            raise UsageError(
+                f"the column {name} has {len(getattr(columns, name))} rows instead of {rows}"
+            )
     if max(n, dims) > _MAX_ROWS:
-        raise UnsupportedError(f"{n} extents of {dims} dims are too many for a sidecar; at most {_MAX_ROWS} dims fit")
+        raise UnsupportedError(
+            f"{n} extents of {dims} dims are too many for a sidecar; at most {_MAX_ROWS} dims fit"
+        )
     packed = {name: _pack(getattr(columns, name), name) for name in (*_ROWS, *by_dim)}
     meta = {"format": "ucformat-extents", "extents": str(n), "files": json.dumps(list(files))}
     if described:
@@ -285,7 +353,9 @@ def encode_columns(columns: Columns, files: Sequence[str], described: Described 
             more = {name: _pack(column, name) for name, column in encode_rows(described).items()}
             described.encoded.append((describe(described), more))
         doc, more = described.encoded[0]
-        meta["described"] = doc.model_copy(update={"folder": described.folder}).model_dump_json(exclude_defaults=True)
+        meta["described"] = doc.model_copy(update={"folder": described.folder}).model_dump_json(
+            exclude_defaults=True
+        )
         packed |= more
     return _safetensors(packed, meta)
 
@@ -303,7 +373,11 @@ def decode(data: bytes, tensors: TensorTable, where: str) -> Sidecar:
 
 
 def _described(
-    arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], tensors: TensorTable, ndims: Column, where: str
+    arrays: Mapping[str, NDArray[np.uint8]],
+    meta: Mapping[str, str],
+    tensors: TensorTable,
+    ndims: Column,
+    where: str,
 ) -> Described | None:
     if "described" not in meta:
         return None
@@ -314,9 +388,13 @@ def _described(
         columns[DESCRIBED_TILE] = _unpack(arrays[DESCRIBED_TILE], DESCRIBED_TILE, dims, where)
         return decode_rows(doc, columns, tensors)
     except ValidationError as error:
-        raise IntegrityError(f"{where}: its described tensors are damaged: {error.errors()[0]['msg']}") from None
+        raise IntegrityError(
+            f"{where}: its described tensors are damaged: {error.errors()[0]['msg']}"
+        ) from None
     except LayoutError as error:
-        raise IntegrityError(f"{where}: {error.message}", hint="restore it from another copy") from None
+        raise IntegrityError(
+            f"{where}: {error.message}", hint="restore it from another copy"
+        ) from None
 
 
 def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[str, str]]:
@@ -332,15 +410,21 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[
         raise IntegrityError(f"{where} is not a ucformat sidecar")
     described = {*COLUMNS, DESCRIBED_TILE} if "described" in meta else set()
     if more := set(arrays) - {*_ROWS, *_DIMS, _TILE} - described:
-        raise UpgradeNeeded(f"{where} has the column {min(more)[:100]!r}, which this ucformat does not know")
+        raise UpgradeNeeded(
+            f"{where} has the column {min(more)[:100]!r}, which this ucformat does not know"
+        )
     if not {*_ROWS, *_DIMS, *described} <= set(arrays) or any(
         a.ndim != 1 or a.dtype != np.uint8 for a in arrays.values()
     ):
-        raise IntegrityError(f"{where} is not a ucformat sidecar: columns are missing or have a wrong dtype or shape")
+        raise IntegrityError(
+            f"{where} is not a ucformat sidecar: columns are missing or have a wrong dtype or shape"
+        )
     return arrays, meta
 
 
-def _packed(arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], ndims: Column, where: str) -> Columns:
+def _packed(
+    arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], ndims: Column, where: str
+) -> Columns:
     """The columns; nothing is inflated before its size is known and found to be possible."""
     try:
         n = int(meta["extents"])
@@ -348,7 +432,9 @@ def _packed(arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], nd
         raise IntegrityError(f"{where} does not contain the number of its extents") from None
     columns = {name: _unpack(arrays[name], name, n, where) for name in _ROWS}
     dims = int(_ndim(columns["tensor"], ndims, where).sum())
-    columns |= {name: _unpack(arrays[name], name, dims, where) for name in (*_DIMS, _TILE) if name in arrays}
+    columns |= {
+        name: _unpack(arrays[name], name, dims, where) for name in (*_DIMS, _TILE) if name in arrays
+    }
     return Columns(**columns)
 
 
@@ -383,7 +469,11 @@ def _unpack(packed: NDArray[np.uint8], name: str, rows: int, where: str) -> Colu
         raise IntegrityError(f"{where}: its column {name} is damaged: {error}") from None
     if len(data) != nbytes or not stream.eof or stream.unused_data:
         raise IntegrityError(f"{where}: its column {name} does not have {rows} rows")
-    column = np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(8, rows).T).view("<i8").reshape(rows)
+    column = (
+        np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(8, rows).T)
+        .view("<i8")
+        .reshape(rows)
+    )
     return np.cumsum(column) if name in _STEPS else column
 
 
@@ -415,7 +505,9 @@ def _tile_counts(c: Columns, ndims: Column) -> NDArray[np.float64]:
 
 
 def _unfit(where: str) -> IntegrityError:
-    return IntegrityError(f"{where}: its columns do not match the manifest", hint="restore it from another copy")
+    return IntegrityError(
+        f"{where}: its columns do not match the manifest", hint="restore it from another copy"
+    )
 
 
 def _files(meta: Mapping[str, str], where: str) -> list[str]:
@@ -442,8 +534,16 @@ def _check(c: Columns, ndims: Column, files: int, where: str) -> None:
     if any(len(getattr(c, name)) != (ends[-1] if len(c) else 0) for name in (*_DIMS, _TILE)):
         raise _unfit(where)
     if len(c) and c.crc32c.min() < PLACED:
-        raise UpgradeNeeded(f"{where} has checksums of the kind {c.crc32c.min()}, which this ucformat does not know")
-    wrong = (c.file < 0) | (c.file >= files) | (c.offset < 0) | (c.block_offset < NO_BLOCK) | (c.block_nbytes < 0)
+        raise UpgradeNeeded(
+            f"{where} has checksums of the kind {c.crc32c.min()}, which this ucformat does not know"
+        )
+    wrong = (
+        (c.file < 0)
+        | (c.file >= files)
+        | (c.offset < 0)
+        | (c.block_offset < NO_BLOCK)
+        | (c.block_nbytes < 0)
+    )
     wrong |= c.crc32c >> 32 > 0
     wrong |= _any((c.start < 0) | (c.shape < 0) | (c.strides < 0) | (c.tile < 0), c.tensor, ndims)
     tiled = _any(c.tile > 0, c.tensor, ndims)
@@ -452,4 +552,6 @@ def _check(c: Columns, ndims: Column, files: int, where: str) -> None:
         wrong[tiled] |= c.strides[ends[tiled] - 1] == 0
         wrong |= tiled & ~wrong & (_tile_counts(c, ndims) > MAX_TILES)
     if wrong.any():
-        raise IntegrityError(f"{where}: an extent of tensor {c.tensor[wrong.argmax()]} is impossible")
+        raise IntegrityError(
+            f"{where}: an extent of tensor {c.tensor[wrong.argmax()]} is impossible"
+        )

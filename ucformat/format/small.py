@@ -1,7 +1,7 @@
 """Which tensors are stored together although the others are arrays.
 
-An array needs two files, its document and a shard, whatever its size. A checkpoint of many small tensors would consist
-of nothing else, so these are written to a few packed files beside the arrays.
+An array needs two files, its document and a shard, whatever its size. A checkpoint of many small
+tensors would consist of nothing else, so these are written to a few packed files beside the arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ SMALL_BYTES = 256 << 10
 #: A checkpoint with more small tensors than this has none of them as an array.
 MOST_SMALL_ARRAYS = 1000
 
-_TAKEN = re.compile(r"(?:rank|small)-[0-9]+\.bin|extents\.safetensors", re.IGNORECASE)  # beside the folders of states
+_TAKEN = re.compile(
+    r"(?:rank|small)-[0-9]+\.bin|extents\.safetensors", re.IGNORECASE
+)  # beside the folders of states
 
 
 def is_small(info: TensorInfo) -> bool:

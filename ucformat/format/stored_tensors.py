@@ -25,7 +25,13 @@ class ValueByKey(Mapping[Key, T]):
     @cached_property
     def _keys(self) -> list[Key]:
         table = self._table
-        return list(map(Key, map(table.names.__getitem__, table.name), table.by_kind(lambda kind: kind.state)))
+        return list(
+            map(
+                Key,
+                map(table.names.__getitem__, table.name),
+                table.by_kind(lambda kind: kind.state),
+            )
+        )
 
     @cached_property
     def _all(self) -> dict[Key, T]:

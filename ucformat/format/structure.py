@@ -1,7 +1,8 @@
 """Reads the manifest of a place, and finds inconsistencies of manifests; `format.extents` finds those of sidecars.
 
-Readers refuse an inconsistent manifest when they open it, and inconsistent extents when they first need them; `verify`
-reports both. Readers check that extents cover a tensor for the tensors that they read, `verify` for all.
+Readers refuse an inconsistent manifest when they open it, and inconsistent extents when they first
+need them; `verify` reports both. Readers check that extents cover a tensor for the tensors that
+they read, `verify` for all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from urllib.parse import unquote
 from pydantic import BaseModel, ValidationError
 
 from ucformat._version import __version__
-from ucformat.errors import Inconsistent, IntegrityError, NotACheckpoint, NotFound, UcformatError, UpgradeNeeded
+from ucformat.errors import (
+    Inconsistent,
+    IntegrityError,
+    NotACheckpoint,
+    NotFound,
+    UcformatError,
+    UpgradeNeeded,
+)
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import own_digest, unwritable, with_own_digest
 from ucformat.schema import ITEMSIZE
@@ -48,7 +56,9 @@ MOUNT = "roots/"
 _SOURCE = re.compile(rf"{MOUNT}([0-9]{{1,9}})/(.+)", re.DOTALL)
 
 _NAMED = 5  # problems that an error names
-_RANGE_BYTES = 22  # of the values of a rank, at least: `{}`, its checksum, and its entry in the index
+_RANGE_BYTES = (
+    22  # of the values of a rank, at least: `{}`, its checksum, and its entry in the index
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,8 @@ class Problem:
     Attributes:
         file: the key of the file that has it.
         name: the name of the tensor that is affected; None if no single one is.
-        chunk: the coordinates of the damaged chunk in the tensor's chunk grid; None if it is not a chunk.
+        chunk: the coordinates of the damaged chunk in the tensor's chunk grid; None if it is not a
+            chunk.
         kind: whether the file is missing, or its bytes differ from a checksum or digest.
     """
 
@@ -102,13 +113,18 @@ def read_manifest(store: Store) -> tuple[Manifest, str]:
         if not is_tombstone(data):
             raise
     raise NotACheckpoint(
-        f"the checkpoint at {store.url} was deleted, and is being removed", hint="`ucp gc --apply` completes that"
+        f"the checkpoint at {store.url} was deleted, and is being removed",
+        hint="`ucp gc --apply` completes that",
     )
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
     """Parse a manifest."""
-    if (head := _VERSION.match(data)) and int(head[1]) > FORMAT_VERSION and own_digest(data) is not None:
+    if (
+        (head := _VERSION.match(data))
+        and int(head[1]) > FORMAT_VERSION
+        and own_digest(data) is not None
+    ):
         raise _newer(int(head[1]), where)  # before a table of a million tensors is parsed
     try:
         manifest = Manifest.model_validate_json(data)
@@ -137,12 +153,17 @@ def _check_head(data: bytes, where: str) -> None:
         head = _Head.model_validate_json(data)
         _check_words(data)
     except ValidationError as error:
-        raise IntegrityError(f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}") from None
+        raise IntegrityError(
+            f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}"
+        ) from None
     except ValueError as error:
         raise IntegrityError(f"{where} is not a ucformat manifest: {error}") from None
-    if own_digest(data) is None:  # in every version: without it a newer one cannot be distinguished from a damaged one
+    if (
+        own_digest(data) is None
+    ):  # in every version: without it a newer one cannot be distinguished from a damaged one
         raise IntegrityError(
-            f"{where} is damaged: it does not match the digest at its end", hint="restore it from another copy"
+            f"{where} is damaged: it does not match the digest at its end",
+            hint="restore it from another copy",
         )
     if head.version > FORMAT_VERSION:
         raise _newer(head.version, where)
@@ -151,12 +172,15 @@ def _check_head(data: bytes, where: str) -> None:
         raise UpgradeNeeded(f"{where} {reason}")
 
 
-#: The beginning of manifests as ucformat writes them; those of others may have their members in another order.
+#: The beginning of manifests as ucformat writes them; those of others may have their members in
+#: another order.
 _VERSION = re.compile(rb'\{\s*"format":\s*"ucformat",\s*"version":\s*([0-9]{1,9})\s*,')
 
 
 def _newer(version: int, where: str) -> UpgradeNeeded:
-    reason = f"has format version {version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
+    reason = (
+        f"has format version {version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
+    )
     return UpgradeNeeded(f"{where} {reason}")
 
 
@@ -181,7 +205,9 @@ def checked_manifest(manifest: Manifest, data: bytes | None = None) -> tuple[byt
         parsed = parse_manifest(data, "it")
         refuse("it", manifest_problems(parsed))
     except (UcformatError, ValueError, RecursionError) as error:
-        raise unwritable("the manifest", error.message if isinstance(error, UcformatError) else error) from error
+        raise unwritable(
+            "the manifest", error.message if isinstance(error, UcformatError) else error
+        ) from error
     return data, parsed
 
 
@@ -189,7 +215,8 @@ def find_manifest(store: Store, absent: type[UcformatError] = NotACheckpoint) ->
     """The manifest of the checkpoint that is committed in a place; None if there is none.
 
     Args:
-        absent: the errors of `read_manifest` that count as none (default: that nothing is committed).
+        absent: the errors of `read_manifest` that count as none (default: that nothing is
+            committed).
     """
     try:
         return read_manifest(store)[0]
@@ -202,13 +229,17 @@ def refuse(where: str, found: Iterable[Problem]) -> None:
     wrong = tuple(found)
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        raise Inconsistent(f"{where}: " + "; ".join(map(str, islice(wrong, _NAMED))) + more, problems=wrong)
+        raise Inconsistent(
+            f"{where}: " + "; ".join(map(str, islice(wrong, _NAMED))) + more, problems=wrong
+        )
 
 
 def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
     """Find the inconsistencies of a manifest; no other file is read."""
     yield from _table_problems(manifest.tensors, has_sidecar=manifest.sidecar is not None)
-    stored = {manifest.tensors.names[n] for n in set(manifest.tensors.name)} if manifest.aliases else ()
+    stored = (
+        {manifest.tensors.names[n] for n in set(manifest.tensors.name)} if manifest.aliases else ()
+    )
     for name, of in manifest.aliases.items():
         if name in stored:
             yield Problem(MANIFEST, f"{name!r} is stored, and an alias of {of!r} too")
@@ -223,20 +254,28 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _table_problems(table: TensorTable, *, has_sidecar: bool) -> Iterator[Problem]:
-    wrong = {n: reason for n, kind in enumerate(table.kinds) if (reason := _kind(kind, has_sidecar=has_sidecar))}
+    wrong = {
+        n: reason
+        for n, kind in enumerate(table.kinds)
+        if (reason := _kind(kind, has_sidecar=has_sidecar))
+    }
     unused = wrong.keys() - set(table.kind) if wrong else ()
     yield from (Problem(MANIFEST, f"{wrong[n]} (kind number {n})") for n in unused)
     found: dict[int, str] = {}
     arrays = {n for n, kind in enumerate(table.kinds) if kind.path is not None}
     if arrays and (not table.digest or None in table.digest):
         listed = zip(table.kind, table.digest or repeat(None), strict=False)
-        rows = (row for row, (kind, digest) in enumerate(listed) if digest is None and kind in arrays)
+        rows = (
+            row for row, (kind, digest) in enumerate(listed) if digest is None and kind in arrays
+        )
         found = dict.fromkeys(rows, "the manifest gives it no digest")
     if wrong:
         found |= {row: wrong[kind] for row, kind in enumerate(table.kind) if kind in wrong}
     found |= dict.fromkeys(table.repeated(), "the manifest lists it twice")
     for row, reason in sorted(found.items()):
-        yield Problem(MANIFEST, reason, table.names[table.name[row]], table.kinds[table.kind[row]].state)
+        yield Problem(
+            MANIFEST, reason, table.names[table.name[row]], table.kinds[table.kind[row]].state
+        )
 
 
 def _kind(kind: KindDoc, *, has_sidecar: bool) -> str | None:
@@ -255,7 +294,11 @@ def _kind(kind: KindDoc, *, has_sidecar: bool) -> str | None:
     if kind.nbytes <= MAX_SHARDS:  # of at least a byte each
         return None
     count = Grid(shape, chunk, shard, ITEMSIZE[kind.dtype]).count
-    return f"the manifest gives it an invalid number of shards ({count})" if count > MAX_SHARDS else None
+    return (
+        f"the manifest gives it an invalid number of shards ({count})"
+        if count > MAX_SHARDS
+        else None
+    )
 
 
 def per_rank_problems(doc: PerRankDoc) -> Iterator[Problem]:
@@ -266,12 +309,20 @@ def per_rank_problems(doc: PerRankDoc) -> Iterator[Problem]:
     for file in doc.files:
         path = repr(file.path[:200])
         if file.first != end:
-            yield Problem(MANIFEST, f"{path} has the values of ranks from {file.first} on, not from {end} on")
+            yield Problem(
+                MANIFEST, f"{path} has the values of ranks from {file.first} on, not from {end} on"
+            )
         if file.nbytes < _RANGE_BYTES * file.ranks + 4:
-            yield Problem(MANIFEST, f"{path} has {file.nbytes} bytes, too few for the values of {file.ranks} ranks")
+            yield Problem(
+                MANIFEST,
+                f"{path} has {file.nbytes} bytes, too few for the values of {file.ranks} ranks",
+            )
         end = file.first + file.ranks
     if end != doc.ranks:
-        yield Problem(MANIFEST, f"the manifest has files with the values of {end} ranks, and {doc.ranks} ranks")
+        yield Problem(
+            MANIFEST,
+            f"the manifest has files with the values of {end} ranks, and {doc.ranks} ranks",
+        )
 
 
 def place_of(path: str, roots: Sequence[str]) -> str:
@@ -300,14 +351,20 @@ def _repeated(manifest: Manifest) -> Iterator[Problem]:
 
         path = first_repeated(ByteRange(path, 0, min(nbytes, MAX_SPAN)) for path, nbytes in named)
         if path is not None:
-            yield Problem(MANIFEST, f"the manifest names {path[:200]!r} so often that it is far more than it has")
+            yield Problem(
+                MANIFEST,
+                f"the manifest names {path[:200]!r} so often that it is far more than it has",
+            )
 
 
 def _sources(doc: SidecarDoc) -> Iterator[Problem]:
     seen = set()
     for source in doc.sources:
         if _below_root(source.path, doc.roots) is None:
-            yield Problem(MANIFEST, f"the source {source.path[:200]!r} is not below a root that the manifest lists")
+            yield Problem(
+                MANIFEST,
+                f"the source {source.path[:200]!r} is not below a root that the manifest lists",
+            )
         elif source.path in seen:
             yield Problem(MANIFEST, f"the source {source.path[:200]!r} is listed twice")
         seen.add(source.path)

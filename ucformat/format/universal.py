@@ -56,7 +56,9 @@ def json_object(data: bytes, where: str) -> dict[str, Any]:
     return found
 
 
-def index_tensors(tensors: Sequence[TensorInfo]) -> tuple[Mapping[Key, TensorInfo], Mapping[str, list[str]]]:
+def index_tensors(
+    tensors: Sequence[TensorInfo],
+) -> tuple[Mapping[Key, TensorInfo], Mapping[str, list[str]]]:
     """Tensors by name and state, and the states of each name."""
     if isinstance(tensors, StoredTensors):
         return tensors.by_key, tensors.states
@@ -77,12 +79,16 @@ class Universal:
     kind = "ucformat"
 
     def __init__(
-        self, store: Store, roots: Callable[[], Sequence[str]] = tuple, manifest: Manifest | None = None
+        self,
+        store: Store,
+        roots: Callable[[], Sequence[str]] = tuple,
+        manifest: Manifest | None = None,
     ) -> None:
         """Open the checkpoint that is committed in a store.
 
         Args:
-            roots: returns the places in which files of other checkpoints may be read (default: none).
+            roots: returns the places in which files of other checkpoints may be read (default:
+                none).
             manifest: the manifest, if it is known (default: it is read).
         """
         watching = store if isinstance(store, WatchedStore) else WatchedStore(store)
@@ -97,17 +103,25 @@ class Universal:
         m, table = self.manifest, self.manifest.tensors
         self.docs: Mapping[Key, TensorDoc] = ValueByKey(table, table.__getitem__)
         groups = LazyMapping(lambda: {name: i for i, g in enumerate(m.groups) for name in g.params})
-        paths = LazyMapping(lambda: {Key(d.name, d.state): tuple(map(path_from_json, d.at)) for d in table if d.at})
+        paths = LazyMapping(
+            lambda: {Key(d.name, d.state): tuple(map(path_from_json, d.at)) for d in table if d.at}
+        )
         self.metadata = CheckpointMetadata(
             tensor_list=TensorList(StoredTensors(table), groups),
             aliases=m.aliases,
             assets=tuple(m.assets),
-            groups=LazySequence(lambda: tuple({"params": list(g.params), **g.options} for g in m.groups)),
+            groups=LazySequence(
+                lambda: tuple({"params": list(g.params), **g.options} for g in m.groups)
+            ),
             paths=paths if table.at or any(k.at for k in table.kinds) else {},
             places=tuple(_place(g) for g in m.groups),
             step=m.step,
             layout=m.layout,
-            engine={k.removeprefix("engine."): v for k, v in m.producer.items() if k.startswith("engine.")},
+            engine={
+                k.removeprefix("engine."): v
+                for k, v in m.producer.items()
+                if k.startswith("engine.")
+            },
             files=(MANIFEST,),
         )
         self._sidecar: Sidecar | None = None
@@ -116,13 +130,19 @@ class Universal:
     def objects(self) -> dict[str, Any]:
         """Read the non-tensor values, by name."""
         doc = self.manifest.objects
-        return {} if doc is None else json_object(self.read_file(doc), f"{self.store.url}/{doc.path}")
+        return (
+            {} if doc is None else json_object(self.read_file(doc), f"{self.store.url}/{doc.path}")
+        )
 
     def read_file(self, doc: FileDoc) -> bytes:
         """Read a file that the manifest lists, and check its digest."""
         data = self.read_range(doc)
         if len(data) != doc.nbytes or bytes_digest(data) != doc.digest:
-            reason = "its digest differs" if len(data) == doc.nbytes else f"{len(data)} bytes instead of {doc.nbytes}"
+            reason = (
+                "its digest differs"
+                if len(data) == doc.nbytes
+                else f"{len(data)} bytes instead of {doc.nbytes}"
+            )
             raise IntegrityError(
                 f"{self.store.url}/{doc.path} differs from the committed file ({reason})",
                 hint="restore it from another copy of the checkpoint",
@@ -179,8 +199,12 @@ class Universal:
         """Before planning, raise IntegrityError if a manifest claims a large size for small files that are needed."""
         if not within.size or (doc.nbytes < _LARGE_BYTES and grid.count < _LARGE_SHARDS):
             return
-        if (missing := self.missing_shards(doc)) > grid.count // 2:  # bounds the work by the files that exist
-            raise MissingData(f"{doc.name} ({doc.state}): {missing:,} of its {grid.count:,} shards are missing")
+        if (
+            missing := self.missing_shards(doc)
+        ) > grid.count // 2:  # bounds the work by the files that exist
+            raise MissingData(
+                f"{doc.name} ({doc.state}): {missing:,} of its {grid.count:,} shards are missing"
+            )
         first = tuple(n // s for n, s in zip(within.start, grid.shard, strict=True))
         last = tuple((n - 1) // s for n, s in zip(within.stop, grid.shard, strict=True))
         for shard in dict.fromkeys((last, first)):
@@ -211,7 +235,9 @@ class Universal:
         """The key of the folder with the safetensors files of the weights; None if they are not stored so."""
         if all(kind.path is not None for kind in self.manifest.tensors.kinds):
             return None
-        folders = (file.rpartition("/") for file in self.sidecar().files if not file.startswith(MOUNT))
+        folders = (
+            file.rpartition("/") for file in self.sidecar().files if not file.startswith(MOUNT)
+        )
         return next((folder for folder, _, name in folders if name in WEIGHT_FILES), None)
 
     @gc_paused()
@@ -229,11 +255,18 @@ class Universal:
 def _place(group: GroupDoc) -> Place | None:
     if group.at is None:
         return None
-    return Place(path_from_json(group.at), group.params if group.names is None else group.names, group.flattened)
+    return Place(
+        path_from_json(group.at),
+        group.params if group.names is None else group.names,
+        group.flattened,
+    )
 
 
 def describe(
-    metadata: CheckpointMetadata, run: str | None, metrics: Mapping[str, float], config: Mapping[str, Any]
+    metadata: CheckpointMetadata,
+    run: str | None,
+    metrics: Mapping[str, float],
+    config: Mapping[str, Any],
 ) -> Manifest:
     """Describe a checkpoint of any format as a manifest without id, attempt, locations in files, or digests.
 
@@ -241,7 +274,8 @@ def describe(
         The manifest, with the present time as the time of creation.
     """
     tensors = (
-        TensorDoc(i.name, i.state, i.dtype, i.shape, at=paths_of(metadata, i.key)) for i in metadata.tensor_list.tensors
+        TensorDoc(i.name, i.state, i.dtype, i.shape, at=paths_of(metadata, i.key))
+        for i in metadata.tensor_list.tensors
     )
     return Manifest(
         id="",

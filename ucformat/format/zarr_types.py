@@ -1,6 +1,7 @@
 """The dtypes bfloat16 and float8 for zarr-python, which lacks them, under the names that TensorStore uses.
 
-zarr-python 3.4 and later finds them through an entry point, earlier versions after `register_zarr_dtypes()`.
+zarr-python 3.4 and later finds them through an entry point, earlier versions after
+`register_zarr_dtypes()`.
 """
 
 from __future__ import annotations

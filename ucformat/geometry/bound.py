@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class LocalTensor:
     """One rank's part of a tensor: an array of its own (`buffer` is None), or a slice of a flat buffer.
 
-    `shape` is in elements and includes padding; the shape of a slice is `(size,)`. `padding` are pieces of the padding
-    tensor, in the same buffer.
+    `shape` is in elements and includes padding; the shape of a slice is `(size,)`. `padding` are
+    pieces of the padding tensor, in the same buffer.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +57,9 @@ class _Group:
 
     def __init__(self, name: str, flat: Flat, mesh: Mesh) -> None:
         self.name, self.flat, self.mesh = name, flat, mesh
-        self.members: dict[str, tuple[TensorInfo, Placed]] = {}  # by name; all states have the same geometry
+        self.members: dict[
+            str, tuple[TensorInfo, Placed]
+        ] = {}  # by name; all states have the same geometry
         self.axes: tuple[str, ...] = ()
         self._joined: dict[tuple[int, ...], dict[str, FlatBuffer]] = {}
 
@@ -69,7 +71,9 @@ class _Group:
                 hint="match states of other shapes, such as a scalar step, by an earlier rule",
             )
         if (as_first.shards, as_first.holders) != (placed.shards, placed.holders):
-            raise LayoutError(f"{info.key} and {first.key} share {self.name}, but are cut differently before it")
+            raise LayoutError(
+                f"{info.key} and {first.key} share {self.name}, but are cut differently before it"
+            )
         self.axes = tuple(a for a in self.mesh.axes if a in self.axes or a in placed.axes)
 
     def joined(self, coordinate: Mapping[str, int]) -> dict[str, FlatBuffer]:
@@ -81,24 +85,32 @@ class _Group:
                 for name, (info, placed) in self.members.items()
                 if placed.holds(coordinate)
             ]
-            self._joined[at] = join_flat(self.flat, self.mesh.degree(axes_of(self.flat)), self.name, members)
+            self._joined[at] = join_flat(
+                self.flat, self.mesh.degree(axes_of(self.flat)), self.name, members
+            )
         return self._joined[at]
 
 
 class BoundLayout:
     """A layout applied to the tensors of a tensor list. `Layout.bind` creates it and raises LayoutError."""
 
-    def __init__(self, meshes: Mapping[str, Mesh], tensor_list: TensorList, placed: Mapping[Key, Placed]) -> None:
+    def __init__(
+        self, meshes: Mapping[str, Mesh], tensor_list: TensorList, placed: Mapping[Key, Placed]
+    ) -> None:
         self._meshes = meshes
         self.tensor_list = tensor_list
         self._placed = placed
         self._infos = {info.key: info for info in tensor_list.tensors}
         groups: dict[tuple[str, Flat, Mesh], _Group] = {}
         self._group: dict[Key, _Group] = {}
-        by_buffer: dict[tuple[str, str], _Group] = {}  # buffer name and state -> the group that fills it
+        by_buffer: dict[
+            tuple[str, str], _Group
+        ] = {}  # buffer name and state -> the group that fills it
         for key, info in self._infos.items():
             placement = placed[key]
-            _dims(info, placement, dict.fromkeys(placement.mesh.axes, 0))  # fail here rather than at the first rank
+            _dims(
+                info, placement, dict.fromkeys(placement.mesh.axes, 0)
+            )  # fail here rather than at the first rank
             flat, mesh = placement.flat, placement.mesh
             if flat is None:
                 continue
@@ -139,7 +151,9 @@ class BoundLayout:
             at = group.mesh.coordinate(rank)
             if self._placed[key].holds(at):
                 flat = group.joined(at)[key.name]
-                out.setdefault((flat.name, key.state), LocalBuffer(flat.size, self._infos[key].dtype))
+                out.setdefault(
+                    (flat.name, key.state), LocalBuffer(flat.size, self._infos[key].dtype)
+                )
         return out
 
     def placed(self, key: Key) -> Placed:
@@ -163,7 +177,10 @@ class BoundLayout:
         return partial.reduction if partial else None
 
     def padding(self, key: Key) -> TensorInfo | None:
-        """The padding tensor of a tensor: the rows that `pad_to` appends to its padded dim; None if nothing is padded."""
+        """The padding tensor of a tensor: the rows that `pad_to` appends to its padded dim.
+
+        None if nothing is padded.
+        """
         placed, info = self.placed(key), self._infos[key]
         for shard in placed.shards:
             if shard.pad_to and (extra := -info.shape[shard.dim] % shard.pad_to):
@@ -175,8 +192,8 @@ class BoundLayout:
     def prove(self) -> None:
         """Prove that the pieces of all ranks cover every tensor exactly once, not counting replicas.
 
-        Coordinates that hold the same boxes are proved once, and so are tensors of the same shape and placement, and
-        the states that share the geometry of a flat buffer.
+        Coordinates that hold the same boxes are proved once, and so are tensors of the same shape
+        and placement, and the states that share the geometry of a flat buffer.
         """
         done: set[tuple[object, object]] = set()
         for key, info in self._infos.items():
@@ -186,12 +203,15 @@ class BoundLayout:
                 continue
             done.add(same)
             own = (*placed.axes, *(axes_of(group.flat) if group else ()))
-            # Axes that shard only other tensors of the group still move the bounds of this one in the flat buffer.
+            # Axes that shard only other tensors of the group still move the bounds of this one in
+            # the flat buffer.
             other = tuple(a for a in group.axes if a not in own) if group else ()
             for base in placed.mesh.coordinates(other):
                 prove(info, self._boxes(key, placed, base))
 
-    def _boxes(self, key: Key, placed: Placed, base: Mapping[str, int]) -> Iterator[tuple[int, Box]]:
+    def _boxes(
+        self, key: Key, placed: Placed, base: Mapping[str, int]
+    ) -> Iterator[tuple[int, Box]]:
         """The boxes of all coordinates that differ from `base` only in the axes that shard this tensor."""
         mesh, group = placed.mesh, self._group.get(key)
         for at in mesh.coordinates(placed.axes, base):
@@ -237,7 +257,9 @@ class BoundLayout:
             case regex:
                 found = compile_regex(regex).fullmatch(info.name)
                 if found is None or found[1] is None:
-                    raise LayoutError(f"the flat group {regex} of {placed.rules[-1]} does not match {info.key}")
+                    raise LayoutError(
+                        f"the flat group {regex} of {placed.rules[-1]} does not match {info.key}"
+                    )
                 return prefix + found[1]
 
     def _check_dtypes(self) -> None:

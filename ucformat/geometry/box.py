@@ -1,8 +1,9 @@
 """Proves that boxes cover a tensor: no hole, and no overlap except exact replicas.
 
-Boxes are split into slabs that no box straddles, along one dim after another, until each slab holds one box that fills
-it. The boxes of every placement can be separated like this in a few sorts: O(n log n). What cannot (a pinwheel, an
-overlap) is decided by a sweep over its pairs. Single elements are never visited.
+Boxes are split into slabs that no box straddles, along one dim after another, until each slab holds
+one box that fills it. The boxes of every placement can be separated like this in a few sorts: O(n
+log n). What cannot (a pinwheel, an overlap) is decided by a sweep over its pairs. Single elements
+are never visited.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ if TYPE_CHECKING:
 
 
 Owner = int | str
-_Bounds = tuple[tuple[int, int], ...]  # (start, stop) for each dim: plain tuples sort and hash faster than boxes
+_Bounds = tuple[
+    tuple[int, int], ...
+]  # (start, stop) for each dim: plain tuples sort and hash faster than boxes
 
 
 def prove(info: TensorInfo, boxes: Iterable[tuple[Owner, Box]], *, partial: bool = False) -> None:
     """Prove that boxes cover a tensor exactly; equal boxes are replicas and count once.
 
     Args:
-        partial: each owner has values of its own, so its boxes alone must cover the tensor (default: no).
+        partial: each owner has values of its own, so its boxes alone must cover the tensor
+            (default: no).
     """
     if partial:
         by_owner: dict[Owner, list[tuple[Owner, Box]]] = {}
@@ -55,12 +59,16 @@ def prove(info: TensorInfo, boxes: Iterable[tuple[Owner, Box]], *, partial: bool
             pending += slabs
 
 
-def _owners(info: TensorInfo, whole: _Bounds, boxes: Iterable[tuple[Owner, Box]]) -> dict[_Bounds, Owner]:
+def _owners(
+    info: TensorInfo, whole: _Bounds, boxes: Iterable[tuple[Owner, Box]]
+) -> dict[_Bounds, Owner]:
     """The distinct non-empty boxes, each with its first owner; all must be within the tensor."""
     owners: dict[_Bounds, Owner] = {}
     for owner, box in boxes:
         if len(box.start) != len(whole):
-            raise CoverageError(f"{info.key} of shape {info.shape}: {_name(owner)} holds a box of other dims, {box}")
+            raise CoverageError(
+                f"{info.key} of shape {info.shape}: {_name(owner)} holds a box of other dims, {box}"
+            )
         bounds = tuple((a, a + n) for a, n in zip(box.start, box.shape, strict=True))
         if all(a < b for a, b in bounds):
             owners.setdefault(bounds, owner)
@@ -71,7 +79,9 @@ def _owners(info: TensorInfo, whole: _Bounds, boxes: Iterable[tuple[Owner, Box]]
     return owners
 
 
-def _slabs(region: _Bounds, boxes: list[_Bounds], d: int) -> list[tuple[_Bounds, list[_Bounds]]] | None:
+def _slabs(
+    region: _Bounds, boxes: list[_Bounds], d: int
+) -> list[tuple[_Bounds, list[_Bounds]]] | None:
     """The region cut along dim `d` wherever no box straddles the cut, gaps included; None if it cannot be cut."""
     boxes = sorted(boxes, key=itemgetter(d))
     out: list[tuple[_Bounds, list[_Bounds]]] = []
@@ -97,10 +107,16 @@ def _slabs(region: _Bounds, boxes: list[_Bounds], d: int) -> list[tuple[_Bounds,
     return out if len(out) > 1 else None
 
 
-def _sweep(info: TensorInfo, region: _Bounds, boxes: list[_Bounds], owners: dict[_Bounds, Owner]) -> None:
+def _sweep(
+    info: TensorInfo, region: _Bounds, boxes: list[_Bounds], owners: dict[_Bounds, Owner]
+) -> None:
     """Check boxes that no slab separates: raise for the first overlap, or for a hole if their sizes fall short."""
-    # The sweep keeps the boxes that extend past the current start: sweep along the dim in which they are shortest.
-    d = min(range(len(region)), key=lambda d: sum(b[d][1] - b[d][0] for b in boxes) / (region[d][1] - region[d][0]))
+    # The sweep keeps the boxes that extend past the current start: sweep along the dim in which
+    # they are shortest.
+    d = min(
+        range(len(region)),
+        key=lambda d: sum(b[d][1] - b[d][0] for b in boxes) / (region[d][1] - region[d][0]),
+    )
     active: list[_Bounds] = []
     for box in sorted(boxes, key=itemgetter(d)):
         active = [other for other in active if other[d][1] > box[d][0]]
@@ -116,12 +132,18 @@ def _sweep(info: TensorInfo, region: _Bounds, boxes: list[_Bounds], owners: dict
     while sum(map(_size, boxes)) < _size(region):  # bisect the region towards the hole
         if not boxes:
             raise _hole_error(info, region, owners)
-        region, boxes = next((r, inside) for r, inside in _halves(region, boxes) if sum(map(_size, inside)) < _size(r))
+        region, boxes = next(
+            (r, inside)
+            for r, inside in _halves(region, boxes)
+            if sum(map(_size, inside)) < _size(r)
+        )
 
 
 def _halves(region: _Bounds, boxes: list[_Bounds]) -> Iterator[tuple[_Bounds, list[_Bounds]]]:
     """The region cut in two at the median edge of its boxes, each half with the boxes clipped to it."""
-    edges = {d: sorted({x for b in boxes for x in b[d]} - set(region[d])) for d in range(len(region))}
+    edges = {
+        d: sorted({x for b in boxes for x in b[d]} - set(region[d])) for d in range(len(region))
+    }
     d = max(edges, key=lambda d: len(edges[d]))
     middle = edges[d][len(edges[d]) // 2]
     for interval in ((region[d][0], middle), (middle, region[d][1])):
@@ -210,7 +232,11 @@ class Box:
 
     def __str__(self) -> str:
         """As a slice: `[0:512, 128:256]`; `[]` for a 0-d box."""
-        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True)) + "]"
+        return (
+            "["
+            + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True))
+            + "]"
+        )
 
 
 def bounding_box(boxes: Iterable[Box]) -> Box | None:
@@ -227,8 +253,8 @@ def row_major(shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
     """Strides of a contiguous C-order array.
 
     Args:
-        unit: size of one element in the unit of the strides, e.g. the itemsize for strides in bytes (default: 1,
-            elements).
+        unit: size of one element in the unit of the strides, e.g. the itemsize for strides in bytes
+            (default: 1, elements).
     """
     strides, step = [], unit
     for n in reversed(shape):
@@ -240,8 +266,9 @@ def row_major(shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
 def is_non_overlapping(shape: tuple[int, ...], strides: tuple[int, ...], unit: int = 1) -> bool:
     """Whether the strides guarantee that no two elements of an array share memory.
 
-    Each dim has to step over the span of all dims with smaller strides, which holds for every slice and transpose of an
-    array. Interleaved dims that happen not to overlap are reported as overlapping.
+    Each dim has to step over the span of all dims with smaller strides, which holds for every slice
+    and transpose of an array. Interleaved dims that happen not to overlap are reported as
+    overlapping.
 
     Args:
         unit: size of one element in the unit of the strides (default: 1, strides in elements).

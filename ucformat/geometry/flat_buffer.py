@@ -1,7 +1,7 @@
 """Flat buffers: how ZeRO, FSDP1 and Megatron's distributed optimizer join, pad and partition tensors.
 
-All offsets and sizes are in elements unless stated otherwise. A range of a flattened tensor is a few boxes of the
-tensor.
+All offsets and sizes are in elements unless stated otherwise. A range of a flattened tensor is a
+few boxes of the tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]
     """
     size = math.prod(shape)
     if not 0 <= start <= stop <= size:
-        raise UsageError(f"the flat range {start}:{stop} is not within the {size} elements of shape {shape}")
+        raise UsageError(
+            f"the flat range {start}:{stop} is not within the {size} elements of shape {shape}"
+        )
     return tuple(_flat_boxes((), shape, start, stop)) if start < stop else ()
 
 
@@ -108,10 +110,11 @@ def round_robin_order(n: int, groups: int) -> list[int]:
 class FlatBuffer:
     """Tensors joined in the order in which they are appended.
 
-    `slots` are the ranges of the tensors in the joined buffer, which is then partitioned. If each tensor is partitioned
-    before the parts are joined, they are the ranges of its parts in each rank's buffer, and `partitioned` has its
-    elements. `size` is the number of elements on each rank, padding included. `end` is where the next tensor would
-    begin; everything after it is padding.
+    `slots` are the ranges of the tensors in the joined buffer, which is then partitioned. If each
+    tensor is partitioned before the parts are joined, they are the ranges of its parts in each
+    rank's buffer, and `partitioned` has its elements. `size` is the number of elements on each
+    rank, padding included. `end` is where the next tensor would begin; everything after it is
+    padding.
     """
 
     name: str = ""
@@ -144,7 +147,8 @@ class FlatBuffer:
         """A rank's part of a tensor.
 
         Returns:
-            the range `[start, stop)` of the flattened tensor, and the element of the rank's buffer at which it begins.
+            the range `[start, stop)` of the flattened tensor, and the element of the rank's buffer
+            at which it begins.
         """
         slot, numel = self.slots[tensor], self.partitioned.get(tensor)
         if numel is not None:
@@ -177,11 +181,14 @@ class FlatBuffer:
         return min(self.size, max(0, (rank + 1) * self.size - self.end))
 
 
-def join_flat(flat: Flat, degree: int, name: str, members: Sequence[tuple[str, int]]) -> dict[str, FlatBuffer]:
+def join_flat(
+    flat: Flat, degree: int, name: str, members: Sequence[tuple[str, int]]
+) -> dict[str, FlatBuffer]:
     """Join tensors into flat buffers with the settings of a layout.
 
     Args:
-        members: the tensors in the order of the tensor list, each with the number of its elements to join.
+        members: the tensors in the order of the tensor list, each with the number of its elements
+            to join.
 
     Returns:
         the buffer of each tensor, by the tensor's name.
@@ -204,5 +211,8 @@ def join_flat(flat: Flat, degree: int, name: str, members: Sequence[tuple[str, i
         if flat.cut == "before_join":
             buffer.size = align_up(buffer.end, math.lcm(flat.group_pad, flat.total_align))
         else:
-            buffer.size = align_up(buffer.end, math.lcm(flat.group_pad * degree, flat.total_align, degree)) // degree
+            buffer.size = (
+                align_up(buffer.end, math.lcm(flat.group_pad * degree, flat.total_align, degree))
+                // degree
+            )
     return out

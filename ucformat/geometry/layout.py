@@ -51,7 +51,8 @@ def validate(document: Any) -> schema.LayoutDocument:
     version = document.get("version") if isinstance(document, Mapping) else None
     if isinstance(version, int) and version > schema.VERSION:
         raise UpgradeNeeded(
-            f"the layout is of version {version}; this ucformat reads up to {schema.VERSION}", hint="upgrade ucformat"
+            f"the layout is of version {version}; this ucformat reads up to {schema.VERSION}",
+            hint="upgrade ucformat",
         )
     try:
         model = schema.checked(schema.LayoutDocument, document)
@@ -62,7 +63,10 @@ def validate(document: Any) -> schema.LayoutDocument:
     if (model.mesh is None) == (model.meshes is None):
         raise LayoutError("a layout needs either mesh or meshes, not both")
     if not model.rules:
-        raise LayoutError("not a layout:\nrules: there must be at least one", hint="docs/layout.md describes the file")
+        raise LayoutError(
+            "not a layout:\nrules: there must be at least one",
+            hint="docs/layout.md describes the file",
+        )
     return model
 
 
@@ -86,7 +90,8 @@ def lower(model: schema.LayoutDocument, path: Path | None = None) -> dict[str, A
     """The keyword arguments of `Layout` for a validated document.
 
     Args:
-        path: the file it was read from, whose line numbers then appear in the labels of rules (None: not from a file).
+        path: the file it was read from, whose line numbers then appear in the labels of rules
+            (None: not from a file).
     """
 
     def label(place: str) -> str:
@@ -126,7 +131,9 @@ def lower_step(step: Step | Mapping[str, Any], label: str) -> Step:
     try:
         return schema.checked_as(_STEP, step)
     except schema.Faults as e:
-        raise LayoutError(f"{label} is not a valid step:\n{e}", hint="docs/view.md describes them") from e
+        raise LayoutError(
+            f"{label} is not a valid step:\n{e}", hint="docs/view.md describes them"
+        ) from e
 
 
 def _mesh(mesh: dict[str, int] | schema.OrderedMesh) -> Mesh:
@@ -142,12 +149,18 @@ def _rule(rule: schema.Rule, label: str) -> Rule:
     match = (rule.match,) if isinstance(rule.match, str) else tuple(rule.match)
     try:
         return Rule(
-            match, tuple(p for placed in rule.place for p in _placements(placed)), tuple(rule.states), rule.mesh, label
+            match,
+            tuple(p for placed in rule.place for p in _placements(placed)),
+            tuple(rule.states),
+            rule.mesh,
+            label,
         )
     except LayoutError as e:
         if e.message.startswith(label):
             raise
-        raise LayoutError(f"{label} (match {', '.join(map(repr, match))}): {e.message}", hint=e.hint) from e
+        raise LayoutError(
+            f"{label} (match {', '.join(map(repr, match))}): {e.message}", hint=e.hint
+        ) from e
 
 
 def _placements(p: schema.Placement) -> tuple[Placement, ...]:
@@ -165,7 +178,9 @@ def _placements(p: schema.Placement) -> tuple[Placement, ...]:
             return (Shard(0 if p.pattern == "shard-V" else 1, over),)
         case "shard-Hy":
             if p.dims is None or len(p.dims) != len(over):
-                raise LayoutError("the pattern shard-Hy needs `dims`: the dim that each axis of `over` shards")
+                raise LayoutError(
+                    "the pattern shard-Hy needs `dims`: the dim that each axis of `over` shards"
+                )
             return tuple(Shard(dim, axis) for dim, axis in zip(p.dims, over, strict=True))
         case "shard-NC":
             if p.parts is None or len(p.dims or (0,)) != 1:
@@ -178,12 +193,23 @@ def _placements(p: schema.Placement) -> tuple[Placement, ...]:
 def _placement(p: schema.Placement) -> Placement:
     match p:
         case schema.Shard():
-            parts = None if p.parts is None else tuple(w if isinstance(w, int) else tuple(w) for w in p.parts)
+            parts = (
+                None
+                if p.parts is None
+                else tuple(w if isinstance(w, int) else tuple(w) for w in p.parts)
+            )
             sizes = None if p.sizes is None else tuple(p.sizes)
             return Shard(p.shard, _over(p.over), sizes, parts, p.pad_to, p.even)
         case schema.Flat():
             return Flat(
-                _over(p.over), p.flat, p.order, p.cut, p.tensor_align, p.group_pad, p.total_align, p.max_elements
+                _over(p.over),
+                p.flat,
+                p.order,
+                p.cut,
+                p.tensor_align,
+                p.group_pad,
+                p.total_align,
+                p.max_elements,
             )
         case schema.Stage():
             index = p.stage if isinstance(p.stage, int) else None
@@ -222,16 +248,23 @@ def _lift(p: Placement) -> str | dict[str, Any]:
         case Replicate():
             return "replicate"
         case Shard():
-            parts = None if p.parts is None else [w if isinstance(w, int) else list(w) for w in p.parts]
+            parts = (
+                None if p.parts is None else [w if isinstance(w, int) else list(w) for w in p.parts]
+            )
             sizes = None if p.sizes is None else list(p.sizes)
-            model = schema.Shard(shard=p.dim, over=_names(p), sizes=sizes, parts=parts, pad_to=p.pad_to, even=p.even)
+            model = schema.Shard(
+                shard=p.dim, over=_names(p), sizes=sizes, parts=parts, pad_to=p.pad_to, even=p.even
+            )
         case Flat():
             model = schema.Flat(
                 flat=p.group, over=_names(p), order=p.order, cut=p.cut, tensor_align=p.tensor_align,
                 group_pad=p.group_pad, total_align=p.total_align, max_elements=p.max_elements,
             )  # fmt: skip
         case Stage():
-            model = schema.Stage(stage=p.index if p.starts is None else list(p.starts), over=_names(p))  # type: ignore[arg-type]
+            model = schema.Stage(
+                stage=p.index if p.starts is None else list(p.starts),  # type: ignore[arg-type]
+                over=_names(p),
+            )
         case Owner():
             model = schema.Owner(owner=p.index, over=_names(p) or None)
         case Partial():
@@ -254,18 +287,19 @@ _SECTIONS = ("stages", "rules", "data")
 class Layout:
     """How tensors are distributed over ranks; immutable.
 
-    Three sections of rules apply one after another: `stages` selects the ranks that hold a tensor, `rules` how it is
-    sharded, `data` how the result is distributed over data-parallel ranks. In each section the first rule that matches
-    applies; a section that is given must match every tensor. A rule may be a mapping, with the keys of a layout file.
+    Three sections of rules apply one after another: `stages` selects the ranks that hold a tensor,
+    `rules` how it is sharded, `data` how the result is distributed over data-parallel ranks. In
+    each section the first rule that matches applies; a section that is given must match every
+    tensor. A rule may be a mapping, with the keys of a layout file.
 
     Args:
-        mesh: one mesh (axes and their sizes, slowest first), or several by name over the same ranks; the first is the
-            default.
+        mesh: one mesh (axes and their sizes, slowest first), or several by name over the same
+            ranks; the first is the default.
         rules: how tensors are sharded; at least one.
         stages: which ranks hold each tensor, e.g. pipeline stages (default: all).
         data: how tensors are distributed over data-parallel ranks (default: replicated).
-        renames: pairs of a regex, which must match the whole name in the source, and a template for the name in the
-            target.
+        renames: pairs of a regex, which must match the whole name in the source, and a template for
+            the name in the target.
         view: steps that transform a source's tensors before all this (`docs/view.md`).
 
     Raises:
@@ -298,7 +332,9 @@ class Layout:
         )
         self._renames = [_compiled(i, a, b) for i, (a, b) in enumerate(self.renames)]
         if not self.rules:
-            raise LayoutError("a layout without rules places nothing", hint=_CATCH_ALL.format("rules"))
+            raise LayoutError(
+                "a layout without rules places nothing", hint=_CATCH_ALL.format("rules")
+            )
         for rules_ in self.sections.values():
             for rule in rules_:
                 self._check(rule)
@@ -340,12 +376,16 @@ class Layout:
         if tuple(self.meshes) == (_DEFAULT_MESH,):
             out["mesh"] = lift_mesh(self.mesh)
         else:
-            out["meshes"] = [{"name": name, **lift_mesh(mesh)} for name, mesh in self.meshes.items()]
+            out["meshes"] = [
+                {"name": name, **lift_mesh(mesh)} for name, mesh in self.meshes.items()
+            ]
         for section, found in self.sections.items():
             if found:
                 out[section] = [lift_rule(rule) for rule in found]
         if self.view:
-            out["view"] = [step.model_dump(by_alias=True, exclude_defaults=True) for _, step in self.view]
+            out["view"] = [
+                step.model_dump(by_alias=True, exclude_defaults=True) for _, step in self.view
+            ]
         if self.renames:
             out["renames"] = [{"from": a, "to": b} for a, b in self.renames]
         return out
@@ -388,12 +428,14 @@ class Layout:
             tensor_list: the tensors, under their names in the target.
 
         Raises:
-            LayoutError: no rule matches a tensor, rules contradict each other, or a placement does not fit a tensor's
-                shape; the message names the tensor, its state and the rule.
+            LayoutError: no rule matches a tensor, rules contradict each other, or a placement does
+                not fit a tensor's shape; the message names the tensor, its state and the rule.
         """
         placed: dict[Key, Placed] = {}
         known: dict[tuple[object, ...], Placed] = {}
-        matches = {n: self._matches(n) for n in dict.fromkeys(info.name for info in tensor_list.tensors)}
+        matches = {
+            n: self._matches(n) for n in dict.fromkeys(info.name for info in tensor_list.tensors)
+        }
         missing: dict[str, list[Key]] = {}
         for info in tensor_list.tensors:
             if info.key in placed:
@@ -407,7 +449,8 @@ class Layout:
                     found.append(hit)
             if missing:
                 continue
-            # Rules and captures determine the placement; thousands of tensors share a few combinations.
+            # Rules and captures determine the placement; thousands of tensors share a few
+            # combinations.
             combination = tuple((rule.label, match.re, match.groups()) for rule, match in found)
             if combination not in known:
                 try:
@@ -416,8 +459,12 @@ class Layout:
                     raise LayoutError(f"{info.key}: {e.message}", hint=e.hint) from e
             placed[info.key] = known[combination]
         for section, keys in missing.items():
-            names = ", ".join(map(str, keys[:4])) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
-            raise LayoutError(f"no rule of the section {section} matches {names}", hint=_CATCH_ALL.format(section))
+            names = ", ".join(map(str, keys[:4])) + (
+                f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+            )
+            raise LayoutError(
+                f"no rule of the section {section} matches {names}", hint=_CATCH_ALL.format(section)
+            )
         return BoundLayout(self.meshes, tensor_list, placed)
 
     def _matches(self, name: str) -> dict[str, list[tuple[Rule, re.Match[str]]]]:
@@ -438,7 +485,10 @@ class Layout:
     def _check(self, rule: Rule) -> None:
         """Fail before any tensor list is known: a rule must fit its mesh, or at least one mesh if it names none."""
         if rule.mesh is not None and rule.mesh not in self.meshes:
-            raise LayoutError(f"{rule} names the mesh {rule.mesh!r}", hint=f"the meshes are {', '.join(self.meshes)}")
+            raise LayoutError(
+                f"{rule} names the mesh {rule.mesh!r}",
+                hint=f"the meshes are {', '.join(self.meshes)}",
+            )
         errors = []
         for mesh in self.meshes.values() if rule.mesh is None else (self.meshes[rule.mesh],):
             try:

@@ -1,11 +1,11 @@
 """The part of a tensor that one coordinate holds, as boxes of the local tensor and of the global tensor.
 
-Each shard acts on one dim, so a local tensor is a product over dims. Each dim is a list of *runs*: an interval of the
-global dim and its position in the local one.
+Each shard acts on one dim, so a local tensor is a product over dims. Each dim is a list of *runs*:
+an interval of the global dim and its position in the local one.
 
-Files may store a local tensor whole or as flat ranges (as ZeRO partitions it), which are boxes of the local tensor.
-Clipped to its regions they are boxes of the global tensor, with their strides in the file; a `View` whose sources are
-the local tensors computes this.
+Files may store a local tensor whole or as flat ranges (as ZeRO partitions it), which are boxes of
+the local tensor. Clipped to its regions they are boxes of the global tensor, with their strides in
+the file; a `View` whose sources are the local tensors computes this.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Dim:
                     and last.at + len(last.indices) == run.at
                     and last.indices.stop == run.indices.start
                 ):
-                    runs[-1] = Run(range(last.indices.start, run.indices.stop), last.at, last.padding)
+                    runs[-1] = Run(
+                        range(last.indices.start, run.indices.stop), last.at, last.padding
+                    )
                 else:
                     runs.append(run)
             at += b - a
@@ -106,9 +108,13 @@ def local_dims(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Dim, ...]
             )
         if shard.pad_to is not None:
             if d in done:
-                raise LayoutError(f"shard {shard.dim} with pad_to must come before anything else that cuts that dim")
+                raise LayoutError(
+                    f"shard {shard.dim} with pad_to must come before anything else that cuts that dim"
+                )
             if padded is not None:
-                raise LayoutError(f"shard {shard.dim} pads a second dim, after dim {padded}; only one can be padded")
+                raise LayoutError(
+                    f"shard {shard.dim} pads a second dim, after dim {padded}; only one can be padded"
+                )
             padded, dims[d] = d, _pad(dims[d], shard.pad_to, degree)
         dims[d] = dims[d].take(_intervals(shard, dims[d].size, degree, at))
         done.add(d)
@@ -131,7 +137,9 @@ def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int,
     shard.check_degree(degree)
     if shard.sizes is not None:
         if sum(shard.sizes) != n:
-            raise LayoutError(f"the sizes {shard.sizes} add up to {sum(shard.sizes)}, not to the {n} of the dim")
+            raise LayoutError(
+                f"the sizes {shard.sizes} add up to {sum(shard.sizes)}, not to the {n} of the dim"
+            )
         return [_nth(shard.sizes, index)]
     if shard.parts is None:
         return [_chunk(n, degree, index, even=shard.even)]
@@ -145,7 +153,9 @@ def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int,
     for part in shard.parts:
         widths = None if isinstance(part, int) else tuple(w * scale for w in part)
         width = part * scale if isinstance(part, int) else sum(w * scale for w in part)
-        a, b = _chunk(width, degree, index, even=shard.even) if widths is None else _nth(widths, index)
+        a, b = (
+            _chunk(width, degree, index, even=shard.even) if widths is None else _nth(widths, index)
+        )
         out.append((base + a, base + b))
         base += width
     return out
@@ -165,7 +175,10 @@ def _nth(sizes: tuple[int, ...], index: int) -> tuple[int, int]:
 
 
 def pieces_of(
-    dims: tuple[Dim, ...], flat: tuple[int, int] | None = None, offset: int = 0, buffer: str | None = None
+    dims: tuple[Dim, ...],
+    flat: tuple[int, int] | None = None,
+    offset: int = 0,
+    buffer: str | None = None,
 ) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """The pieces of a local tensor and those of its padding, both in ascending order of offset.
 
@@ -180,7 +193,9 @@ def pieces_of(
     pieces: list[Piece] = []
     padding: list[Piece] = []
     for box in flat_boxes(shape, start, stop):
-        clipped = [d.take(((a, a + n),)).runs for d, a, n in zip(dims, box.start, box.shape, strict=True)]
+        clipped = [
+            d.take(((a, a + n),)).runs for d, a, n in zip(dims, box.start, box.shape, strict=True)
+        ]
         for runs in product(*clipped):
             at = sum((b + r.at) * s for b, r, s in zip(box.start, runs, strides, strict=True))
             piece = Piece(
@@ -202,7 +217,9 @@ def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Part, ...], tuple[Part, ...
     padding: list[Part] = []
     for runs in product(*(d.runs for d in dims)):
         shape = tuple(len(r.indices) for r in runs)
-        region = Part.aligned(Box(tuple(r.indices.start for r in runs), shape), Box(tuple(r.at for r in runs), shape))
+        region = Part.aligned(
+            Box(tuple(r.indices.start for r in runs), shape), Box(tuple(r.at for r in runs), shape)
+        )
         (padding if any(r.padding for r in runs) else regions).append(region)
     return tuple(regions), tuple(padding)
 
@@ -238,10 +255,13 @@ def strided_regions(
     """The regions of a strided piece: one, or one for each index of the axes that skip elements.
 
     Args:
-        source: the piece in the global tensor: offset and strides in elements, as for `torch.as_strided`.
+        source: the piece in the global tensor: offset and strides in elements, as for
+            `torch.as_strided`.
     """
     whole, inner = _place(shape, size, *source), _place(local_shape, size, *target)
-    cut = [n > 1 and (a != 1 or b != 1) for n, a, b in zip(size, whole.steps, inner.steps, strict=True)]
+    cut = [
+        n > 1 and (a != 1 or b != 1) for n, a, b in zip(size, whole.steps, inner.steps, strict=True)
+    ]
     if math.prod(n for n, c in zip(size, cut, strict=True) if c) > _MAX_BOXES:
         raise LayoutError(f"a piece of the shape {size} splits into more than {_MAX_BOXES:,} boxes")
     if 0 in size:
@@ -265,7 +285,9 @@ class _Place(NamedTuple):
         return tuple(a + i * s for a, i, s in zip(self.start, index, self.steps, strict=True))
 
 
-def _place(shape: tuple[int, ...], size: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> _Place:
+def _place(
+    shape: tuple[int, ...], size: tuple[int, ...], offset: int, strides: tuple[int, ...]
+) -> _Place:
     where = f"a piece of the shape {size} at element {offset} with the strides {strides}"
     if not len(shape) == len(size) == len(strides) or any(n < 0 for n in size) or offset < 0:
         raise LayoutError(f"{where} does not have the dims of a tensor of the shape {shape}")
@@ -276,7 +298,9 @@ def _place(shape: tuple[int, ...], size: tuple[int, ...], offset: int, strides: 
         first, left = divmod(left, unit) if unit else (0, left)
         step, rest = divmod(stride, unit) if unit and count > 1 else (1, 0)
         if rest or step < 1 or first + (count - 1) * step >= n:
-            raise LayoutError(f"{where} does not run along the dims of a tensor of the shape {shape}")
+            raise LayoutError(
+                f"{where} does not run along the dims of a tensor of the shape {shape}"
+            )
         start.append(first)
         steps.append(step)
     return _Place(tuple(start), tuple(steps))

@@ -1,12 +1,13 @@
 """Untrusted regular expressions, compiled only if matching takes bounded work.
 
-`re` backtracks: it tries one way of matching after another, and there may be exponentially many. `(a+)+b` on a name of
-40 letters does not end in practice. So the ways are counted before a pattern is used, as an upper bound over all names,
-and a pattern with too many is rejected (ADR 0022).
+`re` backtracks: it tries one way of matching after another, and there may be exponentially many.
+`(a+)+b` on a name of 40 letters does not end in practice. So the ways are counted before a pattern
+is used, as an upper bound over all names, and a pattern with too many is rejected (ADR 0022).
 
-A bound is a polynomial (c0, c1, c2, …): Σ c_d · C(n + d, d) for a name of n characters. Its degree d is the number of
-repeats of variable length, because there are C(n + d, d) ways to give d repeats lengths that add up to at most n. So
-the bounds of a sequence multiply, and those of alternatives add up.
+A bound is a polynomial (c0, c1, c2, …): Σ c_d · C(n + d, d) for a name of n characters. Its degree
+d is the number of repeats of variable length, because there are C(n + d, d) ways to give d repeats
+lengths that add up to at most n. So the bounds of a sequence multiply, and those of alternatives
+add up.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _MAX_STEPS = 60_000_000  # of matching one name, at most: some tenths of a secon
 _MAX_EXPANDED = 1 << 16  # characters of a name that a template produces
 
 _Bound = tuple[int, ...]
-_Head = tuple[int, int]  # a bit set of the characters that may follow, and the number of nodes that check for them
+_Head = tuple[
+    int, int
+]  # a bit set of the characters that may follow, and the number of nodes that check for them
 _ONE: _Bound = (1,)
 _OTHER = 1 << 128  # every non-ASCII character
 _ANY = _OTHER | (1 << 128) - 1
@@ -161,10 +164,13 @@ class _Count:
         if code is op.ATOMIC_GROUP:
             return _ONE, self.seq(value, flags, _OPEN)[1]
         if code in (op.ASSERT, op.ASSERT_NOT):
-            # It reads characters that other nodes read too, whereas `_times` assumes that each reads its own.
+            # It reads characters that other nodes read too, whereas `_times` assumes that each
+            # reads its own.
             return _ONE, _times((3,), self.seq(value[1], flags, _OPEN)[1])
         if code in (op.GROUPREF, op.GROUPREF_EXISTS):
-            raise self._too_much_work(node, "refers to an earlier group", "write out the alternatives of the group")
+            raise self._too_much_work(
+                node, "refers to an earlier group", "write out the alternatives of the group"
+            )
         return _ONE, _ONE
 
     def _branch(self, options: Any, flags: int, follow: _Head) -> tuple[_Bound, _Bound]:
@@ -177,16 +183,26 @@ class _Count:
             chars, empty, _ = self._first(option, flags)
             chars |= follow[0] if empty else 0
             disjoint, seen = disjoint and not seen & chars, seen | chars
-            total, largest, work = _add(total, own_ways), _larger(largest, own_ways), _add(work, steps)
+            total, largest, work = (
+                _add(total, own_ways),
+                _larger(largest, own_ways),
+                _add(work, steps),
+            )
         return largest if disjoint else total, work
 
     def _repeat(self, node: Any, flags: int, follow: _Head) -> tuple[_Bound, _Bound]:
         code, (low, high, inner) = node
         chars, empty, checks = self._first(inner, flags)
-        next_follow = _OPEN if empty or code is op.POSSESSIVE_REPEAT else (chars | follow[0], checks + follow[1])
+        next_follow = (
+            _OPEN
+            if empty or code is op.POSSESSIVE_REPEAT
+            else (chars | follow[0], checks + follow[1])
+        )
         own_ways, steps = self.seq(inner, flags, next_follow)
         steps = _add((1 + follow[1],), steps)
-        exits_once = not empty and not chars & follow[0]  # the next character decides whether to repeat
+        exits_once = (
+            not empty and not chars & follow[0]
+        )  # the next character decides whether to repeat
         if high == 1 and code is not op.POSSESSIVE_REPEAT:
             return (own_ways if exits_once else _add(_ONE, own_ways)), steps
         repeats = (high + 1,) if high <= _MIN_NAME else (low + 1, 1) if empty else (0, 1)
@@ -195,7 +211,9 @@ class _Count:
         if own_ways == _ONE and not empty:
             return (_ONE if exits_once else repeats), self._checked(_times(repeats, steps), node)
         if high > _MIN_NAME:
-            raise self._too_much_work(node, "repeats a part that can match the same text in several ways", _HINT)
+            raise self._too_much_work(
+                node, "repeats a part that can match the same text in several ways", _HINT
+            )
         ways: _Bound = (0,)
         work: _Bound = (0,)
         power = _ONE
@@ -208,7 +226,8 @@ class _Count:
     def _first(self, nodes: Any, flags: int) -> tuple[int, bool, int]:
         """The characters that nodes may begin with, whether they may be empty, and how many nodes check for them.
 
-        All characters if they may be empty in several ways, or look ahead: then more work happens before they fail.
+        All characters if they may be empty in several ways, or look ahead: then more work happens
+        before they fail.
         """
         cached = self._heads.get(id(nodes))
         if cached is None:
@@ -249,7 +268,8 @@ class _Count:
 
     def _too_much_work(self, node: Any, why: str, hint: str) -> LayoutError:
         return LayoutError(
-            f"the pattern {_short(self._regex)} may take too long: its part {_short(_spelled([node]))} {why}", hint=hint
+            f"the pattern {_short(self._regex)} may take too long: its part {_short(_spelled([node]))} {why}",
+            hint=hint,
         )
 
 
@@ -289,7 +309,9 @@ def _chars(node: Any, flags: int) -> int:
             chars |= _bit(arg)
         elif kind is op.RANGE:
             low, high = arg
-            chars |= (1 << min(high + 1, 128)) - (1 << min(low, 128)) | (_OTHER if high > 127 else 0)
+            chars |= (1 << min(high + 1, 128)) - (1 << min(low, 128)) | (
+                _OTHER if high > 127 else 0
+            )
         elif kind is op.CATEGORY:
             chars |= _category(arg, both=negated)
         elif kind is not op.NEGATE:
@@ -300,7 +322,11 @@ def _chars(node: Any, flags: int) -> int:
         upper, lower = (((1 << 26) - 1) << start for start in (65, 97))
         if chars & _OTHER:
             return chars | upper | lower  # `\u017f` matches s too
-        chars |= (chars & upper) << 32 | (chars & lower) >> 32 | (_OTHER if chars & (upper | lower) else 0)
+        chars |= (
+            (chars & upper) << 32
+            | (chars & lower) >> 32
+            | (_OTHER if chars & (upper | lower) else 0)
+        )
     return chars
 
 
@@ -312,7 +338,8 @@ def _bit(char: int) -> int:
 def _category(category: Any, *, both: bool) -> int:
     """The characters of a class with or without the flag ASCII: those in either, or only those in `both`."""
     found = [
-        sum(1 << i for i in range(128) if re.match(_CLASSES[category], chr(i), flag)) for flag in (re.UNICODE, re.ASCII)
+        sum(1 << i for i in range(128) if re.match(_CLASSES[category], chr(i), flag))
+        for flag in (re.UNICODE, re.ASCII)
     ]
     return found[0] & found[1] if both else found[0] | found[1] | _OTHER
 
@@ -328,11 +355,17 @@ def _spelled(nodes: Any) -> str:
         elif code is op.ANY:
             out.append(".")
         elif code is op.IN:
-            out.append(_CLASSES[value[0][1]] if _is_class(value) else f"[{''.join(map(_member, value))}]")
+            out.append(
+                _CLASSES[value[0][1]] if _is_class(value) else f"[{''.join(map(_member, value))}]"
+            )
         elif code in _REPEATS:
             inner = _spelled(value[2])
             one = len(value[2]) == 1 and value[2][0][0] not in (*_REPEATS, op.BRANCH)
-            out.append((inner if one else f"(?:{inner})") + _quantifier(value[0], value[1]) + _REPEATS[code])
+            out.append(
+                (inner if one else f"(?:{inner})")
+                + _quantifier(value[0], value[1])
+                + _REPEATS[code]
+            )
         elif code is op.SUBPATTERN:
             out.append(f"({'' if value[0] else '?:'}{_spelled(value[3])})")
         elif code is op.BRANCH:

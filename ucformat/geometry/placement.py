@@ -34,7 +34,9 @@ class Mesh:
                 raise LayoutError(f"mesh axis {axis!r} has the invalid size {n}")
         self.size = math.prod(self.axes.values())
         if self.size > _MAX_RANKS:
-            raise LayoutError(f"a mesh of {self.size if self.size < 1 << 63 else 'far too many'} ranks is too large")
+            raise LayoutError(
+                f"a mesh of {self.size if self.size < 1 << 63 else 'far too many'} ranks is too large"
+            )
         self.ranks: tuple[int, ...] = tuple(range(self.size) if ranks is None else ranks)
         if sorted(self.ranks) != list(range(self.size)):
             raise LayoutError(
@@ -52,7 +54,9 @@ class Mesh:
             at, out[axis] = divmod(at, n)
         return {axis: out[axis] for axis in self.axes}
 
-    def coordinates(self, axes: Sequence[str], base: Mapping[str, int] | None = None) -> Iterator[dict[str, int]]:
+    def coordinates(
+        self, axes: Sequence[str], base: Mapping[str, int] | None = None
+    ) -> Iterator[dict[str, int]]:
         """Every coordinate that differs from `base` only in these axes, in row-major order."""
         base = dict.fromkeys(self.axes, 0) if base is None else base
         return (self.move(base, axes, i) for i in range(self.degree(axes)))
@@ -93,11 +97,12 @@ class Mesh:
         return "(" + ", ".join(f"{axis}={n}" for axis, n in self.axes.items()) + ")"
 
 
-# Placements: the ways to distribute a tensor over mesh axes; and rules, which assign placements to tensors.
+# Placements: the ways to distribute a tensor over mesh axes; and rules, which assign placements to
+# tensors.
 #
-# Placements compose in the order in which a rule lists them, each on the local shape that the previous one left. Each may
-# span several axes: its degree is the product of their sizes, its index is row-major over the axes as listed. `over`
-# takes the name of one axis, or a tuple of names.
+# Placements compose in the order in which a rule lists them, each on the local shape that the
+# previous one left. Each may span several axes: its degree is the product of their sizes, its index
+# is row-major over the axes as listed. `over` takes the name of one axis, or a tuple of names.
 
 Over = str | tuple[str, ...]
 
@@ -113,10 +118,11 @@ class Shard:
 
     Attributes:
         sizes: the width for each coordinate, in elements of the dim.
-        parts: the dim is a concatenation of parts, each sharded by itself (fused QKV, SwiGLU). A part is a width, or a
-            tuple of widths, one for each coordinate; widths that do not add up to the size of the dim, but divide it,
-            are proportions.
-        pad_to: pad the dim to a multiple of this and shard it evenly; the padding is not part of the tensor.
+        parts: the dim is a concatenation of parts, each sharded by itself (fused QKV, SwiGLU). A
+            part is a width, or a tuple of widths, one for each coordinate; widths that do not add
+            up to the size of the dim, but divide it, are proportions.
+        pad_to: pad the dim to a multiple of this and shard it evenly; the padding is not part of
+            the tensor.
         even: an uneven division is an error (default: no).
     """
 
@@ -135,7 +141,10 @@ class Shard:
             raise LayoutError(f"shard {self.dim} takes one of sizes, parts and pad_to, not several")
         if self.pad_to is not None and self.pad_to < 1:
             raise LayoutError(f"shard {self.dim} cannot pad to a multiple of {self.pad_to}")
-        widths = [*(self.sizes or ()), *(w for p in self.parts or () for w in ((p,) if isinstance(p, int) else p))]
+        widths = [
+            *(self.sizes or ()),
+            *(w for p in self.parts or () for w in ((p,) if isinstance(p, int) else p)),
+        ]
         if any(w < 0 for w in widths) or self.parts == () or (self.parts and not any(widths)):
             raise LayoutError(f"shard {self.dim} has invalid widths {self.sizes or self.parts}")
 
@@ -143,23 +152,26 @@ class Shard:
         """Check that `sizes`, and the widths of each part, have one entry for each coordinate."""
         for widths in (self.sizes, *(self.parts or ())):
             if isinstance(widths, tuple) and len(widths) != degree:
-                raise LayoutError(f"shard {self.dim} gives {len(widths)} widths {widths} for {degree} coordinates")
+                raise LayoutError(
+                    f"shard {self.dim} gives {len(widths)} widths {widths} for {degree} coordinates"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
     """The local tensors of a group, flattened row-major, joined in order, padded, and partitioned over the axes.
 
-    `cut="after_join"` (ZeRO-1/2, FSDP1, Megatron's distributed optimizer): each tensor starts at a multiple of
-    `tensor_align` elements, the end is padded to a common multiple of `group_pad * degree` and `total_align`, and the
-    buffer is cut into equal slices, so a tensor may straddle ranks. `cut="before_join"` (ZeRO-3): each tensor is cut
-    into `degree` equal parts of a multiple of `tensor_align` elements, and each rank joins its parts.
+    `cut="after_join"` (ZeRO-1/2, FSDP1, Megatron's distributed optimizer): each tensor starts at a
+    multiple of `tensor_align` elements, the end is padded to a common multiple of `group_pad *
+    degree` and `total_align`, and the buffer is cut into equal slices, so a tensor may straddle
+    ranks. `cut="before_join"` (ZeRO-3): each tensor is cut into `degree` equal parts of a multiple
+    of `tensor_align` elements, and each rank joins its parts.
 
-    `group`: `optimizer` (the tensor list's optimizer groups), `all`, `tensor` (each by itself), or a `/regex/` whose
-    first capture is the name of the group. `order`: as in the checkpoint, reversed, or DeepSpeed's
-    `round_robin_gradients`. `max_elements`: a buffer is closed once it has this many elements (ZeRO-3's
-    `sub_group_size`, counted on one rank, or Megatron's `bucket_size`, counted over the whole buffer), and the next
-    tensor starts another.
+    `group`: `optimizer` (the tensor list's optimizer groups), `all`, `tensor` (each by itself), or
+    a `/regex/` whose first capture is the name of the group. `order`: as in the checkpoint,
+    reversed, or DeepSpeed's `round_robin_gradients`. `max_elements`: a buffer is closed once it has
+    this many elements (ZeRO-3's `sub_group_size`, counted on one rank, or Megatron's `bucket_size`,
+    counted over the whole buffer), and the next tensor starts another.
     """
 
     over: Over
@@ -178,21 +190,25 @@ class Flat:
         for name in ("tensor_align", "group_pad", "total_align", "max_elements"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise LayoutError(f"flat {self.group!r} has {name} {value}, which must be at least 1")
+                raise LayoutError(
+                    f"flat {self.group!r} has {name} {value}, which must be at least 1"
+                )
         if is_regex(self.group):
             if not compile_regex(self.group).groups:
                 raise LayoutError(f"the group {self.group!r} has no capture to name the group by")
         elif self.group not in ("optimizer", "all", "tensor"):
-            raise LayoutError(f"unknown group {self.group!r}", hint="it is optimizer, all, tensor or a /regex/")
+            raise LayoutError(
+                f"unknown group {self.group!r}", hint="it is optimizer, all, tensor or a /regex/"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Only one pipeline stage holds the tensor: `index`, or the stage whose layers include the tensor's.
 
-    `starts` lists the first layer of each stage; the layer is captured by the group `layer`, or else the first group,
-    of the rule's `/regex/`. A list several times as long as the number of stages assigns interleaved virtual stages in
-    turn.
+    `starts` lists the first layer of each stage; the layer is captured by the group `layer`, or
+    else the first group, of the rule's `/regex/`. A list several times as long as the number of
+    stages assigns interleaved virtual stages in turn.
     """
 
     over: Over
@@ -248,8 +264,11 @@ def compile_match(match: str) -> Pattern:
     """Compile a pattern that must match a whole name."""
     if is_regex(match):
         return compile_regex(match)
-    first, *rest = ("".join("." if c == "?" else re.escape(c) for c in part) for part in match.split("*"))
-    # The text between two stars is matched as early as possible, without backtracking: so nothing is tried twice.
+    first, *rest = (
+        "".join("." if c == "?" else re.escape(c) for c in part) for part in match.split("*")
+    )
+    # The text between two stars is matched as early as possible, without backtracking: so nothing
+    # is tried twice.
     inner = "".join(f"(?>.*?{part})" for part in rest[:-1] if part)
     return Pattern(re.compile(first + inner + (f".*{rest[-1]}" if rest else ""), re.DOTALL))
 
@@ -281,8 +300,12 @@ class Rule:
         object.__setattr__(self, "_names", tuple(map(compile_match, patterns)))
         object.__setattr__(self, "_states", tuple(map(compile_match, self.states)))
         if not patterns:
-            raise LayoutError(f"{self} matches nothing", hint='to match every tensor, write match: "*"')
-        if any(isinstance(p, Stage) and p.starts for p in self.place) and not all(p.groups for p in self._names):
+            raise LayoutError(
+                f"{self} matches nothing", hint='to match every tensor, write match: "*"'
+            )
+        if any(isinstance(p, Stage) and p.starts for p in self.place) and not all(
+            p.groups for p in self._names
+        ):
             raise LayoutError(
                 f"{self} gives the first layers of stages, but its match captures no layer number",
                 hint=r"write it as a regex with a capture: /model\.layers\.(\d+)\..*/",
@@ -301,7 +324,9 @@ class Rule:
         for p in self.place:
             unknown = [axis for axis in axes_of(p) if axis not in mesh.axes]
             if unknown:
-                raise LayoutError(f"{self} names the axis {unknown[0]!r}, which is not in the mesh {mesh}")
+                raise LayoutError(
+                    f"{self} names the axis {unknown[0]!r}, which is not in the mesh {mesh}"
+                )
             degree = mesh.degree(axes_of(p) or tuple(mesh.axes))
             try:
                 if isinstance(p, Shard):
@@ -358,7 +383,9 @@ class Placed:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which the local tensor differs between coordinates, before any flat buffer is partitioned."""
-        named = {a for s in self.shards for a in axes_of(s)} | {a for h in self.holders for a in h.axes}
+        named = {a for s in self.shards for a in axes_of(s)} | {
+            a for h in self.holders for a in h.axes
+        }
         return tuple(a for a in self.mesh.axes if a in named)
 
 
@@ -378,24 +405,32 @@ def place(mesh: Mesh, found: list[tuple[Rule, re.Match[str]]]) -> Placed:
         for p in rule.place:
             for axis in axes_of(p):
                 if axis in used:
-                    raise LayoutError(f"{rule} uses the axis {axis!r} a second time, after {used[axis]}")
+                    raise LayoutError(
+                        f"{rule} uses the axis {axis!r} a second time, after {used[axis]}"
+                    )
                 used[axis] = rule
             if flat is not None and isinstance(p, Shard | Flat | Partial):
-                raise LayoutError(f"{rule} places a flat buffer: after flat only replicate, stage and owner may follow")
+                raise LayoutError(
+                    f"{rule} places a flat buffer: after flat only replicate, stage and owner may follow"
+                )
             match p:
                 case Shard():
                     shards.append(p)
                 case Flat():
                     flat = p
                 case Stage():
-                    holders.append(Holder(axes_of(p), _stage(p, mesh.degree(axes_of(p)), rule, match)))
+                    holders.append(
+                        Holder(axes_of(p), _stage(p, mesh.degree(axes_of(p)), rule, match))
+                    )
                 case Owner():
                     holders.append(Holder(axes_of(p) or tuple(mesh.axes), p.index))
                 case Partial():
                     partial = p
                 case Replicate():
                     pass
-    return Placed(mesh, tuple(shards), tuple(holders), flat, partial, tuple(rule for rule, _ in found))
+    return Placed(
+        mesh, tuple(shards), tuple(holders), flat, partial, tuple(rule for rule, _ in found)
+    )
 
 
 def _stage(stage: Stage, degree: int, rule: Rule, match: re.Match[str]) -> int:
@@ -405,7 +440,11 @@ def _stage(stage: Stage, degree: int, rule: Rule, match: re.Match[str]) -> int:
     try:
         chunk = bisect_right(stage.starts, int(layer)) - 1
     except (TypeError, ValueError):
-        raise LayoutError(f"{rule} captures {layer!r} of {match[0]}, which is not a layer number") from None
+        raise LayoutError(
+            f"{rule} captures {layer!r} of {match[0]}, which is not a layer number"
+        ) from None
     if chunk < 0:
-        raise LayoutError(f"{rule}: layer {layer} of {match[0]} comes before the first stage, {stage.starts[0]}")
+        raise LayoutError(
+            f"{rule}: layer {layer} of {match[0]} comes before the first stage, {stage.starts[0]}"
+        )
     return chunk % degree

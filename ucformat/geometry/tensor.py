@@ -60,7 +60,9 @@ class TensorInfo:
                 hint=f"known are {', '.join(ITEMSIZE)}",
             )
         if min(self.shape, default=0) < 0:
-            raise UsageError(f"tensor {self.name} ({self.state}) has the invalid shape {self.shape}")
+            raise UsageError(
+                f"tensor {self.name} ({self.state}) has the invalid shape {self.shape}"
+            )
 
     @property
     def key(self) -> Key:
@@ -87,8 +89,9 @@ class TensorInfo:
 class Block:
     """The stored unit that a checksum covers: `nbytes` raw bytes from byte `offset` of a file.
 
-    `crc32c` is the expected checksum; None means that it follows the bytes, as four bytes in little-endian order. If
-    `placed`, the checksum also covers the location of the bytes (`reading.execute.place_checksum`).
+    `crc32c` is the expected checksum; None means that it follows the bytes, as four bytes in
+    little-endian order. If `placed`, the checksum also covers the location of the bytes
+    (`reading.execute.place_checksum`).
     """
 
     offset: int
@@ -106,9 +109,9 @@ class Block:
 class Extent:
     """A box of a tensor that is stored, raw and little-endian, in a file.
 
-    `file` is a key of the store that the tensor's source reads. Element `box.start + i` is at byte `offset + sum(i[d] *
-    strides[d])`; strides are in bytes, one for each dim. Extents of one tensor with the same box are replicas; a reader
-    may use any of them.
+    `file` is a key of the store that the tensor's source reads. Element `box.start + i` is at byte
+    `offset + sum(i[d] * strides[d])`; strides are in bytes, one for each dim. Extents of one tensor
+    with the same box are replicas; a reader may use any of them.
     """
 
     box: Box
@@ -122,33 +125,42 @@ class Extent:
         if self.block is None or not self.box.size:
             return False
         steps = [(n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True)]
-        first, last = self.offset + sum(min(s, 0) for s in steps), self.offset + sum(max(s, 0) for s in steps)
+        first, last = (
+            self.offset + sum(min(s, 0) for s in steps),
+            self.offset + sum(max(s, 0) for s in steps),
+        )
         return first < self.block.offset or last + itemsize > self.block.offset + self.block.nbytes
 
     def block_of(self, shape: tuple[int, ...]) -> Block | None:
         """The block that covers a part of the extent.
 
-        A small block of a packed file is read whole to verify any part of it; others are left out for a part.
+        A small block of a packed file is read whole to verify any part of it; others are left out
+        for a part.
         """
         block = self.block
         if block is None or shape == self.box.shape:
             return block
-        return block if (block.placed or block.crc32c is not None) and block.nbytes <= _SMALL else None
+        return (
+            block if (block.placed or block.crc32c is not None) and block.nbytes <= _SMALL else None
+        )
 
     @property
     def last(self) -> int:
         """The byte of the file at which the last element begins."""
-        return self.offset + sum((n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True))
+        return self.offset + sum(
+            (n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """A box of a tensor that is stored in a file as equal chunks, one after another, each followed by its crc32c.
 
-    The chunks form a regular grid that begins at `box.start`, in C order; a chunk that extends past the box is padded
-    to its full shape. Chunk number `k` begins at byte `offset + k * pitch`. With `steps`, the bytes from one chunk to
-    the next along each dim, they are tiles of a packed file at these positions. It is equivalent to one extent for each
-    chunk, and planning does not have to enumerate the chunks.
+    The chunks form a regular grid that begins at `box.start`, in C order; a chunk that extends past
+    the box is padded to its full shape. Chunk number `k` begins at byte `offset + k * pitch`. With
+    `steps`, the bytes from one chunk to the next along each dim, they are tiles of a packed file at
+    these positions. It is equivalent to one extent for each chunk, and planning does not have to
+    enumerate the chunks.
     """
 
     box: Box
@@ -191,7 +203,9 @@ class Tiles:
         dims = zip(common.start, common.shape, self.box.start, self.chunk, strict=True)
         for at in product(*(range((a - b) // c, -(-(a - b + n) // c)) for a, n, b, c in dims)):
             begin = tuple(i * c for i, c in zip(at, self.chunk, strict=True))
-            shape = tuple(min(c, n - b) for c, n, b in zip(self.chunk, self.box.shape, begin, strict=True))
+            shape = tuple(
+                min(c, n - b) for c, n, b in zip(self.chunk, self.box.shape, begin, strict=True)
+            )
             start = tuple(a + b for a, b in zip(self.box.start, begin, strict=True))
             offset = self.offset + sum(i * s for i, s in zip(at, steps, strict=True))
             block = Block(offset, self.pitch - 4, placed=self.placed)
@@ -229,7 +243,14 @@ class FileRun:
         f = self.first
         start = list(f.box.start)
         start[self.dim] += number * f.box.shape[self.dim]
-        return Tiles(Box(tuple(start), f.box.shape), self.files[number], f.offset, f.chunk, f.itemsize, f.steps)
+        return Tiles(
+            Box(tuple(start), f.box.shape),
+            self.files[number],
+            f.offset,
+            f.chunk,
+            f.itemsize,
+            f.steps,
+        )
 
     def parts(self, within: Box) -> Iterator[tuple[Tiles, Sequence[str]]]:
         """The files of which a box intersects the same part: what the first of them has, and the others."""
@@ -261,8 +282,8 @@ def single_extents(found: Iterable[Extent | Tiles], within: Box | None = None) -
 class Piece:
     """A box of a tensor, and its location in one rank's local buffer.
 
-    Element `box.start + i` is at element `offset + sum(i[d] * strides[d])` of the buffer. `buffer` is the name of a
-    flat buffer that several tensors share; None is memory of the tensor's own.
+    Element `box.start + i` is at element `offset + sum(i[d] * strides[d])` of the buffer. `buffer`
+    is the name of a flat buffer that several tensors share; None is memory of the tensor's own.
     """
 
     box: Box
@@ -284,12 +305,18 @@ def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
     if start <= piece.offset and piece.offset + span <= stop:
         yield piece
         return
-    d = max((d for d, n in enumerate(shape) if n > 1), key=strides.__getitem__)  # of the largest steps
+    d = max(
+        (d for d, n in enumerate(shape) if n > 1), key=strides.__getitem__
+    )  # of the largest steps
     count, step = shape[d], strides[d]
     inner = span - (count - 1) * step  # elements that one index spans
-    first = min(count, max(0, (start - piece.offset - inner) // step + 1))  # that reaches into the range
+    first = min(
+        count, max(0, (start - piece.offset - inner) // step + 1)
+    )  # that reaches into the range
     last = max(first, min(count, -((piece.offset - stop) // step)))
-    whole = min(last, max(first, -((piece.offset - start) // step)))  # the first that is wholly inside
+    whole = min(
+        last, max(first, -((piece.offset - start) // step))
+    )  # the first that is wholly inside
     end = max(whole, min(last, (stop - piece.offset - inner) // step + 1))
     if whole < end:
         yield _along(piece, d, whole, end)
@@ -310,7 +337,8 @@ def _along(piece: Piece, d: int, low: int, high: int) -> Piece:
 class TensorList:
     """The tensors of a checkpoint, in the order in which the training program lists them.
 
-    `groups` maps the name of a parameter to the index of its optimizer group. Flat buffers depend on both.
+    `groups` maps the name of a parameter to the index of its optimizer group. Flat buffers depend
+    on both.
     """
 
     tensors: Sequence[TensorInfo]

@@ -1,7 +1,7 @@
 """Views: a target tensor composed of boxes of source tensors, with permuted axes.
 
-A view turns the names and shapes of one family (Megatron's fused, stacked QKV) into another's (one q, k and v for each
-layer) without copying a byte.
+A view turns the names and shapes of one family (Megatron's fused, stacked QKV) into another's (one
+q, k and v for each layer) without copying a byte.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Part:
     """A box of a target tensor that equals a box of a source tensor.
 
-    Target dim `i` runs along source dim `axes[i]`; None is a target dim of size 1 that corresponds to no source dim.
-    Source dims that `axes` does not name have size 1 in `box`.
+    Target dim `i` runs along source dim `axes[i]`; None is a target dim of size 1 that corresponds
+    to no source dim. Source dims that `axes` does not name have size 1 in `box`.
     """
 
     target: Box
@@ -48,18 +48,27 @@ class View:
         for source, part in self.parts:
             self._check(source, part)
         targets = [p.target for _, p in self.parts if p.target.size]
-        if len(set(targets)) < len(targets):  # replicas are fine for `prove`, but one source would shadow the other
+        if len(set(targets)) < len(
+            targets
+        ):  # replicas are fine for `prove`, but one source would shadow the other
             twice = next(t for t in targets if targets.count(t) > 1)
             raise CoverageError(f"the view of {self.info.key} takes {twice} from two sources")
-        prove(self.info, ((f"part {i} from {source}", p.target) for i, (source, p) in enumerate(self.parts)))
+        prove(
+            self.info,
+            ((f"part {i} from {source}", p.target) for i, (source, p) in enumerate(self.parts)),
+        )
 
     def _check(self, source: Key, part: Part) -> None:
         where = f"the view of {self.info.key} takes {part.target} from {part.box} of {source}"
         named = [a for a in part.axes if a is not None]
         if len(part.axes) != len(part.target.shape) or len(set(named)) < len(named):
-            raise LayoutError(f"{where}, but its axes {part.axes} are not distinct source dims, one for each dim")
+            raise LayoutError(
+                f"{where}, but its axes {part.axes} are not distinct source dims, one for each dim"
+            )
         if not all(0 <= a < len(part.box.shape) for a in named):
-            raise LayoutError(f"{where}, but its axes {part.axes} name a dim that the source does not have")
+            raise LayoutError(
+                f"{where}, but its axes {part.axes} name a dim that the source does not have"
+            )
         if tuple(1 if a is None else part.box.shape[a] for a in part.axes) != part.target.shape:
             raise LayoutError(f"{where}, which has another shape by the axes {part.axes}")
         if any(n != 1 for a, n in enumerate(part.box.shape) if a not in named):
@@ -74,7 +83,9 @@ class View:
                     f"the view of {self.info.key} is {self.info.dtype}, but its source {info.key} is {info.dtype}",
                     hint="cast after reading, not in a view",
                 )
-            if len(info.shape) != len(part.box.shape) or not Box.whole(info.shape).contains(part.box):
+            if len(info.shape) != len(part.box.shape) or not Box.whole(info.shape).contains(
+                part.box
+            ):
                 raise LayoutError(
                     f"the view of {self.info.key} takes {part.box} of {info.key}, which has the shape {info.shape}"
                 )
@@ -95,7 +106,11 @@ class View:
             if box is not None:
                 taken.setdefault(source, []).append(box)
         around = {source: bounding_box(boxes) for source, boxes in taken.items()}
-        known = {source: list(source_extents(source, box)) for source, box in around.items() if box is not None}
+        known = {
+            source: list(source_extents(source, box))
+            for source, box in around.items()
+            if box is not None
+        }
         for source, part, box in near:
             for extent in known.get(source, ()) if box is not None else ():
                 clip = extent.box.intersect(part.box)

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
 
-_TOGETHER, _MOMENT = 64, 1.0  # the most checkpoints that are recorded in one transaction; seconds that one waits for it
+_TOGETHER, _MOMENT = (
+    64,
+    1.0,
+)  # the most checkpoints that are recorded in one transaction; seconds that one waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,9 @@ class Failure:
 class OpenedCheckpoint:
     """An opened checkpoint as it is recorded; plain data, which a worker process can send.
 
-    `keys` are those of the files of a foreign one; a universal one's are all below its folder. `unread` are the files
-    in a foreign one's folder whose meaning is unknown, and `step` is the one in its files.
+    `keys` are those of the files of a foreign one; a universal one's are all below its folder.
+    `unread` are the files in a foreign one's folder whose meaning is unknown, and `step` is the one
+    in its files.
     """
 
     url: str
@@ -51,7 +55,13 @@ class OpenedCheckpoint:
         """As JSON, for another process."""
         doc = None if self.doc is None else self.doc.model_dump(mode="json")
         manifest = self.manifest.model_dump_json()
-        return json.dumps({**{f.name: getattr(self, f.name) for f in fields(self)}, "doc": doc, "manifest": manifest})
+        return json.dumps(
+            {
+                **{f.name: getattr(self, f.name) for f in fields(self)},
+                "doc": doc,
+                "manifest": manifest,
+            }
+        )
 
     @classmethod
     def parse(cls, text: str) -> OpenedCheckpoint:
@@ -61,7 +71,16 @@ class OpenedCheckpoint:
         manifest = Manifest.model_validate_json(found["manifest"])
         files = None if found["files"] is None else (int(found["files"][0]), int(found["files"][1]))
         keys = None if found["keys"] is None else tuple(found["keys"])
-        return cls(found["url"], found["kind"], manifest, files, doc, keys, tuple(found["unread"]), found["step"])
+        return cls(
+            found["url"],
+            found["kind"],
+            manifest,
+            files,
+            doc,
+            keys,
+            tuple(found["unread"]),
+            found["step"],
+        )
 
 
 #: A place, its checkpoint or the reason why it cannot be opened, and how many places are left.
@@ -100,7 +119,9 @@ def record_all(
     present, failures, done = [], [], 0
     unread: dict[str, tuple[str, ...]] = {}
     for part in _batches(opened):
-        checkpoints = [(root, found) for root, found, _ in part if not isinstance(found, UcformatError)]
+        checkpoints = [
+            (root, found) for root, found, _ in part if not isinstance(found, UcformatError)
+        ]
         refused = _record(catalog, checkpoints, how, listings or {})
         for root, found, left in part:
             error = found if isinstance(found, UcformatError) else refused.get(root)
@@ -132,7 +153,10 @@ def _batches(opened: Iterable[Opened]) -> Iterator[list[Opened]]:
 
 
 def _record(
-    catalog: Catalog, opened: Sequence[tuple[str, OpenedCheckpoint]], how: How, listings: Mapping[str, str]
+    catalog: Catalog,
+    opened: Sequence[tuple[str, OpenedCheckpoint]],
+    how: How,
+    listings: Mapping[str, str],
 ) -> dict[str, UcformatError]:
     """Record checkpoints in one transaction, or each on its own if one of them is refused.
 
@@ -156,7 +180,9 @@ def _record(
             try:
                 with naming_place(ck.url):
                     entry = catalog.import_document(ck.manifest.id, ck.doc, ck.url, trust=how.trust)
-                    if how.run is not None and entry.run != how.run:  # the option overrides the document
+                    if (
+                        how.run is not None and entry.run != how.run
+                    ):  # the option overrides the document
                         catalog.record_all([new[root]])
             except UcformatError as error:
                 refused[root] = error
@@ -165,4 +191,13 @@ def _record(
 
 def _found(root: str, ck: OpenedCheckpoint, how: How, listings: Mapping[str, str]) -> Found:
     listing = listings.get(root) if same_url(root) == same_url(ck.url) else None
-    return Found(ck.manifest, ck.url, ck.kind, how.run, ck.files, how.replace_config, listing, how.replace_step)
+    return Found(
+        ck.manifest,
+        ck.url,
+        ck.kind,
+        how.run,
+        ck.files,
+        how.replace_config,
+        listing,
+        how.replace_step,
+    )

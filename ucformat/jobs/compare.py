@@ -58,7 +58,10 @@ class Counts:
 
 
 def compare_values(a: NDArray[Any], b: NDArray[Any]) -> Counts:
-    """Compare two flat arrays of equal length: of equal dtypes by their bits, else by their values, where NaN is NaN."""
+    """Compare two flat arrays of equal length.
+
+    Of equal dtypes by their bits, else by their values, where NaN is NaN.
+    """
     compare = _bits if a.dtype == b.dtype else _values
     found = Counts()
     with np.errstate(all="ignore"):  # infinities and NaNs are among the differences
@@ -115,7 +118,9 @@ def _distance(a: Floats, b: Floats, distances: Floats | None = None) -> Counts:
         distances = _modulus(np.where(a == b, 0.0, a - b))
     distances = distances[numbers]
     largest = np.maximum(_modulus(a), _modulus(b))[numbers]
-    relative = np.where(np.isinf(distances), np.inf, distances / np.where(largest == 0, 1.0, largest))
+    relative = np.where(
+        np.isinf(distances), np.inf, distances / np.where(largest == 0, 1.0, largest)
+    )
     return Counts(
         len(a),
         int(np.count_nonzero(nan_a != nan_b)),
@@ -125,7 +130,9 @@ def _distance(a: Floats, b: Floats, distances: Floats | None = None) -> Counts:
 
 
 def _modulus(parts: Floats) -> Floats:
-    found: Floats = np.abs(parts[:, 0]) if parts.shape[1] == 1 else np.hypot(parts[:, 0], parts[:, 1])
+    found: Floats = (
+        np.abs(parts[:, 0]) if parts.shape[1] == 1 else np.hypot(parts[:, 0], parts[:, 1])
+    )
     return found
 
 
@@ -140,10 +147,13 @@ class TensorDifference:
 
     Attributes:
         equal: whether they are of one dtype, and equal bit for bit.
-        differing: elements whose bits differ; of different dtypes, those whose values do, where NaN equals NaN.
+        differing: elements whose bits differ; of different dtypes, those whose values do, where NaN
+            equals NaN.
         nan_mismatches: elements of which one is NaN and the other is not.
-        max_abs: the largest |a - b| of the others, as float64; of integers the exact one, rounded once.
-        max_rel: the largest |a - b| / max(|a|, |b|) of the others; 0 where both are 0, infinite where |a - b| is.
+        max_abs: the largest |a - b| of the others, as float64; of integers the exact one, rounded
+            once.
+        max_rel: the largest |a - b| / max(|a|, |b|) of the others; 0 where both are 0, infinite
+            where |a - b| is.
         by_digest: whether their digests are equal, so that neither was read.
     """
 
@@ -174,8 +184,8 @@ def compare(
 ) -> Iterator[TensorDifference]:
     """Compare every tensor that both checkpoints hold in the same state and shape, in the order of the first.
 
-    Tied tensors are found under all their names. Tensors with equal digests are not read. Memory: less than 64 MiB for
-    each worker, whatever the sizes of the tensors.
+    Tied tensors are found under all their names. Tensors with equal digests are not read. Memory:
+    less than 64 MiB for each worker, whatever the sizes of the tensors.
 
     Args:
         workers: blocks compared at once (default: one for each core, at most 4).
@@ -262,7 +272,9 @@ def _reader(info: TensorInfo, ck: Checkpoint) -> _Reader:
     return read
 
 
-def _differences(pairs: Sequence[_Pair], workers: int, progress: Progress | None) -> Iterator[TensorDifference]:
+def _differences(
+    pairs: Sequence[_Pair], workers: int, progress: Progress | None
+) -> Iterator[TensorDifference]:
     total, done, at = sum(p.nbytes for p in pairs), 0, 0
     found: dict[int, Counts] = {}
     left: dict[int, int] = {}  # boxes of a tensor that are not compared yet
@@ -272,7 +284,9 @@ def _differences(pairs: Sequence[_Pair], workers: int, progress: Progress | None
             boxes = p.boxes()
             found[number], left[number] = Counts(), len(boxes)
             if boxes:
-                readers = [_reader(info, ck) for info, ck in zip((p.a, p.b), p.checkpoints, strict=True)]
+                readers = [
+                    _reader(info, ck) for info, ck in zip((p.a, p.b), p.checkpoints, strict=True)
+                ]
                 for box in boxes:
                     yield number, box, readers
 
@@ -324,9 +338,9 @@ def spread_of(view: Viewed | None, keys: Iterable[Key]) -> dict[str, dict[str, A
         view: the view that computes the means; None if there is none.
 
     Returns:
-        For each of these tensors that is a mean, by name and state, the number of `values` and `max_abs_difference`,
-        the largest difference of any two values of an element. For a tensor made of several means, or parts of them,
-        it is the largest of these means as wholes.
+        For each of these tensors that is a mean, by name and state, the number of `values` and
+        `max_abs_difference`, the largest difference of any two values of an element. For a tensor
+        made of several means, or parts of them, it is the largest of these means as wholes.
     """
     out: dict[str, dict[str, Any]] = {}
     if view is None:

@@ -80,8 +80,9 @@ def convert(
 ) -> Checkpoint:
     """Write the content of a checkpoint as a universal checkpoint, and commit it.
 
-    An interrupted conversion leaves nothing that opens; called again with the same arguments it continues, and reuses
-    intact shards. Memory: less than 64 MiB for each worker, whatever the sizes of the tensors.
+    An interrupted conversion leaves nothing that opens; called again with the same arguments it
+    continues, and reuses intact shards. Memory: less than 64 MiB for each worker, whatever the
+    sizes of the tensors.
 
     Args:
         src: a checkpoint, or its path, url or reference.
@@ -89,49 +90,66 @@ def convert(
         states: the state, or states, to convert (default: all).
         chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
-        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
-        workers: shards written at once (default: one for each core; for object stores eight at least).
+        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one
+            is.
+        workers: shards written at once (default: one for each core; for object stores eight at
+            least).
         run: the name of the training run, for the catalog (default: the source's, if known).
         config: the configuration of the training, plain JSON values, in addition to the source's.
         metrics: measured numbers by name, in addition to the source's; these win.
-        step: the training step (default: the source's, else the one in its name, such as `checkpoint-500`).
-        virtual: write only the locations of the tensors' bytes in the source's files, which must stay as they are. A
-            document beside them, in `needed-by/`, keeps every catalog from removing them.
+        step: the training step (default: the source's, else the one in its name, such as
+            `checkpoint-500`).
+        virtual: write only the locations of the tensors' bytes in the source's files, which must
+            stay as they are. A document beside them, in `needed-by/`, keeps every catalog from
+            removing them.
         checksums: with `virtual`, read these files once and record their checksums, for `verify`.
         unprotected: with `virtual`, continue if nothing can be written beside the source's files.
-        weights: `safetensors` stores the weights, or masters where only these are stored, in safetensors files with the
-            configuration and the tokenizer beside them: `Checkpoint.hf_url` is a folder that Hugging Face's tools load.
-            Everything else is stored as arrays (default: everything is). Tensors below 256 KiB are packed into files
-            beside the arrays if there are more than 1,000 of them; `materialize` writes those as arrays, too.
-        verify: compare the bytes that are read with the checksums in the source's files (CRC-32 of zip records, CRC-32C
-            of chunks). The manifest's `verified` lists the tensors of which all bytes were compared.
-        on: where shards are written (docs/guides/cluster.md): `threads` of this process, the workers of a Dask cluster
-            (`dask://HOST:PORT`, `tls://HOST:PORT`), the processes of `torchrun`, or a part of them that other processes
-            do not write (`part:I/N`), and then `commit`.
+        weights: `safetensors` stores the weights, or masters where only these are stored, in
+            safetensors files with the configuration and the tokenizer beside them:
+            `Checkpoint.hf_url` is a folder that Hugging Face's tools load. Everything else is
+            stored as arrays (default: everything is). Tensors below 256 KiB are packed into files
+            beside the arrays if there are more than 1,000 of them; `materialize` writes those as
+            arrays, too.
+        verify: compare the bytes that are read with the checksums in the source's files (CRC-32 of
+            zip records, CRC-32C of chunks). The manifest's `verified` lists the tensors of which
+            all bytes were compared.
+        on: where shards are written (docs/guides/cluster.md): `threads` of this process, the
+            workers of a Dask cluster (`dask://HOST:PORT`, `tls://HOST:PORT`), the processes of
+            `torchrun`, or a part of them that other processes do not write (`part:I/N`), and then
+            `commit`.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
         NotFinished: this process has done its part, and another one commits.
         ChecksumError: the source is damaged; the message names file, record and tensors.
-        MissingData: with `commit`, parts are missing; the message names them, and nothing is committed.
-        Conflict: a checkpoint is committed at `dst` already, or another writer committed one in the meantime; or a file
-            of the source was changed since it was opened; or with `virtual`, the source is being removed or replaced.
-        UnsupportedError: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed; or
-            with `weights`, a tensor has a dtype that safetensors does not have.
-        PermissionDenied: with `virtual` and without `unprotected`, nothing can be written beside the source's files.
-        UsageError: `checksums` or `unprotected` without `virtual`, or `virtual` with a size of chunks or shards, or
-            with `weights`; or `weights` of a checkpoint without weights.
+        MissingData: with `commit`, parts are missing; the message names them, and nothing is
+            committed.
+        Conflict: a checkpoint is committed at `dst` already, or another writer committed one in the
+            meantime; or a file of the source was changed since it was opened; or with `virtual`,
+            the source is being removed or replaced.
+        UnsupportedError: with `virtual`, a tensor has no bytes of its own in a file: it is
+            compressed, or computed; or with `weights`, a tensor has a dtype that safetensors does
+            not have.
+        PermissionDenied: with `virtual` and without `unprotected`, nothing can be written beside
+            the source's files.
+        UsageError: `checksums` or `unprotected` without `virtual`, or `virtual` with a size of
+            chunks or shards, or with `weights`; or `weights` of a checkpoint without weights.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = as_store(dst)
-    check_values({"run": run, "config": with_config({}, config), "metrics": dict(metrics or {})}, "the checkpoint")
+    check_values(
+        {"run": run, "config": with_config({}, config), "metrics": dict(metrics or {})},
+        "the checkpoint",
+    )
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     infos = _chosen(source, None if states is None else as_strings(states))
     _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)
     _check_weights(source, infos, weights, virtual=virtual)
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
     plan |= {"weights": weights} if weights else {}
-    _warn_of_unread(source)  # before there are files of an attempt, which may be inside the source's folder
+    _warn_of_unread(
+        source
+    )  # before there are files of an attempt, which may be inside the source's folder
     placed = VirtualExtents(source, infos) if virtual else None
     needs = [] if placed is None else [url for url, _ in placed.homes]
     attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
@@ -139,19 +157,37 @@ def convert(
         if placed is None:
             files = plan_files(source, infos, attempt.id, weights)
             held = {} if files is None else files.tensors
-            arrays = ShardJob(source, store, attempt.id, [i for i in infos if i.key not in held], how)
+            arrays = ShardJob(
+                source, store, attempt.id, [i for i in infos if i.key not in held], how
+            )
             in_files = (
-                None if files is None else partial(WeightsJob, source, store, attempt.id, infos, files, how, weights)
+                None
+                if files is None
+                else partial(WeightsJob, source, store, attempt.id, infos, files, how, weights)
             )
             manifest, recorded = write(arrays, attempt, in_files)
         else:
             recorded = False
-            manifest = _write_virtual(source, store, attempt, placed, how, checksums=checksums, unprotected=unprotected)
+            manifest = _write_virtual(
+                source, store, attempt, placed, how, checksums=checksums, unprotected=unprotected
+            )
         if step is None:
-            step = manifest.step if source.universal or manifest.step is not None else step_in_name(source.home)
-        about = {"run": run or manifest.run, "step": step, "config": with_config(manifest.config, config)}
+            step = (
+                manifest.step
+                if source.universal or manifest.step is not None
+                else step_in_name(source.home)
+            )
+        about = {
+            "run": run or manifest.run,
+            "step": step,
+            "config": with_config(manifest.config, config),
+        }
         done = commit(
-            store, attempt, manifest.model_copy(update={**about, "metrics": {**manifest.metrics, **(metrics or {})}})
+            store,
+            attempt,
+            manifest.model_copy(
+                update={**about, "metrics": {**manifest.metrics, **(metrics or {})}}
+            ),
         )
         if recorded:
             discard_finished(store, attempt.id)
@@ -172,7 +208,9 @@ def _warn_of_unread(source: Checkpoint) -> None:
             *(source.home, ", ".join(lost[:_MAX_NAMED]), more),
         )
     if source.missing:
-        _log.warning("%s lacks files that its program writes: %s", source.home, ", ".join(source.missing))
+        _log.warning(
+            "%s lacks files that its program writes: %s", source.home, ", ".join(source.missing)
+        )
 
 
 def _write_virtual(
@@ -191,31 +229,53 @@ def _write_virtual(
             for info in placed.infos:
                 verifier.expect(info, source.source.extents(info.key), None)
         sidecar, tensors = put_virtual(
-            source, store, attempt, placed, checksums=checksums, unprotected=unprotected, progress=how.progress
+            source,
+            store,
+            attempt,
+            placed,
+            checksums=checksums,
+            unprotected=unprotected,
+            progress=how.progress,
         )
     verified = VerifiedDoc(default=False) if verifier is None else verifier.described(placed.infos)
     made = _described(source, store, attempt, tensors)
-    return made.model_copy(update={"id": attempt.keeps or made.id, "sidecar": sidecar, "verified": verified})
+    return made.model_copy(
+        update={"id": attempt.keeps or made.id, "sidecar": sidecar, "verified": verified}
+    )
 
 
 def _check_virtual(how: How, *, virtual: bool, checksums: bool, unprotected: bool) -> None:
     if checksums and not virtual:
-        raise UsageError("checksums of the source's files are for a virtual checkpoint; others always have their own")
+        raise UsageError(
+            "checksums of the source's files are for a virtual checkpoint; others always have their own"
+        )
     if unprotected and not virtual:
         raise UsageError("only a virtual checkpoint needs files that could be unprotected")
     if virtual and how.where != HERE:
-        raise UsageError("a virtual checkpoint is written by one process: its bytes stay where they are")
+        raise UsageError(
+            "a virtual checkpoint is written by one process: its bytes stay where they are"
+        )
     if virtual and (how.chunk_bytes or how.shard_bytes):
-        raise UsageError("a virtual checkpoint has no chunks and shards: its bytes stay where they are")
+        raise UsageError(
+            "a virtual checkpoint has no chunks and shards: its bytes stay where they are"
+        )
 
 
-def _check_weights(source: Checkpoint, infos: Sequence[TensorInfo], weights: str | None, *, virtual: bool) -> None:
+def _check_weights(
+    source: Checkpoint, infos: Sequence[TensorInfo], weights: str | None, *, virtual: bool
+) -> None:
     if weights is None:
         return
     if weights != "safetensors":
-        raise UsageError(f"weights={weights!r} is not supported", hint='"safetensors", or leave it out for arrays')
+        raise UsageError(
+            f"weights={weights!r} is not supported",
+            hint='"safetensors", or leave it out for arrays',
+        )
     if virtual:
-        raise UsageError("a virtual checkpoint has no files of its own for weights", hint="leave out one of the two")
+        raise UsageError(
+            "a virtual checkpoint has no files of its own for weights",
+            hint="leave out one of the two",
+        )
     if is_wrapped(info.name for info in infos):
         raise UnsupportedError(
             f"{source.url} is of a model that PEFT has wrapped: its tensors have other names than those that Hugging "
@@ -231,21 +291,29 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
     unknown = set(states or ()) - {i.state for i in infos}
     if unknown:
         known = ", ".join(sorted({k.state for k in source.tensors}))
-        raise UsageError(f"{source.url} stores no tensor in state {min(unknown)!r}", hint=f"there are: {known}")
+        raise UsageError(
+            f"{source.url} stores no tensor in state {min(unknown)!r}", hint=f"there are: {known}"
+        )
     if not infos and (states is not None or source.steps):
         reason = "no state is chosen" if source.tensors else "the view leaves no tensor"
-        raise UsageError(f"{source.url}: {reason}, so nothing would be written", hint="leave out `states` for all")
+        raise UsageError(
+            f"{source.url}: {reason}, so nothing would be written",
+            hint="leave out `states` for all",
+        )
     return infos
 
 
-def write(job: ShardJob, attempt: Attempt, weights: Callable[[], WeightsJob] | None = None) -> tuple[Manifest, bool]:
+def write(
+    job: ShardJob, attempt: Attempt, weights: Callable[[], WeightsJob] | None = None
+) -> tuple[Manifest, bool]:
     """Write tensors, and everything else of a checkpoint.
 
     Args:
         weights: makes the job that writes the other tensors (default: there are none).
 
     Returns:
-        The manifest, which the caller commits, and whether there are records, which the caller then discards.
+        The manifest, which the caller commits, and whether there are records, which the caller then
+        discards.
 
     Raises:
         NotFinished: another process is to commit.
@@ -275,10 +343,14 @@ def write(job: ShardJob, attempt: Attempt, weights: Callable[[], WeightsJob] | N
     for source in job.sources[1:]:
         _check_unchanged(source)
     grid = grid_doc(how.chunk_bytes, how.shard_bytes) if job.infos or weights is None else None
-    return made.model_copy(update={"verified": verified, "grid": grid, "sidecar": sidecar}), recorded
+    return made.model_copy(
+        update={"verified": verified, "grid": grid, "sidecar": sidecar}
+    ), recorded
 
 
-def _run_tasks(tasks: ShardJob | WeightsJob, job: ShardJob, attempt: Attempt, before: int = 0) -> bool:
+def _run_tasks(
+    tasks: ShardJob | WeightsJob, job: ShardJob, attempt: Attempt, before: int = 0
+) -> bool:
     """Run the tasks of a job, which come after so many bytes of the job of the arrays."""
     how = job.how
     if attempt.began is None:
@@ -288,11 +360,17 @@ def _run_tasks(tasks: ShardJob | WeightsJob, job: ShardJob, attempt: Attempt, be
             for file in source.metadata.files:  # others have read them, too
                 watching.note(file)
     workers = how.workers or workers_for(*(source.store for source in job.sources), job.store)
-    report = None if how.progress is None else partial(_report, how.progress, before, before + tasks.total)
+    report = (
+        None
+        if how.progress is None
+        else partial(_report, how.progress, before, before + tasks.total)
+    )
     return run_job(tasks, how.where, workers, report)
 
 
-def _report(progress: Callable[[int, int], None], before: int, total: int, done: int, _of: int) -> None:
+def _report(
+    progress: Callable[[int, int], None], before: int, total: int, done: int, _of: int
+) -> None:
     progress(min(before + done, total), total)
 
 
@@ -304,7 +382,11 @@ def _list_files(source: Checkpoint) -> None:
 
 
 def _described(
-    source: Checkpoint, store: Store, attempt: Attempt, tensors: tuple[TensorDoc, ...], folder: str | None = None
+    source: Checkpoint,
+    store: Store,
+    attempt: Attempt,
+    tensors: tuple[TensorDoc, ...],
+    folder: str | None = None,
 ) -> Manifest:
     """Write everything except the tensors, and return the manifest; `folder` is that of safetensors files.
 
@@ -314,7 +396,11 @@ def _described(
     names, keys = {t.name for t in tensors}, [Key(t.name, t.state) for t in tensors]
     spread = spread_of(source.viewed, keys)
     old = outdated(source.viewed, source.assets, source.objects)
-    values = {**source.objects, **({"spread": spread} if spread else {}), **({OUTDATED: old} if old else {})}
+    values = {
+        **source.objects,
+        **({"spread": spread} if spread else {}),
+        **({OUTDATED: old} if old else {}),
+    }
     made = Manifest(
         id=new_id(),
         attempt=attempt.id,
@@ -333,7 +419,9 @@ def _described(
         objects=put_objects(store, objects, values),
         per_rank=copy_per_rank(source.universal, store, objects),
         assets=put_assets(store, attempt.id, folder, source.assets),
-        tensors=TensorTable.of(replace(t, at=paths_of(source.metadata, k)) for t, k in zip(tensors, keys, strict=True)),
+        tensors=TensorTable.of(
+            replace(t, at=paths_of(source.metadata, k)) for t, k in zip(tensors, keys, strict=True)
+        ),
     )
     _check_unchanged(source)
     return made
@@ -346,5 +434,7 @@ def _check_unchanged(source: Checkpoint) -> None:
 def _write_metadata(store: Store, arrays: Sequence[Array]) -> None:
     """Write every `zarr.json`: of the group, of each state, of each array."""
     put_groups(store, arrays)
-    each = map_io if store.costs.parallel else map  # on a disk, more threads would only delay those that write shards
+    each = (
+        map_io if store.costs.parallel else map
+    )  # on a disk, more threads would only delay those that write shards
     list(each(lambda array: put_array(store, array), arrays))

@@ -1,7 +1,7 @@
 """Copies the files of a checkpoint: each is read once, compared with its checksums, and written while it is read.
 
-A file that differs from the committed one never appears at the destination. Intact files of an interrupted copy are
-read back there and kept.
+A file that differs from the committed one never appears at the destination. Intact files of an
+interrupted copy are read back there and kept.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class BlockChecker:
     """Compares the blocks of a file, which may overlap, with their checksums while the file is read."""
 
     def __init__(self, file: str, blocks: Sequence[tuple[Key, Block]]) -> None:
-        self._todo = deque(_BlockSum(file, key, block) for key, block in blocks)  # in the order of their offsets
+        self._todo = deque(
+            _BlockSum(file, key, block) for key, block in blocks
+        )  # in the order of their offsets
         self._begun: list[_BlockSum] = []
         self._bad: list[_BlockSum] = []
 
@@ -120,7 +122,9 @@ class CopyJob(RecordedJob):
         self.finished = set()
         self.leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
         self.kept: list[AuditItem] = []  # those that were there already
-        self._there = {i.key: i.size for folder in folders_of(self.attempt) for i in store.list(folder)}
+        self._there = {
+            i.key: i.size for folder in folders_of(self.attempt) for i in store.list(folder)
+        }
 
     def nbytes(self, task: int) -> int:
         """See Job."""
@@ -140,7 +144,11 @@ class CopyJob(RecordedJob):
         """See RecordedJob; what an earlier run has copied counts as kept, but not what parts have."""
         self.parts = max(self.parts, doc.parts)
         for task in doc.tasks:
-            if task.task >= self.count or task.task in self.finished or task.file != self.files[task.task].file:
+            if (
+                task.task >= self.count
+                or task.task in self.finished
+                or task.file != self.files[task.task].file
+            ):
                 continue
             item = self.files[task.task]
             if isinstance(item, ShardFile):
@@ -152,7 +160,12 @@ class CopyJob(RecordedJob):
     def spec(self) -> dict[str, Any]:
         """See Job."""
         place = {"source": spec_of(self.opened), "store": self.store.url}
-        return {"job": "copy_files:CopyJob", **place, "id": self.source.manifest.id, "attempt": self.attempt}
+        return {
+            "job": "copy_files:CopyJob",
+            **place,
+            "id": self.source.manifest.id,
+            "attempt": self.attempt,
+        }
 
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
@@ -163,7 +176,9 @@ class CopyJob(RecordedJob):
         return cls(source, open_store(spec["store"]))
 
 
-def transfer(item: AuditItem, src: Store, dst: Store, there: Mapping[str, int]) -> tuple[bytes, bool]:
+def transfer(
+    item: AuditItem, src: Store, dst: Store, there: Mapping[str, int]
+) -> tuple[bytes, bool]:
     """Copy a file, unless the destination has it already.
 
     Args:
@@ -197,7 +212,9 @@ def listed(source: Universal) -> list[AuditItem]:
     """All files that a manifest names, the large ones first."""
     for key, doc in source.docs.items():
         if doc.path is not None and (missing := source.missing_shards(doc)):
-            raise MissingData(f"{missing:,} of the {grid_of(doc).count:,} shards of {key} are missing", hint=_HINT)
+            raise MissingData(
+                f"{missing:,} of the {grid_of(doc).count:,} shards of {key} are missing", hint=_HINT
+            )
     packed = () if source.manifest.sidecar is None else _packed(source)
     return sorted([*items(source), *packed], key=lambda item: -item.nbytes)
 
@@ -208,7 +225,10 @@ def _packed(source: Universal) -> list[PackedFile]:
     for file, tensor, block in blocks_of(sidecar):
         blocks[file].append((keys[tensor], block))
     c = sidecar.columns
-    bare = {sidecar.files[n] for n in set(c.file[(c.block_offset == NO_BLOCK) & ~sidecar.tiled].tolist())}
+    bare = {
+        sidecar.files[n]
+        for n in set(c.file[(c.block_offset == NO_BLOCK) & ~sidecar.tiled].tolist())
+    }
 
     def made(file: str) -> PackedFile:
         try:
@@ -241,7 +261,9 @@ class PackedFile:
         read_through(store, self.file, self.nbytes, sums.take, out)
         reason = "crc32c differs (block at byte {})"
         damaged = sums.damaged()
-        return b"", [Problem(self.file, reason.format(b.offset), *key, kind="differs") for key, b in damaged]
+        return b"", [
+            Problem(self.file, reason.format(b.offset), *key, kind="differs") for key, b in damaged
+        ]
 
 
 def _damaged(src: Store, file: str, wrong: Sequence[Problem]) -> UcformatError:
@@ -249,7 +271,13 @@ def _damaged(src: Store, file: str, wrong: Sequence[Problem]) -> UcformatError:
     keys = [Key(p.name, p.state) for p in wrong if p.name is not None and p.state is not None]
     more = f", and {len(reasons) - _NAMED} more" if len(reasons) > _NAMED else ""
     kinds = {p.kind for p in wrong}
-    error = ChecksumError if "differs" in kinds else MissingData if "missing" in kinds else IntegrityError
+    error = (
+        ChecksumError
+        if "differs" in kinds
+        else MissingData
+        if "missing" in kinds
+        else IntegrityError
+    )
     return error(f"{src.url}/{file}: {'; '.join(reasons[:_NAMED])}{more}{_names(keys)}", hint=_HINT)
 
 
@@ -262,8 +290,9 @@ def _names(keys: Sequence[Key]) -> str:
 
 # Copies a universal checkpoint to another place: the same bytes under the same id.
 #
-# The manifest is copied byte by byte, so the attempt that it names keeps its name. Two processes that copy a checkpoint
-# to the same place at once write the same files, and the second one finds the work done.
+# The manifest is copied byte by byte, so the attempt that it names keeps its name. Two processes
+# that copy a checkpoint to the same place at once write the same files, and the second one finds
+# the work done.
 
 __all__ = ["Copied", "copy"]
 
@@ -304,23 +333,27 @@ def copy(
 ) -> Copied:
     """Copy a universal checkpoint, arrays or packed, to another place, and commit it there under the same id.
 
-    Every byte is compared with its checksum. An interrupted copy leaves nothing that opens; called again it continues,
-    and keeps intact files. If the same checkpoint is committed there already, nothing is done. A catalog that knows the
-    checkpoint records the new location. Memory: less than 64 MiB for each worker, whatever the sizes of the files.
+    Every byte is compared with its checksum. An interrupted copy leaves nothing that opens; called
+    again it continues, and keeps intact files. If the same checkpoint is committed there already,
+    nothing is done. A catalog that knows the checkpoint records the new location. Memory: less than
+    64 MiB for each worker, whatever the sizes of the files.
 
     Args:
         src: a checkpoint, or its path, url or reference.
         dst: the path, url or store of the copy.
-        overwrite: replace another checkpoint that is committed at `dst`; it stays whole until the copy is. If the same
-            one is there, its files are compared with their checksums, and damaged ones are copied again.
-        workers: files copied at once (default: one for each core; for object stores eight at least).
+        overwrite: replace another checkpoint that is committed at `dst`; it stays whole until the
+            copy is. If the same one is there, its files are compared with their checksums, and
+            damaged ones are copied again.
+        workers: files copied at once (default: one for each core; for object stores eight at
+            least).
         on: where files are copied, as for `convert`.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
         NotFinished: this process has done its part, and another one commits.
         IntegrityError: the source is damaged; nothing is committed.
-        Conflict: another checkpoint is committed at `dst`, or the source was replaced in the meantime.
+        Conflict: another checkpoint is committed at `dst`, or the source was replaced in the
+            meantime.
         UnsupportedError: the source is not a universal checkpoint, or is virtual.
         UsageError: the source is a view.
     """
@@ -333,7 +366,9 @@ def copy(
     data, _ = source.store.read_versioned(MANIFEST)
     if not _is_same(parse_manifest(data, f"{source.store.url}/{MANIFEST}"), source.manifest):
         raise _replaced(source)
-    here = find_manifest(store, UcformatError)  # of one that cannot be read, `begin` describes the fault
+    here = find_manifest(
+        store, UcformatError
+    )  # of one that cannot be read, `begin` describes the fault
     if here is not None and not overwrite and _is_same(here, source.manifest):
         return _already(source, store)
     if here is not None and not overwrite and here.id == source.manifest.id:
@@ -342,10 +377,14 @@ def copy(
             hint="pass overwrite=True (--overwrite) to replace it",
         )
     try:
-        return _copy(ck, source, store, data, where, overwrite=overwrite, workers=workers, progress=progress)
+        return _copy(
+            ck, source, store, data, where, overwrite=overwrite, workers=workers, progress=progress
+        )
     except Conflict:
         here = None if overwrite else find_manifest(store, UcformatError)
-        if here is not None and _is_same(here, source.manifest):  # another process copied it at the same time
+        if here is not None and _is_same(
+            here, source.manifest
+        ):  # another process copied it at the same time
             return _already(source, store)
         raise
     except UcformatError as error:
@@ -418,9 +457,15 @@ def _copy(
 ) -> Copied:
     manifest = source.manifest
     plan = {"copy": manifest.id, "attempt": manifest.attempt}
-    attempt = where.begin(lambda: begin(store, plan, overwrite=overwrite, name=manifest.attempt, keeps=manifest.id))
+    attempt = where.begin(
+        lambda: begin(store, plan, overwrite=overwrite, name=manifest.attempt, keeps=manifest.id)
+    )
     before = None if attempt.replaces is None else attempt.replaces[0]
-    if before is not None and before.attempt == manifest.attempt and not _has_equal_files(before, manifest):
+    if (
+        before is not None
+        and before.attempt == manifest.attempt
+        and not _has_equal_files(before, manifest)
+    ):
         raise Conflict(
             f"{store.url} holds the checkpoint {before.id}, which has different files with the same names",
             hint="choose another place, or delete that checkpoint first",
@@ -450,7 +495,9 @@ def _copy(
 
 def _has_equal_files(one: Manifest, other: Manifest) -> bool:
     """Whether all files are the same, by their digests."""
-    return all(getattr(one, k) == getattr(other, k) for k in ("tensors", "objects", "assets", "sidecar"))
+    return all(
+        getattr(one, k) == getattr(other, k) for k in ("tensors", "objects", "assets", "sidecar")
+    )
 
 
 def _checked(job: CopyJob) -> Copied:

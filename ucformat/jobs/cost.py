@@ -1,7 +1,7 @@
 """What registering trees will cost, from opening a sample of their checkpoints: what is read depends on the content.
 
-Folders are of one kind if they have files of the same names, apart from numbers. Of each kind some are opened, spread
-over the tree, and stand for the others.
+Folders are of one kind if they have files of the same names, apart from numbers. Of each kind some
+are opened, spread over the tree, and stand for the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Info, Store
 
 
-_OPENED, _KINDS = 4, 8  # folders that are opened of each kind, and kinds; rare ones are taken together
+_OPENED, _KINDS = (
+    4,
+    8,
+)  # folders that are opened of each kind, and kinds; rare ones are taken together
 _PAGE = 1000  # files that one request lists
 _NUMBER = re.compile(r"\d+")
 
@@ -149,7 +152,10 @@ def _names(infos: Iterable[Info], folders: Iterable[str]) -> dict[str, frozenset
 
 
 def _sample(
-    tree: Tree, folders: Iterable[str], names: Mapping[str, frozenset[str]], options: Mapping[str, Any] | None
+    tree: Tree,
+    folders: Iterable[str],
+    names: Mapping[str, frozenset[str]],
+    options: Mapping[str, Any] | None,
 ) -> tuple[_Total, int]:
     """What it costs to open folders, and how many were opened to find out.
 
@@ -202,7 +208,8 @@ def _counted(stores: Iterable[_CountingStore]) -> _Total:
     return _Total(0, files, len(reads) + others, sum(read.nbytes for _, read in reads))
 
 
-# What a job will cost, before it runs: its tasks, the bytes that it reads and writes, its requests, and its time.
+# What a job will cost, before it runs: its tasks, the bytes that it reads and writes, its requests,
+# and its time.
 
 __all__ = ["Cost", "estimate", "estimate_combination", "estimate_export", "seconds_at"]
 
@@ -220,8 +227,8 @@ class Cost:
         bytes_read: from the source.
         bytes_written: to the destination, without metadata.
         requests: reads and writes; of local files, system calls.
-        seconds: about how long it takes with its workers in one process; None if `ucp doctor` has not measured the
-            places in `unmeasured`.
+        seconds: about how long it takes with its workers in one process; None if `ucp doctor` has
+            not measured the places in `unmeasured`.
         unmeasured: the places whose speed is unknown.
         sampled: how many tasks were run to estimate all of this (None: none; it was computed).
     """
@@ -253,7 +260,8 @@ def estimate(
     Args:
         job: its name.
         src: a checkpoint, or its path, url or reference.
-        dst: the destination, for `convert` and `copy`; for `materialize` the source's place by default.
+        dst: the destination, for `convert` and `copy`; for `materialize` the source's place by
+            default.
         states: as for `convert`.
         chunk_bytes: as for `convert`.
         shard_bytes: as for `convert`.
@@ -267,27 +275,40 @@ def estimate(
     """
     ck = src if isinstance(src, Checkpoint) else open_reference(src)
     if job not in ("convert", "copy", "materialize", "verify"):
-        raise UsageError(f"there is no job {job!r}", hint="there are: convert, copy, materialize, verify")
+        raise UsageError(
+            f"there is no job {job!r}", hint="there are: convert, copy, materialize, verify"
+        )
     if dst is None and job in ("convert", "copy"):
         raise UsageError(f"{job} needs a destination")
     if job == "verify":
         checks = VerifyJob(ck)
         nbytes = sum(c.nbytes for c in checks.checks)
         calls = sum(math.ceil(c.nbytes / _READ) for c in checks.checks)
-        return _cost([(ck.store, calls, nbytes)], None, (), workers, (checks.count, len(checks.checks)))
+        return _cost(
+            [(ck.store, calls, nbytes)], None, (), workers, (checks.count, len(checks.checks))
+        )
     store = open_store(ck.home if dst is None else dst)
     if job == "copy":
         if ck.universal is None:
-            raise UnsupportedError(f"{ck.url} is a checkpoint of {ck.kind}, which is not copied", hint="convert it")
+            raise UnsupportedError(
+                f"{ck.url} is a checkpoint of {ck.kind}, which is not copied", hint="convert it"
+            )
         sizes = [item.nbytes for item in CopyJob(ck, store).files]
-        return _cost([(ck.store, sum(math.ceil(n / _READ) for n in sizes), sum(sizes))], store, sizes, workers)
+        return _cost(
+            [(ck.store, sum(math.ceil(n / _READ) for n in sizes), sum(sizes))],
+            store,
+            sizes,
+            workers,
+        )
     chosen = None if states is None else as_strings(states)
     infos = [i for i in ck.tensors.values() if chosen is None or i.state in chosen]
     check_choice("weights", weights, (None, "safetensors"))
     planned = plan_files(ck, infos, _ATTEMPT, weights) if job == "convert" else None
     if planned is not None:
         infos = [i for i in infos if i.key not in planned.tensors]
-    with ShardJob(ck, store, _ATTEMPT, infos, How(chunk_bytes, shard_bytes, verify=verify)) as shards:
+    with ShardJob(
+        ck, store, _ATTEMPT, infos, How(chunk_bytes, shard_bytes, verify=verify)
+    ) as shards:
         reads, sizes = _of_shards(shards)
     for file in () if planned is None else planned.files:
         reads.append((ck.store, math.ceil(file.nbytes / BAND_BYTES), file.nbytes))
@@ -314,7 +335,9 @@ def estimate_export(job: ExportJob, workers: int | None = None) -> Cost:
     for file in job.target.files:
         for part in () if file.link else file.parts():
             if isinstance(part, Span):
-                reads += _planned([job.input.within(info, piece.box) for info, piece in part.pieces])
+                reads += _planned(
+                    [job.input.within(info, piece.box) for info, piece in part.pieces]
+                )
     return _cost(reads, job.store, sizes, workers)
 
 
@@ -339,10 +362,14 @@ def _planned(boxes: Iterable[InputBox]) -> Iterator[_Reads]:
     for found in boxes:
         store = found.input.checkpoint.store
         costs = store.costs
-        costs = replace(costs, block=0, request=min(costs.request, BAND_BYTES))  # as it is read, band by band
+        costs = replace(
+            costs, block=0, request=min(costs.request, BAND_BYTES)
+        )  # as it is read, band by band
         piece = Piece(found.box, 0, row_major(found.box.shape))
         verify: Verify = "whole" if found.input.verify else "never"
-        plan = make_plan([ReadItem(found.info, found.planned, [(0, piece)])], verify, costs).through(store)
+        plan = make_plan(
+            [ReadItem(found.info, found.planned, [(0, piece)])], verify, costs
+        ).through(store)
         yield store, plan.ranges, plan.bytes_read
 
 
@@ -352,7 +379,9 @@ def _puts(store: Store, nbytes: int) -> int:
     return 1 if nbytes <= part else 2 + math.ceil(nbytes / part)
 
 
-def seconds_at(store: Store, calls: int, nbytes: int, threads: int, *, writing: bool = False) -> float | None:
+def seconds_at(
+    store: Store, calls: int, nbytes: int, threads: int, *, writing: bool = False
+) -> float | None:
     """How long requests take, by what `ucp doctor` has measured of the place; None if it has not."""
     profile = profile_of(store.url)
     if profile is None:

@@ -1,9 +1,10 @@
 """Dependents: virtual checkpoints, recorded beside the files that they need, so that every catalog protects these.
 
-The document `needed-by/<id>.json` is written before the virtual checkpoint is committed, and deleted after it is
-removed. A process that removes or replaces a checkpoint first marks that beside it (a tombstone, or `replacing` in the
-record of an attempt) and then lists these documents; a process that writes one looks for such a mark afterwards. So if
-both run at once, at least one sees the other. A document that was left behind keeps files until the owner ignores it.
+The document `needed-by/<id>.json` is written before the virtual checkpoint is committed, and
+deleted after it is removed. A process that removes or replaces a checkpoint first marks that beside
+it (a tombstone, or `replacing` in the record of an attempt) and then lists these documents; a
+process that writes one looks for such a mark afterwards. So if both run at once, at least one sees
+the other. A document that was left behind keeps files until the owner ignores it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ucformat")
 _NAME = re.compile(r"([0-9a-f]{32})\.json", re.ASCII)  # of the documents: an id from `new_id`
 
-#: A place where files must be recorded as needed, and the attempts there that the files belong to, if any.
+#: A place where files must be recorded as needed, and the attempts there that the files belong to,
+#: if any.
 Home = tuple[str, frozenset[str]]
 
 
@@ -77,7 +79,8 @@ def need(homes: Sequence[Home], checkpoint: str, url: str, *, unprotected: bool 
     """Record durably in these places that a checkpoint needs their files.
 
     Raises:
-        Conflict: the checkpoint there is being removed or replaced, or was replaced since it was opened.
+        Conflict: the checkpoint there is being removed or replaced, or was replaced since it was
+            opened.
     """
     stamp = make_stamp()
     doc = NeededByDoc(id=checkpoint, url=url, created=stamp.now, who=stamp.who)
@@ -109,7 +112,8 @@ def _refuse_dying(store: Store, attempts: frozenset[str]) -> None:
     committed = _attempt_at(store.url)
     if committed is None or attempts - {committed}:
         raise Conflict(
-            f"the checkpoint at {store.url} was replaced or deleted since it was opened", hint="open it again"
+            f"the checkpoint at {store.url} was replaced or deleted since it was opened",
+            hint="open it again",
         )
     if replacing_attempts(store) - {committed}:
         raise Conflict(
@@ -122,13 +126,15 @@ def _refuse_dying(store: Store, attempts: frozenset[str]) -> None:
 def release(store: Store, record: AttemptDoc) -> None:
     """Remove the records that a checkpoint whose attempt is gone needs files elsewhere; failures are warnings.
 
-    Only in places where this user's virtual checkpoints may have files, and only records with the url of this place:
-    the record of an attempt may be another user's.
+    Only in places where this user's virtual checkpoints may have files, and only records with the
+    url of this place: the record of an attempt may be another user's.
     """
     for place in record.needs:
         try:
             if record.id is None or not _is_allowed(place):
-                raise PermissionDenied("this user's checkpoints are not allowed to have files there")
+                raise PermissionDenied(
+                    "this user's checkpoints are not allowed to have files there"
+                )
             other, key = open_store(place), _key(record.id)
             there, doc = exists(other, key), _read(other, record.id)
             if not there or (doc is not None and _is_same(doc.url, store.url)):
@@ -163,14 +169,17 @@ def _is_same(one: str, other: str) -> bool:
 
 def dependents_at(store: Store) -> tuple[str, ...]:
     """The ids of the checkpoints that need files of a place, according to the documents there."""
-    names = (_NAME.fullmatch(info.key.removeprefix(f"{NEEDED_BY}/")) for info in store.list(NEEDED_BY))
+    names = (
+        _NAME.fullmatch(info.key.removeprefix(f"{NEEDED_BY}/")) for info in store.list(NEEDED_BY)
+    )
     return tuple(found[1] for found in names if found)
 
 
 def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
     """Find the dependents of checkpoints.
 
-    A place that cannot be listed counts as one without dependents: it is listed again before any file is removed.
+    A place that cannot be listed counts as one without dependents: it is listed again before any
+    file is removed.
     """
     failures: dict[str, str] = {}
 
@@ -183,7 +192,9 @@ def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[st
 
     pairs = [(checkpoint, url) for checkpoint, urls in places.items() for url in urls]
     found: dict[str, frozenset[str]] = {}
-    for (checkpoint, _), ids in zip(pairs, map_io(lambda pair: list_dependents(pair[1]), pairs), strict=True):
+    for (checkpoint, _), ids in zip(
+        pairs, map_io(lambda pair: list_dependents(pair[1]), pairs), strict=True
+    ):
         others = frozenset(ids) - {checkpoint}
         if others:
             found[checkpoint] = found.get(checkpoint, frozenset()) | others
@@ -208,7 +219,9 @@ def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozen
     """
     store, stamp = open_store(url), make_stamp()
     beside = frozenset(dependents_at(store)) & frozenset(ids)
-    urls = {dependent: doc.url for dependent in beside if (doc := _read(store, dependent)) is not None}
+    urls = {
+        dependent: doc.url for dependent in beside if (doc := _read(store, dependent)) is not None
+    }
     catalog_url = load_settings().catalog_url()
     found = set(beside)
     if catalog_url is not None:
@@ -220,7 +233,11 @@ def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozen
         why = {dependent: {"command": command, "at": urls.get(dependent)} for dependent in ids}
         with Catalog(catalog_url) as catalog:  # first, so that the log is complete
             found = catalog.database.write(
-                lambda c: {w for w in ids if ignore_dependent(c, w, place, stamp, beside=w in beside, why=why[w])}
+                lambda c: {
+                    w
+                    for w in ids
+                    if ignore_dependent(c, w, place, stamp, beside=w in beside, why=why[w])
+                }
             )
     for dependent in beside:
         store.delete(_key(dependent))

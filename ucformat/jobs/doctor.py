@@ -33,7 +33,12 @@ _WEB = ("AWS_WEB_IDENTITY_TOKEN_FILE",)
 _CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 _GOOGLE = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY")
 _AZURE = (
-    *("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_TOKEN"),
+    *(
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "AZURE_STORAGE_SAS_KEY",
+        "AZURE_STORAGE_SAS_TOKEN",
+        "AZURE_STORAGE_TOKEN",
+    ),
     *("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE"),
 )
 
@@ -52,7 +57,11 @@ def access_to(url: str) -> Access:
     """The endpoint, region and credentials with which `clouds.connect` opens a url, and the cache of its files."""
     scheme = split_url(url)[0]
     found = _access_to(SCHEMES.get(scheme))
-    return found if scheme in ("", "file", "memory") else replace(found, cache=load_settings().cache or "none")
+    return (
+        found
+        if scheme in ("", "file", "memory")
+        else replace(found, cache=load_settings().cache or "none")
+    )
 
 
 def _access_to(cloud: str | None) -> Access:
@@ -155,8 +164,8 @@ class Diagnosis:
 def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Diagnosis:
     """Probe what a storage place can do: list, read ranges, put and replace on condition, send large files, delete.
 
-    Some 30 MiB are written in a folder `ucf-doctor-…` there, and removed, also if a probe fails. The speed that was
-    measured is kept for this user, for `estimate`.
+    Some 30 MiB are written in a folder `ucf-doctor-…` there, and removed, also if a probe fails.
+    The speed that was measured is kept for this user, for `estimate`.
 
     Args:
         place: a path or url. It may be empty; with `read_only` it should hold a checkpoint.
@@ -170,7 +179,9 @@ def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Di
         if not examined.written:
             examined.read()
         if examined.latency is not None and examined.throughput is not None:
-            keep_profile(store.url, Profile(examined.latency, examined.throughput, examined.write_throughput))
+            keep_profile(
+                store.url, Profile(examined.latency, examined.throughput, examined.write_throughput)
+            )
         return Diagnosis(
             store.url,
             read_only,

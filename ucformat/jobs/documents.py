@@ -46,22 +46,31 @@ _AT_ONCE = 20  # documents that are brought up to date along with those of a cha
 _log = logging.getLogger("ucformat")
 
 
-def write_documents(catalog: Catalog, limit: int | None = _AT_ONCE, *, changed: Collection[int] = ()) -> int:
+def write_documents(
+    catalog: Catalog, limit: int | None = _AT_ONCE, *, changed: Collection[int] = ()
+) -> int:
     """Bring documents up to date: those of changed checkpoints, and the newest others.
 
-    A document that cannot be written is a warning, and due again the next time. Returns the number that were due.
+    A document that cannot be written is a warning, and due again the next time. Returns the number
+    that were due.
 
     Args:
         limit: the most documents besides those that changed (default 20; None: all).
     """
     with catalog.database.reading() as c:
         due = stale(c, limit, changed)
-    failures = {url: error for checkpoint in due for url, error in _write_everywhere(catalog, checkpoint).items()}
+    failures = {
+        url: error
+        for checkpoint in due
+        for url, error in _write_everywhere(catalog, checkpoint).items()
+    }
     if failures:
         first, error = min(failures.items(), key=lambda failure: failure[0])
         more = f", and of {len(failures) - 1:,} other checkpoints," if len(failures) > 1 else ""
         why = error.message if error.hint is None else f"{error.message} {error.hint}"
-        _log.warning("the catalog's document beside %s%s could not be updated: %s", first, more, why)
+        _log.warning(
+            "the catalog's document beside %s%s could not be updated: %s", first, more, why
+        )
     return len(due)
 
 
@@ -137,7 +146,10 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
             if is_empty(store):
                 check_removed(store, begun=False)
                 if _protects(doc):
-                    raise Conflict("the checkpoint is gone from there", hint="`ucp reindex` makes the catalog know it")
+                    raise Conflict(
+                        "the checkpoint is gone from there",
+                        hint="`ucp reindex` makes the catalog know it",
+                    )
                 return doc.revision  # nothing to keep a document for
             with suppress(IntegrityError, UpgradeNeeded):
                 found = find_manifest(store)
@@ -151,7 +163,9 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
                 catalog.import_document(doc.id, there, url)
                 doc = _composed(catalog, serial, url)
             if doc.revision <= there.revision <= MAX_REVISION:
-                settle(store, CATALOG_DOCUMENT)  # its writer may have been killed before it was durable
+                settle(
+                    store, CATALOG_DOCUMENT
+                )  # its writer may have been killed before it was durable
                 _refuse_replacing(store, doc)
                 return there.revision
         try:
@@ -166,14 +180,17 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
 def _refuse_replacing(store: Store, doc: CatalogDoc) -> None:
     """Raise Conflict if a protected checkpoint is being replaced by a writer that may not have seen the document.
 
-    A writer marks its attempt before it reads the document: so it sees the document, or this sees the mark.
+    A writer marks its attempt before it reads the document: so it sees the document, or this sees
+    the mark.
     """
     if not _protects(doc):
         return
     if others := replacing_attempts(store):
         found = find_manifest(store)
         if found is None or found.id != doc.id or others - {found.attempt}:
-            raise Conflict("the checkpoint there is being replaced, perhaps in spite of this protection")
+            raise Conflict(
+                "the checkpoint there is being replaced, perhaps in spite of this protection"
+            )
 
 
 def _protects(doc: CatalogDoc) -> bool:
@@ -181,7 +198,9 @@ def _protects(doc: CatalogDoc) -> bool:
 
 
 def _replaced() -> Conflict:
-    return Conflict("there is another checkpoint there by now", hint="`ucp reindex` makes the catalog know it")
+    return Conflict(
+        "there is another checkpoint there by now", hint="`ucp reindex` makes the catalog know it"
+    )
 
 
 def _versioned(store: Store) -> tuple[CatalogDoc | None, str | None]:
@@ -208,20 +227,26 @@ def _put(store: Store, data: bytes, version: str | None) -> None:
             out.write(data)
         store.flush()
         if store.read(CATALOG_DOCUMENT) != data:
-            raise Conflict(f"{store.url}/{CATALOG_DOCUMENT} was written by another process at the same time") from None
+            raise Conflict(
+                f"{store.url}/{CATALOG_DOCUMENT} was written by another process at the same time"
+            ) from None
 
 
 def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
     """Raise Conflict if something protects the checkpoint at a place from being replaced.
 
-    The same protections prevent its deletion. If the id stays the same (`new`), only the files are replaced, so that
-    only dependents matter.
+    The same protections prevent its deletion. If the id stays the same (`new`), only the files are
+    replaced, so that only dependents matter.
 
     Args:
         new: the id of the checkpoint that replaces it; None if it is new.
     """
     if there.id == new:
-        why = tuple(dict.fromkeys((*_beside(store, there.id), *_known(store.url, there.id, annotations=False))))
+        why = tuple(
+            dict.fromkeys(
+                (*_beside(store, there.id), *_known(store.url, there.id, annotations=False))
+            )
+        )
     else:
         why = protections_of(store.url, there.id)
     if why:
@@ -233,7 +258,9 @@ def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
 
 def _beside(store: Store, checkpoint: str) -> tuple[str, ...]:
     """The dependents that are recorded beside the files, as reasons."""
-    return tuple(needed_by([dependent for dependent in dependents_at(store) if dependent != checkpoint]))
+    return tuple(
+        needed_by([dependent for dependent in dependents_at(store) if dependent != checkpoint])
+    )
 
 
 def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[str, ...]:

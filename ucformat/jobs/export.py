@@ -4,8 +4,8 @@
     2. The tasks write all files but those without which no tool takes the folder for a checkpoint.
     3. When these are durable, the others are written, and the folder `ucformat-export` is removed.
 
-An interrupted export is continued by the same call. Whatever else is at the destination is refused, except beside a
-target that is a single file.
+An interrupted export is continued by the same call. Whatever else is at the destination is refused,
+except beside a target that is a single file.
 """
 
 from __future__ import annotations
@@ -84,22 +84,27 @@ def export(
 ) -> Exported:
     """Write a checkpoint in the format of another tool.
 
-    Resumable: if interrupted, `dst` holds nothing that the tool takes for a checkpoint, and the same call continues.
+    Resumable: if interrupted, `dst` holds nothing that the tool takes for a checkpoint, and the
+    same call continues.
 
     Args:
-        src: a checkpoint, or its path, url or reference; through `Checkpoint.view` with other names and shapes.
-        dst: path or url of an empty or missing folder; or of a file, if it has an ending of the format (`model.pt`):
-            other files in its folder do not matter.
+        src: a checkpoint, or its path, url or reference; through `Checkpoint.view` with other names
+            and shapes.
+        dst: path or url of an empty or missing folder; or of a file, if it has an ending of the
+            format (`model.pt`): other files in its folder do not matter.
         kind: the format: one of `ucformat.exporters.registry.EXPORTERS`.
-        states: the states to export (default: of formats that hold weights alone, each tensor's weight, or its master
-            where only that is stored; of others all).
-        cast: the dtype of all floating-point tensors (default: as they are stored). A finite value that does not fit is
-            an error.
-        like: a checkpoint of the model that will load the export, in any format: tensors without a name in it, or of
-            other shapes, and names that are missing are an error (default: no comparison).
+        states: the states to export (default: of formats that hold weights alone, each tensor's
+            weight, or its master where only that is stored; of others all).
+        cast: the dtype of all floating-point tensors (default: as they are stored). A finite value
+            that does not fit is an error.
+        like: a checkpoint of the model that will load the export, in any format: tensors without a
+            name in it, or of other shapes, and names that are missing are an error (default: no
+            comparison).
         overwrite: remove the foreign checkpoint, or the unfinished export, that is at `dst` first.
-        workers: files written concurrently (default: one for each core, at most 16; at least 8 for object stores).
-        verify: compare everything that is read with the checksums in the source's files (default: yes).
+        workers: files written concurrently (default: one for each core, at most 16; at least 8 for
+            object stores).
+        verify: compare everything that is read with the checksums in the source's files (default:
+            yes).
         on: where the files are written, as for `convert`.
         progress: called with the bytes done and the bytes in all.
         options: those of the format (docs/export).
@@ -108,7 +113,8 @@ def export(
         What was written, and what the format has no place for.
 
     Raises:
-        UsageError: there is no such format or option, the checkpoint lacks a state, or it is not `like` another.
+        UsageError: there is no such format or option, the checkpoint lacks a state, or it is not
+            `like` another.
         UnsupportedError: something cannot be expressed in the format.
         Conflict: `dst` is not empty.
         ChecksumError: a file of the source is damaged.
@@ -132,7 +138,9 @@ def export(
     _record(source, job.url, infos)
     target = job.target
     nbytes = sum(f.nbytes for f in target.files)
-    return Exported(job.url, len(target.files), nbytes, len(infos), target.left_out, verify and not job.bare)
+    return Exported(
+        job.url, len(target.files), nbytes, len(infos), target.left_out, verify and not job.bare
+    )
 
 
 def _place(dst: str | PathLike[str] | Store, kind: str, options: dict[str, Any]) -> Store:
@@ -143,7 +151,9 @@ def _place(dst: str | PathLike[str] | Store, kind: str, options: dict[str, Any])
     if named is None:
         return open_store(dst)
     if "name" in options:
-        raise UsageError(f"{fspath(dst)} is the file, so it has no other name", hint="leave out the option name")
+        raise UsageError(
+            f"{fspath(dst)} is the file, so it has no other name", hint="leave out the option name"
+        )
     folder, options["name"] = named
     return open_store(folder)
 
@@ -153,10 +163,14 @@ def _file_named(dst: str, kind: str) -> tuple[str, str] | None:
     folder, slash, name = dst.rpartition("/")
     if kind not in EXPORTERS or not name.lower().endswith(EXPORTERS[kind].endings or ("/",)):
         return None
-    return (folder + slash if slash and (not folder or folder.endswith("/")) else folder or "."), name
+    return (
+        folder + slash if slash and (not folder or folder.endswith("/")) else folder or "."
+    ), name
 
 
-def _run(job: ExportJob, where: Where, workers: int | None, progress: Callable[[int, int], None] | None) -> bool:
+def _run(
+    job: ExportJob, where: Where, workers: int | None, progress: Callable[[int, int], None] | None
+) -> bool:
     """Write the files; returns whether this process has finished the export."""
     source = job.source
     job.resume()
@@ -234,13 +248,23 @@ def _prepared(
     return source, infos, exporter
 
 
-def _chosen(source: Checkpoint, states: Sequence[str] | None, exporter: Exporter) -> list[TensorInfo]:
-    source.check_readable(("weight", "master") if states is None and exporter.weights_only else states)
-    found = [i for i in source.metadata.tensor_list.placed().tensors if states is None or i.state in states]
+def _chosen(
+    source: Checkpoint, states: Sequence[str] | None, exporter: Exporter
+) -> list[TensorInfo]:
+    source.check_readable(
+        ("weight", "master") if states is None and exporter.weights_only else states
+    )
+    found = [
+        i
+        for i in source.metadata.tensor_list.placed().tensors
+        if states is None or i.state in states
+    ]
     unknown = set(states or ()) - {i.state for i in found}
     if unknown:
         known = ", ".join(sorted({k.state for k in source.tensors}))
-        raise UsageError(f"{source.url} stores no tensor in state {min(unknown)!r}", hint=f"there are: {known}")
+        raise UsageError(
+            f"{source.url} stores no tensor in state {min(unknown)!r}", hint=f"there are: {known}"
+        )
     if not exporter.weights_only:
         return found
     if states is None:
@@ -261,10 +285,16 @@ def _compare(source: Checkpoint, infos: Sequence[TensorInfo], like: Checkpoint) 
     found, wanted = _shapes(source, infos), _shapes(like, like.tensors.values())
     kinds = {
         "are not in it": [n for n in found if n not in wanted],
-        "are only in it": [n for n in wanted if n not in found and like.aliases.get(n) not in found],
-        "have another shape there": [n for n, shape in found.items() if wanted.get(n, shape) != shape],
+        "are only in it": [
+            n for n in wanted if n not in found and like.aliases.get(n) not in found
+        ],
+        "have another shape there": [
+            n for n, shape in found.items() if wanted.get(n, shape) != shape
+        ],
     }
-    lines = [f"\n    {len(names):,} {what}: {_listed(names)}" for what, names in kinds.items() if names]
+    lines = [
+        f"\n    {len(names):,} {what}: {_listed(names)}" for what, names in kinds.items() if names
+    ]
     if lines:
         raise UsageError(
             f"{source.url} has other tensors than {like.url}:{''.join(lines)}",
@@ -283,10 +313,14 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def _cast_steps(infos: Sequence[TensorInfo], aliases: Mapping[str, str], dtype: str) -> list[dict[str, Any]]:
+def _cast_steps(
+    infos: Sequence[TensorInfo], aliases: Mapping[str, str], dtype: str
+) -> list[dict[str, Any]]:
     """The steps of a view that casts floating-point tensors; tied names are tied to what is cast."""
     if dtype not in CASTABLE:
-        raise UsageError(f"tensors are not cast to {dtype!r}", hint=f"they are to {', '.join(sorted(CASTABLE))}")
+        raise UsageError(
+            f"tensors are not cast to {dtype!r}", hint=f"they are to {', '.join(sorted(CASTABLE))}"
+        )
     names: dict[str, list[str]] = {}
     for info in infos:
         if info.dtype in NUMBERS and info.dtype != dtype:
@@ -294,7 +328,11 @@ def _cast_steps(infos: Sequence[TensorInfo], aliases: Mapping[str, str], dtype: 
     steps = [{"cast": found, "states": [state], "dtype": dtype} for state, found in names.items()]
     if not steps or not aliases:
         return steps
-    return [{"drop": [f"/{re.escape(alias)}/" for alias in aliases]}, *steps, {"alias": dict(aliases)}]
+    return [
+        {"drop": [f"/{re.escape(alias)}/" for alias in aliases]},
+        *steps,
+        {"alias": dict(aliases)},
+    ]
 
 
 def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
@@ -311,11 +349,18 @@ def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
         if isinstance(found, UcformatError):
             raise found
         manifest = source.manifest
-        about: dict[str, Any] = {"lineage": lineage_from(source, [i.key for i in infos]), "metrics": manifest.metrics}
+        about: dict[str, Any] = {
+            "lineage": lineage_from(source, [i.key for i in infos]),
+            "metrics": manifest.metrics,
+        }
         about["config"] = found.manifest.config or manifest.config
         if part:
             about["layout"] = {**found.manifest.layout, PART_OF: part}
         found = replace(found, manifest=found.manifest.model_copy(update=about))
         record_all(catalog, [(url, found, 0)], How(strict=True), None)
 
-    with_catalog(record, f"the export {url} is complete, but not in the catalog", f"`ucp register {url}` records it")
+    with_catalog(
+        record,
+        f"the export {url} is complete, but not in the catalog",
+        f"`ucp register {url}` records it",
+    )

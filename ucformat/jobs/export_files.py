@@ -68,7 +68,9 @@ class Cut:
     @property
     def nbytes(self) -> int:
         """Bytes of the range."""
-        return (self.stop - self.start) * (1 if isinstance(self.part, bytes) else ITEMSIZE[self.part.dtype])
+        return (self.stop - self.start) * (
+            1 if isinstance(self.part, bytes) else ITEMSIZE[self.part.dtype]
+        )
 
     def pieces(self) -> Iterator[tuple[TensorInfo, Piece]]:
         """The tensors in a range of a span, and the pieces, placed in a buffer of the range."""
@@ -92,7 +94,9 @@ def bands(parts: Iterable[Part]) -> Iterator[list[Cut] | Sealed]:
         if isinstance(part, Sealed):
             yield part
             continue
-        unit, size = (1, len(part)) if isinstance(part, bytes) else (ITEMSIZE[part.dtype], part.size)
+        unit, size = (
+            (1, len(part)) if isinstance(part, bytes) else (ITEMSIZE[part.dtype], part.size)
+        )
         at = 0
         while True:
             stop = min(size, at + max(1, left // unit))
@@ -132,7 +136,8 @@ class WriteBehind:
         """Write bytes, after all that were given before.
 
         Args:
-            data: the bytes, which do not change before `wait`, or the next call of this method, returns.
+            data: the bytes, which do not change before `wait`, or the next call of this method,
+                returns.
         """
         self.wait()
         if self._pool is None:
@@ -183,7 +188,9 @@ def link_file(src: Store, link: Link, dst: Store, key: str) -> None:
 def _path(store: Store) -> Path:
     scheme, path = split_url(store.url)
     if scheme not in ("", "file"):
-        raise UnsupportedError(f"{store.url} is not on a local disk, so files there cannot be linked", hint="copy them")
+        raise UnsupportedError(
+            f"{store.url} is not on a local disk, so files there cannot be linked", hint="copy them"
+        )
     return Path(path)
 
 
@@ -226,7 +233,8 @@ def _clone(source: Path, hidden: Path) -> None:
         os.close(taken)
 
 
-# The files of an export, as tasks: each is written from beginning to end, while its elements are read and verified.
+# The files of an export, as tasks: each is written from beginning to end, while its elements are
+# read and verified.
 
 
 def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter) -> dict[str, Any]:
@@ -244,13 +252,17 @@ def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter)
 
 def _plain_options(exporter: Exporter) -> dict[str, Any]:
     """The options of an exporter as JSON values."""
-    return plain_options({f.name: getattr(exporter.options, f.name) for f in fields(exporter.options)})
+    return plain_options(
+        {f.name: getattr(exporter.options, f.name) for f in fields(exporter.options)}
+    )
 
 
 class FilesJob(RecordedJob):
     """Writes files that an exporter has planned, in the order in which they are given."""
 
-    def __init__(self, source: Checkpoint, store: Store, files: Sequence[TargetFile], *, verify: bool = True) -> None:
+    def __init__(
+        self, source: Checkpoint, store: Store, files: Sequence[TargetFile], *, verify: bool = True
+    ) -> None:
         self.source, self.store, self.files = source, store, files
         self.count = len(self.files)
         self.finished = set()
@@ -270,7 +282,9 @@ class FilesJob(RecordedJob):
         """See Job."""
         with self.input.task() as sums:
             bare, crcs = self.write_task(task)
-        return TaskDoc.of(task, self.store.info(self.files[task].key), b"", crcs=crcs, bare=bare), sums
+        return TaskDoc.of(
+            task, self.store.info(self.files[task].key), b"", crcs=crcs, bare=bare
+        ), sums
 
     def write_task(self, task: int) -> tuple[bool, bytes]:
         """Write a file; returns whether elements have no checksum in the source, and what is recorded as `crcs`."""
@@ -291,7 +305,10 @@ class FilesJob(RecordedJob):
             return True
         bare = False
         crcs: list[int] = []
-        with self.store.create(file.key, unit_for(file.nbytes)) as out, WriteBehind(out, file.nbytes) as behind:
+        with (
+            self.store.create(file.key, unit_for(file.nbytes)) as out,
+            WriteBehind(out, file.nbytes) as behind,
+        ):
             for band in bands(file.parts()):
                 if isinstance(band, Sealed):
                     behind.write(memoryview(band.make(crcs)))
@@ -374,7 +391,13 @@ class ExportJob(FilesJob):
     kind = "export"
 
     def __init__(
-        self, source: Checkpoint, store: Store, infos: Sequence[TensorInfo], exporter: Exporter, *, verify: bool = True
+        self,
+        source: Checkpoint,
+        store: Store,
+        infos: Sequence[TensorInfo],
+        exporter: Exporter,
+        *,
+        verify: bool = True,
     ) -> None:
         self.infos, self.exporter = infos, exporter
         self.continued = False  # whether an earlier process began the export
@@ -387,7 +410,11 @@ class ExportJob(FilesJob):
     @property
     def url(self) -> str:
         """The url of the target: of its folder or, if it is one, of its file."""
-        return f"{self.store.url}/{self.target.files[0].key}" if self.exporter.one_file else self.store.url
+        return (
+            f"{self.store.url}/{self.target.files[0].key}"
+            if self.exporter.one_file
+            else self.store.url
+        )
 
     @property
     def claim(self) -> str:
@@ -442,7 +469,8 @@ class ExportJob(FilesJob):
         """The claim on the destination.
 
         Raises:
-            Conflict: another export has taken the place, or another process of the same export has finished it.
+            Conflict: another export has taken the place, or another process of the same export has
+                finished it.
         """
         claim = self.own_claim()
         if claim is None:
@@ -465,7 +493,9 @@ class ExportJob(FilesJob):
         """
         claim = self.check_claim()
         keys = [file.key for file in self.files]
-        links = {file.key for file in self.files if file.link is not None}  # change when others are made
+        links = {
+            file.key for file in self.files if file.link is not None
+        }  # change when others are made
         for key, info in zip(keys, map_io(partial(_info_or_none, self.store), keys), strict=True):
             if info is None or not (key in links or info.is_same(self.outputs[key])):
                 raise Conflict(
@@ -484,7 +514,8 @@ class ExportJob(FilesJob):
             progress: called with the bytes done and the bytes in all.
 
         Raises:
-            Conflict: a file of the source has changed, or another program writes at the destination.
+            Conflict: a file of the source has changed, or another program writes at the
+                destination.
         """
         done, total = self.total, self.total + self.last_nbytes
 

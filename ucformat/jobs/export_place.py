@@ -1,9 +1,10 @@
 """The claim of an export on its destination: one file with a fixed key, so only one export at a time writes there.
 
-A folder is claimed by `ucformat-export/begun.json`, a file `model.pt` by `ucformat-export/model.pt.json` beside it. The
-claim is put only if there is none, and stays until the export is complete: the same export continues, and another one
-takes it over only if the caller asks to overwrite. An export looks at its claim before each of its files appears, so
-one whose claim was taken over ends, and its last files do not appear.
+A folder is claimed by `ucformat-export/begun.json`, a file `model.pt` by
+`ucformat-export/model.pt.json` beside it. The claim is put only if there is none, and stays until
+the export is complete: the same export continues, and another one takes it over only if the caller
+asks to overwrite. An export looks at its claim before each of its files appears, so one whose claim
+was taken over ends, and its last files do not appear.
 """
 
 from __future__ import annotations
@@ -58,17 +59,20 @@ def read_claim(store: Store, key: str) -> tuple[Claim, str] | None:
     except NotFound:
         return None
     except ValidationError:
-        raise Conflict(f"{store.url}/{key} is not a record of an export", hint="choose another place") from None
+        raise Conflict(
+            f"{store.url}/{key} is not a record of an export", hint="choose another place"
+        ) from None
 
 
-# The destination of an export: it is empty, or holds this export unfinished, or what may be removed first.
+# The destination of an export: it is empty, or holds this export unfinished, or what may be removed
+# first.
 
 
 def begin_export(job: ExportJob, *, overwrite: bool) -> None:
     """Begin or continue an export.
 
-    No file of it is written before `cleared.json` is there: whoever puts it has seen that the place is as the claim
-    says, and has removed what the export replaces.
+    No file of it is written before `cleared.json` is there: whoever puts it has seen that the place
+    is as the claim says, and has removed what the export replaces.
 
     Raises:
         Conflict: the destination holds other files, or another export.
@@ -111,7 +115,9 @@ def _put_claim(job: ExportJob, *, overwrite: bool) -> Claim:
         if (claim := job.own_claim()) is not None:
             return claim
         raise
-    claim = Claim(attempt=job.attempt, files=tuple(f.key for f in job.target.files), removes=tuple(removes))
+    claim = Claim(
+        attempt=job.attempt, files=tuple(f.key for f in job.target.files), removes=tuple(removes)
+    )
     data = encoded(claim)
     try:
         if other is None:
@@ -201,10 +207,16 @@ def _file_in_the_way(job: ExportJob, *, overwrite: bool) -> list[str]:
     if not exists(job.store, key):
         return []
     if not overwrite:
-        raise Conflict(f"{job.url} exists", hint="choose another name, or pass overwrite=True (--overwrite)")
+        raise Conflict(
+            f"{job.url} exists", hint="choose another name, or pass overwrite=True (--overwrite)"
+        )
     source = job.source
-    if same_url(job.url) in {same_url(f"{source.store.url}/{file}") for file in source.metadata.files}:
-        raise Conflict(f"{job.url} is a file of the source of the export", hint="choose another name")
+    if same_url(job.url) in {
+        same_url(f"{source.store.url}/{file}") for file in source.metadata.files
+    }:
+        raise Conflict(
+            f"{job.url} is a file of the source of the export", hint="choose another name"
+        )
     try:
         found = open_checkpoint(job.url)
     except UcformatError:  # any file may be replaced that the user names
@@ -266,5 +278,7 @@ def end_export(job: ExportJob) -> None:
     else:
         job.store.delete_prefix(FOLDER)
         job.store.flush()
-    if job.continued or not job.exporter.one_file:  # the folder of a file may hold a whole home directory
+    if (
+        job.continued or not job.exporter.one_file
+    ):  # the folder of a file may hold a whole home directory
         job.store.sweep()

@@ -26,10 +26,30 @@ if TYPE_CHECKING:
 class StreamSum:
     """The progress of one checksum: which of its bytes have been read, and their combined CRC."""
 
-    __slots__ = ("castagnoli", "crc", "expected", "file", "left", "shift", "start", "stop", "value", "waits", "what")
+    __slots__ = (
+        "castagnoli",
+        "crc",
+        "expected",
+        "file",
+        "left",
+        "shift",
+        "start",
+        "stop",
+        "value",
+        "waits",
+        "what",
+    )
 
-    def __init__(self, file: str, what: str, start: int, nbytes: int, expected: int, *, castagnoli: bool) -> None:
-        self.file, self.what, self.start, self.stop, self.expected = file, what, start, start + nbytes, expected
+    def __init__(
+        self, file: str, what: str, start: int, nbytes: int, expected: int, *, castagnoli: bool
+    ) -> None:
+        self.file, self.what, self.start, self.stop, self.expected = (
+            file,
+            what,
+            start,
+            start + nbytes,
+            expected,
+        )
         self.castagnoli = castagnoli
         self.crc: Callable[[memoryview], int] = checksum if castagnoli else crc32
         self.shift = CRC32C_SHIFT if castagnoli else CRC32_SHIFT
@@ -124,9 +144,10 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 # Records of the finished tasks of an attempt, kept beside its files until it is committed.
 #
-# A record is put after the files of its tasks are durable. So whoever continues the attempt, or commits what others have
-# done, reads none of them again: a file is the one in the record if its size and version are. The checksums of a source
-# of which tasks in several processes have read parts are combined from the records, too.
+# A record is put after the files of its tasks are durable. So whoever continues the attempt, or
+# commits what others have done, reads none of them again: a file is the one in the record if its
+# size and version are. The checksums of a source of which tasks in several processes have read
+# parts are combined from the records, too.
 
 _log = logging.getLogger("ucformat")
 
@@ -140,8 +161,8 @@ class _Document(BaseModel):
 class TaskDoc(_Document):
     """A finished task: the file that it has written, as it was then, and what else is known of it.
 
-    `leaves` are digests of chunks, `crcs` checksums of blocks. `bare`: some bytes that it has read have no checksum in
-    the source. `kept`: the file was there before.
+    `leaves` are digests of chunks, `crcs` checksums of blocks. `bare`: some bytes that it has read
+    have no checksum in the source. `kept`: the file was there before.
     """
 
     task: _Count
@@ -157,7 +178,14 @@ class TaskDoc(_Document):
 
     @classmethod
     def of(
-        cls, task: int, info: Info, leaves: bytes, *, crcs: bytes = b"", bare: bool = False, kept: bool = False
+        cls,
+        task: int,
+        info: Info,
+        leaves: bytes,
+        *,
+        crcs: bytes = b"",
+        bare: bool = False,
+        kept: bool = False,
     ) -> TaskDoc:
         """The record of a task.
 
@@ -186,8 +214,8 @@ class TaskDoc(_Document):
 class SumDoc(_Document):
     """Parts of the bytes of a checksum in the source, which tasks have read: their ranges, and their CRC combined.
 
-    `value` is that of the bytes as if all others were zeros, without the CRC of zeros. `input` is the number of the
-    source, of a job that reads several.
+    `value` is that of the bytes as if all others were zeros, without the CRC of zeros. `input` is
+    the number of the source, of a job that reads several.
     """
 
     input: _Count = 0
@@ -242,7 +270,11 @@ def read_finished(store: Store, folder: str, written: Iterable[str]) -> Iterator
             continue
         kept = tuple(t for t in record.tasks if t.file in there and there[t.file].is_same(t.info))
         # What tasks have read that will run again is compared again.
-        yield record if len(kept) == len(record.tasks) else record.model_copy(update={"tasks": kept, "sums": ()})
+        yield (
+            record
+            if len(kept) == len(record.tasks)
+            else record.model_copy(update={"tasks": kept, "sums": ()})
+        )
 
 
 def discard_finished(store: Store, attempt: str) -> None:
@@ -269,7 +301,11 @@ class RecordedJob(Job):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Remove the records if the source is damaged: what was written may be of damaged bytes."""
-        if kind is not None and issubclass(kind, IntegrityError) and not issubclass(kind, MissingData):
+        if (
+            kind is not None
+            and issubclass(kind, IntegrityError)
+            and not issubclass(kind, MissingData)
+        ):
             self.discard()
 
     @property

@@ -79,7 +79,8 @@ def fits(
 
     Args:
         place: a checkpoint, or the place of one.
-        layout: the layout, or the path of its file; where it has a view, the tensors are those that it makes.
+        layout: the layout, or the path of its file; where it has a view, the tensors are those that
+            it makes.
         options: facts that the files of a foreign checkpoint lack, as in `open`.
 
     Raises:
@@ -95,7 +96,9 @@ def fits(
     tensor_list = ck.metadata.tensor_list.placed().renamed(layout.rename)
     for info in tensor_list.tensors:
         named.setdefault(info.name, []).append(info)
-    uses: dict[str, list[str]] = {str(rule): [] for section in layout.sections.values() for rule in section}
+    uses: dict[str, list[str]] = {
+        str(rule): [] for section in layout.sections.values() for rule in section
+    }
     misfits: list[Misfit] = []
     for name, infos in named.items():
         rules = layout.rules_for(name, {i.state for i in infos})
@@ -108,14 +111,23 @@ def fits(
             memory = _memory(layout.bind(tensor_list))
         except LayoutError as error:
             misfits.append(
-                Misfit("all tensors together", tuple(sorted({k.state for k in ck.tensors})), (), error.message)
+                Misfit(
+                    "all tensors together",
+                    tuple(sorted({k.state for k in ck.tensors})),
+                    (),
+                    error.message,
+                )
             )
     used = tuple(RuleUse(rule, tuple(names)) for rule, names in uses.items())
     return Fit(ck.home, layout.mesh.size, len(named), (*steps, *used), tuple(misfits), memory)
 
 
 def _misfits(
-    layout: Layout, name: str, infos: list[TensorInfo], groups: Mapping[str, int], rules: tuple[str, ...]
+    layout: Layout,
+    name: str,
+    infos: list[TensorInfo],
+    groups: Mapping[str, int],
+    rules: tuple[str, ...],
 ) -> list[Misfit]:
     """The misfits of one tensor by itself, with the states of the same reason together."""
     reasons: dict[str, list[str]] = {}
@@ -126,7 +138,9 @@ def _misfits(
                 for key in bound.keys(rank):
                     bound.local(key, rank)
         except LayoutError as error:
-            reason = error.message.removeprefix(f"{name} ({info.state}): ").replace(f"{name} ({info.state})", "it")
+            reason = error.message.removeprefix(f"{name} ({info.state}): ").replace(
+                f"{name} ({info.state})", "it"
+            )
             reasons.setdefault(reason, []).append(info.state)
     return [Misfit(name, tuple(states), rules, reason) for reason, states in reasons.items()]
 

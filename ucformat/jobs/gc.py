@@ -1,9 +1,10 @@
 """Frees storage: purges deleted checkpoints whose grace is over, and attempts that were never committed.
 
-Nothing is deleted but the files of attempts that a manifest, attempt record or tombstone names, in folders that are
-provably theirs (`format.attempts`), and the documents of ucformat beside them. A tombstone is written before the
-manifest is deleted, and is itself deleted last: a process that is killed at any instant leaves either a checkpoint, or
-a tombstone from which the next `collect` resumes.
+Nothing is deleted but the files of attempts that a manifest, attempt record or tombstone names, in
+folders that are provably theirs (`format.attempts`), and the documents of ucformat beside them. A
+tombstone is written before the manifest is deleted, and is itself deleted last: a process that is
+killed at any instant leaves either a checkpoint, or a tombstone from which the next `collect`
+resumes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,26 @@ from ucformat.catalog.deletion import begin_purge, end_purge, stop_purge
 from ucformat.catalog.refs import Ref, places_of, resolve
 from ucformat.catalog.stamp import GRACE, make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
-from ucformat.format.attempts import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others
+from ucformat.format.attempts import (
+    attempt_of,
+    folders_of,
+    is_inside_attempt,
+    names_below,
+    record_key,
+    refuse_others,
+)
 from ucformat.format.commit import abandon
 from ucformat.format.digest import encoded
 from ucformat.format.structure import find_manifest
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.listing import check_listed, check_removed, is_empty
-from ucformat.jobs.removal import bury, orphaned_document, read_tombstone, remove, remove_orphaned_document
+from ucformat.jobs.removal import (
+    bury,
+    orphaned_document,
+    read_tombstone,
+    remove,
+    remove_orphaned_document,
+)
 from ucformat.jobs.run import naming_place
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import MANIFEST, AttemptDoc
@@ -81,8 +95,10 @@ def collect(
     """Show what may be removed from storage, and with `apply` remove it.
 
     Args:
-        catalog: the catalog; its deleted checkpoints are purged once their grace is over and nothing protects them.
-        places: also search below these places for uncommitted attempts that were not written to for `grace`.
+        catalog: the catalog; its deleted checkpoints are purged once their grace is over and
+            nothing protects them.
+        places: also search below these places for uncommitted attempts that were not written to for
+            `grace`.
         apply: remove it; otherwise nothing is touched (default: no).
         expect: the id of a plan: nothing is removed if the plan has changed (None: any plan).
         grace: for deleted checkpoints that have none of their own, and for attempts.
@@ -95,7 +111,11 @@ def collect(
     resumed = plan.begun
     failures: list[str] = []
     before = make_stamp().now - grace
-    leftovers = tuple(x for place in as_strings(places) for x in _leftovers(catalog, place, before, resumed, failures))
+    leftovers = tuple(
+        x
+        for place in as_strings(places)
+        for x in _leftovers(catalog, place, before, resumed, failures)
+    )
     if not apply:
         return Collected(plan, resumed, leftovers, (), tuple(failures))
     if expect is not None and plan.id != expect:
@@ -194,7 +214,8 @@ def _leftovers(
 ) -> Iterator[Leftover]:
     """The leftovers below a place that were last written to before a time; unreadable places are failures.
 
-    Attempts, tombstones of purges that are not in `resumed`, and documents of catalogs without a checkpoint.
+    Attempts, tombstones of purges that are not in `resumed`, and documents of catalogs without a
+    checkpoint.
     """
     store = open_store(place)
     if is_empty(store):
@@ -208,7 +229,11 @@ def _leftovers(
         home = open_store(f"{store.url}/{root}" if root else store.url)
         try:
             with naming_place(home.url):
-                found = () if _is_of_another(store, root, committed) else _left_at(home, attempts, before, resumed)
+                found = (
+                    ()
+                    if _is_of_another(store, root, committed)
+                    else _left_at(home, attempts, before, resumed)
+                )
         except UcformatError as error:
             failures.append(f"{home.url}: {error.message}")
         else:
@@ -245,16 +270,22 @@ def _is_of_another(store: Store, root: str, committed: Collection[str]) -> bool:
         if above in committed:
             outer = open_store(f"{store.url}/{above}" if above else store.url)
             manifest = find_manifest(outer)
-            if manifest is not None and names_below(outer, manifest, root[len(above) :].lstrip("/")):
+            if manifest is not None and names_below(
+                outer, manifest, root[len(above) :].lstrip("/")
+            ):
                 return True
     return False
 
 
-def _left_at(home: Store, attempts: Sequence[str], before: datetime, resumed: Sequence[str]) -> list[Leftover]:
+def _left_at(
+    home: Store, attempts: Sequence[str], before: datetime, resumed: Sequence[str]
+) -> list[Leftover]:
     """The leftovers at one place."""
     tombstone, manifest = read_tombstone(home), find_manifest(home)
     current = manifest or tombstone
-    found = [_leftover(home, a, before) for a in attempts if current is None or a != current.attempt]
+    found = [
+        _leftover(home, a, before) for a in attempts if current is None or a != current.attempt
+    ]
     if tombstone is not None and manifest is None and tombstone.id not in resumed:
         found.append(_leftover_purge(home, tombstone, before))
     if current is None and not attempts:
@@ -301,9 +332,13 @@ def _inspect(store: Store, attempt: str, before: datetime) -> _Inspected | None:
 def _leftover_purge(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover | None:
     """The rest of an interrupted purge, if that began before this time."""
     infos = [i for folder in folders_of(tombstone.attempt) for i in store.list(folder)]
-    own = [store.info(key) for key in (TOMBSTONE, record_key(tombstone.attempt)) if exists(store, key)]
+    own = [
+        store.info(key) for key in (TOMBSTONE, record_key(tombstone.attempt)) if exists(store, key)
+    ]
     written = max((i.modified for i in (*own, *infos) if i.modified is not None), default=0.0)
-    if max(tombstone.created.timestamp(), written) > before.timestamp():  # its attempt may be being written
+    if (
+        max(tombstone.created.timestamp(), written) > before.timestamp()
+    ):  # its attempt may be being written
         return None
     return Leftover(store.url, tombstone.attempt, sum(i.size for i in infos), tombstone.created)
 
@@ -314,7 +349,9 @@ def _leftover_document(store: Store, before: datetime) -> Leftover | None:
         if orphaned_document(store) is not None:
             info = store.info(CATALOG_DOCUMENT)
             if info.modified is not None and info.modified <= before.timestamp():
-                return Leftover(store.url, None, info.size, datetime.fromtimestamp(info.modified, UTC))
+                return Leftover(
+                    store.url, None, info.size, datetime.fromtimestamp(info.modified, UTC)
+                )
     return None
 
 
@@ -338,7 +375,8 @@ def _remove_leftover(left: Leftover, before: datetime, grace: timedelta) -> None
 def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> bool:
     """Mark an attempt, if it is still a leftover, so that no writer resumes or commits it; False if it must stay.
 
-    The clock of the place decides: if this host's is ahead, an attempt that is being written looks like a leftover.
+    The clock of the place decides: if this host's is ahead, an attempt that is being written looks
+    like a leftover.
     """
     found = _inspect(store, attempt, before)
     if found is None:
@@ -348,9 +386,15 @@ def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> 
     try:
         version = store.replace(key, encoded(marked), found.version)
         now = store.info(key).modified
-        young = now is not None and found.written is not None and now - found.written < grace.total_seconds()
+        young = (
+            now is not None
+            and found.written is not None
+            and now - found.written < grace.total_seconds()
+        )
         manifest = find_manifest(store)
-        if young or (manifest is not None and manifest.attempt == attempt):  # committed in the meantime
+        if young or (
+            manifest is not None and manifest.attempt == attempt
+        ):  # committed in the meantime
             store.replace(key, found.data, version)
             return False
     except (Conflict, NotFound):  # another process resumes or removes it

@@ -43,7 +43,9 @@ class Input:
         compared: the keys of files that are compared as a whole otherwise (default: none).
     """
 
-    def __init__(self, checkpoint: Checkpoint, compared: Collection[str] = (), *, verify: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, compared: Collection[str] = (), *, verify: bool
+    ) -> None:
         check_choice("verify", verify, (True, False))
         self.checkpoint, self.verify = checkpoint, verify
         watching = find_watched(checkpoint.store) if verify else None
@@ -133,16 +135,19 @@ class InputBox:
 
 # Compares the bytes of a source with the checksums in its files while they are read.
 #
-# Several threads read a record piece by piece, in any order. The CRC of each piece is computed when it is read, and
-# combined with those of the others; a record is verified when all of its bytes have been read. At the end, the remaining
-# bytes of partly read records are read only for this purpose, and counted. Chunks that are read whole are compared when
-# they are read or decoded; chunks and blocks of which only parts are read, here.
+# Several threads read a record piece by piece, in any order. The CRC of each piece is computed when
+# it is read, and combined with those of the others; a record is verified when all of its bytes have
+# been read. At the end, the remaining bytes of partly read records are read only for this purpose,
+# and counted. Chunks that are read whole are compared when they are read or decoded; chunks and
+# blocks of which only parts are read, here.
 
 _READ = 4 << 20  # bytes that are read at once of remaining bytes
 _NAMED = 5  # tensors of a damaged record that an error names
 _RESIDUE = checksum(bytes(4))  # the CRC-32C of any bytes followed by their own
 #: What the running task has read of checksums.
-_notes: ContextVar[Mapping[StreamVerifier, list[SumPart]]] = ContextVar("ucformat_notes", default=MappingProxyType({}))
+_notes: ContextVar[Mapping[StreamVerifier, list[SumPart]]] = ContextVar(
+    "ucformat_notes", default=MappingProxyType({})
+)
 
 
 class StreamVerifier:
@@ -179,7 +184,8 @@ class StreamVerifier:
             box: the box of the tensor that is read; None if unknown parts are.
 
         Returns:
-            Whether checksums cover all of these bytes; if not, the tensor does not count as verified.
+            Whether checksums cover all of these bytes; if not, the tensor does not count as
+            verified.
         """
         whole = True
         for extent in extents:
@@ -225,7 +231,11 @@ class StreamVerifier:
     def carries(self, info: TensorInfo, extents: Iterable[Extent | Tiles]) -> bool:
         """Whether a checksum covers any bytes of these extents."""
         for e in extents:
-            if isinstance(e, Tiles) or e.block is not None or is_checked(self._source.store, e.file):
+            if (
+                isinstance(e, Tiles)
+                or e.block is not None
+                or is_checked(self._source.store, e.file)
+            ):
                 return True
             inputs = inputs_of(self._source.store, e.file)
             if inputs is not None:
@@ -267,7 +277,9 @@ class StreamVerifier:
     def see(self, file: str, at: int, data: memoryview) -> None:
         """Take note of bytes that were read."""
         stop = at + data.nbytes
-        if not data.c_contiguous and not (self._in_records(file, at, stop) or self._in_blocks(file, at, stop)):
+        if not data.c_contiguous and not (
+            self._in_records(file, at, stop) or self._in_blocks(file, at, stop)
+        ):
             return  # there may be many rows
         for row in rows(data):
             self._see_row(file, at, row)
@@ -306,7 +318,8 @@ class StreamVerifier:
                 assert r.crc32 is not None  # noqa: S101 - others are left out
                 what = f"the CRC-32 of its record {r.name} differs"
                 one = self._of_records.setdefault(
-                    (file, n), StreamSum(file, what, r.locate(), r.nbytes, r.crc32, castagnoli=False)
+                    (file, n),
+                    StreamSum(file, what, r.locate(), r.nbytes, r.crc32, castagnoli=False),
                 )
             if one.start < stop and at < one.stop:
                 found.append(one)
@@ -336,7 +349,8 @@ class StreamVerifier:
     def take(self, sums: Iterable[SumDoc]) -> None:
         """Take what tasks in other processes, or in an earlier run, have read of checksums.
 
-        What includes bytes that were read here too is ignored, and its other bytes are read again at the end.
+        What includes bytes that were read here too is ignored, and its other bytes are read again
+        at the end.
         """
         for doc in sums:
             one = self._sum_of(doc)
@@ -354,13 +368,19 @@ class StreamVerifier:
         if doc.kind == "crc32c":
             return self._add_sum(doc.file, doc.start, doc.nbytes, doc.expected)
         found = self._in_records(doc.file, doc.start, doc.start + 1)
-        return next((one for one in found if (one.start, one.stop) == (doc.start, doc.start + doc.nbytes)), None)
+        return next(
+            (one for one in found if (one.start, one.stop) == (doc.start, doc.start + doc.nbytes)),
+            None,
+        )
 
     # --- the end
 
     def unfinished(self) -> list[StreamSum]:
         """The checksums of which some bytes have been read, but not all."""
-        sums = [*self._of_records.values(), *(one for known in self._blocks.values() for *_, one in known)]
+        sums = [
+            *self._of_records.values(),
+            *(one for known in self._blocks.values() for *_, one in known),
+        ]
         return [one for one in sums if one.begun and one.waits]
 
     def finish(self, one: StreamSum) -> None:
@@ -382,7 +402,8 @@ class StreamVerifier:
         """Which tensors were verified, for the manifest.
 
         Args:
-            bare: those of which other processes have read bytes that no checksum covers (default: none).
+            bare: those of which other processes have read bytes that no checksum covers (default:
+                none).
         """
         return _verified(infos, self._bare.union(bare), self._besides)
 
@@ -401,12 +422,19 @@ class StreamVerifier:
         for info in metadata.tensor_list.tensors:
             for key in metadata.means.get(info.key, (info.key,)):
                 for e in single_extents(self._origin.extents(key)):
-                    if e.file == one.file and e.box.size and e.offset < one.stop and e.last + info.itemsize > one.start:
+                    if (
+                        e.file == one.file
+                        and e.box.size
+                        and e.offset < one.stop
+                        and e.last + info.itemsize > one.start
+                    ):
                         yield info.key
                         break
 
 
-def _verified(infos: Sequence[TensorInfo], bare: Collection[tuple[str, str]], besides: int) -> VerifiedDoc:
+def _verified(
+    infos: Sequence[TensorInfo], bare: Collection[tuple[str, str]], besides: int
+) -> VerifiedDoc:
     default = 2 * len(bare) <= len(infos)
     but = tuple((i.name, i.state) for i in infos if (i.key in bare) == default)
     return VerifiedDoc(default=default, but=but, besides=besides)

@@ -1,12 +1,13 @@
 """Conclusions from the listing of a place: that files are unchanged, or that they are gone.
 
-Files are unchanged if a hash of their listing is. It covers sizes, inodes, times of modification and of change of local
-files (the last cannot be set), and etags or versions of objects; of a universal checkpoint also the manifest's content.
-There is no hash for a place that has none of these, or for a file that was changed so recently that a further change
-could have the same time.
+Files are unchanged if a hash of their listing is. It covers sizes, inodes, times of modification
+and of change of local files (the last cannot be set), and etags or versions of objects; of a
+universal checkpoint also the manifest's content. There is no hash for a place that has none of
+these, or for a file that was changed so recently that a further change could have the same time.
 
-An object that is not listed does not exist. A local folder that is absent or empty looks the same whether its files
-were removed or its disk is not mounted: if the folder above it holds anything else, the disk is there.
+An object that is not listed does not exist. A local folder that is absent or empty looks the same
+whether its files were removed or its disk is not mounted: if the folder above it holds anything
+else, the disk is there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Info, Store
 
-_FINE, _COARSE = 0.1, 2.0  # seconds in which two changes may get the same time: fine clocks, whole-second clocks
+_FINE, _COARSE = (
+    0.1,
+    2.0,
+)  # seconds in which two changes may get the same time: fine clocks, whole-second clocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,16 @@ def search(infos: Iterable[Info]) -> list[str]:
 
     infos = list(infos)
     named = ((folder, name) for folder, _, name in (info.key.rpartition("/") for info in infos))
-    folders = marked_folders(infos) | {folder for folder, name in named if name in (MANIFEST, TOMBSTONE)}
+    folders = marked_folders(infos) | {
+        folder for folder, name in named if name in (MANIFEST, TOMBSTONE)
+    }
     folders = outside_attempts(folders, (info.key for info in infos))
     return sorted(folders, key=lambda f: f.split("/") if f else [])
 
 
-def listing_hashes(store: Store, folders: Sequence[str], infos: Iterable[Info], begun: float) -> Mapping[str, str]:
+def listing_hashes(
+    store: Store, folders: Sequence[str], infos: Iterable[Info], begun: float
+) -> Mapping[str, str]:
     """The hash of each folder that is not nested with others, and whose listing can be trusted.
 
     Args:
@@ -90,7 +98,11 @@ def _hash(store: Store, folder: str, files: Sequence[Info], begun: float) -> str
     for info in files:
         if not _is_settled(info, begun):
             return None
-        out.update(repr((info.key, info.size, info.version, info.etag, info.changed)).encode("utf-8", "surrogatepass"))
+        out.update(
+            repr((info.key, info.size, info.version, info.etag, info.changed)).encode(
+                "utf-8", "surrogatepass"
+            )
+        )
         if info.key == (f"{folder}/{MANIFEST}" if folder else MANIFEST):
             try:
                 out.update(store.read(info.key))
@@ -125,7 +137,9 @@ def check_listed(store: Store, catalog: Catalog) -> None:
     known = len(catalog.places(store.url))
     absent = isinstance(store, LocalStore) and not Path(store.url).is_dir()
     if known or absent:
-        knows = f", and the catalog knows {known} checkpoint{'s' * (known != 1)} there" if known else ""
+        knows = (
+            f", and the catalog knows {known} checkpoint{'s' * (known != 1)} there" if known else ""
+        )
         raise NotFound(
             f"{store.url} {'does not exist' if absent else 'is empty'}{knows}: is its disk not mounted?",
             hint=f"mount it; or, if the checkpoints no longer exist: ucp reindex {store.url} --forget",
@@ -144,8 +158,13 @@ def check_removed(store: Store, *, begun: bool) -> None:
     if not isinstance(store, LocalStore):
         return
     above = Path(store.url).parent
-    gone = next((p for p in (*reversed(Path(store.url).parents), Path(store.url)) if not p.exists()), Path(store.url))
-    if not above.is_dir() or not (begun or any(p.name != Path(store.url).name for p in above.iterdir())):
+    gone = next(
+        (p for p in (*reversed(Path(store.url).parents), Path(store.url)) if not p.exists()),
+        Path(store.url),
+    )
+    if not above.is_dir() or not (
+        begun or any(p.name != Path(store.url).name for p in above.iterdir())
+    ):
         raise NotFound(
             f"there is nothing at {store.url}, nor beside it: is its disk not mounted?",
             hint=f"mount it; or, if it no longer exists: ucp reindex {gone} --forget",

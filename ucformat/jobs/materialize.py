@@ -1,8 +1,9 @@
 """Rewrites a packed or virtual checkpoint as arrays, at another place or in place.
 
-The arrays are written under a new attempt, as by `convert`: blocks of packed files are compared with their checksums as
-they are read. Files of another checkpoint have digests of whole files, and are compared first. In place, the manifest
-that was read is replaced, if it is unchanged, and then the packed files are deleted.
+The arrays are written under a new attempt, as by `convert`: blocks of packed files are compared
+with their checksums as they are read. Files of another checkpoint have digests of whole files, and
+are compared first. In place, the manifest that was read is replaced, if it is unchanged, and then
+the packed files are deleted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import ChecksumError, Conflict, PermissionDenied, UcformatError, UnsupportedError
+from ucformat.errors import (
+    ChecksumError,
+    Conflict,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.format.attempts import record_key
 from ucformat.format.audit import SourceFile, checked, source_files
 from ucformat.format.commit import abandon, begin, commit, settle
@@ -55,31 +62,35 @@ def materialize(
 ) -> Checkpoint:
     """Rewrite a packed or virtual checkpoint as arrays, in place or as a new checkpoint, and commit them.
 
-    Everything else is kept: run, step, metrics, config, layout, groups, objects, assets, aliases, producer and lineage;
-    in place also the id. Nothing is committed unless all bytes that are read match their checksums. It is resumable:
-    interrupted at any instant, either the packed checkpoint is whole or the arrays are committed, and a call with the
-    same arguments continues.
+    Everything else is kept: run, step, metrics, config, layout, groups, objects, assets, aliases,
+    producer and lineage; in place also the id. Nothing is committed unless all bytes that are read
+    match their checksums. It is resumable: interrupted at any instant, either the packed checkpoint
+    is whole or the arrays are committed, and a call with the same arguments continues.
 
     Args:
         src: a checkpoint, or the place of one.
-        dst: the place of a new checkpoint, as in `convert`. None: in place; then the packed files are deleted, and
-            processes that have the packed checkpoint open must open it again. A checkpoint that consists of arrays
-            already is then left as it is.
+        dst: the place of a new checkpoint, as in `convert`. None: in place; then the packed files
+            are deleted, and processes that have the packed checkpoint open must open it again. A
+            checkpoint that consists of arrays already is then left as it is.
         chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
-        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is committed.
+        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one
+            is committed.
         workers: shards written at once (default: one for each core).
-        verify: compare the bytes that are read with the checksums of their files (default: yes); files of another
-            checkpoint that were registered with checksums are read a second time for it.
+        verify: compare the bytes that are read with the checksums of their files (default: yes);
+            files of another checkpoint that were registered with checksums are read a second time
+            for it.
         on: where shards are written, as for `convert`.
-        progress: called with the bytes done and the bytes in all: of the files that are read a second time, and of the
-            arrays.
+        progress: called with the bytes done and the bytes in all: of the files that are read a
+            second time, and of the arrays.
 
     Raises:
-        ChecksumError: a file of the source is damaged; the message names the file, and the tensors of a block.
-        Conflict: a checkpoint is committed at `dst` already, or the one to be replaced has changed; or a file of the
-            source was changed since it was opened.
-        UnsupportedError: in place, if the checkpoint is foreign or the place has no conditional replacement of files.
+        ChecksumError: a file of the source is damaged; the message names the file, and the tensors
+            of a block.
+        Conflict: a checkpoint is committed at `dst` already, or the one to be replaced has changed;
+            or a file of the source was changed since it was opened.
+        UnsupportedError: in place, if the checkpoint is foreign or the place has no conditional
+            replacement of files.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
@@ -89,7 +100,12 @@ def materialize(
     plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": source.id}
     attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
     manifest, made, recorded = _write(source, store, attempt, how)
-    new = {"id": made.id, "created": made.created, "commits": None, "lineage": (*manifest.lineage, *made.lineage)}
+    new = {
+        "id": made.id,
+        "created": made.created,
+        "commits": None,
+        "lineage": (*manifest.lineage, *made.lineage),
+    }
     done = commit(store, attempt, manifest.model_copy(update=new))
     if recorded:
         discard_finished(store, attempt.id)
@@ -98,12 +114,18 @@ def materialize(
 
 def is_packed(ck: Checkpoint) -> bool:
     """Whether some tensors of a universal checkpoint are not arrays."""
-    return ck.universal is not None and not ck.viewed and any(k.path is None for k in ck.manifest.tensors.kinds)
+    return (
+        ck.universal is not None
+        and not ck.viewed
+        and any(k.path is None for k in ck.manifest.tensors.kinds)
+    )
 
 
 def _in_place(source: Checkpoint, how: How) -> Checkpoint:
     found = find_watched(source.store)
-    store = source.store if found is None else found.inner  # without the check for unchanged files, since these change
+    store = (
+        source.store if found is None else found.inner
+    )  # without the check for unchanged files, since these change
     before = source.manifest
     if source.viewed or not source.universal:
         raise UnsupportedError(
@@ -113,7 +135,10 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
     if not is_packed(source):
         settle(store)
         return source
-    plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": before.attempt}
+    plan = {
+        **plan_document(source, list(source.tensors.values()), how),
+        "materialize": before.attempt,
+    }
     attempt = how.where.begin(lambda: begin(store, plan, overwrite=True, keeps=before.id))
     now = None if attempt.replaces is None else attempt.replaces[0]
     if now is None or now.attempt != before.attempt:  # since it was opened
@@ -125,7 +150,9 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
         now = find_manifest(store, UcformatError)
         if now is None or now.attempt == before.attempt:
             raise
-        return _overtaken(store, attempt, now, before)  # another commit deleted the files that were being read
+        return _overtaken(
+            store, attempt, now, before
+        )  # another commit deleted the files that were being read
     try:
         done = commit(store, attempt, manifest)
     except Conflict:
@@ -135,7 +162,9 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
     return Checkpoint(Universal(store, manifest=done))
 
 
-def _overtaken(store: Store, attempt: Attempt, now: Manifest | None, before: Manifest) -> Checkpoint:
+def _overtaken(
+    store: Store, attempt: Attempt, now: Manifest | None, before: Manifest
+) -> Checkpoint:
     """The checkpoint that replaced the opened one, if it is the same one as arrays; else Conflict."""
     if now is None or now.attempt != attempt.id:
         abandon(store, attempt.id)
@@ -163,20 +192,27 @@ def _must_replace(store: Store, attempt: Attempt) -> None:
         ) from error
 
 
-#: The fields of a manifest that describe the files of its attempt; the others are the same in every form.
+#: The fields of a manifest that describe the files of its attempt; the others are the same in every
+#: form.
 _FILE_FIELDS = ("attempt", "objects", "assets", "sidecar", "grid", "tensors", "verified")
 
 
-def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tuple[Manifest, Manifest, bool]:
+def _write(
+    source: Checkpoint, store: Store, attempt: Attempt, how: How
+) -> tuple[Manifest, Manifest, bool]:
     """Verify registered files, then write; returns the source's manifest with the new files, and `write`'s result."""
     infos = list(source.tensors.values())
     registered = _registered(source) if how.verify else []
     files = registered if how.where.finishes else []
     total, done = sum(i.nbytes for i in infos), 0
     before = sum(file.nbytes for file in files)
-    for file, (_, wrong) in run_tasks(lambda file: checked(file, source.origin.store), files, how.workers):
+    for file, (_, wrong) in run_tasks(
+        lambda file: checked(file, source.origin.store), files, how.workers
+    ):
         for problem in wrong:
-            raise ChecksumError(str(problem), hint="restore the file from another copy; nothing was replaced")
+            raise ChecksumError(
+                str(problem), hint="restore the file from another copy; nothing was replaced"
+            )
         done += file.nbytes
         if how.progress is not None:
             how.progress(done, before + total)
@@ -191,4 +227,8 @@ def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tupl
 
 def _registered(source: Checkpoint) -> list[SourceFile]:
     """The files of another checkpoint that have a digest: that of a whole file cannot be verified from parts of it."""
-    return [f for f in source_files(source.universal) if f.doc.digest is not None] if source.universal else []
+    return (
+        [f for f in source_files(source.universal) if f.doc.digest is not None]
+        if source.universal
+        else []
+    )

@@ -59,7 +59,8 @@ def tree_of(store: Store, infos: Sequence[Info], begun: float) -> Tree:
     folders = search(infos)
     if not folders:
         raise NotFound(
-            f"there is no checkpoint below {store.url}", hint="check the path; if it is right, is its disk mounted?"
+            f"there is no checkpoint below {store.url}",
+            hint="check the path; if it is right, is its disk mounted?",
         )
     return Tree(store, folders, listing_hashes(store, folders, infos, begun))
 
@@ -70,7 +71,9 @@ def part_of(tree: Tree, where: Where) -> Tree:
     if count == 1:
         return tree
     groups = by_outermost(tree.folders)
-    mine = [outer for outer in groups if crc32(outer.encode("utf-8", "surrogatepass")) % count == index]
+    mine = [
+        outer for outer in groups if crc32(outer.encode("utf-8", "surrogatepass")) % count == index
+    ]
     return replace(tree, folders=[folder for outer in mine for folder in (outer, *groups[outer])])
 
 
@@ -91,19 +94,25 @@ def open_below(
 ) -> Iterator[Opened]:
     """Open the folders of a place that look like checkpoints, except those that are part of another.
 
-    Folders inside of one that turns out not to be a checkpoint are opened after it: any program may write a
-    manifest.json. So are folders beside the files of a foreign one: `checkpoint-500/` next to the final model of a run.
+    Folders inside of one that turns out not to be a checkpoint are opened after it: any program may
+    write a manifest.json. So are folders beside the files of a foreign one: `checkpoint-500/` next
+    to the final model of a run.
     """
     while folders:
         inside = by_outermost(folders)
         folders = []
-        roots = {f"{store.url}/{folder}" if folder else store.url: found for folder, found in inside.items()}
+        roots = {
+            f"{store.url}/{folder}" if folder else store.url: found
+            for folder, found in inside.items()
+        }
         for root, found, left in open_all(list(roots), options, where):
             folders += left_inside(root.removeprefix(store.url).lstrip("/"), found, roots[root])
             yield root, found, left + len(folders)
 
 
-def left_inside(above: str, found: OpenedCheckpoint | UcformatError, inside: Iterable[str]) -> list[str]:
+def left_inside(
+    above: str, found: OpenedCheckpoint | UcformatError, inside: Iterable[str]
+) -> list[str]:
     """The folders inside of one that was opened that are not part of its checkpoint."""
     if isinstance(found, UcformatError):
         return list(inside)
@@ -111,10 +120,14 @@ def left_inside(above: str, found: OpenedCheckpoint | UcformatError, inside: Ite
     if keys is None:
         return []
     parts = {folder: f"{folder.removeprefix(f'{above}/')}/" for folder in inside}
-    return [folder for folder, part in parts.items() if not any(key.startswith(part) for key in keys)]
+    return [
+        folder for folder, part in parts.items() if not any(key.startswith(part) for key in keys)
+    ]
 
 
-def open_all(roots: Sequence[str], options: Mapping[str, Any] | None, where: Where = HERE) -> Iterator[Opened]:
+def open_all(
+    roots: Sequence[str], options: Mapping[str, Any] | None, where: Where = HERE
+) -> Iterator[Opened]:
     """Open them in order, several at a time as soon as requests wait; with each the number of those that are left."""
     one = partial(try_open, options=options)
     together = _AHEAD_ELSEWHERE if where.kind == "dask" else _AHEAD
@@ -154,7 +167,9 @@ class OpenJob(Job):
         """See Job."""
         return json.dumps(
             {
-                task: [found.message, found.hint] if isinstance(found, UcformatError) else found.dump()
+                task: [found.message, found.hint]
+                if isinstance(found, UcformatError)
+                else found.dump()
                 for task, found in results.items()
             }
         )
@@ -173,7 +188,11 @@ class OpenJob(Job):
 
     def spec(self) -> dict[str, Any]:
         """See Job."""
-        return {"job": "opening:OpenJob", "roots": list(self._roots), "options": plain_options(self._options or {})}
+        return {
+            "job": "opening:OpenJob",
+            "roots": list(self._roots),
+            "options": plain_options(self._options or {}),
+        }
 
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
@@ -202,7 +221,14 @@ def _open(root: str, options: Mapping[str, Any] | None, watch: Watch) -> OpenedC
     infos = ck.files()
     files = (len(infos), sum(i.size for i in infos))
     return OpenedCheckpoint(
-        ck.home, ck.kind, _described(ck, infos), files, doc, ck.metadata.files, tuple(ck.unread), ck.manifest.step
+        ck.home,
+        ck.kind,
+        _described(ck, infos),
+        files,
+        doc,
+        ck.metadata.files,
+        tuple(ck.unread),
+        ck.manifest.step,
     )
 
 
@@ -211,7 +237,9 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     times = [i.modified for i in files if i.modified is not None]
     created = ck.manifest.created
     if times:
-        with suppress(ValueError, OverflowError, OSError):  # a file may have a time of the year 10,000
+        with suppress(
+            ValueError, OverflowError, OSError
+        ):  # a file may have a time of the year 10,000
             created = datetime.fromtimestamp(max(times), UTC)
     step = step_in_name(ck.home) if ck.manifest.step is None else ck.manifest.step
     return ck.manifest.model_copy(update={"id": ck.id, "created": created, "step": step})

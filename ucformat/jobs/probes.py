@@ -30,7 +30,17 @@ _READ = 8 << 20  # bytes of the read whose throughput is measured
 _WRITERS, _ROUNDS = 8, 3  # that race to put one file
 _LATENCY_READS = 5
 _MAX_LISTED = 1000
-_NAMES = ("list/b", "list/a/x", "list/a.b", "list/a-b", "list/B", "list/é", "list/a/0", "list/10", "list/9")
+_NAMES = (
+    "list/b",
+    "list/a/x",
+    "list/a.b",
+    "list/a-b",
+    "list/B",
+    "list/é",
+    "list/a/0",
+    "list/10",
+    "list/9",
+)
 _READ_HINT = "data read from here cannot be trusted"
 
 
@@ -72,7 +82,10 @@ def list_order(store: Store, root: str) -> str:
     for key in wanted:
         put_file(store, key, b"x")
     found = [info.key for info in store.list(f"{root}/list")]
-    _must(found == wanted, f"listings lag behind writes, or are wrong: {len(found)} of {len(wanted)} files were listed")
+    _must(
+        found == wanted,
+        f"listings lag behind writes, or are wrong: {len(found)} of {len(wanted)} files were listed",
+    )
     return "written files are listed immediately, in the order of their keys"
 
 
@@ -82,11 +95,16 @@ def parts(store: Store, root: str) -> str:
     with store.create(key, _UNIT) as out:
         for at in range(0, _SIZE, 1 << 20):
             out.write(data[at : at + (1 << 20)])
-        _must(not exists(store, key), "a file is visible before it is complete: interrupted saves could look finished")
+        _must(
+            not exists(store, key),
+            "a file is visible before it is complete: interrupted saves could look finished",
+        )
     _must(store.info(key).size == _SIZE, "a large file does not have the size that was written")
     for at in range(0, _SIZE, _READ):
         found = store.read(key, at, min(_READ, _SIZE - at))
-        _must(found == data[at : at + _READ], "a large file has wrong content: its parts are mixed up")
+        _must(
+            found == data[at : at + _READ], "a large file has wrong content: its parts are mixed up"
+        )
     aborted = store.create(f"{root}/aborted", _UNIT)
     try:
         aborted.write(data)
@@ -102,9 +120,18 @@ def ranges(store: Store, key: str, whole: Callable[[], bytes]) -> str:
     data = whole()
     size = store.info(key).size
     _must(len(data) <= size, "a file has more bytes than its reported size")
-    for begin, nbytes in ((0, 1), (1, 7), (len(data) // 3, len(data) // 2), (len(data) - 1, 1), (5, 0)):
+    for begin, nbytes in (
+        (0, 1),
+        (1, 7),
+        (len(data) // 3, len(data) // 2),
+        (len(data) - 1, 1),
+        (5, 0),
+    ):
         wanted = data[begin : begin + nbytes]
-        buffers = [memoryview(bytearray(len(wanted) // 2)), memoryview(bytearray(-(-len(wanted) // 2)))]
+        buffers = [
+            memoryview(bytearray(len(wanted) // 2)),
+            memoryview(bytearray(-(-len(wanted) // 2))),
+        ]
         store.read_into(key, begin, buffers)
         _must(b"".join(buffers) == wanted, f"a range of bytes has wrong content: {_READ_HINT}")
     try:
@@ -143,12 +170,17 @@ def put_if_absent(store: Store, root: str) -> str:
     except Conflict:
         pass
     else:
-        raise UcformatError("put-if-absent overwrites an existing file: concurrent commits would not notice each other")
+        raise UcformatError(
+            "put-if-absent overwrites an existing file: concurrent commits would not notice each other"
+        )
     _must(store.read(key) == b"first", "a put that was refused changed the file")
     for number in range(_ROUNDS):
         race = f"{root}/race-{number}"
         won = _count_winners(lambda i, race=race: store.put_if_absent(race, b"%d" % i))  # type: ignore[misc]
-        _must(won == 1, f"{won} of {_WRITERS} concurrent writers succeeded in creating one file: commits are not safe")
+        _must(
+            won == 1,
+            f"{won} of {_WRITERS} concurrent writers succeeded in creating one file: commits are not safe",
+        )
     return f"an existing file is not overwritten, and of {_WRITERS} concurrent writers one succeeds"
 
 
@@ -162,10 +194,15 @@ def replace(store: Store, root: str) -> str:
     except Conflict:
         pass
     else:
-        raise UcformatError("a file is replaced by a writer with an old version: overwriting could lose a checkpoint")
+        raise UcformatError(
+            "a file is replaced by a writer with an old version: overwriting could lose a checkpoint"
+        )
     _must(store.read(key) == b"new", "a replacement that was refused changed the file")
     won = _count_winners(lambda i: store.replace(key, b"%d" % i, version))
-    _must(won == 1, f"{won} of {_WRITERS} concurrent writers succeeded in replacing one file: overwriting is not safe")
+    _must(
+        won == 1,
+        f"{won} of {_WRITERS} concurrent writers succeeded in replacing one file: overwriting is not safe",
+    )
     return f"a changed file is not replaced, and of {_WRITERS} concurrent writers one succeeds"
 
 

@@ -39,13 +39,17 @@ def record_commits() -> None:
 def record_commit(url: str, manifest: Manifest) -> None:
     """Record a checkpoint that was just committed in the catalog of the settings.
 
-    Also the one of its run that the training resumed from, if that is not in the catalog: its writer was killed after
-    the commit, before it could be recorded.
+    Also the one of its run that the training resumed from, if that is not in the catalog: its
+    writer was killed after the commit, before it could be recorded.
     """
 
     def record(catalog: Catalog) -> None:
         for edge in manifest.lineage:
-            if edge.kind in ("resume", "reshard") and edge.id is not None and not _knows(catalog, edge.id):
+            if (
+                edge.kind in ("resume", "reshard")
+                and edge.id is not None
+                and not _knows(catalog, edge.id)
+            ):
                 _record_origin(catalog, edge.url, edge.id, manifest.run, url)
         catalog.record(manifest, url)
 
@@ -59,10 +63,13 @@ def _knows(catalog: Catalog, checkpoint: str) -> bool:
     return False
 
 
-def _record_origin(catalog: Catalog, url: str, checkpoint: str, run: str | None, child: str) -> None:
+def _record_origin(
+    catalog: Catalog, url: str, checkpoint: str, run: str | None, child: str
+) -> None:
     """Record the checkpoint at a place if it is there, in the folder of the one that continues it or of its named run.
 
-    Others are not recorded: what belongs to another training is no business of this catalog's policies.
+    Others are not recorded: what belongs to another training is no business of this catalog's
+    policies.
     """
     from ucformat.format.structure import find_manifest
     from ucformat.storage.url import open_store
@@ -122,12 +129,20 @@ def with_catalog(use: Callable[[Catalog], object], failed: str, remedy: str) -> 
         _log.warning("%s: %s; %s", failed, getattr(error, "message", error), remedy)
 
 
-_STEP = re.compile(r"(?:^|[-_.])(?:checkpoint|ckpt|global_?step|step|iter|iteration)[-_=]?(\d{1,18})$", re.ASCII)
+_STEP = re.compile(
+    r"(?:^|[-_.])(?:checkpoint|ckpt|global_?step|step|iter|iteration)[-_=]?(\d{1,18})$", re.ASCII
+)
 
 
 def step_in_name(place: str) -> int | None:
     """The training step that the name of a foreign checkpoint tells, such as `checkpoint-500`."""
-    name = place.rstrip("/").rpartition("/")[2].removesuffix(".safetensors").removesuffix(".ckpt").removesuffix(".pt")
+    name = (
+        place.rstrip("/")
+        .rpartition("/")[2]
+        .removesuffix(".safetensors")
+        .removesuffix(".ckpt")
+        .removesuffix(".pt")
+    )
     found = _STEP.search(name)
     return int(found[1]) if found else None
 
@@ -141,15 +156,20 @@ def lineage_to(source: Checkpoint, kind: str, how: Mapping[str, Any] | None = No
     commits = source.universal.manifest.known_commits if source.universal else None
     if source.metadata.part_of:
         how = {**(how or {}), PART_OF: source.metadata.part_of}
-    about = {"url": source.home, "id": Checkpoint(source.origin).id, "engine": dict(source.metadata.engine)}
+    about = {
+        "url": source.home,
+        "id": Checkpoint(source.origin).id,
+        "engine": dict(source.metadata.engine),
+    }
     return LineageDoc.model_validate({"kind": kind, "commits": commits, **about, "how": how or {}})
 
 
 def lineage_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, ...]:
     """The lineage of a conversion: `average` if a view takes means, `quantize` if it narrows dtypes, else `convert`.
 
-    New names, shapes or a wider dtype keep every value, and are conversions. So is a mean that the checkpoint itself
-    defines (DeepSpeed's `parameter_to_average_patterns`), since it is part of reading it.
+    New names, shapes or a wider dtype keep every value, and are conversions. So is a mean that the
+    checkpoint itself defines (DeepSpeed's `parameter_to_average_patterns`), since it is part of
+    reading it.
 
     Args:
         keys: the tensors that are converted; steps that only compute others are ignored.
@@ -162,7 +182,8 @@ def lineage_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, .
                 if explicit and formula.operation == "mean" and len(formula.inputs) > 1:
                     kinds.add("average")
                 if formula.operation == "cast" and any(
-                    ITEMSIZE[formula.info.dtype] < ITEMSIZE[view.info.dtype] for view in formula.inputs
+                    ITEMSIZE[formula.info.dtype] < ITEMSIZE[view.info.dtype]
+                    for view in formula.inputs
                 ):
                     kinds.add("quantize")
     return tuple(lineage_to(source, kind) for kind in sorted(kinds) or ("convert",))

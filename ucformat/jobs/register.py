@@ -33,7 +33,8 @@ __all__ = ["Failure", "Registered", "Reindexed", "register", "reindex"]
 class Registered:
     """The ids of the checkpoints that are now in the catalog (new or known before), and the failures.
 
-    `unread` lists the files whose meaning is unknown in the folder of each foreign checkpoint, by its url.
+    `unread` lists the files whose meaning is unknown in the folder of each foreign checkpoint, by
+    its url.
     """
 
     ids: tuple[str, ...]
@@ -74,38 +75,47 @@ def register(
     """Record the checkpoints in these places, foreign ones in place; nothing is converted.
 
     Args:
-        places: a path or url of a checkpoint, or with `recursive` of a tree of them; or several of these.
+        places: a path or url of a checkpoint, or with `recursive` of a tree of them; or several of
+            these.
         catalog: the catalog that records them.
-        recursive: search the trees; a folder that looks like a checkpoint and cannot be read is a failure, not an
-            error.
+        recursive: search the trees; a folder that looks like a checkpoint and cannot be read is a
+            failure, not an error.
         run: the run that they belong to (default: the folder that a checkpoint's folder is in).
-        step: the training step of one foreign checkpoint whose files have none; it replaces one that is recorded
-            (default: that in its files, else in its name).
-        config: the configuration of the training, in addition to that in the files of a foreign checkpoint.
+        step: the training step of one foreign checkpoint whose files have none; it replaces one
+            that is recorded (default: that in its files, else in its name).
+        config: the configuration of the training, in addition to that in the files of a foreign
+            checkpoint.
         metrics: measured numbers by name, which replace those that are recorded.
-        rescan: with `recursive`, also read known checkpoints. Otherwise a checkpoint is not opened if its files have
-            the same sizes, inodes and times, or etags, as when it was last read, and its manifest is the same.
-        trust_documents: trust the documents of other catalogs beside the checkpoints like changes to this one: aliases
-            move, tags are removed, and deleted checkpoints keep their grace (docs/security.md). Known, unchanged
-            checkpoints are read, too.
-        options: facts that the files of foreign checkpoints lack, as in `ucformat.open`. They are not recorded, and
-            must be given again to open one of these.
-        on: with `recursive`, where checkpoints are opened, as for `convert`. Each part, and each process of torchrun,
-            records its own folders in the catalog; there is nothing to commit.
+        rescan: with `recursive`, also read known checkpoints. Otherwise a checkpoint is not opened
+            if its files have the same sizes, inodes and times, or etags, as when it was last read,
+            and its manifest is the same.
+        trust_documents: trust the documents of other catalogs beside the checkpoints like changes
+            to this one: aliases move, tags are removed, and deleted checkpoints keep their grace
+            (docs/security.md). Known, unchanged checkpoints are read, too.
+        options: facts that the files of foreign checkpoints lack, as in `ucformat.open`. They are
+            not recorded, and must be given again to open one of these.
+        on: with `recursive`, where checkpoints are opened, as for `convert`. Each part, and each
+            process of torchrun, records its own folders in the catalog; there is nothing to commit.
         progress: called with the checkpoints done and in all.
 
     Raises:
-        UsageError: `config` or `step` is given for a universal checkpoint, whose manifest has it, or `step` for one
-            whose files have another.
+        UsageError: `config` or `step` is given for a universal checkpoint, whose manifest has it,
+            or `step` for one whose files have another.
         NotFound: one of the places is empty, or has no checkpoint.
     """
     where = Where.parse(on)
     if where.kind == "commit" or (where != HERE and not recursive):
-        raise UsageError(f"there is nothing to register on {on!r}", hint="with recursive=True (-r), parts record alone")
+        raise UsageError(
+            f"there is nothing to register on {on!r}",
+            hint="with recursive=True (-r), parts record alone",
+        )
     places = as_strings(places)
     trees = [part_of(search_tree(open_store(p)), where) for p in places] if recursive else []
     if step is not None and (recursive or len(places) > 1):
-        raise UsageError("step is that of one checkpoint", hint="register checkpoints of several steps one by one")
+        raise UsageError(
+            "step is that of one checkpoint",
+            hint="register checkpoints of several steps one by one",
+        )
     known: dict[str, str] = {}
     for tree in () if rescan or run or config or metrics or options or trust_documents else trees:
         known |= unchanged(catalog, tree)
@@ -115,7 +125,13 @@ def register(
     if config or step is not None:
         opened = ((root, _with(found, config, step), left) for root, found, left in opened)
     listed = {t.url(folder): value for t in trees for folder, value in t.listings.items()}
-    how = How(run, bool(config), strict=not recursive, trust=trust_documents, replace_step=step is not None)
+    how = How(
+        run,
+        bool(config),
+        strict=not recursive,
+        trust=trust_documents,
+        replace_step=step is not None,
+    )
     done = record_all(catalog, opened, how, progress, listings=listed)
     for _, checkpoint in done.present if metrics else ():
         catalog.metric(checkpoint, metrics or {})
@@ -137,19 +153,22 @@ def reindex(
 ) -> Reindexed:
     """Record all checkpoints below a place, with the documents beside them, which an empty catalog trusts.
 
-    Checkpoints that the catalog has there and that are not found stay recorded, so that they protect the files that
-    they need: a disk that is not mounted looks like one whose files were removed.
+    Checkpoints that the catalog has there and that are not found stay recorded, so that they
+    protect the files that they need: a disk that is not mounted looks like one whose files were
+    removed.
 
     Args:
         place: a path or url.
         catalog: the catalog that records them.
-        forget: forget checkpoints that are not found (default: no). Unreadable ones are never forgotten.
+        forget: forget checkpoints that are not found (default: no). Unreadable ones are never
+            forgotten.
         trust_documents: as in `register`; always if the catalog is empty.
         options: facts that the files of foreign checkpoints lack, as in `ucformat.open`.
         progress: called with the checkpoints done and in all.
 
     Raises:
-        NotFound: without `forget`, the place does not exist, or is empty and the catalog knows checkpoints there.
+        NotFound: without `forget`, the place does not exist, or is empty and the catalog knows
+            checkpoints there.
         UcformatError: the place cannot be listed to its end; nothing was recorded or forgotten.
     """
     store = open_store(place)
@@ -160,7 +179,9 @@ def reindex(
     folders = [] if empty else search(store.list())
     how = How(trust=trust_documents or catalog.empty)
     done = record_all(catalog, open_below(store, folders, options), how, progress)
-    missing, reopened = _missing(known, [u for u, _ in done.present] + [f.url for f in done.failures], options)
+    missing, reopened = _missing(
+        known, [u for u, _ in done.present] + [f.url for f in done.failures], options
+    )
     more = record_all(catalog, reopened, how, None)
     forgotten = catalog.forget(missing if forget else [])
     write_documents(catalog, None)
@@ -205,5 +226,7 @@ def _with(
             hint="leave the step out: the one in the files counts",
         )
     update = {"config": with_config(found.manifest.config, config)}
-    manifest = found.manifest.model_copy(update=update if step is None else {**update, "step": step})
+    manifest = found.manifest.model_copy(
+        update=update if step is None else {**update, "step": step}
+    )
     return replace(found, manifest=manifest)

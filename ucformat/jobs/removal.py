@@ -31,7 +31,13 @@ from ucformat.jobs.dependents import dependents_at, forget_dependents
 from ucformat.jobs.documents import protections_of, read_document
 from ucformat.jobs.listing import check_removed
 from ucformat.jobs.record import with_catalog
-from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE, TombstoneDoc, is_tombstone
+from ucformat.schema.documents import (
+    CATALOG_DOCUMENT,
+    NEEDED_BY,
+    TOMBSTONE,
+    TombstoneDoc,
+    is_tombstone,
+)
 from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.url import open_store
 
@@ -55,16 +61,22 @@ def discard(url: str) -> bool:
         manifest, _ = read_manifest(store)
     except NotACheckpoint:
         return True  # already removed
-    reasons = protections_of(store.url, manifest.id) or tuple(f"needed by {d}" for d in remove(store, manifest.id))
+    reasons = protections_of(store.url, manifest.id) or tuple(
+        f"needed by {d}" for d in remove(store, manifest.id)
+    )
     if reasons:
         _warn(store.url, "; ".join(reasons))
         return False
 
     def forget(catalog: Catalog) -> None:
-        catalog.forget([place for place in catalog.places(store.url) if place.url == same_url(store.url)])
+        catalog.forget(
+            [place for place in catalog.places(store.url) if place.url == same_url(store.url)]
+        )
 
     with_catalog(
-        forget, f"{store.url} was removed, but not from the catalog", f"run `ucp reindex {store.url} --forget`"
+        forget,
+        f"{store.url} was removed, but not from the catalog",
+        f"run `ucp reindex {store.url} --forget`",
     )
     return True
 
@@ -75,12 +87,14 @@ def _warn(url: str, reasons: str) -> None:
     _log.warning("%s is not removed: %s", url, reasons)
 
 
-# Removes one checkpoint from one place: interrupted at any instant, it is whole, or the removal is resumable.
+# Removes one checkpoint from one place: interrupted at any instant, it is whole, or the removal is
+# resumable.
 #
-# A tombstone names the attempt that is removed. It is written first and deleted last; between the two the manifest is
-# deleted before all other files. After the tombstone is written, and before the manifest is deleted, the dependents are
-# listed (`jobs/dependents.py`): if there is one, the tombstone is deleted again. Concurrent removals of a checkpoint
-# coordinate by the tombstone's stage.
+# A tombstone names the attempt that is removed. It is written first and deleted last; between the
+# two the manifest is deleted before all other files. After the tombstone is written, and before the
+# manifest is deleted, the dependents are listed (`jobs/dependents.py`): if there is one, the
+# tombstone is deleted again. Concurrent removals of a checkpoint coordinate by the tombstone's
+# stage.
 
 
 def remove(store: Store, checkpoint: str) -> tuple[str, ...]:
@@ -99,7 +113,9 @@ def _remove(store: Store, checkpoint: str) -> tuple[str, ...]:
     try:
         manifest, version = read_manifest(store)
     except NotACheckpoint:
-        tombstone = tombstone or read_tombstone(store)  # another process may have removed the manifest since
+        tombstone = tombstone or read_tombstone(
+            store
+        )  # another process may have removed the manifest since
         if tombstone is None:
             check_removed(store, begun=True)
             store.delete(TOMBSTONE)  # durably, after an interrupted or concurrent purge
@@ -110,7 +126,9 @@ def _remove(store: Store, checkpoint: str) -> tuple[str, ...]:
         return ()
     if manifest.id == checkpoint:
         return _remove_this(store, manifest, version)
-    if tombstone is not None and tombstone.id == checkpoint:  # replaced by another, and its files removed
+    if (
+        tombstone is not None and tombstone.id == checkpoint
+    ):  # replaced by another, and its files removed
         store.delete(TOMBSTONE)
     return ()
 
@@ -127,7 +145,9 @@ def _remove_this(store: Store, manifest: Manifest, version: str) -> tuple[str, .
         needed = _dependents(store, tombstone)
         if not needed:
             _delete_manifest(store, version)  # to make room for the tombstone
-            with suppress(UcformatError):  # if others filled that room, the files that are deleted next make more
+            with suppress(
+                UcformatError
+            ):  # if others filled that room, the files that are deleted next make more
                 _put(store, tombstone)
             bury(store, tombstone)
     else:
@@ -139,8 +159,8 @@ def _remove_this(store: Store, manifest: Manifest, version: str) -> tuple[str, .
 def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
     """Write the tombstone, and list the dependents: if there are none it is settled, else it is withdrawn.
 
-    New dependents see the tombstone. Only one that is not settled is withdrawn: otherwise another process that found no
-    dependents before may be about to remove the files.
+    New dependents see the tombstone. Only one that is not settled is withdrawn: otherwise another
+    process that found no dependents before may be about to remove the files.
     """
     for _ in range(TRIES):
         there, version = _put(store, tombstone)
@@ -223,7 +243,10 @@ def _delete_manifest(store: Store, version: str) -> None:
 
 def _is_full(error: UcformatError) -> bool:
     """Whether a write failed because the disk or the quota is full."""
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+    )
 
 
 def bury(store: Store, tombstone: TombstoneDoc) -> None:

@@ -20,11 +20,15 @@ def spec_of(ck: Checkpoint) -> dict[str, Any]:
     """What another process needs to open a checkpoint in the same way, as JSON values."""
     if ck.opened is None and ck.foreign is not None:
         raise UsageError(
-            f"{ck.url} was opened in a way that other processes cannot repeat", hint="give its path, url or reference"
+            f"{ck.url} was opened in a way that other processes cannot repeat",
+            hint="give its path, url or reference",
         )
     place, options, _, views = ck.recipe
     if split_url(place)[0] == "memory":
-        raise UsageError(f"{place} is in the memory of this process alone", hint="use a place that all machines reach")
+        raise UsageError(
+            f"{place} is in the memory of this process alone",
+            hint="use a place that all machines reach",
+        )
     return {"place": place, "options": plain_options(options), "views": views}
 
 
@@ -59,4 +63,7 @@ def options_of(plain: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     from ucformat.geometry.layout import Layout
 
-    return {k: Layout.parse(v[_LAYOUT]) if isinstance(v, dict) and _LAYOUT in v else v for k, v in plain.items()}
+    return {
+        k: Layout.parse(v[_LAYOUT]) if isinstance(v, dict) and _LAYOUT in v else v
+        for k, v in plain.items()
+    }

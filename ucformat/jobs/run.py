@@ -33,13 +33,18 @@ def default_workers() -> int:
 
 def workers_for(*stores: Store) -> int:
     """The number of concurrent tasks for stores: one for each core, and at least eight for object stores."""
-    return max(default_workers(), _MIN_REMOTE_WORKERS if any(s.costs.parallel for s in stores) else 0)
+    return max(
+        default_workers(), _MIN_REMOTE_WORKERS if any(s.costs.parallel for s in stores) else 0
+    )
 
 
-def run(function: Callable[[T], R], tasks: Iterable[T], workers: int | None = None) -> Iterator[tuple[T, R]]:
+def run(
+    function: Callable[[T], R], tasks: Iterable[T], workers: int | None = None
+) -> Iterator[tuple[T, R]]:
     """Run tasks in threads, and yield each with its result as it ends.
 
-    After the first error, or when the caller stops iterating, no further task is started; running ones are completed.
+    After the first error, or when the caller stops iterating, no further task is started; running
+    ones are completed.
 
     Args:
         workers: concurrent tasks (default: one for each core, at most 16).
@@ -65,9 +70,10 @@ def run(function: Callable[[T], R], tasks: Iterable[T], workers: int | None = No
 class Report:
     """The result of a verification; true if there are no problems.
 
-    `bytes_verified` were compared with a checksum; `bytes_unverified` were only found to exist. `unprotected` are
-    places with files of a virtual checkpoint that have no record that it needs them. `part` is the part that was
-    verified, as `2/8`; empty for all. `part_of` is what the checkpoint is only a part of; empty if it is whole.
+    `bytes_verified` were compared with a checksum; `bytes_unverified` were only found to exist.
+    `unprotected` are places with files of a virtual checkpoint that have no record that it needs
+    them. `part` is the part that was verified, as `2/8`; empty for all. `part_of` is what the
+    checkpoint is only a part of; empty if it is whole.
     """
 
     url: str
@@ -100,7 +106,9 @@ def naming_place(place: str) -> Iterator[None]:
     except UcformatError:
         raise
     except MemoryError as error:
-        raise UcformatError(f"{place}: out of memory", hint="run it on a machine with more memory") from error
+        raise UcformatError(
+            f"{place}: out of memory", hint="run it on a machine with more memory"
+        ) from error
     except Exception as error:
         raise UcformatError(
             f"{place} makes ucformat fail: {type(error).__name__}: {error}",

@@ -90,7 +90,8 @@ def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], H
 class ShardJob(RecordedJob):
     """Writes the shards of arrays, the large ones first.
 
-    Intact shards of an interrupted run of the same attempt are kept, without reading them if they are recorded.
+    Intact shards of an interrupted run of the same attempt are kept, without reading them if they
+    are recorded.
 
     Args:
         compared: the keys of source files that are compared as a whole otherwise (default: none).
@@ -107,16 +108,26 @@ class ShardJob(RecordedJob):
         how: How,
         compared: Collection[str] = (),
     ) -> None:
-        self.source, self.store, self.attempt, self.infos, self.how = source, store, attempt, infos, how
+        self.source, self.store, self.attempt, self.infos, self.how = (
+            source,
+            store,
+            attempt,
+            infos,
+            how,
+        )
         self.arrays = lay_out(infos, f"data/{attempt}", how.chunk_bytes, how.shard_bytes)
         self._large = sorted(self.arrays, key=lambda a: -_nbytes(a, (0,) * len(a.grid.shape)))
         self._ends = list(accumulate(a.grid.count for a in self._large))
         self.count = self._ends[-1] if self._ends else 0
         self.finished = set()
-        self._leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in self.arrays}
+        self._leaves: dict[Key, dict[tuple[int, ...], bytes]] = {
+            a.info.key: {} for a in self.arrays
+        }
         self._bare: set[Key] = set()
         self._compared = tuple(compared)
-        self.inputs = [Input(checkpoint, compared, verify=how.verify) for checkpoint in self.sources]
+        self.inputs = [
+            Input(checkpoint, compared, verify=how.verify) for checkpoint in self.sources
+        ]
 
     @property
     def sources(self) -> Sequence[Checkpoint]:
@@ -180,7 +191,13 @@ class ShardJob(RecordedJob):
         """How often `boxes` are read."""
         return 1
 
-    def fill(self, array: Array, boxes: Sequence[InputBox], piece: Piece, raw: NDArray[np.uint8]) -> bool:  # noqa: ARG002
+    def fill(
+        self,
+        array: Array,  # noqa: ARG002
+        boxes: Sequence[InputBox],
+        piece: Piece,
+        raw: NDArray[np.uint8],
+    ) -> bool:
         """Fill memory with the elements of a piece of an array."""
         (only,) = boxes
         return only.read(piece, raw)
@@ -200,8 +217,12 @@ class ShardJob(RecordedJob):
             again = any(box.carries for box in boxes)
             if not again:
                 bare = not all([box.expect() for box in boxes])  # noqa: C419 - of each
-            # If the source has checksums, its bytes are read again: a checksum covers more bytes than those of a shard.
-            if not again or write_shard(cast("Store", _NullWriter()), key, grid, shard, fill) == kept:
+            # If the source has checksums, its bytes are read again: a checksum covers more bytes
+            # than those of a shard.
+            if (
+                not again
+                or write_shard(cast("Store", _NullWriter()), key, grid, shard, fill) == kept
+            ):
                 self.store.adopt(key)
                 return kept, bare
         return write_shard(self.store, key, grid, shard, fill), bare
@@ -257,7 +278,11 @@ class ShardJob(RecordedJob):
         verified = VerifiedDoc(default=False)
         if len(verifiers) == len(self.inputs):
             besides = sum(verifier.besides for verifier in verifiers)
-            verified = verifiers[0].described(self.infos, self._bare).model_copy(update={"besides": besides})
+            verified = (
+                verifiers[0]
+                .described(self.infos, self._bare)
+                .model_copy(update={"besides": besides})
+            )
         return tuple(array_doc(a, self._leaves[a.info.key]) for a in self.arrays), verified
 
 

@@ -1,8 +1,9 @@
 """Jobs that are lists of tasks.
 
-A job numbers its tasks in an order that follows from its plan, so processes on several machines agree on it without
-talking to each other. A task can be run again, by any of them. What tasks have found is kept in records, which are text
-and mean the same everywhere: the process that finishes the job needs them, and nothing else, of the others.
+A job numbers its tasks in an order that follows from its plan, so processes on several machines
+agree on it without talking to each other. A task can be run again, by any of them. What tasks have
+found is kept in records, which are text and mean the same everywhere: the process that finishes the
+job needs them, and nothing else, of the others.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def run_here(
         keep_last: also keep the last record, of less than a second and 64 MiB, for other processes.
 
     Yields:
-        Records of what was done, which are kept, too; also of what was done when this is interrupted.
+        Records of what was done, which are kept, too; also of what was done when this is
+        interrupted.
     """
     pending: dict[int, Any] = {}
     nbytes, since = 0, time.monotonic()
@@ -131,7 +133,11 @@ def run_here(
                     _kept(job, pending)
             raise
         if pending:
-            records.append(recorder.submit(_kept, job, pending) if keep_last else recorder.submit(job.record, pending))
+            records.append(
+                recorder.submit(_kept, job, pending)
+                if keep_last
+                else recorder.submit(job.record, pending)
+            )
         for one in records:
             yield one.result()
 

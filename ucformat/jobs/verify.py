@@ -76,17 +76,17 @@ def verify(
 ) -> Report:
     """Read every byte of a checkpoint from its storage, past any cache, and compare it with its checksums and digests.
 
-    It also checks that the manifest and the sidecar are consistent, that the extents cover their tensors, and that
-    replicas are equal. For a foreign checkpoint it checks that every extent is inside its file, and the CRC-32 of every
-    zip record that has one (torch writes them by default). The result is recorded in the catalog if that knows the
-    checkpoint.
+    It also checks that the manifest and the sidecar are consistent, that the extents cover their
+    tensors, and that replicas are equal. For a foreign checkpoint it checks that every extent is
+    inside its file, and the CRC-32 of every zip record that has one (torch writes them by default).
+    The result is recorded in the catalog if that knows the checkpoint.
 
     Args:
         place: a checkpoint, or the place of one.
         workers: files read at once (default: one for each core; for object stores eight at least).
         options: facts that the files of a foreign checkpoint lack, as in `open`.
-        on: where files are read, as for `convert`. Parts are cut by tensors; each has a report of its own, which is not
-            recorded in the catalog.
+        on: where files are read, as for `convert`. Parts are cut by tensors; each has a report of
+            its own, which is not recorded in the catalog.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
@@ -97,11 +97,15 @@ def verify(
     where = Where.parse(on)
     try:
         ck = place if isinstance(place, Checkpoint) else open_reference(place, options=options)
-    except Inconsistent as error:  # its metadata contradict themselves, so there are no valid checksums
+    except (
+        Inconsistent
+    ) as error:  # its metadata contradict themselves, so there are no valid checksums
         named = tuple(p for p in error.problems if isinstance(p, Problem))
         return Report(str(getattr(place, "url", place)), Universal.kind, 0, 0, 0, named)
     if where.kind == "commit":
-        raise UsageError("a verification has nothing to commit", hint="each part reports what it has found")
+        raise UsageError(
+            "a verification has nothing to commit", hint="each part reports what it has found"
+        )
     job = VerifyJob(ck)
     done = run_job(job, where, workers or workers_for(ck.store), progress)
     part = f"{where.index}/{where.count}" if where.kind == "part" else ""
@@ -112,7 +116,9 @@ def verify(
         if (reason := contradiction(ck.universal.manifest, ck.url)) is not None:
             problems.append(Problem(MANIFEST, reason))
         unknown = {job.group(task) for task in job.todo}
-        damaged = {(p.name, p.state) for p in problems} | {key for key in ck.universal.docs if key in unknown}
+        damaged = {(p.name, p.state) for p in problems} | {
+            key for key in ck.universal.docs if key in unknown
+        }
         problems += wrong_digests(ck.universal, job.leaves, damaged)
     verified = [job.checks[task] for task in job.finished if task < len(job.checks)]
     report = Report(
@@ -139,7 +145,11 @@ class VerifyJob(Job):
     def __init__(self, ck: Checkpoint) -> None:
         self._ck = ck
         self._replicated: list[_Replicated] = []
-        checks = _universal(ck.universal, self._replicated) if ck.universal else _foreign(ck, self._replicated)
+        checks = (
+            _universal(ck.universal, self._replicated)
+            if ck.universal
+            else _foreign(ck, self._replicated)
+        )
         self.checks = list(checks)
         self.count = len(self.checks) + len(self._replicated)
         self.finished = set()
@@ -155,7 +165,11 @@ class VerifyJob(Job):
 
     def nbytes(self, task: int) -> int:
         """See Job."""
-        return self.checks[task].nbytes + self.checks[task].unverified if task < len(self.checks) else 0
+        return (
+            self.checks[task].nbytes + self.checks[task].unverified
+            if task < len(self.checks)
+            else 0
+        )
 
     def group(self, task: int) -> Hashable:
         """See Job: the digest of an array takes all its shards."""
@@ -171,7 +185,12 @@ class VerifyJob(Job):
 
     def record(self, results: Mapping[int, tuple[bytes, list[Problem]]]) -> str:
         """See Job."""
-        return json.dumps([(task, found.hex(), [asdict(p) for p in wrong]) for task, (found, wrong) in results.items()])
+        return json.dumps(
+            [
+                (task, found.hex(), [asdict(p) for p in wrong])
+                for task, (found, wrong) in results.items()
+            ]
+        )
 
     def keep(self, record: str) -> None:
         """Keep nothing: the place may be read-only."""
@@ -205,13 +224,17 @@ class VerifyJob(Job):
 def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Check]:
     store = source.store
     for item in items(source):
-        yield Check.of(item, store, () if isinstance(item, ShardFile) else (UcformatError,))  # a shard has its own
+        yield Check.of(
+            item, store, () if isinstance(item, ShardFile) else (UcformatError,)
+        )  # a shard has its own
     wrong, sidecar = _structure(source)
     yield Check(0, lambda: (b"", wrong))
     unsound = {(p.name, p.state) for p in wrong}
     compared = {f.file for f in source_files(source) if f.doc.digest is not None}  # as a whole
     numbers = {key: n for n, key in enumerate(source.docs)}
-    held: dict[str, list[tuple[int, int]]] = {}  # of packed files: the bytes that extents and blocks have
+    held: dict[
+        str, list[tuple[int, int]]
+    ] = {}  # of packed files: the bytes that extents and blocks have
     for key, tensor in source.docs.items():
         if tensor.path is None and sidecar is not None and key not in unsound:
             extents = list(single_extents(sidecar.extents(numbers[key])))
@@ -228,7 +251,9 @@ def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Che
 def _run(e: Extent, itemsize: int) -> tuple[int, int]:
     """The first byte of an extent and its block, and the byte after them."""
     if e.block is not None:
-        return e.block.offset, e.block.offset + e.block.nbytes + (4 if e.block.crc32c is None else 0)
+        return e.block.offset, e.block.offset + e.block.nbytes + (
+            4 if e.block.crc32c is None else 0
+        )
     return (e.offset, e.last + itemsize) if e.box.size else (e.offset, e.offset)
 
 
@@ -250,7 +275,9 @@ def _between(store: Store, file: str, held: list[tuple[int, int]]) -> list[Probl
 def _structure(source: Universal) -> tuple[list[Problem], Sidecar | None]:
     """The problems of the metadata, and the sidecar if it is valid."""
     doc = source.manifest.sidecar
-    if doc is None or checked(ListedFile(doc), source.store)[1]:  # its damage is reported with that of the other files
+    if (
+        doc is None or checked(ListedFile(doc), source.store)[1]
+    ):  # its damage is reported with that of the other files
         return list(structural(source.manifest, None)), None
     try:
         sidecar = source.read_sidecar()
@@ -276,7 +303,9 @@ def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[Check]:
             except (IntegrityError, CoverageError, UnsupportedError) as error:
                 extents, reason = [], error.message
             if reason is not None:
-                wrong = [] if reason in named else [Problem(ck.home, reason, *key)]  # once per unreadable file
+                wrong = (
+                    [] if reason in named else [Problem(ck.home, reason, *key)]
+                )  # once per unreadable file
                 named.add(reason)
                 yield Check(0, lambda w=wrong: (b"", w))  # type: ignore[misc]
                 continue
@@ -314,15 +343,26 @@ def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
 def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterator[Key]:
     """The tensors that have bytes in a range of a file."""
     for info in source.metadata.tensor_list.tensors:
-        with suppress(IntegrityError, CoverageError, UnsupportedError):  # reported as a problem of its own
+        with suppress(
+            IntegrityError, CoverageError, UnsupportedError
+        ):  # reported as a problem of its own
             for e in source.extents(info.key):
-                if e.file == file and e.box.size and e.offset < stop and e.last + info.itemsize > start:
+                if (
+                    e.file == file
+                    and e.box.size
+                    and e.offset < stop
+                    and e.last + info.itemsize > start
+                ):
                     yield info.key
                     break
 
 
 def _extents(
-    store: Store, info: TensorInfo, nbytes: int, extents: list[Extent], replicated: list[_Replicated]
+    store: Store,
+    info: TensorInfo,
+    nbytes: int,
+    extents: list[Extent],
+    replicated: list[_Replicated],
 ) -> Check:
     """A check of a tensor that is not an array: of its blocks, and that bytes without a block exist."""
     key = info.key
@@ -341,12 +381,18 @@ def _extents(
             try:
                 size = store.info(file).size
             except NotFound:
-                wrong.append(Problem(file, "the file is missing", key.name, key.state, kind="missing"))
+                wrong.append(
+                    Problem(file, "the file is missing", key.name, key.state, kind="missing")
+                )
             except UcformatError as error:
                 wrong.append(Problem(file, error.message, key.name, key.state))
             else:
                 if end >= size:
-                    wrong.append(Problem(file, f"the file ends at {size}, before byte {end}", key.name, key.state))
+                    wrong.append(
+                        Problem(
+                            file, f"the file ends at {size}, before byte {end}", key.name, key.state
+                        )
+                    )
         return b"", wrong
 
     return Check(verified, check, unverified=nbytes - verified)

@@ -98,7 +98,8 @@ def put_virtual(
 ) -> tuple[SidecarDoc, tuple[TensorDoc, ...]]:
     """Write the sidecar of a virtual checkpoint, and allow this user to read the files that it refers to.
 
-    First it records beside the files that they are needed, unless that is impossible and `unprotected` is true.
+    First it records beside the files that they are needed, unless that is impossible and
+    `unprotected` is true.
 
     Args:
         progress: called with the bytes done and the bytes in all.
@@ -109,13 +110,17 @@ def put_virtual(
     for root in placed.roots:
         allow_root(root)
     need(placed.homes, str(attempt.keeps), store.url, unprotected=unprotected)
-    sources = _sources(placed, progress, checksums=checksums)  # after they are protected, so that they cannot disappear
+    sources = _sources(
+        placed, progress, checksums=checksums
+    )  # after they are protected, so that they cannot disappear
     if (watching := find_watched(source.store)) is not None:
         for file in placed.files:  # reading many files checks only their sizes
             watching.note(file)
     tensors = TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in placed.infos)
     data = encode(placed.extents)
-    return put_sidecar(store, attempt.folder("data"), data, tensors, placed.roots, sources), tuple(tensors)
+    return put_sidecar(store, attempt.folder("data"), data, tensors, placed.roots, sources), tuple(
+        tensors
+    )
 
 
 def _sources(
@@ -128,12 +133,16 @@ def _sources(
         total, done = sum(i.size for i in placed.infos), 0
         digests = []
         with ThreadPoolExecutor(_THREADS) as pool:
-            for info, digest in zip(infos, pool.map(lambda place: file_digest(*place), placed.origin), strict=True):
+            for info, digest in zip(
+                infos, pool.map(lambda place: file_digest(*place), placed.origin), strict=True
+            ):
                 digests.append(digest)
                 done += info.size
                 if progress is not None:
                     progress(done, total)
     return tuple(
-        SourceFileDoc(path=file, nbytes=info.size, modified=info.modified, etag=info.etag, digest=digest)
+        SourceFileDoc(
+            path=file, nbytes=info.size, modified=info.modified, etag=info.etag, digest=digest
+        )
         for file, info, digest in zip(placed.files.values(), infos, digests, strict=False)
     )

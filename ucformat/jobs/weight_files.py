@@ -51,7 +51,11 @@ def plan_files(
     """Plan the files of a conversion that are no arrays; None if there are none."""
     if weights is None:
         packed = packed_keys(infos)
-        return PlacedFiles(small_files([i for i in infos if i.key in packed], attempt)) if packed else None
+        return (
+            PlacedFiles(small_files([i for i in infos if i.key in packed], attempt))
+            if packed
+            else None
+        )
     chosen = weights_of(infos)
     if not chosen:
         raise UsageError(
@@ -81,7 +85,13 @@ class WeightsJob(FilesJob):
         how: How,
         weights: str | None = "safetensors",
     ) -> None:
-        self.attempt, self.infos, self.placed, self.how, self._weights = attempt, infos, files, how, weights
+        self.attempt, self.infos, self.placed, self.how, self._weights = (
+            attempt,
+            infos,
+            files,
+            how,
+            weights,
+        )
         self._order = sorted(range(len(files.files)), key=lambda n: -files.files[n].nbytes)
         self._crcs = np.zeros(files.count, np.uint32)
         self._bare: set[Key] = set()
@@ -125,7 +135,9 @@ class WeightsJob(FilesJob):
             return
         self._crcs[blocks.start : blocks.stop] = found
         if task.bare:
-            self._bare.update(key for key, placed in self.placed.tensors.items() if placed.file == number)
+            self._bare.update(
+                key for key, placed in self.placed.tensors.items() if placed.file == number
+            )
 
     def finish(self) -> VerifiedDoc:
         """Complete the checksums of the source; call it when all tasks are finished.
@@ -136,7 +148,11 @@ class WeightsJob(FilesJob):
         self.check_source()
         infos = [placed.info for placed in self.placed.tensors.values()]
         verifier = self.input.verifier
-        return VerifiedDoc(default=False) if verifier is None else verifier.described(infos, self._bare)
+        return (
+            VerifiedDoc(default=False)
+            if verifier is None
+            else verifier.described(infos, self._bare)
+        )
 
     def put_sidecar(self) -> SidecarDoc:
         """Write the sidecar, with the extents of the tensors in the files; call it when all tasks are finished."""
@@ -168,9 +184,9 @@ class _BlockSums:
 
 # Files of several whole tensors: where each is stored in them, and in which blocks.
 #
-# They are the safetensors files of weights, and those of small tensors. All of it is a pure function of the tensors and
-# of the tied names, so all writers agree on it. Each byte is in one block: those of a header, those of the index, or some
-# rows of a tensor, about 1 MiB.
+# They are the safetensors files of weights, and those of small tensors. All of it is a pure
+# function of the tensors and of the tied names, so all writers agree on it. Each byte is in one
+# block: those of a header, those of the index, or some rows of a tensor, about 1 MiB.
 
 _SMALL_FILE_BYTES = 64 << 20  # of a file of small tensors, at most
 
@@ -181,17 +197,21 @@ def weights_folder(attempt: str, states: Iterable[str]) -> str:
     return f"data/{attempt}/weights{'~' if 'weights' in taken else ''}"  # a tilde is otherwise followed by a hash
 
 
-def put_assets(store: Store, attempt: str, folder: str | None, assets: Mapping[str, bytes]) -> dict[str, FileDoc]:
+def put_assets(
+    store: Store, attempt: str, folder: str | None, assets: Mapping[str, bytes]
+) -> dict[str, FileDoc]:
     """Write the assets of a checkpoint.
 
     Args:
-        folder: of the safetensors files, which get those beside them that Hugging Face's tools read (None: there are
-            no such files).
+        folder: of the safetensors files, which get those beside them that Hugging Face's tools read
+            (None: there are no such files).
     """
     found = () if folder is None else find_assets(Info(name, 0, "") for name in assets)
     beside = {name for name in found if "/".join(map(quoted, name.split("/"))) == name}
     return {
-        name: put_file(store, f"{folder}/{name}" if name in beside else f"assets/{attempt}/{own}", assets[name])
+        name: put_file(
+            store, f"{folder}/{name}" if name in beside else f"assets/{attempt}/{own}", assets[name]
+        )
         for name, own in folder_names(assets).items()
     }
 
@@ -249,16 +269,22 @@ class PlacedTensor:
         for index in np.ndindex(*counts):
             at = tuple(f + i for f, i in zip(first, index, strict=True))
             start = tuple(i * e for i, e in zip(at, edges, strict=True))
-            box = Box(start, tuple(min(e, n - a) for e, n, a in zip(edges, shape, start, strict=True)))
+            box = Box(
+                start, tuple(min(e, n - a) for e, n, a in zip(edges, shape, start, strict=True))
+            )
             yield self.first + sum(i * s for i, s in zip(at, row_major(grid), strict=True)), box
 
     def blocks_around(self, box: Box) -> range:
         """The numbers from the first to the last block that intersects a box, and those between them."""
 
         def number(index: Sequence[int]) -> int:
-            return sum(i // e * s for i, e, s in zip(index, self.edges, row_major(self.grid), strict=True))
+            return sum(
+                i // e * s for i, e, s in zip(index, self.edges, row_major(self.grid), strict=True)
+            )
 
-        return range(self.first + number(box.start), self.first + number([n - 1 for n in box.stop]) + 1)
+        return range(
+            self.first + number(box.start), self.first + number([n - 1 for n in box.stop]) + 1
+        )
 
     def boxes(self, blocks: range) -> Iterator[Box]:
         """Boxes that together are the blocks of this tensor in a range, in the order of the file."""
@@ -271,10 +297,18 @@ class PlacedTensor:
             yield Box((start, *(0,) * (len(shape) - 1)), (end - start, *shape[1:]))
             return
         for number in range(first, stop):
-            at = tuple(int(i) * e for i, e in zip(np.unravel_index(number, grid), edges, strict=True)) if grid else ()
+            at = (
+                tuple(
+                    int(i) * e for i, e in zip(np.unravel_index(number, grid), edges, strict=True)
+                )
+                if grid
+                else ()
+            )
             yield Box(at, tuple(min(e, n - a) for e, n, a in zip(edges, shape, at, strict=True)))
 
-    def rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def rows(
+        self,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Of all blocks the first index, the shape, the byte of the file, and the bytes."""
         ndim, edges = len(self.edges), np.array(self.edges, np.int64)
         start = np.indices(self.grid, np.int64).reshape(ndim, self.count).T * edges
@@ -353,8 +387,9 @@ class PlacedFiles:
     def columns(self, number: Mapping[Key, int], crcs: Crcs) -> tuple[Columns, list[str]]:
         """The extents for the sidecar, and the keys of the files that they number.
 
-        A block of bytes that belong to no tensor, a header or the index, is that of an extent without elements. If all
-        tensors have no dims, there is none, and the header is in the block of the first tensor.
+        A block of bytes that belong to no tensor, a header or the index, is that of an extent
+        without elements. If all tensors have no dims, there is none, and the header is in the block
+        of the first tensor.
         """
         found: list[tuple[NDArray[np.int64], ...]] = []
         by_dim: list[tuple[NDArray[np.int64], ...]] = []
@@ -365,29 +400,48 @@ class PlacedFiles:
                 before[block.file] = block
                 continue
             none = np.zeros(len(carrier.edges), np.int64)
-            row = (number[carrier.info.key], block.file, 0, 0, len(block.data), int(crcs[block.number]))
+            row = (
+                number[carrier.info.key],
+                block.file,
+                0,
+                0,
+                len(block.data),
+                int(crcs[block.number]),
+            )
             found.append(tuple(np.array([value], np.int64) for value in row))
             by_dim.append((none, none, none))
         for key, placed in self.tensors.items():
             start, shape, offset, nbytes = placed.rows()
-            n, sums = placed.count, crcs[placed.first : placed.first + placed.count].astype(np.int64)
+            n, sums = (
+                placed.count,
+                crcs[placed.first : placed.first + placed.count].astype(np.int64),
+            )
             begin = offset.copy()
             if n and placed.file in before:
                 block = before.pop(placed.file)
                 sums[0] ^= CRC32C_SHIFT(int(crcs[block.number]), int(nbytes[0]))
                 begin[0], nbytes[0] = 0, nbytes[0] + offset[0]
-            found.append((np.full(n, number[key]), np.full(n, placed.file), offset, begin, nbytes, sums))
+            found.append(
+                (np.full(n, number[key]), np.full(n, placed.file), offset, begin, nbytes, sums)
+            )
             strides = np.broadcast_to(np.array(placed.strides, np.int64), shape.shape)
             by_dim.append((start.reshape(-1), shape.reshape(-1), strides.reshape(-1)))
         names = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
-        rows = {name: _joined(column) for name, column in zip(names, zip(*found, strict=True), strict=True)}
+        rows = {
+            name: _joined(column)
+            for name, column in zip(names, zip(*found, strict=True), strict=True)
+        }
         start, shape, strides = map(_joined, zip(*by_dim, strict=True))
-        return Columns(**rows, start=start, shape=shape, strides=strides), [file.key for file in self.files]
+        return Columns(**rows, start=start, shape=shape, strides=strides), [
+            file.key for file in self.files
+        ]
 
     def _carrier(self, file: int) -> PlacedTensor | None:
         """A tensor with dims, of which an extent has no elements: of this file, if there is one."""
         with_dims = [placed for placed in self.tensors.values() if placed.edges]
-        return next((placed for placed in with_dims if placed.file == file), next(iter(with_dims), None))
+        return next(
+            (placed for placed in with_dims if placed.file == file), next(iter(with_dims), None)
+        )
 
 
 class WeightFiles(PlacedFiles):
@@ -406,7 +460,9 @@ class WeightFiles(PlacedFiles):
         others: Iterable[TargetFile] = (),
     ) -> None:
         files = files_of(infos, tied, part_of=part_of)
-        super().__init__([*(replace(f, key=f"{folder}/{f.key}", last=False) for f in files), *others], folder)
+        super().__init__(
+            [*(replace(f, key=f"{folder}/{f.key}", last=False) for f in files), *others], folder
+        )
 
 
 def _joined(columns: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:

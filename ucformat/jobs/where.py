@@ -1,7 +1,8 @@
 """Runs the tasks of a job on the workers of an existing Dask cluster (extra `dask`).
 
-What is sent to a worker is the job's specification and numbers of tasks; it opens all places itself, with the settings
-and the credentials of its own environment. Dask gives the batches of a worker that died to others.
+What is sent to a worker is the job's specification and numbers of tasks; it opens all places
+itself, with the settings and the credentials of its own environment. Dask gives the batches of a
+worker that died to others.
 """
 
 from __future__ import annotations
@@ -39,13 +40,21 @@ def run_on_dask(job: Job, address: str, advance: Callable[[int], None]) -> Itera
         from distributed import Client, as_completed
         from distributed.scheduler import KilledWorker
     except ImportError as error:
-        raise UnsupportedError(f"Dask is not installed: {error}", hint="pip install 'ucformat[dask]'") from None
+        raise UnsupportedError(
+            f"Dask is not installed: {error}", hint="pip install 'ucformat[dask]'"
+        ) from None
 
     token = secrets.token_hex(4)
-    spec = json.dumps({**job.spec(), "run": token})  # workers keep the job of this run, and no earlier one's
+    spec = json.dumps(
+        {**job.spec(), "run": token}
+    )  # workers keep the job of this run, and no earlier one's
     try:
         client = Client(address, timeout=_CONNECT_S, set_as_default=False)
-    except (OSError, ValueError, TypeError) as error:  # the last two: an address or certificates that Dask refuses
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+    ) as error:  # the last two: an address or certificates that Dask refuses
         raise UcformatError(
             f"the Dask scheduler at {address} cannot be reached: {error}",
             hint="check the address; with TLS, the certificates in Dask's configuration",
@@ -53,7 +62,9 @@ def run_on_dask(job: Job, address: str, advance: Callable[[int], None]) -> Itera
     with client:
         slots = sum(client.nthreads().values())
         if not slots:
-            raise UcformatError(f"the Dask cluster at {address} has no workers", hint="start some, and run it again")
+            raise UcformatError(
+                f"the Dask cluster at {address} has no workers", hint="start some, and run it again"
+            )
         todo = enumerate(batches(job, slots))
         name = f"ucformat-{job.kind}-{token}"
 
@@ -92,9 +103,11 @@ def _result(future: Any, killed: type[Exception]) -> str:
         ) from error
 
 
-# Runs the tasks of a job in the processes that torchrun has started: each runs one part, and rank 0 finishes the job.
+# Runs the tasks of a job in the processes that torchrun has started: each runs one part, and rank 0
+# finishes the job.
 #
-# What the others have done goes to rank 0 through the store at which the ranks of torchrun meet, as text.
+# What the others have done goes to rank 0 through the store at which the ranks of torchrun meet, as
+# text.
 
 T = TypeVar("T")
 
@@ -109,7 +122,8 @@ def rank_and_size() -> tuple[int, int]:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
         raise UsageError(
-            "this process was not started by torchrun", hint="torchrun --nproc-per-node 4 -m ucformat …"
+            "this process was not started by torchrun",
+            hint="torchrun --nproc-per-node 4 -m ucformat …",
         ) from None
 
 
@@ -127,9 +141,13 @@ def _store() -> Any:
         try:
             from torch.distributed import PrefixStore, rendezvous
         except ImportError as error:
-            raise UnsupportedError(f"PyTorch is not installed: {error}", hint="pip install 'ucformat[torch]'") from None
+            raise UnsupportedError(
+                f"PyTorch is not installed: {error}", hint="pip install 'ucformat[torch]'"
+            ) from None
         store, _, _ = next(rendezvous("env://", timeout=_DAY))
-        _stores.append(PrefixStore(f"ucformat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store))
+        _stores.append(
+            PrefixStore(f"ucformat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        )
     return _stores[0]
 
 
@@ -226,7 +244,10 @@ class Where:
             )
         index, count = int(part[1]), int(part[2])
         if index >= count:
-            raise UsageError(f"there is no part {index} of {count}", hint="parts are numbered from 0 on: 0/4 … 3/4")
+            raise UsageError(
+                f"there is no part {index} of {count}",
+                hint="parts are numbered from 0 on: 0/4 … 3/4",
+            )
         return cls("part", "", index, count)
 
     @property
@@ -247,11 +268,16 @@ class Where:
 #: Threads of this process.
 HERE = Where()
 
-_ALONE: dict[str, Where] = {w.kind: w for w in (HERE, Where("torchrun"), Where("commit"))}  # those of one word
+_ALONE: dict[str, Where] = {
+    w.kind: w for w in (HERE, Where("torchrun"), Where("commit"))
+}  # those of one word
 
 
 def run_job(
-    job: Job, where: Where = HERE, workers: int | None = None, progress: Callable[[int, int], None] | None = None
+    job: Job,
+    where: Where = HERE,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> bool:
     """Run the tasks of a job that are not finished.
 
@@ -282,7 +308,9 @@ def run_job(
         mine = (task for task in part_of(job, where.index, where.count) if task not in job.finished)
         records = run_here(job, mine, workers, advance)
     else:
-        records = run_here(job, job.todo if where.kind == "threads" else (), workers, advance, keep_last=False)
+        records = run_here(
+            job, job.todo if where.kind == "threads" else (), workers, advance, keep_last=False
+        )
     for record in records:
         job.take(record)
     if where.finishes and (missing := sum(1 for _ in job.todo)):

@@ -1,8 +1,9 @@
 """Revisions of the catalog's tables, by Alembic, for SQLite and PostgreSQL alike.
 
-An empty database gets today's tables from `catalog/models.py` and is stamped with the last revision; revisions only
-upgrade databases of earlier releases. To add one: change the models, write a file in `versions/`, and add its number to
-`KNOWN`. Revisions never import the models, which change after them.
+An empty database gets today's tables from `catalog/models.py` and is stamped with the last
+revision; revisions only upgrade databases of earlier releases. To add one: change the models, write
+a file in `versions/`, and add its number to `KNOWN`. Revisions never import the models, which
+change after them.
 """
 
 from __future__ import annotations
@@ -27,5 +28,9 @@ def configuration(connection: Connection, metadata: MetaData, version_table: str
 
     found = Config()
     found.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
-    found.attributes |= {"connection": connection, "metadata": metadata, "version_table": version_table}
+    found.attributes |= {
+        "connection": connection,
+        "metadata": metadata,
+        "version_table": version_table,
+    }
     return found

@@ -1,7 +1,8 @@
 """NumPy dtypes for the names in `schema`.
 
-Those of `ml_dtypes` are used where it has one of the name. Of other dtypes an element is an unsigned integer with its
-bits, or a signed one for the integers that PyTorch stores in a byte; NumPy's dtype then has the name as metadata.
+Those of `ml_dtypes` are used where it has one of the name. Of other dtypes an element is an
+unsigned integer with its bits, or a signed one for the integers that PyTorch stores in a byte;
+NumPy's dtype then has the name as metadata.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def dtype_name(dtype: np.dtype[np.generic] | type) -> str:
     metadata: Mapping[str, Any] = of_numpy.metadata or {}
     name: str = metadata.get(_METADATA, of_numpy.name)
     if name not in ITEMSIZE:
-        raise UsageError(f"ucformat cannot store the dtype {name!r}", hint=f"known are {', '.join(ITEMSIZE)}")
+        raise UsageError(
+            f"ucformat cannot store the dtype {name!r}", hint=f"known are {', '.join(ITEMSIZE)}"
+        )
     return name
 
 

@@ -37,10 +37,13 @@ if TYPE_CHECKING:
 
     Memory = NDArray[np.uint8]
     Progress = Callable[[int], None]
-    Fill = Callable[[Sequence[memoryview], Checksums | None], None]  # fills buffers with the next bytes of a request
+    Fill = Callable[
+        [Sequence[memoryview], Checksums | None], None
+    ]  # fills buffers with the next bytes of a request
 
 
-#: A plan that reads fewer bytes runs without checking the sizes of files first (docs/security.md, rule 15).
+#: A plan that reads fewer bytes runs without checking the sizes of files first (docs/security.md,
+#: rule 15).
 _CHECK_SIZES = 256 << 20
 
 
@@ -55,8 +58,8 @@ def read_planned(
     """Run a plan.
 
     Args:
-        memories: returns the memory of each buffer of the plan; called once the files are known to be large enough,
-            and again if they change while they are read from a cache.
+        memories: returns the memory of each buffer of the plan; called once the files are known to
+            be large enough, and again if they change while they are read from a cache.
         threads: number of reading threads (None: as many as suit the store).
         progress: called with the number of bytes of each finished request.
     """
@@ -90,7 +93,9 @@ def read_items(
     return plan
 
 
-def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles], start: int, stop: int) -> NDArray[Any]:
+def read_flat(
+    store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles], start: int, stop: int
+) -> NDArray[Any]:
     """Read the elements `[start, stop)` of a row-major flattened tensor.
 
     Args:
@@ -98,7 +103,12 @@ def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles],
     """
     strides = row_major(info.shape)
     pieces = [
-        (0, Piece(box, sum(i * s for i, s in zip(box.start, strides, strict=True)) - start, strides))
+        (
+            0,
+            Piece(
+                box, sum(i * s for i, s in zip(box.start, strides, strict=True)) - start, strides
+            ),
+        )
         for box in flat_boxes(info.shape, start, stop)
     ]
     raw = np.empty((stop - start) * info.itemsize, np.uint8)
@@ -107,7 +117,11 @@ def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles],
 
 
 def read_extents(
-    store: Store, locate: Callable[[Box], Iterable[Extent]], boxes: Iterable[Box], itemsize: int, label: str
+    store: Store,
+    locate: Callable[[Box], Iterable[Extent]],
+    boxes: Iterable[Box],
+    itemsize: int,
+    label: str,
 ) -> bytes:
     """Read boxes of a tensor one after another directly from its extents, for comparisons of a few bytes."""
     out = []
@@ -117,10 +131,17 @@ def read_extents(
             clip = e.box.intersect(box)
             if clip is None:
                 continue
-            at = e.offset + sum((a - b) * s for a, b, s in zip(clip.start, e.box.start, e.strides, strict=True))
+            at = e.offset + sum(
+                (a - b) * s for a, b, s in zip(clip.start, e.box.start, e.strides, strict=True)
+            )
             span = itemsize + sum((n - 1) * s for n, s in zip(clip.shape, e.strides, strict=True))
-            where = tuple(slice(a - b, a - b + n) for a, b, n in zip(clip.start, box.start, clip.shape, strict=True))
-            into[where] = np.ndarray(clip.shape, into.dtype, store.read(e.file, at, span), 0, e.strides)
+            where = tuple(
+                slice(a - b, a - b + n)
+                for a, b, n in zip(clip.start, box.start, clip.shape, strict=True)
+            )
+            into[where] = np.ndarray(
+                clip.shape, into.dtype, store.read(e.file, at, span), 0, e.strides
+            )
             left -= clip.size
         if left:
             raise IntegrityError(f"{label} is incomplete: {left} elements are stored in no file")
@@ -148,9 +169,12 @@ def _check_sizes(plan: Plan, store: Store) -> None:
             )
 
 
-# Executes read plans: ranges are read directly into the destination's memory if the layout of their bytes allows.
+# Executes read plans: ranges are read directly into the destination's memory if the layout of their
+# bytes allows.
 
-_MIN_RUN = 16 << 10  # bytes of contiguous runs that are read directly into place although there are gaps between them
+_MIN_RUN = (
+    16 << 10
+)  # bytes of contiguous runs that are read directly into place although there are gaps between them
 
 
 def default_threads() -> int:
@@ -199,7 +223,10 @@ def check_out(array: object, dtype: str, shape: tuple[int, ...], label: str) -> 
             hint="for a torch tensor on the CPU pass tensor.numpy(), or load training states with ucformat.torch.load",
         )
     if isinstance(array, np.ma.MaskedArray):
-        raise UsageError(f"{label}: the array to fill has a mask, which hides values", hint="pass its data: out.data")
+        raise UsageError(
+            f"{label}: the array to fill has a mask, which hides values",
+            hint="pass its data: out.data",
+        )
     if array.shape != shape or array.dtype != numpy_dtype(dtype):
         raise UsageError(
             f"{label}: the array to fill has dtype {array.dtype.str if array.dtype.byteorder == '>' else array.dtype} "
@@ -217,17 +244,24 @@ def check_out(array: object, dtype: str, shape: tuple[int, ...], label: str) -> 
 
 def is_direct(array: NDArray[np.generic]) -> bool:
     """Whether plans can fill an array in place: its strides are multiples of the itemsize, and none is negative."""
-    return all(s >= 0 and s % array.itemsize == 0 for n, s in zip(array.shape, array.strides, strict=True) if n > 1)
+    return all(
+        s >= 0 and s % array.itemsize == 0
+        for n, s in zip(array.shape, array.strides, strict=True)
+        if n > 1
+    )
 
 
 def memory_of(array: NDArray[np.generic]) -> Memory:
     """The bytes that an array spans, as one writable, contiguous view that begins at its first element.
 
-    The view of a strided array also spans bytes that are not the array's; a plan writes only the array's own.
+    The view of a strided array also spans bytes that are not the array's; a plan writes only the
+    array's own.
     """
     if array.size == 0:
         return np.empty(0, np.uint8)
-    span = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
+    span = (
+        sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
+    )
     plain = np.asarray(array)
     first = (plain[tuple(slice(0, 1) for _ in array.shape)] if plain.ndim else plain).reshape(1)
     return np.lib.stride_tricks.as_strided(first.view(np.uint8), (span,), (1,))
@@ -243,7 +277,8 @@ def execute(
 ) -> None:
     """Read what a plan describes into memory.
 
-    At most `threads` requests are in progress at once, and each thread buffers at most the bytes of one request.
+    At most `threads` requests are in progress at once, and each thread buffers at most the bytes of
+    one request.
 
     Args:
         threads: number of reading threads (None: as many as suit the store).
@@ -251,7 +286,10 @@ def execute(
     """
     costs = store.costs
     if any(r.others for r in plan.requests):  # there may be too many to make them all now
-        pending, number = chain.from_iterable(map(_split, _batches(plan.each(), costs))), plan.ranges
+        pending, number = (
+            chain.from_iterable(map(_split, _batches(plan.each(), costs))),
+            plan.ranges,
+        )
     else:
         batches = list(_batches(plan.requests, costs))
         pending = chain.from_iterable(map(_split, batches))
@@ -268,10 +306,14 @@ def execute(
         try:
             while (batch := next_batch()) is not None:
                 try:
-                    if costs.in_flight is None or not _read_borrowed(store, batch, memories, labels):
+                    if costs.in_flight is None or not _read_borrowed(
+                        store, batch, memories, labels
+                    ):
                         for r in batch:
                             scratch = _read_one(store, r, memories, labels, scratch)
-                except NotFound as error:  # the checkpoint refers to this file: the caller made no error
+                except (
+                    NotFound
+                ) as error:  # the checkpoint refers to this file: the caller made no error
                     label = labels[batch[0].copies[0].buffer]
                     raise MissingData(f"{label}: {error.message}") from error
                 if progress is not None:
@@ -290,9 +332,15 @@ def execute(
             job.result()
 
 
-def _read_borrowed(store: Store, batch: Sequence[Request], memories: Sequence[Memory], labels: Sequence[str]) -> bool:
+def _read_borrowed(
+    store: Store, batch: Sequence[Request], memories: Sequence[Memory], labels: Sequence[str]
+) -> bool:
     """Read a batch of requests from memory that the store lends; False if the store does not lend memory."""
-    loan = read_ranges(store, batch[0].file, [(r.offset + k * r.step, r.nbytes) for r in batch for k in range(r.count)])
+    loan = read_ranges(
+        store,
+        batch[0].file,
+        [(r.offset + k * r.step, r.nbytes) for r in batch for k in range(r.count)],
+    )
     if loan is None:
         return False
     with loan as found:
@@ -305,11 +353,17 @@ def _read_borrowed(store: Store, batch: Sequence[Request], memories: Sequence[Me
                 continue
             copy = r.copies[0]
             for k in range(r.count):
-                _copy(replace(copy, src=0, dst=copy.dst + k * copy.dst_step), next(views), memories[copy.buffer])
+                _copy(
+                    replace(copy, src=0, dst=copy.dst + k * copy.dst_step),
+                    next(views),
+                    memories[copy.buffer],
+                )
     return True
 
 
-def _read_one(store: Store, r: Request, memories: Sequence[Memory], labels: Sequence[str], scratch: Memory) -> Memory:
+def _read_one(
+    store: Store, r: Request, memories: Sequence[Memory], labels: Sequence[str], scratch: Memory
+) -> Memory:
     """Read one request; returns the scratch buffer, which may have grown."""
     if r.count > 1:
         return _read_rows(store, r, memories, scratch)
@@ -323,12 +377,18 @@ def _read_one(store: Store, r: Request, memories: Sequence[Memory], labels: Sequ
     return scratch
 
 
-def _copy_out(r: Request, view: memoryview, memories: Sequence[Memory], labels: Sequence[str]) -> None:
+def _copy_out(
+    r: Request, view: memoryview, memories: Sequence[Memory], labels: Sequence[str]
+) -> None:
     """Verify the bytes of a request and copy them to their destinations."""
     for copy in r.copies:
         if (block := copy.block) is not None:
             _check(
-                r.file, copy, block, (_checksums(r, block, k * copy.src_step, view) for k in range(copy.count)), labels
+                r.file,
+                copy,
+                block,
+                (_checksums(r, block, k * copy.src_step, view) for k in range(copy.count)),
+                labels,
             )
         _copy(copy, view, memories[copy.buffer])
 
@@ -339,7 +399,11 @@ def _read_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: Me
     memory = memories[copy.buffer]
     if copy.shape == (r.nbytes,):
         begin, view = copy.dst, memory.data
-        starts = range(begin, begin + r.count * copy.dst_step, copy.dst_step) if copy.dst_step else [begin] * r.count
+        starts = (
+            range(begin, begin + r.count * copy.dst_step, copy.dst_step)
+            if copy.dst_step
+            else [begin] * r.count
+        )
         store.read_rows(r.file, r.offset, r.step, [view[a : a + r.nbytes] for a in starts])
         return scratch
     if scratch.size < r.total:
@@ -354,8 +418,8 @@ def _read_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: Me
 def _direct_buffers(copy: Copy, nbytes: int, memory: Memory) -> Iterator[memoryview]:
     """The buffers to read a request into if its bytes have the same order in the file and in memory; none if not.
 
-    Of chunks that are verified, one each. Bytes between runs that are adjacent up to gaps go to a buffer that nobody
-    reads.
+    Of chunks that are verified, one each. Bytes between runs that are adjacent up to gaps go to a
+    buffer that nobody reads.
     """
     block, shape = copy.block, copy.shape
     if shape[-1] < SHORT_ROW and len(shape) > 1:
@@ -378,7 +442,9 @@ def _direct_buffers(copy: Copy, nbytes: int, memory: Memory) -> Iterator[memoryv
     if copy.count > 1 or copy.src or span != nbytes:
         return
     begins = [(0, copy.dst)]
-    for n, src_step, dst_step in zip(shape[:outer], copy.src_strides, copy.dst_strides, strict=False):
+    for n, src_step, dst_step in zip(
+        shape[:outer], copy.src_strides, copy.dst_strides, strict=False
+    ):
         begins = [(src + i * src_step, dst + i * dst_step) for src, dst in begins for i in range(n)]
     at, inner, strides = 0, shape[outer:], copy.dst_strides[outer:]
     contiguous, unread = memory.data, memoryview(bytearray(nbytes - run * len(begins)))
@@ -386,18 +452,26 @@ def _direct_buffers(copy: Copy, nbytes: int, memory: Memory) -> Iterator[memoryv
         if src > at:
             yield unread[: src - at]  # not shared with other gaps: observers see these bytes, too
             unread = unread[src - at :]
-        yield contiguous[dst : dst + run] if len(inner) == 1 else _strided(memory, dst, inner, strides)
+        yield (
+            contiguous[dst : dst + run]
+            if len(inner) == 1
+            else _strided(memory, dst, inner, strides)
+        )
         at = src + run
 
 
-def _strided(memory: Memory, begin: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> memoryview:
+def _strided(
+    memory: Memory, begin: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> memoryview:
     """A view of memory of which the last dim is contiguous."""
     if len(shape) == 1:
         return memory.data[begin : begin + shape[0]]
     return np.ndarray(shape, np.uint8, memory, begin, strides).data
 
 
-def _fill_in_place(r: Request, fill_next: Fill, memories: Sequence[Memory], labels: Sequence[str]) -> bool:
+def _fill_in_place(
+    r: Request, fill_next: Fill, memories: Sequence[Memory], labels: Sequence[str]
+) -> bool:
     """Fill the destinations of a request's bytes with them if their order allows, and verify chunks; False if not."""
     if len(r.copies) != 1:
         return False
@@ -415,7 +489,9 @@ def _fill_in_place(r: Request, fill_next: Fill, memories: Sequence[Memory], labe
         _check(r.file, copy, block, zip(starts, crcs, repeat(block.crc32c)), labels)
         return True
     stored = [bytearray(4) for _ in direct]
-    both = [b for chunk, four in zip(direct, stored, strict=True) for b in (chunk, memoryview(four))]
+    both = [
+        b for chunk, four in zip(direct, stored, strict=True) for b in (chunk, memoryview(four))
+    ]
     crcs = [c for crc in crcs for c in (crc, 0)]
     fill_next(both, crcs)
     expected = (int.from_bytes(s, "little") for s in stored)
@@ -427,7 +503,13 @@ def _fill_from(data: memoryview, buffers: Sequence[memoryview], crcs: Checksums 
     fill(buffers, data, crcs)
 
 
-def _check(file: str, copy: Copy, block: Block, found: Iterable[tuple[int, int, int]], labels: Sequence[str]) -> None:
+def _check(
+    file: str,
+    copy: Copy,
+    block: Block,
+    found: Iterable[tuple[int, int, int]],
+    labels: Sequence[str],
+) -> None:
     """Compare checksums: of each chunk its offset, the checksum of its bytes, and the one that is stored."""
     for offset, crc, expected in found:
         if crc != expected:
@@ -443,7 +525,9 @@ def _checksums(r: Request, block: Block, skip: int, view: memoryview) -> tuple[i
     at = block.offset + skip
     first = at - r.offset
     last = first + block.nbytes
-    stored = int.from_bytes(view[last : last + 4], "little") if block.crc32c is None else block.crc32c
+    stored = (
+        int.from_bytes(view[last : last + 4], "little") if block.crc32c is None else block.crc32c
+    )
     return at, checksum(view[first:last], _start(r.file, block, at)), stored
 
 
@@ -467,7 +551,8 @@ def _copy(copy: Copy, data: memoryview, memory: Memory) -> None:
 def place_checksum(file: str, offset: int) -> int:
     """The CRC-32C of a tile's location, from which the checksum of its bytes continues.
 
-    A tile of another save, rank or position therefore does not match, even together with its own checksum.
+    A tile of another save, rank or position therefore does not match, even together with its own
+    checksum.
 
     Args:
         file: path of the packed file; only its last two parts count, which are unique to a save.

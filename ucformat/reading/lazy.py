@@ -90,7 +90,9 @@ class Tensor:
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001
         if copy is False:
-            raise ValueError(f"{self.info.key} is in storage: it cannot become an array without a copy")
+            raise ValueError(
+                f"{self.info.key} is in storage: it cannot become an array without a copy"
+            )
         return self.read() if dtype is None else self.read().astype(dtype, copy=False)
 
     def torch(self) -> torch.Tensor:
@@ -104,7 +106,8 @@ class Tensor:
         dtype = getattr(torch, self.info.dtype, None)
         if not isinstance(dtype, torch.dtype) or dtype.itemsize * self.size != self.nbytes:
             raise UnsupportedError(
-                f"{self.info.key} is {self.info.dtype}, which PyTorch does not have", hint="read it with NumPy: t[...]"
+                f"{self.info.key} is {self.info.dtype}, which PyTorch does not have",
+                hint="read it with NumPy: t[...]",
             )
         raw = self.read().reshape(-1).view(np.uint8)
         return torch.from_numpy(raw).view(dtype).reshape(self.shape)
@@ -115,7 +118,9 @@ class Tensor:
 
     def __dlpack__(self, **options: Any) -> Any:
         """Read the whole tensor for `torch.as_tensor`, `np.from_dlpack` and others."""
-        own = self.dtype.isbuiltin < 2  # of NumPy itself; 0 for a byte order that is told, as of bool
+        own = (
+            self.dtype.isbuiltin < 2
+        )  # of NumPy itself; 0 for a byte order that is told, as of bool
         whole: Any = self.read() if own else self.torch()
         return whole.__dlpack__(**options)
 
@@ -124,14 +129,20 @@ class Tensor:
         return 1, 0
 
     def read(
-        self, out: NDArray[Any] | None = None, *, verify: Verify = "whole", threads: int | None = None
+        self,
+        out: NDArray[Any] | None = None,
+        *,
+        verify: Verify = "whole",
+        threads: int | None = None,
     ) -> NDArray[Any]:
         """Read the whole tensor.
 
         Args:
-            out: the array to fill, of the same shape and dtype (None: a new array). It may have any strides: a field of
-                a structured array, or a reversed view; only its elements are written.
-            verify: which checksums to verify: of chunks that are read `whole` (default), `always`, or `never`.
+            out: the array to fill, of the same shape and dtype (None: a new array). It may have any
+                strides: a field of a structured array, or a reversed view; only its elements are
+                written.
+            verify: which checksums to verify: of chunks that are read `whole` (default), `always`,
+                or `never`.
             threads: number of reading threads (None: as many as suit the store).
 
         Returns:
@@ -171,12 +182,17 @@ class Tensor:
         return make_plan([wanted], verify, self._source.store.costs).through(self._source.store)
 
     def _read(
-        self, box: Box, out: NDArray[Any] | None, verify: Verify = "whole", threads: int | None = None
+        self,
+        box: Box,
+        out: NDArray[Any] | None,
+        verify: Verify = "whole",
+        threads: int | None = None,
     ) -> NDArray[Any]:
         strides = row_major(box.shape)
         if out is not None:
             strides = tuple(
-                s // self.info.itemsize if n > 1 else 0 for n, s in zip(out.shape, out.strides, strict=True)
+                s // self.info.itemsize if n > 1 else 0
+                for n, s in zip(out.shape, out.strides, strict=True)
             )
         arrays: list[NDArray[Any]] = [] if out is None else [out]
 
@@ -185,14 +201,22 @@ class Tensor:
                 arrays.append(np.empty(box.shape, self.dtype))
             return [memory_of(arrays[0])]
 
-        read_planned(self._plan(box, strides, verify), self._source.store, memories, [str(self.info.key)], threads)
+        read_planned(
+            self._plan(box, strides, verify),
+            self._source.store,
+            memories,
+            [str(self.info.key)],
+            threads,
+        )
         return arrays[0]
 
 
 def _parse(index: Index, shape: tuple[int, ...], label: str) -> tuple[Box, tuple[int | slice, ...]]:
     """The box to read, and how to index it: integers drop their dim, slices apply their step."""
     parts = index if isinstance(index, tuple) else (index,)
-    if sum(p is Ellipsis for p in parts) > 1 or len([p for p in parts if p is not Ellipsis]) > len(shape):
+    if sum(p is Ellipsis for p in parts) > 1 or len([p for p in parts if p is not Ellipsis]) > len(
+        shape
+    ):
         raise UsageError(f"{label}: the index {index!r} does not fit the shape {shape}")
     if not any(p is Ellipsis for p in parts):
         parts = (*parts, Ellipsis)
@@ -205,12 +229,16 @@ def _parse(index: Index, shape: tuple[int, ...], label: str) -> tuple[Box, tuple
     for dim, (part, n) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
             chosen = range(n)[part]
-            low, high = (min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1]) + 1) if chosen else (0, 0)
+            low, high = (
+                (min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1]) + 1) if chosen else (0, 0)
+            )
             selection.append(slice(None, None, chosen.step))
         elif isinstance(part, int | np.integer) and not isinstance(part, bool):
             low = int(part)
             if not -n <= low < n:
-                raise OutOfBounds(f"{label}: index {low} is out of bounds for dim {dim} of size {n}")
+                raise OutOfBounds(
+                    f"{label}: index {low} is out of bounds for dim {dim} of size {n}"
+                )
             low, high = low % n, low % n + 1
             selection.append(0)
         else:

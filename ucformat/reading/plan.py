@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 class Copy:
     """Copies bytes `src + i·src_strides` to `dst + i·dst_strides` of a buffer, for every index `i` of `shape`.
 
-    All values are in bytes. Dims are folded: adjacent dims that one stride covers on both sides are one dim; the last
-    is a run of bytes that is contiguous on both sides. In a request of a plan, `src` counts from the first byte of the
-    request; the copy is repeated `count` times, `src_step` and `dst_step` apart. With a `block`, each repetition is
-    within a block of its own, `src_step` apart, whose checksum is verified. If the request stands for several files,
-    the copies from the next one follow `file_step` bytes later in the buffer.
+    All values are in bytes. Dims are folded: adjacent dims that one stride covers on both sides are
+    one dim; the last is a run of bytes that is contiguous on both sides. In a request of a plan,
+    `src` counts from the first byte of the request; the copy is repeated `count` times, `src_step`
+    and `dst_step` apart. With a `block`, each repetition is within a block of its own, `src_step`
+    apart, whose checksum is verified. If the request stands for several files, the copies from the
+    next one follow `file_step` bytes later in the buffer.
     """
 
     shape: tuple[int, ...]
@@ -80,15 +81,22 @@ def copies(
     """Compute what to copy from `extent` to `piece`, both of one tensor.
 
     Yields:
-        a copy whose `src` counts from the beginning of the file, the grid of chunks over which it is repeated, the
+        a copy whose `src` counts from the beginning of the file, the grid of chunks over which it
+        is repeated, the
             block of the first chunk, and whether all elements of each chunk are copied.
     """
     to = tuple(s * itemsize for s in piece.strides)
     if isinstance(extent, Tiles):
         grid = (extent.box, extent.chunk, itemsize, extent.strides)
-        at, base, nbytes = extent.offset, piece.offset * itemsize, math.prod(extent.chunk) * itemsize
+        at, base, nbytes = (
+            extent.offset,
+            piece.offset * itemsize,
+            math.prod(extent.chunk) * itemsize,
+        )
         for inner, outer, begin, whole in _tiled(*grid, common, piece.box.start, to):
-            copy = Copy(inner.shape, inner.src + at, inner.src_strides, inner.dst + base, inner.dst_strides)
+            copy = Copy(
+                inner.shape, inner.src + at, inner.src_strides, inner.dst + base, inner.dst_strides
+            )
             yield copy, outer, Block(at + begin, nbytes, placed=extent.placed), whole
         return
     src = extent.offset + _dot(common.start, extent.box.start, extent.strides)
@@ -109,12 +117,15 @@ def _tiled(
 ) -> tuple[tuple[Copy, Copy, int, bool], ...]:
     """A copy for each combination, over the dims, of a partial first chunk, the whole ones and a partial last chunk.
 
-    Offsets, also that of the first chunk, count from the first chunk of the tiles and the first element of the piece.
+    Offsets, also that of the first chunk, count from the first chunk of the tiles and the first
+    element of the piece.
     """
     within = row_major(chunk, itemsize)
     cuts = [
         tuple(_cuts(a - s, n, c, m))
-        for a, n, s, c, m in zip(common.start, common.shape, box.start, chunk, box.shape, strict=True)
+        for a, n, s, c, m in zip(
+            common.start, common.shape, box.start, chunk, box.shape, strict=True
+        )
     ]
     base = _dot(box.start, start, to)
     outer_to = tuple(n * t for n, t in zip(chunk, to, strict=True))
@@ -203,10 +214,12 @@ def merges(gap: int, span: int, costs: Costs) -> bool:
     return gap <= costs.gap and (gap * 20 <= span or span < costs.short)
 
 
-# Read plans: the byte ranges to read, and the destination of each byte. Pure data, computed before any I/O.
+# Read plans: the byte ranges to read, and the destination of each byte. Pure data, computed before
+# any I/O.
 
-#: Which checksums to verify. `whole`: of chunks that are read whole, and of all blocks of packed files, which are read
-#: whole for this purpose. `always`: of all chunks, which are read whole. `never`: none.
+#: Which checksums to verify. `whole`: of chunks that are read whole, and of all blocks of packed
+#: files, which are read whole for this purpose. `always`: of all chunks, which are read whole.
+#: `never`: none.
 Verify = Literal["whole", "always", "never"] | bool
 
 
@@ -218,9 +231,9 @@ _SMALL_GAP = 16  # bytes of gaps that never justify another request: checksums, 
 class Request:
     """One range of bytes of a file, and the copies of it to buffers.
 
-    With a `count` it represents `count` ranges, `step` bytes apart: its only copy is that of the first range, and the
-    copies of further ones follow in memory, `dst_step` bytes apart. With `others` it represents the same ranges of
-    these files too.
+    With a `count` it represents `count` ranges, `step` bytes apart: its only copy is that of the
+    first range, and the copies of further ones follow in memory, `dst_step` bytes apart. With
+    `others` it represents the same ranges of these files too.
     """
 
     file: str
@@ -271,7 +284,9 @@ class Request:
         for skip in range(0, self.count * self.step, self.step):
             block = replace(copy.block, offset=copy.block.offset + skip) if copy.block else None
             dst = copy.dst + skip // self.step * copy.count * copy.dst_step
-            yield Request(self.file, self.offset + skip, self.nbytes, (replace(copy, dst=dst, block=block),))
+            yield Request(
+                self.file, self.offset + skip, self.nbytes, (replace(copy, dst=dst, block=block),)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +307,9 @@ class Plan:
     def through(self, store: Store) -> Plan:
         """The same plan, with the bytes that a store reads in addition to compute what is requested."""
         computed = (r for r in self.requests if r.file.startswith(HIDDEN))
-        ranges = [(r.file, r.offset + i * r.step, r.nbytes) for r in computed for i in range(r.count)]
+        ranges = [
+            (r.file, r.offset + i * r.step, r.nbytes) for r in computed for i in range(r.count)
+        ]
         return replace(self, bytes_of_gaps=sum(gaps_of(store, *each) for each in ranges))
 
     @property
@@ -325,7 +342,11 @@ class Plan:
             for number, file in enumerate(_each(files)):
                 found.setdefault(file, []).append((requests, number))
         for file in sorted(found):
-            of_file = [r.in_file(number) if r.others else r for requests, number in found[file] for r in requests]
+            of_file = [
+                r.in_file(number) if r.others else r
+                for requests, number in found[file]
+                for r in requests
+            ]
             yield from sorted(of_file, key=attrgetter("offset"))
 
     def _by_files(self) -> dict[tuple[str, Sequence[str]], list[Request]]:
@@ -357,7 +378,9 @@ def check_verify(verify: Verify) -> Literal["whole", "always", "never"]:
 
 
 @gc_paused()
-def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs | None = None) -> Plan:
+def make_plan(
+    items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs | None = None
+) -> Plan:
     """Plan how to fill all pieces of all tensors.
 
     Args:
@@ -405,16 +428,22 @@ def _read_tensor(
                     hint="restore what lists them, the sidecar or the file's own header, from another copy",
                 )
             if not isinstance(extent, FileRun):
-                found, exposed, extra = _read_extent(buffer, piece, extent, common, item.info.itemsize, verify, costs)
+                found, exposed, extra = _read_extent(
+                    buffer, piece, extent, common, item.info.itemsize, verify, costs
+                )
                 requests += found
                 unverified += exposed
                 besides += extra
                 continue
-            step = piece.strides[extent.dim] * extent.first.box.shape[extent.dim] * item.info.itemsize
+            step = (
+                piece.strides[extent.dim] * extent.first.box.shape[extent.dim] * item.info.itemsize
+            )
             for tiles, others in extent.parts(piece.box):
                 of_first = tiles.box.intersect(piece.box)
                 assert of_first is not None  # noqa: S101 - these are parts of the piece
-                found, exposed, extra = _read_extent(buffer, piece, tiles, of_first, item.info.itemsize, verify, costs)
+                found, exposed, extra = _read_extent(
+                    buffer, piece, tiles, of_first, item.info.itemsize, verify, costs
+                )
                 requests += [r.repeated(others, step) for r in found] if others else found
                 unverified += exposed * (1 + len(others))
                 besides += extra * (1 + len(others))
@@ -422,7 +451,13 @@ def _read_tensor(
 
 
 def _read_extent(
-    buffer: int, piece: Piece, extent: Extent | Tiles, common: Box, itemsize: int, verify: Verify, costs: Costs
+    buffer: int,
+    piece: Piece,
+    extent: Extent | Tiles,
+    common: Box,
+    itemsize: int,
+    verify: Verify,
+    costs: Costs,
 ) -> tuple[list[Request], int, int]:
     """As `_read_tensor`, for one piece and one extent."""
     requests: list[Request] = []
@@ -437,7 +472,9 @@ def _read_extent(
     return requests, unverified, besides
 
 
-def _is_checked(extent: Extent | Tiles, block: Block, verify: Verify, costs: Costs, *, whole: bool) -> bool:
+def _is_checked(
+    extent: Extent | Tiles, block: Block, verify: Verify, costs: Costs, *, whole: bool
+) -> bool:
     if verify == "whole" and not whole:
         of_array = isinstance(extent, Tiles) and not extent.placed
         return not of_array and block.nbytes <= costs.block
@@ -480,7 +517,9 @@ def _piece_info(info: TensorInfo, piece: Piece) -> TensorInfo:
     return type(info)(f"{info.name}{piece.box}", info.state, info.dtype, piece.box.shape)
 
 
-def _whole_chunks(buffer: int, file: str, inner: Copy, outer: Copy, block: Block, costs: Costs) -> Iterator[Request]:
+def _whole_chunks(
+    buffer: int, file: str, inner: Copy, outer: Copy, block: Block, costs: Costs
+) -> Iterator[Request]:
     """Requests for chunks that are read whole and verified; adjacent ones along the grid's last dim are merged."""
     step, dst_step = (outer.src_strides[-1], outer.dst_strides[-1]) if outer.shape else (0, 0)
     adjacent = step == block.stored
@@ -490,14 +529,32 @@ def _whole_chunks(buffer: int, file: str, inner: Copy, outer: Copy, block: Block
     for at in product(*map(range, leading)):
         src = block.offset + sum(i * s for i, s in zip(at, outer.src_strides, strict=False))
         dst = inner.dst + sum(i * d for i, d in zip(at, outer.dst_strides, strict=False))
-        full = last // per_request if adjacent else 0  # requests of as many chunks, which are one here
+        full = (
+            last // per_request if adjacent else 0
+        )  # requests of as many chunks, which are one here
         runs = [(0, per_request, full)] if full else []
-        runs += [(first, min(per_request, last - first), 1) for first in range(full * per_request, last, per_request)]
+        runs += [
+            (first, min(per_request, last - first), 1)
+            for first in range(full * per_request, last, per_request)
+        ]
         for first, count, times in runs:
             begin, to = src + first * step, dst + first * dst_step
             own = Block(begin, block.nbytes, block.crc32c, block.placed)
-            copy = Copy(inner.shape, skip, inner.src_strides, to, inner.dst_strides, buffer, own, count, step, dst_step)
-            yield Request(file, begin, (count - 1) * step + block.stored, (copy,), times, count * step)
+            copy = Copy(
+                inner.shape,
+                skip,
+                inner.src_strides,
+                to,
+                inner.dst_strides,
+                buffer,
+                own,
+                count,
+                step,
+                dst_step,
+            )
+            yield Request(
+                file, begin, (count - 1) * step + block.stored, (copy,), times, count * step
+            )
 
 
 def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Request]:
@@ -523,7 +580,14 @@ def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Reque
             count = min(per_request, last - first)
             begin, to = src + first * src_step, dst + first * dst_step
             if cut:
-                rows = Copy((count, *shape), 0, (src_step, *src_strides), to, (dst_step, *dst_strides), buffer)
+                rows = Copy(
+                    (count, *shape),
+                    0,
+                    (src_step, *src_strides),
+                    to,
+                    (dst_step, *dst_strides),
+                    buffer,
+                )
                 yield Request(file, begin, (count - 1) * src_step + span, (rows,))
             else:
                 copy = Copy(shape, 0, src_strides, to, dst_strides, buffer, dst_step=dst_step)
@@ -540,7 +604,9 @@ def _once(requests: list[Request]) -> tuple[list[Request], int]:
         if first is not r:
             again += r.nbytes
             rest = tuple(replace(c, block=None) for c in r.copies)
-            out[r.file, r.offset, r.nbytes] = Request(r.file, r.offset, r.nbytes, first.copies + rest)
+            out[r.file, r.offset, r.nbytes] = Request(
+                r.file, r.offset, r.nbytes, first.copies + rest
+            )
     return list(out.values()), again
 
 
@@ -554,7 +620,12 @@ def _join(requests: list[Request], costs: Costs) -> Iterator[Request]:
             joined = r.offset + r.nbytes - group[0].offset
             near = 0 <= gap <= costs.gap and gaps + gap <= max(_SMALL_GAP, joined // 100)
             single = r.count == group[-1].count == 1
-            if (r.file, r.others) == (group[0].file, group[0].others) and single and near and joined <= costs.join:
+            if (
+                (r.file, r.others) == (group[0].file, group[0].others)
+                and single
+                and near
+                and joined <= costs.join
+            ):
                 gaps += gap
             else:
                 yield _joined(group)
@@ -568,5 +639,13 @@ def _joined(group: list[Request]) -> Request:
     if len(group) == 1:
         return group[0]
     first, last = group[0], group[-1]
-    moved = tuple(placed(c, c.src + r.offset - first.offset, c.dst) for r in group for c in r.copies)
-    return Request(first.file, first.offset, last.offset + last.nbytes - first.offset, moved, others=first.others)
+    moved = tuple(
+        placed(c, c.src + r.offset - first.offset, c.dst) for r in group for c in r.copies
+    )
+    return Request(
+        first.file,
+        first.offset,
+        last.offset + last.nbytes - first.offset,
+        moved,
+        others=first.others,
+    )

@@ -120,17 +120,21 @@ class ReadPlan:
     ) -> dict[tuple[str, str], NDArray[np.generic]]:
         """Read directly into the arrays, which are returned by (name, state).
 
-        Tensors in a flat buffer are views of it, and the buffer itself is returned by (buffer, state), such as
-        `("flat:0", "exp_avg")`. Padding is zero if the checkpoint does not store it.
+        Tensors in a flat buffer are views of it, and the buffer itself is returned by (buffer,
+        state), such as `("flat:0", "exp_avg")`. Padding is zero if the checkpoint does not store
+        it.
 
         Args:
-            into: contiguous arrays to fill, by the keys of `buffers`; the others are allocated (default: all).
+            into: contiguous arrays to fill, by the keys of `buffers`; the others are allocated
+                (default: all).
             threads: number of reading threads (None: as many as suit the store).
             progress: called with the number of bytes of each finished request.
 
         Raises:
-            Conflict: a file of the checkpoint changed since it was opened; the values in the arrays are invalid.
-            UsageError: an array of `into` does not fit, or shares memory with another; nothing was written.
+            Conflict: a file of the checkpoint changed since it was opened; the values in the arrays
+                are invalid.
+            UsageError: an array of `into` does not fit, or shares memory with another; nothing was
+                written.
         """
         given = dict(into or {})
         _check_given(given, self.buffers, self.rank)
@@ -151,7 +155,9 @@ class ReadPlan:
             out[b.key] = a
         for key, local in self.tensors.items():
             if local.buffer is not None:
-                out[key.name, key.state] = out[local.buffer, key.state][local.offset : local.offset + local.size]
+                out[key.name, key.state] = out[local.buffer, key.state][
+                    local.offset : local.offset + local.size
+                ]
         return out
 
 
@@ -170,13 +176,17 @@ def _check_given(
         check_out(array, known[key].dtype, known[key].shape, label)
         if not array.flags.c_contiguous:
             raise UsageError(
-                f"{label}: the array to fill is not contiguous", hint="a single tensor may be: t.read(out=)"
+                f"{label}: the array to fill is not contiguous",
+                hint="a single tensor may be: t.read(out=)",
             )
         runs.append((array.ctypes.data, array.nbytes, label))
     runs.sort()
     for (begin, nbytes, one), (start, _, other) in pairwise(r for r in runs if r[1]):
         if begin + nbytes > start:
-            raise UsageError(f"the arrays to fill for {one} and {other} share memory", hint="pass separate arrays")
+            raise UsageError(
+                f"the arrays to fill for {one} and {other} share memory",
+                hint="pass separate arrays",
+            )
 
 
 def _array(b: RankBuffer, given: NDArray[np.generic] | None) -> NDArray[np.generic]:
@@ -201,12 +211,16 @@ class Bound:
         """Bind a layout to the tensors of a checkpoint.
 
         Args:
-            states: the states to read (None: all, without stored padding, which is placed with the tensor it pads).
+            states: the states to read (None: all, without stored padding, which is placed with the
+                tensor it pads).
         """
         tensor_list = _chosen(tensor_list, states)
         stored = {Key(layout.rename(i.name), i.state): i for i in tensor_list.tensors}
         if len(stored) != len(tensor_list.tensors):
-            raise UsageError("the layout's renames give two tensors one name", hint="rename them to different names")
+            raise UsageError(
+                "the layout's renames give two tensors one name",
+                hint="rename them to different names",
+            )
         return cls(layout.bind(tensor_list.renamed(layout.rename)), stored)
 
 
@@ -214,7 +228,9 @@ def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> Read
     """Plan what a rank reads."""
     ranks = bound.layout.ranks
     if not 0 <= rank < ranks:
-        raise UsageError(f"there is no rank {rank}", hint=f"the layout has the ranks 0 to {ranks - 1}")
+        raise UsageError(
+            f"there is no rank {rank}", hint=f"the layout has the ranks 0 to {ranks - 1}"
+        )
     return _Planner(source, bound.layout, rank, bound.stored).plan(verify)
 
 
@@ -233,17 +249,23 @@ def _chosen(tensor_list: TensorList, states: Sequence[str] | None) -> TensorList
     unknown = set(states) - {i.state for i in tensors}
     if unknown:
         known = ", ".join(sorted({i.state for i in tensor_list.tensors}))
-        raise UsageError(f"no tensor is stored in state {min(unknown)!r}", hint=f"there are: {known}")
+        raise UsageError(
+            f"no tensor is stored in state {min(unknown)!r}", hint=f"there are: {known}"
+        )
     return TensorList(tensors, tensor_list.groups)
 
 
 class _Planner:
     """Allocates one rank's buffers, and collects the pieces to read."""
 
-    def __init__(self, source: Readable, bound: BoundLayout, rank: int, stored: Mapping[Key, TensorInfo]) -> None:
+    def __init__(
+        self, source: Readable, bound: BoundLayout, rank: int, stored: Mapping[Key, TensorInfo]
+    ) -> None:
         self.source, self.bound, self.rank, self.stored = source, bound, rank, stored
         self.infos = {i.key: i for i in source.metadata.tensor_list.tensors}
-        self.buffers = [RankBuffer(k, b.dtype, (b.size,), padded=True) for k, b in bound.buffers(rank).items()]
+        self.buffers = [
+            RankBuffer(k, b.dtype, (b.size,), padded=True) for k, b in bound.buffers(rank).items()
+        ]
         self.numbers = {b.key: n for n, b in enumerate(self.buffers)}
         self.tensors: dict[Key, LocalTensor] = {}
         self.zero_filled: dict[Key, int] = {}
@@ -251,7 +273,9 @@ class _Planner:
     def plan(self, verify: Verify) -> ReadPlan:
         items = [w for key in self.bound.keys(self.rank) for w in self._items(key)]
         plan = make_plan(items, verify, self.source.store.costs).through(self.source.store)
-        return ReadPlan(plan, self.source.store, tuple(self.buffers), self.tensors, self.zero_filled, self.rank)
+        return ReadPlan(
+            plan, self.source.store, tuple(self.buffers), self.tensors, self.zero_filled, self.rank
+        )
 
     def _items(self, key: Key) -> list[ReadItem]:
         local = self.bound.local(key, self.rank)
@@ -264,7 +288,11 @@ class _Planner:
         if local.padding:
             like = self.bound.padding(key)
             kept = self.infos.get(info.key.padding)
-            if like is not None and kept is not None and (kept.shape, kept.dtype) == (like.shape, like.dtype):
+            if (
+                like is not None
+                and kept is not None
+                and (kept.shape, kept.dtype) == (like.shape, like.dtype)
+            ):
                 items.append(item_for(self.source, kept, [(number, p) for p in local.padding]))
             else:
                 self.zero_filled[key] = sum(p.box.size for p in local.padding)
@@ -273,7 +301,9 @@ class _Planner:
     def _buffer(self, key: Key, info: TensorInfo, local: LocalTensor) -> int:
         if local.buffer is not None:
             return self.numbers[local.buffer, key.state]
-        self.buffers.append(RankBuffer((key.name, key.state), info.dtype, local.shape, padded=bool(local.padding)))
+        self.buffers.append(
+            RankBuffer((key.name, key.state), info.dtype, local.shape, padded=bool(local.padding))
+        )
         return len(self.buffers) - 1
 
 

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 T = TypeVar("T")
 
-#: Files that name the last checkpoint of a run. They change while older checkpoints are read, and are no part of them.
+#: Files that name the last checkpoint of a run. They change while older checkpoints are read, and
+#: are no part of them.
 TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
 
-#: The member of a layout that says what a checkpoint is only a part of: one that was opened as such, or made of it.
+#: The member of a layout that says what a checkpoint is only a part of: one that was opened as
+#: such, or made of it.
 PART_OF = "part_of"
 
 
@@ -58,7 +60,9 @@ def path_from_json(parts: Sequence[str | int]) -> StatePath:
 
 def _key(text: str) -> str | int:
     number = text.removeprefix("$int:")
-    return IntKey(number) if number != text and _INTEGER.fullmatch(number) else text.removeprefix("$")
+    return (
+        IntKey(number) if number != text and _INTEGER.fullmatch(number) else text.removeprefix("$")
+    )
 
 
 class LazyMapping(Mapping[K, T]):
@@ -145,25 +149,34 @@ class CheckpointMetadata:
     """The metadata of a checkpoint; all but tensor list, paths and means consists of plain JSON values."""
 
     tensor_list: TensorList
-    aliases: Mapping[str, str] = field(default_factory=dict)  # tied name -> name of the stored tensor
+    aliases: Mapping[str, str] = field(
+        default_factory=dict
+    )  # tied name -> name of the stored tensor
     objects: Mapping[str, Any] = field(default_factory=dict)
     assets: tuple[str, ...] = ()  # keys of files to keep as they are
-    groups: Sequence[Mapping[str, Any]] = ()  # optimizer groups: hyper-parameters and "params", names in order
-    #: The paths of each tensor, and the place of each optimizer group, in the state of the program that saved; empty if
-    #: unknown.
+    groups: Sequence[
+        Mapping[str, Any]
+    ] = ()  # optimizer groups: hyper-parameters and "params", names in order
+    #: The paths of each tensor, and the place of each optimizer group, in the state of the program
+    #: that saved; empty if unknown.
     paths: Mapping[Key, tuple[StatePath, ...]] = field(default_factory=dict)
     places: Sequence[Place | None] = ()
     step: int | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
-    engine: Mapping[str, str] = field(default_factory=dict)  # {"name": "deepspeed", "version": "0.19.8", …}
+    engine: Mapping[str, str] = field(
+        default_factory=dict
+    )  # {"name": "deepspeed", "version": "0.19.8", …}
     files: tuple[str, ...] = ()  # keys of all files of the checkpoint
     #: Tensors that are the mean of several stored contributions, which are not in the tensor list.
     means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
     save_id: str = ""  # the writer's unique id of the save, if it has one
     folder: str = ""  # the checkpoint's folder or file if the store's root is above it
-    #: Tensors that a foreign checkpoint has and that cannot be read, with the reason. They are not in the tensor list.
+    #: Tensors that a foreign checkpoint has and that cannot be read, with the reason. They are not
+    #: in the tensor list.
     unreadable: Mapping[Key, str] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()  # files that the program writes with those that are there; without them it is usable
+    missing: tuple[
+        str, ...
+    ] = ()  # files that the program writes with those that are there; without them it is usable
 
     @property
     def part_of(self) -> str:
@@ -172,13 +185,19 @@ class CheckpointMetadata:
 
     def replace(self, **changes: Any) -> CheckpointMetadata:
         """A copy with some fields replaced."""
-        return CheckpointMetadata(**{f.name: getattr(self, f.name) for f in fields(CheckpointMetadata)} | changes)
+        return CheckpointMetadata(
+            **{f.name: getattr(self, f.name) for f in fields(CheckpointMetadata)} | changes
+        )
 
 
 def unreadable_error(tensors: Mapping[Key, str], url: str) -> UnsupportedError:
     """The error for tensors that were asked for and that cannot be read."""
     (key, reason), *others = tensors.items()
-    more = f"; and so do {len(others)} more of its tensors, which are not read either" if others else ""
+    more = (
+        f"; and so do {len(others)} more of its tensors, which are not read either"
+        if others
+        else ""
+    )
     return UnsupportedError(
         f"{url}: {key} {reason}{more}",
         hint=f"to leave out a tensor, open the checkpoint with the view `drop: [{json.dumps(key.name)}]` (--view, "
@@ -190,8 +209,8 @@ def unreadable_error(tensors: Mapping[Key, str], url: str) -> UnsupportedError:
 class FileRecord:
     """A range of `nbytes` bytes of a file with its own checksum; `crc32` is None if the writer computed none.
 
-    `locate` returns the offset of its first byte in the file, and may read the file to find it. The offset is above
-    `near`, and below the `near` of any later record.
+    `locate` returns the offset of its first byte in the file, and may read the file to find it. The
+    offset is above `near`, and below the `near` of any later record.
     """
 
     file: str

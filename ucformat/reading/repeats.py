@@ -1,8 +1,9 @@
 """How often documents name the same bytes of files: a small file must not cost the reading of far more than its size.
 
-Names that share bytes are common: tied tensors, views of one buffer. So any byte may be named `MOST_READS` times, and
-`FREE_READS` bytes of reads come on top; then reading everything takes time in proportion to the files, whatever they
-contain. This holds without knowing their sizes, since bytes that a file lacks are not read.
+Names that share bytes are common: tied tensors, views of one buffer. So any byte may be named
+`MOST_READS` times, and `FREE_READS` bytes of reads come on top; then reading everything takes time
+in proportion to the files, whatever they contain. This holds without knowing their sizes, since
+bytes that a file lacks are not read.
 """
 
 from __future__ import annotations
@@ -42,5 +43,8 @@ def first_repeated(ranges: Iterable[ByteRange]) -> str | None:
         begins, stops = by_file.setdefault(file, ([], []))
         begins.append(offset)
         stops.append(offset + nbytes)
-    ends = ((file, np.array(begins, np.int64), np.array(stops, np.int64)) for file, (begins, stops) in by_file.items())
+    ends = (
+        (file, np.array(begins, np.int64), np.array(stops, np.int64))
+        for file, (begins, stops) in by_file.items()
+    )
     return next((file for file, begins, stops in ends if are_repeated(begins, stops)), None)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["CASTABLE", "FLOATS", "ITEMSIZE", "NUMBERS", "TORCH_NUMBERS", "TORCH_SAVE_DTYPES", "ZARR_DTYPES"]
+__all__ = [
+    "CASTABLE",
+    "FLOATS",
+    "ITEMSIZE",
+    "NUMBERS",
+    "TORCH_NUMBERS",
+    "TORCH_SAVE_DTYPES",
+    "ZARR_DTYPES",
+]
 
 #: The dtypes that Zarr v3 readers know, under the names of Zarr v3 and TensorStore.
 ZARR_DTYPES: dict[str, int] = {
@@ -25,11 +33,14 @@ ZARR_DTYPES: dict[str, int] = {
     "complex128": 16,
 }
 
-#: Bytes of one element, by the name of the dtype: that of Zarr, PyTorch or ml_dtypes. Several values that their owner
-#: packs into bytes are one element (docs/spec.md, section 5).
+#: Bytes of one element, by the name of the dtype: that of Zarr, PyTorch or ml_dtypes. Several
+#: values that their owner packs into bytes are one element (docs/spec.md, section 5).
 ITEMSIZE: dict[str, int] = {
     **ZARR_DTYPES,
-    **dict.fromkeys(("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(
+        ("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+        1,
+    ),
     **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"), 1),
     "float4_e2m1fn_x2": 1,
     **dict.fromkeys(("float6_e2m3fn_packed", "float6_e3m2fn_packed"), 1),
@@ -39,7 +50,8 @@ ITEMSIZE: dict[str, int] = {
     "bits16": 2,
 }
 
-#: The dtypes that torch.save writes; PyTorch has the integers of fewer than 8 bits, too, but no files of them.
+#: The dtypes that torch.save writes; PyTorch has the integers of fewer than 8 bits, too, but no
+#: files of them.
 TORCH_SAVE_DTYPES = frozenset(
     [
         *ZARR_DTYPES,
@@ -56,5 +68,6 @@ NUMBERS = frozenset(n for n in FLOATS if "complex" not in n and not n.endswith((
 #: The dtypes of which PyTorch casts tensors.
 TORCH_NUMBERS = {n for n in TORCH_SAVE_DTYPES if not n.startswith("bits") and not n.endswith("_x2")}
 
-#: The floats that tensors are cast to and averaged in: those that represent zero, signs and overflow.
+#: The floats that tensors are cast to and averaged in: those that represent zero, signs and
+#: overflow.
 CASTABLE = NUMBERS & ZARR_DTYPES.keys()

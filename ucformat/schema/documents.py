@@ -1,8 +1,9 @@
 """The documents that may be beside a manifest.
 
-The sidecar's metadata describes how ranks held tensors. The tombstone names the files of a checkpoint whose purge has
-begun. A dependent's document keeps files that a virtual checkpoint elsewhere needs from being removed. The catalog's
-document has what people recorded about a checkpoint, so that a catalog can be rebuilt from it.
+The sidecar's metadata describes how ranks held tensors. The tombstone names the files of a
+checkpoint whose purge has begun. A dependent's document keeps files that a virtual checkpoint
+elsewhere needs from being removed. The catalog's document has what people recorded about a
+checkpoint, so that a catalog can be rebuilt from it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ TOMBSTONE = "tombstone.json"
 class TombstoneDoc(BaseModel):
     """Put before the manifest is removed, and removed last: what goes are the files of this attempt.
 
-    It is `marked` until those were asked for who need the files, and `settled` when there was nobody; where there was
-    somebody, it is `withdrawn`, and removed.
+    It is `marked` until those were asked for who need the files, and `settled` when there was
+    nobody; where there was somebody, it is `withdrawn`, and removed.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -50,7 +51,8 @@ def is_tombstone(data: bytes) -> bool:
     return True
 
 
-#: The folder of these documents, beside the files. Each is named after the id of the checkpoint that needs them.
+#: The folder of these documents, beside the files. Each is named after the id of the checkpoint
+#: that needs them.
 NEEDED_BY = "needed-by"
 
 

@@ -28,19 +28,29 @@ class Shard(Written):
         description="The dim is a concatenation of parts, each cut by itself: widths or proportions, or for each "
         "part a list of widths, one for each coordinate.",
     )
-    pad_to: Size | None = Field(None, description="Pad the dim to a multiple of this, then cut evenly.")
-    even: bool = Field(False, description="What the degree does not divide is an error: heads, experts.")
+    pad_to: Size | None = Field(
+        None, description="Pad the dim to a multiple of this, then cut evenly."
+    )
+    even: bool = Field(
+        False, description="What the degree does not divide is an error: heads, experts."
+    )
 
 
 class Flat(Written):
     """The local tensors of a group, flattened, joined, padded and cut over one or several axes."""
 
-    flat: Text = Field(description="The group: optimizer, all, tensor, or a /regex/ whose first capture names it.")
+    flat: Text = Field(
+        description="The group: optimizer, all, tensor, or a /regex/ whose first capture names it."
+    )
     over: Names
     order: Literal["checkpoint", "reverse", "round_robin"] = "checkpoint"
     cut: Literal["after_join", "before_join"] = "after_join"
-    tensor_align: Size = Field(1, description="Elements to a multiple of which each tensor's start is aligned.")
-    group_pad: Size = Field(1, description="The end is padded to a multiple of this times the degree.")
+    tensor_align: Size = Field(
+        1, description="Elements to a multiple of which each tensor's start is aligned."
+    )
+    group_pad: Size = Field(
+        1, description="The end is padded to a multiple of this times the degree."
+    )
     total_align: Size = Field(1, description="The end is padded to a multiple of this, too.")
     max_elements: Size | None = Field(None, description="A buffer with so many elements is closed.")
 
@@ -74,9 +84,12 @@ class Pattern(Written):
     pattern: Literal["unique", "replicate", "partial", "shard-V", "shard-H", "shard-Hy", "shard-NC"]
     over: Names | None = None
     dims: Annotated[list[int], Field(min_length=1)] | None = Field(
-        None, description="shard-Hy: the dim that each axis of `over` cuts; shard-NC: the dim, by default 0."
+        None,
+        description="shard-Hy: the dim that each axis of `over` cuts; shard-NC: the dim, by default 0.",
     )
-    parts: list[Index | list[Index]] | None = Field(None, description="shard-NC: the parts, as of a shard.")
+    parts: list[Index | list[Index]] | None = Field(
+        None, description="shard-NC: the parts, as of a shard."
+    )
     owner: Index = Field(0, description="unique: the coordinate that holds it.")
 
 
@@ -86,8 +99,16 @@ _KINDS = ("shard", "flat", "stage", "owner", "partial", "pattern")
 def _kind(value: Any) -> str | None:
     if isinstance(value, str):
         return "replicate"
-    names = value if isinstance(value, dict) else type(value).model_fields if isinstance(value, BaseModel) else ()
-    return next((kind for kind in reversed(_KINDS) if kind in names), None)  # a pattern may have an owner, too
+    names = (
+        value
+        if isinstance(value, dict)
+        else type(value).model_fields
+        if isinstance(value, BaseModel)
+        else ()
+    )
+    return next(
+        (kind for kind in reversed(_KINDS) if kind in names), None
+    )  # a pattern may have an owner, too
 
 
 Placement = Annotated[
@@ -109,19 +130,25 @@ Placement = Annotated[
 class Rule(Written):
     """Tensors by name and state, and how they are placed."""
 
-    match: Names = Field(description="Globs, in which * and ? match dots too, or /regex/es, of the whole name.")
+    match: Names = Field(
+        description="Globs, in which * and ? match dots too, or /regex/es, of the whole name."
+    )
     states: list[Text] = Field([], description="Globs of states; by default all.")
     mesh: Text | None = Field(None, description="Which of several meshes; by default the first.")
-    place: list[Placement] = Field(description="Placements, each on the local shape that the last one left.")
+    place: list[Placement] = Field(
+        description="Placements, each on the local shape that the last one left."
+    )
 
 
 class OrderedMesh(Written):
     """A mesh spelled so that no tool which sorts keys can change it, and that may list its ranks."""
 
-    axes: Annotated[list[Annotated[dict[Text, Size], Field(min_length=1, max_length=1)]], Field(min_length=1)] = Field(
-        description="One mapping of a name to a size for each axis, slowest first."
+    axes: Annotated[
+        list[Annotated[dict[Text, Size], Field(min_length=1, max_length=1)]], Field(min_length=1)
+    ] = Field(description="One mapping of a name to a size for each axis, slowest first.")
+    ranks: list[Index] | None = Field(
+        None, description="The rank at each coordinate, in row-major order."
     )
-    ranks: list[Index] | None = Field(None, description="The rank at each coordinate, in row-major order.")
 
 
 class NamedMesh(OrderedMesh):
@@ -131,12 +158,15 @@ class NamedMesh(OrderedMesh):
 
 
 def _mesh_kind(value: Any) -> str:
-    ordered = isinstance(value, OrderedMesh) or (isinstance(value, dict) and isinstance(value.get("axes"), list))
+    ordered = isinstance(value, OrderedMesh) or (
+        isinstance(value, dict) and isinstance(value.get("axes"), list)
+    )
     return "ordered" if ordered else "axes"
 
 
 Mesh = Annotated[
-    Annotated[dict[Text, Size], Field(min_length=1), Tag("axes")] | Annotated[OrderedMesh, Tag("ordered")],
+    Annotated[dict[Text, Size], Field(min_length=1), Tag("axes")]
+    | Annotated[OrderedMesh, Tag("ordered")],
     Discriminator(_mesh_kind),
 ]
 
@@ -154,17 +184,27 @@ class LayoutDocument(Written):
     version: Literal[1]
     mesh: Mesh | None = Field(None, description="Axis names and sizes, slowest first.")
     meshes: (
-        Annotated[dict[Text, Mesh], Field(min_length=1)] | Annotated[list[NamedMesh], Field(min_length=1)] | None
+        Annotated[dict[Text, Mesh], Field(min_length=1)]
+        | Annotated[list[NamedMesh], Field(min_length=1)]
+        | None
     ) = Field(
-        None, description="Several meshes over the same ranks, by name, instead of `mesh`; the first is the default."
+        None,
+        description="Several meshes over the same ranks, by name, instead of `mesh`; the first is the default.",
     )
-    stages: list[Rule] = Field([], description="Which pipeline stage holds a tensor; if given, for every tensor.")
-    view: list[Step] = Field([], description="What becomes of the source's tensors before all else, step by step.")
+    stages: list[Rule] = Field(
+        [], description="Which pipeline stage holds a tensor; if given, for every tensor."
+    )
+    view: list[Step] = Field(
+        [], description="What becomes of the source's tensors before all else, step by step."
+    )
     rules: list[Rule] = Field([], description="How a tensor is cut; the first match wins.")
     data: list[Rule] = Field(
-        [], description="How what is left is spread over data-parallel ranks (ZeRO, FSDP); if given, for every tensor."
+        [],
+        description="How what is left is spread over data-parallel ranks (ZeRO, FSDP); if given, for every tensor.",
     )
-    renames: list[Rename] = Field([], description="Names of a source's tensors; the first match wins.")
+    renames: list[Rename] = Field(
+        [], description="Names of a source's tensors; the first match wins."
+    )
 
 
 class Faults(ValueError):
@@ -182,8 +222,12 @@ def checked_as(kind: TypeAdapter[T], document: Any) -> T:
         return kind.validate_python(document)
     except ValidationError as e:
         lines = []
-        for fault in islice(e.errors(include_url=False, include_context=False, include_input=False), _MAX_FAULTS):
-            where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in fault["loc"]).lstrip(".")
+        for fault in islice(
+            e.errors(include_url=False, include_context=False, include_input=False), _MAX_FAULTS
+        ):
+            where = "".join(
+                f"[{p}]" if isinstance(p, int) else f".{p}" for p in fault["loc"]
+            ).lstrip(".")
             lines.append(f"{where}: {fault['msg']}" if where else fault["msg"])
         more = e.error_count() - len(lines)
         raise Faults("\n".join([*lines, f"and {more} more"] if more else lines)) from e

@@ -1,16 +1,18 @@
 """The limits of a checkpoint and of its documents (docs/spec.md, "Limits"): writers keep them, and readers check them.
 
-`check_json` is for the values of documents that come from users; it runs when a document is written and when it is
-read.
+`check_json` is for the values of documents that come from users; it runs when a document is written
+and when it is read.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-#: The levels of objects and arrays in a value of a document. pydantic's parser has 201 for all of the document.
+#: The levels of objects and arrays in a value of a document. pydantic's parser has 201 for all of
+#: the document.
 MAX_DEPTH = 192
-#: The levels in the files of objects, in which a value of the program may have three levels for one of its own.
+#: The levels in the files of objects, in which a value of the program may have three levels for one
+#: of its own.
 MAX_OBJECT_DEPTH = 640
 
 MAX_INTEGER = 1 << 62  # of an integer whose meaning this format defines
@@ -19,11 +21,14 @@ MAX_BITS = 1 << 13  # of an integer in a value: Python's JSON parser stops at 43
 MAX_EDGE = 1 << 62  # of a tensor: offsets fit into 64 bits
 MAX_DIMS = 64  # of a tensor: torch's own limit
 MAX_ARRAY_DIMS = 32  # of an array: TensorStore opens none with more
-MAX_SHARDS = 10_000_000  # of an array: readers refuse a manifest with more before they access any file
+MAX_SHARDS = (
+    10_000_000  # of an array: readers refuse a manifest with more before they access any file
+)
 MAX_SPAN = 1 << 60  # of offsets and sizes in files
 MAX_TILES = 1 << 20  # of an extent
 
-#: How often documents may name any byte of a file, and bytes of further reads of it for which that does not matter.
+#: How often documents may name any byte of a file, and bytes of further reads of it for which that
+#: does not matter.
 MOST_READS, FREE_READS = 16, 64 << 20
 
 MAX_RANKS = 1 << 20  # that save one checkpoint
@@ -39,20 +44,32 @@ def check_json(value: Any, label: str, depth: int = MAX_DEPTH) -> None:
             _check_text(item, label, path)
         elif isinstance(item, dict):
             if len(set(map(str, item))) < len(item):
-                raise _error(label, path, "has two keys that are the same text in JSON", "make all keys text")
+                raise _error(
+                    label, path, "has two keys that are the same text in JSON", "make all keys text"
+                )
             for key, inner in item.items():
                 if type(key) not in (str, int):
-                    raise _error(label, path, f"has the key {ascii(key)[:100]}", "JSON has only text as keys")
+                    raise _error(
+                        label, path, f"has the key {ascii(key)[:100]}", "JSON has only text as keys"
+                    )
                 _check_text(str(key), label, path)
                 waiting.append((inner, level + 1, (path, key)))
         elif isinstance(item, list | tuple):
             waiting += [(inner, level + 1, (path, number)) for number, inner in enumerate(item)]
         elif isinstance(item, int) and item.bit_length() > MAX_BITS:
             raise _error(
-                label, path, f"is an integer of {item.bit_length():,} bits", f"at most {MAX_BITS:,} are stored"
+                label,
+                path,
+                f"is an integer of {item.bit_length():,} bits",
+                f"at most {MAX_BITS:,} are stored",
             )
         if level > depth:
-            raise _error(label, path, f"is nested deeper than {depth} levels", "flatten it, or store it as a file")
+            raise _error(
+                label,
+                path,
+                f"is nested deeper than {depth} levels",
+                "flatten it, or store it as a file",
+            )
 
 
 def _check_text(text: str, label: str, path: tuple[Any, ...]) -> None:

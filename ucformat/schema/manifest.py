@@ -15,7 +15,8 @@ FORMAT_VERSION = 1
 #: The name of the document, in the checkpoint's folder.
 MANIFEST = "manifest.json"
 
-#: The names of attempts, as a regular expression: no folder that somebody else made is called so by chance.
+#: The names of attempts, as a regular expression: no folder that somebody else made is called so by
+#: chance.
 ATTEMPT = "[0-9a-f]{20}"
 
 Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
@@ -60,7 +61,8 @@ class PerRankDoc(_Document):
 class SourceFileDoc(_Document):
     """A file of another checkpoint, as it was when its extents were listed: `roots/<n>/…`, below root number n.
 
-    `modified` is when it was written, in seconds since 1970, where its place tells; `etag` is of an object store.
+    `modified` is when it was written, in seconds since 1970, where its place tells; `etag` is of an
+    object store.
     """
 
     path: str
@@ -73,7 +75,8 @@ class SourceFileDoc(_Document):
 class SidecarDoc(FileDoc):
     """The extents of tensors that are not arrays.
 
-    Of a virtual checkpoint `roots` are the urls of the places where `sources`, the files that hold its bytes, lie.
+    Of a virtual checkpoint `roots` are the urls of the places where `sources`, the files that hold
+    its bytes, lie.
     """
 
     roots: tuple[str, ...] = ()
@@ -83,8 +86,9 @@ class SidecarDoc(FileDoc):
 class GroupDoc(_Document):
     """An optimizer group: its parameters by name, in order, and its hyper-parameters.
 
-    `at` is the optimizer's path in the state of the program that saved, and `names` are the parameters as that calls
-    them, where these are not `params`. Of `flattened` state dicts each parameter's hyper-parameters are entries.
+    `at` is the optimizer's path in the state of the program that saved, and `names` are the
+    parameters as that calls them, where these are not `params`. Of `flattened` state dicts each
+    parameter's hyper-parameters are entries.
     """
 
     params: tuple[str, ...]
@@ -97,7 +101,8 @@ class GroupDoc(_Document):
 class LineageDoc(_Document):
     """What this checkpoint was made from; `commits` is what that one counts, as far as is known.
 
-    `how` tells more of how it was made, such as the method of a merge and the weight of this origin.
+    `how` tells more of how it was made, such as the method of a merge and the weight of this
+    origin.
     """
 
     kind: Literal["resume", "finetune", "convert", "reshard", "merge", "average", "quantize"]
@@ -111,8 +116,8 @@ class LineageDoc(_Document):
 class LaunchDoc(_Document):
     """The launch that saved a checkpoint: a training from its start, or from a load, to its end.
 
-    `continues` are the launches behind it, by id, each up to a count of commits: those of the checkpoint that it
-    loaded, and those that it found in its folder.
+    `continues` are the launches behind it, by id, each up to a count of commits: those of the
+    checkpoint that it loaded, and those that it found in its folder.
     """
 
     id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -126,8 +131,9 @@ class LaunchDoc(_Document):
 class VerifiedDoc(_Document):
     """Of which tensors a conversion compared all bytes with the checksums that the source's files carry.
 
-    Of every tensor if `default`, of none if not; of those in `but`, by name and state, the opposite. `besides` are the
-    bytes that were read in the end only to complete checksums of which other bytes had passed.
+    Of every tensor if `default`, of none if not; of those in `but`, by name and state, the
+    opposite. `besides` are the bytes that were read in the end only to complete checksums of which
+    other bytes had passed.
     """
 
     default: bool
@@ -147,21 +153,26 @@ class WriterDoc(_Document):
 class Manifest(_Document):
     """A committed checkpoint.
 
-    `requires` names the features that a reader must implement to read it correctly; this version defines none. `grid`
-    is None where no array was written.
+    `requires` names the features that a reader must implement to read it correctly; this version
+    defines none. `grid` is None where no array was written.
 
-    `commits` counts the commits of its training up to this one, as far as its writer knew them; without, it was not
-    saved by a training, or nothing was known. `launch` is that of the training. `digest` is that of its file, at whose
-    end it stands (docs/spec.md, "Digests"); None before it has one.
+    `commits` counts the commits of its training up to this one, as far as its writer knew them;
+    without, it was not saved by a training, or nothing was known. `launch` is that of the training.
+    `digest` is that of its file, at whose end it stands (docs/spec.md, "Digests"); None before it
+    has one.
     """
 
-    model_config = ConfigDict(cache_strings="keys")  # the digests of a million tensors are all different
+    model_config = ConfigDict(
+        cache_strings="keys"
+    )  # the digests of a million tensors are all different
 
     format: Literal["ucformat"] = "ucformat"
     version: Literal[1] = 1
     requires: tuple[str, ...] = ()
     id: str
-    attempt: Annotated[str, Field(pattern=f"^({ATTEMPT})?$")]  # without a name it is of a foreign checkpoint
+    attempt: Annotated[
+        str, Field(pattern=f"^({ATTEMPT})?$")
+    ]  # without a name it is of a foreign checkpoint
     created: Time
     producer: dict[str, str] = {}
     run: str | None = None
@@ -194,7 +205,9 @@ class Manifest(_Document):
     @property
     def known_commits(self) -> int | None:
         """The manifest's own count of commits, else the greatest of the checkpoints that it was made from."""
-        return self.commits or max((edge.commits for edge in self.lineage if edge.commits is not None), default=None)
+        return self.commits or max(
+            (edge.commits for edge in self.lineage if edge.commits is not None), default=None
+        )
 
     def as_read(self) -> Manifest:
         """This manifest after a round trip through its file."""
@@ -204,9 +217,10 @@ class Manifest(_Document):
 class AttemptDoc(_Document):
     """Who is writing what; put before the first byte of data, and replaced by who continues it.
 
-    `id` is that of the checkpoint, whoever commits it, where it has to be known before, because it `needs` files in
-    these places. `replacing` is since when it is about to take the place of the checkpoint that is there. `removed` is
-    when somebody began to remove the attempt: nobody continues or commits it any more.
+    `id` is that of the checkpoint, whoever commits it, where it has to be known before, because it
+    `needs` files in these places. `replacing` is since when it is about to take the place of the
+    checkpoint that is there. `removed` is when somebody began to remove the attempt: nobody
+    continues or commits it any more.
     """
 
     format: Literal["ucformat-attempt"] = "ucformat-attempt"
@@ -229,7 +243,11 @@ def is_of_unknown_kind(fault: str, place: tuple[str | int, ...], value: object) 
     if not isinstance(value, str) or not place:
         return False
     if place[-1] == "digest" or place[:2] == ("tensors", "digest"):
-        return fault == "string_pattern_mismatch" and value.partition(":")[0] not in _DIGESTS and ":" in value
+        return (
+            fault == "string_pattern_mismatch"
+            and value.partition(":")[0] not in _DIGESTS
+            and ":" in value
+        )
     return fault == "literal_error" and place[0] == "lineage" and place[-1] == "kind"
 
 

@@ -8,7 +8,15 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticCustomError, core_schema
 
@@ -29,7 +37,9 @@ def parse_duration(text: Any) -> timedelta:
     if isinstance(text, timedelta):
         return text
     if not isinstance(text, str) or not re.fullmatch(_DURATION, text):
-        raise PydanticCustomError("duration", "{given} is not a duration: write 90s, 15m, 48h, 7d or 2w", _given(text))
+        raise PydanticCustomError(
+            "duration", "{given} is not a duration: write 90s, 15m, 48h, 7d or 2w", _given(text)
+        )
     seconds = int(text[:-1]) * _UNITS[text[-1]]
     if seconds > _LONGEST.total_seconds():
         raise PydanticCustomError("duration", "{given} is more than a hundred years", _given(text))
@@ -60,10 +70,14 @@ def _counted(value: Any) -> Any:
 class _OneOrMore:
     """Marks a tuple for which a single value that is not a list is accepted too."""
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._listed, handler(source))
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
         many = handler(schema)
         return {"anyOf": [many["items"], {**many, "minItems": 1}]}
 
@@ -80,12 +94,16 @@ Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 Duration = Annotated[
     timedelta,
-    BeforeValidator(parse_duration, json_schema_input_type=Annotated[str, Field(pattern=_DURATION)]),
+    BeforeValidator(
+        parse_duration, json_schema_input_type=Annotated[str, Field(pattern=_DURATION)]
+    ),
     PlainSerializer(duration_text),
 ]
 Group = Annotated[
     Literal["run", "all"],
-    Field(description="Whether a checkpoint competes with those of its run, or with all that are in scope."),
+    Field(
+        description="Whether a checkpoint competes with those of its run, or with all that are in scope."
+    ),
 ]
 
 
@@ -100,12 +118,18 @@ class _Document(BaseModel):
             return document
         if not isinstance(document, Mapping):
             message = "{given} is not a mapping of {keys}"
-            raise PydanticCustomError("mapping", message, {**_given(document), "keys": ", ".join(cls.model_fields)})
+            raise PydanticCustomError(
+                "mapping", message, {**_given(document), "keys": ", ".join(cls.model_fields)}
+            )
         faults = []
         for key, value in document.items():
             if key not in cls.model_fields:
                 near = get_close_matches(str(key), cls.model_fields, 1, 0.5)
-                known = f"did you mean {near[0]}?" if near else f"there are {', '.join(cls.model_fields)}"
+                known = (
+                    f"did you mean {near[0]}?"
+                    if near
+                    else f"there are {', '.join(cls.model_fields)}"
+                )
                 faults.append(f"unknown key {key!r}; {known}")
             elif value is None:
                 faults.append(f"{key!r} has no value")
@@ -129,7 +153,9 @@ class Best(_Document):
 
     metric: Text
     count: Count
-    mode: Literal["min", "max"] = Field(description="Whether less or more is better; a guess could keep the worst.")
+    mode: Literal["min", "max"] = Field(
+        description="Whether less or more is better; a guess could keep the worst."
+    )
     group: Group = "run"
 
 
@@ -138,7 +164,9 @@ class Keep(_Document):
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
-    last: Annotated[tuple[LastRule, ...], _OneOrMore()] = Field((), description="The last ones, by step and by time.")
+    last: Annotated[tuple[LastRule, ...], _OneOrMore()] = Field(
+        (), description="The last ones, by step and by time."
+    )
     every: Count | None = Field(None, description="Those whose step is divisible by this.")
     best: Annotated[tuple[Best, ...], _OneOrMore()] = Field((), description="The best by a metric.")
     younger: Annotated[Duration, AfterValidator(_some)] | None = Field(
@@ -151,7 +179,9 @@ class Keep(_Document):
     @model_validator(mode="after")
     def _keep_something(self) -> Keep:
         if not self.model_fields_set:
-            raise PydanticCustomError("keep", "no rule: everything that nothing protects would be deleted")
+            raise PydanticCustomError(
+                "keep", "no rule: everything that nothing protects would be deleted"
+            )
         return self
 
 
@@ -160,7 +190,8 @@ class Policy(_Document):
 
     version: Literal[1]
     scope: Text | None = Field(
-        None, description="A filter, as of `ucp ls`: only these are judged, others are left alone. By default all."
+        None,
+        description="A filter, as of `ucp ls`: only these are judged, others are left alone. By default all.",
     )
     keep: Keep
     grace: Duration = Field(
@@ -185,7 +216,11 @@ class _Schema(GenerateJsonSchema):
         return self.generate_inner(schema["schema"])
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
-        return super().default_schema(schema) if schema.get("default") else self.generate_inner(schema["schema"])
+        return (
+            super().default_schema(schema)
+            if schema.get("default")
+            else self.generate_inner(schema["schema"])
+        )
 
 
 def policy_json_schema() -> dict[str, Any]:

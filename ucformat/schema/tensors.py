@@ -1,6 +1,7 @@
 """The tensors of a manifest, as columns of a table (docs/spec.md, "Tensors").
 
-A table of a million tensors is parsed and checked as columns. A TensorDoc is made for the rows that somebody asks for.
+A table of a million tensors is parsed and checked as columns. A TensorDoc is made for the rows that
+somebody asks for.
 """
 
 from __future__ import annotations
@@ -30,17 +31,23 @@ Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
 Folder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~%/-]+$")]
 DType = Annotated[str, Field(json_schema_extra={"enum": list(ITEMSIZE)})]
-StatePath = tuple[Annotated[str | Annotated[int, Field(strict=True)], Field(union_mode="left_to_right")], ...]
+StatePath = tuple[
+    Annotated[str | Annotated[int, Field(strict=True)], Field(union_mode="left_to_right")], ...
+]
 
 _Number = Annotated[int, Field(strict=True, ge=0, lt=2**31)]  # of a row or an entry
 _Row = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
-_Part = Annotated[str | Annotated[int, Field(strict=True)] | tuple[str, str], Field(union_mode="left_to_right")]
+_Part = Annotated[
+    str | Annotated[int, Field(strict=True)] | tuple[str, str], Field(union_mode="left_to_right")
+]
 _Template = tuple[_Part, ...]
 
 if TYPE_CHECKING:
     _Column = Sequence[int]
 else:  # 4 bytes for each row instead of 40
-    _Column = Annotated[list[_Number], AfterValidator(lambda rows: array("i", rows)), PlainSerializer(list)]
+    _Column = Annotated[
+        list[_Number], AfterValidator(lambda rows: array("i", rows)), PlainSerializer(list)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +80,8 @@ class KindDoc(BaseModel):
         chunk: the shape of a chunk; None if the tensors are not arrays.
         shard: the shape of a shard, likewise.
         path: the folder of the arrays' folders, likewise.
-        at: the paths in the state of the program, in which a pair of texts stands for these with the tensor's name
-            between them.
+        at: the paths in the state of the program, in which a pair of texts stands for these with
+            the tensor's name between them.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -101,8 +108,10 @@ class TensorTable(BaseModel):
         name: for each tensor, the number of its name.
         kind: for each tensor, the number of its kind.
         digest: for each tensor, its digest; empty if none has one.
-        path: the folders of arrays whose folder is not the name as `quoted`, by the number of the tensor.
-        at: the paths in the state of the program that are not those of the kind, by the number of the tensor.
+        path: the folders of arrays whose folder is not the name as `quoted`, by the number of the
+            tensor.
+        at: the paths in the state of the program that are not those of the kind, by the number of
+            the tensor.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
@@ -119,8 +128,12 @@ class TensorTable(BaseModel):
     def _check(self) -> Self:
         rows = len(self.name)
         if len(self.kind) != rows or len(self.digest) not in (0, rows):
-            raise ValueError(f"the columns have {rows}, {len(self.kind)} and {len(self.digest)} rows")
-        if max(self.name, default=-1) >= len(self.names) or max(self.kind, default=-1) >= len(self.kinds):
+            raise ValueError(
+                f"the columns have {rows}, {len(self.kind)} and {len(self.digest)} rows"
+            )
+        if max(self.name, default=-1) >= len(self.names) or max(self.kind, default=-1) >= len(
+            self.kinds
+        ):
             raise ValueError("a tensor has the number of no name or kind")
         if len(self._numbers) != len(self.names):
             raise ValueError("a name is listed twice")
@@ -138,7 +151,10 @@ class TensorTable(BaseModel):
         name, kind, paths, at = array("i"), array("i"), {}, {}
         digests: list[str | None] = []
         for t in tensors:
-            folder, templates = None, tuple(_template(path, t.name) for path in t.at) if t.at else ()
+            folder, templates = (
+                None,
+                tuple(_template(path, t.name) for path in t.at) if t.at else (),
+            )
             if t.path is not None:
                 folder = t.path.rpartition("/")[0] or t.path
                 if t.path != f"{folder}/{quoted(t.name)}":
@@ -235,15 +251,23 @@ class TensorTable(BaseModel):
 
     def row(self, name: str, state: str) -> int | None:
         """The number of the tensor of a name and state; None if there is none."""
-        return next((row for row in self.rows(name) if self.kinds[self.kind[row]].state == state), None)
+        return next(
+            (row for row in self.rows(name) if self.kinds[self.kind[row]].state == state), None
+        )
 
     def shared_folders(self) -> Iterator[tuple[str, int]]:
         """The folders that several arrays have: each as often as it is one's, with the bytes of that array."""
         paths = {path: n for n, path in enumerate(dict.fromkeys(kind.path for kind in self.kinds))}
-        keys = list(map(add, map(len(paths).__mul__, self.name), self.by_kind(lambda kind: paths[kind.path])))
+        keys = list(
+            map(
+                add, map(len(paths).__mul__, self.name), self.by_kind(lambda kind: paths[kind.path])
+            )
+        )
         if None in paths:
             keys = [key for key in keys if key % len(paths) != paths[None]]
-        if not self.path and (all(map(lt, keys, islice(keys, 1, None))) or len(set(keys)) == len(keys)):
+        if not self.path and (
+            all(map(lt, keys, islice(keys, 1, None))) or len(set(keys)) == len(keys)
+        ):
             return
         folders = [self.folder(row) for row in range(len(self))]
         counts = Counter(folders)
@@ -254,7 +278,9 @@ class TensorTable(BaseModel):
     def repeated(self) -> list[int]:
         """The numbers of the tensors whose name and state are those of an earlier one."""
         states = {state: n for n, state in enumerate(dict.fromkeys(k.state for k in self.kinds))}
-        keys = list(map(add, map(len(states).__mul__, self.name), self.by_kind(lambda k: states[k.state])))
+        keys = list(
+            map(add, map(len(states).__mul__, self.name), self.by_kind(lambda k: states[k.state]))
+        )
         if all(map(lt, keys, islice(keys, 1, None))) or len(set(keys)) == len(keys):
             return []
         seen: set[int] = set()
@@ -264,7 +290,9 @@ class TensorTable(BaseModel):
         """The table as it stands in a manifest's file: each column is on a line, and so is each name and kind."""
         between = b",\n   "
         members = [
-            b'"names": [\n   ' + to_json(self.names)[1:-1].replace(b'","', b'"' + between + b'"') + b"\n  ]",
+            b'"names": [\n   '
+            + to_json(self.names)[1:-1].replace(b'","', b'"' + between + b'"')
+            + b"\n  ]",
             b'"kinds": [\n   '
             + between.join(k.model_dump_json(exclude_defaults=True).encode() for k in self.kinds)
             + b"\n  ]",
@@ -272,7 +300,11 @@ class TensorTable(BaseModel):
             b'"kind": ' + to_json(list(self.kind)),
         ]
         more = {"digest": self.digest, "path": self.path, "at": self.at}
-        members += [b'"%s": %s' % (label.encode(), to_json(column)) for label, column in more.items() if column]
+        members += [
+            b'"%s": %s' % (label.encode(), to_json(column))
+            for label, column in more.items()
+            if column
+        ]
         return b"{\n  " + b",\n  ".join(members) + b"\n }"
 
 

@@ -7,7 +7,14 @@ import math
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+)
 
 from ucformat.schema.limits import check_json
 
@@ -20,7 +27,9 @@ def finite(value: Any) -> Any:
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [finite(v) for v in value]
-    return {"$float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+    return (
+        {"$float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+    )
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
@@ -81,8 +90,11 @@ def _within_limits(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-#: JSON values by name. After reading they contain such objects; for writing they may contain any float.
-Values = Annotated[dict[str, Any], AfterValidator(_within_limits), PlainSerializer(finite, when_used="json")]
+#: JSON values by name. After reading they contain such objects; for writing they may contain any
+#: float.
+Values = Annotated[
+    dict[str, Any], AfterValidator(_within_limits), PlainSerializer(finite, when_used="json")
+]
 
 
 def _countable(value: datetime) -> datetime:

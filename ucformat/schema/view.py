@@ -13,7 +13,9 @@ Text = Annotated[str, Field(min_length=1)]
 Names = Text | Annotated[list[Text], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
-Indices = Annotated[list[Index | Annotated[str, Field(pattern=r"^[0-9]{1,18}:[0-9]{1,18}$")]], Field(min_length=1)]
+Indices = Annotated[
+    list[Index | Annotated[str, Field(pattern=r"^[0-9]{1,18}:[0-9]{1,18}$")]], Field(min_length=1)
+]
 
 _NAMES = "Globs, in which * and ? match dots too, or /regex/es, of the whole name."
 _REGEX = r"A /regex/ of the whole name."
@@ -53,7 +55,9 @@ class Rename(Written):
 class RenameStates(Written):
     """States get other names: {mu: exp_avg}."""
 
-    rename_states: Annotated[dict[Text, Text], Field(min_length=1)] = Field(description="Old name of a state -> new.")
+    rename_states: Annotated[dict[Text, Text], Field(min_length=1)] = Field(
+        description="Old name of a state -> new."
+    )
     match: Names = Field("*", description=_NAMES)
 
 
@@ -61,7 +65,9 @@ class Transpose(Written):
     """The dims are put in another order."""
 
     transpose: Names = Field(description=_NAMES)
-    axes: list[Index] | None = Field(None, description="For each new dim the old one; by default the reverse.")
+    axes: list[Index] | None = Field(
+        None, description="For each new dim the old one; by default the reverse."
+    )
 
 
 class Trim(Written):
@@ -84,7 +90,8 @@ class Take(Written):
     take: Names = Field(description=_NAMES)
     dim: Index = Field(0, description="The dim.")
     of: Count | None = Field(
-        None, description="The dim is so many equal blocks, such as heads, which the indices count; default: elements."
+        None,
+        description="The dim is so many equal blocks, such as heads, which the indices count; default: elements.",
     )
     indices: Indices | None = Field(None, description=_INDICES)
     first: Count | None = Field(None, description=_FIRST)
@@ -95,7 +102,9 @@ class Take(Written):
 class Select(Written):
     """Of numbered tensors only these stay, and get the numbers 0, 1, 2, … in this order: layers, experts."""
 
-    select: Names = Field(description="/regex/es of the whole name. The group `i`, or else the first, is the number.")
+    select: Names = Field(
+        description="/regex/es of the whole name. The group `i`, or else the first, is the number."
+    )
     indices: Indices | None = Field(None, description=_INDICES)
     first: Count | None = Field(None, description=_FIRST)
 
@@ -108,15 +117,21 @@ class Split(Written):
     split: Names = Field(description=_NAMES)
     into: Annotated[list[Text], Field(min_length=2)] = Field(description=_TEMPLATE)
     dim: Index = Field(0, description="The dim.")
-    sizes: list[Count] | None = Field(None, description="Widths or proportions; by default equal parts.")
-    repeat: Count = Field(1, description="The dim is so many blocks, each cut so: Megatron's QKV of each group.")
+    sizes: list[Count] | None = Field(
+        None, description="Widths or proportions; by default equal parts."
+    )
+    repeat: Count = Field(
+        1, description="The dim is so many blocks, each cut so: Megatron's QKV of each group."
+    )
 
 
 class Fuse(Written):
     """Several tensors become one, joined along a dim: the reverse of split."""
 
     fuse: Text = Field(description=_REGEX + " The first of the tensors that are joined.")
-    and_: Annotated[list[Text], Field(min_length=1)] = Field(alias="and", description="The others. " + _TEMPLATE)
+    and_: Annotated[list[Text], Field(min_length=1)] = Field(
+        alias="and", description="The others. " + _TEMPLATE
+    )
     into: Text = Field(description=_TEMPLATE)
     dim: Index = Field(0, description="The dim.")
     repeat: Count = Field(1, description="Each is cut in so many blocks, which take turns.")
@@ -125,7 +140,9 @@ class Fuse(Written):
 class Stack(Written):
     """Tensors numbered 0, 1, 2, … become one, with a new dim."""
 
-    stack: Text = Field(description=_REGEX + " Its group `i`, or else the first, captures the number.")
+    stack: Text = Field(
+        description=_REGEX + " Its group `i`, or else the first, captures the number."
+    )
     into: Text = Field(description=_TEMPLATE)
     dim: Index = Field(0, description="The new dim.")
 
@@ -142,7 +159,9 @@ class Unstack(Written):
 class Alias(Written):
     """Further names of stored tensors: {lm_head.weight: model.embed_tokens.weight}."""
 
-    alias: Annotated[dict[Text, Text], Field(min_length=1)] = Field(description="Further name -> stored name.")
+    alias: Annotated[dict[Text, Text], Field(min_length=1)] = Field(
+        description="Further name -> stored name."
+    )
 
 
 class Untie(Written):
@@ -156,13 +175,17 @@ class Cast(Written):
 
     cast: Names = Field(description=_NAMES)
     states: list[Text] = Field([], description=_STATES)
-    dtype: str = Field(description="A floating-point dtype.", json_schema_extra={"enum": [*sorted(CASTABLE)]})
+    dtype: str = Field(
+        description="A floating-point dtype.", json_schema_extra={"enum": [*sorted(CASTABLE)]}
+    )
 
 
 class Mean(Written):
     """Tensors numbered 0, 1, 2, … become their mean: the paper's pattern *partial*."""
 
-    mean: Text = Field(description=_REGEX + " Its group `i`, or else the first, captures the number.")
+    mean: Text = Field(
+        description=_REGEX + " Its group `i`, or else the first, captures the number."
+    )
     into: Text = Field(description=_TEMPLATE)
 
 
@@ -171,7 +194,9 @@ class Preset(Written):
 
     preset: Text = Field(description="Its name: megatron-to-llama, ….")
     options: dict[Text, int | bool | None] = Field(
-        {}, alias="with", description="Numbers that the names do not tell, such as heads; by default the checkpoint's."
+        {},
+        alias="with",
+        description="Numbers that the names do not tell, such as heads; by default the checkpoint's.",
     )
 
 
@@ -179,14 +204,33 @@ class Preset(Written):
 STEPS: dict[str, type[Written]] = {
     next(iter(model.model_fields)): model
     for model in (
-        *(Keep, Drop, Rename, RenameStates, Transpose, Trim, Take, Select, Split, Fuse, Stack, Unstack),
+        *(
+            Keep,
+            Drop,
+            Rename,
+            RenameStates,
+            Transpose,
+            Trim,
+            Take,
+            Select,
+            Split,
+            Fuse,
+            Stack,
+            Unstack,
+        ),
         *(Alias, Untie, Cast, Mean, Preset),
     )
 }
 
 
 def _verb(value: Any) -> str | None:
-    names = value if isinstance(value, dict) else type(value).model_fields if isinstance(value, BaseModel) else ()
+    names = (
+        value
+        if isinstance(value, dict)
+        else type(value).model_fields
+        if isinstance(value, BaseModel)
+        else ()
+    )
     return next((verb for verb in STEPS if verb in names), None)
 
 

@@ -34,9 +34,10 @@ __all__ = [
 class OpenSource(Protocol):
     """An opened foreign checkpoint: a `Readable` that also knows its kind, its store and the records of its files.
 
-    It may also have the attribute `part`: what it is only a part of, according to the content of its files, such as one
-    rank's; empty if the content proves that it is whole, as when files were compared with the number of ranks that they
-    record; or None, as if it were missing: the names of the files decide.
+    It may also have the attribute `part`: what it is only a part of, according to the content of
+    its files, such as one rank's; empty if the content proves that it is whole, as when files were
+    compared with the number of ranks that they record; or None, as if it were missing: the names of
+    the files decide.
 
     Attributes:
         kind: the `kind` of the source that opened it.
@@ -53,7 +54,8 @@ class OpenSource(Protocol):
 
         Args:
             key: the name and state of a tensor in `metadata`.
-            within: a box of the tensor; extents that do not overlap it may be left out. None: all of the tensor.
+            within: a box of the tensor; extents that do not overlap it may be left out. None: all
+                of the tensor.
 
         Returns:
             the extents; together they cover `within`.
@@ -68,7 +70,8 @@ class OpenSource(Protocol):
         """List the records (members, chunks) of the files that can be checked on their own.
 
         Returns:
-            every record of every file, with its checksum if the format has one; nothing if the format has no checksums.
+            every record of every file, with its checksum if the format has one; nothing if the
+            format has no checksums.
         """
 
 
@@ -77,8 +80,8 @@ def option(default: Any, how: str, text: str) -> Any:
 
     Args:
         default: the value if the caller does not give the option.
-        how: how the command line takes it: `flag`, `number`, `names`, `cuts`, or `layout` or `document` for a file that
-            contains one.
+        how: how the command line takes it: `flag`, `number`, `names`, `cuts`, or `layout` or
+            `document` for a file that contains one.
         text: what it means, in one sentence, for `--help` and error messages.
     """
     return field(default=default, metadata={"how": how, "text": text})
@@ -88,9 +91,9 @@ def option(default: Any, how: str, text: str) -> Any:
 class SourceOptions:
     """Facts that a caller can give to a source because the files do not contain them.
 
-    This class has the option of all sources. A source with more defines a subclass, a frozen dataclass whose fields are
-    made with `option`, and sets it as its `options_type`. The Python API and the command line take names and types from
-    there.
+    This class has the option of all sources. A source with more defines a subclass, a frozen
+    dataclass whose fields are made with `option`, and sets it as its `options_type`. The Python API
+    and the command line take names and types from there.
     """
 
     part: bool | None = option(
@@ -106,7 +109,9 @@ class PickleOptions(SourceOptions):
     """The options shared by all sources that read pickles."""
 
     allow: tuple[str, ...] = option(
-        (), "names", "packages of your own whose pickled classes become inert stand-ins instead of being refused"
+        (),
+        "names",
+        "packages of your own whose pickled classes become inert stand-ins instead of being refused",
     )
 
     def __post_init__(self) -> None:
@@ -116,17 +121,20 @@ class PickleOptions(SourceOptions):
 class Source(ABC):
     """Recognises and opens one kind of foreign checkpoint.
 
-    To support a format, subclass this, define `kind`, `title`, `is_marker`, `find` and `open`, and add an instance to
-    `SOURCES` (CONTRIBUTING.md, "Add a source"). A checkpoint is a folder. For some kinds, it may also be a single file
-    (`model.safetensors`): such a source defines `find_file` and `open_file`, too.
+    To support a format, subclass this, define `kind`, `title`, `is_marker`, `find` and `open`, and
+    add an instance to `SOURCES` (CONTRIBUTING.md, "Add a source"). A checkpoint is a folder. For
+    some kinds, it may also be a single file (`model.safetensors`): such a source defines
+    `find_file` and `open_file`, too.
 
-    All sources are imported whenever a checkpoint is opened, so the module of a subclass should import little:
-    `open` and `open_file` import what reads the files.
+    All sources are imported whenever a checkpoint is opened, so the module of a subclass should
+    import little: `open` and `open_file` import what reads the files.
 
     Attributes:
-        kind: the identifier of the format in the API, in manifests and on the command line: `"dcp"`.
+        kind: the identifier of the format in the API, in manifests and on the command line:
+            `"dcp"`.
         title: the name of the format in messages: `"PyTorch DCP"`.
-        before: the kinds whose `find` may also return true for a checkpoint of this kind; this source is asked first.
+        before: the kinds whose `find` may also return true for a checkpoint of this kind; this
+            source is asked first.
         options_type: the dataclass of the source's options.
         options: an instance of it, made from the keyword arguments of the constructor.
     """
@@ -162,8 +170,9 @@ class Source(ABC):
     def find(self, store: Store) -> bool:
         """Whether a folder looks like a checkpoint of this kind.
 
-        Called for every location that is opened, so it should read no more than a listing and the first bytes of a few
-        files. It should be true for damaged checkpoints, too, so that `open` can explain the damage.
+        Called for every location that is opened, so it should read no more than a listing and the
+        first bytes of a few files. It should be true for damaged checkpoints, too, so that `open`
+        can explain the damage.
 
         Args:
             store: a store whose root is the folder.
@@ -180,8 +189,9 @@ class Source(ABC):
             the opened checkpoint.
 
         Raises:
-            UcformatError: the checkpoint is damaged, incomplete or not supported, or an option is needed. Whatever the
-                files contain, a source raises no exceptions but the subclasses of this one.
+            UcformatError: the checkpoint is damaged, incomplete or not supported, or an option is
+                needed. Whatever the files contain, a source raises no exceptions but the subclasses
+                of this one.
         """
 
     def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - for subclasses
@@ -209,7 +219,9 @@ class Source(ABC):
             NotImplementedError: the source does not override this method.
             UcformatError: as for `open`.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines find_file but not open_file ({store.url}/{key})")
+        raise NotImplementedError(
+            f"{type(self).__name__} defines find_file but not open_file ({store.url}/{key})"
+        )
 
 
 def by_precedence(sources: Iterable[Source]) -> tuple[Source, ...]:
@@ -240,7 +252,8 @@ def with_options(source: Source, options: Mapping[str, Any]) -> Source:
 
     Args:
         source: the source.
-        options: values by name; the others get their defaults. If empty, `source` itself is returned.
+        options: values by name; the others get their defaults. If empty, `source` itself is
+            returned.
 
     Raises:
         UsageError: the source has no option of that name.
@@ -264,8 +277,8 @@ def groups_by_optimizer(
     """The value of the option `groups`, by the path of each optimizer.
 
     Args:
-        given: the parameter names of each group, in order, by the optimizer's path; or, without a path, those of the
-            optimizer at `optimizer`; None if the option was not given.
+        given: the parameter names of each group, in order, by the optimizer's path; or, without a
+            path, those of the optimizer at `optimizer`; None if the option was not given.
     """
     if given is None:
         return {}

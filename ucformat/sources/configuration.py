@@ -1,13 +1,15 @@
 """The training configuration, metrics and run name that a foreign checkpoint contains.
 
-A checkpoint may contain several kinds of configuration (`KINDS`): DeepSpeed's `ds_config`, Trainer's `training_args`,
-Megatron's `args`, a model's `config.json`. The kind is not a key: the keys of all kinds are merged into one object. If
-two kinds have different values for a key, the first kind's value gets it, and the other's goes below the name of its
-kind: `config.fp16.enabled` is DeepSpeed's, `config.training_args.fp16` Trainer's (docs/catalog.md, "Configuration").
+A checkpoint may contain several kinds of configuration (`KINDS`): DeepSpeed's `ds_config`,
+Trainer's `training_args`, Megatron's `args`, a model's `config.json`. The kind is not a key: the
+keys of all kinds are merged into one object. If two kinds have different values for a key, the
+first kind's value gets it, and the other's goes below the name of its kind: `config.fp16.enabled`
+is DeepSpeed's, `config.training_args.fp16` Trainer's (docs/catalog.md, "Configuration").
 
-Values without a JSON form become plain ones: an enum its value, a data type, path or function its name, a namespace its
-fields, a number that is not finite the text `nan`, `inf` or `-inf`. Bytes, private fields and all tensors except single
-numbers are left out. Secrets are never kept (`REDACTED`).
+Values without a JSON form become plain ones: an enum its value, a data type, path or function its
+name, a namespace its fields, a number that is not finite the text `nan`, `inf` or `-inf`. Bytes,
+private fields and all tensors except single numbers are left out. Secrets are never kept
+(`REDACTED`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ _log = logging.getLogger("ucformat")
 
 #: Kinds of configuration, by precedence: objects at the root or in one of `_CONTAINERS`.
 KINDS = (
-    *("ds_config", "training_args", "args", "hyper_parameters", "datamodule_hyper_parameters", "hparams"),
+    *(
+        "ds_config",
+        "training_args",
+        "args",
+        "hyper_parameters",
+        "datamodule_hyper_parameters",
+        "hparams",
+    ),
     *("config", "cfg", "training_config", "train_config", "model_args", "model_config"),
     *("custom_metadata", "attributes", "metadata"),
 )
@@ -46,7 +55,10 @@ ASSETS = {
     "generation_config.json": "generation_config",
 }
 REDACTED = "(redacted)"
-_FILE_KINDS = ("attributes", "metadata")  # of Zarr groups and safetensors files: not configuration anywhere else
+_FILE_KINDS = (
+    "attributes",
+    "metadata",
+)  # of Zarr groups and safetensors files: not configuration anywhere else
 
 #: Objects in which training programs store values of their own.
 _CONTAINERS = ("client_state", "extra_state", "user_defined_dict", "orbax")
@@ -90,7 +102,9 @@ class TrainingInfo:
     run: str | None = None
 
 
-def find_training_info(metadata: CheckpointMetadata, assets: Mapping[str, bytes], url: str) -> TrainingInfo:
+def find_training_info(
+    metadata: CheckpointMetadata, assets: Mapping[str, bytes], url: str
+) -> TrainingInfo:
     """Extract configuration, metrics and run name from a foreign checkpoint; nothing, with a warning, if that fails."""
     files = [name for name in ASSETS if name in metadata.assets]
     try:
@@ -106,7 +120,9 @@ def _read_json(assets: Mapping[str, bytes], name: str, url: str) -> Any:
     try:
         return json.loads(assets[name])
     except (ValueError, RecursionError) as error:
-        _log.warning("%s/%s is not valid JSON (%s), and is left out of the configuration", url, name, error)
+        _log.warning(
+            "%s/%s is not valid JSON (%s), and is left out of the configuration", url, name, error
+        )
         return None
 
 
@@ -116,8 +132,10 @@ def read_training_info(
     """Extract configuration, metrics and run name from the values of a checkpoint.
 
     Args:
-        assets: functions that read the JSON files listed in `ASSETS`, by file name; only files that exist.
-        aliases: names of tied tensors, which safetensors stores in its metadata and which are not configuration.
+        assets: functions that read the JSON files listed in `ASSETS`, by file name; only files that
+            exist.
+        aliases: names of tied tensors, which safetensors stores in its metadata and which are not
+            configuration.
     """
     kinds = [*_kinds(objects), *((ASSETS[name], to_json(read())) for name, read in assets.items())]
     tied = frozenset((*aliases, "format"))
@@ -133,7 +151,8 @@ def merge_configs(kinds: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, A
     """Merge several kinds of configuration into one object.
 
     Returns:
-        all keys with the first kind's value; the differing values of later kinds below the name of their kind.
+        all keys with the first kind's value; the differing values of later kinds below the name of
+        their kind.
     """
     out: dict[str, Any] = {}
     conflicts: list[tuple[str, dict[str, Any]]] = []
@@ -164,7 +183,11 @@ def with_config(known: Mapping[str, Any], given: Mapping[str, Any] | None) -> di
     Args:
         given: the user's, of any values; None or empty: `known` is returned unchanged.
     """
-    return dict(known) if not given else merge_configs([("config", _mapping(to_json(dict(given)))), ("source", known)])
+    return (
+        dict(known)
+        if not given
+        else merge_configs([("config", _mapping(to_json(dict(given)))), ("source", known)])
+    )
 
 
 def plain_config(value: Any) -> Any:
@@ -189,7 +212,11 @@ def _kinds(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for kind in KINDS:
         for place in places:
             found = place.get(kind)
-            if isinstance(found, dict) and (kind not in _FILE_KINDS or place is objects) and not _by_file(kind, found):
+            if (
+                isinstance(found, dict)
+                and (kind not in _FILE_KINDS or place is objects)
+                and not _by_file(kind, found)
+            ):
                 yield kind, found
 
 
@@ -222,17 +249,30 @@ def _fields(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
     out = {}
     for key, item in value.items():
         text = str(key)
-        text = text.removeprefix("$int:") if text.startswith("$int:") else text[1:] if text.startswith("$$") else text
+        text = (
+            text.removeprefix("$int:")
+            if text.startswith("$int:")
+            else text[1:]
+            if text.startswith("$$")
+            else text
+        )
         found = _plain(item, depth + 1)
         if found is not _DROPPED:
-            out[text] = REDACTED if found not in (None, False, True, "") and _is_secret(text, found) else found
+            out[text] = (
+                REDACTED
+                if found not in (None, False, True, "") and _is_secret(text, found)
+                else found
+            )
     return out
 
 
 def _is_secret(key: str, value: Any) -> bool:
     key = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key)  # apiKey, hubToken
     token = _TOKEN.fullmatch(key)
-    if token and (isinstance(value, str) or (isinstance(value, list) and any(isinstance(v, str) for v in value))):
+    if token and (
+        isinstance(value, str)
+        or (isinstance(value, list) and any(isinstance(v, str) for v in value))
+    ):
         return not _TOKENIZER_TOKEN.fullmatch(token[1] or "")
     return _SECRET.fullmatch(key) is not None
 
@@ -252,7 +292,10 @@ def _special(form: str, value: Mapping[str, Any], depth: int) -> Any:
             return _plain(inner, depth)
         case "$dict":
             pairs = [(_plain(k, depth + 1), v) for k, v in inner]
-            return _fields({str(k): v for k, v in pairs if isinstance(k, str | int | float | bool | None)}, depth)
+            return _fields(
+                {str(k): v for k, v in pairs if isinstance(k, str | int | float | bool | None)},
+                depth,
+            )
         case "$tensor":
             number = _number(value)
             return _DROPPED if number is None else _plain(number, depth)
@@ -262,7 +305,9 @@ def _special(form: str, value: Mapping[str, Any], depth: int) -> Any:
 def _object(value: Mapping[str, Any], depth: int) -> Any:
     """Simplify an object: a namespace or dataclass to its fields, a collection to its items, an enum to its value."""
     parts = (value.get(key) for key in ("$state", "$items", "$args"))
-    state, items, args = (p["$tuple"] if isinstance(p, dict) and set(p) == {"$tuple"} else p for p in parts)
+    state, items, args = (
+        p["$tuple"] if isinstance(p, dict) and set(p) == {"$tuple"} else p for p in parts
+    )
     if isinstance(state, dict) and "$class" not in state:
         return _fields({k: v for k, v in state.items() if not str(k).startswith("_")}, depth)
     if items is not None:
@@ -300,13 +345,18 @@ def _metrics(objects: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         monitor = callback.get("monitor") if isinstance(callback, dict) else None
         if isinstance(monitor, str):
             yield from _numbers(
-                {monitor: callback.get("current_score"), "best_metric": callback.get("best_model_score")}
+                {
+                    monitor: callback.get("current_score"),
+                    "best_metric": callback.get("best_model_score"),
+                }
             )
     state = objects.get("trainer_state")
     if isinstance(state, dict):
         history = state.get("log_history")
         for entry in history if isinstance(history, list) else ():
-            yield from _numbers({k: v for k, v in entry.items() if k != "step"} if isinstance(entry, dict) else {})
+            yield from _numbers(
+                {k: v for k, v in entry.items() if k != "step"} if isinstance(entry, dict) else {}
+            )
         yield from _numbers({"best_metric": state.get("best_metric")})
 
 

@@ -46,7 +46,9 @@ def unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
     states = sorted(k.state for k in known if k.name == key.name)
     return TensorNotFound(
         f"the checkpoint {url} has no {key}",
-        hint=f"{key.name} has the states {', '.join(states)}" if states else "there is no tensor of this name",
+        hint=f"{key.name} has the states {', '.join(states)}"
+        if states
+        else "there is no tensor of this name",
     )
 
 
@@ -57,13 +59,21 @@ class TensorIndex:
     infos: dict[Key, TensorInfo] = field(default_factory=dict)
     locate: dict[Key, Locate] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
-    paths: dict[Key, tuple[StatePath, ...]] = field(default_factory=dict)  # as in CheckpointMetadata
+    paths: dict[Key, tuple[StatePath, ...]] = field(
+        default_factory=dict
+    )  # as in CheckpointMetadata
     places: list[Place | None] = field(default_factory=list)  # likewise
     unreadable: dict[Key, str] = field(default_factory=dict)  # as in CheckpointMetadata
-    optimizer: dict[str, Any] = field(default_factory=dict)  # other values of the optimizer's file, as JSON
-    taken: dict[str, int] = field(default_factory=dict)  # name -> the last suffix that made a name unique: `name~2`
+    optimizer: dict[str, Any] = field(
+        default_factory=dict
+    )  # other values of the optimizer's file, as JSON
+    taken: dict[str, int] = field(
+        default_factory=dict
+    )  # name -> the last suffix that made a name unique: `name~2`
 
-    def add(self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Locate) -> None:
+    def add(
+        self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Locate
+    ) -> None:
         """Add a tensor."""
         if dtype not in ITEMSIZE:
             self.refuse(Key(name, state), why_refused(dtype))
@@ -115,7 +125,9 @@ class TensorIndex:
         """List the tensors: names in the order in which they were added, all states of a name together."""
         order = {name: i for i, name in enumerate(dict.fromkeys(key.name for key in self.infos))}
         infos = sorted(self.infos.values(), key=lambda info: order[info.name])
-        return TensorList(tuple(infos), {name: g for g, group in enumerate(self.groups) for name in group.names})
+        return TensorList(
+            tuple(infos), {name: g for g, group in enumerate(self.groups) for name in group.names}
+        )
 
     def extents(self, key: Key, within: Box | None, url: str) -> Iterator[Extent]:
         """Find where the bytes of a tensor are stored (see `OpenSource.extents`).

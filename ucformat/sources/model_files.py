@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Info, Store
 
-#: The files of a checkpoint, and its index or None. With an index, the list is empty: the index names the files.
+#: The files of a checkpoint, and its index or None. With an index, the list is empty: the index
+#: names the files.
 FileSet = tuple[list[str], str | None]
 
 _MAX_LISTED = 10_000  # files of a folder tree that are listed
@@ -48,7 +49,8 @@ def root_files(store: Store) -> dict[str, Info]:
 def find_assets(infos: Iterable[Info], taken: Iterable[str] = ()) -> tuple[str, ...]:
     """Find the files to keep unchanged: configuration, tokenizer, chat templates, model card, code.
 
-    In a model's folder, which has a `config.json` or `adapter_config.json`, all other small text files are assets, too.
+    In a model's folder, which has a `config.json` or `adapter_config.json`, all other small text
+    files are assets, too.
     """
     infos, used = list(infos), frozenset(taken)
     model = any(i.key in ("config.json", "adapter_config.json") for i in infos)
@@ -66,7 +68,8 @@ def check_downloaded(store: Store, error: UcformatError | None = None, file: str
     """Check that files that cannot be opened are not pointers of Git LFS, which was not asked to download them.
 
     Args:
-        file: the name of the file that was to be opened, if it is no index (default: all of the folder).
+        file: the name of the file that was to be opened, if it is no index (default: all of the
+            folder).
     """
     try:
         infos = [store.info(file)] if file else list(root_files(store).values())
@@ -105,7 +108,8 @@ def read_json(store: Store, key: str) -> Any:
     size = store.info(key).size
     if size > _MAX_NBYTES:
         raise IntegrityError(
-            f"{key} has {size:,} bytes, more than {_MAX_NBYTES:,}", hint="it is not the document that its name implies"
+            f"{key} has {size:,} bytes, more than {_MAX_NBYTES:,}",
+            hint="it is not the document that its name implies",
         )
     try:
         return json.loads(store.read(key).decode())
@@ -121,8 +125,14 @@ def read_weight_map(store: Store, key: str) -> tuple[dict[str, str], dict[str, A
     """
     index = read_json(store, key)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise IntegrityError(f"{key} has no usable `weight_map`, which gives the file of each tensor")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(v, str) for v in weight_map.values())
+    ):
+        raise IntegrityError(
+            f"{key} has no usable `weight_map`, which gives the file of each tensor"
+        )
     metadata = index.get("metadata")
     return weight_map, metadata if isinstance(metadata, dict) else {}
 
@@ -138,13 +148,18 @@ def parse_shard_name(name: str) -> tuple[str, int, int] | None:
     """Parse the name of a shard.
 
     Returns:
-        for `model-00002-of-00003.bin`, `("model-*-of-00003.bin", 2, 3)`: what the names of all shards share, the number
-        of this one from 1, and how many there are; None if it is not the name of a shard.
+        for `model-00002-of-00003.bin`, `("model-*-of-00003.bin", 2, 3)`: what the names of all
+        shards share, the number of this one from 1, and how many there are; None if it is not the
+        name of a shard.
     """
     match = _NUMBERED.fullmatch(name)
     if match is None:
         return None
-    return f"{match['stem']}-*-of-{match['total']}{match['suffix']}", int(match["number"]), int(match["total"])
+    return (
+        f"{match['stem']}-*-of-{match['total']}{match['suffix']}",
+        int(match["number"]),
+        int(match["total"]),
+    )
 
 
 def complete_shards(names: Sequence[str], *, part: bool = False) -> list[str]:
@@ -159,11 +174,17 @@ def complete_shards(names: Sequence[str], *, part: bool = False) -> list[str]:
     for name in names:
         if found := parse_shard_name(name):
             by_number[found[1]], example, total = name, name, found[2]
-    missing = [n for n in range(1, min(total, len(by_number) + _MAX_NAMED) + 1) if n not in by_number]
+    missing = [
+        n for n in range(1, min(total, len(by_number) + _MAX_NAMED) + 1) if n not in by_number
+    ]
     if (missing or len(by_number) != total) and not (part and missing):
         match = _NUMBERED.fullmatch(example)
         first = missing[0] if missing else 0
-        name = f"{match['stem']}-{first:05d}-of-{match['total']}{match['suffix']}" if match and missing else example
+        name = (
+            f"{match['stem']}-{first:05d}-of-{match['total']}{match['suffix']}"
+            if match and missing
+            else example
+        )
         what = "is missing" if missing else "does not belong to them"
         raise MissingData(
             f"{name} {what}: {len(by_number)} of {total} shards are there",
@@ -176,20 +197,28 @@ def file_sets(names: Iterable[str], index: str) -> dict[str, FileSet]:
     """Group the files of a folder into checkpoints.
 
     Returns:
-        the files of each checkpoint, by the name of its index or only file, or what the names of its shards share.
+        the files of each checkpoint, by the name of its index or only file, or what the names of
+        its shards share.
     """
     names = list(names)
     sets: dict[str, FileSet] = {n: ([], n) for n in names if n.endswith(index)}
     stems = {n.removesuffix(index) for n in sets}
     for name in names:
         common = parse_shard_name(name) or (name, 1, 1)
-        if name not in sets and common[0].rpartition("-*-of-")[0] not in stems:  # otherwise, the index names its files
+        if (
+            name not in sets and common[0].rpartition("-*-of-")[0] not in stems
+        ):  # otherwise, the index names its files
             sets.setdefault(common[0], ([], None))[0].append(name)
     return sets
 
 
 def check_index(
-    weight_map: Mapping[str, str], index: str, present: Collection[str], below: str = "", *, part: bool = False
+    weight_map: Mapping[str, str],
+    index: str,
+    present: Collection[str],
+    below: str = "",
+    *,
+    part: bool = False,
 ) -> list[str]:
     """Check that the shards of an index exist.
 
@@ -214,7 +243,9 @@ def check_index(
     return sorted(shards)
 
 
-def part_of_set(keys: Sequence[str], weight_map: Mapping[str, str], index: str | None) -> str | None:
+def part_of_set(
+    keys: Sequence[str], weight_map: Mapping[str, str], index: str | None
+) -> str | None:
     """What files are a part of: the shards that an index, or their own names, count; None if all are there.
 
     Args:
@@ -222,14 +253,18 @@ def part_of_set(keys: Sequence[str], weight_map: Mapping[str, str], index: str |
     """
     numbered = parse_shard_name(keys[0]) if keys and len(keys) > 1 else None
     total = len(set(weight_map.values())) if index else numbered[2] if numbered else len(keys)
-    return f"{len(keys)} of the {total} files of {index or 'a model'}" if len(keys) < total else None
+    return (
+        f"{len(keys)} of the {total} files of {index or 'a model'}" if len(keys) < total else None
+    )
 
 
 def _part_hint() -> str:
     return f"To open those that are there, as a part: {option_text('part', 'True', 'true')}"
 
 
-def check_shards(weight_map: Mapping[str, str], index: str, shards: Mapping[str, Collection[str]]) -> None:
+def check_shards(
+    weight_map: Mapping[str, str], index: str, shards: Mapping[str, Collection[str]]
+) -> None:
     """Check that an index and its shards list the same tensors."""
     listed: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
@@ -242,7 +277,9 @@ def check_shards(weight_map: Mapping[str, str], index: str, shards: Mapping[str,
                 hint="files of different saves are mixed in one folder, or the index is another model's",
             )
         if further := sorted(set(names) - wanted):
-            elsewhere = f", which should be in {weight_map[further[0]]}" if further[0] in weight_map else ""
+            elsewhere = (
+                f", which should be in {weight_map[further[0]]}" if further[0] in weight_map else ""
+            )
             raise IntegrityError(
                 f"{shard} contains {_some(further)}{elsewhere}, but {index} does not list it there",
                 hint="files of different saves are mixed in one folder, or the index is another model's",

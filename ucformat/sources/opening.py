@@ -68,7 +68,9 @@ def open_source(
                 opened = chosen.open(store)
             except UcformatError as error:
                 check_downloaded(store, error)
-                part = "" if isinstance(error, IntegrityError | NotFound) else part_by_names(store, "")
+                part = (
+                    "" if isinstance(error, IntegrityError | NotFound) else part_by_names(store, "")
+                )
                 if part and chosen.options.part is None:
                     raise refusal(store.url, part) from None
                 raise
@@ -91,7 +93,9 @@ def marked_folders(infos: Iterable[Info]) -> set[str]:
 
 
 def open_source_file(
-    place: str | PathLike[str], watch: Callable[[Store], WatchedStore], options: Mapping[str, Any] | None = None
+    place: str | PathLike[str],
+    watch: Callable[[Store], WatchedStore],
+    options: Mapping[str, Any] | None = None,
 ) -> OpenSource | None:
     """Open a single file with the first source that recognises it.
 
@@ -102,7 +106,8 @@ def open_source_file(
         the opened checkpoint; None if there is no such file.
 
     Raises:
-        NotACheckpoint: no source recognises the file, or it is only a part, and the option `part` is not given.
+        NotACheckpoint: no source recognises the file, or it is only a part, and the option `part`
+            is not given.
     """
     folder, _, name = fspath(place).rpartition("/")
     if not name or folder.lower() in ("file:", "file:/"):  # of a url nothing but the scheme

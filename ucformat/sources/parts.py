@@ -1,8 +1,8 @@
 """Whether what was opened is only a part of a checkpoint: by its names, the files beside it, and its content.
 
-Programs that shard a model write a file or a folder for each rank, stage or shard, and number them. A part looks like a
-whole checkpoint to whoever reads it alone, so a source opens one only on request (`part=true`). What a file contains
-decides; where it does not tell, names and siblings do.
+Programs that shard a model write a file or a folder for each rank, stage or shard, and number them.
+A part looks like a whole checkpoint to whoever reads it alone, so a source opens one only on
+request (`part=true`). What a file contains decides; where it does not tell, names and siblings do.
 """
 
 from __future__ import annotations
@@ -32,18 +32,29 @@ _MAX_NAMED = 10
 #: Files that only ever hold a part, by the program that writes them.
 _FIXED = (
     (re.compile(r"[\w-]+[-_](model|optim)_states\.pt"), "one file of a DeepSpeed checkpoint"),
-    (re.compile(r".*\.distcp"), "one file of a distributed checkpoint, whose `.metadata` describes it"),
+    (
+        re.compile(r".*\.distcp"),
+        "one file of a distributed checkpoint, whose `.metadata` describes it",
+    ),
     (re.compile(r"distrib_optim\.pt"), "one rank's part of Megatron's distributed optimizer"),
     (re.compile(r"model(_optim)?_rng\.pt"), "one rank's file of a Megatron checkpoint"),
 )
-_UNIVERSAL = re.compile(r".*/zero/[^/]+")  # the folder of a parameter in DeepSpeed's universal format
+_UNIVERSAL = re.compile(
+    r".*/zero/[^/]+"
+)  # the folder of a parameter in DeepSpeed's universal format
 
 _COUNTED = re.compile(r"(?<!\d)(\d{1,9})[-_. ]?of[-_. ]?(\d{1,9})(?!\d)")
-_PROGRESS = re.compile(r"(?:epochs?|ep|steps?|iter(?:ation)?s?|rounds?|folds?|trials?|phases?)[-_=. ]?$")
+_PROGRESS = re.compile(
+    r"(?:epochs?|ep|steps?|iter(?:ation)?s?|rounds?|folds?|trials?|phases?)[-_=. ]?$"
+)
 _WORLD = re.compile(r"(?<![a-z])(?:world[-_]?size|ws)[-_=. ]?(\d{1,9})(?!\d)")
 _LABEL = r"(?<![a-z])({})[-_=. ]?(\d{{1,9}})(?![\da-z])"
-_RANK = re.compile(_LABEL.format("(?:(?:tp|pp|mp|dp|ep|fsdp)[-_])?rank|tp|pp|mp|cp|etp|shards?|parts?|partitions?"))
-_PHASE = re.compile(_LABEL.format("stage|chunk|slice|piece|split"))  # of a pipeline, or of a training
+_RANK = re.compile(
+    _LABEL.format("(?:(?:tp|pp|mp|dp|ep|fsdp)[-_])?rank|tp|pp|mp|cp|etp|shards?|parts?|partitions?")
+)
+_PHASE = re.compile(
+    _LABEL.format("stage|chunk|slice|piece|split")
+)  # of a pipeline, or of a training
 _DEVICE = re.compile(_LABEL.format("gpu|device|host|node|worker|proc|process|dp|experts?|layers?"))
 _RANK_FOLDER = re.compile(
     r"(?:.*[-_.])?(?:rank|shard|partition)[-_.=]?\d{1,9}(?:_\d{1,9})*|(?:(?:tp|pp|mp|cp|etp|ep|dp)[-_.=]?\d{1,9}[-_.]?)+"
@@ -54,11 +65,14 @@ _DOTTED = re.compile(r"\.(\d{2,9})\.[a-z]+$")
 _NUMBER = re.compile(r"\d{1,9}")
 _STACK = re.compile(r"((?:[^.]+\.)*?)(\d{1,6})(?:\..*|$)", re.DOTALL)
 
-#: Arguments of Megatron and DeepSpeed that count the ranks among which a model's tensors are divided.
+#: Arguments of Megatron and DeepSpeed that count the ranks among which a model's tensors are
+#: divided.
 _DEGREES = ("tensor_model_parallel_size", "model_parallel_size", "pipeline_model_parallel_size",
             "expert_model_parallel_size", "mp_world_size")  # fmt: skip
 _ARGUMENTS = ("args", "hyper_parameters", "config", "cfg", "hparams")
-_FLAT = re.compile(r"(.*\.)?(_flat_param|flat_param_\d+|_fsdp_wrapped_module\._flat_param)", re.DOTALL)
+_FLAT = re.compile(
+    r"(.*\.)?(_flat_param|flat_param_\d+|_fsdp_wrapped_module\._flat_param)", re.DOTALL
+)
 _CUT = "has the same tensors, each with another size of at most one dim"
 _META_NORM, _META_SIZES = "norm.weight", "params.json"
 _META_EMBEDDING, _META_OUTPUT = "tok_embeddings.weight", "layers.0.attention.wo.weight"
@@ -104,7 +118,9 @@ def parts_of_one(names: Iterable[str], url: str) -> UnsupportedError | None:
 def _merger(parts: list[str], url: str) -> str:
     """The program that makes one checkpoint of the parts."""
     if all(_VERL.fullmatch(name) for name in parts):
-        command = f"python -m verl.model_merger merge --backend fsdp --local_dir {url} --target_dir DST"
+        command = (
+            f"python -m verl.model_merger merge --backend fsdp --local_dir {url} --target_dir DST"
+        )
         return f"veRL (`{command}`), and open DST"
     return "the program that saved them"
 
@@ -128,7 +144,9 @@ def part_by_content(value: Any) -> str | None:
         if isinstance(found, dict):
             degrees |= {n: found[n] for n in _DEGREES if type(found.get(n)) is int}
             rank, ranks = (found.get(n) for n in ("rank", "world_size"))
-            if type(rank) is int and type(ranks) is int and 0 < rank < ranks:  # 0 may have saved for all
+            if (
+                type(rank) is int and type(ranks) is int and 0 < rank < ranks
+            ):  # 0 may have saved for all
                 return f"rank {rank} of {ranks}, according to its content"
     above = {name: n for name, n in degrees.items() if n > 1}
     if above:
@@ -137,12 +155,21 @@ def part_by_content(value: Any) -> str | None:
 
 
 def part_by_shapes(store: Store, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What the shapes of a model of Meta or Mistral say, whose ranks (`consolidated.00.pth`) have some rows or columns."""
-    norm, embedding, output = (shapes.get(n, ()) for n in (_META_NORM, _META_EMBEDDING, _META_OUTPUT))
+    """What the shapes of a model of Meta or Mistral say.
+
+    Whose ranks (`consolidated.00.pth`) have some rows or columns.
+    """
+    norm, embedding, output = (
+        shapes.get(n, ()) for n in (_META_NORM, _META_EMBEDDING, _META_OUTPUT)
+    )
     if len(norm) != 1 or len(embedding) != 2 or len(output) != 2:
         return None
     width, parameters = norm[0], read_json(store, _META_SIZES) if exists(store, _META_SIZES) else {}
-    sizes = [parameters.get(n) for n in ("n_heads", "head_dim")] if isinstance(parameters, dict) else [None, None]
+    sizes = (
+        [parameters.get(n) for n in ("n_heads", "head_dim")]
+        if isinstance(parameters, dict)
+        else [None, None]
+    )
     heads, dim = (n if type(n) is int and n > 0 else None for n in sizes)
     inner = heads * dim if heads and dim else width
     narrow = 0 < output[1] < inner and (heads is not None or inner % output[1] == 0)
@@ -183,7 +210,11 @@ def _by_folder(folder: str, file: str, names: Collection[str]) -> str:
         return f"its folder is one of {counted}"
     if _RANK_FOLDER.fullmatch(folder) and not _is_low_rank(folder, file, names):
         return f"its folder is called {folder}, as that of one of several ranks"
-    return f"its folder is called {folder}, as that of one pipeline stage" if _is_phase(folder, names) else ""
+    return (
+        f"its folder is called {folder}, as that of one pipeline stage"
+        if _is_phase(folder, names)
+        else ""
+    )
 
 
 def _by_label(url: str, key: str, names: Collection[str]) -> str:
@@ -225,7 +256,9 @@ def _is_low_rank(name: str, file: str, names: Collection[str]) -> bool:
 def _is_phase(name: str, names: Collection[str]) -> bool:
     """Whether a stage in a name is one of a pipeline: it is number 0, or its layers do not begin with the first."""
     label = _PHASE.search(name)
-    return label is not None and (int(label[2]) == 0 or any(min(n) > 0 for n in _stacks(names).values()))
+    return label is not None and (
+        int(label[2]) == 0 or any(min(n) > 0 for n in _stacks(names).values())
+    )
 
 
 def _siblings(store: Store) -> Iterator[str]:
@@ -255,7 +288,9 @@ def _by_siblings(
     """What files say whose names differ in one number."""
     dotted = _DOTTED.search(key.lower())
     for m in _NUMBER.finditer(key):
-        pattern = re.compile(rf"{re.escape(key[: m.start()])}(\d{{1,9}}){re.escape(key[m.end() :])}")
+        pattern = re.compile(
+            rf"{re.escape(key[: m.start()])}(\d{{1,9}}){re.escape(key[m.end() :])}"
+        )
         numbered = {int(n[1]): n[0] for n in map(pattern.fullmatch, beside) if n}
         others = sorted((n for n in numbered if n != int(m[0])), key=lambda n: abs(n - int(m[0])))
         if dotted and m.start() == dotted.start(1) and (int(m[0]) == 0 or numbered):
@@ -267,13 +302,17 @@ def _by_siblings(
         label = _DEVICE.search(key.lower())
         if label and label.start(2) == m.start():
             return f"{label[1]} {int(label[2])}, beside {numbered[others[0]]}"
-        reason = "" if open_other is None else _by_content_of(shapes, open_other, numbered[others[0]])
+        reason = (
+            "" if open_other is None else _by_content_of(shapes, open_other, numbered[others[0]])
+        )
         if reason and (reason != _CUT or _are_ranks({*numbered, int(m[0])}, shapes)):
             return f"{numbered[others[0]]} {reason}"
     return ""
 
 
-def _by_content_of(shapes: Mapping[str, tuple[int, ...]], open_other: Callable[[str], Sibling], other: str) -> str:
+def _by_content_of(
+    shapes: Mapping[str, tuple[int, ...]], open_other: Callable[[str], Sibling], other: str
+) -> str:
     """What the content of a file beside says that both are parts of."""
     try:
         beside = open_other(other)
@@ -289,7 +328,11 @@ def _by_content_of(shapes: Mapping[str, tuple[int, ...]], open_other: Callable[[
 def _are_ranks(numbers: Collection[int], names: Iterable[str]) -> bool:
     """Whether numbers of files may be those of ranks, and are not the ranks of adapters."""
     first = min(numbers)
-    return first <= 1 and max(numbers) - first < len(numbers) and not any(_LOW_RANK.search(n.lower()) for n in names)
+    return (
+        first <= 1
+        and max(numbers) - first < len(numbers)
+        and not any(_LOW_RANK.search(n.lower()) for n in names)
+    )
 
 
 def _complete(names: Collection[str], beside: Collection[str]) -> bool:
@@ -297,7 +340,9 @@ def _complete(names: Collection[str], beside: Collection[str]) -> bool:
     theirs = _stacks(beside)
     if any(mine.isdisjoint(theirs.get(stack, mine)) for stack, mine in _stacks(names).items()):
         return True
-    modules, others = ({name.partition(".")[0] for name in found if "." in name} for found in (names, beside))
+    modules, others = (
+        {name.partition(".")[0] for name in found if "." in name} for found in (names, beside)
+    )
     return set(beside).isdisjoint(names) and not modules.isdisjoint(others)
 
 
@@ -305,7 +350,13 @@ def _cut(shapes: Mapping[str, tuple[int, ...]], beside: Mapping[str, tuple[int, 
     """Whether two files have the same tensors, some of which differ in one dim, and none in more."""
     if shapes.keys() != beside.keys() or any(len(s) != len(beside[n]) for n, s in shapes.items()):
         return False
-    return max((sum(a != b for a, b in zip(s, beside[n], strict=True)) for n, s in shapes.items()), default=0) == 1
+    return (
+        max(
+            (sum(a != b for a, b in zip(s, beside[n], strict=True)) for n, s in shapes.items()),
+            default=0,
+        )
+        == 1
+    )
 
 
 def _stacks(names: Iterable[str]) -> dict[str, set[int]]:

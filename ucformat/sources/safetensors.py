@@ -1,13 +1,15 @@
 """safetensors checkpoints, read in place: one file, or the shards of one model.
 
-A file consists of the length N of the header as a little-endian 8-byte integer; N bytes of JSON, an object that begins
-with `{` and may be padded with spaces; and the bytes of the tensors. An entry of the object is a tensor:
-`{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}`, with offsets from the end of the header to row-major
-little-endian elements; or `__metadata__`, an object with text values. Tensors leave no gaps and fill the file to its
-end. These rules, and the limit of 100 MB on N, are those of the safetensors library.
+A file consists of the length N of the header as a little-endian 8-byte integer; N bytes of JSON, an
+object that begins with `{` and may be padded with spaces; and the bytes of the tensors. An entry of
+the object is a tensor: `{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}`, with offsets
+from the end of the header to row-major little-endian elements; or `__metadata__`, an object with
+text values. Tensors leave no gaps and fill the file to its end. These rules, and the limit of 100
+MB on N, are those of the safetensors library.
 
-Elements of less than a byte (F4, F6) are packed, and the header counts them one by one. In a tensor of ours an element
-is what PyTorch has as one, a pair of F4, or of F6, for which it has none, a byte.
+Elements of less than a byte (F4, F6) are packed, and the header counts them one by one. In a tensor
+of ours an element is what PyTorch has as one, a pair of F4, or of F6, for which it has none, a
+byte.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.readable import PART_OF, CheckpointMetadata
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.index import TensorIndex
-from ucformat.sources.model_files import check_index, check_shards, part_of_set, present_shards, read_weight_map
+from ucformat.sources.model_files import (
+    check_index,
+    check_shards,
+    part_of_set,
+    present_shards,
+    read_weight_map,
+)
 from ucformat.sources.parts import part_by_shapes
 from ucformat.sources.pickle.stand_ins import unknown_dtype
 from ucformat.sources.values import to_json
@@ -68,7 +76,8 @@ DTYPES: dict[str, str] = {
     "F6_E3M2": "float6_e3m2fn_packed",
 }
 
-#: Of dtypes with several values in a byte: how many values of the header are how many elements of ours.
+#: Of dtypes with several values in a byte: how many values of the header are how many elements of
+#: ours.
 PACKED: dict[str, tuple[int, int]] = {
     "float4_e2m1fn_x2": (2, 1),
     "float6_e2m3fn_packed": (4, 3),
@@ -102,9 +111,13 @@ def read_header(store: Store, key: str) -> Header:
         raise IntegrityError(f"{key} has {size} bytes, too few for a safetensors file", hint=_HINT)
     length = int.from_bytes(head[:8], "little")
     if length > _MAX_HEADER:
-        raise IntegrityError(f"{key}: its header would have {length:,} bytes, more than {_MAX_HEADER:,}", hint=_HINT)
+        raise IntegrityError(
+            f"{key}: its header would have {length:,} bytes, more than {_MAX_HEADER:,}", hint=_HINT
+        )
     if 8 + length > size:
-        raise IntegrityError(f"{key}: its header would have {length:,} bytes, but the file has {size:,}", hint=_HINT)
+        raise IntegrityError(
+            f"{key}: its header would have {length:,} bytes, but the file has {size:,}", hint=_HINT
+        )
     if 8 + length > len(head):
         head += store.read(key, len(head), 8 + length - len(head))
     return parse_header(head[8 : 8 + length], size, key)
@@ -144,7 +157,10 @@ def _tensor(name: str, entry: Any, file: str) -> tuple[TensorInfo | str, int, in
     if not isinstance(dtype, str):
         raise _damaged(file, f"gives the tensor {shown} the data type {reprlib.repr(dtype)}")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise _damaged(file, f"gives the tensor {shown} the shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
+        raise _damaged(
+            file,
+            f"gives the tensor {shown} the shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}",
+        )
     begin, end = offsets
     if dtype not in DTYPES and end >= begin:
         return unknown_dtype(dtype), begin, end
@@ -170,7 +186,9 @@ def _check_tiling(file: str, ranges: dict[str, tuple[int, int]], start: int, siz
         if begin != at:
             problem = "overlaps" if begin < at else "leaves a gap after"
             before = f"the tensor {reprlib.repr(last)}" if last else "the header"
-            raise _damaged(file, f"puts the tensor {reprlib.repr(name)} where it {problem} {before}")
+            raise _damaged(
+                file, f"puts the tensor {reprlib.repr(name)} where it {problem} {before}"
+            )
         at, last = end, name
     if at != size:
         raise IntegrityError(
@@ -182,7 +200,11 @@ def _check_tiling(file: str, ranges: dict[str, tuple[int, int]], start: int, siz
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < _MAX_NUMBER for n in value) and len(value) <= 64
+    return (
+        isinstance(value, list)
+        and all(type(n) is int and 0 <= n < _MAX_NUMBER for n in value)
+        and len(value) <= 64
+    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -202,7 +224,9 @@ def _damaged(file: str, problem: str) -> IntegrityError:
     return IntegrityError(f"{file}: its header {problem}", hint=_HINT)
 
 
-_SHARDING_INFO = "DCP_SHARDING_INFO"  # in `__metadata__`: PyTorch DCP sharded the tensors across the files
+_SHARDING_INFO = (
+    "DCP_SHARDING_INFO"  # in `__metadata__`: PyTorch DCP sharded the tensors across the files
+)
 
 
 class OpenSafetensors:
@@ -237,7 +261,9 @@ class OpenSafetensors:
         self.part = next((h.metadata[PART_OF] for h in headers if PART_OF in h.metadata), None)
         self.part = self.part or part_of_set(keys, weight_map, index)
         if self.part is None and len(headers) == 1:
-            self.part = part_by_shapes(store, {name: info.shape for name, info in headers[0].tensors.items()})
+            self.part = part_by_shapes(
+                store, {name: info.shape for name, info in headers[0].tensors.items()}
+            )
         if index_metadata:
             objects["index"] = to_json(index_metadata)
         self.metadata = CheckpointMetadata(

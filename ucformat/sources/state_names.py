@@ -1,8 +1,8 @@
 """The names and states of the tensors in a training state, from their paths: one rule for saving and for loading.
 
-`{"model": …, "optim": {"state": {"a.weight": {"exp_avg": t}}, "param_groups": […]}}` and its flattened form
-(`optim.state.a.weight.exp_avg`) both contain the tensor `a.weight` in the states `weight` and `exp_avg`, named as in
-the checkpoints of all other engines.
+`{"model": …, "optim": {"state": {"a.weight": {"exp_avg": t}}, "param_groups": […]}}` and its
+flattened form (`optim.state.a.weight.exp_avg`) both contain the tensor `a.weight` in the states
+`weight` and `exp_avg`, named as in the checkpoints of all other engines.
 """
 
 from __future__ import annotations
@@ -59,17 +59,19 @@ def name_state(
 ) -> Naming:
     """Name each tensor of a training state.
 
-    Below an optimizer, `state`, the name of a parameter and the name of a state (as separate keys, or joined by dots)
-    mean that state of that parameter. Everything else is in the state `weight`, and its name is its path, without the
-    path of the model. The model is the one that the optimizers train (`_find_owners`); among several, the one with a
-    key like `model`. If no optimizer identifies it, it is the only mapping of tensors, or the one with such a key. An
-    optimizer's parameters are named like those of its own model. Names are unique: if removing the model's path would
-    make two weights equal, it is not removed; if the parameters of two optimizers would be equal, the paths of the
-    optimizers go in front.
+    Below an optimizer, `state`, the name of a parameter and the name of a state (as separate keys,
+    or joined by dots) mean that state of that parameter. Everything else is in the state `weight`,
+    and its name is its path, without the path of the model. The model is the one that the
+    optimizers train (`_find_owners`); among several, the one with a key like `model`. If no
+    optimizer identifies it, it is the only mapping of tensors, or the one with such a key. An
+    optimizer's parameters are named like those of its own model. Names are unique: if removing the
+    model's path would make two weights equal, it is not removed; if the parameters of two
+    optimizers would be equal, the paths of the optimizers go in front.
 
     Args:
         tensors: the shape of each tensor, by path; None if it is not known.
-        owners: the path of the model that each optimizer trains, by the optimizer's; only those that are known.
+        owners: the path of the model that each optimizer trains, by the optimizer's; only those
+            that are known.
     """
     roots = sorted(optimizers, key=lambda root: (-len(root), dotted(root)))
     states: dict[Path, tuple[Path, str, str]] = {}
@@ -98,7 +100,13 @@ def name_state(
     users: dict[tuple[str, str], set[Path]] = {}
     for root, name, state in states.values():
         users.setdefault((prefixes[root] + name, state), set()).add(root)
-    prefixes |= {r: dotted((*r, "")) for candidates in users.values() if len(candidates) > 1 for r in candidates if r}
+    prefixes |= {
+        r: dotted((*r, ""))
+        for candidates in users.values()
+        if len(candidates) > 1
+        for r in candidates
+        if r
+    }
     taken = set(out.values())
     for path, (root, name, state) in states.items():
         key = Key(prefixes[root] + name, state)
@@ -116,7 +124,9 @@ def _optimizer_state(below: Path, leaves: Collection[str]) -> tuple[str, str] | 
     found: tuple[str, str] | None = None
     if len(below) >= 3 and below[0] == _STATE:
         name = below[1]
-        found = None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))  # a number is no name
+        found = (
+            None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))
+        )  # a number is no name
     elif len(below) == 1 and str(below[0]).startswith(_STATE + "."):
         found = split_state(str(below[0])[len(_STATE) + 1 :], leaves)
     return None if found is None or found[1] == "weight" else found
@@ -132,7 +142,8 @@ def split_state(text: str, names: Collection[str]) -> tuple[str, str] | None:
     """Split the name of a parameter and of a state, which are joined by a dot.
 
     Args:
-        names: known names of parameters: the longest that `text` begins with is used; otherwise, the last dot splits.
+        names: known names of parameters: the longest that `text` begins with is used; otherwise,
+            the last dot splits.
 
     Returns:
         the parameter and the state; None if there is no name before the dot, or only a number.
@@ -157,8 +168,8 @@ def _main_model(owners: Collection[Path], weights: Iterable[Path]) -> Path | Non
 def key_of_dotted(text: str, states: Mapping[str, Collection[str]]) -> Key | None:
     """Find the stored tensor for a flattened path of a program.
 
-    The path may begin with the program's key for the model; for an optimizer state, with any keys for the optimizer,
-    and then `state`.
+    The path may begin with the program's key for the model; for an optimizer state, with any keys
+    for the optimizer, and then `state`.
 
     Returns:
         the key of the tensor; None if none matches.
@@ -167,7 +178,9 @@ def key_of_dotted(text: str, states: Mapping[str, Collection[str]]) -> Key | Non
         if name in states:
             return Key(name, "weight")
     before, found, after = (
-        ("", _STATE, text[len(_STATE) + 1 :]) if text.startswith(_STATE + ".") else _split_at_state(text)
+        ("", _STATE, text[len(_STATE) + 1 :])
+        if text.startswith(_STATE + ".")
+        else _split_at_state(text)
     )
     while found:
         split = split_state(after, states)
@@ -186,7 +199,9 @@ def _without_model(text: str) -> list[str]:
     """A path as it is, and without a leading `model.`, `app.model.` and the like."""
     out = [text]
     parts = text.split(".")
-    out += [".".join(parts[i + 1 :]) for i in range(min(2, len(parts) - 1)) if parts[i] in MODEL_KEYS]
+    out += [
+        ".".join(parts[i + 1 :]) for i in range(min(2, len(parts) - 1)) if parts[i] in MODEL_KEYS
+    ]
     return out
 
 
@@ -197,10 +212,10 @@ def _find_owners(
 ) -> dict[Path, Path | None]:
     """Find the model that each optimizer trains: the mapping that contains all of the optimizer's parameters.
 
-    Among several, it is the only one whose weights have the shapes of the states; otherwise the only one that has a
-    name like the optimizer's (`netG` and `optimizerG`), or a key like `model`, or the same parent as the optimizer. If
-    none of this identifies it, or two optimizers would have the same parameter, it is the optimizer itself; None if
-    there is no such mapping.
+    Among several, it is the only one whose weights have the shapes of the states; otherwise the
+    only one that has a name like the optimizer's (`netG` and `optimizerG`), or a key like `model`,
+    or the same parent as the optimizer. If none of this identifies it, or two optimizers would have
+    the same parameter, it is the optimizer itself; None if there is no such mapping.
 
     Args:
         weights: the shape of each weight, by path; None if it is not known.
@@ -214,17 +229,25 @@ def _find_owners(
     for root, names in params.items():
         owner = owners.get(root)
         if owner is not None and not mappings.get(owner, {}).keys() >= names.keys():
-            raise UsageError(f"{dotted(owner)} does not hold all parameters that the optimizer {dotted(root)} names")
+            raise UsageError(
+                f"{dotted(owner)} does not hold all parameters that the optimizer {dotted(root)} names"
+            )
         out[root] = _owner(root, names, mappings) if owner is None else owner
     for root, owner in list(out.items()):
-        twins = [r for r in out if r != root and out[r] == owner and not params[r].keys().isdisjoint(params[root])]
+        twins = [
+            r
+            for r in out
+            if r != root and out[r] == owner and not params[r].keys().isdisjoint(params[root])
+        ]
         if owner is not None and twins and root not in owners:
             out |= {r: r for r in (root, *twins) if r not in owners}
     return out
 
 
 def _owner(
-    root: Path, names: Mapping[str, Collection[Shape]], mappings: Mapping[Path, Mapping[str, Shape | None]]
+    root: Path,
+    names: Mapping[str, Collection[Shape]],
+    mappings: Mapping[Path, Mapping[str, Shape | None]],
 ) -> Path | None:
     fitting = [p for p, shapes in mappings.items() if shapes.keys() >= names.keys()]
     alike = [p for p in fitting if all(mappings[p][n] in (None, *s) for n, s in names.items() if s)]

@@ -1,8 +1,8 @@
 """Files of `torch.save`, read in place: state dicts of modules and optimizers, alone or in a dictionary.
 
-A file contains `model.state_dict()` itself, or `{"model": …, "optimizer": …, "epoch": 3}` with any keys, or what
-Lightning writes (`state_dict`, `optimizer_states`). A module's state dict is recognised by its values: mostly tensors
-by name.
+A file contains `model.state_dict()` itself, or `{"model": …, "optimizer": …, "epoch": 3}` with any
+keys, or what Lightning writes (`state_dict`, `optimizer_states`). A module's state dict is
+recognised by its values: mostly tensors by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from ucformat.errors import IntegrityError, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, IntKey
 from ucformat.sources.index import TensorIndex
-from ucformat.sources.model_files import check_index, check_shards, part_of_set, present_shards, read_weight_map
+from ucformat.sources.model_files import (
+    check_index,
+    check_shards,
+    part_of_set,
+    present_shards,
+    read_weight_map,
+)
 from ucformat.sources.parts import part_by_content, part_by_shapes
 from ucformat.sources.pickle.allowed import PARTS
 from ucformat.sources.pickle.file import TorchFile, TorchZip
@@ -41,7 +47,8 @@ _REMOVED = object()
 class Parts:
     """The state dicts of a file by path (`""`: the whole file), and everything else in `rest`.
 
-    `places` has the same paths with keys and positions; None if a key is neither text nor an integer.
+    `places` has the same paths with keys and positions; None if a key is neither text nor an
+    integer.
     """
 
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -75,7 +82,10 @@ def _is_module(value: Any) -> bool:
     return (
         2 * len(tensors) >= len(value)
         and any(t.shape and not t.dtype.startswith(("bool", "int", "uint")) for t in tensors)
-        and not any(isinstance(v, dict | list | tuple) and not k.endswith("_extra_state") for k, v in value.items())
+        and not any(
+            isinstance(v, dict | list | tuple) and not k.endswith("_extra_state")
+            for k, v in value.items()
+        )
     )
 
 
@@ -85,7 +95,9 @@ def _find_parts(value: Any) -> Parts:
     walk = _Walk(parts)
     rest = walk.prune(value, "", (), 0)
     parts.rest = {} if rest is _REMOVED else rest
-    if not parts.modules and isinstance(value, dict):  # tensors among too many values to be recognised as a state dict
+    if not parts.modules and isinstance(
+        value, dict
+    ):  # tensors among too many values to be recognised as a state dict
         own = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, StoredTensor)}
         if _is_module(own):
             parts.modules[""], parts.places[""] = own, ()
@@ -109,9 +121,13 @@ class _Walk:
         if isinstance(value, dict) and is_optimizer(value):
             self.parts.optimizers[path or "optimizer"] = value
             self.parts.places[path or "optimizer"] = place
-            return self._left({k: v for k, v in value.items() if k not in ("state", "param_groups")})
+            return self._left(
+                {k: v for k, v in value.items() if k not in ("state", "param_groups")}
+            )
         if isinstance(value, dict) and _is_module(value):
-            self.parts.modules[path] = {k: v for k, v in value.items() if isinstance(v, StoredTensor)}
+            self.parts.modules[path] = {
+                k: v for k, v in value.items() if isinstance(v, StoredTensor)
+            }
             self.parts.places[path] = place
             return self._left({k: v for k, v in value.items() if not isinstance(v, StoredTensor)})
         if depth == _MAX_DEPTH:
@@ -123,7 +139,10 @@ class _Walk:
             ]
             taken = items and all(v is _REMOVED for v in items)
             return _REMOVED if taken else [None if v is _REMOVED else v for v in items]
-        found = {k: self.prune(v, _joined(path, k), _below(place, k), depth + 1) for k, v in value.items()}
+        found = {
+            k: self.prune(v, _joined(path, k), _below(place, k), depth + 1)
+            for k, v in value.items()
+        }
         left = {k: v for k, v in found.items() if v is not _REMOVED}
         return left if left or not found else _REMOVED
 
@@ -181,11 +200,15 @@ class OpenTorchSave:
             stored: dict[StoredTensor, str] = {}
             for path, prefix in parts.prefixes():
                 place = parts.places[path]
-                aliases |= _add_module(parts.modules[path], prefix, place, file, self.contents, stored)
+                aliases |= _add_module(
+                    parts.modules[path], prefix, place, file, self.contents, stored
+                )
             objects |= self._values(file, parts, groups)
             engine, step = _engine(file.value), _step(file.value)
             if self.part is None:
-                self.part = part_by_shapes(store, {k.name: i.shape for k, i in self.contents.infos.items()})
+                self.part = part_by_shapes(
+                    store, {k.name: i.shape for k, i in self.contents.infos.items()}
+                )
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
             unreadable=self.contents.unreadable,
@@ -201,11 +224,17 @@ class OpenTorchSave:
             folder=folder,
         )
 
-    def _values(self, file: TorchFile, parts: Parts, groups: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, Any]:
+    def _values(
+        self, file: TorchFile, parts: Parts, groups: Mapping[str, Sequence[Sequence[str]]]
+    ) -> dict[str, Any]:
         """Add the optimizers; return everything that is not a state dict as JSON."""
         main = parts.main
         modules = [
-            Module.of({n: (t.dtype, t.shape) for n, t in parts.modules[path].items()}, prefix, main=path == main)
+            Module.of(
+                {n: (t.dtype, t.shape) for n, t in parts.modules[path].items()},
+                prefix,
+                main=path == main,
+            )
             for path, prefix in parts.prefixes()
         ]
         unnamed = []
@@ -233,7 +262,12 @@ class OpenTorchSave:
 
 
 def _open_shards(
-    store: Store, keys: Sequence[str], index: str | None, allow: tuple[str, ...] = (), *, part: bool = False
+    store: Store,
+    keys: Sequence[str],
+    index: str | None,
+    allow: tuple[str, ...] = (),
+    *,
+    part: bool = False,
 ) -> tuple[list[TorchFile], dict[str, Any], str | None]:
     """Open the files, or those of the index if there is one, and check that both agree.
 
@@ -263,7 +297,11 @@ def _add_module(
     first = {} if stored is None else stored
     aliases = {}
     for name, tensor in tensors.items():
-        if tensor.size and tensor.readable and first.setdefault(tensor, prefix + name) != prefix + name:
+        if (
+            tensor.size
+            and tensor.readable
+            and first.setdefault(tensor, prefix + name) != prefix + name
+        ):
             aliases[prefix + name] = first[tensor]
         else:
             contents.add_whole(prefix + name, "weight", file, tensor)
@@ -299,17 +337,23 @@ def _flat(file: TorchFile) -> dict[str, StoredTensor]:
     if not isinstance(file.value, dict) or not all(
         isinstance(n, str) and isinstance(t, StoredTensor) for n, t in file.value.items()
     ):
-        raise IntegrityError(f"{file.key} is one of several shards, and holds something other than tensors by name")
+        raise IntegrityError(
+            f"{file.key} is one of several shards, and holds something other than tensors by name"
+        )
     return file.value
 
 
 def _parts(file: TorchFile) -> Parts:
     """The parts of a file, which must contain a state dict."""
     if isinstance(file.value, Inert):
-        raise UnsupportedError(f"{file.key} holds a whole {file.value.name}, not a state dict", hint=_STATE_DICT_HINT)
+        raise UnsupportedError(
+            f"{file.key} holds a whole {file.value.name}, not a state dict", hint=_STATE_DICT_HINT
+        )
     parts = _find_parts(file.value)
     if not parts.modules and not parts.optimizers:
-        raise UsageError(f"{file.key} holds no state dict of a module or an optimizer", hint=_STATE_DICT_HINT)
+        raise UsageError(
+            f"{file.key} holds no state dict of a module or an optimizer", hint=_STATE_DICT_HINT
+        )
     return parts
 
 
@@ -320,4 +364,6 @@ def _step(value: Any) -> int | None:
 
 def _engine(value: Any) -> dict[str, str]:
     version = value.get("pytorch-lightning_version") if isinstance(value, dict) else None
-    return {"name": "pytorch"} if version is None else {"name": "lightning", "version": str(version)}
+    return (
+        {"name": "pytorch"} if version is None else {"name": "lightning", "version": str(version)}
+    )

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 # Compare copies of one tensor in several files, reading as little as possible.
 #
-# The CRC-32 in the zip directory decides if each tensor has a record of its own. Others are read and compared: first the
-# leading elements, which expose most differences; then all of a tensor up to 1 MiB, or 16 samples of 64 KiB.
+# The CRC-32 in the zip directory decides if each tensor has a record of its own. Others are read
+# and compared: first the leading elements, which expose most differences; then all of a tensor up
+# to 1 MiB, or 16 samples of 64 KiB.
 
-#: `constant`: equal, but one repeated value, row or column, so that different tensors may be equal by chance.
+#: `constant`: equal, but one repeated value, row or column, so that different tensors may be equal
+#: by chance.
 Verdict = Literal["equal", "constant", "different"]
 
 _MAX_WHOLE_BYTES = 1 << 20
@@ -80,7 +82,11 @@ class Replica:
     """A box of a stored tensor, to compare with other copies; `whole` if one file holds exactly this box."""
 
     def __init__(
-        self, locate: Locate, box: Box, itemsize: int, whole: tuple[TorchFile, StoredTensor] | None = None
+        self,
+        locate: Locate,
+        box: Box,
+        itemsize: int,
+        whole: tuple[TorchFile, StoredTensor] | None = None,
     ) -> None:
         self.locate, self.box, self.itemsize, self._whole = locate, box, itemsize, whole
 
@@ -137,7 +143,9 @@ def _same(store: Store, copies: Sequence[Replica]) -> bool:
     if same is not None:
         return same
     ranges = copies[0].ranges(short=False)
-    return all(len({copy.read(store, start, stop) for copy in copies}) == 1 for start, stop in ranges)
+    return all(
+        len({copy.read(store, start, stop) for copy in copies}) == 1 for start, stop in ranges
+    )
 
 
 class _Repeated:
@@ -145,9 +153,13 @@ class _Repeated:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._size = math.prod(shape)
-        rows = [math.prod(shape[d:]) for d in range(len(shape) + 1)]  # [d]: elements of a slice of the dims from d on
+        rows = [
+            math.prod(shape[d:]) for d in range(len(shape) + 1)
+        ]  # [d]: elements of a slice of the dims from d on
         self._ways = [(rows[d], rows[d + 1]) for d, n in enumerate(shape) if n > 1]
-        self._seen: list[dict[int, bytes]] = [{} for _ in self._ways]  # offset in the slice -> element
+        self._seen: list[dict[int, bytes]] = [
+            {} for _ in self._ways
+        ]  # offset in the slice -> element
         self._again = [0] * len(self._ways)
 
     def add(self, start: int, data: bytes, itemsize: int) -> None:
@@ -181,9 +193,14 @@ def must_agree(store: Store, key: Key, copies: Sequence[Replica]) -> None:
     for other in copies[1:]:
         if not _same(store, (copies[0], other)):
             one, two = (
-                next((e.file for e in c.locate(c.box) if e.box.intersect(c.box)), "?") for c in (copies[0], other)
+                next((e.file for e in c.locate(c.box) if e.box.intersect(c.box)), "?")
+                for c in (copies[0], other)
             )
-            which = f"{one} and {two}" if one != two else f"the parts of the tensor-parallel ranks in {one}"
+            which = (
+                f"{one} and {two}"
+                if one != two
+                else f"the parts of the tensor-parallel ranks in {one}"
+            )
             raise IntegrityError(
                 f"{key}: {which} should be equal, but differ",
                 hint="files of different saves are mixed in one folder, or the ranks' copies had diverged in "
@@ -197,9 +214,11 @@ def _by_sums(copies: Sequence[Replica]) -> bool | None:
     return len(set(sums)) == 1 if all(sums) else None
 
 
-# How a parameter is sharded across the tensor-parallel ranks: its global shape, and the regions of each rank.
+# How a parameter is sharded across the tensor-parallel ranks: its global shape, and the regions of
+# each rank.
 #
-# A caller may also specify it by one word for each pattern of names (`cuts`), which becomes a layout.
+# A caller may also specify it by one word for each pattern of names (`cuts`), which becomes a
+# layout.
 
 TP = "tp"  # the axis of layouts
 _MAX_PARTS = 1 << 16
@@ -211,8 +230,9 @@ Shapes = tuple[tuple[int, ...], ...]  # of the local tensors, by tensor-parallel
 class TPSharding:
     """A global tensor and its regions: the parts of it that are stored in each tensor-parallel rank's local tensor.
 
-    Equal boxes of several ranks are replicas. `padding`: regions of rows that files hold beyond the end of the tensor.
-    `mean`: the tensor is the mean of the ranks' values. `scaled`: stored values must be multiplied by a factor.
+    Equal boxes of several ranks are replicas. `padding`: regions of rows that files hold beyond the
+    end of the tensor. `mean`: the tensor is the mean of the ranks' values. `scaled`: stored values
+    must be multiplied by a factor.
     """
 
     shape: tuple[int, ...]
@@ -263,7 +283,9 @@ def concatenate(shapes: Shapes, dim: int) -> TPSharding:
     """The ranks' parts are concatenated along a dim, in which they may differ."""
     d = dim + len(shapes[0]) if dim < 0 else dim
     if not 0 <= d < len(shapes[0]):
-        raise LayoutError(f"its parts of the shape {list(shapes[0])} cannot be joined along dim {dim}")
+        raise LayoutError(
+            f"its parts of the shape {list(shapes[0])} cannot be joined along dim {dim}"
+        )
     return shard(shapes, Shard(d, TP, sizes=tuple(s[d] if d < len(s) else 0 for s in shapes)))
 
 
@@ -276,8 +298,12 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
     ndim = len(shapes[0])
     d = how.dim + ndim if how.dim < 0 else how.dim
     if not 0 <= d < ndim or any(len(s) != ndim for s in shapes):
-        raise LayoutError(f"its parts have the shapes {_list(shapes)}, which cannot be joined along dim {how.dim}")
-    if how.sizes is None and how.parts is None and how.pad_to is None:  # the widths are those of the files
+        raise LayoutError(
+            f"its parts have the shapes {_list(shapes)}, which cannot be joined along dim {how.dim}"
+        )
+    if (
+        how.sizes is None and how.parts is None and how.pad_to is None
+    ):  # the widths are those of the files
         how = replace(how, sizes=tuple(s[d] for s in shapes))
     total = sum(s[d] for s in shapes) if size is None else size
     whole = (*shapes[0][:d], total, *shapes[0][d + 1 :])
@@ -305,7 +331,8 @@ def sub_params(
     """Several tensors, concatenated along a dim of a view, are each cut separately.
 
     Args:
-        view: shape of the global tensor as a view, which may have more dims; -1: the remaining elements.
+        view: shape of the global tensor as a view, which may have more dims; -1: the remaining
+            elements.
     """
     sizes: list[int] = [n if isinstance(n, int) else sum(n) for n in view]
     if not 0 <= dim < len(sizes):
@@ -319,7 +346,9 @@ def sub_params(
     if free and known:
         sizes[free[0]] = total // known
     if len(free) > 1 or math.prod(sizes) != total:
-        raise LayoutError(f"its parts of the shapes {_list(shapes)} are not {total} elements of the view {sizes}")
+        raise LayoutError(
+            f"its parts of the shapes {_list(shapes)} are not {total} elements of the view {sizes}"
+        )
     of, outer, inner = _dim_of(shapes[0], sizes, dim)
     if outer * len(widths) > _MAX_PARTS:
         raise LayoutError(f"it would be split into {outer * len(widths):,} parts")
@@ -334,7 +363,9 @@ def _dim_of(shape: tuple[int, ...], view: list[int], dim: int) -> tuple[int, int
             for last in range(dim + 1, len(view) + 1):
                 if _splits(view[:first], shape[:d]) and _splits(view[last:], shape[d + 1 :]):
                     return d, math.prod(view[first:dim]), math.prod(view[dim + 1 : last])
-    raise LayoutError(f"the view {view} of its sub-parameters does not split the dims of {list(shape)}")
+    raise LayoutError(
+        f"the view {view} of its sub-parameters does not split the dims of {list(shape)}"
+    )
 
 
 def _splits(view: list[int], shape: tuple[int, ...]) -> bool:
@@ -370,12 +401,17 @@ def layout_of_cuts(cuts: Mapping[str, str | int] | None, ranks: int) -> Layout |
     """The layout that `cuts` specifies; None if `cuts` is empty."""
     if not cuts:
         return None
-    return Layout({TP: ranks}, [{"match": pattern, "place": _place(pattern, how)} for pattern, how in cuts.items()])
+    return Layout(
+        {TP: ranks},
+        [{"match": pattern, "place": _place(pattern, how)} for pattern, how in cuts.items()],
+    )
 
 
 def cuts_option(cuts: Mapping[str, str]) -> str:
     """The option for these cuts, as `option_text` spells it."""
-    return option_text("cuts", repr(dict(cuts)), ",".join(f"{pattern}={how}" for pattern, how in cuts.items()))
+    return option_text(
+        "cuts", repr(dict(cuts)), ",".join(f"{pattern}={how}" for pattern, how in cuts.items())
+    )
 
 
 def _place(pattern: str, how: str | int) -> list[Any]:

@@ -1,7 +1,8 @@
 """The files in a foreign checkpoint's folder that its source has not read: small ones are kept, all others are named.
 
-A source lists what it has read (`metadata.files`) and what it keeps as it is (`metadata.assets`). Whatever else is in
-the folder may be a part of the training state that this version does not know, so nothing of it is left out in silence.
+A source lists what it has read (`metadata.files`) and what it keeps as it is (`metadata.assets`).
+Whatever else is in the folder may be a part of the training state that this version does not know,
+so nothing of it is left out in silence.
 """
 
 from __future__ import annotations
@@ -20,18 +21,25 @@ if TYPE_CHECKING:
 _MAX_FILE_BYTES = 1 << 20  # of a file that is kept
 _MAX_KEPT_BYTES = 32 << 20  # of all that are kept
 _MAX_KEPT = 256
-_SCRIPTS = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})  # that DeepSpeed copies beside each checkpoint
-_ATTEMPT = re.compile(r"(.+/)attempts/[0-9a-f]{20}\.json")  # in the folder of a universal checkpoint
+_SCRIPTS = frozenset(
+    {"zero_to_fp32.py", "zero_to_torch.py"}
+)  # that DeepSpeed copies beside each checkpoint
+_ATTEMPT = re.compile(
+    r"(.+/)attempts/[0-9a-f]{20}\.json"
+)  # in the folder of a universal checkpoint
 
 
 def find_unread(source: OpenSource) -> dict[str, int]:
     """List the files of the folder that the source neither read nor keeps, with their sizes.
 
-    If the store's root is above the checkpoint's folder, the files beside that folder count, too, and other folders
-    there do not: they are other checkpoints of the run. Neither do universal checkpoints inside the folder.
+    If the store's root is above the checkpoint's folder, the files beside that folder count, too,
+    and other folders there do not: they are other checkpoints of the run. Neither do universal
+    checkpoints inside the folder.
     """
     metadata = source.metadata
-    if metadata.folder in metadata.files:  # a file that was opened by its name, whatever is beside it
+    if (
+        metadata.folder in metadata.files
+    ):  # a file that was opened by its name, whatever is beside it
         return {}
     sizes = {info.key: info.size for info in source.store.list()}
     listed = {*metadata.files, *metadata.assets}
@@ -40,7 +48,10 @@ def find_unread(source: OpenSource) -> dict[str, int]:
     return {
         key: size
         for key, size in sorted(sizes.items())
-        if key not in listed and not key.startswith(universal) and _is_part(key, below) and not _is_record(key, below)
+        if key not in listed
+        and not key.startswith(universal)
+        and _is_part(key, below)
+        and not _is_record(key, below)
     }
 
 

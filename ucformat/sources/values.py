@@ -1,7 +1,8 @@
 """Non-tensor values of a checkpoint as JSON, and back.
 
-None, booleans, finite numbers and text are themselves, lists and tuples are arrays, and a dictionary whose keys are
-text is an object. Any other value is an object with a key that begins with `$`:
+None, booleans, finite numbers and text are themselves, lists and tuples are arrays, and a
+dictionary whose keys are text is an object. Any other value is an object with a key that begins
+with `$`:
 
 | form | value |
 |---|---|
@@ -26,8 +27,9 @@ text is an object. Any other value is an object with a key that begins with `$`:
 
 Keys: an integer `3` becomes `"$int:3"`; text that begins with `$` gets another `$` in front.
 
-The values that PyTorch programs save keep their Python types. In all others tuples are arrays like lists, frozen sets
-are sets, NumPy scalars numbers, and NumPy arrays tensors, as far as a dtype of PyTorch can hold them.
+The values that PyTorch programs save keep their Python types. In all others tuples are arrays like
+lists, frozen sets are sets, NumPy scalars numbers, and NumPy arrays tensors, as far as a dtype of
+PyTorch can hold them.
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ def to_json(
 
     Args:
         read: gives the row-major bytes of a tensor; None: tensors are errors.
-        spill: called with the path and each tensor of more than `small` bytes; adds it to the checkpoint's tensors and
-            returns its name. None: such tensors are errors.
+        spill: called with the path and each tensor of more than `small` bytes; adds it to the
+            checkpoint's tensors and returns its name. None: such tensors are errors.
         small: bytes of a tensor up to which it is stored inside the JSON.
     """
     return _Encoder(read, spill, small, exact).encode(value, path, 0)
@@ -149,7 +151,12 @@ class _Encoder:
         if all(type(k) in (str, int) for k in value):
             return {json_key(k): self.encode(v, _join(path, k), depth) for k, v in value.items()}
         pairs = enumerate(value.items())
-        return {"$dict": [[self.encode(k, path, depth), self.encode(v, _join(path, i), depth)] for i, (k, v) in pairs]}
+        return {
+            "$dict": [
+                [self.encode(k, path, depth), self.encode(v, _join(path, i), depth)]
+                for i, (k, v) in pairs
+            ]
+        }
 
     def special(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, StoredTensor):
@@ -157,7 +164,11 @@ class _Encoder:
         if isinstance(value, Inert):
             self.count(value.items, path)
             out: dict[str, Any] = {"$class": value.name}
-            for name, part in (("$args", value.args), ("$state", value.state), ("$items", value.items)):
+            for name, part in (
+                ("$args", value.args),
+                ("$state", value.state),
+                ("$items", value.items),
+            ):
                 if part is not None and not (isinstance(part, tuple | list) and not part):
                     out[name] = self.encode(part, path, depth)
             return out
@@ -173,7 +184,11 @@ class _Encoder:
         if isinstance(value, NdArray | SmallTensor | Stream):
             self.count(value.data, path)
             self.weigh(len(value.data), path)
-            return _array(value, exact=self.exact) if isinstance(value, NdArray) else _plain(value, path)
+            return (
+                _array(value, exact=self.exact)
+                if isinstance(value, NdArray)
+                else _plain(value, path)
+            )
         if isinstance(value, bytes | bytearray):
             self.count(value, path)
             self.weigh(len(value), path)
@@ -194,7 +209,9 @@ class _Encoder:
         if (value.nbytes > self.small or value.dtype not in ITEMSIZE) and self.spill:
             return {"$ref": self.spill(path, value)}
         if value.dtype not in ITEMSIZE:
-            raise UnsupportedError(f"{path} is stored as {value.dtype}, which ucformat does not read")
+            raise UnsupportedError(
+                f"{path} is stored as {value.dtype}, which ucformat does not read"
+            )
         if value.nbytes > self.small or self.read is None:
             raise UnsupportedError(f"{path} is a tensor where a plain value is expected")
         self.weigh(value.nbytes, path)
@@ -220,7 +237,11 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, Opaque):
         return {"$opaque": base64.b64encode(value.data).decode()}
     if isinstance(value, complex):
-        return {"$complex": [x if math.isfinite(x) else {"$float": str(x)} for x in (value.real, value.imag)]}
+        return {
+            "$complex": [
+                x if math.isfinite(x) else {"$float": str(x)} for x in (value.real, value.imag)
+            ]
+        }
     if isinstance(value, Dtype):
         return {"$dtype": value.name}
     if isinstance(value, NumpyDtype):
@@ -233,11 +254,15 @@ def _plain(value: Any, path: str) -> Any:
         return {"$datetime": str(value) if isinstance(value, dt.timezone) else value.isoformat()}
     if isinstance(value, PurePosixPath):
         return {"$path": str(value)}
-    raise UnsupportedError(f"{path or 'a value'} of the checkpoint is a {type(value).__name__}, which has no JSON form")
+    raise UnsupportedError(
+        f"{path or 'a value'} of the checkpoint is a {type(value).__name__}, which has no JSON form"
+    )
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
-    return {"$tensor": {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}}
+    return {
+        "$tensor": {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}
+    }
 
 
 def _array(value: NdArray, *, exact: bool) -> Any:
@@ -245,7 +270,9 @@ def _array(value: NdArray, *, exact: bool) -> Any:
 
     dtype = numpy_dtype(value.dtype)
     try:
-        array = np.frombuffer(value.data, dtype).reshape(value.shape, order="F" if value.fortran else "C")
+        array = np.frombuffer(value.data, dtype).reshape(
+            value.shape, order="F" if value.fortran else "C"
+        )
     except ValueError as error:
         raise IntegrityError(f"the checkpoint has an invalid NumPy array: {error}") from error
     if not exact and dtype.name in ITEMSIZE:
@@ -292,8 +319,9 @@ def _join(path: str, part: object) -> str:
 def from_json(value: Any, makers: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> Any:
     """Convert the JSON form of a value back.
 
-    Small tensors become NumPy arrays, dates and paths text, named tuples tuples, values of derived classes plain ones.
-    `$ref`, `$opaque`, and objects of other classes than those of Python and NumPy remain as they are.
+    Small tensors become NumPy arrays, dates and paths text, named tuples tuples, values of derived
+    classes plain ones. `$ref`, `$opaque`, and objects of other classes than those of Python and
+    NumPy remain as they are.
     """
 
     def decode(inner: Any) -> Any:
@@ -330,15 +358,23 @@ def _args(value: Mapping[str, Any]) -> list[Any] | None:
     return args if isinstance(args, list) else None
 
 
-def _maker(value: Mapping[str, Any], makers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
+def _maker(
+    value: Mapping[str, Any], makers: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any] | None:
     """What makes an object of a class of Python or NumPy, or a named tuple."""
     name = value.get("$class")
     if not isinstance(name, str) or _args(value) is None:
         return None
     if value.keys() == {"$class", "$fields", "$args"}:
         make = makers.get("$fields")
-        return (lambda *items: tuple(items)) if make is None else partial(make, name, tuple(value["$fields"]))
-    if value.keys() - {"$items"} != {"$class", "$args"} or ("$items" in value) != (name == "numpy.ndarray"):
+        return (
+            (lambda *items: tuple(items))
+            if make is None
+            else partial(make, name, tuple(value["$fields"]))
+        )
+    if value.keys() - {"$items"} != {"$class", "$args"} or ("$items" in value) != (
+        name == "numpy.ndarray"
+    ):
         return None
     return makers.get(name) or _CLASSES.get(name) or _scalar_maker(name)
 
@@ -355,14 +391,18 @@ def unkey(key: str) -> str | int:
     if key.startswith("$int:"):
         return int(key[5:])
     if key.startswith("$") and not key.startswith("$$"):
-        raise UpgradeNeeded(f"{key[:100]!r} is a form of value that this version of ucformat does not know")
+        raise UpgradeNeeded(
+            f"{key[:100]!r} is a form of value that this version of ucformat does not know"
+        )
     return key.removeprefix("$")
 
 
 def _tensor_of(inner: dict[str, Any]) -> Any:
     import numpy as np
 
-    return np.frombuffer(base64.b64decode(inner["data"]), numpy_dtype(inner["dtype"])).reshape(inner["shape"])
+    return np.frombuffer(base64.b64decode(inner["data"]), numpy_dtype(inner["dtype"])).reshape(
+        inner["shape"]
+    )
 
 
 def _array_of(text: str, shape: list[int], data: bytes) -> Any:
@@ -421,7 +461,10 @@ def _hashable(value: Any) -> Any:
 
 
 def plain_form(value: Any) -> Any:
-    """The JSON form of a value without its Python type, as it is where types are not kept; its parts are not changed."""
+    """The JSON form of a value without its Python type, as it is where types are not kept.
+
+    Its parts are not changed.
+    """
     if not isinstance(value, dict):
         return value
     if value.keys() == {"$packed"}:
@@ -445,7 +488,11 @@ def plain_form(value: Any) -> Any:
 
 
 def _is_of_class(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.keys() == {"$class", "$value"} and isinstance(value["$class"], str)
+    return (
+        isinstance(value, Mapping)
+        and value.keys() == {"$class", "$value"}
+        and isinstance(value["$class"], str)
+    )
 
 
 def without_class(value: Any) -> Any:
@@ -455,20 +502,27 @@ def without_class(value: Any) -> Any:
 
 def is_special(value: Any) -> bool:
     """Whether a JSON form is that of a value other than a dictionary, a list, a text, a number or `None`."""
-    return isinstance(value, Mapping) and any(k.startswith("$") and not k.startswith(("$$", "$int:")) for k in value)
+    return isinstance(value, Mapping) and any(
+        k.startswith("$") and not k.startswith(("$$", "$int:")) for k in value
+    )
 
 
 def packed(value: Any) -> Any:
     """The JSON form of an entry of PyTorch DCP, marked if DCP's own planners would save its parts as entries."""
     plain = without_class(value)
     parts = isinstance(plain, Mapping) and (not is_special(plain) or "$dict" in plain)
-    return {"$packed": value} if parts or (isinstance(plain, list) and is_flattened(plain)) else value
+    return (
+        {"$packed": value} if parts or (isinstance(plain, list) and is_flattened(plain)) else value
+    )
 
 
 def is_flattened(items: Sequence[Any]) -> bool:
     """Whether DCP saves the items of a list as entries: if dictionaries are among them."""
     plain = map(without_class, items)
-    return any((isinstance(v, dict) and not is_special(v)) or (isinstance(v, list) and is_flattened(v)) for v in plain)
+    return any(
+        (isinstance(v, dict) and not is_special(v)) or (isinstance(v, list) and is_flattened(v))
+        for v in plain
+    )
 
 
 def all_equal(values: dict[str, Any]) -> bool:

@@ -1,14 +1,15 @@
 """The storage protocol: reading and writing files under one root URL.
 
-A *key* is a relative path with `/` between its parts (`data/x/c/0`). Keys that are absolute or empty, or contain `..`,
-`.`, an empty part, a backslash, a NUL or invalid Unicode are rejected before any access, so no name read from a
-checkpoint ever leaves the root.
+A *key* is a relative path with `/` between its parts (`data/x/c/0`). Keys that are absolute or
+empty, or contain `..`, `.`, an empty part, a backslash, a NUL or invalid Unicode are rejected
+before any access, so no name read from a checkpoint ever leaves the root.
 
-There are two kinds of version. `Info.version` is cheap (size and time, an ETag, …) and only shows whether a file
-changed since another `info`. The version that `read_versioned`, `put_if_absent` and `replace` return is the hash of the
-content, `content_version`, which is the same in every store.
+There are two kinds of version. `Info.version` is cheap (size and time, an ETag, …) and only shows
+whether a file changed since another `info`. The version that `read_versioned`, `put_if_absent` and
+`replace` return is the hash of the content, `content_version`, which is the same in every store.
 
-A store pickles as its URL, so that a worker process opens its own; it must not be used after a `fork`.
+A store pickles as its URL, so that a worker process opens its own; it must not be used after a
+`fork`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ Checksums = list[int]
 #: Prefix of the names of temporary files and locks, which `Store.list` does not return.
 HIDDEN = ".ucf-"
 
-_UNSAFE = re.compile("[\\\\\0\ud800-\udc7f\udd00-\udfff]")  # the last are no bytes of a name that is not UTF-8
+_UNSAFE = re.compile(
+    "[\\\\\0\ud800-\udc7f\udd00-\udfff]"
+)  # the last are no bytes of a name that is not UTF-8
 
 
 class ByteRange(NamedTuple):
@@ -68,9 +71,9 @@ class ByteRange(NamedTuple):
 class Info:
     """A stored file: its key, size in bytes, and a `version` token that changes whenever its content does.
 
-    `modified` is the time of the last write in seconds since 1970, if the store knows it; object stores report whole
-    seconds and an `etag`. `changed` is the time of the last change of content or metadata in nanoseconds, if the store
-    knows it.
+    `modified` is the time of the last write in seconds since 1970, if the store knows it; object
+    stores report whole seconds and an `etag`. `changed` is the time of the last change of content
+    or metadata in nanoseconds, if the store knows it.
     """
 
     key: str
@@ -83,7 +86,8 @@ class Info:
     def is_same(self, other: Info) -> bool:
         """Whether the file is unchanged since another `info`.
 
-        Listings and single requests report different fields of objects; the fields that both have are compared.
+        Listings and single requests report different fields of objects; the fields that both have
+        are compared.
 
         Args:
             other: an earlier `info` of the file.
@@ -98,11 +102,14 @@ class Costs:
     """How requests to a store are best made; sizes are in bytes, the defaults are for local files.
 
     Attributes:
-        gap: maximum gap between rows that are read together, if it is a twentieth of them or they are `short`.
+        gap: maximum gap between rows that are read together, if it is a twentieth of them or they
+            are `short`.
         short: rows shorter than this are cheaper to read together with the gaps between them.
         request: maximum size of a request, unless a single chunk is larger.
-        join: adjacent requests are joined up to this size if the gap between them is at most a hundredth of them.
-        block: blocks up to this size are read whole and verified wherever chunks that are read whole are.
+        join: adjacent requests are joined up to this size if the gap between them is at most a
+            hundredth of them.
+        block: blocks up to this size are read whole and verified wherever chunks that are read
+            whole are.
         parallel: concurrent requests (None: one or two for each core).
         together: ranges of one file that are best requested in one call.
         in_flight: bytes in flight at once (None: reads need no memory but the destination).
@@ -121,7 +128,8 @@ class Costs:
 class Writer(Protocol):
     """A file that one thread writes sequentially; it becomes visible under its key, as a whole, on `close`.
 
-    It is durable after the next `Store.flush`. As a context manager, it closes on success and aborts on an error.
+    It is durable after the next `Store.flush`. As a context manager, it closes on success and
+    aborts on an error.
     """
 
     def write(self, data: Bytes) -> None:
@@ -141,7 +149,10 @@ class Writer(Protocol):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.close()
@@ -152,9 +163,9 @@ class Writer(Protocol):
 class Store(Protocol):
     """Files under one root. Safe to use from several threads at once.
 
-    Reading a missing file is NotFound; an operation that the storage forbids is PermissionDenied, one that it does not
-    support is UnsupportedError; any other failure of the storage (a full disk, a lost connection) is an UcformatError.
-    Each names the file.
+    Reading a missing file is NotFound; an operation that the storage forbids is PermissionDenied,
+    one that it does not support is UnsupportedError; any other failure of the storage (a full disk,
+    a lost connection) is an UcformatError. Each names the file.
     """
 
     @property
@@ -187,14 +198,18 @@ class Store(Protocol):
             MissingData: the file ends before the range does.
         """
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """Read a contiguous range of a file into buffers, one after another.
 
         Args:
             key: key of the file.
             offset: first byte.
-            buffers: writable: C-contiguous, or bytes whose last dim is; after an error their content is undefined.
-            crcs: for each buffer, a CRC-32C that is continued with its bytes, in place (None: none is computed).
+            buffers: writable: C-contiguous, or bytes whose last dim is; after an error their
+                content is undefined.
+            crcs: for each buffer, a CRC-32C that is continued with its bytes, in place (None: none
+                is computed).
 
         Raises:
             MissingData: the file ends before the range does.
@@ -232,8 +247,9 @@ class Store(Protocol):
     def flush(self) -> None:
         """Wait until every file that this store object has closed is durable, with the folders that contain it.
 
-        Deletions are durable then too: a deleted file does not reappear after a power failure. A file that could not be
-        made durable raises here, again on every call until it is rewritten or deleted.
+        Deletions are durable then too: a deleted file does not reappear after a power failure. A
+        file that could not be made durable raises here, again on every call until it is rewritten
+        or deleted.
         """
 
     def adopt(self, key: str) -> None:
@@ -312,7 +328,8 @@ def check_key(key: str) -> str:
         key: the key.
 
     Raises:
-        UnsafeError: the key leaves the root, is not valid Unicode, or is reserved for temporary files.
+        UnsafeError: the key leaves the root, is not valid Unicode, or is reserved for temporary
+            files.
     """
     parts = key.split("/")
     if any(p in ("", ".", "..") for p in parts) or _UNSAFE.search(key):
@@ -321,7 +338,9 @@ def check_key(key: str) -> str:
             hint="the checkpoint is damaged or malicious; nothing was read or written",
         )
     if any(p.startswith(HIDDEN) for p in parts):
-        raise UnsafeError(f"the path {key!r} is reserved: names that begin with {HIDDEN!r} are for temporary files")
+        raise UnsafeError(
+            f"the path {key!r} is reserved: names that begin with {HIDDEN!r} are for temporary files"
+        )
     return key
 
 
@@ -367,7 +386,8 @@ def content_version(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-#: Ranges of a file in memory that belongs to the store and counts towards its budget until the `with` block ends.
+#: Ranges of a file in memory that belongs to the store and counts towards its budget until the
+#: `with` block ends.
 Ranges = AbstractContextManager[Sequence[memoryview]]
 
 
@@ -375,7 +395,8 @@ Ranges = AbstractContextManager[Sequence[memoryview]]
 class RangeReader(Protocol):
     """A store that lends the memory into which it received bytes, or a wrapper that may contain such a store.
 
-    This saves a copy of bytes that cannot be read directly into the destination, and memory that no budget counts.
+    This saves a copy of bytes that cannot be read directly into the destination, and memory that no
+    budget counts.
     """
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:

@@ -1,7 +1,8 @@
 """Clients for the clouds: S3, Google, Azure or plain HTTP, through obstore.
 
-Credentials come only from each cloud's standard chain: environment, profile files, workload identity, instance
-metadata. A URL that contains a password or a signature is rejected, because URLs are stored in manifests and logs.
+Credentials come only from each cloud's standard chain: environment, profile files, workload
+identity, instance metadata. A URL that contains a password or a signature is rejected, because URLs
+are stored in manifests and logs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ SCHEMES = {
     **dict.fromkeys(("az", "azure", "abfs", "abfss"), "az"),
     **dict.fromkeys(("http", "https"), "http"),
 }
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d*)?")  # otherwise a password with a slash follows the colon
+_HOST = re.compile(
+    r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d*)?"
+)  # otherwise a password with a slash follows the colon
 _SIGNED = re.compile(
     r"[?&;#](x-[a-z]+-|awsaccesskeyid=|googleaccessid=|[\w.-]*(token|secret|passw(or)?d|pwd|credential|signature|sig|key)=)",
     re.IGNORECASE,
@@ -41,23 +44,36 @@ BLOCKING_PROXY = "http://127.0.0.1:0"
 _AMAZON = ("amazonaws.com", "amazonaws.com.cn", "api.aws")
 _METADATA = ("169.254.0.0/16", "fd00:ec2::/32")  # of EC2 instances; not reached through proxies
 _AWS_URLS = ("AWS_ENDPOINT_URL_STS", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT")
-_SERVICE = re.compile(r"(AWS|AZURE|GOOGLE|HF|STORAGE)_\w*(ENDPOINT|REGION|ACCOUNT|BASE_URL|EMULATOR)")
+_SERVICE = re.compile(
+    r"(AWS|AZURE|GOOGLE|HF|STORAGE)_\w*(ENDPOINT|REGION|ACCOUNT|BASE_URL|EMULATOR)"
+)
 _SAS = ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN")
 #: Settings of obstore for which boto3 has other ones, or none.
 _NOT_BOTO = (
-    *("AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID", "AWS_SSE_BUCKET_KEY_ENABLED", "AWS_SSE_CUSTOMER_KEY_BASE64"),
+    *(
+        "AWS_SERVER_SIDE_ENCRYPTION",
+        "AWS_SSE_KMS_KEY_ID",
+        "AWS_SSE_BUCKET_KEY_ENABLED",
+        "AWS_SSE_CUSTOMER_KEY_BASE64",
+    ),
     *("AWS_REQUEST_PAYER", "AWS_S3_EXPRESS", "AWS_CHECKSUM_ALGORITHM", "AWS_TOKEN"),
 )
 _TRUE = ("1", "true", "on", "yes", "y")
 _BOTO_CONNECT, _BOTO_READ = 10, 30  # seconds, as below
-_CONNECT, _READ, _TOTAL = "10s", "30s", "300s"  # time-outs: to connect; between parts of a body; of a request
+_CONNECT, _READ, _TOTAL = (
+    "10s",
+    "30s",
+    "300s",
+)  # time-outs: to connect; between parts of a body; of a request
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """Settings of a store besides its URL; they contain no secrets."""
 
-    endpoint: str = ""  # URL of an S3-compatible service; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL
+    endpoint: str = (
+        ""  # URL of an S3-compatible service; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL
+    )
     region: str = ""  # default: AWS_REGION, AWS_DEFAULT_REGION
     deadline: float = 180.0  # seconds after which a failing request is no longer retried
     retries: int = 10  # per request
@@ -80,7 +96,12 @@ def reject_secrets(url: str) -> None:
     for part in url.split("::"):  # fsspec's chains
         scheme, _, rest = part.rpartition("://")
         user, _, host = rest.partition("/")[0].partition("?")[0].rpartition("@")
-        if ":" in user or (user and not has_users(scheme)) or not _HOST.fullmatch(host) or _SIGNED.search(rest):
+        if (
+            ":" in user
+            or (user and not has_users(scheme))
+            or not _HOST.fullmatch(host)
+            or _SIGNED.search(rest)
+        ):
             raise _secret(scheme)
 
 
@@ -102,7 +123,11 @@ def parse(url: str) -> Place:
     if cloud == "az" and "@" in bucket and ":" not in bucket:
         bucket, _, host = bucket.partition("@")
         account = host.partition(".")[0]
-    if "@" in bucket or (":" in bucket and cloud != "http") or ("?" in rest and cloud in ("http", "az")):
+    if (
+        "@" in bucket
+        or (":" in bucket and cloud != "http")
+        or ("?" in rest and cloud in ("http", "az"))
+    ):
         raise _secret(scheme)
     if not bucket:
         raise UsageError(f"{url} names no bucket", hint=f"write {scheme}://BUCKET/PATH")
@@ -110,7 +135,9 @@ def parse(url: str) -> Place:
     if prefix:
         check_key(prefix)
     host = f"{bucket}@{rest.partition('/')[0].partition('@')[2]}" if account else bucket
-    return Place(cloud, f"{scheme}://{host}" + (f"/{prefix}" if prefix else ""), bucket, prefix, account)
+    return Place(
+        cloud, f"{scheme}://{host}" + (f"/{prefix}" if prefix else ""), bucket, prefix, account
+    )
 
 
 def connect(place: Place, options: Options) -> Client:
@@ -119,7 +146,10 @@ def connect(place: Place, options: Options) -> Client:
 
     common: dict[str, Any] = {
         "client_options": {"connect_timeout": _CONNECT, "read_timeout": _READ, "timeout": _TOTAL},
-        "retry_config": {"max_retries": options.retries, "retry_timeout": timedelta(seconds=options.deadline)},
+        "retry_config": {
+            "max_retries": options.retries,
+            "retry_timeout": timedelta(seconds=options.deadline),
+        },
     }
     prefix = place.prefix or None
     if place.cloud == "gs":
@@ -128,7 +158,9 @@ def connect(place: Place, options: Options) -> Client:
         account: dict[str, Any] = {"account_name": place.account} if place.account else {}
         if any(os.environ.get(name) for name in _SAS):
             endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT", "")
-            common["client_options"] |= _restrict_hosts([endpoint or "https://core.windows.net"], "core.windows.net")
+            common["client_options"] |= _restrict_hosts(
+                [endpoint or "https://core.windows.net"], "core.windows.net"
+            )
         return store.AzureStore(place.bucket, prefix=prefix, **account, **common)
     if place.cloud == "http":
         common["client_options"]["allow_http"] = place.root.startswith("http://")
@@ -136,7 +168,10 @@ def connect(place: Place, options: Options) -> Client:
     endpoint, region, session = s3_settings(options)
     if endpoint:
         if "@" in endpoint:
-            raise UsageError("the endpoint of S3 contains a password", hint="credentials come from the standard chain")
+            raise UsageError(
+                "the endpoint of S3 contains a password",
+                hint="credentials come from the standard chain",
+            )
         common["endpoint"] = endpoint
         common["client_options"]["allow_http"] = endpoint.startswith("http://")
     if region:
@@ -156,7 +191,11 @@ def connect(place: Place, options: Options) -> Client:
 
 def service(*parts: object) -> str:
     """A digest of what determines, besides a URL, which service and account a client accesses; shows no secret."""
-    named = sorted(f"{name}={value}" for name, value in os.environ.items() if value and _SERVICE.match(name.upper()))
+    named = sorted(
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if value and _SERVICE.match(name.upper())
+    )
     return hashlib.blake2b(repr([*parts, *named]).encode(), digest_size=16).hexdigest()
 
 
@@ -169,18 +208,27 @@ def _service(name: str, region: str | None) -> str:
 def _restrict_hosts(endpoints: Sequence[str], *hosts: str) -> dict[str, Any]:
     """Options that prevent a client from following a redirect to another host with a token or a signature.
 
-    obstore follows redirects and removes only the header `Authorization`: not S3's session token, nor the signature in
-    an Azure URL, which the next request sends as its referrer. Redirects cannot be disabled, and only one proxy can be
-    set for all hosts. So all other hosts are behind a proxy that does not exist; but a proxy that the user's
-    environment requires takes precedence.
+    obstore follows redirects and removes only the header `Authorization`: not S3's session token,
+    nor the signature in an Azure URL, which the next request sends as its referrer. Redirects
+    cannot be disabled, and only one proxy can be set for all hosts. So all other hosts are behind a
+    proxy that does not exist; but a proxy that the user's environment requires takes precedence.
     """
-    from urllib.request import getproxies, proxy_bypass  # imports http.client and email: for object stores alone
+    from urllib.request import (
+        getproxies,
+        proxy_bypass,
+    )  # imports http.client and email: for object stores alone
 
     proxies = getproxies()
     places = [(url.scheme, url.hostname) for url in map(urlsplit, endpoints) if url.hostname]
-    if any((scheme in proxies or "all" in proxies) and not proxy_bypass(host) for scheme, host in places):
+    if any(
+        (scheme in proxies or "all" in proxies) and not proxy_bypass(host)
+        for scheme, host in places
+    ):
         return {}
-    return {"proxy_url": BLOCKING_PROXY, "proxy_excludes": ",".join([*hosts, *(host for _, host in places)])}
+    return {
+        "proxy_url": BLOCKING_PROXY,
+        "proxy_excludes": ",".join([*hosts, *(host for _, host in places)]),
+    }
 
 
 def s3_settings(options: Options) -> tuple[str, str | None, Any]:
@@ -200,7 +248,8 @@ def boto_client(options: Options) -> Any:
     """A client of boto3 that reaches S3 as that of `connect` does.
 
     Returns:
-        The client; None if there is no boto3, or it does not know a setting of obstore's, or finds no credentials.
+        The client; None if there is no boto3, or it does not know a setting of obstore's, or finds
+        no credentials.
     """
     endpoint, region, session = s3_settings(options)
     if any(os.environ.get(name) for name in _NOT_BOTO):

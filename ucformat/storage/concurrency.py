@@ -60,9 +60,9 @@ _MIN_WAIT = 1e-3  # mean seconds of waiting for each item above which threads ar
 def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Call a function that makes a small request for each item, in threads if the requests wait.
 
-    It starts with one call after another. Small files in the page cache cost only CPU time, and the GIL lets one thread
-    run: eight threads took four times as long to open 100,000 files. Once calls turn out to wait, the rest runs in
-    threads, in copies of the caller's context.
+    It starts with one call after another. Small files in the page cache cost only CPU time, and the
+    GIL lets one thread run: eight threads took four times as long to open 100,000 files. Once calls
+    turn out to wait, the rest runs in threads, in copies of the caller's context.
 
     Returns:
         the results in the order of the items; the first error is raised.

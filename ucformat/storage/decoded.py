@@ -1,7 +1,7 @@
 """The values of a Zarr hierarchy: where each is stored, and virtual files for those that must be decoded.
 
-A value is a file, or a part of a file of a key-value store. Extents refer to a virtual file like to any other file, so
-planning and reading know nothing of codecs.
+A value is a file, or a part of a file of a key-value store. Extents refer to a virtual file like to
+any other file, so planning and reading know nothing of codecs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Info, Store
 
-_MAX_METADATA = 256 << 20  # bytes of a metadata document: a consolidated one contains those of all arrays
+_MAX_METADATA = (
+    256 << 20
+)  # bytes of a metadata document: a consolidated one contains those of all arrays
 
 
-#: A value: a range of a file, or the bytes themselves if they were part of something that was decoded.
+#: A value: a range of a file, or the bytes themselves if they were part of something that was
+#: decoded.
 Value = ByteRange | bytes
 
 
@@ -62,7 +65,9 @@ def read_json(store: Store, values: Mapping[str, Value], key: str) -> Any:
     try:
         return json.loads(read_value(store, values[key]))
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{store.url}: {key} is not a JSON document: {str(error)[:200]}") from None
+        raise IntegrityError(
+            f"{store.url}: {key} is not a JSON document: {str(error)[:200]}"
+        ) from None
 
 
 #: The prefix of the keys of virtual files, which `check_key` refuses for stored files.

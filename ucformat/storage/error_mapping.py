@@ -1,7 +1,7 @@
 """Maps errors of the operating system and of object stores to errors of ucformat; and retries.
 
-The answer of an object store may contain signatures and tokens (S3 returns the request that it could not verify), so
-only its code and message are shown, and the library's error is not chained.
+The answer of an object store may contain signatures and tokens (S3 returns the request that it
+could not verify), so only its code and message are shown, and the library's error is not chained.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, UnsafeError, UnsupportedError
+from ucformat.errors import (
+    Conflict,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ucformat.storage.clouds import BLOCKING_PROXY
 
 if TYPE_CHECKING:
@@ -34,8 +41,8 @@ _NO_BUCKET = "NoSuchBucket"
 def retry(action: str, name: str, call: Callable[[], T], deadline: float) -> T:
     """Call a function that makes an idempotent request, and retry it while the error is transient.
 
-    obstore itself retries requests, but not after the body of an answer broke off. Waits grow and are random, so that
-    ranks that failed together do not retry together.
+    obstore itself retries requests, but not after the body of an answer broke off. Waits grow and
+    are random, so that ranks that failed together do not retry together.
     """
     begun, wait = time.monotonic(), _FIRST
     while True:
@@ -92,18 +99,31 @@ def map_object_error(error: Exception, action: str, name: str) -> UcformatError:
     elif status:
         why = f"the answer was {status[1]}"
     else:
-        why = _QUERY.sub("?…", _QUOTED.sub("…", text.partition("\n")[0]))[:300] or type(error).__name__
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or (status and status[1] in ("401", "403")):
+        why = (
+            _QUERY.sub("?…", _QUOTED.sub("…", text.partition("\n")[0]))[:300]
+            or type(error).__name__
+        )
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or (
+        status and status[1] in ("401", "403")
+    ):
         return PermissionDenied(
             f"cannot {action} {name}: {why}",
             hint="check the credentials that the cloud's standard chain finds, and their permissions",
         )
     if isinstance(error, NotSupportedError) or (status and status[1] in ("405", "501")):
-        return UnsupportedError(f"cannot {action} {name}: the storage does not support this ({why})")
-    return UcformatError(f"cannot {action} {name}: {why}", hint="`ucp doctor URL` reports what the storage supports")
+        return UnsupportedError(
+            f"cannot {action} {name}: the storage does not support this ({why})"
+        )
+    return UcformatError(
+        f"cannot {action} {name}: {why}", hint="`ucp doctor URL` reports what the storage supports"
+    )
 
 
-_LOOKUPS = {"read", "list", "delete"}  # of these, NotADirectoryError means that there is no such file
+_LOOKUPS = {
+    "read",
+    "list",
+    "delete",
+}  # of these, NotADirectoryError means that there is no such file
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EMLINK, errno.EXDEV}
 
@@ -125,24 +145,34 @@ def _map_os_error(error: OSError, action: str, name: str) -> UcformatError:
     if action in _LOOKUPS and isinstance(error, FileNotFoundError | NotADirectoryError):
         return NotFound(f"{name} does not exist")
     if isinstance(error, FileNotFoundError):
-        return NotFound(text, hint="its folder was removed meanwhile; is another process deleting the checkpoint?")
+        return NotFound(
+            text,
+            hint="its folder was removed meanwhile; is another process deleting the checkpoint?",
+        )
     if isinstance(error, IsADirectoryError):
         if action == "read":
             return NotFound(f"{name} is a folder, not a file")
-        return PermissionDenied(text, hint="a folder is where the file should go; remove it or choose another place")
+        return PermissionDenied(
+            text, hint="a folder is where the file should go; remove it or choose another place"
+        )
     if isinstance(error, NotADirectoryError | FileExistsError):
         if action == "create":
             return Conflict(f"{name} exists already")
-        return PermissionDenied(text, hint="a file is where a folder should go; remove it or choose another place")
+        return PermissionDenied(
+            text, hint="a file is where a folder should go; remove it or choose another place"
+        )
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        return PermissionDenied(text, hint="check the owner and the mode of the file and of its folder")
+        return PermissionDenied(
+            text, hint="check the owner and the mode of the file and of its folder"
+        )
     if error.errno == errno.ELOOP:
         return UnsafeError(text, hint="it is a symbolic link, which is not followed; remove it")
     if error.errno in _FULL:
         return UcformatError(text, hint="free some space or choose another place, then try again")
     if error.errno in _UNSUPPORTED:
         return UnsupportedError(
-            text, hint="this file system does not support it; write to another place, such as a local disk"
+            text,
+            hint="this file system does not support it; write to another place, such as a local disk",
         )
     if error.errno == errno.ENAMETOOLONG:
         return UnsupportedError(text, hint="a part of the path is too long for this file system")

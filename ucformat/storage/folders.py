@@ -34,16 +34,21 @@ def thread_memory(use: str, nbytes: int) -> NDArray[np.uint8]:
     return memory[:nbytes]
 
 
-# The folders below a local root, each opened by name relative to its parent, so that no symbolic link is followed.
+# The folders below a local root, each opened by name relative to its parent, so that no symbolic
+# link is followed.
 #
-# Operations on names in an open folder affect that folder, even if its path leads elsewhere by then. So an attacker who
-# exchanges folders for symbolic links, at any moment, cannot cause a file elsewhere to be written, renamed or removed.
+# Operations on names in an open folder affect that folder, even if its path leads elsewhere by
+# then. So an attacker who exchanges folders for symbolic links, at any moment, cannot cause a file
+# elsewhere to be written, renamed or removed.
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Folders:
-    """Opens, creates and syncs folders below a root, by their keys; `""` is the root, whose own path may contain links."""
+    """Opens, creates and syncs folders below a root, by their keys.
+
+    `""` is the root, whose own path may contain links.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
@@ -98,7 +103,11 @@ class Folders:
         for number, name in enumerate(names, 1):
             above = fd
             try:
-                fd = _made(name, above) if make else os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=above)
+                fd = (
+                    _made(name, above)
+                    if make
+                    else os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=above)
+                )
             except NotADirectoryError:  # also raised for a link
                 _reject_link("/".join((self._root, *names[:number])), name, above)
                 raise

@@ -20,13 +20,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _TRIES = 5  # before reading a file that is rewritten again and again is given up
-_NAME = "\ue000"  # replaces the file's own name, which contains no secret, while secrets are removed
+_NAME = (
+    "\ue000"  # replaces the file's own name, which contains no secret, while secrets are removed
+)
 
 #: Headers that contain no secret.
-_PLAIN = frozenset({"accept", "accept-encoding", "if-match", "if-none-match", "range", "user-agent"})
+_PLAIN = frozenset(
+    {"accept", "accept-encoding", "if-match", "if-none-match", "range", "user-agent"}
+)
 
-_MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")  # names used by the libraries
-_VERSION = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "created", "ino", "size")
+_MODIFIED = (
+    "LastModified",
+    "last_modified",
+    "updated",
+    "mtime",
+    "created",
+)  # names used by the libraries
+_VERSION = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "created",
+    "ino",
+    "size",
+)
 
 
 class FsspecStore(Store):
@@ -77,7 +98,9 @@ class FsspecStore(Store):
             check_range(f"{self._url}/{key}", offset, nbytes, size)
         return self._fetch(key, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """Copy bytes, fetched in one request, into buffers."""
         data = memoryview(self._fetch(key, offset, sum(b.nbytes for b in buffers)))
         fill(buffers, data, crcs)
@@ -104,7 +127,10 @@ class FsspecStore(Store):
                 yield after, memoryview(data)
                 return
             before = after
-        raise Conflict(f"{self._url}/{key} is rewritten again and again", hint="retry when nothing writes there")
+        raise Conflict(
+            f"{self._url}/{key} is rewritten again and again",
+            hint="retry when nothing writes there",
+        )
 
     def create(self, key: str, unit: int = 1) -> NoReturn:  # noqa: ARG002 - see Store
         """UnsupportedError."""
@@ -173,8 +199,14 @@ class FsspecStore(Store):
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - each library behind fsspec raises its own
-            kind, message, hint = UcformatError, f"cannot {action} {name}: {type(error).__name__}: {error}", None
-        text = redacted(message.replace(name, _NAME), secrets_in(getattr(self._fs, "storage_options", {})))
+            kind, message, hint = (
+                UcformatError,
+                f"cannot {action} {name}: {type(error).__name__}: {error}",
+                None,
+            )
+        text = redacted(
+            message.replace(name, _NAME), secrets_in(getattr(self._fs, "storage_options", {}))
+        )
         raise kind(text.replace(_NAME, name), hint=hint) from None
 
     def _fetch(self, key: str, offset: int, nbytes: int) -> bytes:
@@ -183,33 +215,47 @@ class FsspecStore(Store):
         if nbytes == 0:
             return b""
         try:
-            data: bytes = self._call("read", key, lambda: self._fs.cat_file(path, start=offset, end=offset + nbytes))
+            data: bytes = self._call(
+                "read", key, lambda: self._fs.cat_file(path, start=offset, end=offset + nbytes)
+            )
         except NotFound:
             raise
-        except (UcformatError, MemoryError):  # some libraries fail for a range past the end, others return less
+        except (
+            UcformatError,
+            MemoryError,
+        ):  # some libraries fail for a range past the end, others return less
             check_range(name, offset, nbytes, self.info(key).size)
             raise
         if len(data) < nbytes:
             check_range(name, offset, nbytes, self.info(key).size)
         if len(data) != nbytes:
-            raise IntegrityError(f"{name}: {nbytes} bytes were requested, but {len(data)} were received")
+            raise IntegrityError(
+                f"{name}: {nbytes} bytes were requested, but {len(data)} were received"
+            )
         return data
 
 
 def _over_http(url: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options with which fsspec uses our HTTP clients, also in a chain."""
-    schemes = {scheme for part in url.split("::") if (scheme := part.partition("://")[0].lower()) in ("http", "https")}
+    schemes = {
+        scheme
+        for part in url.split("::")
+        if (scheme := part.partition("://")[0].lower()) in ("http", "https")
+    }
     return {**options, **{s: {"get_client": _client, **options.get(s, {})} for s in schemes}}
 
 
 async def _client(**options: Any) -> Any:
     """An HTTP client that removes all headers that may be secret when it is redirected to another host.
 
-    aiohttp does so for `Authorization` and cookies, not for others that a user's fsspec configuration sets.
+    aiohttp does so for `Authorization` and cookies, not for others that a user's fsspec
+    configuration sets.
     """
     import aiohttp
 
-    async def remove_headers(_session: object, _context: object, params: aiohttp.TraceRequestRedirectParams) -> None:
+    async def remove_headers(
+        _session: object, _context: object, params: aiohttp.TraceRequestRedirectParams
+    ) -> None:
         answer, here = params.response.headers, str(params.url)
         there = urljoin(here, answer.get("Location") or answer.get("URI") or "")
         if urlsplit(there).hostname != urlsplit(here).hostname:
@@ -250,7 +296,11 @@ def _find(fs: Any, folder: str) -> dict[str, Any]:
 def _info(key: str, found: dict[str, Any]) -> Info:
     parts = (found[k] for k in _VERSION if k in found)
     version = "-".join(str(f.timestamp() if isinstance(f, datetime) else f) for f in parts)
-    times = (f.timestamp() if isinstance(f, datetime) else f for k in _MODIFIED if (f := found.get(k)) is not None)
+    times = (
+        f.timestamp() if isinstance(f, datetime) else f
+        for k in _MODIFIED
+        if (f := found.get(k)) is not None
+    )
     modified = next((float(t) for t in times if isinstance(t, int | float)), None)
     etag = found.get("ETag") or found.get("etag")
     return Info(key, int(found["size"]), version, modified, str(etag) if etag else None)

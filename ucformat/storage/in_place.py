@@ -1,7 +1,7 @@
 """Files that several processes write together, each its own parts of a file whose size is known.
 
-On a file system such a file has its name from the beginning, so it must be below something that is not visible yet,
-such as an attempt.
+On a file system such a file has its name from the beginning, so it must be below something that is
+not visible yet, such as an attempt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Bytes, Store, Writer
     from ucformat.storage.objects import Multipart
 
-#: How files are written together: by positional writes, in parts of an upload, or each file by one process.
+#: How files are written together: by positional writes, in parts of an upload, or each file by one
+#: process.
 Way = Literal["in place", "parts", "whole"]
 
 _WRITEBACK = 32 << 20  # bytes after which write-back starts
@@ -38,8 +39,8 @@ _WRITEBACK = 32 << 20  # bytes after which write-back starts
 class InPlaceFile:
     """A file that is written in place; its bytes are zeros until they are written.
 
-    As a context manager, it closes on success: what this process has written is durable after the next `flush` of the
-    store.
+    As a context manager, it closes on success: what this process has written is durable after the
+    next `flush` of the store.
     """
 
     def __init__(self, store: LocalStore, key: str, nbytes: int) -> None:
@@ -47,13 +48,15 @@ class InPlaceFile:
         self._nbytes, self._unsynced = nbytes, 0
         folder = store._folders.make(key.rpartition("/")[0])  # noqa: SLF001
         with mapping_os_errors("write", str(self._path)):
-            # Nobody reads through this descriptor, so a network file system sends exactly the bytes that are written,
-            # and not the rest of their pages, which others write.
+            # Nobody reads through this descriptor, so a network file system sends exactly the bytes
+            # that are written, and not the rest of their pages, which others write.
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             self._file = Descriptor(os.open(self._path.name, flags, 0o666, dir_fd=folder.fd))
             found = os.fstat(self._file.fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size not in (0, nbytes):
-                raise UcformatError(f"{self._path} is not the file that was to be written", hint="save again")
+                raise UcformatError(
+                    f"{self._path} is not the file that was to be written", hint="save again"
+                )
             os.ftruncate(self._file.fd, nbytes)  # it has this size, or none
 
     def write(self, offset: int, data: Bytes) -> None:
@@ -77,7 +80,10 @@ class InPlaceFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.close()
@@ -98,17 +104,20 @@ def way_of(store: Store) -> tuple[Way, Multipart | None]:
 class PartsWriter:
     """Writes one process's parts of files that several processes write together.
 
-    As a context manager, it closes on success: then what it has written is durable after the next `flush` of the store,
-    and files that are written whole are visible.
+    As a context manager, it closes on success: then what it has written is durable after the next
+    `flush` of the store, and files that are written whole are visible.
 
     Args:
-        way: how they are written; if whole, all parts of a file are written in order, and one file after the other.
+        way: how they are written; if whole, all parts of a file are written in order, and one file
+            after the other.
 
     Attributes:
         etags: of parts of uploads: the ETag of each, by file and part.
     """
 
-    def __init__(self, store: Store, files: Sequence[tuple[str, int]], way: Way, uploads: Sequence[str] = ()) -> None:
+    def __init__(
+        self, store: Store, files: Sequence[tuple[str, int]], way: Way, uploads: Sequence[str] = ()
+    ) -> None:
         self.etags: dict[tuple[int, int], str] = {}
         self._store, self._files, self._way, self._uploads = store, files, way, uploads
         self._lock, self._stack = threading.Lock(), ExitStack()
@@ -129,7 +138,10 @@ class PartsWriter:
         else:
             if self._writing is None or self._writing[0] != file:
                 self._stack.close()
-                self._writing = (file, self._stack.enter_context(self._store.create(key, unit_for(nbytes))))
+                self._writing = (
+                    file,
+                    self._stack.enter_context(self._store.create(key, unit_for(nbytes))),
+                )
             self._writing[1].write(data)
 
     @cached_property
@@ -147,13 +159,18 @@ class PartsWriter:
             if file not in self._opened:
                 key, nbytes = self._files[file]
                 assert isinstance(self._store, LocalStore)  # noqa: S101 - it is written in place
-                self._opened[file] = self._stack.enter_context(InPlaceFile(self._store, key, nbytes))
+                self._opened[file] = self._stack.enter_context(
+                    InPlaceFile(self._store, key, nbytes)
+                )
             return self._opened[file]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stack.__exit__(kind, error, trace)

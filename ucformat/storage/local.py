@@ -21,7 +21,16 @@ from ucformat.errors import (
     UnsupportedError,
 )
 from ucformat.settings import local_path
-from ucformat.storage.base import HIDDEN, Costs, Info, Store, Writer, check_key, check_range, content_version
+from ucformat.storage.base import (
+    HIDDEN,
+    Costs,
+    Info,
+    Store,
+    Writer,
+    check_key,
+    check_range,
+    content_version,
+)
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.folders import (
     Folders,
@@ -58,16 +67,19 @@ _WRITEBACK = 32 << 20  # bytes after which write-back of a file that is being wr
 class LocalStore(Store):
     """Files under a local folder, which is created with the first file.
 
-    Symbolic links are followed when reading, also out of the root, because foreign checkpoints contain them (Hugging
-    Face's cache), unless the store is `confined`; `list` returns linked files, but not the contents of linked folders.
-    Nothing is written or deleted through a link below the root, even if it is created concurrently: that is
-    UnsafeError. Killed writers leave hidden files, which `sweep` and `delete_prefix` remove. Open files are closed when
-    the store is garbage-collected.
+    Symbolic links are followed when reading, also out of the root, because foreign checkpoints
+    contain them (Hugging Face's cache), unless the store is `confined`; `list` returns linked
+    files, but not the contents of linked folders. Nothing is written or deleted through a link
+    below the root, even if it is created concurrently: that is UnsafeError. Killed writers leave
+    hidden files, which `sweep` and `delete_prefix` remove. Open files are closed when the store is
+    garbage-collected.
     """
 
     costs = Costs()
 
-    def __init__(self, root: str | os.PathLike[str], allows: Callable[[str], bool] | None = None) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], allows: Callable[[str], bool] | None = None
+    ) -> None:
         self._root = local_path(root)
         self._allows = allows
         self._handles = OpenFiles()
@@ -76,7 +88,10 @@ class LocalStore(Store):
         self._durability = PendingSyncs(self._folders.sync)
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[Path, Callable[[str], bool] | None]]:
-        return LocalStore, (self._root, self._allows and _nowhere)  # another process has to grant its own exceptions
+        return LocalStore, (
+            self._root,
+            self._allows and _nowhere,
+        )  # another process has to grant its own exceptions
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
@@ -113,7 +128,9 @@ class LocalStore(Store):
             check_range(name, offset, nbytes, offset + got)
             return bytes(data)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """Fill buffers by `preadv`, without intermediate copies."""
         name = f"{self._root}/{key}"
         wanted = sum(b.nbytes for b in buffers)
@@ -170,14 +187,24 @@ class LocalStore(Store):
         with _hidden(folder, path, data) as temporary:
             try:
                 with mapping_os_errors("create", str(path)):
-                    os.link(temporary, path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd, follow_symlinks=False)
+                    os.link(
+                        temporary,
+                        path.name,
+                        src_dir_fd=folder.fd,
+                        dst_dir_fd=folder.fd,
+                        follow_symlinks=False,
+                    )
             except Conflict:
-                if os.stat(temporary, dir_fd=folder.fd).st_nlink != 2:  # otherwise it was made, but NFS lost the answer
+                if (
+                    os.stat(temporary, dir_fd=folder.fd).st_nlink != 2
+                ):  # otherwise it was made, but NFS lost the answer
                     reject_broken_link(path, folder)
                     raise
             except (PermissionDenied, UnsupportedError) as error:
                 hint = "commit to a file system with hard links, or to an object store"
-                raise UnsupportedError(f"{path} cannot be put if absent: {error.message}", hint=hint) from error
+                raise UnsupportedError(
+                    f"{path} cannot be put if absent: {error.message}", hint=hint
+                ) from error
         self._finish(key, folder)
         return content_version(data)
 
@@ -223,7 +250,9 @@ class LocalStore(Store):
                 raise IsADirectoryError  # unlink fails with EISDIR or EPERM, depending on the system
             os.unlink(path.name, dir_fd=folder.fd)
             self._folders.check_same(above, folder)
-        self._durability.add_folder(above)  # even if it was gone: its removal may not have been synced
+        self._durability.add_folder(
+            above
+        )  # even if it was gone: its removal may not have been synced
         self._handles.drop(key)
         self._durability.forget(path.__eq__)
 
@@ -253,7 +282,11 @@ class LocalStore(Store):
                 if not (name.startswith(HIDDEN) and name.endswith(".tmp")):
                     continue
                 with suppress(OSError):  # gone, or its writer is alive
-                    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder)
+                    fd = os.open(
+                        name,
+                        os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW,
+                        dir_fd=folder,
+                    )
                     try:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         os.unlink(name, dir_fd=folder)
@@ -305,7 +338,9 @@ class LocalStore(Store):
         try:
             self._folders.sync_upwards(_folder(key), folder)
         except UcformatError as error:
-            raise Uncertain(f"{self._path(key)} was written, but may not be durable: {error.message}") from error
+            raise Uncertain(
+                f"{self._path(key)} was written, but may not be durable: {error.message}"
+            ) from error
 
 
 class LocalWriter(Writer):

@@ -1,9 +1,10 @@
 """The open files of a local store: those to read from, and those to make durable.
 
-Write-back starts at `close`, and many files are synced at once. Measured when converting 228 tensors of 1 GB in total
-on ext4, in shuffled order (median of 5, in seconds): `cp -r` and `sync -f` 1.0; fsync in the background from `close` on
-1.6, because each commits the journal; early write-back and fsync at the end 1.4; without early write-back 2.1. `syncfs`
-would be as fast, but wait for the writes of all other processes.
+Write-back starts at `close`, and many files are synced at once. Measured when converting 228
+tensors of 1 GB in total on ext4, in shuffled order (median of 5, in seconds): `cp -r` and `sync -f`
+1.0; fsync in the background from `close` on 1.6, because each commits the journal; early write-back
+and fsync at the end 1.4; without early write-back 2.1. `syncfs` would be as fast, but wait for the
+writes of all other processes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Descriptor:
 class OpenFile(Descriptor):
     """A descriptor for reading a regular file; opening a pipe or a device fails without blocking.
 
-    With `folder`, an open folder, the name is resolved in that folder, even if its path leads elsewhere by then.
+    With `folder`, an open folder, the name is resolved in that folder, even if its path leads
+    elsewhere by then.
     """
 
     __slots__ = ()
@@ -149,7 +151,9 @@ class PendingSyncs:
         )  # files kept open before some are synced
         self._pool: ThreadPoolExecutor | None = None
         self._open: dict[Path, _Written] = {}
-        self._files: dict[Path, Future[dict[Path, OSError]]] = {}  # each returns the errors of its part of the files
+        self._files: dict[
+            Path, Future[dict[Path, OSError]]
+        ] = {}  # each returns the errors of its part of the files
         self._folders: set[str] = set()
 
     def add(self, file: Path, open_file: Descriptor, folders: Iterable[str]) -> None:
@@ -172,7 +176,9 @@ class PendingSyncs:
         """Start syncing all open files; the caller holds the lock."""
         for part in _parts(list(self._open.items())):
             assert self._pool is not None  # noqa: S101
-            self._files |= dict.fromkeys((file for file, _ in part), self._pool.submit(_sync_all, part))
+            self._files |= dict.fromkeys(
+                (file for file, _ in part), self._pool.submit(_sync_all, part)
+            )
         self._open = {}
 
     def covers(self, file: Path) -> bool:
@@ -183,7 +189,9 @@ class PendingSyncs:
     def forget(self, deleted: Callable[[Path], bool]) -> None:
         """Exclude deleted files from the next `flush`."""
         with self._lock:
-            self._open = {file: written for file, written in self._open.items() if not deleted(file)}
+            self._open = {
+                file: written for file, written in self._open.items() if not deleted(file)
+            }
             self._files = {file: done for file, done in self._files.items() if not deleted(file)}
 
     def flush(self) -> None:
@@ -197,7 +205,11 @@ class PendingSyncs:
                 wait(files.values())
                 for file, done in files.items():
                     _raise_error(file, done.result())
-                list((map if self._pool is None else self._pool.map)(self._sync_folders, _parts(list(folders))))
+                list(
+                    (map if self._pool is None else self._pool.map)(
+                        self._sync_folders, _parts(list(folders))
+                    )
+                )
             except BaseException:  # a failed file remains, so that no later flush succeeds
                 with self._lock:
                     self._files = files | self._files
@@ -212,7 +224,8 @@ class PendingSyncs:
 def prefetch(fd: int, offset: int, nbytes: int) -> None:
     """Ask the kernel to read a whole range from the disk at once; a hint, ignored where it is not supported.
 
-    Otherwise a range that is read in pieces waits for the disk once for each: columns were read at half the speed.
+    Otherwise a range that is read in pieces waits for the disk once for each: columns were read at
+    half the speed.
     """
     with suppress(OSError, AttributeError):  # there is no posix_fadvise on macOS
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
@@ -272,7 +285,9 @@ def _raise_error(file: Path, failed: Mapping[Path, OSError]) -> None:
 
 def file_info(key: str, s: os.stat_result) -> Info:
     """The `Info` of a file."""
-    return Info(key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}", s.st_mtime, changed=s.st_ctime_ns)
+    return Info(
+        key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}", s.st_mtime, changed=s.st_ctime_ns
+    )
 
 
 def walk(folder: Path, prefix: str) -> Iterator[Info]:
@@ -293,9 +308,13 @@ def walk(folder: Path, prefix: str) -> Iterator[Info]:
         try:
             found = e.stat()
         except OSError as error:
-            if e.is_symlink() or isinstance(error, FileNotFoundError):  # a dangling link, or deleted meanwhile
+            if e.is_symlink() or isinstance(
+                error, FileNotFoundError
+            ):  # a dangling link, or deleted meanwhile
                 continue
-            with mapping_os_errors("list", str(folder / e.name)):  # an omitted file would appear to be missing
+            with mapping_os_errors(
+                "list", str(folder / e.name)
+            ):  # an omitted file would appear to be missing
                 raise
         if stat.S_ISREG(found.st_mode):
             yield file_info(prefix + e.name, found)

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, NotFound, UnsupportedError, UsageError
-from ucformat.storage.base import Costs, Info, Store, Writer, check_key, check_range, content_version
+from ucformat.storage.base import (
+    Costs,
+    Info,
+    Store,
+    Writer,
+    check_key,
+    check_range,
+    content_version,
+)
 from ucformat.storage.strided import fill
 
 if TYPE_CHECKING:
@@ -45,7 +53,8 @@ class MemoryStore(Store):
 
     def __reduce__(self) -> tuple[object, ...]:
         raise UnsupportedError(
-            f"{self.url} is in the memory of one process", hint="use a folder to share files between processes"
+            f"{self.url} is in the memory of one process",
+            hint="use a folder to share files between processes",
         )
 
     def __repr__(self) -> str:
@@ -67,7 +76,9 @@ class MemoryStore(Store):
         check_range(f"{self.url}/{key}", offset, nbytes, len(data))
         return data[offset : offset + nbytes]
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """Copy bytes into buffers."""
         data = memoryview(self._get(key).data)
         check_range(f"{self.url}/{key}", offset, sum(b.nbytes for b in buffers), len(data))

@@ -1,7 +1,8 @@
 """Multipart uploads to S3 of which several processes put parts, through boto3: obstore has no call for a single part.
 
-One process begins an upload, and tells its id to the others; when all parts are there it completes the upload. Nothing
-is visible before, and an upload that is neither completed nor aborted stays invisible.
+One process begins an upload, and tells its id to the others; when all parts are there it completes
+the upload. Nothing is visible before, and an upload that is neither completed nor aborted stays
+invisible.
 """
 
 from __future__ import annotations
@@ -12,9 +13,25 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Conflict, IntegrityError, NotFound, PermissionDenied, UcformatError, UnsupportedError
+from ucformat.errors import (
+    Conflict,
+    IntegrityError,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.storage import strided
-from ucformat.storage.base import HIDDEN, Checksums, Costs, Info, Store, check_key, check_range, content_version
+from ucformat.storage.base import (
+    HIDDEN,
+    Checksums,
+    Costs,
+    Info,
+    Store,
+    check_key,
+    check_range,
+    content_version,
+)
 from ucformat.storage.clouds import Options, boto_client, connect, parse, service
 from ucformat.storage.concurrency import RequestBudget
 from ucformat.storage.error_mapping import map_object_error, retry
@@ -55,12 +72,16 @@ class Multipart:
         """Make the object visible."""
         parts = {"Parts": [{"PartNumber": n, "ETag": tag} for n, tag in enumerate(etags, 1)]}
         try:
-            self._request("write", "complete_multipart_upload", key, UploadId=upload, MultipartUpload=parts)
+            self._request(
+                "write", "complete_multipart_upload", key, UploadId=upload, MultipartUpload=parts
+            )
         except UcformatError:
             if self._size(key) != nbytes:  # else only the answer was lost
                 raise
         if (size := self._size(key)) != nbytes:
-            raise UcformatError(f"{self._name(key)} has {size} bytes instead of {nbytes}", hint="save again")
+            raise UcformatError(
+                f"{self._name(key)} has {size} bytes instead of {nbytes}", hint="save again"
+            )
 
     def abort(self, key: str, upload: str) -> None:
         """Discard an upload and its parts."""
@@ -75,7 +96,10 @@ class Multipart:
 
     def _of(self, key: str) -> dict[str, str]:
         prefix = self._place.prefix
-        return {"Bucket": self._place.bucket, "Key": f"{prefix}/{check_key(key)}" if prefix else check_key(key)}
+        return {
+            "Bucket": self._place.bucket,
+            "Key": f"{prefix}/{check_key(key)}" if prefix else check_key(key),
+        }
 
     def _name(self, key: str) -> str:
         return f"{self._place.root}/{key}"
@@ -87,7 +111,10 @@ class Multipart:
         try:
             return getattr(self._client, call)(**self._of(key), **arguments)
         except ClientError as error:
-            found, status = error.response.get("Error", {}), error.response["ResponseMetadata"].get("HTTPStatusCode")
+            found, status = (
+                error.response.get("Error", {}),
+                error.response["ResponseMetadata"].get("HTTPStatusCode"),
+            )
             why = f"{found.get('Code', '')}: {found.get('Message', '')}"[:200]
         except MemoryError:
             raise
@@ -97,7 +124,9 @@ class Multipart:
             raise NotFound(f"{self._name(key)} does not exist")
         failed = f"cannot {action} {self._name(key)}: {why}"
         if status in _DENIED:
-            raise PermissionDenied(failed, hint="check the credentials that boto3 finds, and their permissions")
+            raise PermissionDenied(
+                failed, hint="check the credentials that boto3 finds, and their permissions"
+            )
         raise UcformatError(failed, hint="`ucp doctor URL` reports what the storage supports")
 
 
@@ -114,8 +143,9 @@ _PAGE = 1000  # keys that one request lists or deletes
 class ObjectStore(Store):
     """The objects below a prefix of a bucket.
 
-    An object becomes visible as a whole and durable when its upload is closed. Each put carries a write id, so that a
-    writer that finds its object already there knows that only the answer to its own request was lost.
+    An object becomes visible as a whole and durable when its upload is closed. Each put carries a
+    write id, so that a writer that finds its object already there knows that only the answer to its
+    own request was lost.
     """
 
     def __init__(self, url: str, options: Options = Options()) -> None:  # noqa: B008 - it is immutable
@@ -148,7 +178,11 @@ class ObjectStore(Store):
                 except MemoryError:
                     raise
                 except Exception as error:  # noqa: BLE001 - a configuration that obstore rejects
-                    failure = error if isinstance(error, UcformatError) else map_object_error(error, "open", self.url)
+                    failure = (
+                        error
+                        if isinstance(error, UcformatError)
+                        else map_object_error(error, "open", self.url)
+                    )
                 if self._connected is None:
                     raise failure from None  # outside, or the library's error would be its context
             return self._connected
@@ -168,7 +202,9 @@ class ObjectStore(Store):
 
         check_key(key)
         if nbytes is None and offset == 0:
-            return bytes(self._request("read", key, lambda client: obstore.get(client, key).bytes()))
+            return bytes(
+                self._request("read", key, lambda client: obstore.get(client, key).bytes())
+            )
         if nbytes is None or nbytes > _COSTS.request:  # check the size before allocating memory
             size = self.info(key).size
             nbytes = size - offset if nbytes is None else nbytes
@@ -178,7 +214,9 @@ class ObjectStore(Store):
         self.read_into(key, offset, [memoryview(out)])
         return bytes(out)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """Fill buffers with requests of at most `costs.request` bytes; obstore's own buffers are copied once."""
         check_key(key)
         remaining = [row for b in buffers if b.nbytes for row in strided.rows(b)][::-1]
@@ -201,7 +239,9 @@ class ObjectStore(Store):
                     row[:] = data
 
     @contextmanager
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
+    def read_ranges(
+        self, key: str, ranges: Sequence[tuple[int, int]]
+    ) -> Iterator[Sequence[memoryview]]:
         """See RangeReader; the bytes of the ranges count as in flight until the block ends."""
         import obstore
 
@@ -297,7 +337,8 @@ class ObjectStore(Store):
             keys = [meta["path"] for meta in page]
             if keys != sorted(keys) or (last is not None and keys and keys[0] <= last):
                 raise UnsupportedError(
-                    f"{self._name(prefix)} is not listed in the order of keys", hint="use a general-purpose bucket"
+                    f"{self._name(prefix)} is not listed in the order of keys",
+                    hint="use a general-purpose bucket",
                 )
             last = keys[-1] if keys else last
             yield page
@@ -347,11 +388,18 @@ class ObjectStore(Store):
             raise changed from None
         if content_version(content) != version:
             raise changed
-        self._put(key, data, {k: found.meta[k] for k in ("e_tag", "version") if found.meta.get(k)}, changed)
+        self._put(
+            key,
+            data,
+            {k: found.meta[k] for k in ("e_tag", "version") if found.meta.get(k)},
+            changed,
+        )
         return content_version(data)
 
     def _put(self, key: str, data: bytes, mode: Any, conflict: Conflict) -> None:
-        put_on_condition(self._client, key, self._name(key), data, mode, conflict, self._options.deadline)
+        put_on_condition(
+            self._client, key, self._name(key), data, mode, conflict, self._options.deadline
+        )
 
     def delete(self, key: str) -> None:
         """Remove an object."""
@@ -391,7 +439,8 @@ class ObjectStore(Store):
     def _check_writable(self) -> None:
         if self._place.cloud == "http":
             raise UnsupportedError(
-                f"{self.url} can be read, but not written to", hint="write to S3, Google or Azure storage"
+                f"{self.url} can be read, but not written to",
+                hint="write to S3, Google or Azure storage",
             )
 
     def _request(self, action: str, key: str, call: Callable[[Client], Any]) -> Any:
@@ -401,9 +450,13 @@ class ObjectStore(Store):
 
 
 def _info(meta: Any) -> Info:
-    modified = float(int(meta["last_modified"].timestamp()))  # the resolution of HTTP; listings of S3 have a finer one
+    modified = float(
+        int(meta["last_modified"].timestamp())
+    )  # the resolution of HTTP; listings of S3 have a finer one
     version = meta.get("version") or meta.get("e_tag") or modified
-    return Info(meta["path"], int(meta["size"]), f"{version}-{meta['size']}", modified, meta.get("e_tag"))
+    return Info(
+        meta["path"], int(meta["size"]), f"{version}-{meta['size']}", modified, meta.get("e_tag")
+    )
 
 
 def _of_size(data: Any, nbytes: int) -> memoryview:
@@ -427,7 +480,9 @@ def _scatter(data: memoryview, buffers: list[memoryview]) -> None:
             buffers[-1] = room[take:]
 
 
-def _groups(rows: Sequence[tuple[int, memoryview]], limit: int) -> Iterator[list[tuple[int, memoryview]]]:
+def _groups(
+    rows: Sequence[tuple[int, memoryview]], limit: int
+) -> Iterator[list[tuple[int, memoryview]]]:
     """Rows in groups of at most `limit` bytes."""
     group: list[tuple[int, memoryview]] = []
     size = 0

@@ -1,7 +1,7 @@
 """CRCs combined from those of parts, which may be computed in any order.
 
-The CRC of two concatenated runs of bytes is the CRC of the first, shifted by the length of the second, xor the CRC of
-the second: a CRC is linear, and the inversions at its ends cancel out.
+The CRC of two concatenated runs of bytes is the CRC of the first, shifted by the length of the
+second, xor the CRC of the second: a CRC is linear, and the inversions at its ends cancel out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class CrcShift:
                 rows = [self._apply(half, self._apply(half, 1 << bit)) for bit in range(32)]
             else:
                 rows = [self._over_byte(1 << bit) for bit in range(32)]
-            tables = tuple(tuple(_xor(rows[8 * k : 8 * k + 8], value) for value in range(256)) for k in range(4))
+            tables = tuple(
+                tuple(_xor(rows[8 * k : 8 * k + 8], value) for value in range(256))
+                for k in range(4)
+            )
             self._doubled.append((tables[0], tables[1], tables[2], tables[3]))
 
     def _over_byte(self, crc: int) -> int:
@@ -63,7 +66,12 @@ class CrcShift:
 
     @staticmethod
     def _apply(tables: _Tables, crc: int) -> int:
-        return tables[0][crc & 255] ^ tables[1][crc >> 8 & 255] ^ tables[2][crc >> 16 & 255] ^ tables[3][crc >> 24]
+        return (
+            tables[0][crc & 255]
+            ^ tables[1][crc >> 8 & 255]
+            ^ tables[2][crc >> 16 & 255]
+            ^ tables[3][crc >> 24]
+        )
 
 
 def _xor(rows: list[int], chosen: int) -> int:
@@ -80,9 +88,10 @@ CRC32C_SHIFT = CrcShift(0x82F63B78)
 
 # Reading and checksums of strided memory.
 #
-# A *strided buffer* is a memoryview of bytes whose last dim is contiguous: rows at regular distances, such as a slice of
-# a matrix. `ucformat/_native.c` does all of it at memory speed and releases the GIL. It is built for Linux on x86-64;
-# elsewhere, and where there was no compiler, the same functions here do it in Python.
+# A *strided buffer* is a memoryview of bytes whose last dim is contiguous: rows at regular
+# distances, such as a slice of a matrix. `ucformat/_native.c` does all of it at memory speed and
+# releases the GIL. It is built for Linux on x86-64; elsewhere, and where there was no compiler, the
+# same functions here do it in Python.
 
 try:
     from ucformat._native import copy as _native_copy
@@ -97,11 +106,14 @@ except ImportError:
     NATIVE = False
 
 
-#: Bytes of rows that are cheaper to read into contiguous memory and to copy than to read directly into place.
+#: Bytes of rows that are cheaper to read into contiguous memory and to copy than to read directly
+#: into place.
 SHORT_ROW = 0 if NATIVE else 8 << 10
 
 _IOV_MAX = 1024
-_WRITE = 256 << 10  # bytes of one write(2): ext4 was up to nine times slower with 8 MiB in measurements
+_WRITE = (
+    256 << 10
+)  # bytes of one write(2): ext4 was up to nine times slower with 8 MiB in measurements
 _CALL = 8 << 20  # bytes that are written before a signal is handled
 _RELEASE_GIL = 256 << 10  # bytes whose checksum takes longer than releasing and reacquiring the GIL
 
@@ -136,7 +148,9 @@ def fill(buffers: Sequence[memoryview], data: memoryview, crcs: Checksums | None
             raise ValueError("the buffers are larger than the data")
         if buffer.nbytes:
             to = np.asarray(buffer.cast("B") if buffer.c_contiguous else buffer)
-            np.copyto(to, np.frombuffer(data, np.uint8, to.size).reshape(to.shape))  # releases the GIL
+            np.copyto(
+                to, np.frombuffer(data, np.uint8, to.size).reshape(to.shape)
+            )  # releases the GIL
             data = data[to.size :]
     extend(crcs, buffers)
 
@@ -144,13 +158,15 @@ def fill(buffers: Sequence[memoryview], data: memoryview, crcs: Checksums | None
 def copy(target: NDArray[np.generic], source: NDArray[np.generic]) -> None:
     """Copy an array in C order, row by row if the last dims of both are contiguous.
 
-    NumPy visits the elements in the order of the target. Where rows are short, that of the source is faster: the caller
-    chooses it by the order of the dims.
+    NumPy visits the elements in the order of the target. Where rows are short, that of the source
+    is faster: the caller chooses it by the order of the dims.
 
     Args:
         target: the array to copy to, which does not overlap the source.
     """
-    if NATIVE and all(a.ndim and (a.strides[-1] == a.itemsize or a.shape[-1] == 1) for a in (target, source)):
+    if NATIVE and all(
+        a.ndim and (a.strides[-1] == a.itemsize or a.shape[-1] == 1) for a in (target, source)
+    ):
         _native_copy(target.data, source.data)
     else:
         target[...] = source
@@ -194,11 +210,14 @@ def crc32(data: Bytes, before: int = 0) -> int:
     return before
 
 
-def read_scattered(fd: int, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> int:
+def read_scattered(
+    fd: int, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+) -> int:
     """Read a contiguous range of a file into buffers, one after another.
 
     Returns:
-        the number of bytes read, which is less than the size of the buffers only at the end of the file.
+        the number of bytes read, which is less than the size of the buffers only at the end of the
+        file.
     """
     if NATIVE:
         return _native_read_into(fd, offset, buffers, crcs)
@@ -221,8 +240,8 @@ def read_scattered(fd: int, offset: int, buffers: Sequence[memoryview], crcs: Ch
 def write_all(fd: int, data: Bytes) -> None:
     """Write all of a buffer to a file, from its current position.
 
-    Each system call that Python makes ends with waiting for the GIL: in a conversion with two threads these waits took
-    as long as the writing itself.
+    Each system call that Python makes ends with waiting for the GIL: in a conversion with two
+    threads these waits took as long as the writing itself.
     """
     view = memoryview(data)
     if not view.nbytes:

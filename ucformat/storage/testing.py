@@ -1,6 +1,7 @@
 """The conformance suite of stores, for pytest.
 
-Subclass `StoreTests` with a fixture `store` that returns a new, empty store for each test, and run pytest:
+Subclass `StoreTests` with a fixture `store` that returns a new, empty store for each test, and run
+pytest:
 
     from ucformat.storage.testing import StoreTests
 
@@ -22,7 +23,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ucformat.errors import Conflict, MissingData, NotFound, PermissionDenied, UnsafeError, UnsupportedError
+from ucformat.errors import (
+    Conflict,
+    MissingData,
+    NotFound,
+    PermissionDenied,
+    UnsafeError,
+    UnsupportedError,
+)
 from ucformat.storage.base import content_version
 from ucformat.storage.strided import checksum
 
@@ -33,7 +41,20 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreTests", "keys", "put"]
 
-_UNSAFE = ["", "..", "../x", "a/../../x", "/abs", "a//b", "a/./b", "a/", ".", "a\\b", "a\0b", "\ud800"]
+_UNSAFE = [
+    "",
+    "..",
+    "../x",
+    "a/../../x",
+    "/abs",
+    "a//b",
+    "a/./b",
+    "a/",
+    ".",
+    "a\\b",
+    "a\0b",
+    "\ud800",
+]
 
 
 def put(store: Store, key: str, data: bytes = b"x") -> None:
@@ -104,10 +125,24 @@ class StoreTests:
         store.read_into("f", 0, [view[i : i + 3] for i in range(0, 9000, 3)])
         assert target == data
 
-    def test_fills_buffers_of_any_item_type_and_rows_that_are_not_adjacent(self, store: Store) -> None:
+    def test_fills_buffers_of_any_item_type_and_rows_that_are_not_adjacent(
+        self, store: Store
+    ) -> None:
         put(store, "f", b"\x01\0\0\0\x02\0\0\0\x03\0\0\0\x04\0\0\0" + bytes(range(16, 100)))
-        grid, scalar, cube = np.zeros((1, 3), "<u4"), np.zeros((), "<u4"), np.zeros((4, 5, 6), np.uint8)
-        arrays = [grid, np.zeros((0, 3)), scalar, cube[:2, 1:4, 2:5], cube[3, :0], cube[2:, ::4, 1:], cube[3, 2:3, 3:6]]
+        grid, scalar, cube = (
+            np.zeros((1, 3), "<u4"),
+            np.zeros((), "<u4"),
+            np.zeros((4, 5, 6), np.uint8),
+        )
+        arrays = [
+            grid,
+            np.zeros((0, 3)),
+            scalar,
+            cube[:2, 1:4, 2:5],
+            cube[3, :0],
+            cube[2:, ::4, 1:],
+            cube[3, 2:3, 3:6],
+        ]
         crcs = list(range(len(arrays)))
         store.read_into("f", 0, [a.data for a in arrays], crcs)
         assert [grid.tolist(), scalar.tolist(), int(np.count_nonzero(cube))] == [[[1, 2, 3]], 4, 41]
@@ -131,10 +166,16 @@ class StoreTests:
         for offset, buffers in [(0, []), (3, [memoryview(b"")]), (99, [])]:
             store.read_into("f", offset, buffers)
 
-    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 11), (9, 2), (10, 1), (500, 1), (-1, 2), (0, 1 << 60)])
-    def test_reading_past_the_end_names_file_range_and_size(self, store: Store, offset: int, nbytes: int) -> None:
+    @pytest.mark.parametrize(
+        ("offset", "nbytes"), [(0, 11), (9, 2), (10, 1), (500, 1), (-1, 2), (0, 1 << 60)]
+    )
+    def test_reading_past_the_end_names_file_range_and_size(
+        self, store: Store, offset: int, nbytes: int
+    ) -> None:
         put(store, "d/short", b"0123456789")
-        with pytest.raises(MissingData, match=rf"d/short: bytes {offset} to {offset + nbytes} .* has \d+"):
+        with pytest.raises(
+            MissingData, match=rf"d/short: bytes {offset} to {offset + nbytes} .* has \d+"
+        ):
             store.read("d/short", offset, nbytes)
         if nbytes < 100:
             with pytest.raises(MissingData, match=f"d/short: bytes {offset} to {offset + nbytes}"):
@@ -147,7 +188,12 @@ class StoreTests:
 
     def test_a_missing_file_is_not_found(self, store: Store) -> None:
         put(store, "a/b/c")
-        reads: list[Callable[[str], object]] = [store.info, store.read, store.read_versioned, store.adopt]
+        reads: list[Callable[[str], object]] = [
+            store.info,
+            store.read,
+            store.read_versioned,
+            store.adopt,
+        ]
         reads += [lambda k: store.read_into(k, 0, [memoryview(bytearray(1))])]
         reads += [lambda k: store.read_rows(k, 0, 1, [memoryview(bytearray(1))])]
         for key in ("nothing", "a/nothing", "no/thing", "a/b", "a"):
@@ -184,7 +230,9 @@ class StoreTests:
         put(store, "d/f", b"one")
         for found in (store.info("d/f"), next(iter(store.list()))):
             assert found.modified is not None
-            assert before - 1 <= found.modified <= time.time() + 1  # object stores report whole seconds
+            assert (
+                before - 1 <= found.modified <= time.time() + 1
+            )  # object stores report whole seconds
 
         def has_changed() -> bool:  # once the clock of the file system has advanced
             put(store, "d/f", b"two")
@@ -280,7 +328,9 @@ class StoreTests:
 
     def test_one_of_many_threads_puts(self, store: Store) -> None:
         if not self.can_put_if_absent:  # then no thread succeeds
-            assert {*map(type, _outcomes(lambda i: store.put_if_absent("d/f", bytes([i]))))} == {UnsupportedError}
+            assert {*map(type, _outcomes(lambda i: store.put_if_absent("d/f", bytes([i]))))} == {
+                UnsupportedError
+            }
             return
         for turn in range(20):
             found = _outcomes(lambda i, t=turn: store.put_if_absent(f"d{t}/f", bytes([i]) * 1000))  # type: ignore[misc]
@@ -308,22 +358,41 @@ class StoreTests:
 
     def test_one_of_many_threads_replaces(self, store: Store) -> None:
         if not self.can_replace:  # then no thread succeeds
-            assert {*map(type, _outcomes(lambda i: store.replace("f", bytes([i]), "version")))} == {UnsupportedError}
+            assert {*map(type, _outcomes(lambda i: store.replace("f", bytes([i]), "version")))} == {
+                UnsupportedError
+            }
             return
         version = store.put_if_absent("f", b"first")
         for turn in range(20):
-            found = _outcomes(lambda i, t=turn, v=version: store.replace("f", b"%d of %d" % (i, t), v))  # type: ignore[misc]
+            found = _outcomes(
+                lambda i, t=turn, v=version: store.replace("f", b"%d of %d" % (i, t), v)  # type: ignore[misc]
+            )
             [version] = [o for o in found if isinstance(o, str)]
             assert store.read_versioned("f")[1] == version
 
     def test_lists_in_the_order_of_keys(self, store: Store) -> None:
-        names = ["a/b/c", "a/b-d", "a/bc", "a/b.x", "a/b/a", "b", "a.b", "a-", "A", "z/y/x/w", "é", "a/b/.hidden"]
+        names = [
+            "a/b/c",
+            "a/b-d",
+            "a/bc",
+            "a/b.x",
+            "a/b/a",
+            "b",
+            "a.b",
+            "a-",
+            "A",
+            "z/y/x/w",
+            "é",
+            "a/b/.hidden",
+        ]
         for name in names:
             put(store, name, name.encode())
         assert keys(store) == sorted(names)
         assert keys(store, "a/b") == ["a/b/.hidden", "a/b/a", "a/b/c"]
         assert keys(store, "z") == ["z/y/x/w"]
-        assert keys(store, "b") == keys(store, "nothing/here") == keys(store, "b/under/a/file") == []
+        assert (
+            keys(store, "b") == keys(store, "nothing/here") == keys(store, "b/under/a/file") == []
+        )
         assert [i.size for i in store.list("a/b")] == [11, 5, 5]
         assert list(store.list("z")) == [store.info("z/y/x/w")]
 
@@ -380,7 +449,13 @@ class StoreTests:
 
     @pytest.mark.parametrize("key", _UNSAFE)
     def test_a_key_that_leaves_the_root_is_refused(self, store: Store, key: str) -> None:
-        calls: list[Callable[[str], object]] = [store.info, store.read, store.read_versioned, store.create, store.adopt]
+        calls: list[Callable[[str], object]] = [
+            store.info,
+            store.read,
+            store.read_versioned,
+            store.create,
+            store.adopt,
+        ]
         calls += [store.delete, store.delete_prefix, lambda k: store.put_if_absent(k, b"")]
         calls += [lambda k: store.replace(k, b"", ""), *([store.list] if key else [])]
         calls += [lambda k: store.read_into(k, 0, [memoryview(bytearray(1))])]
@@ -391,7 +466,9 @@ class StoreTests:
             store.create("a/.ucf-b/c")
         assert keys(store) == []
 
-    @pytest.mark.parametrize("name", ["é", "名前", "a b", "%2e%2e", "*", "[a]", "a?b#c", "a:b", "~", "...", "n" * 200])
+    @pytest.mark.parametrize(
+        "name", ["é", "名前", "a b", "%2e%2e", "*", "[a]", "a?b#c", "a:b", "~", "...", "n" * 200]
+    )
     def test_any_other_name_is_a_name(self, store: Store, name: str) -> None:
         key = f"{name}/{name}"
         put(store, key, b"abc")

@@ -11,9 +11,21 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, Uncertain, UnsupportedError
+from ucformat.errors import (
+    Conflict,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    Uncertain,
+    UnsupportedError,
+)
 from ucformat.storage.base import Writer
-from ucformat.storage.error_mapping import is_failed_precondition, is_transient, map_object_error, retry
+from ucformat.storage.error_mapping import (
+    is_failed_precondition,
+    is_transient,
+    map_object_error,
+    retry,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,11 +57,12 @@ def put_on_condition(
 ) -> None:
     """Put an object on a condition, and find out whether the put was executed if its answer is lost.
 
-    obstore and this function repeat a request whose answer was lost; the write id of the existing object then shows
-    whether an earlier attempt succeeded.
+    obstore and this function repeat a request whose answer was lost; the write id of the existing
+    object then shows whether an earlier attempt succeeded.
 
     Args:
-        conflict: the error to raise if the condition is not met and the existing object is not ours.
+        conflict: the error to raise if the condition is not met and the existing object is not
+            ours.
     """
     import obstore
 
@@ -58,7 +71,9 @@ def put_on_condition(
     def put() -> None:
         nonlocal attempts, uncertain
         try:
-            obstore.put(client, key, data, mode=mode, attributes={WRITE_ID: own_id}, use_multipart=False)
+            obstore.put(
+                client, key, data, mode=mode, attributes={WRITE_ID: own_id}, use_multipart=False
+            )
         except Exception as error:
             if not is_failed_precondition(error) and not is_transient(error):
                 raise
@@ -81,7 +96,9 @@ def put_on_condition(
         raise
     except UcformatError as error:
         if uncertain:
-            raise Uncertain(f"it is unknown whether {name} was written: {error.message}", hint=error.hint) from None
+            raise Uncertain(
+                f"it is unknown whether {name} was written: {error.message}", hint=error.hint
+            ) from None
         raise
 
 
@@ -151,7 +168,13 @@ class ObjectWriter(Writer):
                 import obstore
 
                 attributes = {WRITE_ID: self._id}
-                obstore.put(self._client, self._key, bytes(self._pending), attributes=attributes, use_multipart=False)
+                obstore.put(
+                    self._client,
+                    self._key,
+                    bytes(self._pending),
+                    attributes=attributes,
+                    use_multipart=False,
+                )
             else:
                 self._upload.put(bytes(self._pending))
                 self._upload.finish()
@@ -221,7 +244,9 @@ class _Upload:
                 except Exception as error:
                     if self._started or time.monotonic() + wait > end or not is_transient(error):
                         raise
-                    time.sleep(wait)  # the answer with the upload's id broke off, which obstore does not retry
+                    time.sleep(
+                        wait
+                    )  # the answer with the upload's id broke off, which obstore does not retry
                     wait *= 2
                 else:
                     break

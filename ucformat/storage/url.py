@@ -46,7 +46,9 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     store: VersionedStore
     if scheme in SCHEMES:
         BUDGET.set(settings.requests, settings.in_flight)
-        store = ObjectStore(str(place), Options(settings.endpoint, settings.region, settings.deadline))
+        store = ObjectStore(
+            str(place), Options(settings.endpoint, settings.region, settings.deadline)
+        )
     else:
         reject_secrets(str(place))
         store = _open_fsspec(str(place), scheme)
@@ -69,19 +71,28 @@ def open_cache() -> CacheFolder | None:
 
 def as_strings(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
     """A tuple of strings from one string or path, or from several."""
-    return (path_text(given),) if isinstance(given, str | bytes | os.PathLike) else tuple(map(path_text, given))
+    return (
+        (path_text(given),)
+        if isinstance(given, str | bytes | os.PathLike)
+        else tuple(map(path_text, given))
+    )
 
 
 def as_store(place: str | os.PathLike[str] | Store) -> Store:
     """The store itself, or that of a path or URL, as `open_store` opens it."""
-    return cast("Store", place) if hasattr(place, "read_versioned") else open_store(cast("str", place))
+    return (
+        cast("Store", place) if hasattr(place, "read_versioned") else open_store(cast("str", place))
+    )
 
 
 def path_text(place: object) -> str:
     """The text of a path or URL."""
     text = os.fspath(place) if isinstance(place, str | os.PathLike) else None
     if not isinstance(text, str):
-        raise UsageError(f"a place is a path or url, not {reprlib.repr(place)}", hint="pass a str or a pathlib.Path")
+        raise UsageError(
+            f"a place is a path or url, not {reprlib.repr(place)}",
+            hint="pass a str or a pathlib.Path",
+        )
     return text
 
 
@@ -97,7 +108,9 @@ def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
     if scheme == "file":
         host, slash, path = rest.partition("/")
         if host not in ("", "localhost") or not slash:
-            raise UsageError(f"{text} is not a file url of this machine", hint="write file:///an/absolute/path")
+            raise UsageError(
+                f"{text} is not a file url of this machine", hint="write file:///an/absolute/path"
+            )
         rest = unquote(slash + path)
     return scheme, rest
 
@@ -111,7 +124,9 @@ def _open_fsspec(url: str, scheme: str) -> FsspecStore:
     except ImportError as error:
         missing = getattr(error.__cause__ or error, "name", None)
         package = _PACKAGES.get(scheme) or missing or scheme
-        failure = UnsupportedError(f"{url} needs the package {package}", hint=f"pip install {package}")
+        failure = UnsupportedError(
+            f"{url} needs the package {package}", hint=f"pip install {package}"
+        )
     except ValueError as error:
         failure = UsageError(f"{url} cannot be opened: {redacted(str(error))}")
         if "rotocol not known" in str(error):
@@ -120,5 +135,7 @@ def _open_fsspec(url: str, scheme: str) -> FsspecStore:
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - each library behind fsspec raises its own errors
-        failure = UcformatError(f"{url} cannot be opened: {type(error).__name__}: {redacted(str(error))}")
+        failure = UcformatError(
+            f"{url} cannot be opened: {type(error).__name__}: {redacted(str(error))}"
+        )
     raise failure from None

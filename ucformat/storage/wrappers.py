@@ -46,7 +46,9 @@ class WrappedStore:
         """See Store."""
         return self.inner.read(key, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """See Store."""
         self.inner.read_into(key, offset, buffers, crcs)
 
@@ -129,9 +131,13 @@ class SyntheticStore(WrappedStore, ABC):
         """See Store."""
         if not self._holds(key):
             return self.inner.read(key, offset, nbytes)
-        return bytes(self._content(key, offset, self._info(key).size - offset if nbytes is None else nbytes))
+        return bytes(
+            self._content(key, offset, self._info(key).size - offset if nbytes is None else nbytes)
+        )
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """See Store."""
         if not self._holds(key):
             self.inner.read_into(key, offset, buffers, crcs)
@@ -183,7 +189,9 @@ class PrefixStore(WrappedStore):
         """See Store."""
         return self.inner.read(self._key(key), offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """See Store."""
         self.inner.read_into(self._key(key), offset, buffers, crcs)
 
@@ -241,8 +249,8 @@ _MAX_FILES = 10_000  # longer listings are not cached
 class CachedListingStore(WrappedStore):
     """Lists the inner store once in its `with` block and answers from the listing; otherwise forwards every call.
 
-    Used to recognise and open a foreign checkpoint: each of many formats looks for its own files, and in an object
-    store each look-up is a request.
+    Used to recognise and open a foreign checkpoint: each of many formats looks for its own files,
+    and in an object store each look-up is a request.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -255,7 +263,10 @@ class CachedListingStore(WrappedStore):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._listing, self._listed = None, True
 
@@ -314,7 +325,9 @@ class RecordingStore(WrappedStore):
         self.reads.append(ByteRange(key, offset, len(data)))
         return data
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """See Store."""
         self.inner.read_into(key, offset, buffers, crcs)
         self.reads.append(ByteRange(key, offset, sum(b.nbytes for b in buffers)))
@@ -322,7 +335,9 @@ class RecordingStore(WrappedStore):
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""
         self.inner.read_rows(key, offset, step, rows)
-        self.reads.extend(ByteRange(key, offset + k * step, row.nbytes) for k, row in enumerate(rows))
+        self.reads.extend(
+            ByteRange(key, offset + k * step, row.nbytes) for k, row in enumerate(rows)
+        )
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """See Store."""
@@ -333,9 +348,10 @@ class RecordingStore(WrappedStore):
 
 # Detects files of a checkpoint that change while it is read.
 #
-# Bytes that are read before and after a file is rewritten belong to no checkpoint, and nothing else detects this: the
-# results have valid checksums. So the version of each file is recorded before its first byte is read, and compared after
-# all is read: before a commit, or before loaded values are used.
+# Bytes that are read before and after a file is rewritten belong to no checkpoint, and nothing else
+# detects this: the results have valid checksums. So the version of each file is recorded before its
+# first byte is read, and compared after all is read: before a commit, or before loaded values are
+# used.
 
 Observer = Callable[[str, int, memoryview], None]
 
@@ -345,8 +361,9 @@ _MAX_NAMED = 5  # changed files that an error names
 class WatchedStore(WrappedStore):
     """A store that records which files were read through it, and their versions before the first read.
 
-    On a disk the version is requested before the first read. In a store that is accessed over a network that would be a
-    request for each file: there it is taken from listings, and from calls of `info` that are made anyway.
+    On a disk the version is requested before the first read. In a store that is accessed over a
+    network that would be a request for each file: there it is taken from listings, and from calls
+    of `info` that are made anyway.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -361,13 +378,16 @@ class WatchedStore(WrappedStore):
         """Report all bytes that are read inside the block, except those of files that are read whole by `read`.
 
         Args:
-            callback: called with the key of the file, the offset in it, and the bytes: a buffer that may be strided.
+            callback: called with the key of the file, the offset in it, and the bytes: a buffer
+                that may be strided.
         """
         self._observers = (*self._observers, callback)
         try:
             yield
         finally:
-            self._observers = tuple(observe for observe in self._observers if observe is not callback)
+            self._observers = tuple(
+                observe for observe in self._observers if observe is not callback
+            )
 
     def _notify(self, key: str, found: Iterable[tuple[int, memoryview]]) -> None:
         for observe in self._observers:
@@ -400,7 +420,9 @@ class WatchedStore(WrappedStore):
             read = list(self._read)
         recorded = (key for key in read if key.rpartition("/")[2] not in ignore)
         known = [key for key in recorded if key in self._seen]
-        return [key for key, same in zip(known, map_io(self._is_same, known), strict=True) if not same]
+        return [
+            key for key, same in zip(known, map_io(self._is_same, known), strict=True) if not same
+        ]
 
     def _is_same(self, key: str) -> bool:
         try:
@@ -425,7 +447,9 @@ class WatchedStore(WrappedStore):
         self.note(key)
         return self.inner.read(key, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """See Store."""
         self.note(key)
         self.inner.read_into(key, offset, buffers, crcs)
@@ -438,7 +462,9 @@ class WatchedStore(WrappedStore):
         self.note(key)
         self.inner.read_rows(key, offset, step, rows)
         if self._observers:
-            self._notify(key, [(offset + k * step, row) for k, row in enumerate(rows) if row.nbytes])
+            self._notify(
+                key, [(offset + k * step, row) for k, row in enumerate(rows) if row.nbytes]
+            )
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
         """See RangeReader."""
@@ -447,9 +473,14 @@ class WatchedStore(WrappedStore):
         return loan if loan is None or not self._observers else self._observe(key, ranges, loan)
 
     @contextmanager
-    def _observe(self, key: str, ranges: Sequence[tuple[int, int]], loan: Ranges) -> Iterator[Sequence[memoryview]]:
+    def _observe(
+        self, key: str, ranges: Sequence[tuple[int, int]], loan: Ranges
+    ) -> Iterator[Sequence[memoryview]]:
         with loan as found:
-            self._notify(key, [(at, data) for (at, _), data in zip(ranges, found, strict=True) if data.nbytes])
+            self._notify(
+                key,
+                [(at, data) for (at, _), data in zip(ranges, found, strict=True) if data.nbytes],
+            )
             yield found
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
@@ -483,7 +514,8 @@ def check_unchanged(
     """Compare the version of every file that was read through a store with the one before its first byte was read.
 
     Args:
-        among: only these files (default: all); if one of them is computed, the files from which it is are among others.
+        among: only these files (default: all); if one of them is computed, the files from which it
+            is are among others.
 
     Raises:
         Conflict: files have changed; the message names them.

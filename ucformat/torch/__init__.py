@@ -57,7 +57,9 @@ _HOMES = {
 }
 
 if find_spec("torch") is None:
-    raise ModuleNotFoundError("ucformat.torch needs PyTorch: pip install 'ucformat[torch]'", name="torch")
+    raise ModuleNotFoundError(
+        "ucformat.torch needs PyTorch: pip install 'ucformat[torch]'", name="torch"
+    )
 
 record_commits()  # saves are recorded in the catalog
 

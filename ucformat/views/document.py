@@ -47,7 +47,8 @@ def preset_steps(
 ) -> Sequence[Mapping[str, Any]]:
     """The steps of a preset, in the form of a layout file.
 
-    Numbers that are not given as options come from Megatron's `args` or Hugging Face's `config.json`.
+    Numbers that are not given as options come from Megatron's `args` or Hugging Face's
+    `config.json`.
     """
     if name not in PRESETS:
         raise LayoutError(f"there is no preset {name!r}", hint=f"there are: {', '.join(PRESETS)}")
@@ -61,7 +62,8 @@ def preset_steps(
 #: A checkpoint's objects, assets and names.
 ModelFacts = tuple[Mapping[str, Any], Mapping[str, bytes], Sequence[str]]
 
-#: A layout (for its view), the name of a preset, the path of a layout file, or steps in the form of such a file.
+#: A layout (for its view), the name of a preset, the path of a layout file, or steps in the form of
+#: such a file.
 Steps = Layout | str | PathLike[str] | Sequence[Mapping[str, Any] | Step]
 
 
@@ -78,10 +80,14 @@ def read_steps(steps: Steps) -> tuple[Labelled, ...]:
     if isinstance(steps, str | PathLike):
         path = Path(steps)
         if isinstance(steps, str) and not path.suffix and not path.exists():
-            raise LayoutError(f"{steps!r} is neither a preset nor a file", hint=f"presets: {', '.join(PRESETS)}")
+            raise LayoutError(
+                f"{steps!r} is neither a preset nor a file", hint=f"presets: {', '.join(PRESETS)}"
+            )
         found = lower(read_document(path), path)["view"]
         if not found:
-            raise LayoutError(f"{path} has no view", hint="its section `view` lists the steps; docs/view.md")
+            raise LayoutError(
+                f"{path} has no view", hint="its section `view` lists the steps; docs/view.md"
+            )
         return tuple(found)
     return tuple((f"view[{i}]", lower_step(step, f"view[{i}]")) for i, step in enumerate(steps))
 
@@ -100,13 +106,17 @@ def expand(steps: Sequence[Labelled], facts: Callable[[], ModelFacts]) -> tuple[
     """Replace each preset by its steps.
 
     Args:
-        facts: returns the checkpoint's objects, assets and names of tensors; called only if there is a preset.
+        facts: returns the checkpoint's objects, assets and names of tensors; called only if there
+            is a preset.
     """
     out: list[Labelled] = []
     for label, step in steps:
         if isinstance(step, Preset):
             found = preset_steps(step.preset, step.options, *facts())
-            out += [(f"{label} ({step.preset}) [{i}]", lower_step(s, label)) for i, s in enumerate(found)]
+            out += [
+                (f"{label} ({step.preset}) [{i}]", lower_step(s, label))
+                for i, s in enumerate(found)
+            ]
         else:
             out.append((label, step))
     return tuple(out)

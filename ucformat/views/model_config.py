@@ -20,7 +20,8 @@ _ROTARY = "turns neighbouring elements of a head (rotary_interleaved), Hugging F
 _GATED = "gates the output of attention (attention_output_gate), for which the preset has no place"
 
 
-#: The object of a converted sub-model with the names of the files and objects that have the sizes of the whole model.
+#: The object of a converted sub-model with the names of the files and objects that have the sizes
+#: of the whole model.
 OUTDATED = "outdated_sizes"
 
 
@@ -31,7 +32,11 @@ def outdated(view: Viewed | None, assets: Iterable[str], objects: Mapping[str, A
         view: the view that takes the part; None if there is none.
     """
     recorded = objects.get(OUTDATED)
-    found = dict.fromkeys(n for n in recorded if isinstance(n, str)) if isinstance(recorded, list) else {}
+    found = (
+        dict.fromkeys(n for n in recorded if isinstance(n, str))
+        if isinstance(recorded, list)
+        else {}
+    )
     while view is not None and not any(isinstance(step, Take | Select) for _, step in view.steps):
         view = cast("Viewed", view.base) if getattr(view.base, "is_view", False) else None
     if view is not None:
@@ -63,13 +68,17 @@ class ModelConfig:
         """The value of a numeric option; None if it is not given."""
         value = self.options.get(name)
         if value is not None and (isinstance(value, bool) or value < 1):
-            raise LayoutError(f"the preset {self.preset}: its option {name} must be at least 1, not {value}")
+            raise LayoutError(
+                f"the preset {self.preset}: its option {name} must be at least 1, not {value}"
+            )
         return value
 
     @property
     def heads(self) -> int:
         """Number of attention heads."""
-        found = self.given("heads") or self._recorded("num_attention_heads", ("num_attention_heads", "n_head"))
+        found = self.given("heads") or self._recorded(
+            "num_attention_heads", ("num_attention_heads", "n_head")
+        )
         if found is None:
             raise self._unknown("heads", "num_attention_heads")
         return found
@@ -87,7 +96,9 @@ class ModelConfig:
             raise self._unknown("groups", "num_query_groups")
         found = heads if found is None else found
         if heads % found:
-            raise LayoutError(f"the preset {self.preset}: {heads} heads cannot be split into {found} groups")
+            raise LayoutError(
+                f"the preset {self.preset}: {heads} heads cannot be split into {found} groups"
+            )
         return found
 
     @property
@@ -112,7 +123,11 @@ class ModelConfig:
 
     def check_megatron(self) -> None:
         """Raise LayoutError if Megatron's arguments describe a model that differs from the family."""
-        flags = {"apply_layernorm_1p": _NORMS, "rotary_interleaved": _ROTARY, "attention_output_gate": _GATED}
+        flags = {
+            "apply_layernorm_1p": _NORMS,
+            "rotary_interleaved": _ROTARY,
+            "attention_output_gate": _GATED,
+        }
         for name, why in flags.items():
             if self.args.get(name) is True:
                 raise LayoutError(f"the preset {self.preset} does not fit: the model {why}")

@@ -54,7 +54,9 @@ def trimmed(name: str, entry: Entry, dim: int, size: int) -> Entry:
     """Keep the first indices along a dim."""
     _check_dim(name, entry, dim)
     if size > entry.shape[dim]:
-        raise LayoutError(f"{name} has the shape {entry.shape}: dim {dim} has fewer than {size} indices")
+        raise LayoutError(
+            f"{name} has the shape {entry.shape}: dim {dim} has fewer than {size} indices"
+        )
     return _each_state(name, entry, lambda view: _taken(view, name, dim, [(0, size)]))
 
 
@@ -116,7 +118,9 @@ def fused(name: str, members: Named, dim: int, repeat: int) -> Entry:
     for member, entry in members:
         _check_dim(member, entry, dim)
         if entry.shape[dim] % repeat:
-            raise LayoutError(f"{member} has the shape {entry.shape}: dim {dim} cannot be split into {repeat}")
+            raise LayoutError(
+                f"{member} has the shape {entry.shape}: dim {dim} cannot be split into {repeat}"
+            )
         if _without(entry.shape, dim) != _without(members[0][1].shape, dim):
             raise LayoutError(
                 f"{member} of the shape {entry.shape} does not fit {members[0][0]}: {members[0][1].shape}"
@@ -144,15 +148,21 @@ def stacked(name: str, members: Named, dim: int) -> Entry:
     """Stack tensors along a new dim."""
     first = members[0][1].shape
     if dim > len(first):
-        raise LayoutError(f"{members[0][0]} has the shape {first}: there is no place for a new dim {dim}")
+        raise LayoutError(
+            f"{members[0][0]} has the shape {first}: there is no place for a new dim {dim}"
+        )
     for member, entry in members:
         if entry.shape != first:
-            raise LayoutError(f"{member} has the shape {entry.shape}, {members[0][0]} {first}: they cannot be stacked")
+            raise LayoutError(
+                f"{member} has the shape {entry.shape}, {members[0][0]} {first}: they cannot be stacked"
+            )
 
     def join(views: Sequence[View]) -> View:
         shape = (*first[:dim], len(views), *first[dim:])
         axes = (*range(dim), None, *range(dim, len(first)))
-        parts = [part_of(v, _slab(shape, dim, i, 1), Box.whole(first), axes) for i, v in enumerate(views)]
+        parts = [
+            part_of(v, _slab(shape, dim, i, 1), Box.whole(first), axes) for i, v in enumerate(views)
+        ]
         return compose(replace(views[0].info, name=name, shape=shape), parts)
 
     return _together(name, members, join)
@@ -167,7 +177,9 @@ def unstacked(name: str, entry: Entry, into: str, dim: int, start: int) -> list[
         box = _slab(shape, dim, i, 1)
         axes = (*range(dim), *range(dim + 1, len(shape)))
         left = _without(shape, dim)
-        return compose(replace(view.info, name=to, shape=left), [part_of(view, Box.whole(left), box, axes)])
+        return compose(
+            replace(view.info, name=to, shape=left), [part_of(view, Box.whole(left), box, axes)]
+        )
 
     names = [(i, into.replace("{i}", str(start + i))) for i in range(entry.shape[dim])]
     return [(to, _each_state(name, entry, partial(take, i=i, to=to), to)) for i, to in names]
@@ -187,14 +199,20 @@ def cast(table: Table, name: str, entry: Entry, states: set[str], dtype: str) ->
                 )
         return table.computed(Formula(replace(view.info, dtype=dtype), "cast", (view,)))
 
-    return Entry({s: change(v) if s in states else v for s, v in entry.states.items()}, entry.param, entry.alias)
+    return Entry(
+        {s: change(v) if s in states else v for s, v in entry.states.items()},
+        entry.param,
+        entry.alias,
+    )
 
 
 def meaned(table: Table, name: str, members: Named) -> Entry:
     """Average tensors, state by state."""
     for member, entry in members:
         if entry.shape != members[0][1].shape:
-            raise LayoutError(f"{member} has the shape {entry.shape}, {members[0][0]} {members[0][1].shape}")
+            raise LayoutError(
+                f"{member} has the shape {entry.shape}, {members[0][0]} {members[0][1].shape}"
+            )
 
     def join(views: Sequence[View]) -> View:
         info = replace(views[0].info, name=name)
@@ -207,7 +225,9 @@ def meaned(table: Table, name: str, members: Named) -> Entry:
     return _together(name, members, join)
 
 
-def _each_state(name: str, entry: Entry, change: Callable[[View], View], to: str | None = None) -> Entry:
+def _each_state(
+    name: str, entry: Entry, change: Callable[[View], View], to: str | None = None
+) -> Entry:
     """Change all states that have the shape of the parameter; states of one element stay as they are."""
     new, states = to or name, {}
     for state, view in entry.states.items():
@@ -233,7 +253,9 @@ def _together(name: str, members: Named, join: Callable[[Sequence[View]], View])
     for state, view in first.states.items():
         views = [entry.states[state] for _, entry in members]
         if len({v.info.dtype for v in views}) > 1:
-            raise LayoutError(f"{name} would be of several dtypes ({state}): {', '.join(_dtypes(views))}")
+            raise LayoutError(
+                f"{name} would be of several dtypes ({state}): {', '.join(_dtypes(views))}"
+            )
         if all(v.info.shape == e.shape for v, (_, e) in zip(views, members, strict=True)):
             states[state] = renamed(join(views), name, state)
         elif view.info.size == 1:
@@ -269,11 +291,12 @@ def _without(shape: Shape, dim: int) -> Shape:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-# The steps of a view, one after the other: how the tensors of one family of models become another's.
+# The steps of a view, one after the other: how the tensors of one family of models become
+# another's.
 #
-# Each step takes some tensors of the table and puts others in their place; nothing is read. What it does to a parameter
-# it does to its states of the same shape too; states of one element (`step`) go with each part; other shapes (factored
-# moments) are refused by steps that would cut them.
+# Each step takes some tensors of the table and puts others in their place; nothing is read. What it
+# does to a parameter it does to its states of the same shape too; states of one element (`step`) go
+# with each part; other shapes (factored moments) are refused by steps that would cut them.
 
 _FEW = 12  # numbers that an error lists
 
@@ -323,18 +346,23 @@ def left_unreadable(unreadable: Mapping[Key, str], steps: Sequence[Labelled]) ->
                 left = {
                     key: why
                     for key, why in left.items()
-                    if bool(names.find(key.name) and (not step.states or states.find(key.state))) is keep
+                    if bool(names.find(key.name) and (not step.states or states.find(key.state)))
+                    is keep
                 }
             case schema.Rename():
                 renames = _Names(step.rename)
                 left = {
-                    Key(expand(found, step.to), key.state) if (found := renames.find(key.name)) else key: why
+                    Key(expand(found, step.to), key.state)
+                    if (found := renames.find(key.name))
+                    else key: why
                     for key, why in left.items()
                 }
             case schema.RenameStates():
                 renames = _Names(step.match)
                 left = {
-                    Key(key.name, step.rename_states.get(key.state, key.state)) if renames.find(key.name) else key: why
+                    Key(key.name, step.rename_states.get(key.state, key.state))
+                    if renames.find(key.name)
+                    else key: why
                     for key, why in left.items()
                 }
     return left
@@ -355,7 +383,9 @@ class _Names:
         for pattern, text in zip(self._patterns, self._texts, strict=True):
             if not any(map(pattern.fullmatch, table.entries)):
                 near = get_close_matches(text, table.entries, 3, 0.3) or list(table.entries)[:3]
-                raise LayoutError(f"no tensor is called {text}", hint=f"there are {', '.join(near)}, …")
+                raise LayoutError(
+                    f"no tensor is called {text}", hint=f"there are {', '.join(near)}, …"
+                )
         return self.among(table)
 
     def among(self, table: Table) -> Iterator[tuple[str, Entry, re.Match[str]]]:
@@ -397,7 +427,14 @@ def _rename(table: Table, step: schema.Rename, where: str) -> None:
 
 
 def _renamed(to: str, entry: Entry) -> list[tuple[str, Entry]]:
-    return [(to, Entry({s: renamed(v, to, s) for s, v in entry.states.items()}, entry.param, entry.alias))]
+    return [
+        (
+            to,
+            Entry(
+                {s: renamed(v, to, s) for s, v in entry.states.items()}, entry.param, entry.alias
+            ),
+        )
+    ]
 
 
 def _rename_states(table: Table, step: schema.RenameStates, where: str) -> None:
@@ -405,14 +442,20 @@ def _rename_states(table: Table, step: schema.RenameStates, where: str) -> None:
     for name, entry, _ in _Names(step.match).among(table):
         new = [step.rename_states.get(s, s) for s in entry.states]
         if len(set(new)) < len(new):
-            raise LayoutError(f"{name} would have two states of one name, of {', '.join(entry.states)}")
+            raise LayoutError(
+                f"{name} would have two states of one name, of {', '.join(entry.states)}"
+            )
         if new != list(entry.states):
-            states = {to: renamed(v, name, to) for to, v in zip(new, entry.states.values(), strict=True)}
+            states = {
+                to: renamed(v, name, to) for to, v in zip(new, entry.states.values(), strict=True)
+            }
             out[name] = [(name, Entry(states, entry.param, entry.alias))]
     table.put(out, where)
 
 
-def _each(table: Table, where: str, patterns: str | list[str], change: Callable[[str, Entry], Entry]) -> None:
+def _each(
+    table: Table, where: str, patterns: str | list[str], change: Callable[[str, Entry], Entry]
+) -> None:
     table.put({n: [(n, change(n, e))] for n, e, _ in _Names(patterns).among(table)}, where)
 
 
@@ -425,7 +468,10 @@ def _trim(table: Table, step: schema.Trim, where: str) -> None:
 
 
 def _take(table: Table, step: schema.Take, where: str) -> None:
-    table.put({n: [(n, taken(table, n, e, step))] for n, e, _ in _Names(step.take).all_among(table)}, where)
+    table.put(
+        {n: [(n, taken(table, n, e, step))] for n, e, _ in _Names(step.take).all_among(table)},
+        where,
+    )
 
 
 def _split(table: Table, step: schema.Split, where: str) -> None:
@@ -448,7 +494,9 @@ def _fuse(table: Table, step: schema.Fuse, where: str) -> None:
 
 
 def _stack(table: Table, step: schema.Stack, where: str) -> None:
-    _gather(table, step.stack, step.into, where, lambda into, members: stacked(into, members, step.dim))
+    _gather(
+        table, step.stack, step.into, where, lambda into, members: stacked(into, members, step.dim)
+    )
 
 
 def _mean(table: Table, step: schema.Mean, where: str) -> None:
@@ -456,7 +504,11 @@ def _mean(table: Table, step: schema.Mean, where: str) -> None:
 
 
 def _gather(
-    table: Table, pattern: str, into: str, where: str, make: Callable[[str, list[tuple[str, Entry]]], Entry]
+    table: Table,
+    pattern: str,
+    into: str,
+    where: str,
+    make: Callable[[str, list[tuple[str, Entry]]], Entry],
 ) -> None:
     """Replace numbered tensors by one, in the position of the first."""
     groups: dict[str, dict[int, str]] = {}
@@ -464,13 +516,17 @@ def _gather(
         number = int(name[slice(*_number(match, name))])
         numbers = groups.setdefault(expand(match, into), {})
         if number in numbers:
-            raise LayoutError(f"{name} and {numbers[number]} are both number {number} of {expand(match, into)}")
+            raise LayoutError(
+                f"{name} and {numbers[number]} are both number {number} of {expand(match, into)}"
+            )
         numbers[number] = name
     out: dict[str, list[tuple[str, Entry]]] = {}
     for to, numbers in groups.items():
         missing = next((i for i in range(len(numbers)) if i not in numbers), None)
         if missing is not None:
-            raise LayoutError(f"{to} has the numbers {sorted(numbers)}, of which {missing} is missing")
+            raise LayoutError(
+                f"{to} has the numbers {sorted(numbers)}, of which {missing} is missing"
+            )
         members = [(numbers[i], table.entries[numbers[i]]) for i in range(len(numbers))]
         out |= {name: [] for name, _ in members}
         out[next(n for n in table.entries if n in numbers.values())] = [(to, make(to, members))]
@@ -479,18 +535,29 @@ def _gather(
 
 def _select(table: Table, step: schema.Select, where: str) -> None:
     """Of tensors whose names differ in a number, keep some, under new numbers and in the order of these."""
-    groups: dict[str, list[tuple[str, int]]] = {}  # the text before the number -> names, and where the number ends
+    groups: dict[
+        str, list[tuple[str, int]]
+    ] = {}  # the text before the number -> names, and where the number ends
     for name, _, match in _Names(step.select).all_among(table):
         start, stop = _number(match, name)
         groups.setdefault(name[:start], []).append((name, stop))
-    out: dict[str, list[tuple[str, Entry]]] = {name: [] for members in groups.values() for name, _ in members}
+    out: dict[str, list[tuple[str, Entry]]] = {
+        name: [] for members in groups.values() for name, _ in members
+    }
     for before, members in groups.items():
         texts = [name[len(before) : stop] for name, stop in members]
         new = _renumbered(step, before, set(map(int, texts)))
         width = max((len(text) for text in texts if text.startswith("0")), default=1)
-        kept = [(new[int(t)], name, stop) for t, (name, stop) in zip(texts, members, strict=True) if int(t) in new]
-        # The tensors of the first new number get the first places, since a tensor list has the order of the program.
-        for (_, place, _), (number, name, stop) in zip(kept, sorted(kept, key=itemgetter(0)), strict=True):
+        kept = [
+            (new[int(t)], name, stop)
+            for t, (name, stop) in zip(texts, members, strict=True)
+            if int(t) in new
+        ]
+        # The tensors of the first new number get the first places, since a tensor list has the
+        # order of the program.
+        for (_, place, _), (number, name, stop) in zip(
+            kept, sorted(kept, key=itemgetter(0)), strict=True
+        ):
             to = f"{before}{number:0{width}}{name[stop:]}"
             out[place] = _renamed(to, table.entries[name])
     table.put(out, where)
@@ -503,7 +570,9 @@ def _renumbered(step: schema.Select, before: str, numbers: set[int]) -> dict[int
         for number in range(start, start + length):
             if number not in numbers:
                 listed = [*map(str, sorted(numbers)[:_FEW]), *["…"] * (len(numbers) > _FEW)]
-                raise LayoutError(f"there is no {before}{number}", hint=f"the numbers are {', '.join(listed)}")
+                raise LayoutError(
+                    f"there is no {before}{number}", hint=f"the numbers are {', '.join(listed)}"
+                )
             new[number] = len(new)
     return new
 
@@ -513,7 +582,8 @@ def _number(match: re.Match[str], name: str) -> tuple[int, int]:
     group = "i" if "i" in match.re.groupindex else 1 if match.re.groups else 0
     if not (match[group] or "").isdecimal() or not group:
         raise LayoutError(
-            f"the pattern captures no number in {name}", hint=r"its group is the number: /layers\.(\d+)\..*/"
+            f"the pattern captures no number in {name}",
+            hint=r"its group is the number: /layers\.(\d+)\..*/",
         )
     return match.span(group)
 
@@ -531,7 +601,10 @@ def _unstack(table: Table, step: schema.Unstack, where: str) -> None:
 def _alias(table: Table, step: schema.Alias, where: str) -> None:
     for alias, name in step.alias.items():
         if alias in table.entries:
-            raise LayoutError(f"{where}: {alias} is stored itself", hint="drop it first, if its values are the same")
+            raise LayoutError(
+                f"{where}: {alias} is stored itself",
+                hint="drop it first, if its values are the same",
+            )
         _must_be_there(table, [name], where)
         entry = table.entries[name]
         table.entries[alias] = Entry(

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
-#: Consecutive indices: the first in the source, how many, and the position of the first in the result.
+#: Consecutive indices: the first in the source, how many, and the position of the first in the
+#: result.
 Run = tuple[int, int, int]
 
 
@@ -53,10 +54,18 @@ class Picks:
 
     def of(self, inner: Picks) -> Picks:
         """These indices of other picks, as indices of what those are taken from."""
-        return Picks(tuple((s, n) for start, length in self.runs for s, n, _ in inner.between(start, start + length)))
+        return Picks(
+            tuple(
+                (s, n)
+                for start, length in self.runs
+                for s, n, _ in inner.between(start, start + length)
+            )
+        )
 
 
-def chosen(indices: Sequence[int | str] | None, first: int | None, count: int | None, what: str, noun: str) -> Picks:
+def chosen(
+    indices: Sequence[int | str] | None, first: int | None, count: int | None, what: str, noun: str
+) -> Picks:
     """The indices that a step names.
 
     Args:
@@ -68,7 +77,9 @@ def chosen(indices: Sequence[int | str] | None, first: int | None, count: int | 
     for index in indices or ():
         start, stop = map(int, index.split(":")) if isinstance(index, str) else (index, index + 1)
         if start >= stop:
-            raise LayoutError(f"the range {index} is empty", hint="a range excludes its end: 8:16 is 8, 9, … 15")
+            raise LayoutError(
+                f"the range {index} is empty", hint="a range excludes its end: 8:16 is 8, 9, … 15"
+            )
         runs.append((start, stop - start))
     end = 0
     for start, length in sorted(runs):
@@ -108,7 +119,9 @@ def mapped(runs: Sequence[Sequence[Run]], extents: Iterable[Extent]) -> Iterator
     starts = [[start for start, _, _ in of_dim] for of_dim in runs]
     for e in extents:
         dims = []
-        for of_dim, begins, a, n, step in zip(runs, starts, e.box.start, e.box.shape, e.strides, strict=True):
+        for of_dim, begins, a, n, step in zip(
+            runs, starts, e.box.start, e.box.shape, e.strides, strict=True
+        ):
             cuts = []
             for start, length, to in of_dim[max(0, bisect_right(begins, a) - 1) :]:
                 if start >= a + n:
@@ -120,15 +133,21 @@ def mapped(runs: Sequence[Sequence[Run]], extents: Iterable[Extent]) -> Iterator
         for cut in product(*dims):
             shape = tuple(n for _, n, _ in cut)
             offset = e.offset + sum(skip for _, _, skip in cut)
-            yield Extent(Box(tuple(to for to, _, _ in cut), shape), e.file, offset, e.strides, e.block_of(shape))
+            yield Extent(
+                Box(tuple(to for to, _, _ in cut), shape),
+                e.file,
+                offset,
+                e.strides,
+                e.block_of(shape),
+            )
 
 
 # The table of tensors on which the steps of a view operate: names, states, and the sources of each.
 #
-# Every state of every tensor is a `View` of source tensors. The result of a formula (a cast, a mean, or indices that are
-# taken) is a source tensor with a key of its own, so later steps need not distinguish it. During the steps an alias is an
-# entry like any other, so that it is renamed and split like its target; at the end, entries with the same parts as
-# another become aliases again.
+# Every state of every tensor is a `View` of source tensors. The result of a formula (a cast, a
+# mean, or indices that are taken) is a source tensor with a key of its own, so later steps need not
+# distinguish it. During the steps an alias is an entry like any other, so that it is renamed and
+# split like its target; at the end, entries with the same parts as another become aliases again.
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +185,23 @@ def _all_of(info: TensorInfo) -> Part:
     return Part.aligned(whole, whole)
 
 
-def part_of(view: View, target: Box, box: Box, axes: tuple[int | None, ...] | None = None) -> tuple[View, Part]:
+def part_of(
+    view: View, target: Box, box: Box, axes: tuple[int | None, ...] | None = None
+) -> tuple[View, Part]:
     """A part of a new tensor: a box that is taken from a view.
 
     Args:
-        axes: for each dim of the new tensor the view's dim, None for a new one (default: the same dims).
+        axes: for each dim of the new tensor the view's dim, None for a new one (default: the same
+            dims).
     """
     return view, Part.aligned(target, box) if axes is None else Part(target, box, axes)
 
 
 def compose(info: TensorInfo, parts: Iterable[tuple[View, Part]]) -> View:
     """Compose a tensor of boxes of views."""
-    found = ((source, _through(part, inner)) for view, part in parts for source, inner in view.parts)
+    found = (
+        (source, _through(part, inner)) for view, part in parts for source, inner in view.parts
+    )
     return View(info, tuple((source, p) for source, p in found if p is not None))
 
 
@@ -209,13 +233,17 @@ class Table:
     _known: dict[object, Key] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tensor_list: TensorList, aliases: Mapping[str, str], means: Mapping[Key, Sequence[Key]]) -> Table:
+    def of(
+        cls, tensor_list: TensorList, aliases: Mapping[str, str], means: Mapping[Key, Sequence[Key]]
+    ) -> Table:
         """The table of a source."""
         table = cls({})
         states: dict[str, dict[str, View]] = {}
         for info in tensor_list.tensors:
             if info.key in means:
-                inputs = tuple(identity(replace(info, name=k.name, state=k.state)) for k in means[info.key])
+                inputs = tuple(
+                    identity(replace(info, name=k.name, state=k.state)) for k in means[info.key]
+                )
                 view = table.computed(Formula(info, "mean", inputs))
             else:
                 view = identity(info)
@@ -237,7 +265,9 @@ class Table:
             Key(info.name, f"{info.state}={formula.operation}{len(self.formulas)}"),
         )
         self.formulas.setdefault(key, formula)
-        return renamed(identity(replace(info, name=key.name, state=key.state)), info.name, info.state)
+        return renamed(
+            identity(replace(info, name=key.name, state=key.state)), info.name, info.state
+        )
 
     def taken(self, view: View, dim: int, picks: Picks) -> View:
         """Take indices of a tensor along a dim; those of a tensor that was taken itself are taken at once."""
@@ -247,9 +277,14 @@ class Table:
         axes = tuple(picks if d == dim else None for d in range(len(shape)))
         source, (key, part) = view, view.parts[0]
         formula = self.formulas.get(key)
-        if formula is not None and formula.operation == "take" and part == _all_of(formula.info) == _all_of(view.info):
+        if (
+            formula is not None
+            and formula.operation == "take"
+            and part == _all_of(formula.info) == _all_of(view.info)
+        ):
             axes = tuple(
-                a if b is None else b if a is None else a.of(b) for a, b in zip(axes, formula.axes, strict=True)
+                a if b is None else b if a is None else a.of(b)
+                for a, b in zip(axes, formula.axes, strict=True)
             )
             (source,) = formula.inputs
         info = replace(view.info, shape=(*shape[:dim], picks.size, *shape[dim + 1 :]))
@@ -274,7 +309,10 @@ class Table:
         ordered = sorted(self.entries.items(), key=lambda item: item[1].alias)
         aliases: dict[str, str] = {}
         for name, entry in ordered:
-            known = tuple((state, view.info.dtype, view.info.shape, view.parts) for state, view in entry.states.items())
+            known = tuple(
+                (state, view.info.dtype, view.info.shape, view.parts)
+                for state, view in entry.states.items()
+            )
             stored = first.setdefault(known, name)
             if entry.alias and stored != name:
                 aliases[name] = stored

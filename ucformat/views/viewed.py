@@ -1,7 +1,8 @@
 """Scattered indices: rows of a file are read with the gaps between them, and the indices are picked in memory.
 
-Where a file stores the indices of a dim so close to each other that one request reads several of them, an extent for
-each would be read in requests of a few bytes, or read the same bytes again and again.
+Where a file stores the indices of a dim so close to each other that one request reads several of
+them, an extent for each would be read in requests of a few bytes, or read the same bytes again and
+again.
 """
 
 from __future__ import annotations
@@ -62,14 +63,18 @@ def is_scattered(formula: Formula, locate: Locate, costs: Costs) -> bool:
     )
 
 
-def gather(store: Store, formula: Formula, locate: Locate, first: int, last: int) -> NDArray[np.generic]:
+def gather(
+    store: Store, formula: Formula, locate: Locate, first: int, last: int
+) -> NDArray[np.generic]:
     """Read a range of a tensor of scattered indices."""
     info, out = formula.info, np.empty(last - first, numpy_dtype(formula.info.dtype))
     steps = row_major(info.shape)
     for box in flat_boxes(info.shape, first, last):
         for part, runs, near in _parts(formula, box, locate, store.costs):
             at = sum(a * s for a, s in zip(part.start, steps, strict=True)) - first
-            into = np.lib.stride_tricks.as_strided(out[at:], part.shape, [s * info.itemsize for s in steps])
+            into = np.lib.stride_tricks.as_strided(
+                out[at:], part.shape, [s * info.itemsize for s in steps]
+            )
             into[...] = _read(store, info, locate, part, runs, near)
     return out
 
@@ -78,17 +83,21 @@ def bytes_read(store: Store, formula: Formula, locate: Locate, first: int, last:
     """The bytes that are read for a range of a tensor of scattered indices."""
     boxes = flat_boxes(formula.info.shape, first, last)
     parts = (part for box in boxes for part in _parts(formula, box, locate, store.costs))
-    plans = (make_plan([_item(formula.info, locate, near)], "whole", store.costs) for _, _, near in parts)
+    plans = (
+        make_plan([_item(formula.info, locate, near)], "whole", store.costs) for _, _, near in parts
+    )
     return sum(plan.through(store).bytes_read for plan in plans)
 
 
 def in_order(formula: Formula) -> tuple[Formula, Picks | None]:
     """The indices with those of the first dim in the order of the source.
 
-    A range of the tensor has only some of these, so that each range would otherwise read from everywhere.
+    A range of the tensor has only some of these, so that each range would otherwise read from
+    everywhere.
 
     Returns:
-        The indices, and which of the first dim they were in the order in which they are wanted; None if it is the same.
+        The indices, and which of the first dim they were in the order in which they are wanted;
+        None if it is the same.
     """
     axis = formula.axes[0]
     if axis is None or list(axis.runs) == sorted(axis.runs):
@@ -115,7 +124,10 @@ def _parts(
     todo = [box]
     while todo:
         part = todo.pop()
-        dims = [of_dim(d, start, n) for d, (start, n) in enumerate(zip(part.start, part.shape, strict=True))]
+        dims = [
+            of_dim(d, start, n)
+            for d, (start, n) in enumerate(zip(part.start, part.shape, strict=True))
+        ]
         near = [joined for _, joined in dims]
         if _size(near) * formula.info.itemsize <= _AT_ONCE or part.size == 1:
             yield part, [runs for runs, _ in dims], near
@@ -137,13 +149,20 @@ def _item(info: TensorInfo, locate: Locate, near: list[list[Run]]) -> ReadItem:
 
 
 def _read(
-    store: Store, info: TensorInfo, locate: Locate, part: Box, runs: list[list[Run]], near: list[list[Run]]
+    store: Store,
+    info: TensorInfo,
+    locate: Locate,
+    part: Box,
+    runs: list[list[Run]],
+    near: list[list[Run]],
 ) -> NDArray[np.generic]:
     """Read joined runs, and pick the indices of a part."""
     item = _item(info, locate, near)
     raw = np.empty(item.info.size, numpy_dtype(info.dtype))
     read_items(store, [item], [raw.view(np.uint8)], [str(info.key)], threads=1)
-    positions = [_positions(*of_dim) for of_dim in zip(runs, near, part.start, part.shape, strict=True)]
+    positions = [
+        _positions(*of_dim) for of_dim in zip(runs, near, part.start, part.shape, strict=True)
+    ]
     return raw.reshape(item.info.shape)[np.ix_(*positions)]
 
 
@@ -209,7 +228,9 @@ def computed_extent(info: TensorInfo, file: str) -> Extent:
     return Extent(Box.whole(info.shape), file, 0, row_major(info.shape, info.itemsize))
 
 
-def inputs_of(store: Store, key: str) -> Iterator[tuple[TensorInfo, Iterable[Extent | Tiles]]] | None:
+def inputs_of(
+    store: Store, key: str
+) -> Iterator[tuple[TensorInfo, Iterable[Extent | Tiles]]] | None:
     """The inputs of a computed file.
 
     Returns:
@@ -218,7 +239,10 @@ def inputs_of(store: Store, key: str) -> Iterator[tuple[TensorInfo, Iterable[Ext
     while isinstance(store, WrappedStore):
         found = store.computed(key) if isinstance(store, ComputedStore) else None
         if found is not None:
-            return ((v.info, extents(None)) for v, extents in zip(found.formula.inputs, found.inputs, strict=True))
+            return (
+                (v.info, extents(None))
+                for v, extents in zip(found.formula.inputs, found.inputs, strict=True)
+            )
         store = store.inner
     return None
 
@@ -285,7 +309,11 @@ def _cast(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
 
 def _mean(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
     """Sum in order, in float32 (float64 for float64 tensors), and divide by the number of tensors."""
-    wide = np.result_type(np.float32, arrays[0].dtype) if arrays[0].dtype == np.float64 else np.dtype(np.float32)
+    wide = (
+        np.result_type(np.float32, arrays[0].dtype)
+        if arrays[0].dtype == np.float64
+        else np.dtype(np.float32)
+    )
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
         total += array.astype(wide)
@@ -316,11 +344,14 @@ class Viewed:
         self._scattered: dict[Key, bool] = {}  # of the takes that were read
         self._computed = {
             self._files[key]: ComputedFile(
-                in_order(f)[0] if f.axes else f, tuple(partial(self.of_view, view) for view in f.inputs)
+                in_order(f)[0] if f.axes else f,
+                tuple(partial(self.of_view, view) for view in f.inputs),
             )
             for key, f in table.formulas.items()
         }
-        self.store: Store = ComputedStore(base.store, self._computed) if self._computed else base.store
+        self.store: Store = (
+            ComputedStore(base.store, self._computed) if self._computed else base.store
+        )
         self.metadata = _view_metadata(base.metadata, stored, aliases).replace(
             unreadable=left_unreadable(base.metadata.unreadable, self.steps)
         )
@@ -337,7 +368,9 @@ class Viewed:
         """
         if len(view.parts) == 1:
             source, part = view.parts[0]
-            whole = view.info.shape == part.box.shape and part.axes == tuple(range(len(view.info.shape)))
+            whole = view.info.shape == part.box.shape and part.axes == tuple(
+                range(len(view.info.shape))
+            )
             if whole and part.box.shape == self._shape(source):
                 yield from self._source_extents(source, within)
                 return
@@ -378,7 +411,11 @@ class Viewed:
         box = within or whole.box
         if self._is_scattered(key, formula):
             order = in_order(formula)[1]
-            return [whole] if order is None else mapped(clipped([order, *[None] * (len(box.shape) - 1)], box), [whole])
+            return (
+                [whole]
+                if order is None
+                else mapped(clipped([order, *[None] * (len(box.shape) - 1)], box), [whole])
+            )
         runs = clipped(formula.axes, box)
         if not all(runs):
             return []
@@ -387,7 +424,9 @@ class Viewed:
 
     def _is_scattered(self, key: Key, formula: Formula) -> bool:
         if key not in self._scattered:
-            self._scattered[key] = is_scattered(formula, partial(self.of_view, formula.inputs[0]), self.store.costs)
+            self._scattered[key] = is_scattered(
+                formula, partial(self.of_view, formula.inputs[0]), self.store.costs
+            )
         return self._scattered[key]
 
     def _single_extents(self, key: Key, within: Box) -> Iterator[Extent]:
@@ -403,23 +442,35 @@ def _view_metadata(
 ) -> CheckpointMetadata:
     """The metadata of the source, with the names after the steps.
 
-    The places of tensors and groups in the program's state are those of the source if all have kept their names.
+    The places of tensors and groups in the program's state are those of the source if all have kept
+    their names.
     """
     names: dict[str, list[str]] = {}  # of the tensors that come from each parameter
     for name, entry in stored.items():
         names.setdefault(entry.param, []).append(name)
-    groups = tuple({**g, "params": [n for p in g["params"] for n in names.get(p, ())]} for g in metadata.groups)
+    groups = tuple(
+        {**g, "params": [n for p in g["params"] for n in names.get(p, ())]} for g in metadata.groups
+    )
     numbers = {n: i for i, g in enumerate(groups) for n in g["params"]}
     if not groups:
         numbers = {
-            n: metadata.tensor_list.groups[e.param] for n, e in stored.items() if e.param in metadata.tensor_list.groups
+            n: metadata.tensor_list.groups[e.param]
+            for n, e in stored.items()
+            if e.param in metadata.tensor_list.groups
         }
     infos = tuple(view.info for entry in stored.values() for view in entry.states.values())
     viewed = metadata.replace(
-        tensor_list=TensorList(infos, numbers), aliases=aliases, groups=groups, means={}, paths={}, places=()
+        tensor_list=TensorList(infos, numbers),
+        aliases=aliases,
+        groups=groups,
+        means={},
+        paths={},
+        places=(),
     )
     if any(entry.param != name for name, entry in stored.items()) or aliases != metadata.aliases:
         return viewed
-    kept = {i.key: metadata.paths[i.key] for i in infos if i.key in metadata.paths}  # names are what they were
+    kept = {
+        i.key: metadata.paths[i.key] for i in infos if i.key in metadata.paths
+    }  # names are what they were
     same = [g["params"] for g in groups] == [g["params"] for g in metadata.groups]
     return viewed.replace(paths=kept, places=metadata.places if same else ())

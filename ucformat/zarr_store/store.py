@@ -1,7 +1,8 @@
 """A tensor of any checkpoint as a Zarr array: its document, its chunks, and the memory of each.
 
-The array is not sharded, and its chunks are raw. Where the files store the tensor in chunks with checksums, the chunks
-of the array are these, so that each is verified; elsewhere they are rows, which are contiguous in most files.
+The array is not sharded, and its chunks are raw. Where the files store the tensor in chunks with
+checksums, the chunks of the array are these, so that each is verified; elsewhere they are rows,
+which are contiguous in most files.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ if TYPE_CHECKING:
 
 DOCUMENT = "zarr.json"
 _MAX_DIGITS = 20  # of a chunk's index
-_MIN_STORED, _MAX_STORED = 64 << 10, 16 << 20  # bytes of a stored chunk that is a chunk of the array, too
+_MIN_STORED, _MAX_STORED = (
+    64 << 10,
+    16 << 20,
+)  # bytes of a stored chunk that is a chunk of the array, too
 
 
 class TensorArray:
@@ -55,7 +59,9 @@ class TensorArray:
     @cached_property
     def chunk(self) -> tuple[int, ...]:
         """The edges of a chunk, in elements."""
-        return _stored_chunk(self._source, self.info) or chunk_shape(self.info.shape, self.info.itemsize, cuts=1)
+        return _stored_chunk(self._source, self.info) or chunk_shape(
+            self.info.shape, self.info.itemsize, cuts=1
+        )
 
     @cached_property
     def document(self) -> bytes:
@@ -84,12 +90,18 @@ class TensorArray:
         Returns:
             The coordinates; None if the array has no such chunk.
         """
-        if parts[:1] != ["c"] or len(parts) != 1 + len(self.grid) or not all(map(_is_number, parts[1:])):
+        if (
+            parts[:1] != ["c"]
+            or len(parts) != 1 + len(self.grid)
+            or not all(map(_is_number, parts[1:]))
+        ):
             return None
         found = tuple(map(int, parts[1:]))
         return found if all(i < n for i, n in zip(found, self.grid, strict=True)) else None
 
-    def pieces(self, at: tuple[int, ...], count: int, start: int, stop: int) -> tuple[list[Piece], NDArray[Any]]:
+    def pieces(
+        self, at: tuple[int, ...], count: int, start: int, stop: int
+    ) -> tuple[list[Piece], NDArray[Any]]:
         """The parts of the tensor in the bytes `[start, stop)` of chunks, and memory for their elements.
 
         Elements that exceed the tensor are set to the fill value.
@@ -100,7 +112,10 @@ class TensorArray:
         unit = self.info.itemsize
         shape = (self.chunk[0] * count, *self.chunk[1:]) if self.chunk else ()
         begin = tuple(i * c for i, c in zip(at, self.chunk, strict=True))
-        held = Box(begin, tuple(min(c, n - b) for c, n, b in zip(shape, self.info.shape, begin, strict=True)))
+        held = Box(
+            begin,
+            tuple(min(c, n - b) for c, n, b in zip(shape, self.info.shape, begin, strict=True)),
+        )
         first, last = start // unit, -(-stop // unit)
         strides = row_major(shape)
         out = np.empty(last - first, numpy_dtype(self.info.dtype))
@@ -111,19 +126,32 @@ class TensorArray:
         for box in flat_boxes(shape, first, last):
             part = box.shift(begin).intersect(held)
             if part is not None:
-                offset = sum((p - b) * s for p, b, s in zip(part.start, begin, strides, strict=True))
+                offset = sum(
+                    (p - b) * s for p, b, s in zip(part.start, begin, strides, strict=True)
+                )
                 found.append(Piece(part, offset - first, strides))
         return found, out
 
 
 def _is_number(text: str) -> bool:
-    return text.isdecimal() and text.isascii() and len(text) < _MAX_DIGITS and (text == "0" or text[0] != "0")
+    return (
+        text.isdecimal()
+        and text.isascii()
+        and len(text) < _MAX_DIGITS
+        and (text == "0" or text[0] != "0")
+    )
 
 
 def _fill(dtype: str) -> Any:
     """The fill value of an array, which pads the chunks at its edges."""
     value = fill_value(dtype)
-    return complex("nan+nanj") if isinstance(value, list) else float("nan") if value == "NaN" else value
+    return (
+        complex("nan+nanj")
+        if isinstance(value, list)
+        else float("nan")
+        if value == "NaN"
+        else value
+    )
 
 
 def _stored_chunk(source: Readable, info: TensorInfo) -> tuple[int, ...] | None:
@@ -133,13 +161,20 @@ def _stored_chunk(source: Readable, info: TensorInfo) -> tuple[int, ...] | None:
         return None
     for extent in source.extents(info.key, first):
         if extent.box.intersect(first) is not None:
-            chunk = extent.chunk if isinstance(extent, Tiles) else extent.box.shape if extent.block else None
+            chunk = (
+                extent.chunk
+                if isinstance(extent, Tiles)
+                else extent.box.shape
+                if extent.block
+                else None
+            )
             nbytes = Box.whole(chunk).size * info.itemsize if chunk else 0
             return chunk if min(_MIN_STORED, info.nbytes) <= nbytes <= _MAX_STORED else None
     return None
 
 
-# Reads chunks of arrays from the extents of their tensors; those that are asked for at the same time, together.
+# Reads chunks of arrays from the extents of their tensors; those that are asked for at the same
+# time, together.
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +195,11 @@ class _Request:
     def precedes(self, other: _Request) -> bool:
         """Whether the other one is the next chunk, and follows this one in memory if both are of one buffer."""
         array, at = self.array, self.at
-        adjacent = other.array is array and set(array.grid[1:]) <= {1} and other.at[:1] == (at[0] + 1,) if at else False
+        adjacent = (
+            other.array is array and set(array.grid[1:]) <= {1} and other.at[:1] == (at[0] + 1,)
+            if at
+            else False
+        )
         return adjacent and self.is_whole and other.is_whole
 
 
@@ -169,9 +208,13 @@ class ChunkReader:
 
     def __init__(self, source: Readable, verify: Verify) -> None:
         self._source, self._verify = source, check_verify(verify)
-        self._waiting: dict[asyncio.AbstractEventLoop, list[_Request]] = {}  # what each loop starts to read next
+        self._waiting: dict[
+            asyncio.AbstractEventLoop, list[_Request]
+        ] = {}  # what each loop starts to read next
 
-    async def read(self, array: TensorArray, at: tuple[int, ...], start: int, stop: int) -> NDArray[np.uint8]:
+    async def read(
+        self, array: TensorArray, at: tuple[int, ...], start: int, stop: int
+    ) -> NDArray[np.uint8]:
         """Read bytes of a chunk, together with what is asked for at the same time.
 
         Raises:
@@ -188,8 +231,9 @@ class ChunkReader:
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read what is waited for.
 
-        In the loop of zarr-python, which nothing else runs in, a disk is read right here: a thread would take longer,
-        because zarr copies each chunk in this one. What others ask for meanwhile is read together next.
+        In the loop of zarr-python, which nothing else runs in, a disk is read right here: a thread
+        would take longer, because zarr copies each chunk in this one. What others ask for meanwhile
+        is read together next.
         """
         wanted = self._waiting.pop(loop)
         if loop is zarr_loop[0] and self._source.store.costs.parallel is None:
@@ -209,7 +253,9 @@ class ChunkReader:
         except BaseException as error:  # noqa: BLE001 - raised where the bytes are waited for
             if len(wanted) == 1:
                 return [error]
-            return [found for one in wanted for found in self._results([one])]  # the others are intact
+            return [
+                found for one in wanted for found in self._results([one])
+            ]  # the others are intact
 
     def _read_together(self, wanted: Sequence[_Request]) -> Iterator[NDArray[np.uint8]]:
         source = self._source
@@ -247,9 +293,11 @@ def _give(wanted: Sequence[_Request], found: Sequence[NDArray[np.uint8] | BaseEx
             request.result.set_result(result)
 
 
-# A checkpoint of any kind as a read-only store of zarr-python, in which a chunk is read when it is asked for.
+# A checkpoint of any kind as a read-only store of zarr-python, in which a chunk is read when it is
+# asked for.
 #
-# The hierarchy is that of the arrays of universal checkpoints: a group for each state, in it an array for each tensor.
+# The hierarchy is that of the arrays of universal checkpoints: a group for each state, in it an
+# array for each tensor.
 
 #: Which the tests of zarr-python expect.
 _REFUSAL = "store was opened in read-only mode and does not support writing"
@@ -276,16 +324,19 @@ class Source(Protocol):
 class CheckpointStore(Store):
     """The tensors of a checkpoint as arrays of zarr-python; see `Checkpoint.zarr_store`.
 
-    It cannot be written to. Nevertheless `read_only` is false, because `zarr.open_group(store)`, whose default mode is
-    `a`, refuses stores of which it is true; `with_read_only(True)` returns one of these. It is pickled as the place,
-    the options and the views of the checkpoint, which is opened again where it is unpickled.
+    It cannot be written to. Nevertheless `read_only` is false, because `zarr.open_group(store)`,
+    whose default mode is `a`, refuses stores of which it is true; `with_read_only(True)` returns
+    one of these. It is pickled as the place, the options and the views of the checkpoint, which is
+    opened again where it is unpickled.
     """
 
     supports_writes = False
     supports_deletes = False
     supports_listing = True
 
-    def __init__(self, checkpoint: Source, *, verify: Verify = "whole", read_only: bool = False) -> None:
+    def __init__(
+        self, checkpoint: Source, *, verify: Verify = "whole", read_only: bool = False
+    ) -> None:
         super().__init__(read_only=read_only)
         self._checkpoint, self._verify = checkpoint, verify
         self._reader = ChunkReader(checkpoint.source, verify)
@@ -346,7 +397,9 @@ class CheckpointStore(Store):
         at = array.at(rest.split("/"))
         return None if at is None else (array, at)
 
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
         """The value of a key, or a range of its bytes; of a chunk, only these are read.
 
         Returns:
@@ -371,7 +424,9 @@ class CheckpointStore(Store):
         Args:
             key_ranges: the keys, each with the bytes to read (None: all).
         """
-        return list(await asyncio.gather(*(self.get(key, prototype, span) for key, span in key_ranges)))
+        return list(
+            await asyncio.gather(*(self.get(key, prototype, span) for key, span in key_ranges))
+        )
 
     async def exists(self, key: str) -> bool:
         """Whether there is a key; no chunk is read."""
@@ -430,7 +485,11 @@ class CheckpointStore(Store):
             return [DOCUMENT, "c"]
         depth = len(at) - 1
         full = [*at, *["0"] * (len(array.grid) - depth)]
-        return map(str, range(array.grid[depth])) if depth < len(array.grid) and array.at(full) is not None else []
+        return (
+            map(str, range(array.grid[depth]))
+            if depth < len(array.grid) and array.at(full) is not None
+            else []
+        )
 
     # --- writing, which is refused
 

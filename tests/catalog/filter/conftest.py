@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Connection]]:
+def worlds(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[int, Connection]]:
     """A connection to a database of each of `WORLDS`."""
     server: Postgres | None = None
     if request.param == "postgresql":

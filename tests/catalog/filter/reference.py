@@ -53,7 +53,10 @@ def matches(row: Row, node: Node) -> bool:
         case Compare(key, op, value):
             return any(holds(key, v, op, value) for v in values(row, key))
         case In(key, several, negated):
-            return any(holds(key, v, "=", value) for v in values(row, key) for value in several) is not negated
+            return (
+                any(holds(key, v, "=", value) for v in values(row, key) for value in several)
+                is not negated
+            )
         case Like(key, pattern, negated):
             found = (v for v in values(row, key) if isinstance(v, str))
             return any(regex(pattern.value).fullmatch(v) for v in found) is not negated
@@ -67,11 +70,17 @@ def values(row: Row, key: Key) -> list[Any]:
     if root == "metric":
         found = row.metrics.get(path[0])
     elif root == "tensor":
-        return list(row.digests) if path[0] == "digest" else [t[path[0]] for t in row.structure.tensors]
+        return (
+            list(row.digests)
+            if path[0] == "digest"
+            else [t[path[0]] for t in row.structure.tensors]
+        )
     elif root in {"tag", "alias", "url", "note"}:
         return list(getattr(row, root))
     elif root == "hold":
-        found = any(released is None and (until is None or until > NOW) for until, released in row.holds)
+        found = any(
+            released is None and (until is None or until > NOW) for until, released in row.holds
+        )
     elif root == "verified":
         last = max(enumerate(row.verifications), key=lambda v: (v[1][0], v[0]), default=None)
         found = None if last is None else last[1][1]
@@ -123,7 +132,10 @@ def rounded(number: int | float) -> int | float:  # noqa: PYI041
 def regex(pattern: str) -> re.Pattern[str]:
     """What LIKE asks for, as a regular expression."""
     parts = re.findall(r"\\.|.", pattern, re.DOTALL)
-    plain = (re.escape(p[-1]) if len(p) == 2 else {"%": ".*", "_": "."}.get(p, re.escape(p)) for p in parts)
+    plain = (
+        re.escape(p[-1]) if len(p) == 2 else {"%": ".*", "_": "."}.get(p, re.escape(p))
+        for p in parts
+    )
     return re.compile("".join(plain), re.DOTALL)
 
 

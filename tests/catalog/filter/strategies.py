@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from tests.catalog.filter.world import BIG, FLOATS, INTEGERS, METRICS, NAMES, NOW, TEXTS, TIMES, WORLDS
+from tests.catalog.filter.world import (
+    BIG,
+    FLOATS,
+    INTEGERS,
+    METRICS,
+    NAMES,
+    NOW,
+    TEXTS,
+    TIMES,
+    WORLDS,
+)
 from ucformat.catalog.filter.check import DOCUMENTS, MULTIPLE, SCALARS, TENSOR, Kind
 from ucformat.catalog.filter.syntax import (
     Age,
@@ -41,9 +51,15 @@ floats = st.floats(-(2.0**53), 2.0**53) | st.sampled_from(FLOATS)
 numbers = (st.sampled_from([*INTEGERS, *BIG]) | st.integers(-(2**70), 2**70) | floats).map(Number)
 truths = st.booleans().map(Boolean)
 sizes = st.sampled_from([0, 1, 1000, 1024, 1536, 10**9, 2**62]).map(Size)
-times = st.sampled_from([written for t in TIMES for written in (f"{t}", f"{t.replace(tzinfo=None)}", f"{t.date()}")])
-ages = st.sampled_from([NOW - t for t in TIMES] + [timedelta(days=d) for d in (7, 1.5, -3, 10**6, -(10**8))])
-words = st.sampled_from(["4096", "4096,1024", "weight", "float32", "xxh3:1", "a", "committed", "deepspeed"])
+times = st.sampled_from(
+    [written for t in TIMES for written in (f"{t}", f"{t.replace(tzinfo=None)}", f"{t.date()}")]
+)
+ages = st.sampled_from(
+    [NOW - t for t in TIMES] + [timedelta(days=d) for d in (7, 1.5, -3, 10**6, -(10**8))]
+)
+words = st.sampled_from(
+    ["4096", "4096,1024", "weight", "float32", "xxh3:1", "a", "committed", "deepspeed"]
+)
 
 #: What a key of this kind is compared with.
 LITERALS: dict[Kind, st.SearchStrategy[Any]] = {
@@ -73,9 +89,19 @@ def near(value: Any) -> list[Value]:
         case bool():
             return [Boolean(value), Number(int(value)), Text(str(value).lower())]
         case int():
-            return [Number(value), Number(value + 1), Number(value - 1), Number(float(value)), Text(str(value))]
+            return [
+                Number(value),
+                Number(value + 1),
+                Number(value - 1),
+                Number(float(value)),
+                Text(str(value)),
+            ]
         case float():
-            return [Number(value), Number(math.nextafter(value, 0)), Number(math.nextafter(value, math.inf))]
+            return [
+                Number(value),
+                Number(math.nextafter(value, 0)),
+                Number(math.nextafter(value, math.inf)),
+            ]
         case str():
             return [Text(value), Text(value.upper()), Text(value + "a")]
         case _:
@@ -100,8 +126,14 @@ metrics = st.sampled_from(METRICS).map(lambda name: Key(("metric", name)))
 #: Name -> kind of values, the keys, and what they are compared with.
 Subject = tuple[Kind, st.SearchStrategy[tuple[Key, st.SearchStrategy[Any]]]]
 SUBJECTS: dict[str, Subject] = {
-    **{name: (kind, st.just((Key((name,)), LITERALS[kind]))) for name, kind in (SCALARS | MULTIPLE).items()},
-    **{f"tensor.{n}": (kind, st.just((Key(("tensor", n)), LITERALS[kind]))) for n, kind in TENSOR.items()},
+    **{
+        name: (kind, st.just((Key((name,)), LITERALS[kind])))
+        for name, kind in (SCALARS | MULTIPLE).items()
+    },
+    **{
+        f"tensor.{n}": (kind, st.just((Key(("tensor", n)), LITERALS[kind])))
+        for n, kind in TENSOR.items()
+    },
     "metric": (Kind.FLOAT, metrics.map(lambda key: (key, LITERALS[Kind.FLOAT]))),
     "paths": (Kind.JSON, paths.map(lambda key: (key, LITERALS[Kind.JSON]))),
     "found": (
@@ -123,13 +155,19 @@ def atoms_of(draw: st.DrawFn, subject: Subject) -> Compare | In | Like | IsNull:
     forms = ["compare", "compare", "in", "null"] + ["like"] * (kind in {Kind.TEXT, Kind.JSON})
     match draw(st.sampled_from(forms)):
         case "in":
-            return In(key, tuple(draw(st.lists(literals, min_size=1, max_size=4))), draw(st.booleans()))
+            return In(
+                key, tuple(draw(st.lists(literals, min_size=1, max_size=4))), draw(st.booleans())
+            )
         case "null":
             return IsNull(key, draw(st.booleans()))
         case "like":
             return Like(key, Text(draw(patterns)), draw(st.booleans()))
     value = draw(literals)
-    return Compare(key, draw(st.sampled_from(OPERATORS[:2] if isinstance(value, Boolean) else OPERATORS)), value)
+    return Compare(
+        key,
+        draw(st.sampled_from(OPERATORS[:2] if isinstance(value, Boolean) else OPERATORS)),
+        value,
+    )
 
 
 def joined(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
@@ -137,9 +175,15 @@ def joined(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
     return st.builds(And, several) | st.builds(Or, several) | st.builds(Not, inner)
 
 
-atoms = st.sampled_from([*SUBJECTS.values(), *[SUBJECTS["found"], SUBJECTS["metric"]] * 6]).flatmap(atoms_of)
+atoms = st.sampled_from([*SUBJECTS.values(), *[SUBJECTS["found"], SUBJECTS["metric"]] * 6]).flatmap(
+    atoms_of
+)
 filters: st.SearchStrategy[Node] = st.recursive(atoms, joined, max_leaves=8)
 
-scalars = st.sampled_from([Key((name,)) for name, kind in SCALARS.items() if kind is not Kind.BOOLEAN])
+scalars = st.sampled_from(
+    [Key((name,)) for name, kind in SCALARS.items() if kind is not Kind.BOOLEAN]
+)
 sort_keys = scalars | metrics | paths | st.sampled_from(FOUND).map(lambda f: f[0])
-sorts = st.builds(Sort, st.lists(st.builds(SortKey, sort_keys, st.booleans()), min_size=1, max_size=3).map(tuple))
+sorts = st.builds(
+    Sort, st.lists(st.builds(SortKey, sort_keys, st.booleans()), min_size=1, max_size=3).map(tuple)
+)

@@ -40,7 +40,9 @@ def test_every_comparison_is_what_python_says(worlds: dict[int, Connection], nam
     def check(atom: Node, seed: int) -> None:
         condition = compile_filter(atom, now=NOW).label("found")
         expected = {row.serial: matches(row, atom) for row in WORLDS[seed]}
-        said = {r.serial: r.found for r in worlds[seed].execute(select(Checkpoint.serial, condition))}
+        said = {
+            r.serial: r.found for r in worlds[seed].execute(select(Checkpoint.serial, condition))
+        }
         assert said == expected  # so none of them is NULL
         outcomes.update(expected.values())
 
@@ -57,7 +59,9 @@ def test_every_filter_is_what_python_says(worlds: dict[int, Connection]) -> None
     def check(node: Node, seed: int) -> None:
         expected = {row.serial for row in WORLDS[seed] if matches(row, node)}
         for each in (False, True):
-            query = select(Checkpoint.serial).where(compile_filter(parse(unparse(node)), now=NOW, each=each))
+            query = select(Checkpoint.serial).where(
+                compile_filter(parse(unparse(node)), now=NOW, each=each)
+            )
             assert set(worlds[seed].scalars(query)) == expected
         chosen[0 < len(expected) < len(WORLDS[seed])] += 1
 
@@ -82,7 +86,10 @@ def test_the_first_of_any_search_are_those_of_all(worlds: dict[int, Connection])
     @settings(max_examples=300)
     @given(
         st.one_of(st.just(""), filters.map(unparse)),
-        st.one_of(st.sampled_from([NEWEST, "metric.loss", "-metric.loss", "metric.loss,-step"]), sorts.map(str)),
+        st.one_of(
+            st.sampled_from([NEWEST, "metric.loss", "-metric.loss", "metric.loss,-step"]),
+            sorts.map(str),
+        ),
         st.integers(0, 6),
         st.integers(0, 3),
         st.sampled_from([(1, 3), (2, 8), (1_000, 20_000)]),
@@ -90,7 +97,13 @@ def test_the_first_of_any_search_are_those_of_all(worlds: dict[int, Connection])
         seeds,
     )
     def check(
-        where: str, sort: str, limit: int, offset: int, walked: tuple[int, int], deleted: bool, seed: int
+        where: str,
+        sort: str,
+        limit: int,
+        offset: int,
+        walked: tuple[int, int],
+        deleted: bool,
+        seed: int,
     ) -> None:
         def found(count: int | None, skipped: int) -> list[int]:
             more: Any = {"sort": sort, "limit": count, "offset": skipped, "deleted": deleted}

@@ -35,7 +35,9 @@ def connection(empty_database_url: str) -> Iterator[Connection]:
 
 
 def is_so(connection: Connection, text: str) -> bool:
-    return bool(connection.scalar(select(compile_filter(parse(text), now=NOW)).select_from(Checkpoint)))
+    return bool(
+        connection.scalar(select(compile_filter(parse(text), now=NOW)).select_from(Checkpoint))
+    )
 
 
 #: The value of config.x -> filters that are true of it, and that are false.
@@ -68,15 +70,29 @@ DOCUMENTS: list[tuple[Any, list[str], list[str]]] = [
 
 def test_values_of_documents(connection: Connection) -> None:
     for i, (value, true, false) in enumerate(DOCUMENTS):
-        connection.execute(insert(Config).values(id=100 + i, hash=f"h{i}", document={"x": value, "é": [value]}))
+        connection.execute(
+            insert(Config).values(id=100 + i, hash=f"h{i}", document={"x": value, "é": [value]})
+        )
         both = {"x": value, "é": [value]}
         connection.execute(update(Checkpoint).values(config_id=100 + i, topology=both))
         for key in ("config.x", "topology.x", "config.é.0", "topology.'é'.0"):
             for condition in true:
-                assert is_so(connection, f"{key} {condition}".replace("config.x", key)), (value, key, condition)
+                assert is_so(connection, f"{key} {condition}".replace("config.x", key)), (
+                    value,
+                    key,
+                    condition,
+                )
             for condition in false:
-                assert not is_so(connection, f"{key} {condition}".replace("config.x", key)), (value, key, condition)
-                assert is_so(connection, f"not ({key} {condition})".replace("config.x", key)), (value, key, condition)
+                assert not is_so(connection, f"{key} {condition}".replace("config.x", key)), (
+                    value,
+                    key,
+                    condition,
+                )
+                assert is_so(connection, f"not ({key} {condition})".replace("config.x", key)), (
+                    value,
+                    key,
+                    condition,
+                )
 
 
 def test_metrics_and_integers_between_two_floats(connection: Connection) -> None:
@@ -102,7 +118,19 @@ def test_a_list_is_not_an_object_and_an_object_no_list(connection: Connection) -
     ):
         assert is_so(connection, text), text
     big = "9" * 20
-    for path in ("l.01", "l.'-1'", "l.'+0'", "l.' 0'", "l.2", "l.''", f"l.{big}", "l.0.0", "l.'$'", "l.'#-1'", "o.2"):
+    for path in (
+        "l.01",
+        "l.'-1'",
+        "l.'+0'",
+        "l.' 0'",
+        "l.2",
+        "l.''",
+        f"l.{big}",
+        "l.0.0",
+        "l.'$'",
+        "l.'#-1'",
+        "o.2",
+    ):
         assert is_so(connection, f"topology.{path} is null"), path
 
 
@@ -116,7 +144,9 @@ def test_postgresql_compares_and_orders_text_by_code_point() -> None:
         "id like 'a%'",
         "topology.x like 'a%'",
     ):
-        assert 'COLLATE "C"' in str(compile_filter(parse(text), now=NOW).compile(dialect=dialect)), text
+        assert 'COLLATE "C"' in str(
+            compile_filter(parse(text), now=NOW).compile(dialect=dialect)
+        ), text
     for text in ("id", "run", "engine", "config.x", "topology.x"):
         written = [str(order.compile(dialect=dialect)) for order in compile_sort(parse_sort(text))]
         assert 'COLLATE "C"' in " ".join(written), text
@@ -154,8 +184,14 @@ def test_unknown_names_are_errors_where_there_are_others(connection: Connection)
     connection.execute(insert(Metric).values(checkpoint=1, name="loss", value=1, measured=NOW))
     with pytest.raises(UsageError) as caught:
         check_names(connection, parse(text), text)
-    assert str(caught.value).splitlines()[1:] == ["  " + text, "  ^^^^^^^^^^", "  hint: did you mean metric.loss?"]
-    connection.execute(insert(Config).values(id=5, hash="x", document={"optimizer": {"lr": 1, "eps": None}}))
+    assert str(caught.value).splitlines()[1:] == [
+        "  " + text,
+        "  ^^^^^^^^^^",
+        "  hint: did you mean metric.loss?",
+    ]
+    connection.execute(
+        insert(Config).values(id=5, hash="x", document={"optimizer": {"lr": 1, "eps": None}})
+    )
     text = "metric.loss < 1 and config.optimizer.l = 1"
     with pytest.raises(UsageError) as caught:
         check_names(connection, parse(text), text)
@@ -176,10 +212,16 @@ def test_digests_are_searched_by_blocks(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path}/catalog.db")
     store(engine, WORLDS[1][:1])
     with engine.connect() as connection:
-        for text in ("tensor.digest = 'x'", "tensor.digest != 'x'", "not tensor.digest in ('x', 'y') or tag = 'a'"):
+        for text in (
+            "tensor.digest = 'x'",
+            "tensor.digest != 'x'",
+            "not tensor.digest in ('x', 'y') or tag = 'a'",
+        ):
             query = select(Checkpoint.serial).where(compile_filter(parse(text), now=NOW))
             written = str(query.compile(connection, compile_kwargs={"literal_binds": True}))
-            plan = " ".join(row.detail for row in connection.exec_driver_sql(f"explain query plan {written}"))
+            plan = " ".join(
+                row.detail for row in connection.exec_driver_sql(f"explain query plan {written}")
+            )
             assert "SEARCH digest USING PRIMARY KEY (block=? AND digest=?)" in plan, plan
     engine.dispose()
 

@@ -11,10 +11,21 @@ from ucformat.catalog.filter import parse
 from ucformat.catalog.filter.check import Names, check_known, paths_of
 from ucformat.catalog.filter.compile import compile_filter
 from ucformat.catalog.filter.parse import parse_sort
-from ucformat.catalog.filter.syntax import Compare, IsNull, Key, Number, Sort, SortKey, Text, unparse
+from ucformat.catalog.filter.syntax import (
+    Compare,
+    IsNull,
+    Key,
+    Number,
+    Sort,
+    SortKey,
+    Text,
+    unparse,
+)
 from ucformat.errors import UsageError
 
-KNOWN = Names(frozenset({"val_loss", "val/acc"}), frozenset({("optimizer", "lr"), ("a.b", "c"), ("layers",)}))
+KNOWN = Names(
+    frozenset({"val_loss", "val/acc"}), frozenset({("optimizer", "lr"), ("a.b", "c"), ("layers",)})
+)
 
 #: Filter -> what the carets stand under, and what the hint says.
 ERRORS = {
@@ -158,10 +169,17 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 def test_names_are_checked_where_they_are_known() -> None:
-    for text in ("metric.val_loss < 1", 'config."a.b".c = 1', 'config."a.b" is null', "config.layers.3.x = 1"):
+    for text in (
+        "metric.val_loss < 1",
+        'config."a.b".c = 1',
+        'config."a.b" is null',
+        "config.layers.3.x = 1",
+    ):
         parse(text, known=KNOWN)
         parse(text, known=Names())
-    parse("metric.nonsense < 1 and config.nonsense = 1", known=Names())  # an empty catalog knows nothing
+    parse(
+        "metric.nonsense < 1 and config.nonsense = 1", known=Names()
+    )  # an empty catalog knows nothing
     parse("metric.nonsense < 1", known=Names(configs=frozenset({("a",)})))
     with pytest.raises(UsageError, match=r"config\.layers\.x"):
         parse("config.layers.x = 1", known=KNOWN)

@@ -55,16 +55,27 @@ def engine(empty_database_url: str) -> Iterator[Engine]:
     engine = create_engine(empty_database_url)
     store(engine, WORLDS[1][:3])
     with engine.begin() as c:
-        c.execute(insert(Config).values(id=99, hash="nasty", document={word: {word: word} for word in NASTY}))
+        c.execute(
+            insert(Config).values(
+                id=99, hash="nasty", document={word: {word: word} for word in NASTY}
+            )
+        )
         topology = {"l": [{word: i} for i, word in enumerate(NASTY)]}
-        changed = c.execute(update(Checkpoint).where(Checkpoint.serial == 2).values(config_id=99, topology=topology))
+        changed = c.execute(
+            update(Checkpoint).where(Checkpoint.serial == 2).values(config_id=99, topology=topology)
+        )
         assert changed.rowcount == 1
         here: dict[str, Any] = {"checkpoint": 2}
         mine = set(c.scalars(select(Tag.name).where(Tag.checkpoint == 2)))
-        tags = [{"name": word, "created": NOW, "who": "", **here} for word in NASTY if word not in mine]
+        tags = [
+            {"name": word, "created": NOW, "who": "", **here} for word in NASTY if word not in mine
+        ]
         c.execute(insert(Tag), tags)
         c.execute(delete(Metric))
-        c.execute(insert(Metric), [{"name": word, "value": i, "measured": NOW, **here} for i, word in enumerate(NASTY)])
+        c.execute(
+            insert(Metric),
+            [{"name": word, "value": i, "measured": NOW, **here} for i, word in enumerate(NASTY)],
+        )
     yield engine
     engine.dispose()
 
@@ -74,7 +85,11 @@ def test_nasty_words_are_found_where_they_are(engine: Engine) -> None:
 
         def found(node: Node) -> list[int]:
             condition = compile_filter(parse(unparse(node)), now=NOW)
-            return list(connection.scalars(select(Checkpoint.serial).where(condition).order_by(Checkpoint.serial)))
+            return list(
+                connection.scalars(
+                    select(Checkpoint.serial).where(condition).order_by(Checkpoint.serial)
+                )
+            )
 
         tags = {row.serial: set(row.tag) for row in WORLDS[1][:3]}
         tags[2] |= set(NASTY)
@@ -90,11 +105,29 @@ def test_nasty_words_are_found_where_they_are(engine: Engine) -> None:
             assert found(Compare(Key(("topology", "l", str(i), word)), "=", Number(i))) == [2], word
             for root in ("config", "topology"):
                 sort = Sort((SortKey(Key((root, word, word))),))
-                assert len(list(connection.scalars(select(Checkpoint.serial).order_by(*compile_sort(sort))))) == 3
-        assert connection.scalar(select(func.count()).select_from(Tag)) == sum(map(len, tags.values()))
+                assert (
+                    len(
+                        list(
+                            connection.scalars(
+                                select(Checkpoint.serial).order_by(*compile_sort(sort))
+                            )
+                        )
+                    )
+                    == 3
+                )
+        assert connection.scalar(select(func.count()).select_from(Tag)) == sum(
+            map(len, tags.values())
+        )
 
 
-UNHOLDABLE = ["tag = '\0'", "config.'\0' = 1", "tag = '\ud800'", 'metric."\udfff" is null', "\0", "step = 1\0"]
+UNHOLDABLE = [
+    "tag = '\0'",
+    "config.'\0' = 1",
+    "tag = '\ud800'",
+    'metric."\udfff" is null',
+    "\0",
+    "step = 1\0",
+]
 
 
 @pytest.mark.parametrize("text", UNHOLDABLE)
@@ -121,9 +154,15 @@ def test_statements_have_only_parameters(node: Node, sort: Sort) -> None:
             case Not(inner):
                 return Not(marked(inner))
             case Compare(key, operator, literal):
-                return Compare(marked(key), operator, literal if key.parts[0] in TIMES else marked(literal))
+                return Compare(
+                    marked(key), operator, literal if key.parts[0] in TIMES else marked(literal)
+                )
             case In(key, values, negated):
-                return In(marked(key), tuple(v if key.parts[0] in TIMES else marked(v) for v in values), negated)
+                return In(
+                    marked(key),
+                    tuple(v if key.parts[0] in TIMES else marked(v) for v in values),
+                    negated,
+                )
             case Like(key, pattern, negated):
                 return Like(marked(key), Text(f"MARK{pattern.value}"), negated)
             case IsNull(key, negated):
@@ -131,7 +170,11 @@ def test_statements_have_only_parameters(node: Node, sort: Sort) -> None:
             case _:
                 return value
 
-    query = select(Checkpoint.serial).where(compile_filter(marked(node), now=NOW)).order_by(*compile_sort(sort))
+    query = (
+        select(Checkpoint.serial)
+        .where(compile_filter(marked(node), now=NOW))
+        .order_by(*compile_sort(sort))
+    )
     for dialect in DIALECTS:
         text = str(query.compile(dialect=dialect))
         assert "MARK" not in text
@@ -183,7 +226,9 @@ def test_no_text_takes_long_to_read(character: str) -> None:
     ):
         with contextlib.suppress(UsageError):
             parse(text)
-    assert time.process_time() - start < 2  # they take 10 ms; what goes back over a text again and again, minutes
+    assert (
+        time.process_time() - start < 2
+    )  # they take 10 ms; what goes back over a text again and again, minutes
 
 
 def chain(depth: int, atom: Node, *, last: bool) -> Node:
@@ -235,7 +280,11 @@ def test_what_is_allowed_can_be_run(engine: Engine, atom: Node) -> None:
     ):
         if len(unparse(node)) <= MAX_LENGTH:
             tried += 1
-            inner = select(Checkpoint.serial).where(compile_filter(parse(unparse(node)), now=NOW)).limit(5)
+            inner = (
+                select(Checkpoint.serial)
+                .where(compile_filter(parse(unparse(node)), now=NOW))
+                .limit(5)
+            )
             query = select(func.count()).select_from(inner.subquery())
             with engine.connect() as connection:
                 deep(300 + room, partial(connection.scalar, query))

@@ -79,7 +79,9 @@ EXAMPLES: dict[str, Node] = {
     "metric.x < -1E+3": Compare(Key(("metric", "x")), "<", Number(-1000.0)),
     "age < 1.5d": Compare(Key(("age",)), "<", Age(timedelta(hours=36))),
     "age < 36h": Compare(Key(("age",)), "<", Age(timedelta(hours=36))),
-    "age in (2w, 3m, 4s)": In(Key(("age",)), tuple(Age(timedelta(seconds=s)) for s in (1209600, 180, 4))),
+    "age in (2w, 3m, 4s)": In(
+        Key(("age",)), tuple(Age(timedelta(seconds=s)) for s in (1209600, 180, 4))
+    ),
     "size > 10GB": Compare(Key(("size",)), ">", Size(10**10)),
     "size > 1.5gib": Compare(Key(("size",)), ">", Size(3 * 2**29)),
     "size > 7b": Compare(Key(("size",)), ">", Size(7)),
@@ -104,11 +106,17 @@ def test_what_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "filters.md").read_text()
     examples = re.findall(r"^\| `(.+?)` \|", page[page.index("## Examples") :], re.MULTILINE)
     assert len(examples) >= 10
-    for text in [*examples, *re.findall(r'ucp ls "(.+)"', page), *re.findall(r'find\("(.+?)"', page)]:
+    for text in [
+        *examples,
+        *re.findall(r'ucp ls "(.+)"', page),
+        *re.findall(r'find\("(.+?)"', page),
+    ]:
         parse(text)
     for text in [*re.findall(r'sort="(.+?)"', page), *re.findall(r"--sort=([^`]+)`", page)]:
         parse_sort(text)
-    keys = set(re.findall(r"`([a-z_]+)`", page[page.index("## Keys") : page.index("Without `state`")]))
+    keys = set(
+        re.findall(r"`([a-z_]+)`", page[page.index("## Keys") : page.index("Without `state`")])
+    )
     assert {*SCALARS, *MULTIPLE} <= keys
     assert all(f".{name}`" in page for name in TENSOR)
 
@@ -146,7 +154,9 @@ numbers = st.integers(-(10**300), 10**300) | st.floats(allow_nan=False, allow_in
     st.data(),
     numbers.map(Number) | st.integers(-(10**30), 10**30).map(Size),
 )
-def test_any_number_survives(where: tuple[str, list[str]], data: st.DataObject, value: Value) -> None:
+def test_any_number_survives(
+    where: tuple[str, list[str]], data: st.DataObject, value: Value
+) -> None:
     node = Compare(Key(tuple(where[0].split("."))), data.draw(st.sampled_from(where[1])), value)
     assert repr(parse(unparse(node))) == repr(node)
 
@@ -164,7 +174,11 @@ def test_orders_survive_being_written(sort: Sort) -> None:
 
 def test_orders() -> None:
     down = Sort((SortKey(LOSS, descending=True), SortKey(STEP)))
-    for text in ("-metric.val_loss,step", " metric.val_loss : DESC , step:asc", '-metric."val_loss", step'):
+    for text in (
+        "-metric.val_loss,step",
+        " metric.val_loss : DESC , step:asc",
+        '-metric."val_loss", step',
+    ):
         assert parse_sort(text) == down
 
 

@@ -38,14 +38,34 @@ TEXTS = [
     "1.0", "0", "true", "null", "{}", "%", "_", "\\", "4096,1024", "1024", "%s", ":x", "a b",
 ]  # fmt: skip
 INTEGERS = [0, 1, 2, -1, 7, 1000, 2**31, 2**53 - 1, 2**53, 2**53 + 1, 2**62, 2**63 - 1, -(2**63)]
-FLOATS = [0.0, 1.0, 2.0, -1.0, 0.5, 1e-4, 3e-4, 0.1, 0.1 + 0.2, 0.3, 2.1, 2.0**53, 1e15, 1e-300, 5e-324, 1e300, -7.25]
+FLOATS = [
+    0.0,
+    1.0,
+    2.0,
+    -1.0,
+    0.5,
+    1e-4,
+    3e-4,
+    0.1,
+    0.1 + 0.2,
+    0.3,
+    2.1,
+    2.0**53,
+    1e15,
+    1e-300,
+    5e-324,
+    1e300,
+    -7.25,
+]
 BIG = [2**63, 2**64 - 1, 2**64, -(2**63) - 1, 10**20, 1e20, 1e19, 10**300]
 NAMES = [
     "lr", "a", "b", "a.b", "c", "0", "1", "01", "-1", "", "é", "日本", "😀", 'q"q', "q'q", "b\\b", "a b", "$", "#", "*",
     "[0]", "%s", ":x", "?",
 ]  # fmt: skip
 METRICS = ["loss", "val_loss", "val/loss", "a.b", 'q"q', "é", "0"]
-TIMES = [NOW + timedelta(hours=h) for h in (-1000, -168, -36, -24, -1, 0, 1, 24)] + [NOW - timedelta(microseconds=1)]
+TIMES = [NOW + timedelta(hours=h) for h in (-1000, -168, -36, -24, -1, 0, 1, 24)] + [
+    NOW - timedelta(microseconds=1)
+]
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,10 @@ def random_rows(random: Random, count: int) -> list[Row]:
     def maybe(value: Any) -> Any:
         return None if random.random() < 0.25 else value
 
-    structures = [Structure(i, tuple(_tensor(random) for _ in range(random.randint(0, 4)))) for i in range(1, 6)]
+    structures = [
+        Structure(i, tuple(_tensor(random) for _ in range(random.randint(0, 4))))
+        for i in range(1, 6)
+    ]
     configs = [random_document(random) for _ in range(8)]
     urls = [f"/place{i}/{text}" for i in range(5) for text in TEXTS]
     aliases = [f"{text}{i}" for i in range(3) for text in TEXTS]
@@ -143,12 +166,18 @@ def random_rows(random: Random, count: int) -> list[Row]:
                 url=[urls.pop() for _ in range(random.choice([0, 1, 2]))],
                 note=some(TEXTS, 2),
                 metrics={
-                    name: maybe(random.choice([*FLOATS, float("inf"), float("-inf"), random.uniform(0, 4)]))
+                    name: maybe(
+                        random.choice([*FLOATS, float("inf"), float("-inf"), random.uniform(0, 4)])
+                    )
                     for name in some(METRICS, 4)
                 },
-                holds=[(random.choice([None, *TIMES]), maybe(NOW)) for _ in range(random.choice([0, 0, 1, 2]))],
+                holds=[
+                    (random.choice([None, *TIMES]), maybe(NOW))
+                    for _ in range(random.choice([0, 0, 1, 2]))
+                ],
                 verifications=[
-                    (random.choice(TIMES[:3]), random.random() < 0.5) for _ in range(random.choice([0, 1, 2, 4]))
+                    (random.choice(TIMES[:3]), random.random() < 0.5)
+                    for _ in range(random.choice([0, 1, 2, 4]))
                 ],
                 digests=[random.choice(["xxh3:1", "xxh3:2", "a", "A"]) for _ in structure.tensors],
             )
@@ -174,7 +203,10 @@ def store(engine: Engine, rows: list[Row]) -> None:
     """The rows in new tables of an empty database."""
     Base.metadata.create_all(engine)
     runs = {
-        name: i for i, name in enumerate(sorted({r.scalars["run"] for r in rows if r.scalars["run"] is not None}), 1)
+        name: i
+        for i, name in enumerate(
+            sorted({r.scalars["run"] for r in rows if r.scalars["run"] is not None}), 1
+        )
     }
     configs = {r.config: r.documents["config"] for r in rows if r.config is not None}
     with engine.begin() as connection:
@@ -183,7 +215,9 @@ def store(engine: Engine, rows: list[Row]) -> None:
             connection.execute(insert(TensorSet).values(id=serial, hash=str(serial)))
             for i, t in enumerate(structure.tensors):
                 values = {k if k != "size" else "nbytes": v for k, v in t.items()}
-                connection.execute(insert(Tensor).values(tensor_set_id=serial, position=i, **values))
+                connection.execute(
+                    insert(Tensor).values(tensor_set_id=serial, position=i, **values)
+                )
         for name, i in runs.items():
             connection.execute(insert(Run).values(id=i, name=name, created=NOW))
         for i, document in configs.items():
@@ -228,8 +262,17 @@ def _said(r: Row) -> list[Insert]:
         *(insert(Note).values(text=text, **by) for text in r.note),
         *(insert(Alias).values(name=name, version=1, moved=NOW, **here) for name in r.alias),
         *(insert(Location).values(url=url, seen=NOW, **here) for url in r.url),
-        *(insert(Metric).values(name=name, value=value, measured=NOW, **here) for name, value in r.metrics.items()),
-        *(insert(Hold).values(reason="", until=until, released=released, **by) for until, released in r.holds),
+        *(
+            insert(Metric).values(name=name, value=value, measured=NOW, **here)
+            for name, value in r.metrics.items()
+        ),
+        *(
+            insert(Hold).values(reason="", until=until, released=released, **by)
+            for until, released in r.holds
+        ),
         *(insert(Verification).values(at=at, ok=ok, **verified) for at, ok in r.verifications),
-        *(insert(Digest).values(block=r.serial // 4, digest=d, position=i, **here) for i, d in enumerate(r.digests)),
+        *(
+            insert(Digest).values(block=r.serial // 4, digest=d, position=i, **here)
+            for i, d in enumerate(r.digests)
+        ),
     ]

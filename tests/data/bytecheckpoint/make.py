@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 #: World size, framework, what part of names is frozen.
-SPECS = {"ddp": (2, "ddp", ""), "fsdp": (2, "fsdp", ""), "fsdp2": (3, "fsdp2", "up"), "ddp-unclear": (2, "ddp", "b.0")}
+SPECS = {
+    "ddp": (2, "ddp", ""),
+    "fsdp": (2, "fsdp", ""),
+    "fsdp2": (3, "fsdp2", "up"),
+    "ddp-unclear": (2, "ddp", "b.0"),
+}
 
 
 def main(name: str) -> None:
@@ -39,7 +44,9 @@ def main(name: str) -> None:
     torch.manual_seed(7)
     model: Any = torch.nn.Sequential()
     model.add_module("up", torch.nn.Linear(9, 7))
-    model.add_module("b", torch.nn.Sequential(*(torch.nn.Linear(7, 7, bias=i > 0) for i in range(2))))
+    model.add_module(
+        "b", torch.nn.Sequential(*(torch.nn.Linear(7, 7, bias=i > 0) for i in range(2)))
+    )
     model.add_module("down", torch.nn.Linear(7, 9, bias=False))
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(not freeze or freeze not in parameter_name)
@@ -66,7 +73,11 @@ def main(name: str) -> None:
         tensors |= {f"{s}/{parameter_name}": whole(t) for s, t in found.items()}
     if rank == 0:
         save_file({k: t.contiguous() for k, t in tensors.items()}, folder / "truth.safetensors")
-        truth = {"groups": [g["params"] for g in states["param_groups"]], "step": 2, "version": bcp.__version__}
+        truth = {
+            "groups": [g["params"] for g in states["param_groups"]],
+            "step": 2,
+            "version": bcp.__version__,
+        }
         (folder / "truth.json").write_text(json.dumps(truth, indent=1))
     dist.barrier()
     dist.destroy_process_group()
@@ -78,6 +89,18 @@ if __name__ == "__main__":  # ByteCheckpoint spawns a process that imports this 
     else:
         for one in sys.argv[1:] or SPECS:
             shutil.rmtree(Path(__file__).parent / one, ignore_errors=True)
-            command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(SPECS[one][0]), __file__, one]
-            env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            command = [
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(SPECS[one][0]),
+                __file__,
+                one,
+            ]
+            env = {
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            }
             subprocess.run([sys.executable, "-m", *command], check=True, env=env)

@@ -31,7 +31,13 @@ SPECS: dict[str, dict[str, Any]] = {
     "fsdp1-frozen": {"world": 2, "layout": "fsdp1", "freeze": "up", "groups": 1, "blocks": 2},
     "hsdp-flat": {"world": 4, "layout": "hsdp", "flat": True},
     "tp-strided": {"world": 4, "layout": "tp", "single": False, "inner": 18},
-    "wrapped-bf16": {"world": 2, "wrap": "app", "dtype": torch.bfloat16, "asynchronous": True, "blocks": 2},
+    "wrapped-bf16": {
+        "world": 2,
+        "wrap": "app",
+        "dtype": torch.bfloat16,
+        "asynchronous": True,
+        "blocks": 2,
+    },
     "sgd-hf": {"world": 2, "optimizer": "sgd", "hf": True},
     "stages": {"world": 4, "layout": "stages", "flat": True, "groups": 1, "optimizer": "sgd"},
     "numbered": {"world": 1, "layout": "none", "numbered": True},
@@ -83,8 +89,13 @@ def shard(net: Net, spec: dict[str, Any]) -> torch.nn.Module:
     if layout == "tp":
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         for block in net.blocks.values():
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        rows, columns = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+            parallelize_module(
+                block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        rows, columns = (
+            RowwiseParallel(input_layouts=Replicate()),
+            ColwiseParallel(output_layouts=Replicate()),
+        )
         parallelize_module(net, mesh["tp"], {"embed": rows, "head": columns})
         mesh = mesh["dp"]
     elif layout in ("hsdp", "stages"):
@@ -104,7 +115,9 @@ def train(net: torch.nn.Module, spec: dict[str, Any]) -> torch.optim.Optimizer:
         groups = [[p for _, p in named]]
     kinds = [{"params": g, "weight_decay": 0.01 * (i + 1)} for i, g in enumerate(groups)]
     if spec.get("optimizer") == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(kinds, lr=0.01, momentum=0.9, foreach=False)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            kinds, lr=0.01, momentum=0.9, foreach=False
+        )
     else:
         optimizer = torch.optim.AdamW(kinds, lr=1e-3, foreach=False)
     for _ in range(2):
@@ -128,9 +141,13 @@ def whole(value: Any) -> torch.Tensor:
     return value.detach().clone()
 
 
-def save(spec: dict[str, Any], net: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
+def save(
+    spec: dict[str, Any], net: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path
+) -> dict[str, Any]:
     weights, states = get_state_dict(
-        net, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=bool(spec.get("flat")))
+        net,
+        optimizer,
+        options=StateDictOptions(flatten_optimizer_state_dict=bool(spec.get("flat"))),
     )
     if spec.get("numbered"):
         states = optimizer.state_dict()
@@ -138,18 +155,29 @@ def save(spec: dict[str, Any], net: torch.nn.Module, optimizer: torch.optim.Opti
     state: dict[str, Any] = {"model": weights, "optim": states, "train": extra}
     if spec.get("titan"):
         train_state = {"step": torch.tensor(2, dtype=torch.int32)}
-        state = {**weights, "optimizer": states, "train_state": train_state, "lr_scheduler": {"last_epoch": 2}}
+        state = {
+            **weights,
+            "optimizer": states,
+            "train_state": train_state,
+            "lr_scheduler": {"last_epoch": 2},
+        }
     state = {spec["wrap"]: state} if "wrap" in spec else state
     writer = dcp.FileSystemWriter(
-        folder / "ckpt", single_file_per_rank=spec.get("single", True), thread_count=spec.get("threads", 1)
+        folder / "ckpt",
+        single_file_per_rank=spec.get("single", True),
+        thread_count=spec.get("threads", 1),
     )
     if spec.get("asynchronous"):
-        dcp.async_save(state, storage_writer=writer, process_group=dist.new_group(backend="gloo")).result()
+        dcp.async_save(
+            state, storage_writer=writer, process_group=dist.new_group(backend="gloo")
+        ).result()
     else:
         dcp.save(state, storage_writer=writer)
     if spec.get("hf"):
         for name, joined in (("hf", False), ("hf-joined", True)):
-            hf = dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True, enable_consolidation=joined)
+            hf = dcp.HuggingFaceStorageWriter(
+                str(folder / name), save_distributed=True, enable_consolidation=joined
+            )
             dcp.save(weights, storage_writer=hf)
     return weights
 
@@ -190,6 +218,11 @@ if __name__ == "__main__":
     else:
         for one in sys.argv[1:] or SPECS:
             shutil.rmtree(Path(__file__).parent / one, ignore_errors=True)
-            command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(SPECS[one]["world"])]
+            command = [
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(SPECS[one]["world"]),
+            ]
             env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
             subprocess.run([sys.executable, "-m", *command, __file__, one], check=True, env=env)

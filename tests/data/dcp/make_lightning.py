@@ -32,7 +32,9 @@ class Module(pl.LightningModule):
             self.cut = True
 
     def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+        return torch.nn.functional.cross_entropy(
+            self.net(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten()
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
@@ -69,9 +71,13 @@ def main() -> None:
     for name, parameter in module.named_parameters():
         truth[f"weight/{name}"] = parameter.full_tensor()
         for state, value in trainer.optimizers[0].state[parameter].items():
-            truth[f"{state}/{name}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
+            truth[f"{state}/{name}"] = (
+                value.full_tensor() if hasattr(value, "full_tensor") else value
+            )
     if trainer.is_global_zero:
-        save_file({k: v.detach().contiguous() for k, v in truth.items()}, HERE / "truth.safetensors")
+        save_file(
+            {k: v.detach().contiguous() for k, v in truth.items()}, HERE / "truth.safetensors"
+        )
         facts = {"groups": [[n for n, _ in module.named_parameters()]], "step": trainer.global_step}
         (HERE / "truth.json").write_text(json.dumps(facts))
     torch.distributed.destroy_process_group()

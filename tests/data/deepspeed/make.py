@@ -32,18 +32,67 @@ SPECS: dict[str, dict[str, Any]] = {
     "tp2-z2-tied": {"world": 2, "tp": 2, "zero": 2, "dtype": "bf16", "tied": True},
     "tp2-dp2-z3": {"world": 4, "tp": 2, "zero": 3, "dtype": "bf16", "vocab": 31, "groups": 2},
     "tp2-z0": {"world": 2, "tp": 2, "zero": 0, "vocab": 31},
-    "pp2-dp2-z1": {"world": 4, "pp": 2, "zero": 1, "dtype": "bf16", "tied": True, "groups": 2, "buffers": True},
+    "pp2-dp2-z1": {
+        "world": 4,
+        "pp": 2,
+        "zero": 1,
+        "dtype": "bf16",
+        "tied": True,
+        "groups": 2,
+        "buffers": True,
+    },
     "pp2-z0": {"world": 2, "pp": 2, "zero": 0, "tied": True},
-    "pp2-z1-bf16opt": {"world": 2, "pp": 2, "zero": 1, "dtype": "bf16", "bf16_optimizer": True, "freeze": "1.down"},
+    "pp2-z1-bf16opt": {
+        "world": 2,
+        "pp": 2,
+        "zero": 1,
+        "dtype": "bf16",
+        "bf16_optimizer": True,
+        "freeze": "1.down",
+    },
     "ep2-dp4-z1": {"world": 4, "ep": 2, "zero": 1, "dtype": "bf16", "groups": 2},
-    "ep2-dp4-z2": {"world": 4, "ep": 2, "zero": 2, "dtype": "bf16", "data_first": True, "layers": 2},
+    "ep2-dp4-z2": {
+        "world": 4,
+        "ep": 2,
+        "zero": 2,
+        "dtype": "bf16",
+        "data_first": True,
+        "layers": 2,
+    },
     "ep2-z0": {"world": 2, "ep": 2, "zero": 0, "freeze": "deepspeed_experts.0.down"},
     "ep2-dp4-z0-bf16": {"world": 4, "ep": 2, "zero": 0, "dtype": "bf16", "data_first": True},
     "ep1-dp2-z1": {"world": 2, "ep": 1, "zero": 1, "groups": 2},
-    "universal-z1": {"world": 2, "zero": 1, "vocab": 31, "tied": True, "groups": 2, "universal": True},
-    "universal-z2": {"world": 2, "zero": 2, "dtype": "bf16", "freeze": "mlp.down", "universal": True},
-    "universal-z3": {"world": 2, "zero": 3, "dtype": "bf16", "freeze": "q_proj", "groups": 2, "universal": True},
-    "universal-tp2": {"world": 2, "tp": 2, "zero": 1, "dtype": "bf16", "vocab": 31, "universal": True},
+    "universal-z1": {
+        "world": 2,
+        "zero": 1,
+        "vocab": 31,
+        "tied": True,
+        "groups": 2,
+        "universal": True,
+    },
+    "universal-z2": {
+        "world": 2,
+        "zero": 2,
+        "dtype": "bf16",
+        "freeze": "mlp.down",
+        "universal": True,
+    },
+    "universal-z3": {
+        "world": 2,
+        "zero": 3,
+        "dtype": "bf16",
+        "freeze": "q_proj",
+        "groups": 2,
+        "universal": True,
+    },
+    "universal-tp2": {
+        "world": 2,
+        "tp": 2,
+        "zero": 1,
+        "dtype": "bf16",
+        "vocab": 31,
+        "universal": True,
+    },
     "universal-pp2": {"world": 2, "pp": 2, "zero": 1, "dtype": "bf16", "universal": True},
 }
 HIDDEN, INNER, SEQ = 12, 15, 6
@@ -73,7 +122,10 @@ class Block(torch.nn.Module):
 class Expert(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = torch.nn.Linear(HIDDEN, INNER), torch.nn.Linear(INNER, HIDDEN, bias=False)
+        self.up, self.down = (
+            torch.nn.Linear(HIDDEN, INNER),
+            torch.nn.Linear(INNER, HIDDEN, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
@@ -114,7 +166,9 @@ def as_head(embed: Embed, x: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(out: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(out[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+    return torch.nn.functional.cross_entropy(
+        out[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()
+    )
 
 
 def model_of(spec: dict[str, Any]) -> torch.nn.Module:
@@ -122,13 +176,18 @@ def model_of(spec: dict[str, Any]) -> torch.nn.Module:
     vocab = spec.get("vocab", 22)
     if spec.get("pp", 1) > 1:
         ends = (
-            [TiedLayerSpec("embed", Embed, vocab), TiedLayerSpec("embed", Embed, vocab, forward_fn=as_head)]
+            [
+                TiedLayerSpec("embed", Embed, vocab),
+                TiedLayerSpec("embed", Embed, vocab, forward_fn=as_head),
+            ]
             if spec.get("tied")
             else [LayerSpec(Embed, vocab), LayerSpec(Head, vocab)]
         )
         blocks = [LayerSpec(Block, buffers=spec.get("buffers", False)) for _ in range(2)]
         layers = [ends[0], *blocks, LayerSpec(torch.nn.LayerNorm, HIDDEN), ends[1]]
-        return PipelineModule(layers, num_stages=spec["pp"], loss_fn=loss_of, partition_method="uniform")
+        return PipelineModule(
+            layers, num_stages=spec["pp"], loss_fn=loss_of, partition_method="uniform"
+        )
     if "ep" in spec:
         return Experts(vocab, spec["ep"], spec.get("layers", 1))
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -164,11 +223,17 @@ def config_of(spec: dict[str, Any]) -> dict[str, Any]:
 
 def held(spec: dict[str, Any], engine: Any, opt: Any) -> dict[str, dict[str, torch.Tensor]]:
     """State -> name -> what this rank has of it, ZeRO's parts gathered."""
-    if hasattr(opt, "_hp_optimizer_states_linked"):  # by itself DeepSpeed links the first group's states alone
+    if hasattr(
+        opt, "_hp_optimizer_states_linked"
+    ):  # by itself DeepSpeed links the first group's states alone
         opt._hp_optimizer_states_linked = False
         opt._lazy_init_hp_params_optimizer_state()
     out: dict[str, dict[str, torch.Tensor]] = {"weight": {}}
-    masters = dict(zip(*numbered_masters(opt), strict=True)) if spec.get("ep") and not spec["zero"] else {}
+    masters = (
+        dict(zip(*numbered_masters(opt), strict=True))
+        if spec.get("ep") and not spec["zero"]
+        else {}
+    )
     for name, p in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([p], enabled=spec["zero"] == 3):
             out["weight"][name] = p.detach().clone()
@@ -177,14 +242,20 @@ def held(spec: dict[str, Any], engine: Any, opt: Any) -> dict[str, dict[str, tor
         for state in ("exp_avg", "exp_avg_sq"):
             inner = getattr(opt, "optimizer", opt)
             key = masters.get(p, p)
-            value = safe_get_full_optimizer_state(p, state) if spec["zero"] else inner.state[key][state]
-            out.setdefault(state, {})[name] = value.detach().clone().reshape(out["weight"][name].shape)
+            value = (
+                safe_get_full_optimizer_state(p, state) if spec["zero"] else inner.state[key][state]
+            )
+            out.setdefault(state, {})[name] = (
+                value.detach().clone().reshape(out["weight"][name].shape)
+            )
         if p in masters:
             out.setdefault("master", {})[name] = masters[p].detach().clone()
         if spec["zero"]:
             master = safe_get_full_fp32_param(p).detach().clone()
             out.setdefault("master", {})[name] = master.reshape(out["weight"][name].shape)
-    out["weight"].update((n, b.detach().clone()) for n, b in engine.module.named_buffers() if "inv_freq" not in n)
+    out["weight"].update(
+        (n, b.detach().clone()) for n, b in engine.module.named_buffers() if "inv_freq" not in n
+    )
     return out
 
 
@@ -201,7 +272,10 @@ def globally(spec: dict[str, Any], states: dict[str, dict[str, torch.Tensor]], r
     first = (rank // (world // ep) if spec.get("data_first") else rank % ep) * (4 // ep)
     pattern = r"(deepspeed_experts\.)(\d+)"
     return {
-        state: {re.sub(pattern, lambda m: f"{m[1]}{int(m[2]) + first}", n): t for n, t in tensors.items()}
+        state: {
+            re.sub(pattern, lambda m: f"{m[1]}{int(m[2]) + first}", n): t
+            for n, t in tensors.items()
+        }
         for state, tensors in states.items()
     }
 
@@ -214,7 +288,11 @@ def joined(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
 
 
 def write_truth(
-    folder: Path, everyone: list[Any], shapes: dict[str, torch.Size], spec: dict[str, Any], tied: dict[str, str]
+    folder: Path,
+    everyone: list[Any],
+    shapes: dict[str, torch.Size],
+    spec: dict[str, Any],
+    tied: dict[str, str],
 ) -> None:
     tp, pp = spec.get("tp", 1), spec.get("pp", 1)
     whole: dict[str, torch.Tensor] = {}
@@ -222,9 +300,18 @@ def write_truth(
         for state, tensors in stage[0].items():
             for n, t in tensors.items():
                 value = joined([s[state][n] for s in stage], shapes.get(n, t.shape))
-                assert torch.equal(whole.setdefault(f"{state}/{n}", value), value), f"{state}/{n} differs"
-    save_file({key: t.contiguous().clone() for key, t in whole.items()}, folder / "truth.safetensors")
-    facts = {"version": deepspeed.__version__, "torch": torch.__version__, "tied": tied, "spec": spec}
+                assert torch.equal(whole.setdefault(f"{state}/{n}", value), value), (
+                    f"{state}/{n} differs"
+                )
+    save_file(
+        {key: t.contiguous().clone() for key, t in whole.items()}, folder / "truth.safetensors"
+    )
+    facts = {
+        "version": deepspeed.__version__,
+        "torch": torch.__version__,
+        "tied": tied,
+        "spec": spec,
+    }
     (folder / "truth.json").write_text(json.dumps(facts, indent=1))
     for script in (folder / "ckpt").glob("*.py"):
         script.unlink()
@@ -236,12 +323,18 @@ def engine_of(spec: dict[str, Any], model: torch.nn.Module) -> tuple[Any, Any]:
         p.requires_grad_(not spec.get("freeze") or spec["freeze"] not in n)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     cut = [[p for n, p in named if (p.dim() > 1) == big] for big in (True, False)]
-    groups = [{"params": g, "weight_decay": 0.01 * (1 - i), "name": f"g{i}"} for i, g in enumerate(cut) if g]
+    groups = [
+        {"params": g, "weight_decay": 0.01 * (1 - i), "name": f"g{i}"}
+        for i, g in enumerate(cut)
+        if g
+    ]
     if spec.get("groups", 1) == 1:
         groups = [{"params": [p for _, p in named], "name": "all"}]
     for group in groups if "ep" not in spec else []:
         del group["name"]  # which only the splitting of experts' groups needs
-    engine, opt, _, _ = deepspeed.initialize(model=model, model_parameters=groups, config=config_of(spec))
+    engine, opt, _, _ = deepspeed.initialize(
+        model=model, model_parameters=groups, config=config_of(spec)
+    )
     return engine, opt
 
 

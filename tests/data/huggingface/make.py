@@ -39,7 +39,12 @@ def llama(**more: Any) -> Any:
 
     set_seed(5)
     sizes = {"vocab_size": 31, "hidden_size": 12, "intermediate_size": 19, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "use_cache": False, "max_position_embeddings": 32}
+    heads = {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "use_cache": False,
+        "max_position_embeddings": 32,
+    }
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **more}))
 
 
@@ -57,25 +62,39 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return full.detach().cpu().clone()
 
 
-def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, prefix: str = "") -> dict[str, torch.Tensor]:
+def held(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, prefix: str = ""
+) -> dict[str, torch.Tensor]:
     """`<state>/<name>`: parameters and buffers once each, and the optimizer's tensors."""
-    names = {id(p): n.replace(".default.", ".") for n, p in model.named_parameters()}  # as PEFT's files call them
-    out = {f"weight/{prefix}{names[id(p)]}": whole(p) for p in model.parameters() if p.requires_grad}
+    names = {
+        id(p): n.replace(".default.", ".") for n, p in model.named_parameters()
+    }  # as PEFT's files call them
+    out = {
+        f"weight/{prefix}{names[id(p)]}": whole(p) for p in model.parameters() if p.requires_grad
+    }
     stored = model.state_dict()
     out |= {f"weight/{prefix}{n}": whole(b) for n, b in model.named_buffers() if n in stored}
     for p, states in (optimizer.state if optimizer is not None else {}).items():
-        out |= {f"{s}/{prefix}{names[id(p)]}": whole(v) for s, v in states.items() if torch.is_tensor(v)}
+        out |= {
+            f"{s}/{prefix}{names[id(p)]}": whole(v) for s, v in states.items() if torch.is_tensor(v)
+        }
     return out
 
 
-def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, prefix: str = "") -> dict[str, Any]:
+def facts_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, prefix: str = ""
+) -> dict[str, Any]:
     first: dict[int, str] = {}
     tied = {}
     for full, p in model.named_parameters(remove_duplicate=False):
         name = full.replace(".default.", ".")
         if first.setdefault(id(p), prefix + name) != prefix + name:
             tied[prefix + name] = first[id(p)]
-    groups = [[first[id(p)] for p in g["params"]] for g in optimizer.param_groups] if optimizer is not None else []
+    groups = (
+        [[first[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+        if optimizer is not None
+        else []
+    )
     return {"tied": tied, "groups": groups, "step": STEPS, "order": list(first.values())}
 
 
@@ -93,7 +112,9 @@ def deepspeed_held(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any
 
     engine = trainer.model_wrapped
     opt = engine.optimizer
-    if hasattr(opt, "_hp_optimizer_states_linked"):  # by itself DeepSpeed links those of the first group alone
+    if hasattr(
+        opt, "_hp_optimizer_states_linked"
+    ):  # by itself DeepSpeed links those of the first group alone
         opt._hp_optimizer_states_linked = False
         opt.link_hp_params() if hasattr(opt, "link_hp_params") else None
     out = {}
@@ -117,7 +138,9 @@ def with_trainer(kind: str, folder: Path) -> None:
     if kind == "trainer_adapter":
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        )
     more: dict[str, Any] = {"use_cpu": True}
     if deepspeed:
         more = {
@@ -130,7 +153,9 @@ def with_trainer(kind: str, folder: Path) -> None:
             }
         }
     folder.mkdir(parents=True, exist_ok=True)
-    os.chdir(folder)  # the arguments are kept with the checkpoint, and this machine's paths are nobody's business
+    os.chdir(
+        folder
+    )  # the arguments are kept with the checkpoint, and this machine's paths are nobody's business
     out = Path("run")
     arguments = TrainingArguments(
         output_dir="run", max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2, save_steps=STEPS,
@@ -176,7 +201,9 @@ def with_accelerate(kind: str, folder: Path) -> None:
     models = [llama(tie_word_embeddings=not two)] + (
         [torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))] if two else []
     )
-    optimizers = [torch.optim.AdamW(m.named_parameters() if two else m.parameters(), lr=1e-2) for m in models]
+    optimizers = [
+        torch.optim.AdamW(m.named_parameters() if two else m.parameters(), lr=1e-2) for m in models
+    ]
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 2) for o in optimizers]
     models = [accelerator.prepare(m) for m in models]
     optimizers = [accelerator.prepare(o) for o in optimizers]
@@ -212,7 +239,11 @@ def with_fsdp(kind: str, folder: Path) -> None:
     from types import SimpleNamespace
 
     from accelerate import PartialState
-    from accelerate.utils import FullyShardedDataParallelPlugin, save_fsdp_model, save_fsdp_optimizer
+    from accelerate.utils import (
+        FullyShardedDataParallelPlugin,
+        save_fsdp_model,
+        save_fsdp_optimizer,
+    )
     from torch.distributed.fsdp import fully_shard
 
     PartialState(cpu=True)
@@ -223,14 +254,22 @@ def with_fsdp(kind: str, folder: Path) -> None:
     fully_shard(model)
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-2, foreach=False)
+    optimizer = torch.optim.AdamW(
+        [{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-2, foreach=False
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     train(model, optimizer, scheduler, rank)
     facts = {**facts_of(model, optimizer), "kind": kind}
-    write(folder, held(model, optimizer), {**facts, "step": STEPS if kind == "trainer_fsdp" else None})
+    write(
+        folder, held(model, optimizer), {**facts, "step": STEPS if kind == "trainer_fsdp" else None}
+    )
     form = "SHARDED_STATE_DICT" if kind == "trainer_fsdp" else "FULL_STATE_DICT"
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=form, cpu_ram_efficient_loading=False)
-    accelerator = SimpleNamespace(num_processes=2, process_index=rank, is_fsdp2=True, wait_for_everyone=dist.barrier)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type=form, cpu_ram_efficient_loading=False
+    )
+    accelerator = SimpleNamespace(
+        num_processes=2, process_index=rank, is_fsdp2=True, wait_for_everyone=dist.barrier
+    )
     out = folder / "ckpt"
     out.mkdir(exist_ok=True, parents=True)
     save_fsdp_model(plugin, accelerator, model, str(out))
@@ -258,7 +297,13 @@ def main() -> None:
     if os.environ.get("MAKE_KIND"):
         kind = os.environ["MAKE_KIND"]
         folder = HERE / kind
-        make = with_fsdp if "fsdp" in kind else with_accelerate if kind.startswith("accelerate") else with_trainer
+        make = (
+            with_fsdp
+            if "fsdp" in kind
+            else with_accelerate
+            if kind.startswith("accelerate")
+            else with_trainer
+        )
         make(kind, folder)
         if dist.is_initialized():
             dist.barrier()
@@ -266,10 +311,26 @@ def main() -> None:
         return
     for kind in sys.argv[1:] or KINDS:
         shutil.rmtree(HERE / kind, ignore_errors=True)
-        world = ["-m", "torch.distributed.run", "--nproc-per-node", str(KINDS[kind]), "--master-port", "29713"]
+        world = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(KINDS[kind]),
+            "--master-port",
+            "29713",
+        ]
         command = [sys.executable, *(world if KINDS[kind] > 1 or "zero" in kind else []), __file__]
-        quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
-        quiet |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        quiet = {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "DS_ACCELERATOR": "cpu",
+            "DS_BUILD_OPS": "0",
+        }
+        quiet |= {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         subprocess.run(command, env={**os.environ, **quiet, "MAKE_KIND": kind}, check=True)
         for path in (HERE / kind).rglob("zero_to_*.py"):
             path.unlink()

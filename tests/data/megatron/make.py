@@ -26,8 +26,21 @@ HIDDEN, HEADS, GROUPS, WIDTH, VOCAB = 8, 4, 2, 10, 19
 SPECS: dict[str, dict[str, Any]] = {
     "tp2-tied": {"world": 2, "tp": 2, "layers": 1, "tied": True},
     "pp2-bf16-tied": {"world": 2, "pp": 2, "tied": True, "bf16": True, "swiglu": True},
-    "tp2-pp2-flat": {"world": 4, "tp": 2, "pp": 2, "bf16": True, "swiglu": True, "optimizer": "dp_reshardable"},
-    "tp2-dp2-full": {"world": 4, "tp": 2, "layers": 1, "bf16": True, "optimizer": "fully_reshardable"},
+    "tp2-pp2-flat": {
+        "world": 4,
+        "tp": 2,
+        "pp": 2,
+        "bf16": True,
+        "swiglu": True,
+        "optimizer": "dp_reshardable",
+    },
+    "tp2-dp2-full": {
+        "world": 4,
+        "tp": 2,
+        "layers": 1,
+        "bf16": True,
+        "optimizer": "fully_reshardable",
+    },
     "tp2-dp2-flat": {
         "world": 4,
         "tp": 2,
@@ -38,8 +51,23 @@ SPECS: dict[str, dict[str, Any]] = {
         "frozen": "linear_fc2",
     },
     "ep2-moe": {"world": 2, "ep": 2, "experts": 4, "layers": 1, "swiglu": True},
-    "ep2-dp2-flat": {"world": 4, "ep": 2, "experts": 2, "swiglu": True, "bf16": True, "optimizer": "dp_reshardable"},
-    "vpp2": {"world": 2, "pp": 2, "vpp": 2, "layers": 4, "swiglu": True, "optimizer": "dp_reshardable", "buckets": 300},
+    "ep2-dp2-flat": {
+        "world": 4,
+        "ep": 2,
+        "experts": 2,
+        "swiglu": True,
+        "bf16": True,
+        "optimizer": "dp_reshardable",
+    },
+    "vpp2": {
+        "world": 2,
+        "pp": 2,
+        "vpp": 2,
+        "layers": 4,
+        "swiglu": True,
+        "optimizer": "dp_reshardable",
+        "buckets": 300,
+    },
 }
 
 
@@ -67,7 +95,9 @@ def without_cuda() -> None:
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    torch.cuda.get_device_properties = lambda *args: argparse.Namespace(major=9, minor=0, total_memory=1 << 35)
+    torch.cuda.get_device_properties = lambda *args: argparse.Namespace(
+        major=9, minor=0, total_memory=1 << 35
+    )
     torch.cuda.get_device_capability = lambda *args: (9, 0)
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
     for name in ("current_stream", "Stream", "Event"):
@@ -134,7 +164,9 @@ def built(spec: dict[str, Any]) -> Run:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("megatron") and hasattr(module, "get_cuda_rng_tracker"):
+        if getattr(module, "__name__", "").startswith("megatron") and hasattr(
+            module, "get_cuda_rng_tracker"
+        ):
             module.get_cuda_rng_tracker = lambda *args, **kwargs: Nothing()
     args = arguments(spec)
     dist.init_process_group("gloo")
@@ -177,7 +209,9 @@ def built(spec: dict[str, Any]) -> Run:
         **moe,
     )
     layers = get_gpt_layer_local_spec(
-        num_experts=args.num_experts, moe_grouped_gemm=False, normalization="RMSNorm" if args.swiglu else None
+        num_experts=args.num_experts,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm" if args.swiglu else None,
     )
     chunks = []
     for stage in range(args.virtual_pipeline_model_parallel_size or 1):
@@ -243,7 +277,10 @@ class Run:
 
         self.args, self.chunks, self.optimizer = args, chunks, optimizer
         self.optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-        self.tp, self.pp = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
+        self.tp, self.pp = (
+            ps.get_tensor_model_parallel_rank(),
+            ps.get_pipeline_model_parallel_rank(),
+        )
         self.ep, self.dp = ps.get_expert_model_parallel_rank(), ps.get_data_parallel_rank()
         self.expert_dp = ps.get_expert_data_parallel_rank()
         self.models = [c.module.module if hasattr(c.module, "module") else c.module for c in chunks]
@@ -254,8 +291,17 @@ class Run:
         for model in self.models:
             numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
             for local, p in model.named_parameters():
-                name = re.sub(r"(layers\.)(\d+)", lambda m, n=numbers: m[1] + str(n[int(m[2])]), local)
-                yield re.sub(r"(local_experts\.)(\d+)", lambda m: m[1] + str(int(m[2]) + self.ep * held), name), p
+                name = re.sub(
+                    r"(layers\.)(\d+)", lambda m, n=numbers: m[1] + str(n[int(m[2])]), local
+                )
+                yield (
+                    re.sub(
+                        r"(local_experts\.)(\d+)",
+                        lambda m: m[1] + str(int(m[2]) + self.ep * held),
+                        name,
+                    ),
+                    p,
+                )
 
     def step(self, number: int) -> None:
         """Gradients that depend on the name alone (and where a parameter is cut, on the rank)."""
@@ -263,7 +309,11 @@ class Run:
             chunk.zero_grad_buffer()
         for name, p in self.parameters():
             if p.requires_grad:
-                tied = name if name != "output_layer.weight" or not self.tied else "embedding.word_embeddings.weight"
+                tied = (
+                    name
+                    if name != "output_layer.weight" or not self.tied
+                    else "embedding.word_embeddings.weight"
+                )
                 rank = self.tp if getattr(p, "tensor_model_parallel", False) else 0
                 g = torch.Generator().manual_seed(zlib.crc32(f"{tied} {rank} {number}".encode()))
                 p.main_grad.copy_(torch.randn(p.shape, generator=g))
@@ -279,10 +329,20 @@ class Run:
 
     def common(self) -> dict[str, Any]:
         scheduler = {"max_lr": self.args.lr, "num_steps": 2, "lr_decay_style": "cosine"}
-        return {"args": self.args, "checkpoint_version": 3.0, "iteration": 2, "opt_param_scheduler": scheduler}
+        return {
+            "args": self.args,
+            "checkpoint_version": 3.0,
+            "iteration": 2,
+            "opt_param_scheduler": scheduler,
+        }
 
     def rng(self) -> list[dict[str, Any]]:
-        return [{"torch_rng_state": torch.get_rng_state()[:16], "random_rng_state": (3, (self.tp, self.pp), None)}]
+        return [
+            {
+                "torch_rng_state": torch.get_rng_state()[:16],
+                "random_rng_state": (3, (self.tp, self.pp), None),
+            }
+        ]
 
     def save_sharded(self, folder: Path, spec: dict[str, Any]) -> None:
         from megatron.core import dist_checkpointing
@@ -291,7 +351,11 @@ class Run:
         metadata = {"distrib_optim_sharding_type": spec["optimizer"]} if "optimizer" in spec else {}
         metadata["chained_optim_avoid_prefix"] = True
         model = [c.module.sharded_state_dict(metadata=dict(metadata)) for c in self.chunks]
-        model = {"model": model[0]} if len(model) == 1 else {f"model{i}": m for i, m in enumerate(model)}
+        model = (
+            {"model": model[0]}
+            if len(model) == 1
+            else {f"model{i}": m for i, m in enumerate(model)}
+        )
         shape = (self.args.pipeline_model_parallel_size, self.args.tensor_model_parallel_size)
         rng = ShardedObject("rng_state", self.rng(), shape, (self.pp, self.tp), replica_id=self.dp)
         state = {**self.common(), **model, "rng_state": rng}
@@ -303,15 +367,26 @@ class Run:
             (folder.parent / "latest_checkpointed_iteration.txt").write_text("2")
 
     def save_classic(self, folder: Path, spec: dict[str, Any]) -> None:
-        name = f"mp_rank_{self.tp:02d}" + (f"_{self.pp:03d}" if self.args.pipeline_model_parallel_size > 1 else "")
+        name = f"mp_rank_{self.tp:02d}" + (
+            f"_{self.pp:03d}" if self.args.pipeline_model_parallel_size > 1 else ""
+        )
         name += f"_{self.ep:03d}" if self.args.expert_model_parallel_size > 1 else ""
         (folder / name).mkdir(parents=True, exist_ok=True)
         if "optimizer" in spec:
             self.optimizer.save_parameter_state(str(folder / name / "distrib_optim.pt"))
         if self.dp == 0 or self.expert_dp == 0:
             model = [c.module.state_dict_for_save_checkpoint() for c in self.chunks]
-            model = {"model": model[0]} if len(model) == 1 else {f"model{i}": m for i, m in enumerate(model)}
-            state = {**self.common(), **model, "rng_state": self.rng(), "optimizer": self.optimizer.state_dict()}
+            model = (
+                {"model": model[0]}
+                if len(model) == 1
+                else {f"model{i}": m for i, m in enumerate(model)}
+            )
+            state = {
+                **self.common(),
+                **model,
+                "rng_state": self.rng(),
+                "optimizer": self.optimizer.state_dict(),
+            }
             torch.save(state, folder / name / "model_optim_rng.pt")
         if dist.get_rank() == 0:
             (folder.parent / "latest_checkpointed_iteration.txt").write_text("2")
@@ -337,14 +412,17 @@ class Run:
         for name, p in self.parameters():
             cut = (
                 p.partition_dim
-                if self.args.tensor_model_parallel_size > 1 and getattr(p, "tensor_model_parallel", False)
+                if self.args.tensor_model_parallel_size > 1
+                and getattr(p, "tensor_model_parallel", False)
                 else None
             )
             gated = self.args.swiglu and name.endswith("linear_fc1.weight")
             for state, start, t in self.states(p):
                 if torch.is_tensor(t):
                     data = t.detach().flatten().clone()
-                    mine.append((name, state, p.shape, cut, gated, self.tp, start, data, t.shape == ()))
+                    mine.append(
+                        (name, state, p.shape, cut, gated, self.tp, start, data, t.shape == ())
+                    )
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         if dist.get_rank() == 0:
@@ -359,7 +437,9 @@ def write_truth(args: argparse.Namespace, pieces: list[Any], folder: Path, versi
     for name, state, shape, cut, gated, tp, start, data, scalar in pieces:
         key = (state, name)
         size = 1 if scalar else shape.numel()
-        into = locals_.setdefault(key, {}).setdefault(tp, torch.full((size,), float("nan"), dtype=data.dtype))
+        into = locals_.setdefault(key, {}).setdefault(
+            tp, torch.full((size,), float("nan"), dtype=data.dtype)
+        )
         into[start : start + len(data)] = data
         how[key] = (() if scalar else shape, None if scalar else cut, gated)
     out = {}
@@ -389,6 +469,16 @@ if __name__ == "__main__":
         main(sys.argv[1])
     else:
         for one in sys.argv[1:] or SPECS:
-            command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(SPECS[one]["world"])]
-            env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+            command = [
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(SPECS[one]["world"]),
+            ]
+            env = {
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            }
             subprocess.run([sys.executable, "-m", *command, __file__, one], check=True, env=env)

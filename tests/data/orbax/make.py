@@ -37,7 +37,11 @@ def parameters() -> dict[str, Any]:
     return {
         "embed": put(jax.random.normal(next(keys), (74, 30)).astype(jnp.bfloat16), "fsdp", "tp"),
         "layers": [
-            {"w": put(jax.random.normal(next(keys), (30, 22)), "fsdp", "tp"), "ln": put(jnp.ones(30))} for _ in range(2)
+            {
+                "w": put(jax.random.normal(next(keys), (30, 22)), "fsdp", "tp"),
+                "ln": put(jnp.ones(30)),
+            }
+            for _ in range(2)
         ],
         "head": put(jax.random.normal(next(keys), (30, 41)), "fsdp", None),
         "zero": put(jnp.zeros((8, 6)), "fsdp"),
@@ -136,7 +140,9 @@ def main() -> None:
         manager.save(40, args=ocp.args.Composite(**items))
     tensors = {f"{state}/state.{name}": array for (state, _, name), array in split(truth(tree))}
     write(folder, {**tensors, "weight/mean": np.arange(7, dtype=np.float32)})
-    for done in HERE.rglob("commit_success.txt"):  # they name the folder, which is nobody's business
+    for done in HERE.rglob(
+        "commit_success.txt"
+    ):  # they name the folder, which is nobody's business
         done.write_text(done.read_text().replace(f"{HERE}/", ""))
 
 

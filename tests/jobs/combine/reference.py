@@ -26,7 +26,9 @@ Tensors = "Mapping[str, Any]"
 def source(tensors: Mapping[Any, Any], **facts: Any) -> Checkpoint:
     """A checkpoint in memory, of tensors by name, or by name and state."""
     arrays = {key if isinstance(key, tuple) else (key, "weight"): a for key, a in tensors.items()}
-    return Checkpoint(FakeSource.write(MemoryStore(f"combined-{uuid.uuid4().hex}"), arrays, **facts))
+    return Checkpoint(
+        FakeSource.write(MemoryStore(f"combined-{uuid.uuid4().hex}"), arrays, **facts)
+    )
 
 
 def saved(place: Path | str, tensors: Mapping[Any, Any], **facts: Any) -> Path:
@@ -69,10 +71,14 @@ def slerp(a: Any, b: Any, t: float) -> Any:
     if abs(cosine) > 0.9995:
         return (1 - t) * a + t * b
     angle = math.acos(cosine)
-    return math.sin((1 - t) * angle) / math.sin(angle) * a + math.sin(t * angle) / math.sin(angle) * b
+    return (
+        math.sin((1 - t) * angle) / math.sin(angle) * a + math.sin(t * angle) / math.sin(angle) * b
+    )
 
 
-def ties(base: Any, xs: Sequence[Any], weights: Sequence[float], density: float, scale: float) -> Any:
+def ties(
+    base: Any, xs: Sequence[Any], weights: Sequence[float], density: float, scale: float
+) -> Any:
     """The reference of TIES: trim by sorting, elect, disjoint mean."""
     trimmed = []
     for x in xs:
@@ -110,7 +116,13 @@ def kept(seed: int, name: str, number: int, shape: Sequence[int], density: float
 
 
 def dare(
-    base: Any, xs: Sequence[Any], weights: Sequence[float], density: float, scale: float, seed: int, name: str
+    base: Any,
+    xs: Sequence[Any],
+    weights: Sequence[float],
+    density: float,
+    scale: float,
+    seed: int,
+    name: str,
 ) -> Any:
     """The reference of DARE."""
     total = np.zeros_like(base)

@@ -86,13 +86,17 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_LEAST_BYTES", 1 << 12)
 
 
-def combine(method: str, inputs: list[str], adapted: str, target: str, **options: Any) -> Checkpoint:
+def combine(
+    method: str, inputs: list[str], adapted: str, target: str, **options: Any
+) -> Checkpoint:
     options = {**METHODS[method], **SIZES, **options}
     if method == "average":
         return ucformat.average(inputs, target, **options)
     if method == "slerp":
         return ucformat.merge(method, inputs[:2], target, **options)
-    return ucformat.merge(method, [adapted] if method == "lora" else inputs[1:], target, base=inputs[0], **options)
+    return ucformat.merge(
+        method, [adapted] if method == "lora" else inputs[1:], target, base=inputs[0], **options
+    )
 
 
 def content(ck: Checkpoint) -> dict[str, bytes]:
@@ -110,7 +114,9 @@ def same(one: Checkpoint, other: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_on_dask_and_in_parts(method: str, inputs: list[str], adapted: str, workers: str, bucket: Bucket) -> None:
+def test_on_dask_and_in_parts(
+    method: str, inputs: list[str], adapted: str, workers: str, bucket: Bucket
+) -> None:
     whole = combine(method, inputs, adapted, bucket.place())
     same(whole, combine(method, inputs, adapted, bucket.place(), on=workers))
     target = bucket.place()
@@ -131,7 +137,9 @@ def test_workers_are_killed(inputs: list[str], bucket: Bucket) -> None:
                 os.kill(pids[0], signal.SIGKILL)
             assert done <= total
 
-        made = combine("ties", inputs, "", bucket.place(), on=f"dask://{address}", progress=progress)
+        made = combine(
+            "ties", inputs, "", bucket.place(), on=f"dask://{address}", progress=progress
+        )
     assert killed.is_set()
     same(whole, made)
     ucformat.verify(made).raise_if_damaged()
@@ -139,9 +147,27 @@ def test_workers_are_killed(inputs: list[str], bucket: Bucket) -> None:
 
 def test_under_torchrun(inputs: list[str], bucket: Bucket, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="pip install 'ucformat[torch]'")
-    program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ucformat"]
+    program = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "ucformat",
+    ]
     target = bucket.place()
-    words = ["merge", *inputs[1:], target, "--method", "ties", "--base", inputs[0], "--density", "0.3"]
+    words = [
+        "merge",
+        *inputs[1:],
+        target,
+        "--method",
+        "ties",
+        "--base",
+        inputs[0],
+        "--density",
+        "0.3",
+    ]
     done = subprocess.run(
         [sys.executable, *program, *words, "--chunk-bytes", "2048", "--shard-bytes", "16384"],
         cwd=tmp_path,
@@ -157,7 +183,9 @@ def test_under_torchrun(inputs: list[str], bucket: Bucket, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("method", "together"), [("ties", True), ("task-arithmetic", False)])
-def test_a_tensor_that_is_read_whole_is_in_one_batch(method: str, together: bool, inputs: list[str]) -> None:
+def test_a_tensor_that_is_read_whole_is_in_one_batch(
+    method: str, together: bool, inputs: list[str]
+) -> None:
     planned = plan_merge(method, inputs[1:], {"base": inputs[0]})
     with CombineJob(planned.combination, MemoryStore("none"), "0" * 20, How(512, 1024)) as job:
         found = list(batches(job, 10**6))

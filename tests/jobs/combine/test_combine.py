@@ -15,7 +15,15 @@ from tests.fakes import same
 from tests.jobs.combine.reference import saved, source
 from tests.jobs.forks import Forks
 from tests.zero_files import FLAT, write_zero3
-from ucformat.errors import ChecksumError, Conflict, LayoutError, NotFinished, NotFound, UcformatError, UsageError
+from ucformat.errors import (
+    ChecksumError,
+    Conflict,
+    LayoutError,
+    NotFinished,
+    NotFound,
+    UcformatError,
+    UsageError,
+)
 from ucformat.jobs.combine.job import Combination, CombineJob
 from ucformat.jobs.combine.methods import Average, Ties
 from ucformat.jobs.shards import How
@@ -54,7 +62,11 @@ def catalog(tmp_path: Path) -> Iterator[ucformat.Catalog]:
 def foreign(folder: Path, seed: int) -> Path:
     """A ZeRO-3 folder, whose checksums cover parts of several tensors."""
     rng = np.random.default_rng(seed)
-    arrays = {(n, s): rng.random(shape, np.float32) for n, shape in (("a", (90, 40)), ("c", (70,))) for s in FLAT}
+    arrays = {
+        (n, s): rng.random(shape, np.float32)
+        for n, shape in (("a", (90, 40)), ("c", (70,)))
+        for s in FLAT
+    }
     return write_zero3(folder, arrays, 3) / "global_step5"
 
 
@@ -98,8 +110,17 @@ def test_parts_of_foreign_sources_make_the_same(method: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("method", ["average", "ties"])
 def test_another_process_makes_the_same_job(method: str, tmp_path: Path) -> None:
     opened = [ucformat.open(saved(tmp_path / f"m{n}", tensors(n))) for n in range(3)]
-    formula: Any = Average(weights=(1, 2, 3)) if method == "average" else Ties(weights=(1, 1), scale=1, density=0.3)
-    job = CombineJob(Combination(opened, formula, None, ("b",), "float64"), MemoryStore("none"), "0" * 20, How(**SIZES))
+    formula: Any = (
+        Average(weights=(1, 2, 3))
+        if method == "average"
+        else Ties(weights=(1, 1), scale=1, density=0.3)
+    )
+    job = CombineJob(
+        Combination(opened, formula, None, ("b",), "float64"),
+        MemoryStore("none"),
+        "0" * 20,
+        How(**SIZES),
+    )
     spec = {**job.spec(), "store": str(tmp_path / "dst")}
     record = json.loads(run_batch(json.dumps(spec), list(range(job.count))))
     whole = {one for task in range(job.count) for one in [job.run(task)[0].leaves]}
@@ -160,24 +181,38 @@ def test_kill_9_at_any_instant(method: str, tmp_path: Path) -> None:
 
 
 def test_the_lineage_has_the_weights(catalog: ucformat.Catalog, tmp_path: Path) -> None:
-    places = [saved(tmp_path / "run7" / str(step), tensors(step), step=step) for step in (1000, 2000)]
+    places = [
+        saved(tmp_path / "run7" / str(step), tensors(step), step=step) for step in (1000, 2000)
+    ]
     ck = ucformat.average(places, tmp_path / "run7" / "mean", weights=[1, 3])
-    assert [e.how for e in ck.manifest.lineage] == [{"method": "average", "weight": w} for w in (0.25, 0.75)]
+    assert [e.how for e in ck.manifest.lineage] == [
+        {"method": "average", "weight": w} for w in (0.25, 0.75)
+    ]
     assert {e.id for e in ck.manifest.lineage} == {ucformat.open(p).id for p in places}
     edges = catalog.lineage(ck.id, depth=1).edges
     assert [e.label for e in edges] == ["average (weight 0.25)", "average (weight 0.75)"]
     assert not any(e.depends for e in edges)
     assert (ck.manifest.step, ck.manifest.metrics) == (None, {})
     assert catalog.get("run7@latest").step == 2000
-    merged = ucformat.merge("dare", places[1:], tmp_path / "dare", base=places[0], density=0.5, seed=3)
+    merged = ucformat.merge(
+        "dare", places[1:], tmp_path / "dare", base=places[0], density=0.5, seed=3
+    )
     shared = {"method": "dare", "density": 0.5, "scale": 1.0, "seed": 3}
-    assert [e.how for e in merged.manifest.lineage] == [{**shared, "role": "base"}, {**shared, "weight": 1.0}]
+    assert [e.how for e in merged.manifest.lineage] == [
+        {**shared, "role": "base"},
+        {**shared, "weight": 1.0},
+    ]
     assert {e.kind for e in merged.manifest.lineage} == {"merge"}
 
 
 def test_what_is_no_tensor_is_that_of_the_first(tmp_path: Path) -> None:
-    facts = [{"objects": {"step": n}, "step": n, "engine": {"name": "fake", "version": str(n)}} for n in range(2)]
-    ck = ucformat.average([source(tensors(n), **facts[n]) for n in range(2)], tmp_path / "dst", metrics={"x": 1.5})
+    facts = [
+        {"objects": {"step": n}, "step": n, "engine": {"name": "fake", "version": str(n)}}
+        for n in range(2)
+    ]
+    ck = ucformat.average(
+        [source(tensors(n), **facts[n]) for n in range(2)], tmp_path / "dst", metrics={"x": 1.5}
+    )
     assert ck.objects["step"] == 0
     assert (ck.manifest.step, ck.manifest.metrics, ck.manifest.run) == (None, {"x": 1.5}, None)
 
@@ -190,9 +225,13 @@ def test_weights_by_a_metric(catalog: ucformat.Catalog, tmp_path: Path) -> None:
     losses = [2.0, 1.5, 1.0]
     for place, loss in zip(places, losses, strict=True):
         catalog.metric(str(place), {"val_loss": loss})
-    ck = ucformat.average(places, tmp_path / "dst", by="metric.val_loss", best="min", temperature=0.5)
+    ck = ucformat.average(
+        places, tmp_path / "dst", by="metric.val_loss", best="min", temperature=0.5
+    )
     powers = np.exp(-np.array(losses) / 0.5)
-    np.testing.assert_allclose([e.how["weight"] for e in ck.manifest.lineage], powers / powers.sum(), rtol=1e-12)
+    np.testing.assert_allclose(
+        [e.how["weight"] for e in ck.manifest.lineage], powers / powers.sum(), rtol=1e-12
+    )
     assert [e.how["val_loss"] for e in ck.manifest.lineage] == losses
     expected = np.average([tensors(n)["w"].astype(float) for n in range(3)], axis=0, weights=powers)
     np.testing.assert_array_max_ulp(ck["w"][...], expected.astype(np.float32), 1)
@@ -210,7 +249,9 @@ def test_weights_by_a_metric(catalog: ucformat.Catalog, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"m1.* has (the value|no) .*val_loss"):
             ucformat.average(places, tmp_path / "x", by="metric.val_loss", best="min")
     with using(catalog=None), pytest.raises(UcformatError):
-        ucformat.average([source(tensors(n)) for n in range(2)], tmp_path / "x", by="metric.val_loss", best="min")
+        ucformat.average(
+            [source(tensors(n)) for n in range(2)], tmp_path / "x", by="metric.val_loss", best="min"
+        )
 
 
 def test_a_range_of_steps(catalog: ucformat.Catalog, tmp_path: Path) -> None:
@@ -287,9 +328,13 @@ def test_of_checkpoints_without_tensors_there_is_no_average() -> None:
     ],
 )
 def test_options_of_a_merge(method: str, count: int, options: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {k: source(tensors(9)) if k == "base" else v for k, v in options.items()}
+    given: dict[str, Any] = {
+        k: source(tensors(9)) if k == "base" else v for k, v in options.items()
+    }
     with pytest.raises(UsageError, match=message):
-        ucformat.merge(method, [source(tensors(n)) for n in range(count)], MemoryStore("never"), **given)
+        ucformat.merge(
+            method, [source(tensors(n)) for n in range(count)], MemoryStore("never"), **given
+        )
 
 
 def test_one_input_is_no_average(tmp_path: Path) -> None:
@@ -311,7 +356,10 @@ def test_what_differs_is_listed_and_may_be_taken(tmp_path: Path) -> None:
         "shape": (two | {"b": np.zeros(8, np.float16)}, r"differ in shape: b \(7,\) and \(8,\)"),
         "dtype": (two | {"b": np.zeros(7, np.int16)}, "differ in dtype: b float16 and int16"),
         "counter": (two | {"n": np.arange(1, 6)}, r"n \(weight\) has the dtype int64, and differs"),
-        "nan": (two | {"b": np.array([np.nan] * 7, np.float16)}, r"b \(weight\) has values that are not finite"),
+        "nan": (
+            two | {"b": np.array([np.nan] * 7, np.float16)},
+            r"b \(weight\) has values that are not finite",
+        ),
     }
     for name, (other, message) in cases.items():
         with pytest.raises(UsageError, match=message) as raised:
@@ -337,7 +385,9 @@ def test_a_result_that_does_not_fit(tmp_path: Path) -> None:
     found = [{"w": np.full(3, v, np.float16)} for v in (6e4, -6e4)]
     with pytest.raises(UsageError, match=r"the combined value .* does not fit float16"):
         ucformat.average(list(map(source, found)), tmp_path / "dst", weights=[3, -1])
-    ck = ucformat.average(list(map(source, found)), tmp_path / "dst", weights=[3, -1], cast="float32")
+    ck = ucformat.average(
+        list(map(source, found)), tmp_path / "dst", weights=[3, -1], cast="float32"
+    )
     assert float(ck["w"][0]) == pytest.approx(120000, rel=1e-3)
 
 
@@ -352,10 +402,15 @@ def test_names_and_states_that_no_tensor_has(tmp_path: Path) -> None:
 def test_float8_with_scales_is_not_combined(tmp_path: Path) -> None:
     """The mean of two products is not the product of two means."""
     one, two = ({"m.weight": np.full(3, v, ml_dtypes.float8_e4m3fn)} for v in (1, 2))
-    assert float(ucformat.average([source(one), source(two)], tmp_path / "plain")["m.weight"][0]) == 1.5
+    assert (
+        float(ucformat.average([source(one), source(two)], tmp_path / "plain")["m.weight"][0])
+        == 1.5
+    )
     for name in ("m.weight_scale_inv", "m.scale"):
         scaled = [source(found | {name: np.ones(1, np.float32)}) for found in (one, two)]
-        with pytest.raises(UsageError, match=r"m\.weight \(weight\) has the dtype float8_e4m3fn, and differs"):
+        with pytest.raises(
+            UsageError, match=r"m\.weight \(weight\) has the dtype float8_e4m3fn, and differs"
+        ):
             ucformat.average(scaled, tmp_path / "x")
 
 
@@ -369,7 +424,9 @@ def test_tied_tensors_must_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("e", "head"), ("e", "head", "third")])
-def test_tied_tensors_may_be_stored_under_any_of_their_names(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_tied_tensors_may_be_stored_under_any_of_their_names(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
     values = [np.full((6, 4), value, np.float32) for value in (1, 2)]
     stored = (names[0], names[-1])
     inputs = [
@@ -379,9 +436,15 @@ def test_tied_tensors_may_be_stored_under_any_of_their_names(tmp_path: Path, nam
     for order in (inputs, inputs[::-1]):
         ck = ucformat.average(order, tmp_path / order[0].names()[0])
         assert dict(ck.aliases) == dict(order[0].aliases)
-        assert ck["e"][...].tobytes() == ck["head"][...].tobytes() == ((values[0] + values[1]) / 2).tobytes()
+        assert (
+            ck["e"][...].tobytes()
+            == ck["head"][...].tobytes()
+            == ((values[0] + values[1]) / 2).tobytes()
+        )
     with pytest.raises(UsageError, match=r"tied in .*: .*other"):
-        ucformat.average([source({"e": values[0]}, aliases={"other": "e"}), inputs[0]], tmp_path / "x")
+        ucformat.average(
+            [source({"e": values[0]}, aliases={"other": "e"}), inputs[0]], tmp_path / "x"
+        )
 
 
 def test_inputs_of_other_kinds_and_views(tmp_path: Path) -> None:
@@ -389,7 +452,9 @@ def test_inputs_of_other_kinds_and_views(tmp_path: Path) -> None:
     folder = foreign(tmp_path / "src", 1)
     zero = ucformat.open(folder)
     other = {n: np.full(zero[n].shape, 2.0, np.float32) for n in zero.names()}
-    renamed = source({f"x.{n}": a for n, a in other.items()}).view([{"rename": "/x\\.(.*)/", "to": "\\1"}])
+    renamed = source({f"x.{n}": a for n, a in other.items()}).view(
+        [{"rename": "/x\\.(.*)/", "to": "\\1"}]
+    )
     ck = ucformat.average([zero, source(other), renamed], tmp_path / "dst", cast="bfloat16")
     for n in zero.names():
         expected = np.average([zero[n][...].astype(float), other[n], other[n]], axis=0)

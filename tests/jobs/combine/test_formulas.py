@@ -36,19 +36,24 @@ class Models:
 
     def __init__(self, data: st.DataObject, least: int = 2) -> None:
         count = data.draw(st.integers(least, 5))
-        self.shapes = {f"t{n}": s for n, s in enumerate(data.draw(st.lists(SHAPES, min_size=1, max_size=3)))}
+        self.shapes = {
+            f"t{n}": s for n, s in enumerate(data.draw(st.lists(SHAPES, min_size=1, max_size=3)))
+        }
         self.dtypes = [data.draw(st.sampled_from(DTYPES)) for _ in range(count)]
         rng = np.random.default_rng(data.draw(st.integers(0, 99)))
         base = {name: rng.standard_normal(shape) for name, shape in self.shapes.items()}
         self.tensors = [
-            {n: rounded(b + rng.integers(-3, 4, b.shape) / 4, dtype) for n, b in base.items()} for dtype in self.dtypes
+            {n: rounded(b + rng.integers(-3, 4, b.shape) / 4, dtype) for n, b in base.items()}
+            for dtype in self.dtypes
         ]
         self.sources = [source(tensors) for tensors in self.tensors]
         self.cast = data.draw(st.sampled_from((None, "bfloat16", "float64")))
         sizes = {"chunk_bytes": (64, 1 << 10), "shard_bytes": (64, 1 << 14), "workers": (1, 3)}
         self.options: dict[str, Any] = {k: data.draw(st.integers(*v)) for k, v in sizes.items()}
         self.options["cast"] = self.cast
-        self.weights = data.draw(st.lists(st.sampled_from((0.25, 0.3, 1.0, 2.0, 3.0)), min_size=count, max_size=count))
+        self.weights = data.draw(
+            st.lists(st.sampled_from((0.25, 0.3, 1.0, 2.0, 3.0)), min_size=count, max_size=count)
+        )
         self.target = MemoryStore(f"target-{uuid.uuid4().hex}")
 
     def wide(self, name: str) -> list[Any]:
@@ -56,7 +61,9 @@ class Models:
 
     def check(self, ck: Checkpoint, expected: Any) -> None:
         for name in self.shapes:
-            assert same(ck[name][...], rounded(np.asarray(expected(name)), self.cast or self.dtypes[0])), name
+            assert same(
+                ck[name][...], rounded(np.asarray(expected(name)), self.cast or self.dtypes[0])
+            ), name
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +91,13 @@ def test_task_arithmetic(data: st.DataObject) -> None:
     m = Models(data)
     base, *tuned = m.sources
     weights, scale = m.weights[1:], data.draw(st.sampled_from((0.3, 1.0)))
-    ck = ucformat.merge("task-arithmetic", tuned, m.target, base=base, weights=weights, scale=scale, **m.options)
-    m.check(ck, lambda name: reference.task_arithmetic(m.wide(name)[0], m.wide(name)[1:], weights, scale))
+    ck = ucformat.merge(
+        "task-arithmetic", tuned, m.target, base=base, weights=weights, scale=scale, **m.options
+    )
+    m.check(
+        ck,
+        lambda name: reference.task_arithmetic(m.wide(name)[0], m.wide(name)[1:], weights, scale),
+    )
 
 
 @given(st.data())
@@ -93,7 +105,9 @@ def test_task_arithmetic(data: st.DataObject) -> None:
 def test_slerp(data: st.DataObject) -> None:
     m = Models(data)
     t = data.draw(st.sampled_from((0.0, 0.25, 0.5, 1.0)))
-    m.cast = m.options["cast"] = "float32"  # in float64, sums in another order differ in the last bit
+    m.cast = m.options["cast"] = (
+        "float32"  # in float64, sums in another order differ in the last bit
+    )
     ck = ucformat.merge("slerp", m.sources[:2], m.target, t=t, **m.options)
     for name in m.shapes:
         expected = reference.slerp(m.wide(name)[0], m.wide(name)[1], t)
@@ -109,7 +123,9 @@ def test_ties(data: st.DataObject) -> None:
     density = data.draw(st.sampled_from((0.01, 0.2, 0.5, 0.9, 1.0)))
     more = {"density": density, "scale": scale, **m.options}
     ck = ucformat.merge("ties", tuned, m.target, base=base, weights=weights, **more)
-    m.check(ck, lambda name: reference.ties(m.wide(name)[0], m.wide(name)[1:], weights, density, scale))
+    m.check(
+        ck, lambda name: reference.ties(m.wide(name)[0], m.wide(name)[1:], weights, density, scale)
+    )
 
 
 @given(st.data())
@@ -121,7 +137,12 @@ def test_dare(data: st.DataObject) -> None:
     density = data.draw(st.sampled_from((0.1, 0.5, 1.0)))
     more = {"density": density, "seed": seed, **m.options}
     ck = ucformat.merge("dare", tuned, m.target, base=base, weights=weights, **more)
-    m.check(ck, lambda name: reference.dare(m.wide(name)[0], m.wide(name)[1:], weights, density, 1, seed, name))
+    m.check(
+        ck,
+        lambda name: reference.dare(
+            m.wide(name)[0], m.wide(name)[1:], weights, density, 1, seed, name
+        ),
+    )
 
 
 @given(st.data())
@@ -197,7 +218,9 @@ VALUES = (
 
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_thresholds_are_those_of_sorting(monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
+def test_thresholds_are_those_of_sorting(
+    monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
     """With many equal magnitudes, some that differ in the last bit only, and samples that mislead."""
     inputs, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 150))
     monkeypatch.setattr(thresholds, "_DEVIATIONS", data.draw(st.sampled_from((-1, 0, 4))))
@@ -212,12 +235,18 @@ def test_thresholds_are_those_of_sorting(monkeypatch: pytest.MonkeyPatch, data: 
     def scan(find: Any, fold: Any) -> Any:
         found = [
             find(
-                iter([np.zeros(len(v[a : a + size])) for v in values[:1]] + [np.array(v[a : a + size]) for v in values])
+                iter(
+                    [np.zeros(len(v[a : a + size])) for v in values[:1]]
+                    + [np.array(v[a : a + size]) for v in values]
+                )
             )
             for a in starts
         ]
         while len(found) > 1:
-            a, b = found.pop(), found.pop(data.draw(st.integers(0, len(found) - 1)) if len(found) > 1 else 0)
+            a, b = (
+                found.pop(),
+                found.pop(data.draw(st.integers(0, len(found) - 1)) if len(found) > 1 else 0),
+            )
             found.append(fold(a, b))
         return found[0]
 
@@ -265,17 +294,24 @@ def test_the_means_of_a_second_moment_are_arithmetic() -> None:
     plain = ucformat.average([source(x) for x in xs], MemoryStore(f"t-{uuid.uuid4().hex}"))
     assert {k.state for k in plain.tensors} == {"weight"}
     ck = ucformat.average(
-        [source(x) for x in xs], MemoryStore(f"t-{uuid.uuid4().hex}"), states=states, weights=[1, 2, 1]
+        [source(x) for x in xs],
+        MemoryStore(f"t-{uuid.uuid4().hex}"),
+        states=states,
+        weights=[1, 2, 1],
     )
     for s in states:
-        expected = np.average([x["w", s].astype(float) for x in xs], axis=0, weights=[1, 2, 1]).astype(np.float32)
+        expected = np.average(
+            [x["w", s].astype(float) for x in xs], axis=0, weights=[1, 2, 1]
+        ).astype(np.float32)
         assert same(ck["w", s][...], expected)
 
 
 def test_the_average_of_equal_checkpoints_is_the_same() -> None:
     rng = np.random.default_rng(0)
     tensors = {d: rng.standard_normal(999).astype(numpy_dtype(d)) for d in DTYPES}
-    ck = ucformat.average([source(tensors) for _ in range(10)], MemoryStore(f"t-{uuid.uuid4().hex}"))
+    ck = ucformat.average(
+        [source(tensors) for _ in range(10)], MemoryStore(f"t-{uuid.uuid4().hex}")
+    )
     assert all(same(ck[name][...], a) for name, a in tensors.items() if name != "float64")
     np.testing.assert_array_max_ulp(ck["float64"][...], tensors["float64"], 4)
 
@@ -287,8 +323,13 @@ def test_importing_the_face_loads_no_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "expected"), [(1, (8, 16)), (3, (8, 16)), (4, (7, 8)), (5, (7, 8)), (6, (5, 6)), (7, (0, 4))]
+    ("rank", "expected"),
+    [(1, (8, 16)), (3, (8, 16)), (4, (7, 8)), (5, (7, 8)), (6, (5, 6)), (7, (0, 4))],
 )
-def test_a_rank_is_among_what_was_counted_or_beside_it(rank: int, expected: tuple[int, int]) -> None:
-    counts = thresholds._Counts(above=3, new=[], keys=np.array([5, 7], "u8"), numbers=np.array([1, 2]))
+def test_a_rank_is_among_what_was_counted_or_beside_it(
+    rank: int, expected: tuple[int, int]
+) -> None:
+    counts = thresholds._Counts(
+        above=3, new=[], keys=np.array([5, 7], "u8"), numbers=np.array([1, 2])
+    )
     assert counts.range_of(rank, beside=(4, 8), within=(0, 16)) == expected

@@ -43,20 +43,29 @@ def normal(*shape: int) -> Any:
 
 
 def base_tensors(dtype: str = "float32") -> dict[str, Any]:
-    shapes: dict[str, tuple[int, ...]] = {"x.q.weight": (20, 30), "x.k.weight": (16, 16), "x.q.bias": (20,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "x.q.weight": (20, 30),
+        "x.k.weight": (16, 16),
+        "x.q.bias": (20,),
+    }
     shapes |= {"e.weight": (50, 12), "n.weight": (12,)}
     return {name: normal(*shape).astype(numpy_dtype(dtype)) for name, shape in shapes.items()}
 
 
 def adapter(place: Path, tensors: dict[str, Any], **config: Any) -> Path:
     place.mkdir(parents=True)
-    save_file({PREFIX + name: a for name, a in tensors.items()}, place / "adapter_model.safetensors")
+    save_file(
+        {PREFIX + name: a for name, a in tensors.items()}, place / "adapter_model.safetensors"
+    )
     (place / "adapter_config.json").write_text(json.dumps(CONFIG | config))
     return place
 
 
 def low_rank(module: str, out: int, into: int, rank: int = 3) -> dict[str, Any]:
-    return {f"{module}.lora_A.weight": normal(rank, into), f"{module}.lora_B.weight": normal(out, rank)}
+    return {
+        f"{module}.lora_A.weight": normal(rank, into),
+        f"{module}.lora_B.weight": normal(out, rank),
+    }
 
 
 def delta(tensors: dict[str, Any], module: str) -> Any:
@@ -105,14 +114,21 @@ def test_transposed_layers_and_embeddings(tmp_path: Path) -> None:
     found = low_rank("x.q", 30, 20) | low_rank("x.k", 16, 16)
     found |= {"e.lora_embedding_A": normal(3, 50), "e.lora_embedding_B": normal(12, 3)}
     ck = ucformat.merge(
-        "lora", adapter(tmp_path / "a", found, fan_in_fan_out=True), tmp_path / "dst", base=source(base)
+        "lora",
+        adapter(tmp_path / "a", found, fan_in_fan_out=True),
+        tmp_path / "dst",
+        base=source(base),
     )
     for module in ("x.q", "x.k"):
         expected = base[f"{module}.weight"].astype(float) + delta(found, module).T * (5 / 3)
         np.testing.assert_array_max_ulp(ck[f"{module}.weight"][...], expected.astype(np.float32), 1)
     product = (found["e.lora_embedding_B"].astype(float) @ found["e.lora_embedding_A"]).T
-    np.testing.assert_allclose(ck["e.weight"][...], base["e.weight"] + product * (5 / 3), rtol=1e-5, atol=1e-6)
-    with pytest.raises(UnsupportedError, match=r"fan_in_fan_out is false, but not so for x\.q.*x\.k"):
+    np.testing.assert_allclose(
+        ck["e.weight"][...], base["e.weight"] + product * (5 / 3), rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(
+        UnsupportedError, match=r"fan_in_fan_out is false, but not so for x\.q.*x\.k"
+    ):
         ucformat.merge("lora", adapter(tmp_path / "b", found), tmp_path / "x", base=source(base))
 
 
@@ -139,7 +155,12 @@ CONVOLUTION = {"x.q.lora_A.weight": normal(3, 4, 3, 3), "x.q.lora_B.weight": nor
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[UcformatError], str]] = {
     "dora": (Q, {"use_dora": True}, UnsupportedError, "use_dora cannot be merged"),
     "magnitudes": (Q | {"x.q.lora_magnitude_vector": normal(20)}, {}, UnsupportedError, "DoRA"),
-    "bias": (Q | {"x.q.lora_B.bias": normal(20)}, {"lora_bias": True}, UnsupportedError, "lora_bias"),
+    "bias": (
+        Q | {"x.q.lora_B.bias": normal(20)},
+        {"lora_bias": True},
+        UnsupportedError,
+        "lora_bias",
+    ),
     "unknown": (Q, {"use_new_thing": {"a": 1}}, UnsupportedError, "use_new_thing"),
     "pissa": (Q, {"init_lora_weights": "pissa_niter_4"}, UnsupportedError, "pissa_niter_4"),
     "type": (Q, {"peft_type": "LOHA"}, UnsupportedError, "'LOHA'"),
@@ -159,7 +180,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[UcformatError], st
     "huge": (Q, {"lora_alpha": 10**400}, IntegrityError, "not what PEFT writes"),
     "pattern": (Q, {"rank_pattern": ["q"]}, IntegrityError, "not what PEFT writes"),
     "slow": (Q, {"rank_pattern": {"(a+)+b": 3}}, UcformatError, r"\(a\+\)\+b"),
-    "nothing": ({}, {"target_modules": ["qq"]}, IntegrityError, r'no tensors of LoRA: its target_modules, \["qq"\]'),
+    "nothing": (
+        {},
+        {"target_modules": ["qq"]},
+        IntegrityError,
+        r'no tensors of LoRA: its target_modules, \["qq"\]',
+    ),
     "no LoRA": ({"n.weight": normal(12)}, {}, IntegrityError, "no tensors of LoRA"),
     "not gathered": (
         {name: a[:0] if "_B" in name else a.ravel()[:0] for name, a in Q.items()},
@@ -184,11 +210,31 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[UcformatError], st
         IntegrityError,
         r"no tensors for x\.k\.weight of the base",
     ),
-    "a module is missing": (Q, {"modules_to_save": ["n"]}, IntegrityError, r"no tensors for n\.weight of the base"),
-    "biases are missing": (Q, {"bias": "all"}, IntegrityError, r"no tensors for x\.q\.bias of the base"),
-    "a layer's bias is missing": (Q, {"bias": "lora_only"}, IntegrityError, r"no tensors for x\.q\.bias of the base"),
+    "a module is missing": (
+        Q,
+        {"modules_to_save": ["n"]},
+        IntegrityError,
+        r"no tensors for n\.weight of the base",
+    ),
+    "biases are missing": (
+        Q,
+        {"bias": "all"},
+        IntegrityError,
+        r"no tensors for x\.q\.bias of the base",
+    ),
+    "a layer's bias is missing": (
+        Q,
+        {"bias": "lora_only"},
+        IntegrityError,
+        r"no tensors for x\.q\.bias of the base",
+    ),
     "odd bias": (Q, {"bias": "some"}, IntegrityError, "the bias 'some'"),
-    "nan": (Q | {"x.q.lora_B.weight": np.full((20, 3), np.nan, np.float32)}, {}, UsageError, "lora_B.*not finite"),
+    "nan": (
+        Q | {"x.q.lora_B.weight": np.full((20, 3), np.nan, np.float32)},
+        {},
+        UsageError,
+        "lora_B.*not finite",
+    ),
 }
 
 
@@ -202,7 +248,9 @@ def test_what_cannot_be_merged(case: str, tmp_path: Path) -> None:
         ucformat.open(tmp_path / "dst")
 
 
-def whole_model(base: dict[str, Any], trained: dict[str, Any], name: str = "default") -> dict[str, Any]:
+def whole_model(
+    base: dict[str, Any], trained: dict[str, Any], name: str = "default"
+) -> dict[str, Any]:
     """The state of a model of PEFT, as engines save it: with the name of the adapter, and the frozen base."""
     inside = {part.rsplit(".lora_", 1)[0] for part in trained if ".lora_" in part}
     out = {}
@@ -218,12 +266,18 @@ def whole_model(base: dict[str, Any], trained: dict[str, Any], name: str = "defa
 def test_a_checkpoint_of_trainer(tmp_path: Path) -> None:
     """With the optimizer's states, which are numbered, and the random states, which may be tensors."""
     place = DATA / "huggingface" / "trainer_adapter" / "ckpt"
-    found = {n.removeprefix(PREFIX): a for n, a in load_file(place / "adapter_model.safetensors").items()}
+    found = {
+        n.removeprefix(PREFIX): a for n, a in load_file(place / "adapter_model.safetensors").items()
+    }
     modules = {n.rpartition(".lora_")[0] for n in found}
-    shapes = {m: (len(found[f"{m}.lora_B.weight"]), found[f"{m}.lora_A.weight"].shape[1]) for m in modules}
+    shapes = {
+        m: (len(found[f"{m}.lora_B.weight"]), found[f"{m}.lora_A.weight"].shape[1]) for m in modules
+    }
     base = {f"{module}.weight": normal(*shape) for module, shape in shapes.items()}
     merged = ucformat.merge("lora", place, tmp_path / "a", base=source(base))
-    file = ucformat.merge("lora", place / "adapter_model.safetensors", tmp_path / "b", base=source(base))
+    file = ucformat.merge(
+        "lora", place / "adapter_model.safetensors", tmp_path / "b", base=source(base)
+    )
     converted = ucformat.convert(place, tmp_path / "u")
     through = ucformat.merge("lora", converted, tmp_path / "c", base=source(base))
     for module in modules:
@@ -239,7 +293,10 @@ def test_a_whole_model_with_its_adapter(bias: str, tmp_path: Path) -> None:
     trained = low_rank("x.q", 20, 30)
     biases = {"none": [], "lora_only": ["x.q.bias"], "all": ["x.q.bias", "x.k.bias"]}[bias]
     state = whole_model({name: a + (name in biases) for name, a in base.items()}, trained)
-    state |= {f"{PREFIX}n.original_module.weight": normal(12), f"{PREFIX}n.modules_to_save.default.weight": normal(12)}
+    state |= {
+        f"{PREFIX}n.original_module.weight": normal(12),
+        f"{PREFIX}n.modules_to_save.default.weight": normal(12),
+    }
     state.pop(f"{PREFIX}n.weight")
     facts: dict[str, Any] = {"assets": ("adapter_config.json",)}
     adapted = source(state, **facts)
@@ -251,7 +308,9 @@ def test_a_whole_model_with_its_adapter(bias: str, tmp_path: Path) -> None:
     assert same(ck["n.weight"][...], state[f"{PREFIX}n.modules_to_save.default.weight"])
     for name in ("x.q.bias", "x.k.bias", "x.k.weight", "e.weight"):
         assert same(ck[name][...], base[name] + (name in biases))
-    beyond = source({(name, s): a for name, a in state.items() for s in ("weight", "exp_avg")}, **facts)
+    beyond = source(
+        {(name, s): a for name, a in state.items() for s in ("weight", "exp_avg")}, **facts
+    )
     with beyond.store.create("adapter_config.json") as out:
         out.write(json.dumps(CONFIG | {"bias": bias}).encode())
     with pytest.raises(UnsupportedError, match="was trained, and is no part of the adapter"):
@@ -273,7 +332,10 @@ def test_deepspeeds_checkpoint_of_an_adapter(tmp_path: Path) -> None:
     assert same(ck["x.q.weight"][...], expected.astype(np.float32))
     with pytest.raises(IntegrityError, match="no elements"):
         ucformat.merge(
-            "lora", tmp_path / "checkpoint-5" / "adapter_model.safetensors", tmp_path / "x", base=source(base)
+            "lora",
+            tmp_path / "checkpoint-5" / "adapter_model.safetensors",
+            tmp_path / "x",
+            base=source(base),
         )
 
 
@@ -295,7 +357,12 @@ def test_a_tensor_to_which_another_is_tied(tmp_path: Path) -> None:
     tied = source(base_tensors(), aliases={"y.q.weight": "x.q.weight"})
     for module in ("x.q", "y.q"):
         with pytest.raises(UnsupportedError, match=r"y\.q\.weight is tied"):
-            ucformat.merge("lora", adapter(tmp_path / module, low_rank(module, 20, 30)), tmp_path / "x", base=tied)
+            ucformat.merge(
+                "lora",
+                adapter(tmp_path / module, low_rank(module, 20, 30)),
+                tmp_path / "x",
+                base=tied,
+            )
 
 
 def test_a_replaced_tensor_to_which_another_is_tied(tmp_path: Path) -> None:
@@ -319,16 +386,27 @@ def test_a_quantized_base(tmp_path: Path) -> None:
         ucformat.merge("lora", place, tmp_path / "x", base=source(base))
     base["x.q.weight"] = np.ones((20, 30), numpy_dtype("float8_e4m3fn"))
     ucformat.merge("lora", place, tmp_path / "y", base=source(base))  # plain numbers
-    with pytest.raises(UnsupportedError, match=r"x\.q\.weight of the base has the dtype float8_e4m3fn and a scale"):
-        ucformat.merge("lora", place, tmp_path / "x", base=source(base | {"x.q.weight_scale_inv": np.ones(1)}))
+    with pytest.raises(
+        UnsupportedError, match=r"x\.q\.weight of the base has the dtype float8_e4m3fn and a scale"
+    ):
+        ucformat.merge(
+            "lora", place, tmp_path / "x", base=source(base | {"x.q.weight_scale_inv": np.ones(1)})
+        )
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of transformers, which PEFT calls
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # of transformers, which PEFT calls
 @pytest.mark.parametrize(
     "options",
     [
         {"target_modules": ["c_attn", "c_proj"]},
-        {"target_modules": ["c_attn"], "bias": "all", "use_rslora": True, "rank_pattern": {r"h\.1\.attn\.c_attn": 2}},
+        {
+            "target_modules": ["c_attn"],
+            "bias": "all",
+            "use_rslora": True,
+            "rank_pattern": {r"h\.1\.attn\.c_attn": 2},
+        },
         {"target_modules": ["wpe", "c_fc"], "alpha_pattern": {"c_fc": 3}},
         {"target_modules": "all-linear", "bias": "lora_only", "modules_to_save": ["wpe"]},
     ],
@@ -341,16 +419,24 @@ def test_it_is_what_peft_merges(options: dict[str, Any], dtype: str, tmp_path: P
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16)
     model = transformers.GPT2LMHeadModel(config).to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "base")
-    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=7, fan_in_fan_out=True, **options))
+    tuned = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=7, fan_in_fan_out=True, **options)
+    )
     for name, parameter in tuned.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     tuned.save_pretrained(tmp_path / "adapter")
-    torch.save(tuned.state_dict(), tmp_path / "adapter_model.bin")  # the whole model, as an engine saves it
-    (tmp_path / "adapter_config.json").write_bytes((tmp_path / "adapter" / "adapter_config.json").read_bytes())
+    torch.save(
+        tuned.state_dict(), tmp_path / "adapter_model.bin"
+    )  # the whole model, as an engine saves it
+    (tmp_path / "adapter_config.json").write_bytes(
+        (tmp_path / "adapter" / "adapter_config.json").read_bytes()
+    )
     merged = tuned.merge_and_unload().state_dict()
     ck = ucformat.merge("lora", tmp_path / "adapter", tmp_path / "dst", base=tmp_path / "base")
-    other = ucformat.merge("lora", tmp_path / "adapter_model.bin", tmp_path / "other", base=tmp_path / "base")
+    other = ucformat.merge(
+        "lora", tmp_path / "adapter_model.bin", tmp_path / "other", base=tmp_path / "base"
+    )
     assert all(same(ck[name][...], other[name][...]) for name in ck.names())
     epsilon = float(torch.finfo(getattr(torch, dtype)).eps)
     for name in ck.names():

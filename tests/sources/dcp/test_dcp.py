@@ -29,7 +29,16 @@ _EXTRA = {
     "wrapped-bf16": "app.train.generator",
 }
 _NAMES = (
-    *("fsdp2-uneven", "fsdp1-frozen", "hsdp-flat", "tp-strided", "wrapped-bf16", "sgd-hf", "stages", "numbered"),
+    *(
+        "fsdp2-uneven",
+        "fsdp1-frozen",
+        "hsdp-flat",
+        "tp-strided",
+        "wrapped-bf16",
+        "sgd-hf",
+        "stages",
+        "numbered",
+    ),
     *("titan", "lightning"),
 )
 
@@ -38,7 +47,9 @@ def sample_of(name: str) -> Sample:
     made = kept("dcp", name)
     truth = made.truth
     if name == "fsdp2-uneven":
-        assert truth["weight", "head.weight"] == truth["weight", "embed.weight"]  # tied: DCP stores it twice
+        assert (
+            truth["weight", "head.weight"] == truth["weight", "embed.weight"]
+        )  # tied: DCP stores it twice
     return Sample(
         folder=made.folder,
         place="ckpt",
@@ -80,7 +91,9 @@ class TestSafetensorsShards(SourceSuite):
 @pytest.mark.parametrize("offset", [-1, 1 << 62, 1.0, True, "0", None])
 def test_offsets_of_pieces_that_cannot_be(offset: object) -> None:
     def read(offset: object) -> Any:
-        return _offsets(Header("x", {}, {}, {INFO: json.dumps({"w": {"saved_offsets": [0, offset]}})}, {}))
+        return _offsets(
+            Header("x", {}, {}, {INFO: json.dumps({"w": {"saved_offsets": [0, offset]}})}, {})
+        )
 
     assert read((1 << 62) - 1) == {"w": (0, (1 << 62) - 1)}
     with pytest.raises(IntegrityError, match="has impossible offsets"):
@@ -94,14 +107,18 @@ def copy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cut", [None, 100])
-def test_a_rank_s_file_that_is_missing_or_short_is_named_with_the_tensor(copy: Path, cut: int | None) -> None:
+def test_a_rank_s_file_that_is_missing_or_short_is_named_with_the_tensor(
+    copy: Path, cut: int | None
+) -> None:
     file = copy / "__2_0.distcp"
     data = file.read_bytes()
     file.unlink()
     if cut is not None:
         file.write_bytes(data[:cut])
     ck = open_checkpoint(copy)
-    with pytest.raises(MissingData, match=r"__2_0\.distcp.*(embed|up|down|norm|head)\S* \(weight\)"):
+    with pytest.raises(
+        MissingData, match=r"__2_0\.distcp.*(embed|up|down|norm|head)\S* \(weight\)"
+    ):
         read_whole(ck)
 
 
@@ -123,8 +140,14 @@ def test_lightning_keeps_the_rest_beside_the_tensors(tmp_path: Path) -> None:
     assert ck.objects["average"] == {"$ref": "average"}
     assert ck["average"].read().tolist() == list(range(20_000))
     assert ck.manifest.config == {"lr": 0.01, "note": "hello"}
-    assert ck.metadata.engine == {"name": "lightning", "version": "2.6.6", "format": "torch.distributed.checkpoint"}
-    torch.save({"loader": SourceSuite}, tmp_path / "ckpt" / "meta.pt")  # a class that is not opened without trust
+    assert ck.metadata.engine == {
+        "name": "lightning",
+        "version": "2.6.6",
+        "format": "torch.distributed.checkpoint",
+    }
+    torch.save(
+        {"loader": SourceSuite}, tmp_path / "ckpt" / "meta.pt"
+    )  # a class that is not opened without trust
     assert open_checkpoint(tmp_path / "ckpt").objects["meta.pt"].keys() == {"$opaque"}
 
 
@@ -143,7 +166,10 @@ def test_each_record_has_a_checksum_and_is_named_after_its_tensor() -> None:
     source = Dcp().open(LocalStore(sample_of("numbered").path))
     records = list(source.records())
     data = [r for r in records if "/data/0 of" in r.name]
-    assert {r.name.rpartition(" of ")[2].partition("[")[0] for r in data} >= {"model.embed.weight", "model.head.weight"}
+    assert {r.name.rpartition(" of ")[2].partition("[")[0] for r in data} >= {
+        "model.embed.weight",
+        "model.head.weight",
+    }
     assert all(r.crc32 is not None for r in data)
 
 

@@ -26,7 +26,10 @@ def named(state: dict[str, Any]) -> dict[tuple[Any, ...], tuple[str, str]]:
     """Names and states of all that is marked as a tensor by None."""
     paths = paths_of(state)
     tensors = [p for p in paths if not any(str(part).startswith("param_groups") for part in p)]
-    return {p: tuple(key) for p, key in name_state(dict.fromkeys(tensors), optimizer_roots(paths)).keys.items()}  # type: ignore[misc]
+    return {
+        p: tuple(key)  # type: ignore[misc]
+        for p, key in name_state(dict.fromkeys(tensors), optimizer_roots(paths)).keys.items()
+    }
 
 
 def keys_of(state: dict[str, Any]) -> set[tuple[str, str]]:
@@ -45,7 +48,9 @@ def nested(params: tuple[str, ...] = PARAMS, states: tuple[str, ...] = STATES) -
 
 def flat(params: tuple[str, ...] = PARAMS, states: tuple[str, ...] = STATES) -> dict[str, Any]:
     """As `StateDictOptions(flatten_optimizer_state_dict=True)` gives it."""
-    return {f"state.{p}.{s}": None for p in params for s in states} | {f"param_groups.{p}.lr": 0.1 for p in params}
+    return {f"state.{p}.{s}": None for p in params for s in states} | {
+        f"param_groups.{p}.lr": 0.1 for p in params
+    }
 
 
 EXPECTED = {(p, s) for p in PARAMS for s in ("weight", *STATES)}
@@ -80,8 +85,14 @@ def test_an_optimizer_beside_its_model_at_the_top() -> None:
 
 
 def test_several_optimizers_of_one_model() -> None:
-    state = {"model": model(), "adam": nested(PARAMS[:2]), "sgd": nested(PARAMS[2:], ("momentum_buffer",))}
-    expected = {(p, s) for p in PARAMS[:2] for s in STATES} | {(p, "momentum_buffer") for p in PARAMS[2:]}
+    state = {
+        "model": model(),
+        "adam": nested(PARAMS[:2]),
+        "sgd": nested(PARAMS[2:], ("momentum_buffer",)),
+    }
+    expected = {(p, s) for p in PARAMS[:2] for s in STATES} | {
+        (p, "momentum_buffer") for p in PARAMS[2:]
+    }
     assert keys_of(state) == expected | {(p, "weight") for p in PARAMS}
 
 
@@ -120,9 +131,16 @@ def test_numbers_name_no_parameters() -> None:
     assert found["optim", "state", 1, "exp_avg"] == ("optim.state.1.exp_avg", "weight")
     assert found["model", "a"] == ("a", "weight")
     for name in ("a", "0"):  # not even where the model has such a name
-        found = named({"model": {name: None}, "optim": {"state.0.exp_avg": None, "param_groups.0.lr": 1}})
+        found = named(
+            {"model": {name: None}, "optim": {"state.0.exp_avg": None, "param_groups.0.lr": 1}}
+        )
         assert found["optim", "state.0.exp_avg"] == ("optim.state.0.exp_avg", "weight")
-        found = named({"model": {name: None}, "optim": {"state": {"0": {"exp_avg": None}}, "param_groups": [1]}})
+        found = named(
+            {
+                "model": {name: None},
+                "optim": {"state": {"0": {"exp_avg": None}}, "param_groups": [1]},
+            }
+        )
         assert found["optim", "state", "0", "exp_avg"] == ("optim.state.0.exp_avg", "weight")
         assert found["model", name] == (name, "weight")
 
@@ -171,7 +189,9 @@ def test_what_lies_beside_the_model_keeps_its_path() -> None:
 
 
 @given(
-    st.lists(st.text("ab.0", min_size=1, max_size=6).filter(lambda p: not p.isdigit()), unique=True),
+    st.lists(
+        st.text("ab.0", min_size=1, max_size=6).filter(lambda p: not p.isdigit()), unique=True
+    ),
     st.lists(st.sampled_from("sx"), unique=True),
 )
 def test_distinct_paths_have_distinct_names(params: list[str], states: list[str]) -> None:
@@ -183,15 +203,27 @@ def test_distinct_paths_have_distinct_names(params: list[str], states: list[str]
 
 
 def test_what_only_looks_like_a_flat_state_is_none() -> None:
-    optim = flat(("w",)) | {"prefix.w.exp_avg": None, "state.w.exp_avg_sq": {"row": None}, "state.step": None}
+    optim = flat(("w",)) | {
+        "prefix.w.exp_avg": None,
+        "state.w.exp_avg_sq": {"row": None},
+        "state.step": None,
+    }
     assert keys_of({"model": {"w": None}, "optim": optim}) == {
         *(("w", s) for s in ("weight", "exp_avg", "step")),
-        *((f"optim.{n}", "weight") for n in ("prefix.w.exp_avg", "state.w.exp_avg_sq.row", "state.step")),
+        *(
+            (f"optim.{n}", "weight")
+            for n in ("prefix.w.exp_avg", "state.w.exp_avg_sq.row", "state.step")
+        ),
     }
 
 
 def test_optimizer_roots() -> None:
-    paths = [("a", "optim", "param_groups"), ("b", "param_groups.w.lr"), ("param_groups.x", "y"), ("c", "groups")]
+    paths = [
+        ("a", "optim", "param_groups"),
+        ("b", "param_groups.w.lr"),
+        ("param_groups.x", "y"),
+        ("c", "groups"),
+    ]
     assert optimizer_roots(paths) == {("a", "optim"), ("b",), ()}
     assert optimizer_roots([("model", "w")]) == set()
 
@@ -227,7 +259,18 @@ def test_a_flattened_path_means_a_stored_tensor(text: str, key: tuple[str, str])
 
 
 @pytest.mark.parametrize(
-    "text", ["v", "model.v", "encoder.w", "a.b.model.w", "optim.state.v.exp_avg", "optim.exp_avg.w", "state.", "", "."]
+    "text",
+    [
+        "v",
+        "model.v",
+        "encoder.w",
+        "a.b.model.w",
+        "optim.state.v.exp_avg",
+        "optim.exp_avg.w",
+        "state.",
+        "",
+        ".",
+    ],
 )
 def test_a_flattened_path_that_means_none(text: str) -> None:
     assert key_of_dotted(text, STORED) is None

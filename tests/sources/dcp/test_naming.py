@@ -24,7 +24,12 @@ W = torch.arange(6.0).reshape(2, 3)
 
 
 def save(state: dict[str, Any], folder: Path, *, flatten: bool = True) -> Path:
-    dcp.save(state, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=flatten), no_dist=True)
+    dcp.save(
+        state,
+        checkpoint_id=folder,
+        planner=DefaultSavePlanner(flatten_state_dict=flatten),
+        no_dist=True,
+    )
     return folder
 
 
@@ -40,13 +45,20 @@ def keys(folder: Path) -> set[tuple[str, str]]:
 
 
 def test_states_that_are_plain_numbers_are_in_the_group(tmp_path: Path) -> None:
-    ck = open_checkpoint(save({"model": {"a": W, "b": W}, "optim": optim(["a", "b"])}, tmp_path / "x"))
+    ck = open_checkpoint(
+        save({"model": {"a": W, "b": W}, "optim": optim(["a", "b"])}, tmp_path / "x")
+    )
     assert ck.metadata.groups == ({"lr": 0.5, "params": ["a", "b"], "state": {"step": 4}},)
     assert dict(ck.objects) == {"optim": {"state": {"a": {"step": 4}, "b": {"step": 4}}}}
 
 
 def test_two_models_and_their_optimizers_keep_their_keys(tmp_path: Path) -> None:
-    state = {"gen": {"a": W}, "disc": {"b": W, "c": W}, "opt_g": optim(["a"]), "opt_d": optim(["b", "c"])}
+    state = {
+        "gen": {"a": W},
+        "disc": {"b": W, "c": W},
+        "opt_g": optim(["a"]),
+        "opt_d": optim(["b", "c"]),
+    }
     ck = open_checkpoint(save(state, tmp_path / "x"))
     assert {tuple(k) for k in ck.tensors} == {
         (n, s) for n in ("gen.a", "disc.b", "disc.c") for s in ("weight", "exp_avg")
@@ -74,8 +86,13 @@ def test_numbers_that_shapes_do_not_tell_ask_for_names(tmp_path: Path) -> None:
     assert source.metadata.groups[0]["params"] == ["b", "a"]
     with pytest.raises(UsageError, match="given"):
         Dcp(groups=[["b"]]).open(LocalStore(place))
-    told = save({"model": {"a": W, "b": W, "c": W}, "optim": optim([0, 1], param_names=["c", "a"])}, tmp_path / "y")
-    assert open_checkpoint(told).metadata.groups == ({"lr": 0.5, "params": ["c", "a"], "state": {"step": 4}},)
+    told = save(
+        {"model": {"a": W, "b": W, "c": W}, "optim": optim([0, 1], param_names=["c", "a"])},
+        tmp_path / "y",
+    )
+    assert open_checkpoint(told).metadata.groups == (
+        {"lr": 0.5, "params": ["c", "a"], "state": {"step": 4}},
+    )
 
 
 def test_a_planner_that_keeps_no_paths(tmp_path: Path) -> None:
@@ -111,7 +128,8 @@ def test_a_stream_transform_is_refused_by_name(tmp_path: Path) -> None:
     place = save({"a": W}, tmp_path / "x")
     meta = pickle.loads((place / ".metadata").read_bytes())  # noqa: S301 - torch has just written it
     meta.storage_data = {
-        k: _StorageInfo(v.relative_path, v.offset, v.length, ["stream.zstd"]) for k, v in meta.storage_data.items()
+        k: _StorageInfo(v.relative_path, v.offset, v.length, ["stream.zstd"])
+        for k, v in meta.storage_data.items()
     }
     (place / ".metadata").write_bytes(pickle.dumps(meta))
     with pytest.raises(UnsupportedError, match=r"stream\.zstd"):
@@ -125,7 +143,10 @@ def test_only_a_model_only_an_optimizer(tmp_path: Path) -> None:
 
 
 def test_a_model_nested_below_its_key(tmp_path: Path) -> None:
-    state = {"model": {"encoder": {"w": W}, "decoder": {"w": W}}, "optim": optim(["encoder.w", "decoder.w"])}
+    state = {
+        "model": {"encoder": {"w": W}, "decoder": {"w": W}},
+        "optim": optim(["encoder.w", "decoder.w"]),
+    }
     assert keys(save(state, tmp_path / "x")) == {
         (f"{m}.w", s) for m in ("encoder", "decoder") for s in ("weight", "exp_avg")
     }

@@ -29,7 +29,9 @@ def run_all(planned: Sequence[tuple[int, list[dict[str, Any]]]], folder: Path) -
             for number, (world, tasks) in enumerate(planned):
                 document = folder / f"tasks-{number}.json"
                 document.write_text(json.dumps(tasks))
-                torchrun(world, [str(_SCRIPT), str(document), str(folder)], folder / f"log-{number}.txt")
+                torchrun(
+                    world, [str(_SCRIPT), str(document), str(folder)], folder / f"log-{number}.txt"
+                )
             (folder / "done").touch()
             (folder / "failed").unlink()
     return folder

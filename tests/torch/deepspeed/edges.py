@@ -1,6 +1,7 @@
 """What is refused, what does not fit, and what is kept besides tensors: each function is a task of `train.py`.
 
-Each writes facts.json for the tests; what they would see on two ranks must be the same, and is checked here.
+Each writes facts.json for the tests; what they would see on two ranks must be the same, and is
+checked here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from torch.nn import functional as F  # noqa: N812
 import ucformat
 import ucformat.torch
 import ucformat.torch.deepspeed as ucd
-from tests.torch.deepspeed.train import Task, ZeRO, config, losses, model_of, optimizer_of, tokens_of
+from tests.torch.deepspeed.train import (
+    Task,
+    ZeRO,
+    config,
+    losses,
+    model_of,
+    optimizer_of,
+    tokens_of,
+)
 from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
@@ -99,7 +108,11 @@ def client(folder: Path) -> None:
     rank = dist.get_rank()
     state: dict[Any, Any] = {"epoch": 3, "of": (1, 2.5), 7: {"$odd": None}, "few": torch.arange(3)}
     state["ema"] = {"a": torch.arange(20000.0)}
-    ucd.save(trainer.engine, str(folder / "zarr"), client_state={**state, "own": ucformat.torch.PerRank([rank])})
+    ucd.save(
+        trainer.engine,
+        str(folder / "zarr"),
+        client_state={**state, "own": ucformat.torch.PerRank([rank])},
+    )
     unlike = said(lambda: ucd.save(trainer.engine, str(folder / "no"), client_state={"rank": rank}))
     extra.value = None
     loaded = ucd.load(trainer.engine, str(folder / "zarr"), strict=True)
@@ -139,7 +152,9 @@ def mismatches(folder: Path) -> None:
     trainer = made(load="x")  # another seed
     report = trainer.load(str(folder / "weights"), optimizer=False)
     found["report"] = [bool(report), report.missing, report.unexpected]
-    found["weights"] = all(torch.equal(a, b) for a, b in zip(net.parameters(), trainer.net.parameters(), strict=True))
+    found["weights"] = all(
+        torch.equal(a, b) for a, b in zip(net.parameters(), trainer.net.parameters(), strict=True)
+    )
     net.register_buffer("spare", torch.zeros(2))
     ucformat.torch.save({"model": net}, str(folder / "more"))
     found["left"] = [
@@ -187,7 +202,10 @@ def renamed(folder: Path) -> None:
     trainer.close()
     trainer = made(load="x")
     none = said(lambda: trainer.load(str(folder / "saved"), rename=lambda n: f"model.{n}"))
-    trainer.load(str(folder / "saved"), rename={r"layers\.0\.(.*)": r"layers.1.\1", r"layers\.1\.(.*)": r"layers.0.\1"})
+    trainer.load(
+        str(folder / "saved"),
+        rename={r"layers\.0\.(.*)": r"layers.1.\1", r"layers\.1\.(.*)": r"layers.0.\1"},
+    )
     ucd.save(trainer.engine, str(folder / "swapped"))
     trainer.close()
     write(folder, {"none": none})

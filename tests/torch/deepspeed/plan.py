@@ -31,7 +31,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "zero0": [{}, {"fused": True}],
-    "zero1": [{"bf16_optimizer": True}, {}, {"options": {"parameter_alignment": True}}, {"options": OFFLOAD}],
+    "zero1": [
+        {"bf16_optimizer": True},
+        {},
+        {"options": {"parameter_alignment": True}},
+        {"options": OFFLOAD},
+    ],
     "zero2": [{"options": {"round_robin_gradients": True}}, {}, {"options": OFFLOAD}],
     "zero3": [
         {"options": {"sub_group_size": 60}},
@@ -62,7 +67,13 @@ class Source:
         chosen = options[number % len(options)]
         if RECIPES[self.recipe]["dtype"] != "bf16":
             chosen = {k: v for k, v in chosen.items() if k != "bf16_optimizer"}
-        return {"name": str(self), "zero": KINDS[self.kind], "empty": False, **RECIPES[self.recipe], **chosen}
+        return {
+            "name": str(self),
+            "zero": KINDS[self.kind],
+            "empty": False,
+            **RECIPES[self.recipe],
+            **chosen,
+        }
 
 
 @dataclass(frozen=True, order=True)
@@ -82,7 +93,13 @@ class Load:
         target = Source(self.source.recipe, self.kind, self.world).task
         # what is frozen is fp32 under FSDP2, and of the step's dtype under ZeRO
         cast = bool(target.get("freeze")) and "fsdp2" in {self.source.kind, self.kind} != {"fsdp2"}
-        return {**target, "name": str(self), "load": str(self.source), "what": self.saved, "cast": cast}
+        return {
+            **target,
+            "name": str(self),
+            "load": str(self.source),
+            "what": self.saved,
+            "cast": cast,
+        }
 
     @property
     def same(self) -> bool:
@@ -127,11 +144,17 @@ def chosen_loads() -> list[Load]:
     """
     every = [load for recipe in RECIPES for load in all_loads(recipe)]
     left = [load for load in every if (load.source.world, load.world) != (3, 1)]
-    chosen = [load for load in left if load.same and load.world == 2 and load.source.recipe == _own_recipe(load.kind)]
+    chosen = [
+        load
+        for load in left
+        if load.same and load.world == 2 and load.source.recipe == _own_recipe(load.kind)
+    ]
     missing = set().union(*map(_pairs, left)).difference(*map(_pairs, chosen))
     while missing:
         used = {load.source for load in chosen}
-        best = max(left, key=lambda load: (len(_pairs(load) & missing), load.source in used, str(load)))
+        best = max(
+            left, key=lambda load: (len(_pairs(load) & missing), load.source in used, str(load))
+        )
         chosen.append(best)
         missing -= _pairs(best)
     return sorted(set(chosen))
@@ -142,7 +165,9 @@ def _own_recipe(kind: str) -> str:
     return names[list(KINDS).index(kind) % len(names)]
 
 
-def starts(loads: Iterable[Load], more: Sequence[tuple[int, Task]] = ()) -> list[tuple[int, list[Task]]]:
+def starts(
+    loads: Iterable[Load], more: Sequence[tuple[int, Task]] = ()
+) -> list[tuple[int, list[Task]]]:
     """World sizes and tasks, start after start: each world saves once, and loads when its sources are saved.
 
     `more` are further tasks and their world sizes.

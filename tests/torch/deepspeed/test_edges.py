@@ -30,7 +30,9 @@ Chosen = "Callable[[], Path]"
         ("optimizer.offloaded_states", "reload_states"),
     ],
 )
-def test_engines_with_state_that_cannot_be_kept_are_refused(chosen: Callable[[], Path], what: str, says: str) -> None:
+def test_engines_with_state_that_cannot_be_kept_are_refused(
+    chosen: Callable[[], Path], what: str, says: str
+) -> None:
     found = facts(chosen() / "refusals")
     for message in (found[what], found[f"load {what}"]):
         assert message.startswith("UnsupportedError: rank 0: ")
@@ -72,7 +74,9 @@ def test_weights_alone_are_loaded_when_asked_for(chosen: Callable[[], Path]) -> 
     assert found["report"] == [True, [], []]
 
 
-def test_what_the_engine_has_no_place_for_is_told_unless_it_may_be_left(chosen: Callable[[], Path]) -> None:
+def test_what_the_engine_has_no_place_for_is_told_unless_it_may_be_left(
+    chosen: Callable[[], Path],
+) -> None:
     found = facts(chosen() / "mismatches")
     assert found["left"] == [[False, ["spare (weight)"]], [True, []], [True, []]]
 
@@ -81,7 +85,9 @@ class TestUnequalSteps:
     """Plain torch counts the steps of each parameter, a flat group has one count."""
 
     @pytest.mark.parametrize("zero", [1, 3])
-    def test_unequal_counts_do_not_fit_a_flat_group(self, chosen: Callable[[], Path], zero: int) -> None:
+    def test_unequal_counts_do_not_fit_a_flat_group(
+        self, chosen: Callable[[], Path], zero: int
+    ) -> None:
         found = facts(chosen() / "unequal")[f"late {zero}"]
         assert found.startswith("StateMismatch")
         assert "step is " in found
@@ -91,7 +97,9 @@ class TestUnequalSteps:
         assert facts(chosen() / "unequal")["late 0"] == ""
 
     @pytest.mark.parametrize("zero", [0, 1, 3])
-    def test_what_was_never_stepped_on_is_as_before_a_first_step(self, chosen: Callable[[], Path], zero: int) -> None:
+    def test_what_was_never_stepped_on_is_as_before_a_first_step(
+        self, chosen: Callable[[], Path], zero: int
+    ) -> None:
         folder = chosen() / "unequal"
         saved, loaded = held(folder / "never"), held(folder / f"zero{zero}" / "own")
         wanted: dict[tuple[str, str], Any] = {}
@@ -118,5 +126,9 @@ def test_the_guide_runs_as_printed(chosen: Callable[[], Path]) -> None:
     for key, array in whole.items():
         np.testing.assert_allclose(resumed[key], array, rtol=1e-4, atol=1e-6, err_msg=str(key))
     ck = ucformat.open(str(folder / "resumed" / "4"))
-    assert (ck.manifest.step, ck.manifest.run, ck.objects["client_state"]) == (4, "run7", {"epoch": 0})
+    assert (ck.manifest.step, ck.manifest.run, ck.objects["client_state"]) == (
+        4,
+        "run7",
+        {"epoch": 0},
+    )
     assert not (folder / "resumed" / "2").exists()

@@ -40,7 +40,9 @@ def check_saved(folder: Path, source: Source) -> None:
         assert sorted(ours.objects["buffer_names"]) == sorted(own.objects["buffer_names"])
         assert plan_export(ours, "deepspeed", stage=3).files  # which must know the buffers
         assert (ours.manifest.step, ours.manifest.layout["dp"]) == (3, source.world)
-        dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[RECIPES[source.recipe]["dtype"]]
+        dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[
+            RECIPES[source.recipe]["dtype"]
+        ]
         trained = {name for group in ours.manifest.groups for name in group.params}
         wanted = {"weight"} if dtype == "float32" else {"weight", "master"}
         for name in trained:
@@ -51,7 +53,10 @@ def check_saved(folder: Path, source: Source) -> None:
 def groups(ck: ucformat.Checkpoint) -> list[dict[str, object]]:
     """Groups by name; which empty parameters are in one depends on the engine."""
     return [
-        {"params": sorted(g.params), **{k: without_tuples(v) for k, v in g.options.items() if k != "param_names"}}
+        {
+            "params": sorted(g.params),
+            **{k: without_tuples(v) for k, v in g.options.items() if k != "param_names"},
+        }
         for g in ck.manifest.groups
     ]
 
@@ -71,7 +76,10 @@ def check_loaded(folder: Path, load: Load) -> None:
 
 def check_goes_on(folder: Path, load: Load) -> None:
     """The next losses are those of the run that was not interrupted: to the bit where the arithmetic is the same."""
-    expected, found = facts(folder / str(load.source))["losses"], facts(folder / str(load))["losses"]
+    expected, found = (
+        facts(folder / str(load.source))["losses"],
+        facts(folder / str(load))["losses"],
+    )
     if load.same:
         assert found == expected
     else:

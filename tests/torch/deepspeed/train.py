@@ -1,9 +1,9 @@
 """Train a tiny model under DeepSpeed or FSDP2, save it, load it into other engines, and go on.
 
-Run by torchrun in the virtual environment that has DeepSpeed: `train.py TASKS OUT`. TASKS is a JSON list of tasks
-(`Task` below). OUT/<name>/zarr and packed are what ucformat saved, OUT/<name>/own what the engine itself did (of FSDP2
-the whole tensors, own.safetensors), OUT/<name>/facts.json the rest. Every rank sees its part of the same global
-batches, whatever their number.
+Run by torchrun in the virtual environment that has DeepSpeed: `train.py TASKS OUT`. TASKS is a JSON
+list of tasks (`Task` below). OUT/<name>/zarr and packed are what ucformat saved, OUT/<name>/own
+what the engine itself did (of FSDP2 the whole tensors, own.safetensors), OUT/<name>/facts.json the
+rest. Every rank sees its part of the same global batches, whatever their number.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Counted(torch.optim.Optimizer):
                 if p.grad is not None:
                     state = self.state[p]
                     state["step"] = state.get("step", 0) + 1
-                    state.setdefault("speed", torch.zeros_like(p)).mul_(0.9).add_(p.grad, alpha=1 / state["step"])
+                    state.setdefault("speed", torch.zeros_like(p)).mul_(0.9).add_(
+                        p.grad, alpha=1 / state["step"]
+                    )
                     p.data.add_(state["speed"], alpha=-group["lr"])
 
 
@@ -88,7 +90,9 @@ def model_of(task: Task) -> Net:
         seed=bool(task.load),
     )
     net = build_net(spec)
-    for block in net.blocks():  # DeepSpeed leaves buffers in their own dtype, and this one is added to activations
+    for block in (
+        net.blocks()
+    ):  # DeepSpeed leaves buffers in their own dtype, and this one is added to activations
         block.drift = block.drift.to(DTYPES[task.dtype])
     if task.empty:
         net.idle = torch.nn.Module()
@@ -105,7 +109,9 @@ def optimizer_of(task: Task, net: torch.nn.Module) -> torch.optim.Optimizer:
         {"params": g, "weight_decay": wrong * 0.1 / (i + 1), "lr": wrong * 1e-2 / (i + 1)}
         for i, g in enumerate([named] if task.groups == 1 else cut)
     ]
-    if task.zero != 0 or task.dtype != "fp32":  # there DeepSpeed's own files would not tell the names
+    if (
+        task.zero != 0 or task.dtype != "fp32"
+    ):  # there DeepSpeed's own files would not tell the names
         groups = [{**g, "params": [p for _, p in g["params"]]} for g in groups]
     if task.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=0.9)
@@ -134,11 +140,18 @@ def config(task: Task) -> dict:
         },
     }
     if task.warmup:
-        out["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20}}
+        out["scheduler"] = {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20},
+        }
     if task.dtype == "bf16":
         out["bf16"] = {"enabled": True}
     if task.dtype == "fp16":
-        out["fp16"] = {"enabled": True, "initial_scale_power": 4 if task.load else 6, "loss_scale_window": 2}
+        out["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": 4 if task.load else 6,
+            "loss_scale_window": 2,
+        }
     if task.bf16_optimizer:
         out["data_types"] = {"grad_accum_dtype": "fp32"}
     return out
@@ -194,12 +207,20 @@ class ZeRO:
 
     def facts(self) -> dict:
         scaler = getattr(
-            self.engine.optimizer, "loss_scaler", getattr(self.engine.optimizer, "loss_scale_config", None)
+            self.engine.optimizer,
+            "loss_scaler",
+            getattr(self.engine.optimizer, "loss_scale_config", None),
         )
         return {
-            "counters": [self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps],
+            "counters": [
+                self.engine.global_steps,
+                self.engine.global_samples,
+                self.engine.skipped_steps,
+            ],
             "micro": self.engine.micro_steps,
-            "scale": [getattr(scaler, k, None) for k in ("cur_scale", "cur_iter", "last_overflow_iter")],
+            "scale": [
+                getattr(scaler, k, None) for k in ("cur_scale", "cur_iter", "last_overflow_iter")
+            ],
             "lr": [g["lr"] for g in self.engine.optimizer.param_groups],
         }
 
@@ -277,7 +298,9 @@ def make(task: Task, out: Path) -> None:
             trainer.step(step)
         group_of().cache.pop("part", None)
         trainer.save(folder)
-        facts["listed"] = "part" in group_of().cache  # boxes, because some rank could not describe what it holds
+        facts["listed"] = (
+            "part" in group_of().cache
+        )  # boxes, because some rank could not describe what it holds
         facts["saved"] = trainer.facts()
         trainer.save_own(folder)
         first = task.steps
@@ -290,7 +313,9 @@ def make(task: Task, out: Path) -> None:
 
 def main() -> None:
     tasks, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does as well, and is not compiled first
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # gloo does as well, and is not compiled first
+    )
     deepspeed.init_distributed("gloo")
     deepspeed.get_accelerator().is_fp16_supported = lambda: True  # slow on CPU, not impossible
     for spec in tasks:

@@ -12,7 +12,10 @@ __all__ = ["differences", "held"]
 
 def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Copies of all parameters, buffers, optimizer states and hyper-parameters. Collective where tensors are cut."""
-    out = {f"weight/{name}": whole(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    out = {
+        f"weight/{name}": whole(t)
+        for name, t in [*model.named_parameters(), *model.named_buffers()]
+    }
     for g, group in enumerate(optimizer.param_groups):
         out[f"group/{g}"] = {k: v for k, v in group.items() if k != "params"}
         for i, p in enumerate(group["params"]):

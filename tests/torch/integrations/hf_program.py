@@ -1,6 +1,7 @@
 """Hugging Face's Trainer and Accelerate, trained, saved and resumed: `hf_program.py FOLDER`, under torchrun.
 
-Each part trains on without a break, resumes from what was saved on the way with new objects, and compares.
+Each part trains on without a break, resumes from what was saved on the way with new objects, and
+compares.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch.distributed.tensor import DTensor
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.distributed import DistributedConfig
 
 import ucformat
@@ -84,7 +92,11 @@ def losses(of: UniversalTrainer) -> dict[int, float]:
 
 
 def all_of(of: UniversalTrainer) -> dict[str, Any]:
-    state = {"scheduler": of.lr_scheduler.state_dict(), "step": of.state.global_step, "losses": losses(of)}
+    state = {
+        "scheduler": of.lr_scheduler.state_dict(),
+        "step": of.state.global_step,
+        "losses": losses(of),
+    }
     return held(of.model, of.optimizer.optimizer) | state
 
 
@@ -120,7 +132,10 @@ def the_trainer(folder: Path) -> dict[str, Any]:
         }
         last = trainer(folder / name, cls, max_steps=10, **options)
         last.train(resume_from_checkpoint=True)
-        out[name]["last"] = [last.state.global_step, expected["losses"].items() <= losses(last).items()]
+        out[name]["last"] = [
+            last.state.global_step,
+            expected["losses"].items() <= losses(last).items(),
+        ]
     ck = ucformat.open(folder / "UniversalTrainer" / "checkpoint-9")
     out["facts"] = {
         "run": ck.manifest.run,
@@ -138,7 +153,9 @@ def the_sharded_trainer(folder: Path) -> dict[str, Any]:
 
     def make() -> Any:
         cut = DistributedConfig(fsdp_size=dist.get_world_size())
-        model = LlamaForCausalLM.from_pretrained(folder / "model", distributed_config=cut, dtype=torch.float32)
+        model = LlamaForCausalLM.from_pretrained(
+            folder / "model", distributed_config=cut, dtype=torch.float32
+        )
         return trainer(folder, model=model, save_only_model=True)
 
     if dist.get_rank() == 0:
@@ -150,7 +167,11 @@ def the_sharded_trainer(folder: Path) -> dict[str, Any]:
     again = make()
     again.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
     cut = [isinstance(p, DTensor) for p in whole.model.parameters()]
-    return {"differences": differences(all_of(again), all_of(whole)), "cut": all(cut), "losses": len(losses(again))}
+    return {
+        "differences": differences(all_of(again), all_of(whole)),
+        "cut": all(cut),
+        "losses": len(losses(again)),
+    }
 
 
 def the_callback(folder: Path) -> dict[str, Any]:
@@ -179,7 +200,9 @@ def what_the_trainer_saved(folder: Path) -> dict[str, Any]:
         refused = ""
     except UnsupportedError as error:
         refused = str(error)
-    parents = [edge.url for edge in ucformat.open(folder / "again" / "checkpoint-6").manifest.lineage]
+    parents = [
+        edge.url for edge in ucformat.open(folder / "again" / "checkpoint-6").manifest.lineage
+    ]
     return {
         "differences": differences(all_of(again), all_of(whole)),
         "refused": refused,
@@ -201,17 +224,25 @@ class Counter:
 def accelerated(sharded: bool) -> tuple[Accelerator, Any, Any, Any, Counter, Any]:
     set_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model: Any = torch.nn.Sequential(torch.nn.Embedding(97, 15), torch.nn.Dropout(0.2), torch.nn.Linear(15, 97))
+    model: Any = torch.nn.Sequential(
+        torch.nn.Embedding(97, 15), torch.nn.Dropout(0.2), torch.nn.Linear(15, 97)
+    )
     if sharded:  # Accelerate shards on accelerators alone; a model that is sharded already it leaves as it is
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    own = torch.Generator().manual_seed(5)  # else a loader that goes on draws a number that dropout would have had
+    own = torch.Generator().manual_seed(
+        5
+    )  # else a loader that goes on draws a number that dropout would have had
     loader = StatefulDataLoader(Texts(), batch_size=2, shuffle=True, generator=own)
     counter = Counter()
-    model = accelerator.prepare_model(model, evaluation_mode=True) if sharded else accelerator.prepare(model)
+    model = (
+        accelerator.prepare_model(model, evaluation_mode=True)
+        if sharded
+        else accelerator.prepare(model)
+    )
     optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
     accelerator.register_for_checkpointing(counter)
     return accelerator, model, optimizer, scheduler, counter, loader
@@ -224,7 +255,9 @@ def accelerate_part(folder: Path, sharded: bool) -> dict[str, Any]:
         for _ in range(batches):
             tokens = next(source)["input_ids"]
             with accelerator.accumulate(model):
-                loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                loss = torch.nn.functional.cross_entropy(
+                    model(tokens).flatten(0, 1), tokens.flatten()
+                )
                 accelerator.backward(loss)
                 optimizer.step()
                 scheduler.step()

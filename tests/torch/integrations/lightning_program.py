@@ -35,12 +35,17 @@ class Module(pl.LightningModule):
         self.save_hyperparameters()
         torch.manual_seed(5)
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Dropout(dropout), torch.nn.Linear(16, 3)
+            torch.nn.Linear(6, 16),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(dropout),
+            torch.nn.Linear(16, 3),
         )
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, UniversalModelParallelStrategy) and not hasattr(self, "cut"):
+        if isinstance(self.trainer.strategy, UniversalModelParallelStrategy) and not hasattr(
+            self, "cut"
+        ):
             mesh = self.device_mesh
             if mesh["tensor_parallel"].size() > 1:
                 plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
@@ -59,7 +64,10 @@ class Module(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": [(n, p)], "lr": 0.01 * (1 + i)} for i, (n, p) in enumerate(self.named_parameters())]
+        groups = [
+            {"params": [(n, p)], "lr": 0.01 * (1 + i)}
+            for i, (n, p) in enumerate(self.named_parameters())
+        ]
         optimizer = torch.optim.AdamW(groups, foreach=False)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
@@ -96,7 +104,9 @@ def fit(folder: Path, strategy: Any, ckpt: Path | None = None, rows: int = 4, **
         default_root_dir=folder,
         **more,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=rows, shuffle=True), ckpt_path=ckpt)
+    trainer.fit(
+        module, torch.utils.data.DataLoader(Rows(), batch_size=rows, shuffle=True), ckpt_path=ckpt
+    )
     return trainer, module
 
 
@@ -126,7 +136,9 @@ def round_trip(folder: Path, make: Any, **more: Any) -> dict[str, Any]:
         "stock": [
             all((t.numpy() == saved_there[n][...]).all() for n, t in stock.state_dict().items()),
             stock.hparams.dropout,
-            Plain.load_from_checkpoint(Path(best), map_location="cpu", weights_only=True).hparams.dropout,
+            Plain.load_from_checkpoint(
+                Path(best), map_location="cpu", weights_only=True
+            ).hparams.dropout,
         ],
         "cut": [isinstance(p, DTensor) for p in module.parameters()],
     }
@@ -137,15 +149,26 @@ def across(folder: Path) -> dict[str, Any]:
     makers: dict[str, Any] = {
         "io": lambda: DDPStrategy(checkpoint_io=UniversalCheckpointIO()),
         "ddp": UniversalDDPStrategy,
-        "fsdp": lambda: UniversalModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        "fsdp": lambda: UniversalModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1
+        ),
         "tp": lambda: UniversalModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
     }
     out: dict[str, Any] = {}
     trainer, module = fit(folder / "io", makers["io"](), module=Module(0.0))
     expected, losses = all_of(trainer, module), module.losses
     trainer.strategy.remove_checkpoint(folder / "io" / "epoch=0.ckpt")
-    del expected["kth_best_model_path"], expected["best_model_score"]  # Lightning forgets them in another folder
-    for source, target in (("io", "ddp"), ("io", "fsdp"), ("io", "tp"), ("fsdp", "tp"), ("fsdp", "ddp")):
+    del (
+        expected["kth_best_model_path"],
+        expected["best_model_score"],
+    )  # Lightning forgets them in another folder
+    for source, target in (
+        ("io", "ddp"),
+        ("io", "fsdp"),
+        ("io", "tp"),
+        ("fsdp", "tp"),
+        ("fsdp", "ddp"),
+    ):
         place = folder / f"{source}-{target}"
         first = folder / ("io/epoch=1.ckpt" if source == "io" else "io-fsdp/epoch=2.ckpt")
         rows = 8 if target == "tp" else 4  # of the batch of each data-parallel rank
@@ -164,12 +187,21 @@ def across(folder: Path) -> dict[str, Any]:
     out["step"] = ck.metadata.step
     out["told"] = [ck.manifest.config, sorted(ck.manifest.metrics)]
     try:
-        fit(folder / "refused", makers["io"](), folder / "io-ddp" / "epoch=3.ckpt", module=Module(0.0))
+        fit(
+            folder / "refused",
+            makers["io"](),
+            folder / "io-ddp" / "epoch=3.ckpt",
+            module=Module(0.0),
+        )
     except Exception as error:  # noqa: BLE001
         out["numbers"] = f"{type(error).__name__}: {error}"
     try:
         optimizer = torch.optim.AdamW(module.parameters())
-        held = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()], "global_step": 0}
+        held = {
+            "state_dict": module.state_dict(),
+            "optimizer_states": [optimizer.state_dict()],
+            "global_step": 0,
+        }
         UniversalCheckpointIO().save_checkpoint(held, folder / "unnamed")
     except Exception as error:  # noqa: BLE001
         out["unnamed"] = f"{type(error).__name__}: {error}"
@@ -183,9 +215,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     found = {
         "ddp": round_trip(folder / "ddp", UniversalDDPStrategy),
-        "background": round_trip(folder / "background", lambda: UniversalDDPStrategy(background=True, form="packed")),
+        "background": round_trip(
+            folder / "background", lambda: UniversalDDPStrategy(background=True, form="packed")
+        ),
         "fsdp": round_trip(
-            folder / "fsdp", lambda: UniversalModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+            folder / "fsdp",
+            lambda: UniversalModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         ),
         "across": across(folder / "across"),
     }

@@ -27,7 +27,9 @@ def test_hugging_face(tmp_path: Path) -> None:
     for sharded in (False, True):
         accelerate(found, sharded)
     fork(0, [str(PROGRAM), str(tmp_path), "merge"], tmp_path / "merge.txt", MODULES)
-    a_stateful_loader_is_merged_on_another_number_of_ranks(json.loads((tmp_path / "merged.json").read_text()))
+    a_stateful_loader_is_merged_on_another_number_of_ranks(
+        json.loads((tmp_path / "merged.json").read_text())
+    )
 
 
 def a_trainer_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
@@ -40,7 +42,11 @@ def a_trainer_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
 
 
 def a_trainer_keeps_as_many_as_it_is_told(found: dict[str, Any]) -> None:
-    assert found["trainer"]["UniversalTrainer"]["kept"] == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    assert found["trainer"]["UniversalTrainer"]["kept"] == [
+        "checkpoint-3",
+        "checkpoint-6",
+        "checkpoint-9",
+    ]
     assert found["trainer"]["InBackground"]["kept"] == ["checkpoint-6", "checkpoint-9"]
 
 

@@ -53,7 +53,9 @@ def a_training_goes_on_under_another_strategy(found: dict[str, Any], pair: str) 
 def what_one_rank_saves_is_universal(found: dict[str, Any]) -> None:
     result = found["across"]
     names = ("net.0.bias", "net.0.weight", "net.3.bias", "net.3.weight")
-    assert result["names"] == [f"{s}/{n}" for s in ("exp_avg", "exp_avg_sq", "step", "weight") for n in names]
+    assert result["names"] == [
+        f"{s}/{n}" for s in ("exp_avg", "exp_avg_sq", "step", "weight") for n in names
+    ]
     assert result["groups"] == [["net.0.weight"], ["net.0.bias"], ["net.3.weight"], ["net.3.bias"]]
     assert result["step"] == 12
     assert result["told"] == [{"dropout": 0.0}, ["loss"]]

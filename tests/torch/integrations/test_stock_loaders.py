@@ -62,7 +62,9 @@ def tokenizer(folder: Path) -> Any:
     return GPT2TokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
 
 
-def trained(folder: Path, model: Any, form: str = "packed", steps: int = 4, resume: Any = None, **more: Any) -> Any:
+def trained(
+    folder: Path, model: Any, form: str = "packed", steps: int = 4, resume: Any = None, **more: Any
+) -> Any:
     class Saving(UniversalTrainer):
         save_options = {"form": form}  # noqa: RUF012
 
@@ -110,7 +112,9 @@ def test_a_model_of_a_trainer_is_loaded_from_pretrained(tmp_path: Path, form: st
         save_only_model=True,
     )
     expected = outputs(trainer.model)
-    for n, place in enumerate((tmp_path / "run" / "checkpoint-4", tmp_path / "callback" / "step-4")):
+    for n, place in enumerate(
+        (tmp_path / "run" / "checkpoint-4", tmp_path / "callback" / "step-4")
+    ):
         converted = ucformat.convert(place, tmp_path / f"model{n}", weights="safetensors")
         exported = ucformat.export(place, tmp_path / f"exported{n}", "safetensors")
         for folder in (converted.hf_url, exported.url):
@@ -133,7 +137,11 @@ def test_a_trainer_resumed_in_another_folder_loads_the_best_of_either(tmp_path: 
     trained(tmp_path / "first", LlamaForCausalLM(CONFIG), **best)
     set_seed(1)
     again = trained(
-        tmp_path / "second", LlamaForCausalLM(CONFIG), steps=6, resume=tmp_path / "first/checkpoint-4", **best
+        tmp_path / "second",
+        LlamaForCausalLM(CONFIG),
+        steps=6,
+        resume=tmp_path / "first/checkpoint-4",
+        **best,
     )
     assert again.state.best_model_checkpoint == str(tmp_path / "first" / "checkpoint-2")
     first = ucformat.open(tmp_path / "first" / "checkpoint-2")["model.norm.weight"]
@@ -141,16 +149,27 @@ def test_a_trainer_resumed_in_another_folder_loads_the_best_of_either(tmp_path: 
     best["greater_is_better"] = False
     set_seed(1)
     last = trained(
-        tmp_path / "third", LlamaForCausalLM(CONFIG), steps=6, resume=tmp_path / "first/checkpoint-4", **best
+        tmp_path / "third",
+        LlamaForCausalLM(CONFIG),
+        steps=6,
+        resume=tmp_path / "first/checkpoint-4",
+        **best,
     )
     assert last.state.best_model_checkpoint == str(tmp_path / "third" / "checkpoint-6")
 
 
 PLAIN = LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": False})
-LORA = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "embed_tokens"], "init_lora_weights": False}
+LORA = {
+    "r": 3,
+    "lora_alpha": 5,
+    "target_modules": ["q_proj", "embed_tokens"],
+    "init_lora_weights": False,
+}
 
 
-@pytest.mark.parametrize("more", [{}, {"use_dora": True, "target_modules": ["q_proj"]}, {"modules_to_save": ["norm"]}])
+@pytest.mark.parametrize(
+    "more", [{}, {"use_dora": True, "target_modules": ["q_proj"]}, {"modules_to_save": ["norm"]}]
+)
 def test_an_adapter_is_exported_as_peft_writes_it(tmp_path: Path, more: dict[str, Any]) -> None:
     set_seed(1)
     LlamaForCausalLM(PLAIN).save_pretrained(tmp_path / "base")
@@ -175,7 +194,9 @@ def test_an_adapter_is_exported_as_peft_writes_it(tmp_path: Path, more: dict[str
     assert json.loads((tmp_path / "exported/adapter_config.json").read_text()) == json.loads(
         (tmp_path / "peft/adapter_config.json").read_text()
     )
-    loaded = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "exported")
+    loaded = PeftModel.from_pretrained(
+        LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "exported"
+    )
     assert torch.equal(outputs(loaded), outputs(trainer.model))
     if not more:  # transformers itself loads no DoRA, and no other modules, of what PEFT writes
         auto = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
@@ -197,5 +218,7 @@ def test_no_folder_for_from_pretrained_has_the_names_of_wrappers(tmp_path: Path)
         ucformat.export(tmp_path / "two", tmp_path / "model", "safetensors")
     model.peft_config["default"].save_pretrained(tmp_path / "config")
     with pytest.raises(UnsupportedError, match="not one adapter, but default, second"):
-        ucformat.export(tmp_path / "two", tmp_path / "model", "safetensors", assets=str(tmp_path / "config"))
+        ucformat.export(
+            tmp_path / "two", tmp_path / "model", "safetensors", assets=str(tmp_path / "config")
+        )
     assert not (tmp_path / "model").exists()

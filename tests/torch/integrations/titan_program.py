@@ -40,7 +40,9 @@ class Fused(torch.nn.Linear):
     @staticmethod
     def _join(_module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
         if f"{prefix}wq.weight" in state:
-            state[f"{prefix}weight"] = torch.cat([state.pop(prefix + n) for n in ("wq.weight", "wk.weight")])
+            state[f"{prefix}weight"] = torch.cat(
+                [state.pop(prefix + n) for n in ("wq.weight", "wk.weight")]
+            )
 
 
 class Layers(torch.nn.Module):
@@ -50,7 +52,9 @@ class Layers(torch.nn.Module):
         super().__init__()
         torch.manual_seed(1)
         layers = {str(n): torch.nn.Sequential(Fused(), torch.nn.Dropout(0.1)) for n in range(4)}
-        self.layers = torch.nn.ModuleDict({n: layer for n, layer in layers.items() if int(n) in numbers})
+        self.layers = torch.nn.ModuleDict(
+            {n: layer for n, layer in layers.items() if int(n) in numbers}
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():
@@ -73,7 +77,9 @@ class Trainer:
         for part in self.parts:
             fully_shard(part, mesh=mesh)
         make = torch.optim.AdamW
-        optimizers: list[torch.optim.Optimizer] = [make(p.parameters(), 1e-2, foreach=False) for p in self.parts]
+        optimizers: list[torch.optim.Optimizer] = [
+            make(p.parameters(), 1e-2, foreach=False) for p in self.parts
+        ]
         self.optimizers = OptimizersContainer(optimizers)
         self.schedulers = [LambdaLR(o, lambda step: 1 / (1 + step)) for o in optimizers]
         torch.manual_seed(100 + dist.get_rank())
@@ -107,7 +113,9 @@ class Trainer:
             loss = x.square().mean()
             loss.backward()
             self.checkpointer.maybe_wait_for_staging()
-            for optimizer, scheduler in zip(self.optimizers.optimizers, self.schedulers, strict=True):
+            for optimizer, scheduler in zip(
+                self.optimizers.optimizers, self.schedulers, strict=True
+            ):
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
@@ -127,23 +135,41 @@ class Trainer:
 
 def run(folder: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    first = Trainer(folder / "run", 2, keep_latest_k=2, async_mode="async_with_pinned_mem", config={"layers": 4})
+    first = Trainer(
+        folder / "run", 2, keep_latest_k=2, async_mode="async_with_pinned_mem", config={"layers": 4}
+    )
     out["fresh"] = first.train(7)
     expected, losses = first.held(), first.losses
     out["kept"] = sorted(p.name for p in (folder / "run").iterdir())
     place = folder / "run" / "step-00000006"
     for parts in (2, 1, 4):
-        again = Trainer(folder / f"again-{parts}", parts, initial_load_path=str(place), initial_load_model_only=False)
+        again = Trainer(
+            folder / f"again-{parts}",
+            parts,
+            initial_load_path=str(place),
+            initial_load_model_only=False,
+        )
         loaded = again.train(7)
         same = again.losses == {7: losses[7]}
         out[f"parts-{parts}"] = [loaded, same, differences(again.held(), expected)]
     here = Trainer(folder / "run", 1, keep_latest_k=0, overwrite=True)
-    out["step-6"] = [here.train(7, load_step=6), here.losses == {7: losses[7]}, differences(here.held(), expected)]
+    out["step-6"] = [
+        here.train(7, load_step=6),
+        here.losses == {7: losses[7]},
+        differences(here.held(), expected),
+    ]
     newest = Trainer(folder / "run", 1, load_only=True)
-    out["newest"] = [newest.train(8), newest.step, len(newest.losses), differences(newest.held(), expected) != []]
+    out["newest"] = [
+        newest.train(8),
+        newest.step,
+        len(newest.losses),
+        differences(newest.held(), expected) != [],
+    ]
     bare = Trainer(folder / "bare", 1, initial_load_path=str(place))
     out["model only"] = [bare.checkpointer.load(), bare.step, bare.schedulers[0].last_epoch]
-    some = Trainer(folder / "run", 1, exclude_from_loading=["optimizer", "lr_scheduler", "dataloader"])
+    some = Trainer(
+        folder / "run", 1, exclude_from_loading=["optimizer", "lr_scheduler", "dataloader"]
+    )
     out["excluded"] = [some.checkpointer.load(), some.step, some.schedulers[0].last_epoch]
     out |= untrained(folder)
     ck = ucformat.open(place)
@@ -169,7 +195,9 @@ def run(folder: Path) -> dict[str, Any]:
 
 
 def _bare(folder: Path, trainer: Trainer) -> CheckpointManager:
-    return CheckpointManager(folder, model_parts=trainer.parts, optimizers=trainer.optimizers, interval=1)
+    return CheckpointManager(
+        folder, model_parts=trainer.parts, optimizers=trainer.optimizers, interval=1
+    )
 
 
 def untrained(folder: Path) -> dict[str, Any]:
@@ -178,7 +206,9 @@ def untrained(folder: Path) -> dict[str, Any]:
     first = Trainer(folder / "first", 2)
     _bare(folder / "untrained", first).save(1)
     out["states before"] = [len(o.state) for o in first.optimizers.optimizers]
-    out["states saved"] = sorted({k.state for k in ucformat.open(folder / "untrained" / "step-00000001").tensors})
+    out["states saved"] = sorted(
+        {k.state for k in ucformat.open(folder / "untrained" / "step-00000001").tensors}
+    )
     trained = Trainer(folder / "trained", 4)
     trained.train(2)
     _bare(folder / "untrained", trained).load(1)

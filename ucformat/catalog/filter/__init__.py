@@ -1,8 +1,9 @@
 """The filter language of the catalog (docs/filters.md): parsed, type-checked and compiled to SQL.
 
-`parse` turns text into a tree, `unparse` turns it back, and `compile_filter` turns it into a condition on
-`models.Checkpoint`; `parse_sort` and `compile_sort` do the same for sort orders. `check_names` rejects metrics and
-configuration paths that no checkpoint of a catalog has, and offers the nearest ones.
+`parse` turns text into a tree, `unparse` turns it back, and `compile_filter` turns it into a
+condition on `models.Checkpoint`; `parse_sort` and `compile_sort` do the same for sort orders.
+`check_names` rejects metrics and configuration paths that no checkpoint of a catalog has, and
+offers the nearest ones.
 """
 
 from __future__ import annotations

@@ -9,7 +9,19 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ucformat.catalog.filter.syntax import Age, Boolean, Compare, In, Like, Number, Size, Sort, Text, atoms, spell
+from ucformat.catalog.filter.syntax import (
+    Age,
+    Boolean,
+    Compare,
+    In,
+    Like,
+    Number,
+    Size,
+    Sort,
+    Text,
+    atoms,
+    spell,
+)
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +33,9 @@ _MAX_MESSAGE = 400  # characters of a message, which may quote the filter
 _BEFORE, _AFTER = 60, 40  # characters of a long filter that are shown before and after the place
 
 
-def pointing_error(message: str, text: str | None, at: Span | None, *, hint: str | None = None) -> UsageError:
+def pointing_error(
+    message: str, text: str | None, at: Span | None, *, hint: str | None = None
+) -> UsageError:
     """An error that shows a place in a filter: the line, and carets under the place.
 
     Args:
@@ -53,7 +67,8 @@ def _shown(text: str) -> str:
 
 def _width(text: str) -> int:
     return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in {"W", "F"} else 1 for c in text
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in {"W", "F"} else 1
+        for c in text
     )
 
 
@@ -78,9 +93,15 @@ class Names:
         path = tuple(rest)
         if root == "metric":
             return not self.metrics or path[0] in self.metrics
-        if root != "config" or not self.configs or any(known[: len(path)] == path for known in self.configs):
+        if (
+            root != "config"
+            or not self.configs
+            or any(known[: len(path)] == path for known in self.configs)
+        ):
             return True
-        return any(path[:i] in self.configs and path[i].isdigit() for i in range(1, len(path)))  # into a list
+        return any(
+            path[:i] in self.configs and path[i].isdigit() for i in range(1, len(path))
+        )  # into a list
 
 
 def used_names(node: Node | Sort) -> Names:
@@ -96,7 +117,9 @@ def check_known(node: Node | Sort, known: Names, text: str | None = None) -> Non
     """Check that a filter or order only uses known metrics and configuration paths."""
     for key in _keys(node):
         if not known.has(key):
-            near = nearest(str(key), [name for name in known.spelled() if name.startswith(f"{key.parts[0]}.")])
+            near = nearest(
+                str(key), [name for name in known.spelled() if name.startswith(f"{key.parts[0]}.")]
+            )
             what = "metric" if key.parts[0] == "metric" else "configuration"
             hint = near or f"no {what} in this catalog has a similar name"
             raise pointing_error(f"unknown key {key}", text, key.at, hint=hint)
@@ -120,12 +143,18 @@ def paths_of(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
     """A hint that offers the options most similar to a name."""
-    found = get_close_matches(name[:_MAX_COMPARED], [option[:_MAX_COMPARED] for option in options], n=3)
+    found = get_close_matches(
+        name[:_MAX_COMPARED], [option[:_MAX_COMPARED] for option in options], n=3
+    )
     return f"did you mean {' or '.join(found)}?" if found else None
 
 
 def _keys(node: Node | Sort) -> list[Key]:
-    return [by.key for by in node.keys] if isinstance(node, Sort) else [atom.key for atom in atoms(node)]
+    return (
+        [by.key for by in node.keys]
+        if isinstance(node, Sort)
+        else [atom.key for atom in atoms(node)]
+    )
 
 
 class Kind(Enum):
@@ -206,13 +235,17 @@ def resolve(key: Key, text: str | None = None, *, more: Iterable[str] = ()) -> T
     if root == "tensor":
         if len(path) != 1 or path[0] not in TENSOR:
             known = [f"tensor.{name}" for name in TENSOR]
-            raise wrong(f"unknown key {key}", nearest(str(key), known) or f"there are {', '.join(known)}")
+            raise wrong(
+                f"unknown key {key}", nearest(str(key), known) or f"there are {', '.join(known)}"
+            )
         return Target(root, TENSOR[path[0]], tuple(path))
     if root in bare and not path:
         return Target(root, bare[root])
     if root in bare:
         raise wrong(f"{root} takes no path", f"write {root} alone")
-    listed = ", ".join([*sorted(bare), "metric.NAME", "tensor.NAME", *(f"{d}.PATH" for d in DOCUMENTS)])
+    listed = ", ".join(
+        [*sorted(bare), "metric.NAME", "tensor.NAME", *(f"{d}.PATH" for d in DOCUMENTS)]
+    )
     tails = [name for name in more if name.endswith(f".{key}")]
     offered = nearest(str(key), tails or [*bare, "metric", "tensor", *DOCUMENTS, *more])
     raise wrong(f"unknown key {key}", offered or f"the keys are {listed}")
@@ -268,15 +301,26 @@ def _values(atom: Atom) -> tuple[Value, ...]:
 def _check_value(atom: Atom, kind: Kind, value: Value, text: str | None) -> None:
     if not isinstance(value, _TAKES[kind]):
         raise pointing_error(
-            f"{atom.key} cannot be compared with {value}", text, value.at, hint=f"it takes {kind.value}"
+            f"{atom.key} cannot be compared with {value}",
+            text,
+            value.at,
+            hint=f"it takes {kind.value}",
         )
-    if isinstance(value, Boolean) and isinstance(atom, Compare) and atom.operator not in {"=", "!="}:
-        raise pointing_error("true and false have no order", text, value.at, hint="compare with = or !=")
+    if (
+        isinstance(value, Boolean)
+        and isinstance(atom, Compare)
+        and atom.operator not in {"=", "!="}
+    ):
+        raise pointing_error(
+            "true and false have no order", text, value.at, hint="compare with = or !="
+        )
     if kind is Kind.TIME and isinstance(value, Text):
         try:
             instant(value.value)
         except ValueError:
-            raise pointing_error(f"{value} is not a time", text, value.at, hint=f"it takes {kind.value}") from None
+            raise pointing_error(
+                f"{value} is not a time", text, value.at, hint=f"it takes {kind.value}"
+            ) from None
 
 
 def _check_sort(key: Key, target: Target, text: str | None) -> None:

@@ -1,7 +1,7 @@
 """Compile filters and sort orders to SQL on `models.Checkpoint`, with the same results on SQLite and PostgreSQL.
 
-Conditions are true or false, never NULL. A comparison first searches the small or indexed table of its key, then the
-checkpoints that refer to the rows found.
+Conditions are true or false, never NULL. A comparison first searches the small or indexed table of
+its key, then the checkpoints that refer to the rows found.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, false, not_, or_, select, true
 
-from ucformat.catalog.filter.check import Kind, Names, check, check_known, instant, paths_of, resolve, used_names
+from ucformat.catalog.filter.check import (
+    Kind,
+    Names,
+    check,
+    check_known,
+    instant,
+    paths_of,
+    resolve,
+    used_names,
+)
 from ucformat.catalog.filter.documents import document_order, document_test
 from ucformat.catalog.filter.expressions import (
     OPERATORS,
@@ -23,7 +32,20 @@ from ucformat.catalog.filter.expressions import (
     integer_in,
     like,
 )
-from ucformat.catalog.filter.syntax import Age, And, Boolean, Compare, In, IsNull, Like, Not, Number, Or, Size, Text
+from ucformat.catalog.filter.syntax import (
+    Age,
+    And,
+    Boolean,
+    Compare,
+    In,
+    IsNull,
+    Like,
+    Not,
+    Number,
+    Or,
+    Size,
+    Text,
+)
 from ucformat.catalog.models import (
     Alias,
     Checkpoint,
@@ -124,8 +146,12 @@ def document_column(root: str, *, each: bool = False) -> KeyColumn:
     """The column of the JSON document that a key with this root points into; `each` as for `compile_filter`."""
     if root == "config":
         found: Any = unindexed(Checkpoint.config_id) if each else Checkpoint.config_id
-        return KeyColumn(Config.document, lambda c: _and_there(found, found.in_(select(Config.id).where(c))))
-    return KeyColumn(Checkpoint.topology if root == "topology" else Checkpoint.producer, lambda c: c)
+        return KeyColumn(
+            Config.document, lambda c: _and_there(found, found.in_(select(Config.id).where(c)))
+        )
+    return KeyColumn(
+        Checkpoint.topology if root == "topology" else Checkpoint.producer, lambda c: c
+    )
 
 
 def is_held(now: datetime) -> ColumnElement[bool]:
@@ -141,14 +167,18 @@ def _and_there(column: Any, condition: ColumnElement[bool]) -> ColumnElement[boo
 
 def _last_verified(condition: ColumnElement[bool]) -> ColumnElement[bool]:
     later = Verification.__table__.alias().c
-    after = or_(later.at > Verification.at, and_(later.at == Verification.at, later.id > Verification.id))
+    after = or_(
+        later.at > Verification.at, and_(later.at == Verification.at, later.id > Verification.id)
+    )
     superseded = select(later.id).where(later.checkpoint == Verification.checkpoint, after).exists()
     return Checkpoint.serial.in_(select(Verification.checkpoint).where(condition, not_(superseded)))
 
 
 def _with_digest(condition: ColumnElement[bool]) -> ColumnElement[bool]:
     """One index search for each block, if the condition names the digest."""
-    return Checkpoint.serial.in_(select(Digest.checkpoint).where(Digest.block.in_(all_blocks()), condition))
+    return Checkpoint.serial.in_(
+        select(Digest.checkpoint).where(Digest.block.in_(all_blocks()), condition)
+    )
 
 
 _FIRST, _LAST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
@@ -159,8 +189,9 @@ def compile_filter(node: Node, *, now: datetime, each: bool = False) -> ColumnEl
     """Compile a filter to a condition for `select(Checkpoint).where(…)`.
 
     Args:
-        each: whether the query chooses a few checkpoints by something else, and tests each of them (default: the
-            database is to find the checkpoints by this condition, with an index if it has one).
+        each: whether the query chooses a few checkpoints by something else, and tests each of them
+            (default: the database is to find the checkpoints by this condition, with an index if it
+            has one).
     """
     if now.tzinfo is None:
         raise UsageError("the time of a filter needs a time zone", hint="such as datetime.now(UTC)")
@@ -178,7 +209,9 @@ def compile_rows(node: Node, *, now: datetime) -> Select[Any] | None:
         return None
     target = resolve(node.key)
     equal = isinstance(node, In) or node.operator == "="
-    if target.root != "metric" and not (equal and target.root in {"id", "run", "tag", "alias", "config", "url"}):
+    if target.root != "metric" and not (
+        equal and target.root in {"id", "run", "tag", "alias", "config", "url"}
+    ):
         return None
     if target.root == "metric" or target.root in _MULTIPLE:
         column, owner = _MULTIPLE.get(target.root, (Metric.value, Metric.checkpoint))
@@ -218,7 +251,9 @@ def _atom(atom: Atom, now: datetime, *, each: bool) -> ColumnElement[bool]:
         return _truth(is_held(now), atom)
     if target.kind is Kind.JSON:
         source = document_column(target.root, each=each)
-        return source.lift(document_test(source.column, target.path, lambda found: _in_document(found, atom)))
+        return source.lift(
+            document_test(source.column, target.path, lambda found: _in_document(found, atom))
+        )
     source = column_of(target, each=each)
     return source.lift(_on_column(source.column, target.kind, atom, now))
 
@@ -231,7 +266,10 @@ def _truth(held: ColumnElement[bool], atom: Atom) -> ColumnElement[bool]:
             wanted = set(values)
         case _:
             return true()
-    return or_(held if Boolean(True) in wanted else false(), not_(held) if Boolean(False) in wanted else false())
+    return or_(
+        held if Boolean(True) in wanted else false(),
+        not_(held) if Boolean(False) in wanted else false(),
+    )
 
 
 def _in_document(found: DocumentValue, atom: Atom) -> ColumnElement[bool]:
@@ -273,7 +311,9 @@ def _among(column: Any, kind: Kind, values: Sequence[Value], now: datetime) -> C
     return equal
 
 
-def _ordered(column: Any, kind: Kind, operator: str, value: Value, now: datetime) -> ColumnElement[bool]:
+def _ordered(
+    column: Any, kind: Kind, operator: str, value: Value, now: datetime
+) -> ColumnElement[bool]:
     bound = _bound(kind, value, now)
     if kind in {Kind.INTEGER, Kind.SIZE}:
         return compare_integer(column, operator, bound)
@@ -281,7 +321,9 @@ def _ordered(column: Any, kind: Kind, operator: str, value: Value, now: datetime
         return compare_float(column, operator, bound)
     if kind is Kind.AGE:
         operator = _MIRRORED[operator]  # a higher age is an earlier time
-    compared: ColumnElement[bool] = OPERATORS[operator](by_code_point(column) if kind is Kind.TEXT else column, bound)
+    compared: ColumnElement[bool] = OPERATORS[operator](
+        by_code_point(column) if kind is Kind.TEXT else column, bound
+    )
     return compared
 
 
@@ -309,14 +351,17 @@ def compile_sort(sort: Sort, *, now: datetime | None = None) -> list[ColumnEleme
     """Compile a sort order to expressions for `select(Checkpoint).order_by(*…)`.
 
     Returns:
-        The expressions: missing values come last; ties are broken by the time of recording, newest first.
+        The expressions: missing values come last; ties are broken by the time of recording, newest
+        first.
     """
     check(sort)
     ordered = []
     for by in sort.keys:
         target = resolve(by.key)
         down = by.descending is not (target.kind is Kind.AGE)  # a higher age is an earlier time
-        ordered += [(value.desc() if down else value.asc()).nulls_last() for value in _sort_values(target)]
+        ordered += [
+            (value.desc() if down else value.asc()).nulls_last() for value in _sort_values(target)
+        ]
     return [*ordered, Checkpoint.serial.desc()]
 
 
@@ -332,7 +377,12 @@ def _sort_values(target: Target) -> list[ColumnElement[Any]]:
         case "topology" | "producer":
             return document_order(document_column(target.root).column, target.path)
         case "run":
-            name = select(Run.name).where(Run.id == Checkpoint.run_id).correlate(Checkpoint).scalar_subquery()
+            name = (
+                select(Run.name)
+                .where(Run.id == Checkpoint.run_id)
+                .correlate(Checkpoint)
+                .scalar_subquery()
+            )
             return [by_code_point(name)]
         case "metric":
             named = Metric.checkpoint == Checkpoint.serial, Metric.name == target.path[0]
@@ -357,12 +407,16 @@ def check_names(connection: Connection, node: Node | Sort, text: str | None = No
         metrics.update(connection.scalars(select(Metric.name).distinct()))
     if configs != used.configs:
         newest = select(Config.document).order_by(Config.id.desc()).limit(_SAMPLE)
-        configs.update(path for document in connection.scalars(newest) for path in paths_of(document))
+        configs.update(
+            path for document in connection.scalars(newest) for path in paths_of(document)
+        )
     check_known(node, Names(frozenset(metrics), frozenset(configs)), text)
 
 
 def _has_metric(connection: Connection, name: str) -> bool:
-    return connection.scalar(select(Metric.checkpoint).where(Metric.name == name).limit(1)) is not None
+    return (
+        connection.scalar(select(Metric.checkpoint).where(Metric.name == name).limit(1)) is not None
+    )
 
 
 def _has_path(connection: Connection, path: tuple[str, ...]) -> bool:

@@ -1,7 +1,8 @@
 """Conditions on a value in a JSON document, never NULL, and sorting by it.
 
-The names of the path are bound parameters, since SQLite's path syntax cannot express every key. Values of different
-types are never equal. Integers beyond 64 bits are compared as floats, as SQLite stores them.
+The names of the path are bound parameters, since SQLite's path syntax cannot express every key.
+Values of different types are never equal. Integers beyond 64 bits are compared as floats, as SQLite
+stores them.
 """
 
 from __future__ import annotations
@@ -38,14 +39,19 @@ def document_test(document: Any, path: Sequence[str], test: Test) -> ColumnEleme
     return by_engine(sqlite.holds(test(sqlite)), test(_OnPostgres(document, path)))
 
 
-def document_order(document: Any, path: Sequence[str], within: Within = lambda v: v) -> list[ColumnElement[Any]]:
+def document_order(
+    document: Any, path: Sequence[str], within: Within = lambda v: v
+) -> list[ColumnElement[Any]]:
     """Sort by the value at a path: numbers, then text, then `false` and `true`; everything else is NULL.
 
     Args:
         within: turns an expression on the document's row into one on the sorted row.
     """
     first, *others = map(within, _OnPostgres(document, path).order())
-    return [by_engine(within(_on_sqlite(document, path).order()), first), *(by_engine(sa.null(), o) for o in others)]
+    return [
+        by_engine(within(_on_sqlite(document, path).order()), first),
+        *(by_engine(sa.null(), o) for o in others),
+    ]
 
 
 class DocumentValue(ABC):
@@ -93,8 +99,15 @@ class DocumentValue(ABC):
     def among(self, values: Sequence[Value]) -> ColumnElement[bool]:
         """It equals one of the values."""
         texts = [_text(v.value) for v in values if isinstance(v, Text)]
-        numbers = [v.value if isinstance(v, Number) else v.nbytes for v in values if isinstance(v, Number | Size)]
-        found = [self._truth(wanted=t) for t in sorted({v.value for v in values if isinstance(v, Boolean)})]
+        numbers = [
+            v.value if isinstance(v, Number) else v.nbytes
+            for v in values
+            if isinstance(v, Number | Size)
+        ]
+        found = [
+            self._truth(wanted=t)
+            for t in sorted({v.value for v in values if isinstance(v, Boolean)})
+        ]
         if texts:
             found.append(self._when_text(self.text.in_(texts)))
         if numbers:
@@ -157,11 +170,15 @@ class _Nested(_OnSqlite):
         self._on: list[ColumnElement[bool]] = []
         inner: ColumnElement[Any] = document
         for part in path:
-            row = sa.func.json_each(inner).table_valued("key", "value", "type", "atom", joins_implicitly=True)
+            row = sa.func.json_each(inner).table_valued(
+                "key", "value", "type", "atom", joins_implicitly=True
+            )
             self._rows.append(row)
             named = row.c.key == _text(part)
             if _is_index(part):
-                named = sa.or_(named, row.c.key == sa.literal(int(part), sa.BigInteger))  # of a list
+                named = sa.or_(
+                    named, row.c.key == sa.literal(int(part), sa.BigInteger)
+                )  # of a list
             self._on.append(named)
             inner = sa.case((row.c.type.in_(["object", "array"]), row.c.value), else_="[]")
         super().__init__(row.c.type, row.c.atom)
@@ -178,7 +195,10 @@ class _Nested(_OnSqlite):
 
 def _on_sqlite(document: ColumnElement[Any], path: Sequence[str]) -> _OnSqlite:
     """Use a path in SQLite's syntax if that can express it, which is several times faster."""
-    if not all(p and p.isascii() and p.isprintable() and not {*p} & {'"', "\\"} and not _is_index(p) for p in path):
+    if not all(
+        p and p.isascii() and p.isprintable() and not {*p} & {'"', "\\"} and not _is_index(p)
+        for p in path
+    ):
         return _Nested(document, path)
     written = _text("$" + "".join(f'."{part}"' for part in path))
     return _OnSqlite(sa.func.json_type(document, written), sa.func.json_extract(document, written))
@@ -208,13 +228,20 @@ class _OnPostgres(DocumentValue):
         """The type, the number and the text."""
         truth = sa.case((self._truth(wanted=True), 1), (self._truth(wanted=False), 0))
         return [
-            sa.case((self._type == "number", 0), (self._type == "string", 1), (self._type == "boolean", 2)),
+            sa.case(
+                (self._type == "number", 0),
+                (self._type == "string", 1),
+                (self._type == "boolean", 2),
+            ),
             sa.case((self._type == "number", self._rounded()), else_=truth),
             sa.case((self._type == "string", by_code_point(self.text))),
         ]
 
     def _truth(self, *, wanted: bool) -> ColumnElement[bool]:
-        return self._when("boolean", self._value == sa.literal_column("'true'::jsonb" if wanted else "'false'::jsonb"))
+        return self._when(
+            "boolean",
+            self._value == sa.literal_column("'true'::jsonb" if wanted else "'false'::jsonb"),
+        )
 
     def _when_text(self, condition: ColumnElement[bool]) -> ColumnElement[bool]:
         return self._when("string", condition)
@@ -230,7 +257,8 @@ class _OnPostgres(DocumentValue):
         return self._exact if all(abs(bound) < _BEYOND for bound in bounds) else self._rounded()
 
     def _bounds(self, bound: float) -> list[ColumnElement[Any]]:
-        # jsonb stores a large float by its shortest digits, not by all the digits of its integer value
+        # jsonb stores a large float by its shortest digits, not by all the digits of its integer
+        # value
         spelled = {Decimal(repr(float(bound) if abs(bound) >= _BEYOND else bound))}
         if isinstance(bound, float) and bound.is_integer() and abs(bound) < _BEYOND:
             spelled.add(Decimal(bound))
@@ -238,10 +266,15 @@ class _OnPostgres(DocumentValue):
 
     def _rounded(self) -> ColumnElement[Any]:
         """The number; beyond 64 bits, as the nearest float or infinity."""
-        digits = sa.cast(sa.cast(self._exact, sa.Double), sa.String)  # a cast to numeric alone would keep 15 of them
+        digits = sa.cast(
+            sa.cast(self._exact, sa.Double), sa.String
+        )  # a cast to numeric alone would keep 15 of them
         return sa.case(
             (sa.func.abs(self._exact) < sa.literal_column(str(_BEYOND)), self._exact),
-            (sa.func.abs(self._exact) < sa.literal_column("1.7976931348623158e308"), sa.cast(digits, sa.Numeric)),
+            (
+                sa.func.abs(self._exact) < sa.literal_column("1.7976931348623158e308"),
+                sa.cast(digits, sa.Numeric),
+            ),
             else_=sa.func.sign(self._exact) * sa.literal_column("1e400"),
         )
 
@@ -252,4 +285,6 @@ def _text(value: str) -> ColumnElement[str]:
 
 def _is_index(part: str) -> bool:
     """Whether it may be an index: the canonical decimal form of an integer."""
-    return part.isascii() and part.isdigit() and (part == "0" or part[0] != "0") and is_long(int(part))
+    return (
+        part.isascii() and part.isdigit() and (part == "0" or part[0] != "0") and is_long(int(part))
+    )

@@ -132,10 +132,14 @@ def compare_float(column: ColumnElement[Any], operator: str, value: float) -> Co
 def integer_in(column: ColumnElement[Any], values: Iterable[float]) -> ColumnElement[bool]:
     """Test whether a column of integers equals one of several numbers."""
     bounds = {math.floor(v) for v in values if math.floor(v) == v and is_long(math.floor(v))}
-    return column.in_([literal(bound, BigInteger) for bound in sorted(bounds)]) if bounds else false()
+    return (
+        column.in_([literal(bound, BigInteger) for bound in sorted(bounds)]) if bounds else false()
+    )
 
 
 def float_in(column: ColumnElement[Any], values: Iterable[float]) -> ColumnElement[bool]:
     """Test whether a column of floats equals one of several numbers."""
     bounds = {float(v) for v in values if float(v) == v}
-    return column.in_([literal(bound, Float(53)) for bound in sorted(bounds)]) if bounds else false()
+    return (
+        column.in_([literal(bound, Float(53)) for bound in sorted(bounds)]) if bounds else false()
+    )

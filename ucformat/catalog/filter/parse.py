@@ -96,14 +96,20 @@ def _read(text: str, start: str) -> Node | Sort:
         raise UsageError(f"a filter has at most {MAX_LENGTH} characters, not {len(text)}")
     for i, c in enumerate(text):
         if c == "\0" or "\ud800" <= c <= "\udfff":
-            raise pointing_error("a filter cannot contain this character", text, (i, i + 1), hint=f"U+{ord(c):04X}")
+            raise pointing_error(
+                "a filter cannot contain this character", text, (i, i + 1), hint=f"U+{ord(c):04X}"
+            )
     try:
         return cast("Node | Sort", _lark().parse(text, start=start))
     except UnexpectedToken as e:
         if e.token.type == "$END":
             end = (len(text), len(text))
-            raise pointing_error("the text ends too early", text, end, hint=_expected(e.accepts)) from None
-        raise pointing_error("this does not belong here", text, _at(e.token), hint=_hint(e, text)) from None
+            raise pointing_error(
+                "the text ends too early", text, end, hint=_expected(e.accepts)
+            ) from None
+        raise pointing_error(
+            "this does not belong here", text, _at(e.token), hint=_hint(e, text)
+        ) from None
     except UnexpectedCharacters as e:
         wrong = e.pos_in_stream or 0
         match text[wrong]:
@@ -127,7 +133,13 @@ def _check(node: Node | Sort, text: str, known: Names | None) -> None:
 @cache
 def _lark() -> Lark:
     grammar = files("ucformat.catalog.filter").joinpath("grammar.lark").read_text(encoding="utf-8")
-    return Lark(grammar, parser="lalr", start=["filter", "sort"], transformer=_Build(), maybe_placeholders=True)
+    return Lark(
+        grammar,
+        parser="lalr",
+        start=["filter", "sort"],
+        transformer=_Build(),
+        maybe_placeholders=True,
+    )
 
 
 class _Misfit(Exception):
@@ -175,8 +187,12 @@ class _Build(Transformer[Any, Any]):
     def by(self, minus: Token | None, key: Key, direction: Token | None) -> SortKey:
         if minus is not None and direction is not None:
             with _placed(_at(direction)):
-                raise UsageError("the direction is given twice", hint="write either a minus, or :asc or :desc")
-        return SortKey(key, minus is not None or (direction is not None and direction.lower() == "desc"))
+                raise UsageError(
+                    "the direction is given twice", hint="write either a minus, or :asc or :desc"
+                )
+        return SortKey(
+            key, minus is not None or (direction is not None and direction.lower() == "desc")
+        )
 
     def key(self, *parts: Token) -> Key:
         at = (_at(parts[0])[0], _at(parts[-1])[1])
@@ -208,7 +224,9 @@ class _Build(Transformer[Any, Any]):
     def size(self, token: Token) -> Size:
         with _placed(_at(token)):
             number = _short(token).rstrip("kmgtibKMGTIB")
-            return Size(round(Fraction(number) * _SIZES[token[len(number) :].upper()]), at=_at(token))
+            return Size(
+                round(Fraction(number) * _SIZES[token[len(number) :].upper()]), at=_at(token)
+            )
 
 
 @contextmanager
@@ -258,6 +276,10 @@ def _hint(error: UnexpectedToken, text: str) -> str:
         return f"put text in quotes: '{token}'"
     if value and token.type == "_NULL":
         return "to find missing values, write: KEY is null"
-    if token.type == "NAME" and text[start - 1 : start].isdigit() and "_AND" in (error.accepts or ()):
+    if (
+        token.type == "NAME"
+        and text[start - 1 : start].isdigit()
+        and "_AND" in (error.accepts or ())
+    ):
         return f"the units of ages are {' '.join(AGE_UNITS)}, of sizes {' '.join(SIZE_UNITS)}"
     return _expected(error.accepts)

@@ -117,7 +117,9 @@ Value = Text | Number | Boolean | Age | Size
 
 def _check_text(text: str) -> None:
     if len(text) > MAX_LENGTH:
-        raise UsageError(f"a text of {len(text)} characters is too long; a filter has at most {MAX_LENGTH}")
+        raise UsageError(
+            f"a text of {len(text)} characters is too long; a filter has at most {MAX_LENGTH}"
+        )
     if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):  # PostgreSQL stores neither
         raise UsageError("a filter cannot contain U+0000 or an unpaired surrogate")
 
@@ -128,22 +130,29 @@ def _check_number(value: float) -> None:
     except OverflowError:
         known = False
     if not known:
-        raise UsageError("a filter cannot use this number", hint="numbers are finite and at most 1.7e308")
+        raise UsageError(
+            "a filter cannot use this number", hint="numbers are finite and at most 1.7e308"
+        )
 
 
 def spell(parts: tuple[str, ...]) -> str:
     """The text of a key, with parts in quotes that the grammar would not read back."""
-    return ".".join(part if _bare(part, i) else '"' + part.replace('"', '""') + '"' for i, part in enumerate(parts))
+    return ".".join(
+        part if _bare(part, i) else '"' + part.replace('"', '""') + '"'
+        for i, part in enumerate(parts)
+    )
 
 
 def _bare(part: str, position: int) -> bool:
     if not part.isascii() or part.lower() in _KEYWORDS:
         return False
-    return (part.replace("-", "_").isidentifier() and all(part.split("-"))) or (position > 0 and part.isdigit())
+    return (part.replace("-", "_").isidentifier() and all(part.split("-"))) or (
+        position > 0 and part.isdigit()
+    )
 
 
-#: How deep `and`, `or` and `not` may nest, and how many comparisons a filter may have: the stack of SQLite's parser
-#: has 100 entries.
+#: How deep `and`, `or` and `not` may nest, and how many comparisons a filter may have: the stack of
+#: SQLite's parser has 100 entries.
 MAX_DEPTH = 32
 MAX_COMPARISONS = 500
 MAX_LIST_VALUES = 10_000  # values in a list
@@ -160,7 +169,10 @@ class Compare:
 
     def __post_init__(self) -> None:
         if self.operator not in {"=", "!=", "<", "<=", ">", ">="}:
-            raise UsageError(f"{self.operator!r} is not a comparison operator", hint="the operators are = != < <= > >=")
+            raise UsageError(
+                f"{self.operator!r} is not a comparison operator",
+                hint="the operators are = != < <= > >=",
+            )
 
     def __str__(self) -> str:
         return f"{self.key} {self.operator} {self.value}"
@@ -193,7 +205,9 @@ class Like:
     def __post_init__(self) -> None:
         text = self.pattern.value
         if (len(text) - len(text.rstrip("\\"))) % 2:
-            raise UsageError("the pattern ends with an unfinished escape", hint=r"write a backslash as \\")
+            raise UsageError(
+                "the pattern ends with an unfinished escape", hint=r"write a backslash as \\"
+            )
 
     def __str__(self) -> str:
         return f"{self.key} {'not ' * self.negated}like {self.pattern}"
@@ -315,7 +329,8 @@ def _measure(node: _Join | Not, below: tuple[Node, ...]) -> None:
         raise UsageError(f"the filter nests more than {MAX_DEPTH} levels of and, or, not")
     if count > MAX_COMPARISONS:
         raise UsageError(
-            f"the filter has more than {MAX_COMPARISONS} comparisons", hint="to compare with many values, use: in (…)"
+            f"the filter has more than {MAX_COMPARISONS} comparisons",
+            hint="to compare with many values, use: in (…)",
         )
     object.__setattr__(node, "depth", depth)
     object.__setattr__(node, "count", count)

@@ -23,7 +23,10 @@ def cache(out: Output, *, clear: bool) -> None:
 
     folder = open_cache()
     if folder is None:
-        raise UsageError("no cache is configured", hint="set UCP_CACHE, or `cache` in your config.toml, to a folder")
+        raise UsageError(
+            "no cache is configured",
+            hint="set UCP_CACHE, or `cache` in your config.toml, to a folder",
+        )
     if clear:
         folder.clear()
     used = folder.usage()
@@ -31,8 +34,17 @@ def cache(out: Output, *, clear: bool) -> None:
         lambda: [
             *field("folder", folder.path, terminal_width()),
             *field("entries", count(used.entries), terminal_width()),
-            *field("size", f"{bytes_text(used.nbytes)} of at most {bytes_text(folder.limit)}", terminal_width()),
+            *field(
+                "size",
+                f"{bytes_text(used.nbytes)} of at most {bytes_text(folder.limit)}",
+                terminal_width(),
+            ),
         ],
-        lambda: {"path": folder.path, "entries": used.entries, "bytes": used.nbytes, "limit": folder.limit},
+        lambda: {
+            "path": folder.path,
+            "entries": used.entries,
+            "bytes": used.nbytes,
+            "limit": folder.limit,
+        },
         lambda: [str(used.nbytes)],
     )

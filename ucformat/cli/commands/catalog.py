@@ -79,7 +79,9 @@ def _contents(url: str) -> dict[str, Any]:
 
 
 def _checkpoints(catalog: Catalog) -> dict[str, int]:
-    found = dict(catalog.sql("select state, count(*) from checkpoint group by state", trust_role=True).rows)
+    found = dict(
+        catalog.sql("select state, count(*) from checkpoint group by state", trust_role=True).rows
+    )
     return {state: int(found.get(state, 0)) for state in _STATES}
 
 
@@ -100,7 +102,9 @@ def _describe(found: dict[str, Any]) -> Iterator[str]:
         yield from field("runs", count(found["runs"]), width)
         yield from field("aliases", count(found["aliases"]), width)
         if found["role"] is not None:
-            yield from field("role", f"{found['role']}; `ucp sql` needs --trust-role, or a read-only role", width)
+            yield from field(
+                "role", f"{found['role']}; `ucp sql` needs --trust-role, or a read-only role", width
+            )
 
 
 @command

@@ -50,7 +50,9 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, given: str | None) ->
     try:
         return [float(text) for text in given.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{given!r} is not a list of numbers, such as 0.5,0.3,0.2") from None
+        raise click.BadParameter(
+            f"{given!r} is not a list of numbers, such as 0.5,0.3,0.2"
+        ) from None
 
 
 _REFS = ref_argument("refs", "REF...", many=True)
@@ -71,13 +73,21 @@ _MORE: tuple[Callable[[Any], Any], ...] = (
         multiple=True,
         help="Take the tensors with such names from the base or first REF as they are. May be repeated.",
     ),
-    click.option("--cast", metavar="DTYPE", help="The dtype to round to.  [default: that of the base or first REF]"),
+    click.option(
+        "--cast",
+        metavar="DTYPE",
+        help="The dtype to round to.  [default: that of the base or first REF]",
+    ),
     CHUNK_BYTES,
     SHARD_BYTES,
     OVERWRITE,
     workers_option("shards to write"),
     NO_VERIFY,
-    click.option("--run", metavar="NAME", help="The training run to record in the catalog.  [default: DST's folder]"),
+    click.option(
+        "--run",
+        metavar="NAME",
+        help="The training run to record in the catalog.  [default: DST's folder]",
+    ),
     METRIC,
     VIEW,
     SOURCE,
@@ -103,10 +113,26 @@ def _with(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 @command
 @_REFS
 @_with(_OPTIONS)
-@click.option("--by", metavar="METRIC", help="Weights from a metric in the catalog, as metric.val_loss, by softmax.")
-@click.option("--min/--max", "least", default=None, help="With --by: whether less or more is better.")
-@click.option("--temperature", type=float, metavar="T", help="With --by: divide the metric by T.  [default: 1]")
-@click.option("--ema", type=float, metavar="DECAY", help="Exponential moving average in order of steps, as 0.99.")
+@click.option(
+    "--by",
+    metavar="METRIC",
+    help="Weights from a metric in the catalog, as metric.val_loss, by softmax.",
+)
+@click.option(
+    "--min/--max", "least", default=None, help="With --by: whether less or more is better."
+)
+@click.option(
+    "--temperature",
+    type=float,
+    metavar="T",
+    help="With --by: divide the metric by T.  [default: 1]",
+)
+@click.option(
+    "--ema",
+    type=float,
+    metavar="DECAY",
+    help="Exponential moving average in order of steps, as 0.99.",
+)
 @_with(_MORE)
 def average(
     refs: tuple[str, ...],
@@ -121,14 +147,21 @@ def average(
 ) -> None:
     """Average checkpoints, and write the result as a new one at DST.
 
-    REF may also be the checkpoints of a run in a range of steps: run7@1000..2000. Resumable: if interrupted, nothing is
-    visible at DST, and running the same command again writes only what is missing.
+    REF may also be the checkpoints of a run in a range of steps: run7@1000..2000. Resumable: if
+    interrupted, nothing is visible at DST, and running the same command again writes only what is
+    missing.
     """
     from ucformat.jobs.combine.combining import plan_average
 
     best: Any = None if least is None else "min" if least else "max"
     weighting = {"by": by, "best": best, "temperature": temperature, "ema": ema, "weights": weights}
-    _run("average", dst, lambda opened, chosen: plan_average(opened(refs), **weighting, **chosen), out, **options)
+    _run(
+        "average",
+        dst,
+        lambda opened, chosen: plan_average(opened(refs), **weighting, **chosen),
+        out,
+        **options,
+    )
 
 
 @command
@@ -140,11 +173,30 @@ def average(
     type=click.Choice(["task-arithmetic", "slerp", "ties", "dare", "lora"]),
     help="How to merge; with lora, each REF is an adapter of PEFT.",
 )
-@click.option("--base", metavar="REF", help="What the REFs were fine-tuned from; for all methods but slerp.")
-@click.option("--scale", type=float, metavar="X", help="A factor of all differences from the base.  [default: 1]")
-@click.option("--density", type=float, metavar="P", help="The share of differences to keep.  [default: ties 0.2]")
-@click.option("--t", type=float, metavar="T", help="With slerp: 0 for the first REF, 1 for the second.  [default: 0.5]")
-@click.option("--seed", type=int, metavar="N", help="With dare: determines which differences are kept.")
+@click.option(
+    "--base", metavar="REF", help="What the REFs were fine-tuned from; for all methods but slerp."
+)
+@click.option(
+    "--scale",
+    type=float,
+    metavar="X",
+    help="A factor of all differences from the base.  [default: 1]",
+)
+@click.option(
+    "--density",
+    type=float,
+    metavar="P",
+    help="The share of differences to keep.  [default: ties 0.2]",
+)
+@click.option(
+    "--t",
+    type=float,
+    metavar="T",
+    help="With slerp: 0 for the first REF, 1 for the second.  [default: 0.5]",
+)
+@click.option(
+    "--seed", type=int, metavar="N", help="With dare: determines which differences are kept."
+)
 @_with(_MORE)
 def merge(
     refs: tuple[str, ...],
@@ -161,12 +213,18 @@ def merge(
 ) -> None:
     """Merge models, or adapters into their base, and write the result as a new checkpoint at DST.
 
-    Resumable: if interrupted, nothing is visible at DST, and running the same command again writes only what is
-    missing.
+    Resumable: if interrupted, nothing is visible at DST, and running the same command again writes
+    only what is missing.
     """
     from ucformat.jobs.combine.combining import plan_merge
 
-    given: dict[str, Any] = {"weights": weights, "scale": scale, "density": density, "t": t, "seed": seed}
+    given: dict[str, Any] = {
+        "weights": weights,
+        "scale": scale,
+        "density": density,
+        "t": t,
+        "seed": seed,
+    }
 
     def plan(opened: _Opened, chosen: Mapping[str, Any]) -> Planned:
         bases = opened([base]) if base is not None else [None]
@@ -211,7 +269,9 @@ def _run(
         found = [open_any(str(ref), options) for ref in expand_references(refs)]
         return found if view is None else [ck.view(view) for ck in found]
 
-    how = How(chunk_bytes, shard_bytes, workers, None, not no_verify, Where.parse(where_of(on, part)))
+    how = How(
+        chunk_bytes, shard_bytes, workers, None, not no_verify, Where.parse(where_of(on, part))
+    )
     chosen = {"states": list(states) or None, "take": take, "cast": cast}
     if dry_run:
         print_cost(estimate_combination(plan(opened, chosen).combination, dst, how), out)
@@ -221,7 +281,9 @@ def _run(
     try:
         with out.progress("combining") as progress:
             planned = plan(opened, chosen)
-            ck = planned.write(dst, replace(how, progress=progress), overwrite=overwrite, run=run, metrics=metrics)
+            ck = planned.write(
+                dst, replace(how, progress=progress), overwrite=overwrite, run=run, metrics=metrics
+            )
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted: nothing is committed at {dst}; run the same command again and it continues"

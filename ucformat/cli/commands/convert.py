@@ -55,7 +55,9 @@ if TYPE_CHECKING:
 )
 @NO_VERIFY
 @click.option(
-    "--run", metavar="NAME", help="The training run to record in the catalog.  [default: SRC's, else DST's folder]"
+    "--run",
+    metavar="NAME",
+    help="The training run to record in the catalog.  [default: SRC's, else DST's folder]",
 )
 @CONFIG
 @METRIC
@@ -91,17 +93,26 @@ def convert(
 ) -> None:
     """Convert SRC to a universal checkpoint at DST.
 
-    Resumable: if interrupted, nothing is visible at DST, and running the same command again writes only what is
-    missing.
+    Resumable: if interrupted, nothing is visible at DST, and running the same command again writes
+    only what is missing.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
     from ucformat.views.model_config import outdated
 
     if dry_run:
-        source, sizes = ucformat.open(src, view=view, options=options), (chunk_bytes, shard_bytes, workers)
+        source, sizes = (
+            ucformat.open(src, view=view, options=options),
+            (chunk_bytes, shard_bytes, workers),
+        )
         cost = ucformat.estimate(
-            "convert", source, dst, list(states) or None, *sizes, weights=weights, verify=not no_verify
+            "convert",
+            source,
+            dst,
+            list(states) or None,
+            *sizes,
+            weights=weights,
+            verify=not no_verify,
         )
         print_cost(cost, out)
         return
@@ -133,7 +144,9 @@ def convert(
         ) from None
     seconds = time.perf_counter() - begun
     for name in outdated(source.viewed, source.assets, source.objects):
-        out.note(f"{name} is copied unchanged: it has the sizes of the whole model, not of the view")
+        out.note(
+            f"{name} is copied unchanged: it has the sizes of the whole model, not of the view"
+        )
     verified = ck.manifest.verified
     if verified is not None and (verified.but or not verified.default):
         bare = len(verified.but) if verified.default else len(ck.tensors) - len(verified.but)
@@ -169,8 +182,9 @@ def copy(
 ) -> None:
     """Copy a universal checkpoint to another place, keeping its id.
 
-    Every byte is checked against its checksum. Resumable: if interrupted, nothing is visible at DST, and running the
-    same command again copies only what is missing. If DST is already the same checkpoint, nothing is done.
+    Every byte is checked against its checksum. Resumable: if interrupted, nothing is visible at
+    DST, and running the same command again copies only what is missing. If DST is already the same
+    checkpoint, nothing is done.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
@@ -182,7 +196,9 @@ def copy(
     ignore_dependents_of(ignored, [dst], out, "copy")
     try:
         with out.progress("copying") as progress:
-            done = ucformat.copy(src, dst, overwrite, workers, on=where_of(on, part), progress=progress)
+            done = ucformat.copy(
+                src, dst, overwrite, workers, on=where_of(on, part), progress=progress
+            )
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted: nothing is committed at {dst}; run the same command again and it continues"
@@ -201,10 +217,13 @@ def copy(
     }
     if done.already:
         out.note(f"{done.url} is this checkpoint already: nothing to do")
-    kept = f"; {plural(done.kept, 'file')} of these, {bytes_text(done.kept_nbytes)}, existed" if done.kept else ""
-    amount = (
-        f"{plural(done.files, 'file')}, {bytes_text(done.nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
+    kept = (
+        f"; {plural(done.kept, 'file')} of these, {bytes_text(done.kept_nbytes)}, existed"
+        if done.kept
+        else ""
     )
+    speed = f"{seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
+    amount = f"{plural(done.files, 'file')}, {bytes_text(done.nbytes)} in {speed}"
     out.result(lambda: [f"{done.url}  {done.id}  {amount}{kept}"], lambda: found, lambda: [done.id])
 
 
@@ -237,8 +256,9 @@ def materialize(
 ) -> None:
     """Convert the packed checkpoint SRC to arrays: in place, or as a new checkpoint at DST.
 
-    In place, the checkpoint keeps its id, and the packed files are deleted once the arrays are committed. Resumable: if
-    interrupted, SRC is intact, and running the same command again continues.
+    In place, the checkpoint keeps its id, and the packed files are deleted once the arrays are
+    committed. Resumable: if interrupted, SRC is intact, and running the same command again
+    continues.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
@@ -246,7 +266,9 @@ def materialize(
 
     if dry_run:
         sizes = (chunk_bytes, shard_bytes, workers)
-        print_cost(ucformat.estimate("materialize", src, dst, None, *sizes, verify=not no_verify), out)
+        print_cost(
+            ucformat.estimate("materialize", src, dst, None, *sizes, verify=not no_verify), out
+        )
         return
     begun = time.perf_counter()
     source = ucformat.open(src)
@@ -267,7 +289,9 @@ def materialize(
             )
     except KeyboardInterrupt:
         state = f"{source.url} is intact" if dst is None else f"nothing is committed at {dst}"
-        raise Interrupted(f"interrupted: {state}; run the same command again and it continues") from None
+        raise Interrupted(
+            f"interrupted: {state}; run the same command again and it continues"
+        ) from None
     if nothing:
         out.note(f"{ck.url} is not packed: nothing to do")
     print_written(ck, time.perf_counter() - begun, out, nothing=nothing)

@@ -40,7 +40,9 @@ _MAX_VALUE_ROWS = 20  # tensors that are listed although only their values diffe
     metavar="PARTS",
     help=f"Parts to compare, comma-separated: {','.join(_PARTS)}.  [default: all]",
 )
-@click.option("--values", is_flag=True, help="Also read the tensors and show by how much their values differ.")
+@click.option(
+    "--values", is_flag=True, help="Also read the tensors and show by how much their values differ."
+)
 @workers_option("blocks that --values compares", "one for each core, at most 4")
 @click.option("--exit-code", "fail", is_flag=True, help="Exit with 1 if they differ or may differ.")
 @SOURCE
@@ -57,13 +59,15 @@ def diff(
 ) -> None:
     """Show how checkpoint B differs from A: configuration, topology, versions, metrics, tensors.
 
-    Without --values no tensor is read; tensors are compared by the digests from when they were written. Checkpoints
-    that are not in the catalog are opened in place.
+    Without --values no tensor is read; tensors are compared by the digests from when they were
+    written. Checkpoints that are not in the catalog are opened in place.
     """
     chosen = _chosen(parts)
     if values and "tensors" not in chosen:
         raise click.UsageError("--values compares tensors, which --what leaves out")
-    found = _Found(_diff(a, b, options), _read_values(a, b, options, workers, out) if values else None)
+    found = _Found(
+        _diff(a, b, options), _read_values(a, b, options, workers, out) if values else None
+    )
     equal = not any(found.differs(part) for part in chosen)
     out.result(
         lambda: _lines(found, (a, b), chosen, equal=equal),
@@ -100,7 +104,9 @@ class _Found:
 def _chosen(text: str) -> list[str]:
     chosen = [part.strip() for part in text.split(",")]
     if unknown := [part for part in chosen if part not in _PARTS]:
-        raise click.BadParameter(f"{unknown[0]!r} is not one of {', '.join(_PARTS)}", param_hint="'--what'")
+        raise click.BadParameter(
+            f"{unknown[0]!r} is not one of {', '.join(_PARTS)}", param_hint="'--what'"
+        )
     return [part for part in _PARTS if part in chosen]
 
 
@@ -120,7 +126,9 @@ def _diff(a: str, b: str, options: dict[str, Any] | None) -> Diff:
         return _diff_opened(a, b, catalog, options)
 
 
-def _lines(found: _Found, names: tuple[str, str], chosen: Sequence[str], *, equal: bool) -> Iterator[str]:
+def _lines(
+    found: _Found, names: tuple[str, str], chosen: Sequence[str], *, equal: bool
+) -> Iterator[str]:
     width = terminal_width()
     if equal:
         yield f"{' and '.join(names)} are equal in {', '.join(chosen)}"
@@ -162,7 +170,9 @@ def _tensors(found: _Found, width: int | None) -> Iterator[str]:
         head = ("tensor", "state", "differs in", "was", "is")
         yield from table(head, rows, left=5, shrink=(0, 2, 3, 4), width=width)
     if found.values is not None:
-        yield from ["", *_value_lines(found.values, width)] if rows else _value_lines(found.values, width)
+        yield from (
+            ["", *_value_lines(found.values, width)] if rows else _value_lines(found.values, width)
+        )
         return
     if len(alone) > _MAX_VALUE_ROWS:
         yield f"and {count(len(alone) - _MAX_VALUE_ROWS)} more in values only"
@@ -207,7 +217,9 @@ def _change(change: Changed) -> dict[str, Any]:
     from ucformat.catalog.diff import MISSING
 
     sides = {"a": change.a, "b": change.b}
-    return {"path": change.path} | {side: value for side, value in sides.items() if value is not MISSING}
+    return {"path": change.path} | {
+        side: value for side, value in sides.items() if value is not MISSING
+    }
 
 
 def _tensor_data(tensor: TensorEntry) -> dict[str, Any]:
@@ -231,7 +243,16 @@ def _bare(found: _Found, chosen: Sequence[str]) -> Iterator[str]:
                 yield tabbed((part, x.name, x.state, what))
             for v in found.values or ():
                 if not v.equal:
-                    yield tabbed(("values", v.name, v.state, str(v.differing), repr(v.max_abs), repr(v.max_rel)))
+                    yield tabbed(
+                        (
+                            "values",
+                            v.name,
+                            v.state,
+                            str(v.differing),
+                            repr(v.max_abs),
+                            repr(v.max_rel),
+                        )
+                    )
         else:
             for change in found.changed(part):
                 yield tabbed((part, change.path, _value(change.a), _value(change.b)))
@@ -272,7 +293,15 @@ def _value_data(values: Sequence[TensorDifference]) -> list[dict[str, Any]]:
 def _value_lines(values: Sequence[TensorDifference], width: int | None) -> Iterator[str]:
     """A line for each tensor whose values differ, and the number of the others."""
     rows = [
-        (v.name, v.state, count(v.differing), count(v.elements), f"{v.max_abs:.3g}", f"{v.max_rel:.3g}", _nan(v))
+        (
+            v.name,
+            v.state,
+            count(v.differing),
+            count(v.elements),
+            f"{v.max_abs:.3g}",
+            f"{v.max_rel:.3g}",
+            _nan(v),
+        )
         for v in values
         if not v.equal
     ]
@@ -292,11 +321,16 @@ def _diff_opened(a: str, b: str, catalog: Catalog | None, options: dict[str, Any
     """Compare the manifests of two checkpoints, and the metrics that the catalog has of them."""
     from ucformat.catalog.catalog import Catalog
 
-    with TemporaryDirectory(prefix="ucformat-") as folder, Catalog(f"{folder}/catalog.db") as scratch:
+    with (
+        TemporaryDirectory(prefix="ucformat-") as folder,
+        Catalog(f"{folder}/catalog.db") as scratch,
+    ):
         return scratch.diff(*(_record(ref, scratch, catalog, options) for ref in (a, b)))
 
 
-def _record(ref: str, scratch: Catalog, catalog: Catalog | None, options: dict[str, Any] | None) -> str:
+def _record(
+    ref: str, scratch: Catalog, catalog: Catalog | None, options: dict[str, Any] | None
+) -> str:
     """Open a checkpoint, record it in the scratch catalog, and return its id."""
     from ucformat.cli.ui.options import open_any
     from ucformat.errors import NotFound

@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 
 @command
 @click.argument("url", metavar="URL")
-@click.option("--read-only", is_flag=True, help="Write nothing; only check whether the files there can be read.")
+@click.option(
+    "--read-only",
+    is_flag=True,
+    help="Write nothing; only check whether the files there can be read.",
+)
 def doctor(url: str, read_only: bool, out: Output) -> None:  # noqa: FBT001
     """Test the capabilities of a storage location, and show what they mean for checkpoints there.
 
-    URL is a path or URL, which need not exist. About 30 MiB are written to a folder `ucf-doctor-…` and removed again.
-    The measured speed is kept for the estimates of --dry-run.
-    Exits with 1 unless checkpoints can be read and committed there; with --read-only, unless the files there can be
-    read.
+    URL is a path or URL, which need not exist. About 30 MiB are written to a folder `ucf-doctor-…`
+    and removed again. The measured speed is kept for the estimates of --dry-run. Exits with 1
+    unless checkpoints can be read and committed there; with --read-only, unless the files there can
+    be read.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
@@ -45,7 +49,12 @@ def _describe(found: Diagnosis) -> Iterator[str]:
     width = terminal_width()
     yield Heading(found.url)
     access = found.access
-    labels = {"endpoint": "endpoint", "region": "region", "credentials": "keys from", "cache": "cache"}
+    labels = {
+        "endpoint": "endpoint",
+        "region": "region",
+        "credentials": "keys from",
+        "cache": "cache",
+    }
     for label, text in ((label, getattr(access, name)) for name, label in labels.items()):
         if text is not None:
             yield from field(label, text, width)

@@ -63,10 +63,14 @@ def export_command(kind: str) -> click.Command:
         source = ucformat.open(src, view=view, options=options)
         chosen = list(states) or None
         if dry_run:
-            with planned_job(source, dst, kind, states=chosen, cast=cast, verify=not no_verify, **given) as job:
+            with planned_job(
+                source, dst, kind, states=chosen, cast=cast, verify=not no_verify, **given
+            ) as job:
                 _print_plan(job.target, estimate_export(job, workers), out)
             return
-        if overwrite and not out.confirm(f"remove the checkpoint at {dst}, if there is one?", yes=yes):
+        if overwrite and not out.confirm(
+            f"remove the checkpoint at {dst}, if there is one?", yes=yes
+        ):
             raise click.exceptions.Exit(1)
         begun = time.perf_counter()
         try:
@@ -102,11 +106,19 @@ def export_command(kind: str) -> click.Command:
             "mb_per_s": round(done.nbytes / seconds / 1e6, 3),
         }
         if done.left_out:
-            out.note(f"left out, because {EXPORTERS[kind].title} has no place for it: {'; '.join(done.left_out)}")
+            out.note(
+                f"left out, because {EXPORTERS[kind].title} has no place for it: {'; '.join(done.left_out)}"
+            )
         if given.get("link"):
-            out.note("the files are linked, and were not read: `ucp verify SRC` compares them with checksums")
+            out.note(
+                "the files are linked, and were not read: `ucp verify SRC` compares them with checksums"
+            )
         elif not done.verified:
-            why = "--no-verify was given" if no_verify else "SRC's files have no checksums for all of it"
+            why = (
+                "--no-verify was given"
+                if no_verify
+                else "SRC's files have no checksums for all of it"
+            )
             out.note(f"exported without verification: {why}")
         amount = f"{plural(done.tensors, 'tensor')} in {plural(done.files, 'file')}, {bytes_text(done.nbytes)}"
         speed = f"in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
@@ -145,7 +157,9 @@ def export_command(kind: str) -> click.Command:
 
 _COMMON = (
     click.option(
-        "--cast", metavar="DTYPE", help="Round floating-point tensors to this dtype: float32, bfloat16, float16, …"
+        "--cast",
+        metavar="DTYPE",
+        help="Round floating-point tensors to this dtype: float32, bfloat16, float16, …",
     ),
     click.option(
         "--like",
@@ -157,7 +171,9 @@ _COMMON = (
         is_flag=True,
         help="Remove the foreign checkpoint, or the unfinished export, that is at DST first.",
     ),
-    click.option("-y", "--yes", is_flag=True, help="With --overwrite, do not ask for confirmation."),
+    click.option(
+        "-y", "--yes", is_flag=True, help="With --overwrite, do not ask for confirmation."
+    ),
     workers_option("files to write"),
     NO_VERIFY,
 )
@@ -171,7 +187,9 @@ def _own_option(name: str, of: Field[Any]) -> Callable[[Callable[..., None]], Ca
         both = f"{spelled}/--no-{spelled[2:]}" if of.default is None else spelled  # of three values
         return click.option(both, name, is_flag=True, default=None, help=help_text)
     if how == "link":  # `--link` alone, or `--link=hard`
-        return click.option(spelled, name, is_flag=False, flag_value="reflink", metavar="[=hard]", help=help_text)
+        return click.option(
+            spelled, name, is_flag=False, flag_value="reflink", metavar="[=hard]", help=help_text
+        )
     kind, metavar, read = {
         "number": (click.INT, "N", None),
         "size": (SIZE, "SIZE", None),

@@ -31,9 +31,20 @@ _MAX_PRINTED = 10_000  # values
 @SRC
 @click.argument("name", metavar="NAME")
 @click.argument("where", metavar="[SLICE]", required=False)
-@click.option("-s", "--state", metavar="STATE", help="The tensor's state.  [default: weight, else master]")
-@click.option("-o", "--out", "target", default="-", metavar="FILE", help="A .npy file, or - to print.  [default: -]")
-@click.option("--dtype", metavar="DTYPE", help="Cast to this dtype, such as float32.  [default: no cast]")
+@click.option(
+    "-s", "--state", metavar="STATE", help="The tensor's state.  [default: weight, else master]"
+)
+@click.option(
+    "-o",
+    "--out",
+    "target",
+    default="-",
+    metavar="FILE",
+    help="A .npy file, or - to print.  [default: -]",
+)
+@click.option(
+    "--dtype", metavar="DTYPE", help="Cast to this dtype, such as float32.  [default: no cast]"
+)
 @click.option("-f", "--force", is_flag=True, help="Replace FILE if it exists.")
 @VIEW
 @SOURCE
@@ -52,10 +63,11 @@ def get(
 ) -> None:
     """Read a tensor or a slice of one, and nothing else of the checkpoint.
 
-    SLICE is in NumPy's syntax: '0:512,128:' or '[3, ..., ::2]'. By default the whole tensor is read.
+    SLICE is in NumPy's syntax: '0:512,128:' or '[3, ..., ::2]'. By default the whole tensor is
+    read.
 
-    A .npy file cannot hold bfloat16 or float8: their bits are stored as uint16 or uint8, with a note on stderr.
-    Use --dtype float32 to store values instead.
+    A .npy file cannot hold bfloat16 or float8: their bits are stored as uint16 or uint8, with a
+    note on stderr. Use --dtype float32 to store values instead.
     """
     import ucformat
 
@@ -73,7 +85,9 @@ def get(
     if file is not None:
         save(file, stored, force=force)
         if stored.dtype != array.dtype:
-            out.note(f"{file} has the bits of {array.dtype} as {stored.dtype}; --dtype float32 stores the values")
+            out.note(
+                f"{file} has the bits of {array.dtype} as {stored.dtype}; --dtype float32 stores the values"
+            )
 
     def data() -> dict[str, Any]:
         found = {
@@ -94,7 +108,9 @@ def get(
         if file is None:
             return _printed(array)
         bits = "" if stored.dtype == array.dtype else f" as {stored.dtype} bits"
-        return [f"{file}: {tensor.info.key}, {shape_text(array.shape)} {array.dtype}{bits}, {bytes_text(array.nbytes)}"]
+        return [
+            f"{file}: {tensor.info.key}, {shape_text(array.shape)} {array.dtype}{bits}, {bytes_text(array.nbytes)}"
+        ]
 
     out.result(lines, data, lambda: _printed(array) if file is None else ())
 
@@ -135,14 +151,18 @@ def _plain(array: NDArray[Any]) -> NDArray[Any]:
     name = array.dtype.name
     if hasattr(np, name):
         return array
-    return array.astype(np.complex64 if "complex" in name else np.float32 if "float" in name else np.int8)
+    return array.astype(
+        np.complex64 if "complex" in name else np.float32 if "float" in name else np.int8
+    )
 
 
 def _printed(array: NDArray[Any]) -> list[str]:
     import numpy as np
 
     width = terminal_width() or 10**6
-    text = np.array2string(_plain(array), threshold=sys.maxsize, max_line_width=width, floatmode="unique")
+    text = np.array2string(
+        _plain(array), threshold=sys.maxsize, max_line_width=width, floatmode="unique"
+    )
     return text.splitlines()
 
 
@@ -187,10 +207,19 @@ def _part(part: str, text: str) -> int | slice | EllipsisType:
 
 
 def _error(text: str, why: str) -> UsageError:
-    return UsageError(f"{text!r} is not a slice: {why}", hint="write it as NumPy does: '0:512,128:' or '[3, ..., ::2]'")
+    return UsageError(
+        f"{text!r} is not a slice: {why}",
+        hint="write it as NumPy does: '0:512,128:' or '[3, ..., ::2]'",
+    )
 
 
-_KINDS = ("bool", "uint", "int", "float", "complex")  # a cast to one further left would lose more than precision
+_KINDS = (
+    "bool",
+    "uint",
+    "int",
+    "float",
+    "complex",
+)  # a cast to one further left would lose more than precision
 
 
 def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
@@ -207,11 +236,17 @@ def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
 
     target = numpy_dtype(dtype)
     source = dtype_name(array.dtype)
-    for one in {dtype, source} - {target.name, array.dtype.name}:  # only the bits are known of its elements
-        raise UsageError(f"{source} is not cast to {dtype}", hint=f"elements of {one} are not single numbers")
+    for one in {dtype, source} - {
+        target.name,
+        array.dtype.name,
+    }:  # only the bits are known of its elements
+        raise UsageError(
+            f"{source} is not cast to {dtype}", hint=f"elements of {one} are not single numbers"
+        )
     if _kind(dtype) < _kind(source):
         raise UsageError(
-            f"casting {source} to {dtype} would lose more than precision", hint="cast it in your own program"
+            f"casting {source} to {dtype} would lose more than precision",
+            hint="cast it in your own program",
         )
     with np.errstate(all="ignore"):
         return array.astype(target)
@@ -228,7 +263,9 @@ def as_stored(array: NDArray[Any]) -> NDArray[Any]:
 
     from ucformat.reading.dtypes import dtype_name
 
-    known = hasattr(np, dtype_name(array.dtype))  # np.save would call the others `|V2`, `|V1`, `<f1`
+    known = hasattr(
+        np, dtype_name(array.dtype)
+    )  # np.save would call the others `|V2`, `|V1`, `<f1`
     return array if known else array.view(f"<u{array.itemsize}")
 
 
@@ -239,7 +276,9 @@ def check_target(file: Path, *, force: bool) -> None:
         NotFound: its folder does not exist.
     """
     if not file.parent.is_dir():
-        raise NotFound(f"there is no folder {file.parent} for {file.name}", hint=f"mkdir -p {file.parent}")
+        raise NotFound(
+            f"there is no folder {file.parent} for {file.name}", hint=f"mkdir -p {file.parent}"
+        )
     if file.is_dir():
         raise UsageError(f"{file} is a folder", hint=f"name a file in it: {file / 'x.npy'}")
     if file.is_file() and not force:
@@ -259,7 +298,9 @@ def save(file: Path, array: NDArray[Any], *, force: bool) -> None:
             np.save(device, array, allow_pickle=False)
         return
     file = file.resolve()
-    scratch = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")  # a unique name: it is removed on any error
+    scratch = file.with_name(
+        f".{file.name}.{secrets.token_hex(8)}.part"
+    )  # a unique name: it is removed on any error
     try:
         with scratch.open("xb") as out:
             np.save(out, array, allow_pickle=False)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def tag(ref: str, tags: tuple[str, ...], permanent: bool, out: Output) -> None:  # noqa: FBT001
     """Add tags to a checkpoint.
 
-    A tagged checkpoint is not deleted until `ucp untag` removes its tags. For a name that moves, see `ucp alias`.
+    A tagged checkpoint is not deleted until `ucp untag` removes its tags. For a name that moves,
+    see `ucp alias`.
     """
     with opened_catalog() as catalog:
         entry = catalog.get(ref)
@@ -51,7 +52,10 @@ def untag(ref: str, tags: tuple[str, ...], reason: str, out: Output) -> None:
         entry = catalog.get(ref)
         catalog.untag(entry.id, *tags, reason=reason)
         now = catalog.get(entry.id).tags
-    out.result(lambda: [f"{entry.name}: {', '.join(now) or 'no tags'}"], lambda: _data(entry, tags=list(now)))
+    out.result(
+        lambda: [f"{entry.name}: {', '.join(now) or 'no tags'}"],
+        lambda: _data(entry, tags=list(now)),
+    )
 
 
 @command
@@ -85,7 +89,8 @@ def note(ref: str, text: str, out: Output) -> None:
         catalog.note(entry.id, text)
         now = catalog.get(entry.id).notes
     out.result(
-        lambda: [f"{entry.name}: {plural(len(now), 'note')}"], lambda: _data(entry, notes=[note_data(n) for n in now])
+        lambda: [f"{entry.name}: {plural(len(now), 'note')}"],
+        lambda: _data(entry, notes=[note_data(n) for n in now]),
     )
 
 
@@ -93,7 +98,9 @@ def note(ref: str, text: str, out: Output) -> None:
 @REF
 @click.option("--reason", required=True, metavar="TEXT", help="Why it must be kept.")
 @click.option(
-    "--until", metavar="WHEN", help="How long: 12h, 30d, or through 2026-12-31 (UTC).  [default: until released]"
+    "--until",
+    metavar="WHEN",
+    help="How long: 12h, 30d, or through 2026-12-31 (UTC).  [default: until released]",
 )
 @CATALOG
 def hold(ref: str, reason: str, until: str | None, out: Output) -> None:
@@ -124,13 +131,21 @@ def _until(text: str) -> datetime | timedelta:
         at = datetime.fromisoformat(text)
     except ValueError:
         hint = "write a duration such as 12h or 30d, or a date such as 2026-12-31"
-        raise click.BadParameter(f"{text!r} is not a time: {hint}", param_hint="'--until'") from None
+        raise click.BadParameter(
+            f"{text!r} is not a time: {hint}", param_hint="'--until'"
+        ) from None
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 
 @command
 @REF
-@click.option("--hold", "number", type=int, metavar="N", help="Only the hold with this number.  [default: all]")
+@click.option(
+    "--hold",
+    "number",
+    type=int,
+    metavar="N",
+    help="Only the hold with this number.  [default: all]",
+)
 @CATALOG
 def release(ref: str, number: int | None, out: Output) -> None:
     """Release the holds on a checkpoint."""
@@ -142,9 +157,13 @@ def release(ref: str, number: int | None, out: Output) -> None:
         left = catalog.get(entry.id).holds
     if number is not None and not ended:
         held = ", ".join(str(h.id) for h in left)
-        raise NotFound(f"{entry.name} has no hold {number}", hint=f"its holds: {held}" if held else None)
+        raise NotFound(
+            f"{entry.name} has no hold {number}", hint=f"its holds: {held}" if held else None
+        )
     out.result(
-        lambda: [f"{entry.name}: {plural(ended, 'hold')} released{f', {len(left)} left' if left else ''}"],
+        lambda: [
+            f"{entry.name}: {plural(ended, 'hold')} released{f', {len(left)} left' if left else ''}"
+        ],
         lambda: _data(entry, released=ended, holds=[hold_data(h) for h in left]),
         lambda: [str(ended)],
     )
@@ -156,7 +175,9 @@ def _data(entry: Any, **annotations: Any) -> dict[str, Any]:
 
 _NAME = click.argument("name", metavar="NAME")
 _EXPECT = click.option(
-    "--expect", metavar="REF", help="Only if it currently points to this checkpoint; otherwise exit with 4 (conflict)."
+    "--expect",
+    metavar="REF",
+    help="Only if it currently points to this checkpoint; otherwise exit with 4 (conflict).",
 )
 
 
@@ -187,7 +208,13 @@ def set_(
         last = catalog.alias_history(name)[-1]
     out.result(
         lambda: [f"{name} -> {entry.name}  {entry.id}"],
-        lambda: {"alias": name, "id": entry.id, "name": entry.name, "version": last.version, "previous": last.source},
+        lambda: {
+            "alias": name,
+            "id": entry.id,
+            "name": entry.name,
+            "version": last.version,
+            "previous": last.source,
+        },
         lambda: [entry.id],
     )
 
@@ -215,7 +242,9 @@ def list_(out: Output) -> None:
     """List the aliases and where they point."""
     with opened_catalog() as catalog:
         found = catalog.aliases()
-        pointed = {e.id: e.name for e in catalog.find("alias is not null", deleted=True)} if found else {}
+        pointed = (
+            {e.id: e.name for e in catalog.find("alias is not null", deleted=True)} if found else {}
+        )
 
     def data() -> dict[str, Any]:
         return {"aliases": [_alias(a, pointed.get(a.id)) for a in found]}
@@ -237,7 +266,10 @@ def _list(found: Sequence[AliasEntry], pointed: dict[str, str]) -> Iterator[str]
     if not found:
         return iter(("no aliases",))
     width = terminal_width()
-    rows = [(a.name, pointed.get(a.id, ""), a.id if width is None else a.id[:12], moment(a.moved)) for a in found]
+    rows = [
+        (a.name, pointed.get(a.id, ""), a.id if width is None else a.id[:12], moment(a.moved))
+        for a in found
+    ]
     return table(("alias", "checkpoint", "id", "moved"), rows, left=4, shrink=(0, 1), width=width)
 
 
@@ -272,5 +304,10 @@ def _move(move: MoveEntry) -> dict[str, Any]:
 def _log(moves: Sequence[MoveEntry]) -> Iterator[str]:
     width = terminal_width()
     cut = None if width is None else 12
-    rows = [(str(m.version), (m.source or "-")[:cut], (m.target or "-")[:cut], moment(m.moved), m.who) for m in moves]
-    return table(("version", "from", "to", "moved", "by"), rows, left=range(1, 5), shrink=(4,), width=width)
+    rows = [
+        (str(m.version), (m.source or "-")[:cut], (m.target or "-")[:cut], moment(m.moved), m.who)
+        for m in moves
+    ]
+    return table(
+        ("version", "from", "to", "moved", "by"), rows, left=range(1, 5), shrink=(4,), width=width
+    )

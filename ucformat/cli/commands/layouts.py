@@ -33,8 +33,12 @@ _SUMS = (
 
 @command
 @SRC
-@click.option("-l", "--layout", "file", required=True, metavar="FILE", help="The layout file, YAML or JSON.")
-@click.option("-r", "--rank", default="all", metavar="N|all", help="A rank, or all ranks.  [default: all]")
+@click.option(
+    "-l", "--layout", "file", required=True, metavar="FILE", help="The layout file, YAML or JSON."
+)
+@click.option(
+    "-r", "--rank", default="all", metavar="N|all", help="A rank, or all ranks.  [default: all]"
+)
 @STATES
 @click.option(
     "--verify",
@@ -79,7 +83,9 @@ def plan(
 
 def _rank(text: str) -> int:
     if not text.isdecimal():
-        raise click.BadParameter(f"{text!r} is neither a rank, 0 or more, nor 'all'", param_hint="'--rank'")
+        raise click.BadParameter(
+            f"{text!r} is neither a rank, 0 or more, nor 'all'", param_hint="'--rank'"
+        )
     return int(text)
 
 
@@ -103,7 +109,11 @@ def _plan_lines(described: str, found: dict[str, Any]) -> Iterator[str]:
     files = sorted(found["files"].items(), key=lambda f: (-f[1], f[0]))
     if files:
         yield ""
-        yield from table(("file", "read"), [(f, bytes_text(n)) for f, n in files[:_MAX_FILES]], width=terminal_width())
+        yield from table(
+            ("file", "read"),
+            [(f, bytes_text(n)) for f, n in files[:_MAX_FILES]],
+            width=terminal_width(),
+        )
     if len(files) > _MAX_FILES:
         yield f"and {bytes_text(sum(n for _, n in files[_MAX_FILES:]))} of {count(len(files) - _MAX_FILES)} more"
 
@@ -130,13 +140,19 @@ _MAX_MISFITS = 20  # misfits of one checkpoint that are shown
 
 @command
 @ref_argument("ref", "[REF]", optional=True)
-@click.option("-l", "--layout", "file", required=True, metavar="FILE", help="The layout file, YAML or JSON.")
 @click.option(
-    "--where", metavar="FILTER", help="Check all checkpoints in the catalog that match FILTER, instead of REF."
+    "-l", "--layout", "file", required=True, metavar="FILE", help="The layout file, YAML or JSON."
+)
+@click.option(
+    "--where",
+    metavar="FILTER",
+    help="Check all checkpoints in the catalog that match FILTER, instead of REF.",
 )
 @SOURCE
 @CATALOG
-def fits(ref: str | None, file: str, where: str | None, options: dict[str, Any] | None, out: Output) -> None:
+def fits(
+    ref: str | None, file: str, where: str | None, options: dict[str, Any] | None, out: Output
+) -> None:
     """Check whether a checkpoint can be loaded under a layout; if not, show the tensors and rules that do not fit.
 
     Reads no tensor. Exits with 1 if any tensor does not fit.
@@ -145,9 +161,13 @@ def fits(ref: str | None, file: str, where: str | None, options: dict[str, Any] 
     from ucformat.errors import UsageError
 
     if (ref is None) == (where is None):
-        raise UsageError("give either REF or --where FILTER", hint="ucp fits run7@latest --layout target.yaml")
+        raise UsageError(
+            "give either REF or --where FILTER", hint="ucp fits run7@latest --layout target.yaml"
+        )
     if where is not None and options:
-        raise UsageError("--source needs REF: it describes one checkpoint", hint="leave out --where")
+        raise UsageError(
+            "--source needs REF: it describes one checkpoint", hint="leave out --where"
+        )
     layout = ucformat.Layout.load(file)
     if ref is not None:
         found = ucformat.fits(ref, layout, options=options)
@@ -198,7 +218,8 @@ def _fit_data(fit: Fit) -> dict[str, Any]:
         "tensors": fit.tensors,
         "memory": fit.memory,
         "misfits": [
-            {"name": m.name, "states": list(m.states), "rules": list(m.rules), "reason": m.reason} for m in fit.misfits
+            {"name": m.name, "states": list(m.states), "rules": list(m.rules), "reason": m.reason}
+            for m in fit.misfits
         ],
     }
 
@@ -223,7 +244,10 @@ def _misfit_lines(fit: Fit) -> Iterator[str]:
 def _fits_table(several: Sequence[tuple[str, bool, dict[str, Any]]]) -> Iterator[str]:
     rows = []
     for ref, fit, found in several:
-        first = next((f"{m['name']}: {m['reason']}" for m in found.get("misfits", ())), found.get("error", ""))
+        first = next(
+            (f"{m['name']}: {m['reason']}" for m in found.get("misfits", ())),
+            found.get("error", ""),
+        )
         rows.append((ref, "fits" if fit else "no", first))
     return table(("checkpoint", "", "why not"), rows, width=terminal_width(), left=3)
 
@@ -234,7 +258,9 @@ _MAX_NAMED = 3  # tensors of a rule that are shown
 @command
 @click.argument("file", metavar="FILE")
 @click.option(
-    "--against", metavar="SRC", help="A checkpoint to test it against: a path or URL, run@step, alias:name, or an id."
+    "--against",
+    metavar="SRC",
+    help="A checkpoint to test it against: a path or URL, run@step, alias:name, or an id.",
 )
 @SOURCE
 @CATALOG
@@ -250,9 +276,15 @@ def check(file: str, against: str | None, options: dict[str, Any] | None, out: O
         raise click.UsageError("--source needs --against: it describes that checkpoint")
     found = load(file)
     if against is None:
-        text = f"{file} is a layout for {plural(found.mesh.size, 'rank')}" if found else f"{file} is a view"
+        text = (
+            f"{file} is a layout for {plural(found.mesh.size, 'rank')}"
+            if found
+            else f"{file} is a view"
+        )
         out.result(
-            lambda: [text], lambda: {"layout": file, "ranks": found.mesh.size if found else None}, lambda: [file]
+            lambda: [text],
+            lambda: {"layout": file, "ranks": found.mesh.size if found else None},
+            lambda: [file],
         )
         return
     if found is None:
@@ -261,7 +293,9 @@ def check(file: str, against: str | None, options: dict[str, Any] | None, out: O
     fit = ucformat.fits(against, found, options=options)
     rules = [{"rule": r.rule, "tensors": list(r.names)} for r in fit.rules]
     out.result(
-        lambda: _describe(fit, found), lambda: _fit_data(fit) | {"rules": rules}, lambda: [m.name for m in fit.misfits]
+        lambda: _describe(fit, found),
+        lambda: _fit_data(fit) | {"rules": rules},
+        lambda: [m.name for m in fit.misfits],
     )
     if not fit:
         raise click.exceptions.Exit(1)
@@ -274,8 +308,12 @@ def _check_view(file: str, against: str, options: dict[str, Any] | None, out: Ou
     steps = ucformat.open(against, view=file, options=options).steps
     rows = [(t.step, _abbreviated(t.took), _abbreviated(t.made)) for t in steps]
     out.result(
-        lambda: table(("step", "takes", "makes"), rows, left=3, shrink=(0, 1, 2), width=terminal_width()),
-        lambda: {"steps": [{"step": t.step, "took": list(t.took), "made": list(t.made)} for t in steps]},
+        lambda: table(
+            ("step", "takes", "makes"), rows, left=3, shrink=(0, 1, 2), width=terminal_width()
+        ),
+        lambda: {
+            "steps": [{"step": t.step, "took": list(t.took), "made": list(t.made)} for t in steps]
+        },
         lambda: (name for t in steps for name in t.made),
     )
 
@@ -283,7 +321,9 @@ def _check_view(file: str, against: str, options: dict[str, Any] | None, out: Ou
 def _describe(fit: Fit, layout: Layout) -> Iterator[str]:
 
     rows = [(r.rule, str(len(r.names)), _abbreviated(r.names)) for r in fit.rules]
-    yield from table(("rule", "tensors", ""), rows, left={0, 2}, shrink=(0, 2), width=terminal_width())
+    yield from table(
+        ("rule", "tensors", ""), rows, left={0, 2}, shrink=(0, 2), width=terminal_width()
+    )
     yield ""
     if fit:
         yield Heading(

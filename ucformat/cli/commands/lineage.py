@@ -23,7 +23,12 @@ _KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quant
 @command
 @REF
 @click.option("--up/--down", default=True, help="Show ancestors or descendants.  [default: --up]")
-@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Maximum number of steps.  [default: all]")
+@click.option(
+    "--depth",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum number of steps.  [default: all]",
+)
 @click.option(
     "--format",
     "form",
@@ -64,7 +69,13 @@ def _data(found: Lineage) -> dict[str, Any]:
         "direction": found.direction,
         "nodes": [_node(key, node) for key, node in found.nodes.items()],
         "edges": [
-            {"child": e.child, "parent": e.parent, "kind": e.kind, "depends": e.depends, "how": e.how}
+            {
+                "child": e.child,
+                "parent": e.parent,
+                "kind": e.kind,
+                "depends": e.depends,
+                "how": e.how,
+            }
             for e in found.edges
         ],
     }
@@ -93,7 +104,8 @@ def _node(key: str, node: LineageNode) -> dict[str, Any]:
 def link(child: str, parent: str, kind: str, out: Output) -> None:
     """Record that a checkpoint was made from another.
 
-    PARENT may also be a path or URL that is not in the catalog. Checkpoints made by ucformat are linked automatically.
+    PARENT may also be a path or URL that is not in the catalog. Checkpoints made by ucformat are
+    linked automatically.
     """
     with opened_catalog() as catalog:
         entry = catalog.get(child)

@@ -67,8 +67,12 @@ def _table(events: Sequence[EventEntry]) -> Iterator[str]:
     width = terminal_width()
     cut = None if width is None else 12
     rows = [(moment(e.at), e.action, (e.id or "")[:cut], e.who, _detail(e)) for e in events]
-    return table(("when", "what", "checkpoint", "who", "detail"), rows, left=5, shrink=(3, 4), width=width)
+    return table(
+        ("when", "what", "checkpoint", "who", "detail"), rows, left=5, shrink=(3, 4), width=width
+    )
 
 
 def _detail(event: EventEntry) -> str:
-    return ", ".join(f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in event.detail.items())
+    return ", ".join(
+        f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in event.detail.items()
+    )

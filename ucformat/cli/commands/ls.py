@@ -59,7 +59,15 @@ _PART = re.compile(r'"(?:[^"]|"")*"|[^.,"]+')
 _KEY = re.compile(rf"\s*((?:{_PART.pattern})(?:\.(?:{_PART.pattern}))*)\s*(?:,|$)")
 
 _RIGHT = ("step", "size", "tensors", "age")
-_WHOLE = ("id", "kind", "state", "created", "recorded", "deleted", "verified")  # short, or useless when shortened
+_WHOLE = (
+    "id",
+    "kind",
+    "state",
+    "created",
+    "recorded",
+    "deleted",
+    "verified",
+)  # short, or useless when shortened
 
 
 class Column:
@@ -86,7 +94,9 @@ class Column:
     def right(self, entries: Sequence[Entry]) -> bool:
         """Whether it is aligned right, as it has only numbers."""
         values = [v for e in entries if (v := self._value(e)) is not None]
-        return self.key in _RIGHT or bool(values and all(isinstance(v, int | float) for v in values))
+        return self.key in _RIGHT or bool(
+            values and all(isinstance(v, int | float) for v in values)
+        )
 
     def empty(self, entries: Sequence[Entry]) -> bool:
         """Whether no checkpoint has a value."""
@@ -136,7 +146,10 @@ def parse_columns(text: str) -> list[Column]:
     while at < len(text):
         found = _KEY.match(text, at)
         if found is None:
-            raise UsageError(f"{text[at:]!r} is not a list of columns", hint='write keys as: run,step,config."a.b".c')
+            raise UsageError(
+                f"{text[at:]!r} is not a list of columns",
+                hint='write keys as: run,step,config."a.b".c',
+            )
         columns.append(_column(found[1]))
         at = found.end()
     return columns or parse_columns("name,id")
@@ -191,10 +204,22 @@ _MAX_ROWS = 50
     metavar="N",
     help=f"Maximum number of checkpoints; 0 for all.  [default: {_MAX_ROWS}; all with -q or --json]",
 )
-@click.option("--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip the first N.")
-@click.option("--columns", metavar="KEYS", help="Columns to show: run,step,metric.val_loss,config.optimizer.lr,url, …")
-@click.option("-a", "--all", "deleted", is_flag=True, help="Include deleted, purged and replaced checkpoints.")
-@click.option("--runs", is_flag=True, help="List runs and their lines: launches that do not continue each other.")
+@click.option(
+    "--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip the first N."
+)
+@click.option(
+    "--columns",
+    metavar="KEYS",
+    help="Columns to show: run,step,metric.val_loss,config.optimizer.lr,url, …",
+)
+@click.option(
+    "-a", "--all", "deleted", is_flag=True, help="Include deleted, purged and replaced checkpoints."
+)
+@click.option(
+    "--runs",
+    is_flag=True,
+    help="List runs and their lines: launches that do not continue each other.",
+)
 @CATALOG
 def ls(
     where: str,
@@ -208,7 +233,8 @@ def ls(
 ) -> None:
     """List the checkpoints in the catalog, or those that match FILTER.
 
-    Example: ucp ls "run = 'run7' and step > 1000 and metric.val_loss < 2.1". docs/filters.md describes the language.
+    Example: ucp ls "run = 'run7' and step > 1000 and metric.val_loss < 2.1". docs/filters.md
+    describes the language.
     """
     from ucformat.catalog.lines import contradictions
     from ucformat.catalog.search import NEWEST
@@ -237,9 +263,13 @@ def ls(
         for text in contradictions(found, lambda entry: entry.name):
             out.warn(text)
     if full and total is None:
-        out.note(f"the first {count(len(found))}; -n {2 * len(found)} shows more, or a narrower filter")
+        out.note(
+            f"the first {count(len(found))}; -n {2 * len(found)} shows more, or a narrower filter"
+        )
     elif full and total is not None and total > offset + len(found):
-        out.note(f"{count(len(found))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a narrower filter")
+        out.note(
+            f"{count(len(found))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a narrower filter"
+        )
 
 
 def _list_runs(where: str, out: Output) -> None:
@@ -263,7 +293,9 @@ def _list_runs(where: str, out: Output) -> None:
         for line in found
     ]
     out.result(
-        lambda: table(headings, rows, left=(0, 1, 2, 3, 7), shrink=(0, 2, 7), width=terminal_width()),
+        lambda: table(
+            headings, rows, left=(0, 1, 2, 3, 7), shrink=(0, 2, 7), width=terminal_width()
+        ),
         lambda: {
             "lines": [
                 {
@@ -301,7 +333,10 @@ def _default(found: Sequence[Entry], *, deleted: bool) -> list[Column]:
         return columns
     columns = [c for c in columns if not c.empty(found)]
     for key in ("url", "metrics"):  # the last to be shown where there is little room
-        widths = (max(len(text) for text in (c.key, *(c.text(e, short=True) for e in found))) for c in columns)
+        widths = (
+            max(len(text) for text in (c.key, *(c.text(e, short=True) for e in found)))
+            for c in columns
+        )
         if sum(widths) + 2 * (len(columns) - 1) > width:
             columns = [c for c in columns if c.key != key]
     return columns

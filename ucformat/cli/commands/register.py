@@ -45,16 +45,24 @@ TRUST = click.option(
 @click.argument("places", metavar="PLACE…", nargs=-1, required=True)
 @click.option("-r", "--recursive", is_flag=True, help="Also search subfolders.")
 @ON
-@click.option("--part", metavar="I/N", help="With -r: record one of N parts of the folders, I from 0 on.")
+@click.option(
+    "--part", metavar="I/N", help="With -r: record one of N parts of the folders, I from 0 on."
+)
 @DRY_RUN
-@click.option("--rescan", is_flag=True, help="With -r: also read checkpoints that are recorded and unchanged.")
+@click.option(
+    "--rescan", is_flag=True, help="With -r: also read checkpoints that are recorded and unchanged."
+)
 @click.option(
     "--run",
     metavar="NAME",
     help="The run they belong to.  [default: the run in the checkpoint, else the parent folder]",
 )
 @click.option("--virtual", is_flag=True, help="Create a virtual checkpoint: PLACE… is SRC DST.")
-@click.option("--checksums", is_flag=True, help="With --virtual: read SRC's files once and record their checksums.")
+@click.option(
+    "--checksums",
+    is_flag=True,
+    help="With --virtual: read SRC's files once and record their checksums.",
+)
 @click.option("--overwrite", is_flag=True, help="With --virtual: replace the checkpoint at DST.")
 @click.option(
     "--unprotected",
@@ -92,19 +100,23 @@ def register(
 ) -> None:
     """Record existing checkpoints in the catalog: universal ones, and those of training engines.
 
-    PLACE is a path or URL. Nothing is converted, copied or changed. Checkpoints that are recorded already stay as they
-    are, except that --run moves them to that run. --source is not recorded: pass it again to open one of them.
+    PLACE is a path or URL. Nothing is converted, copied or changed. Checkpoints that are recorded
+    already stay as they are, except that --run moves them to that run. --source is not recorded:
+    pass it again to open one of them.
 
-    With --virtual, a universal checkpoint is created at DST that references the bytes in SRC's files instead of copying
-    them. It can be used like any other while those files are unchanged; `ucp materialize DST` converts it to arrays.
-    Records in needed-by/ beside SRC's files, and every catalog, protect them.
+    With --virtual, a universal checkpoint is created at DST that references the bytes in SRC's
+    files instead of copying them. It can be used like any other while those files are unchanged;
+    `ucp materialize DST` converts it to arrays. Records in needed-by/ beside SRC's files, and every
+    catalog, protect them.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
 
     if virtual:
         if len(places) != 2 or recursive or rescan or trust_documents or on or part or dry_run:
-            raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
+            raise UsageError(
+                "--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual"
+            )
         source = ucformat.open(places[0], view=view, options=options)
         facts = {"run": run, "config": config, "metrics": metrics, "step": step}
         ignore_dependents_of(ignored, [places[1]], out, "register")
@@ -112,11 +124,20 @@ def register(
         _register_virtual(source, places[1], facts, out, flags)
         return
     if checksums or overwrite or unprotected or ignored or view is not None:
-        raise UsageError("--checksums, --overwrite, --unprotected, --ignore-dependent and --view go with --virtual")
+        raise UsageError(
+            "--checksums, --overwrite, --unprotected, --ignore-dependent and --view go with --virtual"
+        )
     if dry_run:
         if not recursive or on or part:
-            raise UsageError("--dry-run goes with -r, and without --on and --part: it estimates one process")
-        _estimate(places, rescan or bool(run or config or metrics or options or trust_documents), options, out)
+            raise UsageError(
+                "--dry-run goes with -r, and without --on and --part: it estimates one process"
+            )
+        _estimate(
+            places,
+            rescan or bool(run or config or metrics or options or trust_documents),
+            options,
+            out,
+        )
         return
     try:
         with opened_catalog() as catalog:
@@ -138,11 +159,18 @@ def register(
                 )
             out.result(lambda: _list(found), lambda: _data(found), lambda: found.ids)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted: what was registered is kept; run the same command again to continue") from None
+        raise Interrupted(
+            "interrupted: what was registered is kept; run the same command again to continue"
+        ) from None
     _raise_failures(found)
 
 
-def _estimate(places: tuple[str, ...], rescan: bool, options: dict[str, Any] | None, out: Output) -> None:  # noqa: FBT001
+def _estimate(
+    places: tuple[str, ...],
+    rescan: bool,
+    options: dict[str, Any] | None,
+    out: Output,  # noqa: FBT001
+) -> None:
     import ucformat
     from ucformat.errors import NotFound
     from ucformat.jobs.cost import estimate_register
@@ -154,7 +182,9 @@ def _estimate(places: tuple[str, ...], rescan: bool, options: dict[str, Any] | N
         print_cost(estimate_register(places, catalog, rescan=rescan, options=options), out)
 
 
-def _register_virtual(source: Checkpoint, dst: str, facts: dict[str, Any], out: Output, flags: dict[str, Any]) -> None:
+def _register_virtual(
+    source: Checkpoint, dst: str, facts: dict[str, Any], out: Output, flags: dict[str, Any]
+) -> None:
     import ucformat
 
     with out.progress("reading checksums") as progress:
@@ -162,10 +192,20 @@ def _register_virtual(source: Checkpoint, dst: str, facts: dict[str, Any], out: 
     nbytes = sum(info.nbytes for info in ck.tensors.values())
     sidecar = ck.manifest.sidecar
     files = len(sidecar.sources) if sidecar else 0
-    found = {"url": ck.url, "id": ck.id, "tensors": len(ck.tensors), "bytes": nbytes, "files": files}
+    found = {
+        "url": ck.url,
+        "id": ck.id,
+        "tensors": len(ck.tensors),
+        "bytes": nbytes,
+        "files": files,
+    }
     amount = f"{plural(len(ck.tensors), 'tensor')}, {bytes_text(nbytes)} in {plural(files, 'file')}, not copied"
     if ck.manifest.verified is not None and not ck.manifest.verified.default:
-        why = "SRC's files have no checksums for them" if flags["checksums"] else "--checksums verifies those it can"
+        why = (
+            "SRC's files have no checksums for them"
+            if flags["checksums"]
+            else "--checksums verifies those it can"
+        )
         bare = len(ck.tensors) - len(ck.manifest.verified.but)
         out.note(f"the bytes of {plural(bare, 'tensor')} are unverified: {why}")
     out.result(lambda: [f"{ck.url}  {ck.id}  {amount}"], lambda: found, lambda: [ck.id])
@@ -173,7 +213,9 @@ def _register_virtual(source: Checkpoint, dst: str, facts: dict[str, Any], out: 
 
 @command
 @click.argument("place", metavar="PLACE")
-@click.option("--forget", is_flag=True, help="Remove the records of checkpoints that no longer exist.")
+@click.option(
+    "--forget", is_flag=True, help="Remove the records of checkpoints that no longer exist."
+)
 @TRUST
 @SOURCE
 @CATALOG
@@ -186,9 +228,10 @@ def reindex(
 ) -> None:
     """Bring the catalog up to date with the checkpoints below PLACE.
 
-    This rebuilds a lost catalog, with the tags, aliases, holds, metrics and notes that are stored beside the
-    checkpoints, which an empty catalog trusts. Checkpoints that the catalog has there but that are missing are an
-    error, since a disk may not be mounted; --forget removes them, and they no longer protect the files they needed.
+    This rebuilds a lost catalog, with the tags, aliases, holds, metrics and notes that are stored
+    beside the checkpoints, which an empty catalog trusts. Checkpoints that the catalog has there
+    but that are missing are an error, since a disk may not be mounted; --forget removes them, and
+    they no longer protect the files they needed.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
@@ -198,15 +241,25 @@ def reindex(
         with opened_catalog() as catalog:
             with out.progress("reindexing", "checkpoints") as progress:
                 found = ucformat.reindex(
-                    place, catalog, forget=forget, trust_documents=trust_documents, options=options, progress=progress
+                    place,
+                    catalog,
+                    forget=forget,
+                    trust_documents=trust_documents,
+                    options=options,
+                    progress=progress,
                 )
             out.result(
                 lambda: _summary(found),
-                lambda: _data(found) | {"missing": list(found.missing), "forgotten": list(found.forgotten)},
+                lambda: (
+                    _data(found)
+                    | {"missing": list(found.missing), "forgotten": list(found.forgotten)}
+                ),
                 lambda: found.ids,
             )
     except KeyboardInterrupt:
-        raise Interrupted("interrupted: what was recorded is kept; run the same command again for the rest") from None
+        raise Interrupted(
+            "interrupted: what was recorded is kept; run the same command again for the rest"
+        ) from None
     _raise_failures(found)
     if found.missing and not forget:
         places = plural(len(found.missing), "place")

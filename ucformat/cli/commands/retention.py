@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.ui.catalogs import instant, opened_catalog
-from ucformat.cli.ui.options import CATALOG, IGNORE_DEPENDENT, TIME, command, ignore_dependents_of, ref_argument
+from ucformat.cli.ui.options import (
+    CATALOG,
+    IGNORE_DEPENDENT,
+    TIME,
+    command,
+    ignore_dependents_of,
+    ref_argument,
+)
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import ago, bytes_text, count, moment, plural, table
 from ucformat.errors import UsageError
@@ -39,23 +46,39 @@ _YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask 
     help="Grace period in which they can be restored.  [default: 7d]",
 )
 @IGNORE_DEPENDENT
-@click.option("-y", "--yes", is_flag=True, expose_value=False, help="For scripts: nothing is asked in any case.")
+@click.option(
+    "-y",
+    "--yes",
+    is_flag=True,
+    expose_value=False,
+    help="For scripts: nothing is asked in any case.",
+)
 @CATALOG
 def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], out: Output) -> None:
     """Delete checkpoints, all of them or none; `ucp restore` undoes it.
 
-    Storage is not touched until `ucp gc` runs after the grace period. Checkpoints that have an alias, tag or hold, that
-    others need, or that ucformat did not write are refused.
+    Storage is not touched until `ucp gc` runs after the grace period. Checkpoints that have an
+    alias, tag or hold, that others need, or that ucformat did not write are refused.
     """
     with opened_catalog() as catalog:
         found = {e.id: e for e in map(catalog.get, refs)}
         ids = list(found)
-        ignore_dependents_of(ignored, [url for e in found.values() for url in e.urls], out, "delete")
+        ignore_dependents_of(
+            ignored, [url for e in found.values() for url in e.urls], out, "delete"
+        )
         catalog.delete(*ids, grace=grace)
         gone = [catalog.get(i) for i in ids]
     out.result(
-        lambda: (f"{e.name}: deleted; can be restored until {moment(e.purge_after)}" for e in gone if e.purge_after),
-        lambda: {"deleted": [{"id": e.id, "name": e.name, "purge_after": instant(e.purge_after)} for e in gone]},
+        lambda: (
+            f"{e.name}: deleted; can be restored until {moment(e.purge_after)}"
+            for e in gone
+            if e.purge_after
+        ),
+        lambda: {
+            "deleted": [
+                {"id": e.id, "name": e.name, "purge_after": instant(e.purge_after)} for e in gone
+            ]
+        },
         lambda: (e.id for e in gone),
     )
 
@@ -80,7 +103,9 @@ def _ignore_dependents(
 ) -> None:
     """Apply `--ignore-dependent` to the checkpoints of a plan that these need."""
     needed = [row for row in rows if {*ignored} & {*row.dependents}]
-    ignore_dependents_of(ignored, [url for row in needed for url in catalog.get(row.id).urls], out, name)
+    ignore_dependents_of(
+        ignored, [url for row in needed for url in catalog.get(row.id).urls], out, name
+    )
 
 
 def _row_data(row: RetentionRow, **more: Any) -> dict[str, Any]:
@@ -102,15 +127,25 @@ def _row_table(rows: Iterable[tuple[RetentionRow, Sequence[str]]], why: str = ""
     cut = None if width is None else 12
     head = ["name", "id", "size", "age", *([why] if why else [])]
     body = [
-        [r.name, r.id[:cut], bytes_text(r.nbytes), ago(r.created), *(["; ".join(reasons)] if why else [])]
+        [
+            r.name,
+            r.id[:cut],
+            bytes_text(r.nbytes),
+            ago(r.created),
+            *(["; ".join(reasons)] if why else []),
+        ]
         for r, reasons in rows
     ]
     return table(head, body, left=(0, 1, 4), shrink=(0, 4) if why else (0,), width=width)
 
 
 @command
-@click.option("-p", "--policy", "file", required=True, metavar="FILE", help="The policy, YAML or JSON.")
-@click.option("--apply", is_flag=True, help="Delete what the plan lists.  [default: only show the plan]")
+@click.option(
+    "-p", "--policy", "file", required=True, metavar="FILE", help="The policy, YAML or JSON."
+)
+@click.option(
+    "--apply", is_flag=True, help="Delete what the plan lists.  [default: only show the plan]"
+)
 @IGNORE_DEPENDENT
 @_YES
 @CATALOG
@@ -123,8 +158,9 @@ def retain(
 ) -> None:
     """Show what a policy keeps and deletes; with --apply, delete it.
 
-    Deleted checkpoints can be restored in their grace period; storage is not touched until `ucp gc`. Checkpoints that
-    have an alias, tag or hold, or that others need, are always kept. docs/retention.md describes policies.
+    Deleted checkpoints can be restored in their grace period; storage is not touched until `ucp
+    gc`. Checkpoints that have an alias, tag or hold, or that others need, are always kept.
+    docs/retention.md describes policies.
     """
     from ucformat.catalog.retention import load_policy
 
@@ -164,7 +200,9 @@ def _warn_of_gone(rows: Sequence[RetentionRow], out: Output) -> None:
 
     gone = [row for row in rows if row.places and all(map(is_gone, row.places))]
     if gone:
-        named = ", ".join(row.name for row in gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
+        named = ", ".join(row.name for row in gone[:3]) + (
+            f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+        )
         place = os.path.commonpath([os.path.dirname(url) for row in gone for url in row.places])  # noqa: PTH120 - of text
         out.warn(
             f"of those to keep, {plural(len(gone), 'checkpoint')} no longer exist{'s' * (len(gone) == 1)} in storage, "
@@ -177,7 +215,9 @@ def _retain_lines(plan: RetentionPlan) -> Iterator[str]:
     if plan.keep:
         yield from _row_table([(kept.row, kept.reasons) for kept in plan.keep], "because")
     yield ""
-    yield Heading(f"delete {plural(len(plan.delete), 'checkpoint')}, {bytes_text(plan.bytes_deleted)}")
+    yield Heading(
+        f"delete {plural(len(plan.delete), 'checkpoint')}, {bytes_text(plan.bytes_deleted)}"
+    )
     if plan.delete:
         yield from _row_table([(row, ()) for row in plan.delete])
     if plan.untouched:
@@ -203,7 +243,9 @@ def _retain_data(plan: RetentionPlan, *, applied: bool) -> dict[str, Any]:
 
 @command
 @click.argument("places", metavar="[PLACE…]", nargs=-1)
-@click.option("--apply", is_flag=True, help="Permanently remove what is listed.  [default: only list it]")
+@click.option(
+    "--apply", is_flag=True, help="Permanently remove what is listed.  [default: only list it]"
+)
 @click.option(
     "--grace",
     type=TIME,
@@ -225,8 +267,9 @@ def gc(
 ) -> None:
     """Show what can be removed from storage; with --apply, remove it permanently.
 
-    This includes deleted checkpoints whose grace period is over and that nothing protects, and files below each PLACE
-    that interrupted writers left. An interrupted gc is completed by the next one.
+    This includes deleted checkpoints whose grace period is over and that nothing protects, and
+    files below each PLACE that interrupted writers left. An interrupted gc is completed by the next
+    one.
     """
     from ucformat.cli.program import Interrupted
     from ucformat.errors import UcformatError, UsageError
@@ -236,7 +279,13 @@ def gc(
         raise UsageError("--ignore-dependent goes with --apply")
     with opened_catalog() as catalog:
         if ignored:
-            _ignore_dependents([waiting.row for waiting in catalog.purgeable(grace).wait], ignored, catalog, out, "gc")
+            _ignore_dependents(
+                [waiting.row for waiting in catalog.purgeable(grace).wait],
+                ignored,
+                catalog,
+                out,
+                "gc",
+            )
         found = collect(catalog, places, grace=grace)
         if not (out.as_json or out.quiet):
             out.result(lambda: _gc_lines(found), dict)
@@ -246,10 +295,23 @@ def gc(
                 raise click.exceptions.Exit(1)
             try:
                 with out.progress("removing", "checkpoints") as progress:
-                    found = collect(catalog, places, apply=True, expect=found.plan.id, grace=grace, progress=progress)
+                    found = collect(
+                        catalog,
+                        places,
+                        apply=True,
+                        expect=found.plan.id,
+                        grace=grace,
+                        progress=progress,
+                    )
             except KeyboardInterrupt:
-                raise Interrupted("interrupted: run the same command again to remove the rest") from None
-    done = f"removed {plural(len(found.purged), 'checkpoint')}" if apply else "nothing was removed; --apply does it"
+                raise Interrupted(
+                    "interrupted: run the same command again to remove the rest"
+                ) from None
+    done = (
+        f"removed {plural(len(found.purged), 'checkpoint')}"
+        if apply
+        else "nothing was removed; --apply does it"
+    )
     out.result(
         lambda: ["", done, *(f"  failed    {f}" for f in found.failures)] if work else [],
         lambda: _gc_data(found, applied=apply),
@@ -257,7 +319,8 @@ def gc(
     )
     if found.failures:
         raise UcformatError(
-            f"{plural(len(found.failures), 'removal')} failed", hint="run the same command again to retry them"
+            f"{plural(len(found.failures), 'removal')} failed",
+            hint="run the same command again to retry them",
         )
 
 
@@ -287,12 +350,24 @@ def _gc_lines(found: Collected) -> Iterator[str]:
 
 
 def _reasons(waiting: Deferred) -> tuple[str, ...]:
-    return waiting.reasons if waiting.until is None else (*waiting.reasons, f"until {moment(waiting.until)}")
+    return (
+        waiting.reasons
+        if waiting.until is None
+        else (*waiting.reasons, f"until {moment(waiting.until)}")
+    )
 
 
 def _leftovers(found: Collected) -> Iterator[str]:
-    rows = [(left.url, left.attempt or "", bytes_text(left.nbytes), moment(left.started)) for left in found.leftovers]
-    return table(("left by a writer in", "attempt", "size", "begun"), rows, left=(0, 1, 3), width=terminal_width())
+    rows = [
+        (left.url, left.attempt or "", bytes_text(left.nbytes), moment(left.started))
+        for left in found.leftovers
+    ]
+    return table(
+        ("left by a writer in", "attempt", "size", "begun"),
+        rows,
+        left=(0, 1, 3),
+        width=terminal_width(),
+    )
 
 
 def _gc_data(found: Collected, *, applied: bool) -> dict[str, Any]:
@@ -303,10 +378,17 @@ def _gc_data(found: Collected, *, applied: bool) -> dict[str, Any]:
         "purge": [_row_data(row) for row in plan.purge],
         "resumed": list(found.resumed),
         "leftovers": [
-            {"url": left.url, "attempt": left.attempt, "bytes": left.nbytes, "started": instant(left.started)}
+            {
+                "url": left.url,
+                "attempt": left.attempt,
+                "bytes": left.nbytes,
+                "started": instant(left.started),
+            }
             for left in found.leftovers
         ],
-        "waiting": [_row_data(w.row, reasons=list(w.reasons), until=instant(w.until)) for w in plan.wait],
+        "waiting": [
+            _row_data(w.row, reasons=list(w.reasons), until=instant(w.until)) for w in plan.wait
+        ],
         "purged": list(found.purged),
         "failures": list(found.failures),
         "bytes": plan.bytes_purged + sum(left.nbytes for left in found.leftovers),

@@ -54,7 +54,10 @@ class Recorded:
         if entry.tags:
             yield "tag", ", ".join(entry.tags)
         if entry.metrics:
-            yield "metric", ", ".join(f"{name} {value:.6g}" for name, value in entry.metrics.items())
+            yield (
+                "metric",
+                ", ".join(f"{name} {value:.6g}" for name, value in entry.metrics.items()),
+            )
         yield from _annotations(entry)
         for parent in self.parents:
             yield "from", f"{parent['name']} ({parent['kind']})"
@@ -78,7 +81,9 @@ def _annotations(entry: Entry) -> Iterator[tuple[str, str]]:
 def _state(entry: Entry) -> str:
     if entry.state != "deleted" or entry.deleted is None:
         return entry.state
-    until = "" if entry.purge_after is None else f", can be restored until {moment(entry.purge_after)}"
+    until = (
+        "" if entry.purge_after is None else f", can be restored until {moment(entry.purge_after)}"
+    )
     return f"deleted {moment(entry.deleted)}{until}"
 
 
@@ -126,7 +131,10 @@ def _look_up(catalog: Catalog, ref: str, *, tensors: bool) -> Recorded:
     found = catalog.tensors(entry.id) if tensors else ()
     return Recorded(
         entry,
-        tuple({"kind": kind, "id": node.id, "name": node.name, "url": node.url} for kind, node in parents),
+        tuple(
+            {"kind": kind, "id": node.id, "name": node.name, "url": node.url}
+            for kind, node in parents
+        ),
         tuple(TensorInfo(t.name, t.state, t.dtype, t.shape) for t in found),
     )
 
@@ -143,7 +151,9 @@ def _find(catalog: Catalog, ref: str) -> Entry:
         if parsed.run is None or not isinstance(parsed.at, int):
             raise
         run = parsed.run.replace("'", "''")
-        found = catalog.find(f"run = '{run}' and step = {parsed.at} and state != 'committed'", limit=1)
+        found = catalog.find(
+            f"run = '{run}' and step = {parsed.at} and state != 'committed'", limit=1
+        )
         if not found:
             raise
         return found[0]
@@ -178,9 +188,9 @@ def show(
 ) -> None:
     """Show what a checkpoint contains: its writer, step, layout, parameters, tensors by state, objects and assets.
 
-    With --view also how much of the whole checkpoint the view is. Reads a few kilobytes, regardless of the checkpoint's
-    size. Also shows the checkpoint's entry in the catalog; if its
-    files are gone, only that.
+    With --view also how much of the whole checkpoint the view is. Reads a few kilobytes, regardless
+    of the checkpoint's size. Also shows the checkpoint's entry in the catalog; if its files are
+    gone, only that.
     """
     found, every, known = _opened(src, view, options, out)
     tensors = _chosen(every, found["aliases"] or {}, globs, states)
@@ -219,13 +229,19 @@ def _opened(
 
 
 def _chosen(
-    every: Sequence[TensorInfo], aliases: Mapping[str, str], globs: Sequence[str], states: Sequence[str]
+    every: Sequence[TensorInfo],
+    aliases: Mapping[str, str],
+    globs: Sequence[str],
+    states: Sequence[str],
 ) -> list[TensorInfo]:
     from ucformat.errors import TensorNotFound, UsageError
 
     known = dict.fromkeys(info.state for info in every)
     if unknown := [s for s in states if s not in known]:
-        raise UsageError(f"no tensor is stored in state {unknown[0]!r}", hint=f"the states are {', '.join(known)}")
+        raise UsageError(
+            f"no tensor is stored in state {unknown[0]!r}",
+            hint=f"the states are {', '.join(known)}",
+        )
     names: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         names.setdefault(name, []).append(alias)
@@ -233,7 +249,10 @@ def _chosen(
         info
         for info in every
         if (not states or info.state in states)
-        and (not globs or any(fnmatchcase(n, g) for g in globs for n in (info.name, *names.get(info.name, ()))))
+        and (
+            not globs
+            or any(fnmatchcase(n, g) for g in globs for n in (info.name, *names.get(info.name, ())))
+        )
     ]
     if globs and not chosen:
         wanted = " or ".join(map(repr, globs))
@@ -246,7 +265,13 @@ def _chosen(
 
 def _tensor(info: TensorInfo) -> dict[str, Any]:
     shape = list(info.shape)
-    return {"name": info.name, "state": info.state, "dtype": info.dtype, "shape": shape, "bytes": info.nbytes}
+    return {
+        "name": info.name,
+        "state": info.state,
+        "dtype": info.dtype,
+        "shape": shape,
+        "bytes": info.nbytes,
+    }
 
 
 def _summary(ck: Checkpoint) -> dict[str, Any]:
@@ -268,7 +293,9 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "outdated": outdated(ck.viewed, ck.assets, ck.objects),
         "states": [],
         "total": {},
-        "unreadable": [{"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()],
+        "unreadable": [
+            {"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()
+        ],
         "aliases": dict(ck.aliases),
         "groups": [
             {"params": list(g["params"]), "options": {k: v for k, v in g.items() if k != "params"}}
@@ -289,7 +316,11 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
 def _packed(ck: Checkpoint) -> dict[str, int] | None:
     """How many tensors of a universal checkpoint are in packed files of its own, and their bytes; None if none are."""
     manifest = ck.manifest
-    if ck.universal is None or ck.viewed or (manifest.sidecar is not None and manifest.sidecar.sources):
+    if (
+        ck.universal is None
+        or ck.viewed
+        or (manifest.sidecar is not None and manifest.sidecar.sources)
+    ):
         return None
     packed = [Key(t.name, t.state) for t in manifest.tensors if t.path is None]
     infos = [ck.tensors[key] for key in packed if not (ck.hf_url and key.state == "weight")]
@@ -303,7 +334,11 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "kind": entry.kind,
         "id": entry.id,
         "step": entry.step,
-        "engine": {k.removeprefix("engine."): v for k, v in entry.producer.items() if k.startswith("engine.")},
+        "engine": {
+            k.removeprefix("engine."): v
+            for k, v in entry.producer.items()
+            if k.startswith("engine.")
+        },
         "layout": dict(entry.topology),
         **_amounts(tensors),
         "whole": None,
@@ -348,7 +383,9 @@ def _totals(tensors: Sequence[TensorInfo]) -> dict[str, Any]:
         entry["bytes"] += info.nbytes
         if info.dtype not in entry["dtypes"]:
             entry["dtypes"].append(info.dtype)
-    total = {key: sum(e[key] for e in by_state.values()) for key in ("tensors", "elements", "bytes")}
+    total = {
+        key: sum(e[key] for e in by_state.values()) for key in ("tensors", "elements", "bytes")
+    }
     return {"states": list(by_state.values()), "total": total}
 
 
@@ -356,7 +393,9 @@ def _list(tensors: Sequence[TensorInfo]) -> Iterator[str]:
     width = terminal_width()
     rows, last = [], None
     for info in tensors:
-        name = "" if width is not None and info.name == last else info.name  # repeated only in pipes
+        name = (
+            "" if width is not None and info.name == last else info.name
+        )  # repeated only in pipes
         rows.append((name, info.state, info.dtype, shape_text(info.shape), bytes_text(info.nbytes)))
         last = info.name
     return table(("name", "state", "dtype", "shape", "size"), rows, left=3, width=width)
@@ -381,11 +420,17 @@ def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
             yield from field(label.replace("_", " "), text, width)
     if s["packed"]:
         amount = f"{plural(s['packed']['tensors'], 'tensor')}, {bytes_text(s['packed']['bytes'])}"
-        yield from field("packed", f"{amount}: no arrays of Zarr; `ucp materialize` makes them", width)
+        yield from field(
+            "packed", f"{amount}: no arrays of Zarr; `ucp materialize` makes them", width
+        )
     for name in s["outdated"] or ():
-        yield from field("outdated", f"{name} has the sizes of the whole model, not of the view", width)
+        yield from field(
+            "outdated", f"{name} has the sizes of the whole model, not of the view", width
+        )
     for place in s["unprotected"] or ():
-        yield from field("unprotected", f"its files in {place}: there is no record that they are needed", width)
+        yield from field(
+            "unprotected", f"its files in {place}: there is no record that they are needed", width
+        )
     if known is not None:
         yield from known.lines(s["url"], width)
     yield ""
@@ -402,7 +447,13 @@ def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
 def _states(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
     head = ("state", "dtype", "tensors", "elements", "size")
     rows = [
-        (e["state"], _few(e["dtypes"]), count(e["tensors"]), count(e["elements"]), bytes_text(e["bytes"]))
+        (
+            e["state"],
+            _few(e["dtypes"]),
+            count(e["tensors"]),
+            count(e["elements"]),
+            bytes_text(e["bytes"]),
+        )
         for e in s["states"]
     ]
     t = s["total"]
@@ -415,7 +466,10 @@ def _share(view: Mapping[str, Any], whole: Mapping[str, Any], width: int | None)
     dtypes = dict.fromkeys((*whole["dtypes"], *view["dtypes"]))
     rows = [
         ("parameters", *(count(s["parameters"]) for s in (view, whole))),
-        *((dtype, *(bytes_text(s["dtypes"].get(dtype, 0)) for s in (view, whole))) for dtype in dtypes),
+        *(
+            (dtype, *(bytes_text(s["dtypes"].get(dtype, 0)) for s in (view, whole)))
+            for dtype in dtypes
+        ),
     ]
     return table(("", "view", "whole checkpoint"), rows, left=1, width=width)
 
@@ -424,9 +478,15 @@ def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
     for alias, name in (s["aliases"] or {}).items():
         yield from field("tied", f"{alias} = {name}", width)
     for i, group in enumerate(s["groups"] or ()):
-        options = [f"{k} {_value(v)}" for k, v in group["options"].items() if v is not None and v is not False]
+        options = [
+            f"{k} {_value(v)}"
+            for k, v in group["options"].items()
+            if v is not None and v is not False
+        ]
         tensors = plural(len(group["params"]), "tensor")
-        yield from field(f"group {i}", f"{tensors}: {', '.join(options)}" if options else tensors, width)
+        yield from field(
+            f"group {i}", f"{tensors}: {', '.join(options)}" if options else tensors, width
+        )
     for one in s["unreadable"] or ():
         yield from field("unreadable", f"{one['name']} ({one['state']}) {one['reason']}", width)
     for label in ("objects", "per_rank", "assets"):
@@ -437,7 +497,11 @@ def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
         kept = "kept as an asset" if name in s["assets"] else "not in a conversion"
         yield from field("not read", f"{name} ({bytes_text(unread[name])}, {kept})", width)
     if len(unread) > _MAX_LISTED:
-        yield from field("not read", f"and {plural(len(unread) - _MAX_LISTED, 'more file')}; --json lists all", width)
+        yield from field(
+            "not read",
+            f"and {plural(len(unread) - _MAX_LISTED, 'more file')}; --json lists all",
+            width,
+        )
     for name in s["missing"] or ():
         yield from field("missing", f"{name}, which the program that saved writes, too", width)
 

@@ -46,17 +46,24 @@ _MEMORY = 1 << 30  # of SQLite
     help="Allow a PostgreSQL role that may do more than read tables (docs/catalog.md).",
 )
 @CATALOG
-def sql(statement: str, limit: int | None, timeout: timedelta, *, trust_role: bool, out: Output) -> None:
+def sql(
+    statement: str, limit: int | None, timeout: timedelta, *, trust_role: bool, out: Output
+) -> None:
     """Query the catalog with SQL, read-only.
 
-    Example: ucp sql 'select run.name, max(step) from checkpoint join run on run.id = run_id group by 1'.
-    docs/catalog.md describes the tables, which may change between versions; `ucp ls` is stable.
+    Example: ucp sql 'select run.name, max(step) from checkpoint join run on run.id = run_id group
+    by 1'. docs/catalog.md describes the tables, which may change between versions; `ucp ls` is
+    stable.
     """
     if limit is None and not (out.quiet or out.as_json):
         limit = _MAX_ROWS
     with opened_catalog() as catalog:
         found = catalog.sql(
-            statement, limit or None, timeout=timeout.total_seconds(), memory=_MEMORY, trust_role=trust_role
+            statement,
+            limit or None,
+            timeout=timeout.total_seconds(),
+            memory=_MEMORY,
+            trust_role=trust_role,
         )
     out.result(
         lambda: _table(found),
@@ -73,7 +80,9 @@ def sql(statement: str, limit: int | None, timeout: timedelta, *, trust_role: bo
 
 def _table(found: Table) -> Iterator[str]:
     columns = range(len(found.columns))
-    numbers = [i for i in columns if all(isinstance(row[i], int | float | None) for row in found.rows)]
+    numbers = [
+        i for i in columns if all(isinstance(row[i], int | float | None) for row in found.rows)
+    ]
     left = [i for i in columns if i not in numbers or not found.rows]
     rows = [[_text(v, "-") for v in row] for row in found.rows]
     yield from table(found.columns, rows, left=left, shrink=left, width=terminal_width())

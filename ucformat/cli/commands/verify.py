@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @SRC
 @workers_option("files to read")
 @ON
-@click.option("--part", metavar="I/N", help="Verify one of N parts, I from 0 on; parts are cut by tensors.")
+@click.option(
+    "--part", metavar="I/N", help="Verify one of N parts, I from 0 on; parts are cut by tensors."
+)
 @DRY_RUN
 @SOURCE
 @CATALOG
@@ -37,17 +39,21 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint and check it against its checksums and digests.
 
-    Prints one line for each problem and exits with 5 if there are any. Files of a foreign checkpoint without checksums
-    are only checked to exist.
+    Prints one line for each problem and exits with 5 if there are any. Files of a foreign
+    checkpoint without checksums are only checked to exist.
     """
     import ucformat
     from ucformat.errors import ChecksumError
 
     if dry_run:
-        print_cost(ucformat.estimate("verify", ucformat.open(src, options=options), workers=workers), out)
+        print_cost(
+            ucformat.estimate("verify", ucformat.open(src, options=options), workers=workers), out
+        )
         return
     with out.progress("verifying") as progress:
-        report = ucformat.verify(src, workers, options=options, on=where_of(on, part), progress=progress)
+        report = ucformat.verify(
+            src, workers, options=options, on=where_of(on, part), progress=progress
+        )
     out.result(lambda: _describe(report), lambda: _data(report), lambda: map(str, report.problems))
     if not report:
         raise ChecksumError(
@@ -60,7 +66,11 @@ def _describe(report: Report) -> Iterator[str]:
     if report.problems:
         yield from map(str, report.problems)
         return
-    yield Heading(f"part {report.part} of {report.url} is intact" if report.part else f"{report.url} is intact")
+    yield Heading(
+        f"part {report.part} of {report.url} is intact"
+        if report.part
+        else f"{report.url} is intact"
+    )
     yield f"  {plural(report.tensors, 'tensor')}"
     if report.bytes_verified or not report.bytes_unverified:
         yield f"  {bytes_text(report.bytes_verified)} verified"

@@ -31,7 +31,9 @@ def print_written(ck: Checkpoint, seconds: float, out: Output, *, nothing: bool 
         "mb_per_s": round(nbytes / seconds / 1e6, 3),
     }
     amount = f"{plural(tensors, 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
-    out.result(lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id])
+    out.result(
+        lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id]
+    )
 
 
 # The catalog of a command, and its checkpoints as JSON.
@@ -45,7 +47,8 @@ def url_of_catalog() -> str:
     url = load_settings().catalog_url()
     if url is None:
         raise PermissionDenied(
-            "the catalog is switched off", hint="pass --catalog URL, or set the variable UCP_CATALOG"
+            "the catalog is switched off",
+            hint="pass --catalog URL, or set the variable UCP_CATALOG",
         )
     return url
 

@@ -47,9 +47,15 @@ class _Size(_Type):
         if isinstance(value, int):
             return value
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip(), re.ASCII | re.IGNORECASE)
-        unit = None if found is None else {u.lower(): n for u, n in _UNITS.items()}.get(found[2].lower())
+        unit = (
+            None
+            if found is None
+            else {u.lower(): n for u, n in _UNITS.items()}.get(found[2].lower())
+        )
         if found is None or unit is None:
-            self.fail(f"{value!r} is not a size: write bytes, or 64KiB, 1.5MiB, 2GiB, 1GB", param, ctx)
+            self.fail(
+                f"{value!r} is not a size: write bytes, or 64KiB, 1.5MiB, 2GiB, 1GB", param, ctx
+            )
         size = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
         if size != int(size) or size < 1:
             self.fail(f"{value!r} is not a whole number of bytes, 1 or more", param, ctx)
@@ -67,7 +73,9 @@ class _Time(_TimeType):
 
     name = "time"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> timedelta:
         from ucformat.schema.policy import parse_duration
 
         try:
@@ -83,10 +91,17 @@ class _Ref(click.Argument):
     """An argument that is a reference to a checkpoint, which the help of its command explains."""
 
 
-def ref_argument(name: str, metavar: str, *, many: bool = False, optional: bool = False) -> Callable[[Any], Any]:
+def ref_argument(
+    name: str, metavar: str, *, many: bool = False, optional: bool = False
+) -> Callable[[Any], Any]:
     """Declare an argument that is a reference to a checkpoint."""
     return click.argument(
-        name, metavar=metavar, cls=_Ref, nargs=-1 if many else 1, required=not optional, shell_complete=_complete
+        name,
+        metavar=metavar,
+        cls=_Ref,
+        nargs=-1 if many else 1,
+        required=not optional,
+        shell_complete=_complete,
     )
 
 
@@ -101,7 +116,9 @@ def _complete(_ctx: click.Context, _param: click.Parameter, begun: str) -> list[
         run, at, _ = begun.partition("@")
         quoted = run.replace("'", "''")
         for entry in catalog.find(f"run = '{quoted}'" if at else "", limit=_MOST_OFFERED):
-            found += [f"{entry.run}@{entry.step}", f"{entry.run}@latest"] if entry.run else [entry.id]
+            found += (
+                [f"{entry.run}@{entry.step}", f"{entry.run}@latest"] if entry.run else [entry.id]
+            )
         found += [f"alias:{alias.name}" for alias in catalog.aliases()]
     offered = [CompletionItem(ref) for ref in dict.fromkeys(found) if ref.startswith(begun)]
     return offered or [CompletionItem(begun, type="file")]
@@ -154,7 +171,9 @@ IGNORE_DEPENDENT = click.option(
 )
 
 
-def ignore_dependents_of(ignored: Sequence[str], urls: Sequence[str], out: Output, name: str) -> None:
+def ignore_dependents_of(
+    ignored: Sequence[str], urls: Sequence[str], out: Output, name: str
+) -> None:
     """Apply `--ignore-dependent`: remove the records that these checkpoints need files."""
     if not ignored:
         return
@@ -189,8 +208,16 @@ def command(function: Callable[..., None]) -> click.Command:
 
     made = click.command(context_settings={"help_option_names": ["-h", "--help"]})(wrapped)
     made.params += [
-        click.Option(["as_json", "--json"], is_flag=True, help="Print one JSON object; errors are JSON on stderr."),
-        click.Option(["-q", "--quiet"], is_flag=True, help="Print only the result, for scripts; no progress or notes."),
+        click.Option(
+            ["as_json", "--json"],
+            is_flag=True,
+            help="Print one JSON object; errors are JSON on stderr.",
+        ),
+        click.Option(
+            ["-q", "--quiet"],
+            is_flag=True,
+            help="Print only the result, for scripts; no progress or notes.",
+        ),
     ]
     if refs := [str(p.metavar).strip("[]…") for p in made.params if isinstance(p, _Ref)]:
         means = "is" if len(refs) == 1 else "are each"
@@ -206,15 +233,21 @@ def parse_metric(text: str, hint: str) -> tuple[str, float]:
     except ValueError:
         number = None
     if not equals or not name or number is None:
-        raise click.BadParameter(f"{text!r} is not NAME=VALUE, such as val_loss=2.13", param_hint=hint)
+        raise click.BadParameter(
+            f"{text!r} is not NAME=VALUE, such as val_loss=2.13", param_hint=hint
+        )
     return name, number
 
 
-def _parse_metrics(_ctx: click.Context, _param: click.Parameter, given: Sequence[str]) -> dict[str, float]:
+def _parse_metrics(
+    _ctx: click.Context, _param: click.Parameter, given: Sequence[str]
+) -> dict[str, float]:
     return dict(parse_metric(text, "--metric") for text in given)
 
 
-def _read_config(_ctx: click.Context, _param: click.Parameter, given: str | None) -> dict[str, Any] | None:
+def _read_config(
+    _ctx: click.Context, _param: click.Parameter, given: str | None
+) -> dict[str, Any] | None:
     if given is None:
         return None
     from ucformat.config_files import read_config_file
@@ -222,7 +255,10 @@ def _read_config(_ctx: click.Context, _param: click.Parameter, given: str | None
 
     found = read_config_file(Path(given), "configuration")
     if not isinstance(found, dict):
-        raise UsageError(f"{given} is not a mapping", hint="a configuration is a JSON or YAML file of keys and values")
+        raise UsageError(
+            f"{given} is not a mapping",
+            hint="a configuration is a JSON or YAML file of keys and values",
+        )
     return found
 
 
@@ -248,12 +284,16 @@ METRIC = click.option(
 )
 
 
-def _source_options(_ctx: click.Context, _param: click.Parameter, given: Sequence[str]) -> dict[str, Any] | None:
+def _source_options(
+    _ctx: click.Context, _param: click.Parameter, given: Sequence[str]
+) -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise UsageError(f"--source {text}: write KEY=VALUE", hint="for one: --source layout=tp2.yaml")
+            raise UsageError(
+                f"--source {text}: write KEY=VALUE", hint="for one: --source layout=tp2.yaml"
+            )
         if key in found:
             raise UsageError(f"--source {key} is given twice")
         found[key] = _source_value(key, value)
@@ -265,7 +305,11 @@ def _source_value(key: str, text: str) -> Any:
     from ucformat.sources.base import options_of
     from ucformat.sources.opening import SOURCES
 
-    known = {name: field.metadata["how"] for source in SOURCES for name, field in options_of(source).items()}
+    known = {
+        name: field.metadata["how"]
+        for source in SOURCES
+        for name, field in options_of(source).items()
+    }
     return _SOURCE_READERS[known[key]](key, text) if key in known else text
 
 
@@ -302,7 +346,8 @@ def _cuts(_key: str, text: str) -> dict[str, str]:
         pattern, equals, how = item.rpartition("=")
         if not equals or not pattern or not how:
             raise UsageError(
-                f"--source cuts={text}: write cuts=PATTERN=HOW,…", hint="such as --source 'cuts=*position*=replicate'"
+                f"--source cuts={text}: write cuts=PATTERN=HOW,…",
+                hint="such as --source 'cuts=*position*=replicate'",
             )
         found[pattern] = how
     return found

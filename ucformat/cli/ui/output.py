@@ -70,7 +70,9 @@ class Output:
         if self.as_json:
             _write(sys.stderr, dumps({"warning": {"message": message}}, indent=_indent(sys.stderr)))
             return
-        label = click.style("warning:", fg="yellow", bold=True) if use_color(sys.stderr) else "warning:"
+        label = (
+            click.style("warning:", fg="yellow", bold=True) if use_color(sys.stderr) else "warning:"
+        )
         _write(sys.stderr, f"{label} {clean(message)}")
 
     @contextmanager
@@ -101,7 +103,9 @@ class Output:
         return False
 
 
-def print_error(message: str, hint: str | None = None, *, as_json: bool, kind: str, code: int) -> None:
+def print_error(
+    message: str, hint: str | None = None, *, as_json: bool, kind: str, code: int
+) -> None:
     """Print an error to stderr."""
     if as_json:
         error = {"type": kind, "message": message, "hint": hint, "exit_code": code}
@@ -109,7 +113,9 @@ def print_error(message: str, hint: str | None = None, *, as_json: bool, kind: s
         return
     bold = use_color(sys.stderr)
     if code == INTERRUPTED:
-        _write(sys.stderr, f"{chr(10) * sys.stderr.isatty()}{clean(message)}")  # the terminal shows ^C on this line
+        _write(
+            sys.stderr, f"{chr(10) * sys.stderr.isatty()}{clean(message)}"
+        )  # the terminal shows ^C on this line
         return
     label = click.style("error:", fg="red", bold=True) if bold else "error:"
     _write(sys.stderr, f"{label} {clean(message)}")
@@ -135,7 +141,11 @@ def clean(text: str, keep: str = "\n") -> str:
 
 def use_color(stream: Any) -> bool:
     """Whether to use colours: on a terminal, unless NO_COLOR is set or the terminal is `dumb`."""
-    return bool(stream.isatty()) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return (
+        bool(stream.isatty())
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM") != "dumb"
+    )
 
 
 def terminal_width() -> int | None:

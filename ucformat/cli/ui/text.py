@@ -11,7 +11,10 @@ from ucformat.cli.ui.output import Heading, Tabbed, clean
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-_MIN_WIDTHS = (12, 6)  # characters to which columns of a table are shortened, and further if that is not enough
+_MIN_WIDTHS = (
+    12,
+    6,
+)  # characters to which columns of a table are shortened, and further if that is not enough
 
 
 def bytes_text(nbytes: float) -> str:
@@ -72,7 +75,8 @@ def table(
     """Format a table.
 
     Args:
-        left: how many columns, or which ones, are aligned left; the others are aligned right (default: the first).
+        left: how many columns, or which ones, are aligned left; the others are aligned right
+            (default: the first).
         shrink: the columns that may be shortened, the widest first (default: the first).
         width: characters that the lines have to fit into (default: any).
     """
@@ -85,7 +89,10 @@ def table(
 
     def line(row: Sequence[str]) -> str:
         cells = [shorten(c, w) for c, w in zip(row, widths, strict=True)]
-        padded = [c.ljust(w) if i in lefts else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        padded = [
+            c.ljust(w) if i in lefts else c.rjust(w)
+            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        ]
         return "  ".join(padded).rstrip()
 
     yield Heading(line(head))
@@ -117,5 +124,7 @@ def moment(at: datetime) -> str:
 def ago(at: datetime, now: datetime | None = None) -> str:
     """Format how long ago a time was, in one unit: `40s`, `5m`, `7h`, `30d`; `0s` for a future time."""
     seconds = max(0, int(((now or datetime.now(UTC)) - at).total_seconds()))
-    unit, size = next(((u, n) for u, n in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * n), ("s", 1))
+    unit, size = next(
+        ((u, n) for u, n in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * n), ("s", 1)
+    )
     return f"{seconds // size}{unit}"

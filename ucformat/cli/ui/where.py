@@ -38,23 +38,32 @@ def where_of(on: str | None, part: str | None) -> str:
     """The value of `on` for a job."""
     if part is not None:
         if on is not None:
-            raise UsageError("--on and --part exclude each other", hint="a part runs on threads of its own process")
+            raise UsageError(
+                "--on and --part exclude each other",
+                hint="a part runs on threads of its own process",
+            )
         return part if part == "commit" else f"part:{part}"
     return on or default_on
 
 
 CHUNK_BYTES = click.option(
-    "--chunk-bytes", type=SIZE, help="Maximum size of a chunk, the unit of reading.  [default: 1MiB]"
+    "--chunk-bytes",
+    type=SIZE,
+    help="Maximum size of a chunk, the unit of reading.  [default: 1MiB]",
 )
 SHARD_BYTES = click.option(
-    "--shard-bytes", type=SIZE, help="Maximum size of a shard, the unit of writing.  [default: 128MiB]"
+    "--shard-bytes",
+    type=SIZE,
+    help="Maximum size of a shard, the unit of writing.  [default: 128MiB]",
 )
 OVERWRITE = click.option(
     "--overwrite",
     is_flag=True,
     help="Replace the checkpoint at DST, which stays intact until the new one is committed.",
 )
-NO_VERIFY = click.option("--no-verify", is_flag=True, help="Do not check the checksums in the files that are read.")
+NO_VERIFY = click.option(
+    "--no-verify", is_flag=True, help="Do not check the checksums in the files that are read."
+)
 
 
 def workers_option(
@@ -86,7 +95,11 @@ def _cost_lines(cost: Cost) -> Iterator[str]:
     width = terminal_width()
     yield Heading(f"{plural(cost.tasks, 'task')}; nothing was done")
     if cost.sampled is not None and cost.tasks:
-        yield from field("estimate", f"from a sample: {cost.sampled:,} of the {plural(cost.tasks, 'task')}", width)
+        yield from field(
+            "estimate",
+            f"from a sample: {cost.sampled:,} of the {plural(cost.tasks, 'task')}",
+            width,
+        )
     yield from field("files", f"{cost.files:,}", width)
     yield from cost_fields(cost, width)
 

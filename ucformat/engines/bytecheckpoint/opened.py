@@ -41,14 +41,21 @@ class OpenByteCheckpoint(OpenDcp):
         groups: Sequence[Sequence[str]] | None,
         owners: Mapping[str, str] | None,
     ) -> None:
-        metas = {part: read_metadata(store, key + METADATA, allow=allow) for part, key in folder.parts.items()}
+        metas = {
+            part: read_metadata(store, key + METADATA, allow=allow)
+            for part, key in folder.parts.items()
+        }
         for meta in metas.values():
             _check(meta)
         self._folder = folder
         items = _RawItems(store, _joined(metas), allow, metas)
-        super().__init__(items, groups, owners or ({"optimizer": "model"} if len(metas) > 1 else None))
+        super().__init__(
+            items, groups, owners or ({"optimizer": "model"} if len(metas) > 1 else None)
+        )
 
-    def _make_metadata(self, values: ItemValues, infos: tuple[TensorInfo, ...]) -> CheckpointMetadata:
+    def _make_metadata(
+        self, values: ItemValues, infos: tuple[TensorInfo, ...]
+    ) -> CheckpointMetadata:
         """The metadata, with the extra states of all ranks."""
         assert isinstance(self.items, _RawItems)  # noqa: S101
         metas, folder = list(self.items.parts.values()), self._folder
@@ -61,7 +68,10 @@ class OpenByteCheckpoint(OpenDcp):
             places=places,
             objects=LazyMapping(lambda: _extra_states(self.store, folder)),
             step=folder.step,
-            engine={"name": "bytecheckpoint", "version": str(metas[0].root.get("bytecheckpoint_version") or "")},
+            engine={
+                "name": "bytecheckpoint",
+                "version": str(metas[0].root.get("bytecheckpoint_version") or ""),
+            },
             files=(*files, *folder.extra, *folder.others, *folder.empty),
             assets=folder.others,
             folder=folder.below.rstrip("/"),
@@ -82,8 +92,12 @@ def _joined(metas: Mapping[str, Metadata]) -> Metadata:
     out = Metadata(next(iter(metas.values())).file, next(iter(metas.values())).root)
     wrapped = "model" in metas and all(f.startswith(_DDP) for f in metas["model"].tensors)
     if wrapped and "optimizer" in metas:
-        entries = [p[1] for p in metas["optimizer"].paths.values() if len(p) > 2 and p[0] == "state"]
-        wrapped = all(str(entry).isdigit() for entry in entries)  # only DDP keeps the optimizer's own numbers
+        entries = [
+            p[1] for p in metas["optimizer"].paths.values() if len(p) > 2 and p[0] == "state"
+        ]
+        wrapped = all(
+            str(entry).isdigit() for entry in entries
+        )  # only DDP keeps the optimizer's own numbers
     for part, meta in metas.items():
         cut = len(_DDP) if wrapped and part == "model" else 0
         for fqn in (*meta.tensors, *meta.values):
@@ -98,7 +112,9 @@ def _joined(metas: Mapping[str, Metadata]) -> Metadata:
 class _RawItems(Items):
     """Items whose tensors are raw bytes; the metadata has a pickle with the layout of each chunk."""
 
-    def __init__(self, store: Store, meta: Metadata, allow: tuple[str, ...], metas: Mapping[str, Metadata]) -> None:
+    def __init__(
+        self, store: Store, meta: Metadata, allow: tuple[str, ...], metas: Mapping[str, Metadata]
+    ) -> None:
         super().__init__(store, meta, allow)
         self._layouts: dict[tuple[str, Any], Any] = {}
         self.parts = metas
@@ -108,19 +124,35 @@ class _RawItems(Items):
                 if isinstance(index, Inert):
                     self._layouts[f"{part}.{index.get('fqn')}", index.get("offset")] = layout
 
-    def chunk_extents(self, fqn: str, box: Box, stored: ByteRange, info: TensorInfo) -> list[Extent]:
+    def chunk_extents(
+        self, fqn: str, box: Box, stored: ByteRange, info: TensorInfo
+    ) -> list[Extent]:
         """The extent of one chunk, as its pickle describes it."""
         layout, label = self._layouts.get((fqn, box.start)), f"{info.key}{box}"
         if not isinstance(layout, bytes):
-            raise MissingData(f"the metadata does not describe the layout of {label} in {stored.file}")
-        found = unpickle(layout, file=f"the layout of {label}", storage_nbytes=lambda _: stored.nbytes)
-        if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (info.dtype, box.shape):
+            raise MissingData(
+                f"the metadata does not describe the layout of {label} in {stored.file}"
+            )
+        found = unpickle(
+            layout, file=f"the layout of {label}", storage_nbytes=lambda _: stored.nbytes
+        )
+        if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (
+            info.dtype,
+            box.shape,
+        ):
             raise IntegrityError(
                 f"{stored.file}: {label} should be {info.dtype} of shape {box.shape}, but its layout differs"
             )
         check_dense(found, stored, label)
         unit = ITEMSIZE[found.dtype]
-        return [Extent(box, stored.file, stored.offset + found.offset * unit, tuple(s * unit for s in found.strides))]
+        return [
+            Extent(
+                box,
+                stored.file,
+                stored.offset + found.offset * unit,
+                tuple(s * unit for s in found.strides),
+            )
+        ]
 
     def records(self) -> Iterator[FileRecord]:
         """Empty: there are no checksums."""
@@ -138,6 +170,10 @@ def _extra_states(store: Store, folder: Folder) -> dict[str, Any]:
         elif value != out["extra_state"]:
             first = out["extra_state"]
             both = isinstance(value, dict) and isinstance(first, dict)
-            differs = {k: v for k, v in value.items() if k not in first or first[k] != v} if both else value
+            differs = (
+                {k: v for k, v in value.items() if k not in first or first[k] != v}
+                if both
+                else value
+            )
             others[str(rank)] = {"extra_state": differs}
     return out | ({"rank": others} if others else {})

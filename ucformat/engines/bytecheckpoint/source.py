@@ -41,14 +41,17 @@ class ByteCheckpoint(Dcp):
         from ucformat.engines.bytecheckpoint.opened import OpenByteCheckpoint
 
         allow = (*_ALLOW, *self.options.allow)
-        return OpenByteCheckpoint(store, find_folder(store), allow, self.options.groups, self.options.owners)
+        return OpenByteCheckpoint(
+            store, find_folder(store), allow, self.options.groups, self.options.owners
+        )
 
 
 # The files of one ByteCheckpoint checkpoint.
 #
-# A save folder holds `latest_checkpointed_iteration.txt`, a number N, and the folders `global_step_N`. One of these holds
-# `model` and `optimizer`, each with `.metadata` and a file `__R_K.distcp` of each rank R; `extra_state` with
-# `extra_state_rank_R.pt`; and the data loader's own files.
+# A save folder holds `latest_checkpointed_iteration.txt`, a number N, and the folders
+# `global_step_N`. One of these holds `model` and `optimizer`, each with `.metadata` and a file
+# `__R_K.distcp` of each rank R; `extra_state` with `extra_state_rank_R.pt`; and the data loader's
+# own files.
 
 LATEST = "latest_checkpointed_iteration.txt"
 _CLASS = b"bytecheckpoint."
@@ -64,7 +67,9 @@ class Folder:
     """The files of one step, as keys of the store; `below` is its folder with a trailing `/`, or "" for the root."""
 
     below: str
-    parts: dict[str, str]  # the folder of `model` and `optimizer`, with a trailing `/` unless it is the root
+    parts: dict[
+        str, str
+    ]  # the folder of `model` and `optimizer`, with a trailing `/` unless it is the root
     extra: tuple[str, ...]  # extra state, by rank
     others: tuple[str, ...]
     empty: tuple[str, ...]  # files of ranks that had nothing to write
@@ -78,7 +83,9 @@ def looks_like_bytecheckpoint(store: Store) -> bool:
     if any(_is_ours(store, f"{part}/") for part in _PARTS):
         return True
     step = _latest(store)
-    return step is not None and any(_is_ours(store, f"global_step_{step}/{part}/") for part in _PARTS)
+    return step is not None and any(
+        _is_ours(store, f"global_step_{step}/{part}/") for part in _PARTS
+    )
 
 
 def find_folder(store: Store) -> Folder:
@@ -89,7 +96,14 @@ def find_folder(store: Store) -> Folder:
     """
     if _is_ours(store, ""):
         name = "optimizer" if store.url.rstrip("/").endswith("/optimizer") else "model"
-        return Folder("", {name: ""}, (), (), _empty(store.list()), _step(store.url.rstrip("/").rpartition("/")[0]))
+        return Folder(
+            "",
+            {name: ""},
+            (),
+            (),
+            _empty(store.list()),
+            _step(store.url.rstrip("/").rpartition("/")[0]),
+        )
     below = ""
     if not any(_is_ours(store, f"{part}/") for part in _PARTS):
         below = f"global_step_{_latest(store)}/"
@@ -97,8 +111,14 @@ def find_folder(store: Store) -> Folder:
     keys = [info.key for info in infos]
     if not keys:
         raise NotFound(f"{store.url}: {LATEST} names {below[:-1]}, where there is no checkpoint")
-    parts = {part: f"{below}{part}/" for part in _PARTS if any(k.startswith(f"{below}{part}/") for k in keys)}
-    for lacking in [k for k in {"model": f"{below}model/", **parts}.values() if not _is_ours(store, k)]:
+    parts = {
+        part: f"{below}{part}/"
+        for part in _PARTS
+        if any(k.startswith(f"{below}{part}/") for k in keys)
+    }
+    for lacking in [
+        k for k in {"model": f"{below}model/", **parts}.values() if not _is_ours(store, k)
+    ]:
         raise MissingData(
             f"{lacking}{METADATA} is missing or damaged; each step has a model, and that file describes it",
             hint="copy the folder again from where it was saved; the step's other folders can be opened separately",
@@ -127,16 +147,26 @@ def _step(url: str) -> int | None:
 
 def _is_ours(store: Store, below: str) -> bool:
     try:
-        return _CLASS in store.read(below + METADATA, 0, min(_HEAD, store.info(below + METADATA).size))
+        return _CLASS in store.read(
+            below + METADATA, 0, min(_HEAD, store.info(below + METADATA).size)
+        )
     except NotFound:
         return False
 
 
 def _latest(store: Store) -> int | None:
     try:
-        text = store.read(LATEST, 0, min(64, store.info(LATEST).size)).decode("ascii", "replace").strip()
+        text = (
+            store.read(LATEST, 0, min(64, store.info(LATEST).size))
+            .decode("ascii", "replace")
+            .strip()
+        )
     except NotFound:
-        steps = {m[1] for info in store.list() if (m := re.match(r"global_step_(\d+)/(?:model|optimizer)/", info.key))}
+        steps = {
+            m[1]
+            for info in store.list()
+            if (m := re.match(r"global_step_(\d+)/(?:model|optimizer)/", info.key))
+        }
         if len(steps) > 1 and any(_is_ours(store, f"global_step_{s}/model/") for s in steps):
             raise UsageError(
                 f"{store.url} has the steps {', '.join(sorted(steps, key=int)[:_MAX_LISTED])} and no {LATEST}",

@@ -1,12 +1,14 @@
 """Expert parallelism (`deepspeed.moe`): the experts of a checkpoint, the ranks that hold them, and their names.
 
-Expert-parallel rank K of E holds n/E of a layer's n experts, as `….deepspeed_moe.experts.deepspeed_experts.J.…`, where
-J counts from 0 on each rank: `param_shapes` and the optimizer use this local name for expert K·n/E + J. The files of
-the weights, one for each expert, use the global number. For data-parallel rank R of D, K is R mod E; under
+Expert-parallel rank K of E holds n/E of a layer's n experts, as
+`….deepspeed_moe.experts.deepspeed_experts.J.…`, where J counts from 0 on each rank: `param_shapes`
+and the optimizer use this local name for expert K·n/E + J. The files of the weights, one for each
+expert, use the global number. For data-parallel rank R of D, K is R mod E; under
 `use_data_before_expert_parallelism` it is R div (D/E). E may differ between layers.
 
-Under ZeRO 1 and 2 the groups of experts' parameters are partitioned across the D/E ranks of the same K. Under ZeRO 0
-the first rank of each K writes its optimizer, which includes the states of all other parameters.
+Under ZeRO 1 and 2 the groups of experts' parameters are partitioned across the D/E ranks of the
+same K. Under ZeRO 0 the first rank of each K writes its optimizer, which includes the states of all
+other parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 
     from ucformat.sources.pickle.file import TorchFile
 
-_NAME = re.compile(r"\.?((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)", re.DOTALL)
+_NAME = re.compile(
+    r"\.?((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)", re.DOTALL
+)
 _GROUP = re.compile(r"ep_size_(\d{1,6})")
 _MAX_LISTED = 10
 
@@ -61,7 +65,11 @@ class Experts:
     def holders(self, degree: int, rank: int) -> range:
         """The data-parallel ranks of an expert-parallel rank, in the order of their partitions."""
         wide = self.dp // degree
-        return range(rank * wide, (rank + 1) * wide) if self.data_first else range(rank, self.dp, degree)
+        return (
+            range(rank * wide, (rank + 1) * wide)
+            if self.data_first
+            else range(rank, self.dp, degree)
+        )
 
     def place(self, degree: int, rank: int) -> int:
         """The index of a data-parallel rank among those of its expert-parallel rank."""
@@ -114,7 +122,10 @@ class Experts:
             raise UnsupportedError(
                 f"{file} has {other}, which is not an expert's, in a group that is sharded across {degree} ranks"
             )
-        for prefix, ids in held.items():  # not all of them if the group was divided because of its size
+        for (
+            prefix,
+            ids,
+        ) in held.items():  # not all of them if the group was divided because of its size
             count = self.counts.get(prefix, 0)
             if count % degree or max(ids) * degree >= count:
                 raise IntegrityError(
@@ -125,7 +136,9 @@ class Experts:
         return degree
 
 
-def adopt_experts(model: ModelStates, files: Mapping[tuple[int, int], TorchFile], dp: int) -> Experts:
+def adopt_experts(
+    model: ModelStates, files: Mapping[tuple[int, int], TorchFile], dp: int
+) -> Experts:
     """Add the experts' weights to the model states, each after its layer's gate."""
     recorded = model.value.get("num_experts") or []
     if not isinstance(recorded, list) or any(type(n) is not int or n < 1 for n in recorded):
@@ -133,13 +146,18 @@ def adopt_experts(model: ModelStates, files: Mapping[tuple[int, int], TorchFile]
     missing = list(islice(_missing(recorded, files), _MAX_LISTED + 1))
     folder = model.key.rpartition("mp_rank_")[0]
     if missing:
-        names = ", ".join(f"{folder}layer_{i}_expert_{e}_mp_rank_00_model_states.pt" for i, e in missing[:_MAX_LISTED])
+        names = ", ".join(
+            f"{folder}layer_{i}_expert_{e}_mp_rank_00_model_states.pt"
+            for i, e in missing[:_MAX_LISTED]
+        )
         raise MissingData(
             f"{names}{' and more' if len(missing) > _MAX_LISTED else ''} is missing: the checkpoint has "
             f"{len(recorded)} layers of {', '.join(map(str, recorded[:_MAX_LISTED]))} experts",
             hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
         )
-    extra = next((file for (i, e), file in files.items() if i >= len(recorded) or e >= recorded[i]), None)
+    extra = next(
+        (file for (i, e), file in files.items() if i >= len(recorded) or e >= recorded[i]), None
+    )
     if extra is not None:
         raise IntegrityError(
             f"{extra.key} does not belong to this checkpoint, whose layers have {recorded} experts",
@@ -169,8 +187,13 @@ def adopt_experts(model: ModelStates, files: Mapping[tuple[int, int], TorchFile]
     return Experts(dp, first, counts)
 
 
-def expert_model(base: ModelStates, file: TorchFile, experts: Experts, degree: int, rank: int) -> ModelStates:
-    """The model states of an expert-parallel rank under ZeRO 0: its own optimizer and experts, and all shared tensors."""
+def expert_model(
+    base: ModelStates, file: TorchFile, experts: Experts, degree: int, rank: int
+) -> ModelStates:
+    """The model states of an expert-parallel rank under ZeRO 0.
+
+    Its own optimizer and experts, and all shared tensors.
+    """
     state = need(file.value, "optimizer", (dict, type(None)), file.key)
     buffers = [experts.globally(name, degree, rank) for name in base.buffers]
     file.value = {"module": {}, "buffer_names": buffers, "optimizer": state}
@@ -186,7 +209,11 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
     state = model.value.get("optimizer")
     inner = state.get("optimizer_state_dict", state) if isinstance(state, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    sizes = {d for g in (groups if isinstance(groups, list) else ()) if (d := recorded_degree(g)) is not None}
+    sizes = {
+        d
+        for g in (groups if isinstance(groups, list) else ())
+        if (d := recorded_degree(g)) is not None
+    }
     sizes = sizes or {degree}
     if len(sizes) > 1:
         raise UnsupportedError(
@@ -197,7 +224,8 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
     if degree < recorded:
         folder = model.key.rpartition("/")[0]
         names = [
-            f"expp_rank_{k}_mp_rank_00_optim_states.pt" for k in range(degree, min(recorded, degree + _MAX_LISTED))
+            f"expp_rank_{k}_mp_rank_00_optim_states.pt"
+            for k in range(degree, min(recorded, degree + _MAX_LISTED))
         ]
         raise MissingData(
             f"{', '.join(names)} is missing in {folder or 'the folder'}: {recorded} expert-parallel ranks saved it",
@@ -213,7 +241,9 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
         )
 
 
-def _missing(recorded: Sequence[int], files: Mapping[tuple[int, int], TorchFile]) -> Iterator[tuple[int, int]]:
+def _missing(
+    recorded: Sequence[int], files: Mapping[tuple[int, int], TorchFile]
+) -> Iterator[tuple[int, int]]:
     """The experts without a file, by layer and expert."""
     there = [0] * len(recorded)
     for layer, expert in files:
@@ -227,10 +257,14 @@ def _missing(recorded: Sequence[int], files: Mapping[tuple[int, int], TorchFile]
 def _tensors(file: TorchFile, expert: int) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors of an expert's file, under their names in the whole checkpoint."""
     if not isinstance(file.value, dict):
-        raise IntegrityError(f"{file.key} holds a {type(file.value).__name__} instead of an expert's tensors")
+        raise IntegrityError(
+            f"{file.key} holds a {type(file.value).__name__} instead of an expert's tensors"
+        )
     for name, tensor in file.value.items():
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None or int(match[2]) != expert:
-            raise IntegrityError(f"{file.key} holds {name!r:.200}, which is not a tensor of expert {expert}")
+            raise IntegrityError(
+                f"{file.key} holds {name!r:.200}, which is not a tensor of expert {expert}"
+            )
         if isinstance(tensor, StoredTensor):
             yield f"{match[1]}{match[2]}{match[3]}", tensor

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.experts import expert_of
 from ucformat.engines.deepspeed.export_experts import ExpertRanks
-from ucformat.engines.deepspeed.export_model import ZERO3, DeepSpeedOptions, Engine, TrainedModel, UniversalOptions
+from ucformat.engines.deepspeed.export_model import (
+    ZERO3,
+    DeepSpeedOptions,
+    Engine,
+    TrainedModel,
+    UniversalOptions,
+)
 from ucformat.engines.deepspeed.export_objects import VERSION, ValueDecoder, Values, size_of
 from ucformat.engines.deepspeed.export_optimizer import (
     Shards,
@@ -71,18 +77,22 @@ class DeepSpeedUniversalExporter(Exporter):
         return Target(tuple(plan.files()), (*plan.left_out(), *plan.not_restored()))
 
 
-# Checkpoints as `DeepSpeedEngine.save_checkpoint` of DeepSpeed 0.19.8 writes them, for any stage and number of ranks.
+# Checkpoints as `DeepSpeedEngine.save_checkpoint` of DeepSpeed 0.19.8 writes them, for any stage
+# and number of ranks.
 #
-# The folder of the tag has a model states file for each tensor-parallel rank (under ZeRO 3 for each rank), and under ZeRO
-# an optimizer file for each rank; `latest` beside it names the tag. `latest`, and one file that the engine cannot load a
-# tag without, are written last: the first model states file; or under ZeRO 3 the first rank's optimizer file, because a
-# rank that finds no model states goes on without them, but stops where it finds no optimizer.
+# The folder of the tag has a model states file for each tensor-parallel rank (under ZeRO 3 for each
+# rank), and under ZeRO an optimizer file for each rank; `latest` beside it names the tag. `latest`,
+# and one file that the engine cannot load a tag without, are written last: the first model states
+# file; or under ZeRO 3 the first rank's optimizer file, because a rank that finds no model states
+# goes on without them, but stops where it finds no optimizer.
 
 
 class EnginePlan:
     """The files of one checkpoint."""
 
-    def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions) -> None:
+    def __init__(
+        self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions
+    ) -> None:
         self.source, self.model = source, TrainedModel(source, infos, options)
         model = self.model
         native = options if isinstance(options, DeepSpeedOptions) else DeepSpeedOptions()
@@ -97,17 +107,23 @@ class EnginePlan:
         self.module = model.module(engine)
         self.buffers = model.buffers(self.module, must=engine.stage == ZERO3 and not weights_only)
         if weights_only and engine.stage == ZERO3:
-            self.buffers += [n for n, i in self.module.items() if i.dtype not in FLOATS and n not in self.buffers]
+            self.buffers += [
+                n for n, i in self.module.items() if i.dtype not in FLOATS and n not in self.buffers
+            ]
             model.take_all(self.module, self.buffers)
         self.frozen = [n for n in model.untrained(self.module) if n not in self.buffers]
         self.save_frozen = engine.stage > 1 and not weights_only
-        self.aliases = {a: n for a, n in source.aliases.items() if n in self.module and a not in self.module}
+        self.aliases = {
+            a: n for a, n in source.aliases.items() if n in self.module and a not in self.module
+        }
         self.experts = ExpertRanks.of(model, engine, options)
         self.shards = Shards(native, engine.tp, self.module)
         if model.groups and self.experts.experts.counts:
             kept = engine.stage == 0 and source.metadata.layout.get("zero") == 0
             before = model.expert_ranks or 1
-            model.groups = self.experts.groups(model.groups, before, split=not kept or before != self.experts.degree)
+            model.groups = self.experts.groups(
+                model.groups, before, split=not kept or before != self.experts.degree
+            )
         joined = engine.stage > 0 or self.fused
         self._flat = {
             (tp, rank): flat_groups(engine, self.groups_on(rank), self.shards, tp) if joined else []
@@ -115,7 +131,9 @@ class EnginePlan:
         }
         if self.fused:
             for group in model.groups:
-                check_dtype("weight", self.module, [n for n in group.names if group.masters[n].size])
+                check_dtype(
+                    "weight", self.module, [n for n in group.names if group.masters[n].size]
+                )
 
     def groups_on(self, expert_rank: int) -> list[OptimizerGroup]:
         """The optimizer groups as an expert-parallel rank has them."""
@@ -177,14 +195,20 @@ class EnginePlan:
 
     def _expert_optimizer(self, rank: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
         groups = self.groups_on(rank)
-        return {"optimizer": plain_optimizer(self.engine, groups, self.values, self.shards, None, 0, fill)}
+        return {
+            "optimizer": plain_optimizer(
+                self.engine, groups, self.values, self.shards, None, 0, fill
+            )
+        }
 
     def model_file(self, tp: int, dp: int) -> str:
         """The name of a model states file."""
         prefix = f"zero_pp_rank_{dp}_" if self.engine.stage == ZERO3 else ""
         return f"{prefix}mp_rank_{tp:02}_model_states.pt"
 
-    def file(self, name: str, make: Callable[[bool], Any], like: TargetFile | None, *, last: bool) -> TargetFile:
+    def file(
+        self, name: str, make: Callable[[bool], Any], like: TargetFile | None, *, last: bool
+    ) -> TargetFile:
         """A file in the folder of the tag."""
         return lazy_torch_file(f"{self.engine.tag}/{name}", make, like=like, last=last)
 
@@ -216,16 +240,24 @@ class EnginePlan:
             "frozen_param_fragments": None,
         }
         if zero:
-            out["param_shapes"] = [{n: size_of(s) for n, s in flat.shapes.items()} for flat in self.flat(tp)]
+            out["param_shapes"] = [
+                {n: size_of(s) for n, s in flat.shapes.items()} for flat in self.flat(tp)
+            ]
         elif self.model.groups:
             if fill:
                 check_scalars(self.source, self.model.groups if self.fused else ())
             flat = self.flat(tp) if self.fused else None
-            out["optimizer"] = plain_optimizer(engine, self.groups_on(0), self.values, self.shards, flat, tp, fill)
+            out["optimizer"] = plain_optimizer(
+                engine, self.groups_on(0), self.values, self.shards, flat, tp, fill
+            )
         if self.save_frozen:
             shapes = {n: self.shards.dims(n, self.module[n].shape, tp) for n in frozen}
-            out["frozen_param_shapes"] = {frozen[n]: size_of(tuple(d.size for d in s)) for n, s in shapes.items()}
-            out["frozen_param_fragments"] = {local: self._fragment(n, tp, dp, fill) for n, local in frozen.items()}
+            out["frozen_param_shapes"] = {
+                frozen[n]: size_of(tuple(d.size for d in s)) for n, s in shapes.items()
+            }
+            out["frozen_param_fragments"] = {
+                local: self._fragment(n, tp, dp, fill) for n, local in frozen.items()
+            }
         if counts := self.experts.experts.counts:
             out |= {"num_experts": list(counts.values()), "ds_autoep_layers": None}
         return out | dict(self.values.counters(engine, dp))
@@ -240,18 +272,27 @@ class EnginePlan:
                 continue
             if engine.stage == ZERO3 and name not in self.buffers:
                 kept = info.dtype if name in self.frozen and info.dtype not in FLOATS else None
-                module[name] = empty if kept is None else SavedTensor(Storage(Span(kept, 0, ())), (0,))
+                module[name] = (
+                    empty if kept is None else SavedTensor(Storage(Span(kept, 0, ())), (0,))
+                )
             else:
                 module[name] = self.shards.saved(name, info, tp, fill)
-        for flat in self.flat(tp) if self.fused else ():  # weights are views of one buffer, as the fp32 copy is
+        for flat in (
+            self.flat(tp) if self.fused else ()
+        ):  # weights are views of one buffer, as the fp32 copy is
             joined = flat.saved(self.module, 0, fill).storage
-            module |= {n: SavedTensor(joined, flat.shapes[n], slot.start) for n, slot in flat.buffer.slots.items()}
+            module |= {
+                n: SavedTensor(joined, flat.shapes[n], slot.start)
+                for n, slot in flat.buffer.slots.items()
+            }
         module |= {alias: module[name] for alias, name in self.aliases.items() if name in module}
         return module | self.values.extra
 
     def _expert(self, names: Sequence[str], fill: bool) -> dict[str, SavedTensor]:  # noqa: FBT001
         """The weights of an expert."""
-        return {n: self.shards.saved(n, self.module[self.aliases.get(n, n)], 0, fill) for n in names}
+        return {
+            n: self.shards.saved(n, self.module[self.aliases.get(n, n)], 0, fill) for n in names
+        }
 
     def _fragment(self, name: str, tp: int, dp: int, fill: bool) -> SavedTensor:  # noqa: FBT001
         """What a rank holds of a parameter that is not trained: all, or under ZeRO 3 its partition."""
@@ -262,28 +303,40 @@ class EnginePlan:
         numel = math.prod(dim.size for dim in dims)
         part = part_size(numel, self.engine.dp)
         pieces = pieces_of(dims, part_range(numel, part, dp))[0] if fill and numel else ()
-        return SavedTensor(Storage(Span(info.dtype, part, tuple((info, p) for p in pieces))), (part,))
+        return SavedTensor(
+            Storage(Span(info.dtype, part, tuple((info, p) for p in pieces))), (part,)
+        )
 
     def _optimizer_states(self, tp: int, dp: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
         """The content of an optimizer file."""
         if fill and not dp and not tp:
             check_scalars(self.source, self.model.groups)
-        state = zero_optimizer(self.engine, self.model.groups, self.values, self.flat(tp, dp), dp, fill)
+        state = zero_optimizer(
+            self.engine, self.model.groups, self.values, self.flat(tp, dp), dp, fill
+        )
         out: dict[str, Any] = {"optimizer_state_dict": state}
         if "ds_config" in self.values.engine:
             out["ds_config"] = self.values.engine["ds_config"]
         return out | {"ds_version": VERSION}
 
 
-# DeepSpeed's universal format, as `ds_to_universal` of DeepSpeed 0.19.8 writes it: a file for each parameter's state.
+# DeepSpeed's universal format, as `ds_to_universal` of DeepSpeed 0.19.8 writes it: a file for each
+# parameter's state.
 #
-# An engine with `"checkpoint": {"load_universal": true}` loads it with any number of ranks. It looks for the model states
-# of its own stage, of which one file is written, for the stage in the options. That file and `latest_universal` are
-# written last, because the engine loads nothing without them.
+# An engine with `"checkpoint": {"load_universal": true}` loads it with any number of ranks. It
+# looks for the model states of its own stage, of which one file is written, for the stage in the
+# options. That file and `latest_universal` are written last, because the engine loads nothing
+# without them.
 
 _INFO = {"universal_checkpoint_version": 0.4}
-#: What the converter leaves out of the optimizer's state dict, because it is in the files of the parameters.
-_SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
+#: What the converter leaves out of the optimizer's state dict, because it is in the files of the
+#: parameters.
+_SHARDED = (
+    "base_optimizer_state",
+    "param_slice_mappings",
+    "single_partition_of_fp32_groups",
+    "fp32_flat_groups",
+)
 
 
 class UniversalPlan(EnginePlan):
@@ -324,11 +377,20 @@ class UniversalPlan(EnginePlan):
         if fill:
             check_scalars(self.source, groups)
         state = zero_optimizer(self.engine, groups, self.values, self.flat(), 0, fill)
-        base = state["optimizer_state_dict" if self.engine.stage == ZERO3 else "base_optimizer_state"]
+        base = state[
+            "optimizer_state_dict" if self.engine.stage == ZERO3 else "base_optimizer_state"
+        ]
         names = [next(iter(flat.dims), None) for flat in self.flat()]
-        scalars = {i: _scalars(flat.group, n) for i, (flat, n) in enumerate(zip(self.flat(), names, strict=True)) if n}
+        scalars = {
+            i: _scalars(flat.group, n)
+            for i, (flat, n) in enumerate(zip(self.flat(), names, strict=True))
+            if n
+        }
         kept = {k: v for k, v in state.items() if k not in _SHARDED}
-        common = {"state": {i: found for i, found in scalars.items() if found}, "param_groups": base["param_groups"]}
+        common = {
+            "state": {i: found for i, found in scalars.items() if found},
+            "param_groups": base["param_groups"],
+        }
         return kept | {"optimizer_state_dict": common, "param_groups": base["param_groups"]}
 
     def not_restored(self) -> tuple[str, ...]:

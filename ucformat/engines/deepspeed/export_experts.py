@@ -1,7 +1,8 @@
 """Experts (`deepspeed.moe`): which rank of an engine has which, under which names, and in which optimizer groups.
 
-`ucformat.engines.deepspeed.experts` describes the files. DeepSpeed moves the experts' parameters of each optimizer
-group to a group of their own at the end, marked `moe`, or to several if they are large.
+`ucformat.engines.deepspeed.experts` describes the files. DeepSpeed moves the experts' parameters of
+each optimizer group to a group of their own at the end, marked `moe`, or to several if they are
+large.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from ucformat.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucformat.engines.deepspeed.export_model import Engine, OptimizerGroup, TrainedModel, UniversalOptions
+    from ucformat.engines.deepspeed.export_model import (
+        Engine,
+        OptimizerGroup,
+        TrainedModel,
+        UniversalOptions,
+    )
 
-_MAX_GROUP = 178_956_971  # elements of a rank's group of experts: DeepSpeed's default of `max_group_size`
+_MAX_GROUP = (
+    178_956_971  # elements of a rank's group of experts: DeepSpeed's default of `max_group_size`
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +34,8 @@ class ExpertRanks:
     """How an engine divides experts among its ranks; without experts, every rank has all parameters.
 
     Attributes:
-        experts: the number of experts of each layer, in the order of the layers, and which ranks share them.
+        experts: the number of experts of each layer, in the order of the layers, and which ranks
+            share them.
     """
 
     experts: Experts
@@ -49,10 +58,14 @@ class ExpertRanks:
         _refuse(engine, options)
         counts = {prefix: len(numbers) for prefix, numbers in held.items()}
         if gaps := [prefix for prefix, numbers in held.items() if max(numbers) >= len(numbers)]:
-            raise UnsupportedError(f"some of the experts are not exported: {listed(f'{p}*' for p in gaps)}")
+            raise UnsupportedError(
+                f"some of the experts are not exported: {listed(f'{p}*' for p in gaps)}"
+            )
         degree = _degree(model, options)
         if engine.dp % degree:
-            raise UsageError(f"{engine.dp} ranks are not divided by {degree} expert-parallel ones", hint=_HINT)
+            raise UsageError(
+                f"{engine.dp} ranks are not divided by {degree} expert-parallel ones", hint=_HINT
+            )
         if uneven := [prefix for prefix, n in counts.items() if n % degree]:
             raise UsageError(
                 f"the {counts[uneven[0]]} experts of {uneven[0]}* are not divided by {degree} expert-parallel ranks",
@@ -78,7 +91,9 @@ class ExpertRanks:
         part.ranks = self.experts.holders(self.degree, rank)
         return part
 
-    def groups(self, groups: Sequence[OptimizerGroup], before: int, *, split: bool) -> list[OptimizerGroup]:
+    def groups(
+        self, groups: Sequence[OptimizerGroup], before: int, *, split: bool
+    ) -> list[OptimizerGroup]:
         """The optimizer groups as DeepSpeed makes them for this number of expert-parallel ranks.
 
         Args:
@@ -97,7 +112,11 @@ class ExpertRanks:
             if rest:
                 out.append(group.part({n: n for n in rest}))
             part = group.part({n: n for n in mine}) if rest else group
-            if last is not None and recorded not in (None, self.degree) and _continues(last, group, before):
+            if (
+                last is not None
+                and recorded not in (None, self.degree)
+                and _continues(last, group, before)
+            ):
                 moved[-1] = moved[-1].joined(part)
             else:
                 moved.append(part)
@@ -110,7 +129,10 @@ class ExpertRanks:
         """Check that all ranks have the same of a group, as loaders take for granted."""
 
         def on(rank: int) -> list[tuple[str, tuple[int, ...]]]:
-            return [(local, group.masters[n].shape) for n, local in self.local(group.names, rank).items()]
+            return [
+                (local, group.masters[n].shape)
+                for n, local in self.local(group.names, rank).items()
+            ]
 
         first = on(0)
         for rank in range(1, self.degree):
@@ -130,7 +152,9 @@ class ExpertRanks:
         if recorded_degree(group.document) == self.degree:
             yield group
             return
-        numbers: dict[str, int] = {}  # of the group that each parameter is in, by its name on a rank
+        numbers: dict[
+            str, int
+        ] = {}  # of the group that each parameter is in, by its name on a rank
         number = numel = 0
         for name, local in self.local(names, 0).items():
             size = group.masters[name].size
@@ -147,7 +171,9 @@ class ExpertRanks:
         if before in (1, self.degree):
             return names
         layers = {prefix: i for i, prefix in enumerate(self.experts.counts)}
-        places = {n: (layers[found[0]], found[1]) for n in names if (found := expert_of(n)) is not None}
+        places = {
+            n: (layers[found[0]], found[1]) for n in names if (found := expert_of(n)) is not None
+        }
         out = sorted(names, key=places.__getitem__)
         for rank in range(before):
             mine = [n for n in names if self.experts.locally(n, before, rank)]
@@ -171,13 +197,17 @@ def _degree(model: TrainedModel, options: DeepSpeedOptions) -> int:
     if not model.groups:
         return 1  # weights are in a file for each expert, whatever the ranks
     if recorded is None:
-        raise UsageError("the source does not tell the number of expert-parallel ranks of the engine", hint=_HINT)
+        raise UsageError(
+            "the source does not tell the number of expert-parallel ranks of the engine", hint=_HINT
+        )
     return recorded
 
 
 def _continues(last: OptimizerGroup, group: OptimizerGroup, before: int) -> bool:
     """Whether a group of experts was one with that before it, and DeepSpeed divided it because of its size."""
-    hypers = [{k: v for k, v in g.document.items() if k not in ("params", "state")} for g in (last, group)]
+    hypers = [
+        {k: v for k, v in g.document.items() if k not in ("params", "state")} for g in (last, group)
+    ]
     numel = sum(last.masters[n].size for n in last.names) // before
     return hypers[0] == hypers[1] and numel + group.masters[group.names[0]].size > _MAX_GROUP
 
@@ -191,4 +221,6 @@ def _refuse(engine: Engine, options: DeepSpeedOptions) -> None:
         )
     if engine.tp > 1 or options.fused:
         feature = "tensor parallelism" if engine.tp > 1 else "FusedAdam at stage 0"
-        raise UnsupportedError(f"experts of deepspeed.moe are not exported for an engine with {feature}")
+        raise UnsupportedError(
+            f"experts of deepspeed.moe are not exported for an engine with {feature}"
+        )

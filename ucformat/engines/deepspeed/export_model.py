@@ -41,14 +41,20 @@ class UniversalOptions(ExportOptions):
         "the DeepSpeed configuration (JSON) of the engine that is to load the checkpoint: stage, precision, loss "
         "scale; by default what the source recorded",
     )
-    stage: int | None = option(None, "number", "the ZeRO stage; by default that of `config`, or of the source")
+    stage: int | None = option(
+        None, "number", "the ZeRO stage; by default that of `config`, or of the source"
+    )
     dtype: str | None = option(
-        None, "text", "the precision of the engine: `float32`, `bfloat16` or `float16`; by default that of the weights"
+        None,
+        "text",
+        "the precision of the engine: `float32`, `bfloat16` or `float16`; by default that of the weights",
     )
     tag: str | None = option(
         None, "text", "the name of the folder below the destination; `global_step<step>` by default"
     )
-    step: int | None = option(None, "number", "the number of training steps, if the source does not record it")
+    step: int | None = option(
+        None, "number", "the number of training steps, if the source does not record it"
+    )
     buffers: Sequence[str] | None = option(
         None,
         "names",
@@ -58,11 +64,15 @@ class UniversalOptions(ExportOptions):
 
     def __post_init__(self) -> None:
         if isinstance(self.config, str | Path):
-            object.__setattr__(self, "config", read_config_file(Path(self.config), "DeepSpeed configuration"))
+            object.__setattr__(
+                self, "config", read_config_file(Path(self.config), "DeepSpeed configuration")
+            )
         if isinstance(self.buffers, str):
             object.__setattr__(self, "buffers", self.buffers.split(","))
         if self.buffers is not None:
-            object.__setattr__(self, "buffers", tuple(name for name in self.buffers if name != "none"))
+            object.__setattr__(
+                self, "buffers", tuple(name for name in self.buffers if name != "none")
+            )
         if self.stage not in (None, 0, 1, 2, 3):
             raise UsageError(f"ZeRO has the stages 0 to 3, not {self.stage}")
         if self.dtype not in (None, *DTYPES):
@@ -80,9 +90,13 @@ class DeepSpeedOptions(UniversalOptions):
     """The options of `DeepSpeedExporter`."""
 
     world: int | None = option(
-        None, "number", "the number of ranks: data-parallel times tensor-parallel; by default that of the source"
+        None,
+        "number",
+        "the number of ranks: data-parallel times tensor-parallel; by default that of the source",
     )
-    tp: int | None = option(None, "number", "the number of tensor-parallel ranks, for which `layout` is needed")
+    tp: int | None = option(
+        None, "number", "the number of tensor-parallel ranks, for which `layout` is needed"
+    )
     layout: Layout | Mapping[str, Any] | str | None = option(  # noqa: RUF009 - it makes a field
         None,
         "layout",
@@ -94,7 +108,9 @@ class DeepSpeedOptions(UniversalOptions):
         "the number of expert-parallel ranks (`ep_size` of the layers) of a model with experts of deepspeed.moe; by "
         "default that of the source",
     )
-    weights_only: bool = option(False, "flag", "write no optimizer; load it with `load_module_only=True`")
+    weights_only: bool = option(
+        False, "flag", "write no optimizer; load it with `load_module_only=True`"
+    )
     fused: bool = option(
         False,
         "flag",
@@ -125,7 +141,9 @@ class Engine:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, options: UniversalOptions, source: Checkpoint, weights: Sequence[TensorInfo]) -> Engine:
+    def of(
+        cls, options: UniversalOptions, source: Checkpoint, weights: Sequence[TensorInfo]
+    ) -> Engine:
         """The engine that the options describe, or else the one that saved the source."""
         layout = source.metadata.layout
         settings = settings_of(options, source)
@@ -140,7 +158,9 @@ class Engine:
         dp, tp = _ranks(options, layout) if isinstance(options, DeepSpeedOptions) else (1, 1)
         step = options.step if options.step is not None else source.metadata.step
         if step is None:
-            raise UsageError("the source does not record the number of training steps", hint="pass step (--step)")
+            raise UsageError(
+                "the source does not record the number of training steps", hint="pass step (--step)"
+            )
         dtype = options.dtype or _dtype(options, settings, layout, weights)
         if isinstance(options, DeepSpeedOptions):
             _refuse(stage, dtype, settings)
@@ -188,7 +208,8 @@ def _ranks(options: DeepSpeedOptions, layout: Mapping[str, Any]) -> tuple[int, i
         world = layout["dp"] * tp
     if world is None:
         raise UsageError(
-            "the source does not tell the number of ranks of the engine", hint="pass world (--world), as for torchrun"
+            "the source does not tell the number of ranks of the engine",
+            hint="pass world (--world), as for torchrun",
         )
     if world % tp:
         raise UsageError(f"{world} ranks are not divided by {tp} tensor-parallel ones")
@@ -196,11 +217,19 @@ def _ranks(options: DeepSpeedOptions, layout: Mapping[str, Any]) -> tuple[int, i
 
 
 def _dtype(
-    options: UniversalOptions, settings: Mapping[str, Any], layout: Mapping[str, Any], weights: Sequence[TensorInfo]
+    options: UniversalOptions,
+    settings: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    weights: Sequence[TensorInfo],
 ) -> str:
     """The precision: that of the given configuration, else of the weights."""
     configured = next(
-        (dtype for s, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if _enabled(settings, s)), None
+        (
+            dtype
+            for s, dtype in (("bf16", "bfloat16"), ("fp16", "float16"))
+            if _enabled(settings, s)
+        ),
+        None,
     )
     if options.config is not None:
         return configured or "float32"
@@ -221,7 +250,9 @@ def _refuse(stage: int, dtype: str, settings: Mapping[str, Any]) -> None:
     offload = zero.get("offload_optimizer")
     nvme = isinstance(offload, Mapping) and offload.get("device") == "nvme"
     found = {
-        "fp32 gradients under ZeRO 1 (BF16_Optimizer)": stage == 1 and dtype == "bfloat16" and accumulated == "fp32",
+        "fp32 gradients under ZeRO 1 (BF16_Optimizer)": stage == 1
+        and dtype == "bfloat16"
+        and accumulated == "fp32",
         "elastic_checkpoint": stage in (1, 2) and zero.get("elastic_checkpoint") is True,
         "mics_shard_size": stage == 3 and zero.get("mics_shard_size", -1) not in (-1, 0, None),
         "an optimizer offloaded to NVMe": nvme,
@@ -234,7 +265,8 @@ def _refuse(stage: int, dtype: str, settings: Mapping[str, Any]) -> None:
             )
 
 
-# The tensors of a checkpoint as DeepSpeed divides them: trained parameters by optimizer group, and the rest.
+# The tensors of a checkpoint as DeepSpeed divides them: trained parameters by optimizer group, and
+# the rest.
 
 _LISTED = 8
 
@@ -246,7 +278,8 @@ class OptimizerGroup:
     Attributes:
         states: the tensors of each state, by parameter.
         masters: the fp32 copy of each parameter, or the weight itself where that is the only one.
-        ranks: the data-parallel ranks that share the group, in the order of their partitions; None: all.
+        ranks: the data-parallel ranks that share the group, in the order of their partitions; None:
+            all.
     """
 
     names: list[str]
@@ -264,7 +297,10 @@ class OptimizerGroup:
         plain = {state: cut(values) for state, values in self.plain().items()}
         states = {state: held for state, infos in self.states.items() if (held := cut(infos))}
         return OptimizerGroup(
-            list(names.values()), {**self.document, "state": plain, **document}, states, cut(self.masters)
+            list(names.values()),
+            {**self.document, "state": plain, **document},
+            states,
+            cut(self.masters),
         )
 
     def joined(self, other: OptimizerGroup) -> OptimizerGroup:
@@ -293,10 +329,16 @@ class OptimizerGroup:
 
     def plain(self) -> dict[str, dict[str, Any]]:
         """States that are plain numbers, by parameter; one number for the group is of all that have other states."""
-        stateful = [n for n in self.names if any(n in infos for infos in self.states.values())] or self.names
+        stateful = [
+            n for n in self.names if any(n in infos for infos in self.states.values())
+        ] or self.names
         found: dict[str, dict[str, Any]] = {}
         for state, value in (self.document.get("state") or {}).items():
-            by_name = value if isinstance(value, dict) and not any(k.startswith("$") for k in value) else None
+            by_name = (
+                value
+                if isinstance(value, dict) and not any(k.startswith("$") for k in value)
+                else None
+            )
             found[state] = dict(by_name if by_name is not None else dict.fromkeys(stateful, value))
         return found
 
@@ -304,18 +346,25 @@ class OptimizerGroup:
 class TrainedModel:
     """The tensors of a checkpoint, by their part in an engine."""
 
-    def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions) -> None:
+    def __init__(
+        self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions
+    ) -> None:
         self.source, self.options = source, options
         self.by_name: dict[str, dict[str, TensorInfo]] = {}
         for info in infos:
             self.by_name.setdefault(info.name, {})[info.state] = info
         self.groups = [self._group(document) for document in source.metadata.groups]
         self.trained = {name: info for group in self.groups for name, info in group.masters.items()}
-        self.placed_in_client: set[str] = set()  # names of tensors that are values of the client state
+        self.placed_in_client: set[str] = (
+            set()
+        )  # names of tensors that are values of the client state
 
     def _group(self, document: Mapping[str, Any]) -> OptimizerGroup:
         names = list(document["params"])
-        recorded, layout = zero_of(self.source.objects.get("ds_config") or {}), self.source.metadata.layout
+        recorded, layout = (
+            zero_of(self.source.objects.get("ds_config") or {}),
+            self.source.metadata.layout,
+        )
         if recorded.get("round_robin_gradients") is True and layout.get("zero") in (1, 2):
             degree = recorded_degree(document) or 1
             each = len(names) // degree
@@ -353,12 +402,17 @@ class TrainedModel:
     def weights(self) -> list[TensorInfo]:
         """The stored weights of trained parameters; without an optimizer, those of all floating-point tensors."""
         stored = {n: held["weight"] for n, held in self.by_name.items() if "weight" in held}
-        return [i for n, i in stored.items() if (n in self.trained if self.groups else i.dtype in FLOATS)]
+        return [
+            i
+            for n, i in stored.items()
+            if (n in self.trained if self.groups else i.dtype in FLOATS)
+        ]
 
     def module(self, engine: Engine) -> dict[str, TensorInfo]:
         """What the module's parameters and buffers are read from: weights in the engine's precision, else masters.
 
-        The engine rounds what is in another precision when it copies it to its parameters, as after a step.
+        The engine rounds what is in another precision when it copies it to its parameters, as after
+        a step.
         """
         found = {}
         for name, held in self.by_name.items():
@@ -368,7 +422,12 @@ class TrainedModel:
             right = weight is not None and (weight.dtype == engine.dtype or master is None)
             info = weight if right or master is None else master
             assert info is not None  # noqa: S101
-            if name in self.trained and engine.dtype == "float16" and info.dtype != "float16" and master is None:
+            if (
+                name in self.trained
+                and engine.dtype == "float16"
+                and info.dtype != "float16"
+                and master is None
+            ):
                 raise UnsupportedError(
                     f"{info.key} is {info.dtype}, and in float16 it might overflow",
                     hint="cast weights to float16 by a view, or train in bfloat16",
@@ -387,7 +446,9 @@ class TrainedModel:
             told = self.source.objects.get("buffer_names")
         rest = self.untrained(module)
         if isinstance(told, list | tuple):
-            unknown = [n for n in told if n not in module] if self.options.buffers is not None else []
+            unknown = (
+                [n for n in told if n not in module] if self.options.buffers is not None else []
+            )
             if unknown:
                 raise UsageError(f"these buffers are not stored: {listed(unknown)}")
             return [n for n in told if n in rest]
@@ -412,7 +473,11 @@ class TrainedModel:
 
     def take_all(self, module: Mapping[str, TensorInfo], buffers: Sequence[str]) -> None:
         """Make all parameters one group without states, as ZeRO 3 stores weights."""
-        masters = {n: (self.by_name[n].get("master") or i) for n, i in module.items() if n not in buffers and i.size}
+        masters = {
+            n: (self.by_name[n].get("master") or i)
+            for n, i in module.items()
+            if n not in buffers and i.size
+        }
         self.groups, self.trained = [OptimizerGroup(list(masters), {}, {}, masters)], masters
 
 
@@ -423,10 +488,13 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def outside(source: Checkpoint, trained: Collection[str], names: Iterable[str]) -> dict[str, tuple[str | int, ...]]:
+def outside(
+    source: Checkpoint, trained: Collection[str], names: Iterable[str]
+) -> dict[str, tuple[str | int, ...]]:
     """The tensors that the program that saved did not keep in the state of its model, each with its path there.
 
-    Where paths are not known, a tensor `train.rng` belongs to the object `train`, unless trained parameters do, too.
+    Where paths are not known, a tensor `train.rng` belongs to the object `train`, unless trained
+    parameters do, too.
     """
     paths = source.metadata.paths
     homes = {paths[key][0][:-1] for n in trained if paths.get(key := Key(n, "weight"))}

@@ -64,7 +64,9 @@ class Values:
     def of(cls, model: TrainedModel, engine: Engine) -> Values:
         """The values of a checkpoint; tensors that belong to them are taken from the model."""
         source, out = model.source, cls()
-        decode = ValueDecoder({info.key: info for held in model.by_name.values() for info in held.values()})
+        decode = ValueDecoder(
+            {info.key: info for held in model.by_name.values() for info in held.values()}
+        )
         objects = {k: v for k, v in source.objects.items() if k not in _DROPPED}
         optimizer = objects.pop("optimizer", None)
         recorded = optimizer if isinstance(optimizer, dict) else {}
@@ -86,8 +88,12 @@ class Values:
             else:
                 part = out.engine if key in _COPIED else out.client
                 out._put(part, key, key, value, decode)
-        if out.engine.get("lr_scheduler") is None and isinstance(engine.settings.get("scheduler"), Mapping):
-            out.engine["lr_scheduler"] = {"last_batch_iteration": engine.step - 1}  # of every scheduler of DeepSpeed
+        if out.engine.get("lr_scheduler") is None and isinstance(
+            engine.settings.get("scheduler"), Mapping
+        ):
+            out.engine["lr_scheduler"] = {
+                "last_batch_iteration": engine.step - 1
+            }  # of every scheduler of DeepSpeed
         if engine.settings:
             out._put(out.engine, "ds_config", "ds_config", dict(engine.settings), decode)
         out._take_ranks(model, engine, decode)
@@ -97,7 +103,9 @@ class Values:
         model.placed_in_client |= {key.name for key in out.used}
         return out
 
-    def _put(self, part: dict[Any, Any], label: str, key: Any, value: Any, decode: ValueDecoder) -> None:
+    def _put(
+        self, part: dict[Any, Any], label: str, key: Any, value: Any, decode: ValueDecoder
+    ) -> None:
         """Add a value, or note that it has no place."""
         if part is self.client and key in ENGINE_KEYS | TENSOR_KEYS:
             self.missing.append(f"the value {label}, a name of DeepSpeed's own")
@@ -117,7 +125,9 @@ class Values:
             layout.get("dp"),
         ):
             return
-        if engine.stage != ZERO3 or any(not r.isdigit() or v.keys() != {"client_state"} for r, v in found.items()):
+        if engine.stage != ZERO3 or any(
+            not r.isdigit() or v.keys() != {"client_state"} for r, v in found.items()
+        ):
             return
         self._named.add("rank")
         for rank, values in found.items():
@@ -128,13 +138,19 @@ class Values:
     def _take_outside(self, model: TrainedModel) -> None:
         """Add tensors that are not the model's to the client state, at their path in the program's state."""
         taken = {key.name for key in self.used}
-        names = [n for n, held in model.by_name.items() if held.keys() == {"weight"} and n not in taken]
+        names = [
+            n for n, held in model.by_name.items() if held.keys() == {"weight"} and n not in taken
+        ]
         for name, (*path, last) in outside(model.source, model.trained, names).items():
             info = model.by_name[name]["weight"]
             place: Any = self.client
             for key in path:
                 place = place.setdefault(key, {}) if isinstance(place, dict) else None
-            if isinstance(place, dict) and last not in place and (path or last not in ENGINE_KEYS | TENSOR_KEYS):
+            if (
+                isinstance(place, dict)
+                and last not in place
+                and (path or last not in ENGINE_KEYS | TENSOR_KEYS)
+            ):
                 place[last] = whole(info)
                 self.used[info.key] = info
             else:
@@ -164,7 +180,8 @@ class Values:
         yield from (self.client | self.ranks.get(rank, {})).items()
 
 
-# Values of a checkpoint as the pickles of DeepSpeed hold them; objects are only made of the classes named here.
+# Values of a checkpoint as the pickles of DeepSpeed hold them; objects are only made of the classes
+# named here.
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _STATIC, _DYNAMIC = Global(_SCALERS, "LossScaler"), Global(_SCALERS, "DynamicLossScaler")
@@ -174,7 +191,8 @@ _SIZE = Global("torch", "Size")
 ALLOWED.update((_STATIC, _DYNAMIC, _STAGE, _ADDRESS))
 
 _KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-#: The settings of a dynamic loss scaler with DeepSpeed's defaults, and their names in a configuration.
+#: The settings of a dynamic loss scaler with DeepSpeed's defaults, and their names in a
+#: configuration.
 _SETTINGS: dict[str, tuple[Any, str]] = {
     "scale_factor": (2.0, ""),
     "scale_window": (1000, "loss_scale_window"),
@@ -241,7 +259,11 @@ def scale_of(engine: Engine, recorded: Any) -> dict[str, Any]:
                 hint="pass config (--config), a configuration with the section `fp16`",
             )
         dynamic = not settings.get("loss_scale")
-        found = {"cur_scale": 2.0 ** settings.get("initial_scale_power", 16) if dynamic else settings["loss_scale"]}
+        found = {
+            "cur_scale": 2.0 ** settings.get("initial_scale_power", 16)
+            if dynamic
+            else settings["loss_scale"]
+        }
     if not dynamic:
         return {"dynamic": False, "cur_scale": found["cur_scale"]}
     out = {"dynamic": True, "cur_iter": 0, "last_overflow_iter": -1}

@@ -1,7 +1,8 @@
 """The flat buffers of ZeRO: what of each parameter each rank's partition holds.
 
-ZeRO 1 and 2 join the parameters of an optimizer group, and partition the joined buffer; ZeRO 3 partitions each
-parameter, and joins the parts. Under tensor parallelism both begin with the parameters' shards.
+ZeRO 1 and 2 join the parameters of an optimizer group, and partition the joined buffer; ZeRO 3
+partitions each parameter, and joins the parts. Under tensor parallelism both begin with the
+parameters' shards.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.export_model import ZERO3, listed
-from ucformat.engines.deepspeed.export_objects import VERSION, ValueDecoder, address, loss_scaler, stage_of
+from ucformat.engines.deepspeed.export_objects import (
+    VERSION,
+    ValueDecoder,
+    address,
+    loss_scaler,
+    stage_of,
+)
 from ucformat.engines.deepspeed.inference import PRESETS
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.base import Span
@@ -53,7 +60,9 @@ class Shards:
             )
         layout = _layout(options.layout, tp)
         if layout.mesh.size != tp:
-            raise UsageError(f"the layout is of {layout.mesh.size} ranks instead of {tp} tensor-parallel ones")
+            raise UsageError(
+                f"the layout is of {layout.mesh.size} ranks instead of {tp} tensor-parallel ones"
+            )
         self._keys = {name: info.key for name, info in infos.items()}
         self._bound = layout.bind(TensorList(tuple(infos.values())))
 
@@ -63,7 +72,10 @@ class Shards:
             return tuple(map(Dim.whole, shape))
         placed = self._bound.placed(self._keys[name])
         at = placed.mesh.coordinate(rank)
-        cuts = tuple(Cut(s, placed.mesh.degree(axes_of(s)), placed.mesh.index(axes_of(s), at)) for s in placed.shards)
+        cuts = tuple(
+            Cut(s, placed.mesh.degree(axes_of(s)), placed.mesh.index(axes_of(s), at))
+            for s in placed.shards
+        )
         return local_dims(shape, cuts)
 
     def cuts(self, name: str) -> bool:
@@ -81,7 +93,9 @@ class Shards:
 def _layout(given: Layout | Mapping[str, object] | str, tp: int) -> Layout:
     if isinstance(given, str):
         if given not in PRESETS:
-            raise UsageError(f"there is no preset {given!r}", hint=f"there are: {', '.join(PRESETS)}")
+            raise UsageError(
+                f"there is no preset {given!r}", hint=f"there are: {', '.join(PRESETS)}"
+            )
         return Layout({TP: tp}, PRESETS[given])
     return given if isinstance(given, Layout) else Layout.parse(given)
 
@@ -117,20 +131,30 @@ class FlatGroup:
         """The shapes of the parameters."""
         return {name: tuple(d.size for d in dims) for name, dims in self.dims.items()}
 
-    def saved(self, infos: Mapping[str, TensorInfo], rank: int, fill: bool, spare: int = 0) -> SavedTensor:  # noqa: FBT001
+    def saved(
+        self,
+        infos: Mapping[str, TensorInfo],
+        rank: int,
+        fill: bool,
+        spare: int = 0,  # noqa: FBT001
+    ) -> SavedTensor:
         """A data-parallel rank's partition."""
         size = self.buffer.size - spare
         found = self._pieces(infos, rank) if fill else ()
         dtype = next(infos[name].dtype for name in self.dims)
         return SavedTensor(Storage(Span(dtype, size, tuple(found))), (size,))
 
-    def _pieces(self, infos: Mapping[str, TensorInfo], rank: int) -> Iterator[tuple[TensorInfo, Piece]]:
+    def _pieces(
+        self, infos: Mapping[str, TensorInfo], rank: int
+    ) -> Iterator[tuple[TensorInfo, Piece]]:
         for name, (start, stop, at) in self.part_of(rank).items():
             for piece in pieces_of(self.dims[name], (start, stop), at)[0]:
                 yield infos[name], piece
 
 
-def flat_groups(engine: Engine, groups: Sequence[OptimizerGroup], shards: Shards, rank: int) -> list[FlatGroup]:
+def flat_groups(
+    engine: Engine, groups: Sequence[OptimizerGroup], shards: Shards, rank: int
+) -> list[FlatGroup]:
     """The flat groups of a tensor-parallel rank."""
     found: list[FlatGroup] = []
     for number, group in enumerate(groups):
@@ -144,7 +168,9 @@ def flat_groups(engine: Engine, groups: Sequence[OptimizerGroup], shards: Shards
     return found
 
 
-def _joined(engine: Engine, number: int, group: OptimizerGroup, dims: dict[str, tuple[Dim, ...]]) -> FlatGroup:
+def _joined(
+    engine: Engine, number: int, group: OptimizerGroup, dims: dict[str, tuple[Dim, ...]]
+) -> FlatGroup:
     """All parameters of an optimizer group, of which each rank gets a partition (stage 0: of one rank, not padded)."""
     names, ranks = list(dims), group.ranks or range(engine.dp)
     if engine.stage and engine.flag("round_robin_gradients"):
@@ -158,7 +184,9 @@ def _joined(engine: Engine, number: int, group: OptimizerGroup, dims: dict[str, 
         buffer.append(name, numel, padding=padding)
         paddings.append(padding)
     parts = len(ranks)
-    buffer.size = align_up(buffer.end, _START_ALIGNMENT * parts) // parts if engine.stage else buffer.end
+    buffer.size = (
+        align_up(buffer.end, _START_ALIGNMENT * parts) // parts if engine.stage else buffer.end
+    )
     return FlatGroup(number, group, {n: dims[n] for n in names}, buffer, paddings, ranks)
 
 
@@ -174,7 +202,9 @@ def _partitioned(
         buffer.append_part(name, numel, part_size(numel, engine.dp))
         if buffer.end >= limit or name == next(reversed(numels)):
             buffer.size = buffer.end
-            yield FlatGroup(number, group, {n: dims[n] for n in buffer.slots}, buffer, [], range(engine.dp))
+            yield FlatGroup(
+                number, group, {n: dims[n] for n in buffer.slots}, buffer, [], range(engine.dp)
+            )
             buffer = FlatBuffer()
 
 
@@ -221,14 +251,18 @@ def check_dtype(state: str, infos: Mapping[str, TensorInfo], names: Sequence[str
 
 
 def _base(
-    groups: Sequence[OptimizerGroup], members: Sequence[Sequence[int]], states: dict[int, dict[str, Any]]
+    groups: Sequence[OptimizerGroup],
+    members: Sequence[Sequence[int]],
+    states: dict[int, dict[str, Any]],
 ) -> dict[str, Any]:
     """The state dict of the optimizer inside, by the numbers of its tensors in each group."""
     decode = ValueDecoder({})
     hypers = [decode.hyper(group.document) for group in groups]
     return {
         "state": {i: found for i, found in states.items() if found},
-        "param_groups": [{**hyper, "params": list(of)} for hyper, of in zip(hypers, members, strict=True)],
+        "param_groups": [
+            {**hyper, "params": list(of)} for hyper, of in zip(hypers, members, strict=True)
+        ],
     }
 
 
@@ -237,14 +271,18 @@ def _flat_states(flat: FlatGroup, rank: int, fill: bool) -> dict[str, Any]:  # n
     if not flat.dims:
         return {}
     first, group, decode = next(iter(flat.dims)), flat.group, ValueDecoder({})
-    found: dict[str, Any] = {state: decode(values[first]) for state, values in group.plain().items()}
+    found: dict[str, Any] = {
+        state: decode(values[first]) for state, values in group.plain().items()
+    }
     found |= {state: whole(infos[first]) for state, infos in group.scalars().items()}
     return found | {state: flat.saved(infos, rank, fill) for state, infos in group.shaped().items()}
 
 
 def _members(groups: Sequence[OptimizerGroup], flat: Sequence[FlatGroup]) -> list[list[int]]:
     """The numbers of the flat groups of each optimizer group."""
-    return [[i for i, of in enumerate(flat) if of.number == number] for number in range(len(groups))]
+    return [
+        [i for i, of in enumerate(flat) if of.number == number] for number in range(len(groups))
+    ]
 
 
 def zero_optimizer(
@@ -256,7 +294,11 @@ def zero_optimizer(
     fill: bool,  # noqa: FBT001
 ) -> dict[str, Any]:
     """The state dict of `DeepSpeedZeroOptimizer` (ZeRO 1 and 2), or of `DeepSpeedZeroOptimizer_Stage3`."""
-    base = _base(groups, _members(groups, flat), {i: _flat_states(of, rank, fill) for i, of in enumerate(flat)})
+    base = _base(
+        groups,
+        _members(groups, flat),
+        {i: _flat_states(of, rank, fill) for i, of in enumerate(flat)},
+    )
     out: dict[str, Any] = {
         "loss_scaler": loss_scaler(values.scale),
         "dynamic_loss_scale": values.scale["dynamic"],
@@ -265,7 +307,11 @@ def zero_optimizer(
     }
     if engine.stage == ZERO3:
         masters = [of.saved(of.group.masters, rank, fill) for of in flat]
-        return out | {"partition_count": engine.dp, "optimizer_state_dict": base, "fp32_flat_groups": masters}
+        return out | {
+            "partition_count": engine.dp,
+            "optimizer_state_dict": base,
+            "fp32_flat_groups": masters,
+        }
     paddings = [of.padding(rank) for of in flat]
     parts = [of.part_of(rank) for of in flat]
     return {
@@ -273,13 +319,16 @@ def zero_optimizer(
         **({} if values.clip_grad is None else {"clip_grad": values.clip_grad}),
         "base_optimizer_state": base,
         "single_partition_of_fp32_groups": [
-            of.saved(of.group.masters, rank, fill, spare) for of, spare in zip(flat, paddings, strict=True)
+            of.saved(of.group.masters, rank, fill, spare)
+            for of, spare in zip(flat, paddings, strict=True)
         ],
         "group_paddings": paddings,
         "param_alignment_paddings": [of.paddings for of in flat],
         "partition_count": [len(of.ranks) for of in flat],
         "ds_version": VERSION,
-        "param_slice_mappings": [{n: address(at, b - a) for n, (a, b, at) in part.items()} for part in parts],
+        "param_slice_mappings": [
+            {n: address(at, b - a) for n, (a, b, at) in part.items()} for part in parts
+        ],
     }
 
 
@@ -300,13 +349,19 @@ def plain_optimizer(
     single = engine.dtype == "float32"
     names = [[n for n in group.names if single or group.masters[n].size] for group in groups]
     if flat is not None:
-        base = _base(groups, _members(groups, flat), {i: _flat_states(of, 0, fill) for i, of in enumerate(flat)})
+        base = _base(
+            groups,
+            _members(groups, flat),
+            {i: _flat_states(of, 0, fill) for i, of in enumerate(flat)},
+        )
     else:
         states: dict[int, dict[str, Any]] = {}
         members: list[list[int]] = []
         for group, held in zip(groups, names, strict=True):
             members.append([len(states) + i for i in range(len(held))])
-            states |= {len(states) + i: _single(group, n, shards, rank, fill) for i, n in enumerate(held)}
+            states |= {
+                len(states) + i: _single(group, n, shards, rank, fill) for i, n in enumerate(held)
+            }
         base = _base(groups, members, states)
     if single:
         return base
@@ -329,10 +384,18 @@ def plain_optimizer(
     return out
 
 
-def _single(group: OptimizerGroup, name: str, shards: Shards, rank: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
+def _single(
+    group: OptimizerGroup,
+    name: str,
+    shards: Shards,
+    rank: int,
+    fill: bool,  # noqa: FBT001
+) -> dict[str, Any]:
     """The states of one parameter."""
     decode, shape = ValueDecoder({}), group.masters[name].shape
-    found: dict[str, Any] = {state: decode(values[name]) for state, values in group.plain().items() if name in values}
+    found: dict[str, Any] = {
+        state: decode(values[name]) for state, values in group.plain().items() if name in values
+    }
     for state, infos in group.states.items():
         info = infos.get(name)
         if info is None:
@@ -354,11 +417,15 @@ def check_scalars(source: Checkpoint, groups: Iterable[OptimizerGroup]) -> None:
 
     for group in groups:
         for state, infos in group.scalars().items():
-            distinct = {place(info): info for name, info in infos.items() if group.masters[name].size}
+            distinct = {
+                place(info): info for name, info in infos.items() if group.masters[name].size
+            }
             if len(distinct) < 2:
                 continue
             values = map_io(lambda info: source[info.key].read().tobytes(), list(distinct.values()))
-            other = next((i for i, v in zip(distinct.values(), values, strict=True) if v != values[0]), None)
+            other = next(
+                (i for i, v in zip(distinct.values(), values, strict=True) if v != values[0]), None
+            )
             if other is not None:
                 first = next(iter(distinct.values()))
                 raise UnsupportedError(

@@ -1,15 +1,19 @@
 """The files of one DeepSpeed checkpoint: which must be present, and which must not.
 
-A save folder holds `latest`, a text file with the name of a tag folder, and the tag folders. A tag folder holds, for
-each model-parallel rank M (that of the pipeline stage times the tensor-parallel degree, plus the tensor-parallel rank):
+A save folder holds `latest`, a text file with the name of a tag folder, and the tag folders. A tag
+folder holds, for each model-parallel rank M (that of the pipeline stage times the tensor-parallel
+degree, plus the tensor-parallel rank):
 
 - ZeRO 0: `mp_rank_M_model_states.pt`
-- ZeRO 1, 2: that, and for each data-parallel rank R `[bf16_]zero_pp_rank_R_mp_rank_M_optim_states.pt`
-- ZeRO 3: for each R `zero_pp_rank_R_mp_rank_M_model_states.pt` and `[bf16_]zero_pp_rank_R_mp_rank_M_optim_states.pt`
-- pipelines: also the modules' weights, `layer_L[-model_T]-model_states.pt` for each layer L that has any and each
-  tensor-parallel rank T
-- experts: also their weights, `layer_L_expert_E_mp_rank_M_model_states.pt`, L counting layers of experts only; under
-  ZeRO 0 the optimizer of each expert-parallel rank P, `expp_rank_P_mp_rank_M_optim_states.pt`
+- ZeRO 1, 2: that, and for each data-parallel rank R
+  `[bf16_]zero_pp_rank_R_mp_rank_M_optim_states.pt`
+- ZeRO 3: for each R `zero_pp_rank_R_mp_rank_M_model_states.pt` and
+  `[bf16_]zero_pp_rank_R_mp_rank_M_optim_states.pt`
+- pipelines: also the modules' weights, `layer_L[-model_T]-model_states.pt` for each layer L that
+  has any and each tensor-parallel rank T
+- experts: also their weights, `layer_L_expert_E_mp_rank_M_model_states.pt`, L counting layers of
+  experts only; under ZeRO 0 the optimizer of each expert-parallel rank P,
+  `expp_rank_P_mp_rank_M_optim_states.pt`
 
 (`pp_rank` is the data-parallel rank; `bf16_` marks training in bf16.)
 """
@@ -21,7 +25,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ucformat.errors import IntegrityError, MissingData, NotFound, UnsupportedError, UsageError, option_text
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    NotFound,
+    UnsupportedError,
+    UsageError,
+    option_text,
+)
 from ucformat.sources.base import PickleOptions, option
 from ucformat.storage.base import check_key, exists
 
@@ -36,8 +47,12 @@ _RANK = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_stat
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPP = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_ANY = re.compile(r"([^/]*/)?((bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)|mp_rank_\d+_model)_states\.pt")
-_UNIVERSAL = re.compile(r"([^/]*/)?(zero/(.+/fp32|optimizer_state)\.pt|tmp/.+/\d+/fp32\.\d+)", re.DOTALL)
+_ANY = re.compile(
+    r"([^/]*/)?((bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)|mp_rank_\d+_model)_states\.pt"
+)
+_UNIVERSAL = re.compile(
+    r"([^/]*/)?(zero/(.+/fp32|optimizer_state)\.pt|tmp/.+/\d+/fp32\.\d+)", re.DOTALL
+)
 _DIGITS = 6  # of a rank or layer; DeepSpeed writes no longer numbers
 _MAX_FILES = 10_000  # files examined in a folder without `latest`
 _LATEST = 4096  # bytes of `latest`
@@ -51,7 +66,11 @@ _NVME = (
 )
 _NOT_YET = (
     (re.compile(r"expert_\d+_mp_rank_\d+_.*"), "experts as DeepSpeed before 0.5 saved them", _READ),
-    (re.compile(r"offloaded_tensors/.*"), "an optimizer offloaded to NVMe, whose states are swap files", _NVME),
+    (
+        re.compile(r"offloaded_tensors/.*"),
+        "an optimizer offloaded to NVMe, whose states are swap files",
+        _NVME,
+    ),
 )
 
 
@@ -76,7 +95,12 @@ class TagFiles:
         layers = (key for number in sorted(self.layers) for key in self.layers[number])
         ranks = (*self.models, *self.optims)
         experts = (*self.experts.values(), *self.expert_optims)
-        return (*filter(None, [self.latest]), *(key for keys in ranks for key in keys), *layers, *experts)
+        return (
+            *filter(None, [self.latest]),
+            *(key for keys in ranks for key in keys),
+            *layers,
+            *experts,
+        )
 
 
 def is_model_or_optimizer(name: str) -> bool:
@@ -91,7 +115,10 @@ def looks_like_deepspeed(store: Store) -> bool:
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
     if any(exists(store, name) for name in names):
         return True
-    return any(_ANY.fullmatch(i.key) or _UNIVERSAL.fullmatch(i.key) for i in islice(store.list(), _MAX_FILES))
+    return any(
+        _ANY.fullmatch(i.key) or _UNIVERSAL.fullmatch(i.key)
+        for i in islice(store.list(), _MAX_FILES)
+    )
 
 
 def find_tag(store: Store) -> str:
@@ -125,7 +152,9 @@ def is_universal(store: Store, tag: str) -> bool:
     return any(match is not None and not match[1] for match in found)
 
 
-def list_files(store: Store, tag: str, *, universal: bool = False, optimizer: bool = True) -> TagFiles:
+def list_files(
+    store: Store, tag: str, *, universal: bool = False, optimizer: bool = True
+) -> TagFiles:
     """List the files of a tag folder, and check that none is missing."""
     prefix = f"{tag}/" if tag else ""
     names = [info.key.removeprefix(prefix) for info in store.list(tag)]
@@ -150,10 +179,14 @@ def list_files(store: Store, tag: str, *, universal: bool = False, optimizer: bo
         )
     models = cut
     if single:
-        models = tuple((key,) for key in _whole(prefix, single, "mp_rank_{0:02d}_model_states.pt")[0])
+        models = tuple(
+            (key,) for key in _whole(prefix, single, "mp_rank_{0:02d}_model_states.pt")[0]
+        )
     layers = _layers(prefix, [m for m in map(_LAYER.fullmatch, names) if m])
     experts, expert_optims = _experts(prefix, names, optimizer=optimizer)
-    latest = next((key for key in ("latest", "latest_universal") if tag and _tag_in(store, key) == tag), None)
+    latest = next(
+        (key for key in ("latest", "latest_universal") if tag and _tag_in(store, key) == tag), None
+    )
     return TagFiles(tag, bool(cut), models, optims, layers, experts, expert_optims, latest)
 
 
@@ -169,7 +202,12 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
     for kind, ranks, wide in kinds:
         keys = ranks or ((_like(files.models[0][0], 0, 0, kind),),)
         there = {(m, r) for m, row in enumerate(ranks) for r in range(len(row))}
-        missing = [_like(keys[0][0], m, r, kind) for m in range(mp) for r in range(wide) if (m, r) not in there]
+        missing = [
+            _like(keys[0][0], m, r, kind)
+            for m in range(mp)
+            for r in range(wide)
+            if (m, r) not in there
+        ]
         if missing:
             more = f" (and {len(missing) - _MAX_LISTED} more)" if len(missing) > _MAX_LISTED else ""
             raise MissingData(
@@ -204,11 +242,17 @@ def _like(key: str, m: int, r: int, kind: str) -> str:
 
 def copy_hint(*, weights: bool = False) -> str:
     """What to do about missing files."""
-    alone = f"; without the optimizer's files the weights are whole: {option_text('optimizer')}" if weights else ""
+    alone = (
+        f"; without the optimizer's files the weights are whole: {option_text('optimizer')}"
+        if weights
+        else ""
+    )
     return f"copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk{alone}"
 
 
-def _grid(prefix: str, found: list[re.Match[str]], *, whole: bool = False) -> tuple[tuple[str, ...], ...]:
+def _grid(
+    prefix: str, found: list[re.Match[str]], *, whole: bool = False
+) -> tuple[tuple[str, ...], ...]:
     """Keys by model- and data-parallel rank, each 0, 1, 2 … without a gap; `whole`: the weights do not need them."""
     if len({m[1] for m in found}) > 1:
         plain, bf16 = (next(m[0] for m in found if bool(m[1]) == flag) for flag in (False, True))
@@ -224,7 +268,12 @@ def _grid(prefix: str, found: list[re.Match[str]], *, whole: bool = False) -> tu
 
 
 def _whole(
-    prefix: str, found: Mapping[tuple[int, int], str], name: str, *, rows: bool = False, hint: str = ""
+    prefix: str,
+    found: Mapping[tuple[int, int], str],
+    name: str,
+    *,
+    rows: bool = False,
+    hint: str = "",
 ) -> tuple[tuple[str, ...], ...]:
     """The files as a full grid of these two numbers; MissingData names those that are missing."""
     high, wide = (1 + max(key[i] for key in found) for i in (0, 1))
@@ -233,7 +282,9 @@ def _whole(
             f"{prefix}{name.format(0, 0)} and most of the {high * wide} files like it are missing",
             hint=hint or copy_hint(),
         )
-    missing = [prefix + name.format(m, r) for m in range(high) for r in range(wide) if (m, r) not in found]
+    missing = [
+        prefix + name.format(m, r) for m in range(high) for r in range(wide) if (m, r) not in found
+    ]
     if missing:
         more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
         raise MissingData(
@@ -255,10 +306,16 @@ def _layers(prefix: str, found: list[re.Match[str]]) -> dict[int, tuple[str, ...
         )
     by_rank = {(_number(m[1]), _number(m[2] or "0")): m[0] for m in found}
     degree = 1 + max(rank for _, rank in by_rank)
-    name = "layer_{0:02d}-model_{1:02d}-model_states.pt" if found[0][2] else "layer_{0:02d}-model_states.pt"
+    name = (
+        "layer_{0:02d}-model_{1:02d}-model_states.pt"
+        if found[0][2]
+        else "layer_{0:02d}-model_states.pt"
+    )
     out = {}
     for layer in sorted({layer for layer, _ in by_rank}):
-        missing = [prefix + name.format(layer, r) for r in range(degree) if (layer, r) not in by_rank]
+        missing = [
+            prefix + name.format(layer, r) for r in range(degree) if (layer, r) not in by_rank
+        ]
         if missing:
             raise MissingData(
                 f"{', '.join(missing[:_MAX_LISTED])} is missing, but files of other tensor-parallel ranks are present",
@@ -276,7 +333,9 @@ def _experts(
     optims = [m for m in map(_EXPP.fullmatch, names) if m and optimizer]
     for m in (*weights, *optims):
         if _number(m[m.lastindex or 1]):
-            raise _not_yet("expert parallelism together with tensor parallelism or pipelines", prefix + m[0])
+            raise _not_yet(
+                "expert parallelism together with tensor parallelism or pipelines", prefix + m[0]
+            )
     by_rank = {(_number(m[1]), 0): m[0] for m in optims}
     name, hint = "expp_rank_{0}_mp_rank_00_optim_states.pt", copy_hint(weights=True)
     keys = _whole(prefix, by_rank, name, rows=True, hint=hint) if by_rank else ()
@@ -290,7 +349,11 @@ def _not_yet(feature: str, key: str, hint: str = _READ) -> UnsupportedError:
 
 def _existing(store: Store, tag: str, file: str) -> str:
     if next(iter(store.list(check_key(tag))), None) is None:
-        beside = [i.key for i in islice(store.list(), _MAX_FILES) if i.key.endswith(_WEIGHTS) and "/" not in i.key]
+        beside = [
+            i.key
+            for i in islice(store.list(), _MAX_FILES)
+            if i.key.endswith(_WEIGHTS) and "/" not in i.key
+        ]
         whole = next((key for key in sorted(beside, key=lambda k: not k.endswith(".json"))), None)
         weights = f"; for weights alone open {store.url}/{whole}" if whole else ""
         raise NotFound(
@@ -323,7 +386,9 @@ class DeepSpeedOptions(PickleOptions):
         "how parameters are sharded over tensor-parallel ranks, if the checkpoint does not describe it, or does so "
         "wrongly: rules over the axis `tp`, or a preset (`llama`, `megatron-deepspeed`, `megatron-deepspeed-swiglu`)",
     )
-    vocab: int | None = option(None, "number", "rows of the vocabulary without its padding, if the layout has `pad_to`")
+    vocab: int | None = option(
+        None, "number", "rows of the vocabulary without its padding, if the layout has `pad_to`"
+    )
     optimizer: bool = option(
         default=True,
         how="flag",

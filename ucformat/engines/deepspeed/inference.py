@@ -1,19 +1,21 @@
 """How a parameter is sharded across tensor-parallel ranks if neither the caller nor the checkpoint describes it.
 
-The evidence: parts of unequal shape are cut along the dim in which they differ; equal bytes that are not one repeated
-value are replicas; a family known by its module names follows its preset. Nothing else is guessed: an error lists the
-remaining parameters, with the two possible readings of each.
+The evidence: parts of unequal shape are cut along the dim in which they differ; equal bytes that
+are not one repeated value are replicas; a family known by its module names follows its preset.
+Nothing else is guessed: an error lists the remaining parameters, with the two possible readings of
+each.
 
-If a checkpoint has patterns and none matches a parameter, DeepSpeed joins it along dim 0, replicas too, so a missing
-pattern proves nothing. The evidence is then, in this order: the sizes in the checkpoint's own arguments; parts that
-differ, which cannot be replicas; and the other parameters: equal parts are replicas if the checkpoint declares others
-replicated and also holds parts that differ (ranks seeded alike would have equal parts of everything). Parts of one
-repeated value prove nothing by themselves: a bias follows its weight, a norm the other norms.
+If a checkpoint has patterns and none matches a parameter, DeepSpeed joins it along dim 0, replicas
+too, so a missing pattern proves nothing. The evidence is then, in this order: the sizes in the
+checkpoint's own arguments; parts that differ, which cannot be replicas; and the other parameters:
+equal parts are replicas if the checkpoint declares others replicated and also holds parts that
+differ (ranks seeded alike would have equal parts of everything). Parts of one repeated value prove
+nothing by themselves: a bias follows its weight, a norm the other norms.
 
-A preset is a set of layout rules over the axis `tp`. It applies if the caller names it, and by itself only if a
-checkpoint has no patterns and its module names are those of the family. It omits tables that engines cut in several
-ways (a vocabulary may be cut, padded or replicated) unless the family settles it; the shapes of the parts or the caller
-must then decide.
+A preset is a set of layout rules over the axis `tp`. It applies if the caller names it, and by
+itself only if a checkpoint has no patterns and its module names are those of the family. It omits
+tables that engines cut in several ways (a vocabulary may be cut, padded or replicated) unless the
+family settles it; the shapes of the parts or the caller must then decide.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ if TYPE_CHECKING:
 MEAN = "{partial: mean, over: tp}"
 EQUAL = "equal bytes"  # why parts are read as replicas
 
-#: Names of modules in which several matrices may be fused, so that their parts do not simply follow one another.
+#: Names of modules in which several matrices may be fused, so that their parts do not simply follow
+#: one another.
 _FUSED = re.compile(
-    r"qkv|query_key_value|key_value|c_attn|in_proj|gate_up|up_gate|h_to_4h|fc1|w12|w13|fused|experts", re.IGNORECASE
+    r"qkv|query_key_value|key_value|c_attn|in_proj|gate_up|up_gate|h_to_4h|fc1|w12|w13|fused|experts",
+    re.IGNORECASE,
 )
 _MAX_LISTED = 20
 
@@ -53,13 +57,21 @@ class Doubt(NamedTuple):
 
 
 def infer(
-    name: str, shapes: Shapes, verdict: Callable[[], Verdict], siblings: Mapping[str, Shapes], hidden: int | None
+    name: str,
+    shapes: Shapes,
+    verdict: Callable[[], Verdict],
+    siblings: Mapping[str, Shapes],
+    hidden: int | None,
 ) -> TPSharding | Doubt:
     """The only sharding that the evidence allows, or a doubt."""
     first, ndim = shapes[0], len(shapes[0])
-    differing = {d for s in shapes for d, (a, b) in enumerate(zip(first, s, strict=False)) if a != b}
+    differing = {
+        d for s in shapes for d, (a, b) in enumerate(zip(first, s, strict=False)) if a != b
+    }
     if len({len(s) for s in shapes}) > 1 or len(differing) > 1:
-        raise LayoutError(f"its parts have the shapes {[list(s) for s in shapes]}, which fit no sharding")
+        raise LayoutError(
+            f"its parts have the shapes {[list(s) for s in shapes]}, which fit no sharding"
+        )
     fused = _FUSED.search(name) is not None
     if differing:
         d = differing.pop()
@@ -74,7 +86,9 @@ def infer(
     if found == "constant":
         return Doubt(name, shapes, "replicate", cut(0))
     if ndim == 1:
-        weight = siblings.get(name.removesuffix("bias") + "weight") if name.endswith("bias") else None
+        weight = (
+            siblings.get(name.removesuffix("bias") + "weight") if name.endswith("bias") else None
+        )
         if weight and not fused and [s[:1] for s in weight] == [s[:1] for s in shapes]:
             return concatenate(shapes, 0).because("its weight's parts are as long")
         return Doubt(name, shapes, cut(0, "parts") if fused else MEAN, cut(0))
@@ -105,7 +119,8 @@ def ambiguous(doubts: Sequence[Doubt], ranks: int) -> AmbiguousLayout:
         lines.append(f"  … and {len(doubts) - _MAX_LISTED} more")
     recorded = {d.name: _word(d.one) for d in doubts[:3]}
     example = "\n".join(
-        f"    - {{match: {_quoted(d.name)}, place: [{d.one}]}}  # or [{d.other}]" for d in doubts[:_MAX_LISTED]
+        f"    - {{match: {_quoted(d.name)}, place: [{d.one}]}}  # or [{d.other}]"
+        for d in doubts[:_MAX_LISTED]
     )
     return AmbiguousLayout(
         f"the checkpoint was saved by {ranks} tensor-parallel ranks and does not record how these parameters are cut:\n"
@@ -122,7 +137,9 @@ def _word(place: str) -> str:
     """The word for a placement in `cuts`."""
     if "parts" in place:
         return "halves"
-    return {"replicate": "replicate", MEAN: "mean"}.get(place) or place[len("{shard: ") :].partition(",")[0]
+    return {"replicate": "replicate", MEAN: "mean"}.get(place) or place[
+        len("{shard: ") :
+    ].partition(",")[0]
 
 
 def _quoted(name: str) -> str:
@@ -131,13 +148,21 @@ def _quoted(name: str) -> str:
 
 _ARGUMENTS = ("args", "config", "model_config", "hf_config", "hparams")  # in the client state
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim_model")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+)
 _VOCABULARY = ("original_vocab_size", "vocab_size")
 _HEAD = re.compile(r"(^|[._])(q|k|query|key)_?(layer)?_?norm", re.IGNORECASE)
 _NORM = re.compile(r"norm|(^|\.)ln_?\w*\.(weight|bias)$", re.IGNORECASE)
 _POSITION = re.compile(r"pos(ition)?_?emb|embed_pos|(^|\.)wpe\.", re.IGNORECASE)
 _KINDS = re.compile(r"token_?type", re.IGNORECASE)
-_WORDS = re.compile(r"(^|\.)((word|tok|token)_emb\w*|embed_tokens|wte|lm_head|output_layer|embed_out)\.(weight|bias)$")
+_WORDS = re.compile(
+    r"(^|\.)((word|tok|token)_emb\w*|embed_tokens|wte|lm_head|output_layer|embed_out)\.(weight|bias)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +191,20 @@ class ModelSizes:
         """
         rows, total = shapes[0][0], sum(s[0] for s in shapes)
         size = self._expected(name, len(shapes[0]))
-        if size is None and _WORDS.search(name) and (size := self._first(_VOCABULARY)) and rows < size <= total:
+        if (
+            size is None
+            and _WORDS.search(name)
+            and (size := self._first(_VOCABULARY))
+            and rows < size <= total
+        ):
             return False  # padded to a size that is not recorded
         return size == rows if size in (rows, total) else None
 
     def width(self, name: str, shapes: Shapes) -> bool | None:
         """Whether the parts of a matrix, joined along dim 0, have the model's width; None if unknown.
 
-        False: they have it if joined along dim 1, and one dim of such a matrix always has that width.
+        False: they have it if joined along dim 1, and one dim of such a matrix always has that
+            width.
         """
         size = self._first(_WIDTH)
         if size is None or len(shapes[0]) != 2:
@@ -196,16 +227,26 @@ class ModelSizes:
         if not _HEAD.search(name):
             return self._first(_WIDTH)
         width, heads = self._first(_WIDTH), self._first(("num_attention_heads", "n_head"))
-        return self._first(("kv_channels", "head_dim")) or (width // heads if width and heads else None)
+        return self._first(("kv_channels", "head_dim")) or (
+            width // heads if width and heads else None
+        )
 
     def _first(self, names: Iterable[str]) -> int | None:
         return next((self.recorded[name] for name in names if name in self.recorded), None)
 
 
-def as_its_weight(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]) -> TPSharding | None:
+def as_its_weight(
+    name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]
+) -> TPSharding | None:
     """A bias sharded as the rows of its weight; None for other parameters, or if its weight's sharding does not fit."""
     weight = shardings.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
-    if weight is None or weight.mean or weight.scaled or len(weight.shape) < 2 or len(shapes[0]) != 1:
+    if (
+        weight is None
+        or weight.mean
+        or weight.scaled
+        or len(weight.shape) < 2
+        or len(shapes[0]) != 1
+    ):
         return None
     regions, padding = _rows(weight.regions), _rows(weight.padding)
     for t, shape in enumerate(shapes):
@@ -216,18 +257,29 @@ def as_its_weight(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]
     return out.because("the rows of its weight")
 
 
-def as_other_norms(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]) -> TPSharding | None:
+def as_other_norms(
+    name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]
+) -> TPSharding | None:
     """A norm replicated as all others of its length are; None for other parameters, or if the others are not."""
     if not _NORM.search(name) or _HEAD.search(name) or len(shapes[0]) != 1:
         return None
-    others = [r for n, r in shardings.items() if _NORM.search(n) and not _HEAD.search(n) and len(r.shape) == 1]
-    alike = {r.shape for r in others} == {shapes[0]} and all(r == replicate(shapes).because(r.why) for r in others)
+    others = [
+        r
+        for n, r in shardings.items()
+        if _NORM.search(n) and not _HEAD.search(n) and len(r.shape) == 1
+    ]
+    alike = {r.shape for r in others} == {shapes[0]} and all(
+        r == replicate(shapes).because(r.why) for r in others
+    )
     return replicate(shapes).because("the other norms") if alike else None
 
 
 def _rows(regions: tuple[tuple[Part, ...], ...]) -> tuple[tuple[Part, ...], ...]:
     """The regions of the rows of a matrix."""
-    return tuple(tuple(dict.fromkeys(Part.aligned(_first(r.target), _first(r.box)) for r in held)) for held in regions)
+    return tuple(
+        tuple(dict.fromkeys(Part.aligned(_first(r.target), _first(r.box)) for r in held))
+        for held in regions
+    )
 
 
 def _first(box: Box) -> Box:
@@ -250,7 +302,10 @@ _LLAMA_LAYER = r"(.*\.)?layers\.\d+\."
 _LLAMA = _rules(
     (_LLAMA_LAYER + r"self_attn\.[qkv]_proj\.(weight|bias)", _COLUMN),
     (_LLAMA_LAYER + r"self_attn\.o_proj\.weight", _ROW),
-    (_LLAMA_LAYER + r"(mlp|mlp\.experts\.\d+|mlp\.shared_expert)\.(gate|up)_proj\.(weight|bias)", _COLUMN),
+    (
+        _LLAMA_LAYER + r"(mlp|mlp\.experts\.\d+|mlp\.shared_expert)\.(gate|up)_proj\.(weight|bias)",
+        _COLUMN,
+    ),
     (_LLAMA_LAYER + r"(mlp|mlp\.experts\.\d+|mlp\.shared_expert)\.down_proj\.weight", _ROW),
     (_LLAMA_LAYER + r"block_sparse_moe\.experts\.\d+\.w[13]\.weight", _COLUMN),
     (_LLAMA_LAYER + r"block_sparse_moe\.experts\.\d+\.w2\.weight", _ROW),
@@ -321,7 +376,8 @@ FAMILIES = (
 def family_of(shapes: dict[str, tuple[tuple[int, ...], ...]]) -> str | None:
     """The preset of the family of these parameters; None if unknown.
 
-    Shapes identify Megatron's SwiGLU: the second matrix has half as many inputs as the first has outputs.
+    Shapes identify Megatron's SwiGLU: the second matrix has half as many inputs as the first has
+    outputs.
     """
     found = next((family.preset for family in FAMILIES if family.has(shapes)), None)
     if found != "megatron-deepspeed":

@@ -24,8 +24,9 @@ _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 class EngineParts:
     """The parts of a DeepSpeed engine that is supported.
 
-    `optimizer` is DeepSpeed's, `inner` the torch optimizer inside it, which may be the same; both are None if the
-    engine only evaluates. Tied parameters are listed once; `aliases` maps their further names to that name.
+    `optimizer` is DeepSpeed's, `inner` the torch optimizer inside it, which may be the same; both
+    are None if the engine only evaluates. Tied parameters are listed once; `aliases` maps their
+    further names to that name.
     """
 
     engine: Any
@@ -71,7 +72,11 @@ def inspect_engine(engine: Any) -> EngineParts:
     module = engine.module
     parameters = dict(module.named_parameters())
     optimizer = engine.optimizer
-    if optimizer is None or isinstance(optimizer, DummyOptim) or not hasattr(optimizer, "param_groups"):
+    if (
+        optimizer is None
+        or isinstance(optimizer, DummyOptim)
+        or not hasattr(optimizer, "param_groups")
+    ):
         optimizer = None
     if optimizer is not None:
         _refuse_optimizer(optimizer)
@@ -79,7 +84,9 @@ def inspect_engine(engine: Any) -> EngineParts:
         _refuse_parameter(name, parameter)
     first = {id(p): name for name, p in parameters.items()}
     aliases = {
-        name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if first[id(p)] != name
+        name: first[id(p)]
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if first[id(p)] != name
     }
     inner = None if optimizer is None else getattr(optimizer, "optimizer", optimizer)
     stage = int(engine.zero_optimization_stage())
@@ -114,7 +121,9 @@ def _refuse_engine(engine: Any) -> None:
 
 
 def _refuse_optimizer(optimizer: Any) -> None:
-    if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
+    if getattr(optimizer, "swap_optimizer", False) or getattr(
+        optimizer, "params_in_nvme_and_cpu", False
+    ):
         raise UnsupportedError(
             "an engine whose optimizer or parameters are offloaded to NVMe cannot be saved or loaded",
             hint='offload to "cpu" instead, or use engine.save_checkpoint',
@@ -122,7 +131,8 @@ def _refuse_optimizer(optimizer: Any) -> None:
     if getattr(optimizer, "offloaded_states", None):
         names = ", ".join(sorted(str(getattr(s, "value", s)) for s in optimizer.offloaded_states))
         raise UnsupportedError(
-            f"the engine has offloaded its states ({names})", hint="call engine.reload_states() first"
+            f"the engine has offloaded its states ({names})",
+            hint="call engine.reload_states() first",
         )
     if hasattr(optimizer, "backup_optimizer"):
         raise UnsupportedError(
@@ -131,7 +141,8 @@ def _refuse_optimizer(optimizer: Any) -> None:
         )
     if type(optimizer).__name__ == "MiCS_Optimizer":
         raise UnsupportedError(
-            "MiCS cannot be saved or loaded yet", hint="use ZeRO 3, perhaps with zero_hpz_partition_size"
+            "MiCS cannot be saved or loaded yet",
+            hint="use ZeRO 3, perhaps with zero_hpz_partition_size",
         )
     inner = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if inner in _ONE_BIT:
@@ -152,7 +163,9 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
             hint="switch that option off",
         )
     if getattr(partition.status, "name", "AVAILABLE") != "AVAILABLE":
-        raise UnsupportedError(f"the partition of {name} is swapped out", hint='offload parameters to "cpu" instead')
+        raise UnsupportedError(
+            f"the partition of {name} is swapped out", hint='offload parameters to "cpu" instead'
+        )
 
 
 @torch.no_grad()
@@ -162,7 +175,11 @@ def update_module(trainer: EngineParts) -> None:
     All ranks must call this, since ZeRO 1 to 3 gather.
     """
     optimizer: Any = trainer.optimizer
-    zero3 = trainer.engine.optimizer if hasattr(trainer.engine.optimizer, "checkpoint_event_prologue") else None
+    zero3 = (
+        trainer.engine.optimizer
+        if hasattr(trainer.engine.optimizer, "checkpoint_event_prologue")
+        else None
+    )
     if zero3 is not None:
         zero3.checkpoint_event_prologue()  # releases gathered parameters, since the partitions have changed
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -174,7 +191,9 @@ def update_module(trainer: EngineParts) -> None:
         optimizer._hp_optimizer_states_linked = False  # noqa: SLF001 - links all of them in the next step
     elif hasattr(optimizer, "fp32_groups_flat"):
         for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-            for parameter, master in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            for parameter, master in zip(
+                parameters, flat.split([p.numel() for p in parameters]), strict=True
+            ):
                 parameter.copy_(master.view(parameter.shape))
     elif hasattr(optimizer, "fp32_groups"):
         for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -189,22 +208,26 @@ def update_module(trainer: EngineParts) -> None:
 # The flat buffers of all ZeRO stages have one form here. Classes of DeepSpeed 0.19.8:
 #
 # - ZeRO 0 in fp32: the torch optimizer, with the module's own parameters.
-# - ZeRO 0 in bf16 or fp16: `fp32_groups`, one fp32 tensor for each parameter (FP16_UnfusedOptimizer); with a fused Adam
-#   `fp32_groups_flat`, one flat tensor for each group, its parameters one after another (FP16_Optimizer).
-# - ZeRO 1 and 2: this rank's partition of each group's flat buffer, in which `round_robin_bit16_offsets` are the offsets
-#   of parameters. (`_hp_mapping` of a parameter is the same, except under `round_robin_gradients`, where DeepSpeed 0.19.8
-#   computes it for another order.)
+# - ZeRO 0 in bf16 or fp16: `fp32_groups`, one fp32 tensor for each parameter
+#   (FP16_UnfusedOptimizer); with a fused Adam `fp32_groups_flat`, one flat tensor for each group,
+#   its parameters one after another (FP16_Optimizer).
+# - ZeRO 1 and 2: this rank's partition of each group's flat buffer, in which
+#   `round_robin_bit16_offsets` are the offsets of parameters. (`_hp_mapping` of a parameter is the
+#   same, except under `round_robin_gradients`, where DeepSpeed 0.19.8 computes it for another
+#   order.)
 # - BF16_Optimizer (ZeRO 1, bf16, gradients in fp32): the same without alignment.
-# - ZeRO 3: a flat buffer for each sub-group, this rank's part of each of its parameters one after another.
+# - ZeRO 3: a flat buffer for each sub-group, this rank's part of each of its parameters one after
+#   another.
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
     """A tensor that the torch optimizer updates on this rank: one `whole` parameter in its own shape, or a flat buffer.
 
-    `shapes` has all parameters in the tensor, over all ranks, in order; they share its plain states. `parts` has those
-    of which this rank holds any elements: `[start, stop)` of the flattened parameter, and their offset in the tensor.
-    `distributions` are those of the parameters in a partitioned flat buffer.
+    `shapes` has all parameters in the tensor, over all ranks, in order; they share its plain
+    states. `parts` has those of which this rank holds any elements: `[start, stop)` of the
+    flattened parameter, and their offset in the tensor. `distributions` are those of the parameters
+    in a partitioned flat buffer.
     """
 
     optimizer: torch.optim.Optimizer
@@ -241,7 +264,9 @@ def partitions_of(parameter: Any) -> Distribution | None:
     return _distribution(ranks, math.prod(parameter.ds_shape), parameter.partition_numel(), 0)
 
 
-def _distribution(ranks: Sequence[int], numel: int, part: int, position: int) -> Distribution | None:
+def _distribution(
+    ranks: Sequence[int], numel: int, part: int, position: int
+) -> Distribution | None:
     return Distribution(RankMesh.of((len(ranks),), ranks), (), 0, part, position) if numel else None
 
 
@@ -270,10 +295,16 @@ def optimizer_tensors(trainer: EngineParts) -> tuple[OptimizerTensor, ...]:
     if hasattr(optimizer, "fp32_groups"):
         groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         return tuple(
-            _one(trainer, g, p, q) for g, (low, high) in enumerate(groups) for p, q in zip(low, high, strict=True)
+            _one(trainer, g, p, q)
+            for g, (low, high) in enumerate(groups)
+            for p, q in zip(low, high, strict=True)
         )
     if optimizer is inner:
-        return tuple(_one(trainer, g, p, p) for g, group in enumerate(inner.param_groups) for p in group["params"])
+        return tuple(
+            _one(trainer, g, p, p)
+            for g, group in enumerate(inner.param_groups)
+            for p in group["params"]
+        )
     raise UnsupportedError(
         f"the optimizer {type(optimizer).__name__} cannot be saved or loaded yet",
         hint="known are those of ZeRO 0 to 3 in fp32, bf16 and fp16; engine.save_checkpoint may know it",
@@ -285,10 +316,14 @@ def _inner(trainer: EngineParts) -> torch.optim.Optimizer:
     return trainer.inner
 
 
-def _one(trainer: EngineParts, group: int, parameter: torch.Tensor, master: torch.Tensor) -> OptimizerTensor:
+def _one(
+    trainer: EngineParts, group: int, parameter: torch.Tensor, master: torch.Tensor
+) -> OptimizerTensor:
     name, shape = trainer.name_of(parameter), tuple(parameter.shape)
     parts = {name: (0, math.prod(shape), 0)}
-    return OptimizerTensor(_inner(trainer), group, master, whole=True, shapes={name: shape}, parts=parts)
+    return OptimizerTensor(
+        _inner(trainer), group, master, whole=True, shapes={name: shape}, parts=parts
+    )
 
 
 def _buffer(trainer: EngineParts, parameters: Sequence[Any], size: int) -> FlatBuffer:
@@ -314,29 +349,45 @@ def _flat(
     if ranks:
         for name, shape in shapes.items():
             slot, numel = buffer.slots[name], math.prod(shape)
-            part, position = (len(slot), 0) if name in buffer.partitioned else (buffer.size, slot.start)
+            part, position = (
+                (len(slot), 0) if name in buffer.partitioned else (buffer.size, slot.start)
+            )
             found[name] = _distribution(ranks, numel, part, position)
     distributions = {name: d for name, d in found.items() if d is not None}
     inner, parts = _inner(trainer), buffer.on(rank)
-    return OptimizerTensor(inner, group, flat, whole=False, shapes=shapes, parts=parts, distributions=distributions)
+    return OptimizerTensor(
+        inner, group, flat, whole=False, shapes=shapes, parts=parts, distributions=distributions
+    )
 
 
 def _fused(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
-    for g, (low, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
+    for g, (low, flat) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)
+    ):
         yield _flat(trainer, g, flat, low, _buffer(trainer, low, flat.numel()))
 
 
 def _zero12(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
     import torch.distributed as dist
 
-    groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+    groups = zip(
+        optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True
+    )
     for g, (parameters, offsets) in enumerate(groups):
         flat = optimizer.single_partition_of_fp32_groups[g]
         buffer = FlatBuffer(size=flat.numel())
         for p, offset in zip(parameters, offsets, strict=True):
             buffer.slots[trainer.name_of(p)] = range(offset, offset + math.prod(shape_of(p)))
         ranks = optimizer.real_dp_process_group[g]
-        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(ranks), dist.get_process_group_ranks(ranks))
+        yield _flat(
+            trainer,
+            g,
+            flat,
+            parameters,
+            buffer,
+            dist.get_rank(ranks),
+            dist.get_process_group_ranks(ranks),
+        )
 
 
 def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
@@ -346,7 +397,15 @@ def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
         flat = optimizer.fp32_groups_flat_partition[g]
         buffer = _buffer(trainer, parameters, flat.numel())
         ranks = optimizer.real_dp_process_group[g]
-        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(ranks), dist.get_process_group_ranks(ranks))
+        yield _flat(
+            trainer,
+            g,
+            flat,
+            parameters,
+            buffer,
+            dist.get_rank(ranks),
+            dist.get_process_group_ranks(ranks),
+        )
 
 
 def _zero3(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
@@ -358,6 +417,10 @@ def _zero3(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
         buffer = FlatBuffer(size=flat.numel())
         for p in parameters:
             buffer.append_part(trainer.name_of(p), math.prod(shape_of(p)), p.partition_numel())
-        rank = _rank_of(optimizer, parameters[0])  # DeepSpeed has all of a sub-group in one process group
+        rank = _rank_of(
+            optimizer, parameters[0]
+        )  # DeepSpeed has all of a sub-group in one process group
         ranks = dist.get_process_group_ranks(parameters[0].ds_process_group)
-        yield _flat(trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank, ranks)
+        yield _flat(
+            trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank, ranks
+        )

@@ -11,7 +11,13 @@ import torch
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.engines.deepspeed.live_engine import inspect_engine, optimizer_tensors, update_module
-from ucformat.engines.deepspeed.live_save import boxes_of, locals_of_buffers, master_state, part_of, weight_of
+from ucformat.engines.deepspeed.live_save import (
+    boxes_of,
+    locals_of_buffers,
+    master_state,
+    part_of,
+    weight_of,
+)
 from ucformat.engines.deepspeed.live_values import ClientState, fit_groups, fit_parts, fit_values
 from ucformat.geometry.tensor import Key
 from ucformat.storage.url import as_strings
@@ -40,8 +46,9 @@ __all__ = ["EngineReport", "load"]
 class EngineReport(LoadReport):
     """The result of loading an engine; see `LoadReport`.
 
-    `client_state` is the one passed to `save`; it includes per-rank values if the number of ranks is the same.
-    `client_ranks` always has the per-rank values of all ranks that saved, in order; they are read when they are used.
+    `client_state` is the one passed to `save`; it includes per-rank values if the number of ranks
+    is the same. `client_ranks` always has the per-rank values of all ranks that saved, in order;
+    they are read when they are used.
     """
 
     client_state: dict[str, Any] = field(default_factory=dict)
@@ -65,22 +72,25 @@ def load(
 ) -> EngineReport:
     """Load a checkpoint into a DeepSpeed engine of ZeRO 0, 1, 2 or 3; all ranks call this together.
 
-    Each rank reads its partitions straight into their memory. The optimizer's fp32 copies are read from `master` if it
-    is stored, else from an fp32 `weight`, and rounded into the module as in a training step. All mismatches are found
-    before any parameter is changed, and raised in one error on all ranks.
+    Each rank reads its partitions straight into their memory. The optimizer's fp32 copies are read
+    from `master` if it is stored, else from an fp32 `weight`, and rounded into the module as in a
+    training step. All mismatches are found before any parameter is changed, and raised in one error
+    on all ranks.
 
     Args:
         engine: as returned by `deepspeed.initialize`, new or trained.
-        url: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint.
-        strict: `"report"`: missing entries and different shapes or dtypes are errors, and entries that only the
-            checkpoint has are listed in the report; True: these are errors too; False: what fits is loaded, and the
-            report lists the rest.
-        optimizer: load optimizer states, hyper-parameters, counters and the loss scaler too, not only weights.
+        url: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open
+            checkpoint.
+        strict: `"report"`: missing entries and different shapes or dtypes are errors, and entries
+            that only the checkpoint has are listed in the report; True: these are errors too;
+            False: what fits is loaded, and the report lists the rest.
+        optimizer: load optimizer states, hyper-parameters, counters and the loss scaler too, not
+            only weights.
         scheduler: load the learning rate scheduler.
-        rename: maps names of the checkpoint to names of the engine: a function, or `{regex: replacement}`, where the
-            regex matches the whole name.
-        leave: what of the checkpoint needs no place in the engine: names, prefixes of names that end at a dot, or globs
-            (`*.exp_avg`), of tensors.
+        rename: maps names of the checkpoint to names of the engine: a function, or `{regex:
+            replacement}`, where the regex matches the whole name.
+        leave: what of the checkpoint needs no place in the engine: names, prefixes of names that
+            end at a dot, or globs (`*.exp_avg`), of tensors.
         cast: cast tensors to the dtypes of the engine, such as frozen fp32 weights to bf16.
         trust: unpickle opaque objects, which may run code.
         verify: which checksums to check, as for `ucformat.torch.load`.
@@ -93,8 +103,12 @@ def load(
         ChecksumError: a chunk does not match its checksum.
         UcformatError: a rank failed or died. Every rank gets the same error.
     """
-    with group_for_call(None, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as group:
-        plan = _EnginePlan(_LoadChoice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
+    with group_for_call(
+        None, timeout, "load", url.url if isinstance(url, Checkpoint) else url
+    ) as group:
+        plan = _EnginePlan(
+            _LoadChoice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust)
+        )
         try:
             ck = open_together(url, group)
             with group.sharing_errors():
@@ -156,12 +170,19 @@ class _EnginePlan:
         self.client = ClientState(ck, names, group.rank, group.size, trust=choice.trust)
         if choice.optimizer and stored.trained:
             groups, put_groups = fit_groups(held, trainer, ck, names)
-            parts, put_parts = fit_parts(trainer, ck, scheduler=choice.scheduler, trust=choice.trust)
+            parts, put_parts = fit_parts(
+                trainer, ck, scheduler=choice.scheduler, trust=choice.trust
+            )
             self.problems |= groups | parts
             self._puts += [put_groups, put_parts, fit_values(trainer, ck)]
         optimized = {name for one in held for name in one.shapes}
         buffers = locals_of_buffers(trainer)
-        self.targets = [*self.wanted.targets, *_weights(trainer, optimized), *buffers, *self.client.targets]
+        self.targets = [
+            *self.wanted.targets,
+            *_weights(trainer, optimized),
+            *buffers,
+            *self.client.targets,
+        ]
 
     def put(self) -> None:
         """Apply what was read."""
@@ -175,19 +196,23 @@ def _weights(trainer: EngineParts, optimized: set[str]) -> list[LocalShard]:
     for name in trainer.parameters:
         if name not in optimized:
             local = weight_of(trainer, name)
-            out += list(boxes_of(local)) if hasattr(trainer.parameters[name], "ds_tensor") else [local]
+            out += (
+                list(boxes_of(local)) if hasattr(trainer.parameters[name], "ds_tensor") else [local]
+            )
     return out
 
 
-# What the optimizer of this rank reads from a checkpoint: tensors into its memory, counters by value.
+# What the optimizer of this rank reads from a checkpoint: tensors into its memory, counters by
+# value.
 
 
 def make_states(held: OptimizerTensor) -> None:
     """Create the optimizer's states of one tensor, as its first step would.
 
-    Only the optimizer knows its states, so it makes a step on this tensor alone, as in ZeRO's own step, with a
-    gradient, a learning rate and a weight decay of zero, which leaves the tensor unchanged. The counters that the step
-    has increased are set when those of the checkpoint are read.
+    Only the optimizer knows its states, so it makes a step on this tensor alone, as in ZeRO's own
+    step, with a gradient, a learning rate and a weight decay of zero, which leaves the tensor
+    unchanged. The counters that the step has increased are set when those of the checkpoint are
+    read.
     """
     optimizer = held.optimizer
     real = optimizer.param_groups
@@ -195,7 +220,9 @@ def make_states(held: OptimizerTensor) -> None:
     trial: dict[str, Any] = {**group, "params": [held.tensor]}
     for option in ("lr", "weight_decay"):
         if option in trial:
-            trial[option] = torch.zeros_like(trial[option]) if torch.is_tensor(trial[option]) else 0.0
+            trial[option] = (
+                torch.zeros_like(trial[option]) if torch.is_tensor(trial[option]) else 0.0
+            )
     gradient = held.tensor.grad  # its memory is kept by an offloaded optimizer
     held.tensor.grad = torch.zeros_like(held.tensor)
     optimizer.param_groups = [trial]
@@ -225,7 +252,9 @@ class StoredStates:
         found: dict[str, dict[str, Any]] = {}
         for group in self.ck.manifest.groups:
             for state, value in (group.options.get("state") or {}).items():
-                by_name = value if isinstance(value, Mapping) else dict.fromkeys(group.params, value)
+                by_name = (
+                    value if isinstance(value, Mapping) else dict.fromkeys(group.params, value)
+                )
                 for name, one in by_name.items():
                     found.setdefault(name, {})[state] = one
         return found
@@ -240,7 +269,9 @@ class StoredStates:
         stored = self.names.get(name)
         if stored is None:
             return False
-        return bool(self.plain.get(stored)) or any(s not in PARAMETER for s in self.ck.states(stored))
+        return bool(self.plain.get(stored)) or any(
+            s not in PARAMETER for s in self.ck.states(stored)
+        )
 
     def number(self, name: str, state: str) -> Any:
         """Return a state that is stored as a plain number, or None."""
@@ -256,7 +287,8 @@ class StoredStates:
 class Counter:
     """A state with one value for all parameters that share a tensor (`step`).
 
-    `read` are the tensors to read by name of the parameter, `recorded` the values that are stored as plain numbers.
+    `read` are the tensors to read by name of the parameter, `recorded` the values that are stored
+    as plain numbers.
     """
 
     held: OptimizerTensor
@@ -296,8 +328,8 @@ class Counter:
 class OptimizerTargets:
     """What the optimizer of this rank reads, and what is done then.
 
-    `targets` are filled and `counters` set; `zeros` are set to zero and the states of `forgotten` are deleted, as
-    before a first step. `made` are the tensors whose states were created for this.
+    `targets` are filled and `counters` set; `zeros` are set to zero and the states of `forgotten`
+    are deleted, as before a first step. `made` are the tensors whose states were created for this.
     """
 
     targets: list[LocalShard] = field(default_factory=list)
@@ -309,12 +341,20 @@ class OptimizerTargets:
 
     def count(self, stored: StoredStates) -> None:
         """Read the counters, which are few bytes, to check them before anything else is read."""
-        scalars = [local_of(name, c.state, scalar) for c in self.counters for name, scalar in c.read.items()]
+        scalars = [
+            local_of(name, c.state, scalar)
+            for c in self.counters
+            for name, scalar in c.read.items()
+        ]
         matched, found, _ = match(scalars, {}, stored.ck, stored.names, cast=True)
         read(stored.ck, matched)
-        self.targets += [LocalShard(s.info, (), s.tensor) for s in scalars]  # so that they are not unexpected
+        self.targets += [
+            LocalShard(s.info, (), s.tensor) for s in scalars
+        ]  # so that they are not unexpected
         differing = [c.problem for c in self.counters]
-        self.problems |= Problems(missing=found.missing, others=tuple(d for d in differing if d is not None))
+        self.problems |= Problems(
+            missing=found.missing, others=tuple(d for d in differing if d is not None)
+        )
 
     def put(self) -> None:
         """Apply what was read."""
@@ -341,12 +381,14 @@ def want_optimizer(
 ) -> None:
     """Add what an optimizer reads from a checkpoint: its copies of parameters, and its states.
 
-    Missing states of the optimizer are created. If the checkpoint has states of some parameters only, the others are
-    reset to their condition before the first step.
+    Missing states of the optimizer are created. If the checkpoint has states of some parameters
+    only, the others are reset to their condition before the first step.
     """
     if states and held and not stored.trained:
         wanted.problems |= Problems(
-            missing=("all optimizer states: the checkpoint contains only weights (optimizer=False loads these)",)
+            missing=(
+                "all optimizer states: the checkpoint contains only weights (optimizer=False loads these)",
+            )
         )
         states = False
     for one in held:
@@ -367,7 +409,9 @@ def _want_states(wanted: OptimizerTargets, held: OptimizerTensor, stored: Stored
     for state, value in held.states.items():
         if value is None:
             continue
-        if torch.is_tensor(value) and (value.dim() or (held.whole and held.tensor.dim() == 0 and state != "step")):
+        if torch.is_tensor(value) and (
+            value.dim() or (held.whole and held.tensor.dim() == 0 and state != "step")
+        ):
             for name in held.parts:
                 if stored.stepped(name):
                     wanted.targets += _local(held, name, value, state)
@@ -380,7 +424,9 @@ def _want_states(wanted: OptimizerTargets, held: OptimizerTensor, stored: Stored
 def _counter(held: OptimizerTensor, state: str, stored: StoredStates) -> Counter:
     """A counter, read for each parameter of which this rank holds a part; if it holds none, for one of the others."""
     counter = Counter(held, state)
-    names = [n for n in held.parts if stored.stepped(n)] or [n for n in held.shapes if stored.stepped(n)][:1]
+    names = [n for n in held.parts if stored.stepped(n)] or [
+        n for n in held.shapes if stored.stepped(n)
+    ][:1]
     for name in names:
         number = stored.number(name, state)
         if number is not None:

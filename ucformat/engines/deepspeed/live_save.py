@@ -37,27 +37,36 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.saving.save import Saved
 
-__all__ = ["boxes_of", "collect", "locals_of_buffers", "master_state", "part_of", "save", "weight_of"]
+__all__ = [
+    "boxes_of",
+    "collect",
+    "locals_of_buffers",
+    "master_state",
+    "part_of",
+    "save",
+    "weight_of",
+]
 
 
 def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> LocalState:
     """Collect the local state of this rank from a DeepSpeed engine, without copying.
 
-    A parameter whose master weight has the same dtype, as in fp32, is stored once, as `weight`; otherwise both are
-    stored. Buffers, extra states of modules, and tensors above 64 KiB in the client state are those of rank 0, as in
-    DeepSpeed's own files of ZeRO 0 to 2.
+    A parameter whose master weight has the same dtype, as in fp32, is stored once, as `weight`;
+    otherwise both are stored. Buffers, extra states of modules, and tensors above 64 KiB in the
+    client state are those of rank 0, as in DeepSpeed's own files of ZeRO 0 to 2.
 
     Args:
         engine: as returned by `deepspeed.initialize`.
-        client_state: values of the program, as for `engine.save_checkpoint`, the same on all ranks; those that differ
-            as `ucformat.torch.PerRank(value)`. May contain tensors.
+        client_state: values of the program, as for `engine.save_checkpoint`, the same on all ranks;
+            those that differ as `ucformat.torch.PerRank(value)`. May contain tensors.
 
     Returns:
         what `ucformat.torch.saving.save.save_local` saves.
 
     Raises:
         UsageError: it is not a DeepSpeed engine.
-        UnsupportedError: the engine has state that cannot be saved yet, or is in the middle of gradient accumulation.
+        UnsupportedError: the engine has state that cannot be saved yet, or is in the middle of
+            gradient accumulation.
     """
     import deepspeed
 
@@ -66,7 +75,9 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
     held = optimizer_tensors(trainer)
     tensors = list(_tensors(trainer, held))
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
-    plain, ranks, large = client_values(client_state or {}, {t.info.name for t in tensors} | trainer.buffers.keys())
+    plain, ranks, large = client_values(
+        client_state or {}, {t.info.name for t in tensors} | trainer.buffers.keys()
+    )
     objects = plain_values(trainer) | ({CLIENT: plain} if plain else {})
     if trainer.rank == 0:
         tensors += locals_of_buffers(trainer)
@@ -100,7 +111,9 @@ def _tensors(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> Iterator[
     """The states of each parameter, in the order of the module."""
     mine: dict[str, list[OptimizerTensor]] = {name: [] for name in trainer.parameters}
     for one in held:
-        for name in one.distributions or one.parts:  # a rank also describes what it holds no elements of
+        for name in (
+            one.distributions or one.parts
+        ):  # a rank also describes what it holds no elements of
             mine[name].append(one)
     owned = {name: one for one in held for name in one.shapes}
     for name in trainer.parameters:
@@ -151,7 +164,9 @@ def part_of(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) 
         )
     start, stop, offset = held.parts.get(name, (0, 0, 0))
     info = TensorInfo(name, state, dtype_name(memory.dtype), held.shapes[name])
-    return flat_local(info, memory.narrow(0, offset, stop - start), start, stop, held.distributions.get(name))
+    return flat_local(
+        info, memory.narrow(0, offset, stop - start), start, stop, held.distributions.get(name)
+    )
 
 
 def flat_local(
@@ -218,7 +233,9 @@ def _number(value: Any) -> Any:
     """A hyper-parameter as a number, also if it is a tensor (a learning rate on the device)."""
     if torch.is_tensor(value):
         if value.dim():
-            raise UsageError(f"an optimizer group has a tensor of shape {list(value.shape)} as hyper-parameter")
+            raise UsageError(
+                f"an optimizer group has a tensor of shape {list(value.shape)} as hyper-parameter"
+            )
         return value.item()
     return value
 
@@ -257,9 +274,9 @@ def save(
 ) -> Saved:
     """Save a DeepSpeed engine of ZeRO 0, 1, 2 or 3 between two steps; all ranks call this together.
 
-    Saves weights, master weights, all optimizer states, optimizer groups by name, frozen parameters, buffers, the
-    learning rate scheduler, the loss scaler, the step counters and the client state. Random generators are not part of
-    an engine.
+    Saves weights, master weights, all optimizer states, optimizer groups by name, frozen
+    parameters, buffers, the learning rate scheduler, the loss scaler, the step counters and the
+    client state. Random generators are not part of an engine.
 
     Args:
         engine: as returned by `deepspeed.initialize`.
@@ -267,12 +284,13 @@ def save(
         step: the training step (default: the engine's).
         run: name of the training run, for the catalog.
         metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
-        config: configuration of the training, JSON values (default: DeepSpeed's, without secrets). DeepSpeed's is
-            always saved as the object `ds_config`, too.
+        config: configuration of the training, JSON values (default: DeepSpeed's, without secrets).
+            DeepSpeed's is always saved as the object `ds_config`, too.
         client_state: as for `collect`.
         form: `zarr` writes arrays, `packed` one file per rank, `safetensors` files of weights; see
             `ucformat.torch.save`.
-        overwrite: replace an existing checkpoint, which stays intact until the new one is committed.
+        overwrite: replace an existing checkpoint, which stays intact until the new one is
+            committed.
         lineage: the checkpoints that this one was derived from.
         timeout: seconds after which an unresponsive rank is considered dead.
 
@@ -280,8 +298,8 @@ def save(
         the committed checkpoint.
 
     Raises:
-        UnsupportedError: the engine has state that cannot be saved yet (pipeline, tensor or expert parallelism, NVMe),
-            or is in the middle of gradient accumulation.
+        UnsupportedError: the engine has state that cannot be saved yet (pipeline, tensor or expert
+            parallelism, NVMe), or is in the middle of gradient accumulation.
         Conflict: a checkpoint exists at `url`.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """

@@ -35,7 +35,9 @@ def plain_values(trainer: EngineParts) -> dict[str, Any]:
     engine = trainer.engine
     found: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
     found["ds_config"] = engine._config._param_dict  # noqa: SLF001 - engine.config may be the name of a file
-    found["buffer_names"] = list(trainer.buffers)  # which an export to stage 3 must tell from frozen parameters
+    found["buffer_names"] = list(
+        trainer.buffers
+    )  # which an export to stage 3 must tell from frozen parameters
     found |= {name: part.state_dict() for name, part in stateful(engine).items()}
     scaler = _scaler(trainer.optimizer)
     if scaler is not None:
@@ -80,7 +82,8 @@ def _is_dynamic(scaler: Any) -> bool:
 def scaler_in(objects: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the state of the dynamic loss scaler in a checkpoint; None if there is none.
 
-    There are three forms: that of `plain_values`; DeepSpeed's pickled scaler of ZeRO 1 to 3; its fields of ZeRO 0.
+    There are three forms: that of `plain_values`; DeepSpeed's pickled scaler of ZeRO 1 to 3; its
+    fields of ZeRO 0.
     """
     optimizer = objects.get("optimizer")
     if not isinstance(optimizer, dict):
@@ -110,10 +113,14 @@ def set_counters(trainer: EngineParts, objects: Mapping[str, Any], step: int | N
     if steps is None:
         return
     engine.global_steps = int(steps)
-    engine.global_samples = int(objects.get("global_samples", engine.global_steps * engine.train_batch_size()))
+    engine.global_samples = int(
+        objects.get("global_samples", engine.global_steps * engine.train_batch_size())
+    )
     engine.skipped_steps = int(objects.get("skipped_steps", 0))
     each = engine.gradient_accumulation_steps()
-    engine.micro_steps = -(-int(objects.get("micro_steps", engine.global_steps * each)) // each) * each
+    engine.micro_steps = (
+        -(-int(objects.get("micro_steps", engine.global_steps * each)) // each) * each
+    )
 
 
 def client_values(
@@ -121,7 +128,8 @@ def client_values(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]:
     """Split a client state into objects and tensors.
 
-    A tensor above 64 KiB becomes a tensor of the checkpoint, named by its path: `client_state.ema.weight`.
+    A tensor above 64 KiB becomes a tensor of the checkpoint, named by its path:
+    `client_state.ema.weight`.
 
     Returns:
         shared values as JSON, per-rank values as JSON, and large tensors by name.
@@ -131,7 +139,9 @@ def client_values(
     def walk(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > SMALL:
             if path in taken or path in large:
-                raise UsageError(f"two tensors would be named {path}", hint="use another key in the client state")
+                raise UsageError(
+                    f"two tensors would be named {path}", hint="use another key in the client state"
+                )
             large[path] = value.detach()
             return {"$ref": path}
         if isinstance(value, dict) and all(type(k) in (str, int) for k in value):
@@ -145,7 +155,8 @@ def client_values(
     return shared, {f"{CLIENT}.{k}": encode(v, k) for k, v in per_rank.items()}, large
 
 
-#: Options that select an implementation, which the new engine does, or that are not hyper-parameters.
+#: Options that select an implementation, which the new engine does, or that are not
+#: hyper-parameters.
 _NOT_HYPER = frozenset(("state", "param_names", "foreach", "fused", "capturable", "differentiable"))
 #: Options that are added during training, and so may exist only in the checkpoint.
 _ADDED = frozenset(("initial_lr", "step"))
@@ -156,7 +167,8 @@ def fit_groups(
 ) -> tuple[Problems, Put]:
     """Match optimizer groups with stored hyper-parameters, by the names of their parameters.
 
-    A parameter that was in no group, because it was frozen or is empty, gets those of the others in its group.
+    A parameter that was in no group, because it was frozen or is empty, gets those of the others in
+    its group.
 
     Returns:
         what is missing or does not fit, and a function that sets the hyper-parameters.
@@ -168,12 +180,18 @@ def fit_groups(
         members = [names.get(n, n) for one in held if one.group == number for n in one.shapes]
         found = [_hyper(stored[n], group) for n in members if n in stored]
         if members and not found:
-            missing.append(f"optimizer group {number}: the hyper-parameters of {', '.join(members[:3])}")
+            missing.append(
+                f"optimizer group {number}: the hyper-parameters of {', '.join(members[:3])}"
+            )
             continue
-        differing = sorted({k for options in found for k in options if options[k] != found[0].get(k)})
+        differing = sorted(
+            {k for options in found for k in options if options[k] != found[0].get(k)}
+        )
         if differing:
             names_of = ", ".join(differing)
-            others.append(f"optimizer group {number}: its parameters were in groups with different {names_of}")
+            others.append(
+                f"optimizer group {number}: its parameters were in groups with different {names_of}"
+            )
         elif found:
             fitting.append((group, found[0]))
 
@@ -192,7 +210,9 @@ def _hyper(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, An
     return {k: v for k, v in options.items() if (k in group and k not in _NOT_HYPER) or k in _ADDED}
 
 
-def fit_parts(trainer: EngineParts, ck: Checkpoint, *, scheduler: bool, trust: bool) -> tuple[Problems, Put]:
+def fit_parts(
+    trainer: EngineParts, ck: Checkpoint, *, scheduler: bool, trust: bool
+) -> tuple[Problems, Put]:
     """Match the states of the scheduler, of similar parts, and of submodules with the checkpoint.
 
     Returns:
@@ -203,11 +223,18 @@ def fit_parts(trainer: EngineParts, ck: Checkpoint, *, scheduler: bool, trust: b
     fitting: list[tuple[Any, Any]] = []
     for name, part in parts.items():
         try:
-            fitting.append((part.load_state_dict, _fitting(ck.objects.get(name), part.state_dict(), trust=trust)))
+            fitting.append(
+                (
+                    part.load_state_dict,
+                    _fitting(ck.objects.get(name), part.state_dict(), trust=trust),
+                )
+            )
         except KeyError:
             problems |= Problems(missing=(f"the object {name}{_HINTS.get(name, '')}",))
         except UcformatError as error:
-            problems |= Problems(others=(f"the object {name}: {error.message}{_HINTS.get(name, '')}",))
+            problems |= Problems(
+                others=(f"the object {name}: {error.message}{_HINTS.get(name, '')}",)
+            )
     kept = ck.objects.get("module") or {}
     for key, module in with_extra_state(trainer.engine.module):
         if key not in kept:
@@ -252,9 +279,13 @@ def fit_values(trainer: EngineParts, ck: Checkpoint) -> Put:
 class ClientState:
     """The client state of a checkpoint; its large tensors are targets, and its value is complete when they are read."""
 
-    def __init__(self, ck: Checkpoint, names: Mapping[str, str], rank: int, ranks: int, *, trust: bool) -> None:
+    def __init__(
+        self, ck: Checkpoint, names: Mapping[str, str], rank: int, ranks: int, *, trust: bool
+    ) -> None:
         self._data: dict[str, Any] = dict(ck.objects.get(CLIENT) or {})
-        if ck.metadata.layout.get("dp") == ranks:  # values of this rank that differ in DeepSpeed's ZeRO 3 checkpoint
+        if (
+            ck.metadata.layout.get("dp") == ranks
+        ):  # values of this rank that differ in DeepSpeed's ZeRO 3 checkpoint
             self._data |= ck.objects.get("rank", {}).get(str(rank), {}).get(CLIENT) or {}
         self._trust = trust
         self._called = {stored: name for name, stored in names.items()}
@@ -263,7 +294,11 @@ class ClientState:
             for name in _references(self._data)
             for info in [ck[name, "weight"].info]
         }
-        saved = {k[len(CLIENT) + 1 :]: values for k, values in ck.per_rank.items() if k.startswith(CLIENT + ".")}
+        saved = {
+            k[len(CLIENT) + 1 :]: values
+            for k, values in ck.per_rank.items()
+            if k.startswith(CLIENT + ".")
+        }
         self.ranks: dict[str, Sequence[Any]] = {
             k: LazySequence(partial(self._decoded, values)) for k, values in saved.items()
         }
@@ -276,7 +311,9 @@ class ClientState:
     @property
     def targets(self) -> list[LocalShard]:
         """The large tensors, to be read."""
-        return [local_of(self._called[name], "weight", tensor) for name, tensor in self._room.items()]
+        return [
+            local_of(self._called[name], "weight", tensor) for name, tensor in self._room.items()
+        ]
 
     def value(self) -> dict[str, Any]:
         """Return the client state that was passed to `save`, with per-rank values if the number of ranks is the same.

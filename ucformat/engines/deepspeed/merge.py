@@ -9,7 +9,15 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.geometry.view import View
 from ucformat.sources.index import Group, TensorIndex
-from ucformat.sources.tp_merge import Replica, Shapes, TPSharding, Verdict, compare, must_agree, replicate
+from ucformat.sources.tp_merge import (
+    Replica,
+    Shapes,
+    TPSharding,
+    Verdict,
+    compare,
+    must_agree,
+    replicate,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -27,7 +35,9 @@ _MIXED = "files of different saves are mixed in one folder"
 class Merged:
     """All tensors of a checkpoint, merged from its slices, by pipeline stage and tensor-parallel rank."""
 
-    def __init__(self, store: Store, stages: Sequence[Sequence[Slice]], resolver: ShardingResolver) -> None:
+    def __init__(
+        self, store: Store, stages: Sequence[Sequence[Slice]], resolver: ShardingResolver
+    ) -> None:
         self.contents = TensorIndex()
         self.means: dict[Key, tuple[Key, ...]] = {}
         self._store, self._resolver = store, resolver
@@ -60,7 +70,11 @@ class Merged:
                 self.contents.put(info, of.contents.locate[key])
 
     def _add(
-        self, key: Key, slices: Sequence[Slice], shapes: tuple[tuple[int, ...], ...], sharding: TPSharding
+        self,
+        key: Key,
+        slices: Sequence[Slice],
+        shapes: tuple[tuple[int, ...], ...],
+        sharding: TPSharding,
     ) -> None:
         """A tensor in one state, read as its parameter is; states without its shape must be whole on every rank."""
         if len(slices) == 1 and not (sharding.padding_rows or sharding.scaled):
@@ -70,7 +84,9 @@ class Merged:
         infos = [s.contents.infos[key] for s in slices]
         found = tuple(info.shape for info in infos)
         if len({info.dtype for info in infos}) > 1:
-            raise IntegrityError(f"{key} has the dtypes {', '.join(sorted({i.dtype for i in infos}))}", hint=_MIXED)
+            raise IntegrityError(
+                f"{key} has the dtypes {', '.join(sorted({i.dtype for i in infos}))}", hint=_MIXED
+            )
         if found != shapes:
             whole = len(sharding.regions[0]) == 1 and all(
                 regions == sharding.regions[0] for regions in sharding.regions
@@ -98,7 +114,9 @@ class Merged:
         self._put(info, tensor.extents)
         if sharding.padding_rows:
             spare = TensorInfo(*key.padding, info.dtype, sharding.padding_shape)
-            self._put(spare, _MergedTensor(self._store, spare, slices, sharding.padding, key).extents)
+            self._put(
+                spare, _MergedTensor(self._store, spare, slices, sharding.padding, key).extents
+            )
 
     def _put(self, info: TensorInfo, locate: Locate) -> None:
         """Add a stage's tensor; copies in several stages must be equal."""
@@ -115,7 +133,9 @@ class Merged:
             )
         first = self.contents.locate[key]
         if not isinstance(first, _Copies):
-            first = _Copies(self._store, info, first, may_differ=self._resolver.may_differ(key.name))
+            first = _Copies(
+                self._store, info, first, may_differ=self._resolver.may_differ(key.name)
+            )
             self.contents.locate[key] = first
         first.add(locate)
 
@@ -123,13 +143,19 @@ class Merged:
         """Whether the parts of a parameter are equal: by its weight, or its other states if the weight is constant."""
         slices = self._homes[name]
         states = [key for key in slices[0].contents.infos if key.name == name]
-        states.sort(key=lambda key: ("weight", "master").index(key.state) if key.state in ("weight", "master") else 2)
+        states.sort(
+            key=lambda key: (
+                ("weight", "master").index(key.state) if key.state in ("weight", "master") else 2
+            )
+        )
         found: Verdict = "constant"
         shape = _shape(slices[0], name)
         for key in states:
             if slices[0].contents.infos[key].shape != shape:
                 continue
-            found = compare(self._store, [s.contents.replica(key, Box.whole(shape)) for s in slices])
+            found = compare(
+                self._store, [s.contents.replica(key, Box.whole(shape)) for s in slices]
+            )
             if found != "constant":
                 break
         return found
@@ -192,9 +218,14 @@ class _MergedTensor:
 def tensor_list(stages: Sequence[Sequence[Slice]], contents: TensorIndex) -> TensorList:
     """All tensors in the order of the module, others after them; the states of each parameter are adjacent."""
     modules = (name for slices in stages for name in slices[0].model.module)
-    order = {name: i for i, name in enumerate(dict.fromkeys((*modules, *(key.name for key in contents.infos))))}
+    order = {
+        name: i
+        for i, name in enumerate(dict.fromkeys((*modules, *(key.name for key in contents.infos))))
+    }
     infos = sorted(contents.infos.values(), key=lambda info: order[info.name])
-    return TensorList(tuple(infos), {name: g for g, group in enumerate(contents.groups) for name in group.names})
+    return TensorList(
+        tuple(infos), {name: g for g, group in enumerate(contents.groups) for name in group.names}
+    )
 
 
 def _shapes(slices: Sequence[Slice], unreadable: Collection[Key]) -> dict[str, Shapes]:
@@ -212,14 +243,20 @@ def _shape(of: Slice, name: str) -> tuple[int, ...]:
         if Key(name, state) in infos:
             return infos[Key(name, state)].shape
     described = of.model.described
-    return described[name] if name in described else next(i.shape for k, i in infos.items() if k.name == name)
+    return (
+        described[name]
+        if name in described
+        else next(i.shape for k, i in infos.items() if k.name == name)
+    )
 
 
 def _check_same_tensors(slices: Sequence[Slice], unreadable: Collection[Key]) -> None:
     """All tensor-parallel ranks of a stage hold parts of the same tensors; of some only other ranks' can be read."""
     first = slices[0].contents
     for of in slices[1:]:
-        unshared = (first.infos.keys() - first.large.keys()) ^ (of.contents.infos.keys() - of.contents.large.keys())
+        unshared = (first.infos.keys() - first.large.keys()) ^ (
+            of.contents.infos.keys() - of.contents.large.keys()
+        )
         if unshared := unshared.difference(unreadable):
             key = min(unshared)
             there, not_there = (slices[0], of) if key in first.infos else (of, slices[0])
@@ -245,22 +282,26 @@ def _refuse_scaled(key: Key) -> Iterator[Extent]:
 def merge_groups(stages: Sequence[Sequence[Slice]]) -> list[Group]:
     """Check that groups of tensor-parallel ranks are the same, and join those of pipeline stages.
 
-    They are joined by position if all stages have equally many, with the same hyper-parameters; else by
-    hyper-parameters if these belong to only one group of the stage. Other groups stay separate. Each parameter keeps
-    its hyper-parameters.
+    They are joined by position if all stages have equally many, with the same hyper-parameters;
+    else by hyper-parameters if these belong to only one group of the stage. Other groups stay
+    separate. Each parameter keeps its hyper-parameters.
     """
     merged: list[Group] = []
     seen: set[str] = set()
     for slices in stages:
         groups = slices[0].contents.groups
         for of in slices[1:]:
-            if [(g.names, g.hyper) for g in of.contents.groups] != [(g.names, g.hyper) for g in groups]:
+            if [(g.names, g.hyper) for g in of.contents.groups] != [
+                (g.names, g.hyper) for g in groups
+            ]:
                 raise IntegrityError(
                     f"the optimizer groups of {slices[0].model.key} and {of.model.key} differ",
                     hint="files of different saves are mixed in one folder",
                 )
         for group, into in zip(groups, _partners(merged, groups), strict=True):
-            names = [name for name in group.names if name not in seen]  # a tied module's, in several stages
+            names = [
+                name for name in group.names if name not in seen
+            ]  # a tied module's, in several stages
             seen.update(names)
             if into is None:
                 merged.append(Group(names, group.hyper, group.state))
@@ -272,7 +313,9 @@ def merge_groups(stages: Sequence[Sequence[Slice]]) -> list[Group]:
 
 def _partners(merged: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:
     """The group that each group of a stage is joined to."""
-    if len(merged) == len(groups) and all(_alike(a, b) for a, b in zip(merged, groups, strict=True)):
+    if len(merged) == len(groups) and all(
+        _alike(a, b) for a, b in zip(merged, groups, strict=True)
+    ):
         return list(merged)
     found: list[Group | None] = []
     for group in groups:

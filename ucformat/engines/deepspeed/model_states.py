@@ -38,9 +38,9 @@ class Partition:
 class Ranks(ABC, Generic[T]):
     """The files of all ranks, opened and parsed on demand.
 
-    Opening the checkpoint opens the first rank's file, and a request those that it needs. A request that continues
-    where earlier ones ended also opens as many further files as are open already, because the caller then walks the
-    whole checkpoint.
+    Opening the checkpoint opens the first rank's file, and a request those that it needs. A request
+    that continues where earlier ones ended also opens as many further files as are open already,
+    because the caller then walks the whole checkpoint.
     """
 
     def __init__(self, keys: Sequence[str], load: Callable[[str], TorchFile]) -> None:
@@ -64,7 +64,9 @@ class Ranks(ABC, Generic[T]):
             missing = [rank for rank in wanted if rank not in self._open]
             if missing:
                 if missing[0] - 1 in self._open:
-                    ahead = range(missing[-1] + 1, min(missing[-1] + 1 + len(self._open), len(self)))
+                    ahead = range(
+                        missing[-1] + 1, min(missing[-1] + 1 + len(self._open), len(self))
+                    )
                     missing += [rank for rank in ahead if rank not in self._open]
                 self._load(missing)
             return self._open
@@ -81,7 +83,9 @@ class Ranks(ABC, Generic[T]):
         self._open |= zip(ranks, map_io(load, ranks), strict=True)
 
 
-def load_all(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) -> list[list[TorchFile]]:
+def load_all(
+    load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]
+) -> list[list[TorchFile]]:
     """Open the files of a grid of keys concurrently."""
     rows = list(rows)
     keys = [key for row in rows for key in row]
@@ -146,7 +150,11 @@ def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
 
 def scalars(file: TorchFile, state: dict[str, Any], dropped: frozenset[str]) -> dict[str, Any]:
     """All values of an optimizer file except its parameters' tensors and the dropped keys."""
-    known = ("optimizer_state_dict", "ds_config", "ds_version")  # the last two are in the model states too
+    known = (
+        "optimizer_state_dict",
+        "ds_config",
+        "ds_version",
+    )  # the last two are in the model states too
     around = {k: v for k, v in file.value.items() if k not in known}
     return {**around, **{k: v for k, v in state.items() if k not in dropped}}
 
@@ -163,7 +171,9 @@ def read_scalars(partition: Partition) -> list[dict[str, bytes]]:
     ]
 
 
-def check_same_states(partition: Partition, first: Partition, scalars: Sequence[Mapping[str, bytes]]) -> None:
+def check_same_states(
+    partition: Partition, first: Partition, scalars: Sequence[Mapping[str, bytes]]
+) -> None:
     """Check that two ranks have the same optimizer states and scalars (`step`), as far as these can be read."""
     for index, (mine, theirs) in enumerate(zip(first.values(), partition.values(), strict=True)):
         if mine.keys() != theirs.keys() or not all(_alike(v, theirs[n]) for n, v in mine.items()):
@@ -188,7 +198,10 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _described(states: Mapping[str, Any]) -> str:
-    return ", ".join(f"{n} ({v.dtype if isinstance(v, StoredTensor) else type(v).__name__})" for n, v in states.items())
+    return ", ".join(
+        f"{n} ({v.dtype if isinstance(v, StoredTensor) else type(v).__name__})"
+        for n, v in states.items()
+    )
 
 
 def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> UnsupportedError:
@@ -201,24 +214,29 @@ def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -
 
 # The model states file: the module's tensors, tied names, and everything that is not a tensor.
 #
-# Keys of the file (DeepSpeed 0.19.8): `module` (name -> tensor), `buffer_names`, `optimizer` (ZeRO 0 only),
-# `param_shapes` (ZeRO: for each flat group the shapes of its parameters, in order), `shared_params` (ZeRO: tied name ->
-# stored name), `frozen_param_shapes` and `frozen_param_fragments` (ZeRO 2 and 3), the engine's counters and
-# configuration, and every key of the `client_state` that was passed to `save_checkpoint`.
+# Keys of the file (DeepSpeed 0.19.8): `module` (name -> tensor), `buffer_names`, `optimizer` (ZeRO
+# 0 only), `param_shapes` (ZeRO: for each flat group the shapes of its parameters, in order),
+# `shared_params` (ZeRO: tied name -> stored name), `frozen_param_shapes` and
+# `frozen_param_fragments` (ZeRO 2 and 3), the engine's counters and configuration, and every key of
+# the `client_state` that was passed to `save_checkpoint`.
 #
-# In a pipeline `module` is None: its tensors are in the layers' files. Megatron-DeepSpeed nests dictionaries in `module`;
-# their keys, joined by dots, are the parameters' names.
+# In a pipeline `module` is None: its tensors are in the layers' files. Megatron-DeepSpeed nests
+# dictionaries in `module`; their keys, joined by dots, are the parameters' names.
 #
 # The JSON objects of a checkpoint:
 #
-# - each key that DeepSpeed itself writes into the model states (`lr_scheduler`, `global_samples`, `ds_config`, …);
-# - `optimizer`: everything in the first rank's optimizer file except tensors (loss scaler, clipping, …);
-# - `client_state`: all other keys; a tensor above 64 KiB becomes a tensor of the checkpoint, named by its path
-#   (`client_state.ema.weight`), in the state `weight`;
+# - each key that DeepSpeed itself writes into the model states (`lr_scheduler`, `global_samples`,
+#   `ds_config`, …);
+# - `optimizer`: everything in the first rank's optimizer file except tensors (loss scaler,
+#   clipping, …);
+# - `client_state`: all other keys; a tensor above 64 KiB becomes a tensor of the checkpoint, named
+#   by its path (`client_state.ema.weight`), in the state `weight`;
 # - `module`: entries of the module that are not tensors (`get_extra_state`), if any;
-# - `rank`: if several ranks wrote a file: the differences of each other rank from the first. Ranks are labelled by their
-#   coordinates: under ZeRO 3 alone by number (`1`), else `tp1`, `pp1.tp0`, `tp0.dp1`;
-# - `not_stored`: parameters whose values are in no file, because no optimizer had them under ZeRO 3, if any.
+# - `rank`: if several ranks wrote a file: the differences of each other rank from the first. Ranks
+#   are labelled by their coordinates: under ZeRO 3 alone by number (`1`), else `tp1`, `pp1.tp0`,
+#   `tp0.dp1`;
+# - `not_stored`: parameters whose values are in no file, because no optimizer had them under ZeRO
+#   3, if any.
 
 #: Keys that hold or describe tensors.
 TENSOR_KEYS = frozenset(
@@ -250,18 +268,30 @@ class ModelStates:
         self.file, self.key = file, file.key
         self.value: dict[str, Any] = file.value if isinstance(file.value, dict) else {}
         self.in_layers = "module" in self.value and self.value["module"] is None
-        module = {} if self.in_layers else _flattened(need(self.value, "module", dict, self.key), self.key)
-        self.module: dict[str, StoredTensor] = {k: v for k, v in module.items() if isinstance(v, StoredTensor)}
+        module = (
+            {}
+            if self.in_layers
+            else _flattened(need(self.value, "module", dict, self.key), self.key)
+        )
+        self.module: dict[str, StoredTensor] = {
+            k: v for k, v in module.items() if isinstance(v, StoredTensor)
+        }
         self._homes: dict[str, TorchFile] = {}
-        self.extra: dict[str, Any] = {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}
+        self.extra: dict[str, Any] = {
+            k: v for k, v in module.items() if not isinstance(v, StoredTensor)
+        }
         self.buffers = frozenset(self._names("buffer_names", (list, tuple, set)))
         self._names("shared_params", dict)
         self._refuse_unsupported()
         shapes = self.value.get("param_shapes")
         if not isinstance(shapes, list | tuple | None):
             raise IntegrityError(f"{self.key} has no usable 'param_shapes'")
-        self.param_shapes = None if shapes is None else [self._shapes(g, "param_shapes") for g in shapes]
-        self.frozen_shapes = self._shapes(self.value.get("frozen_param_shapes") or {}, "frozen_param_shapes")
+        self.param_shapes = (
+            None if shapes is None else [self._shapes(g, "param_shapes") for g in shapes]
+        )
+        self.frozen_shapes = self._shapes(
+            self.value.get("frozen_param_shapes") or {}, "frozen_param_shapes"
+        )
         if any(not isinstance(name, str) for name in module):
             raise IntegrityError(f"{self.key} has a tensor whose name is not a string")
 
@@ -272,7 +302,9 @@ class ModelStates:
     def adopt_after(self, prefix: str, tensors: dict[str, tuple[StoredTensor, TorchFile]]) -> None:
         """Add tensors that other files hold, after the module's last tensor with a prefix, or else at the end."""
         names = list(self.module)
-        at = max((i + 1 for i, name in enumerate(names) if name.startswith(prefix)), default=len(names))
+        at = max(
+            (i + 1 for i, name in enumerate(names) if name.startswith(prefix)), default=len(names)
+        )
         duplicate = next((name for name in tensors if name in self.module), None)
         if duplicate is not None:
             raise IntegrityError(f"{duplicate} is in {self.key} and in {tensors[duplicate][1].key}")
@@ -294,7 +326,11 @@ class ModelStates:
         """The degrees of pipeline and tensor parallelism, and their product; None for those not recorded."""
         recorded = self.value.get("checkpoint_parallel_dimensions")
         recorded = recorded if isinstance(recorded, dict) else {}
-        sizes = (recorded.get("pp_degree"), recorded.get("tp_degree"), self.value.get("mp_world_size"))
+        sizes = (
+            recorded.get("pp_degree"),
+            recorded.get("tp_degree"),
+            self.value.get("mp_world_size"),
+        )
         pp, tp, mp = (n if isinstance(n, int) and n > 0 else None for n in sizes)
         return pp, tp, mp
 
@@ -307,9 +343,9 @@ class ModelStates:
     def aliases(self, *, zero3: bool, shared: dict[str, str] | None = None) -> dict[str, str]:
         """The stored name of each tied name.
 
-        ZeRO lists them in `shared_params`, but before stage 3 it compares addresses, and all empty tensors have address
-        0, so a pair counts only if both are one stored tensor. ZeRO 0 has no list: parameters stored in the same place
-        are tied.
+        ZeRO lists them in `shared_params`, but before stage 3 it compares addresses, and all empty
+        tensors have address 0, so a pair counts only if both are one stored tensor. ZeRO 0 has no
+        list: parameters stored in the same place are tied.
 
         Args:
             shared: the list in the first rank's file, if this file has none.
@@ -334,14 +370,20 @@ class ModelStates:
     def _same(self, a: str, b: str) -> bool:
         one, other = self.module.get(a), self.module.get(b)
         return (
-            one is not None and one == other and one.size > 0 and one.readable and self.home(a).key == self.home(b).key
+            one is not None
+            and one == other
+            and one.size > 0
+            and one.readable
+            and self.home(a).key == self.home(b).key
         )
 
     def _names(self, key: str, kind: type | tuple[type, ...]) -> Any:
         """An optional value that contains only names."""
         value = self.value.get(key) or ()
         plain = value and isinstance(value, kind)
-        if value and not (plain and all(isinstance(n, str) for n in (*value, *getattr(value, "values", tuple)()))):
+        if value and not (
+            plain and all(isinstance(n, str) for n in (*value, *getattr(value, "values", tuple)()))
+        ):
             raise IntegrityError(f"{self.key} has no usable {key!r}")
         return value
 
@@ -363,7 +405,12 @@ def _flattened(module: dict[Any, Any], file: str, depth: int = 0) -> dict[Any, A
     """Nested dictionaries of tensors as one, their keys joined by dots; other values stay as they are."""
     out: dict[Any, Any] = {}
     for key, value in module.items():
-        if isinstance(key, str) and isinstance(value, dict) and _holds_tensors(value) and not key.endswith(_EXTRA):
+        if (
+            isinstance(key, str)
+            and isinstance(value, dict)
+            and _holds_tensors(value)
+            and not key.endswith(_EXTRA)
+        ):
             if depth > _DEPTH:
                 raise IntegrityError(f"{file} has modules nested more than {_DEPTH} deep")
             out.update((f"{key}.{k}", v) for k, v in _flattened(value, file, depth + 1).items())
@@ -375,7 +422,8 @@ def _flattened(module: dict[Any, Any], file: str, depth: int = 0) -> dict[Any, A
 def _holds_tensors(value: dict[Any, Any]) -> bool:
     """Whether it is a dictionary of tensors and such dictionaries, by names."""
     return bool(value) and all(
-        isinstance(k, str) and (isinstance(v, StoredTensor | dict) or k.endswith(_EXTRA)) for k, v in value.items()
+        isinstance(k, str) and (isinstance(v, StoredTensor | dict) or k.endswith(_EXTRA))
+        for k, v in value.items()
     )
 
 
@@ -389,7 +437,12 @@ class Objects:
         contents: TensorIndex,
         not_stored: list[str],
     ) -> None:
-        self._models, self._optimizers, self._contents, self._not_stored = models, optimizers, contents, not_stored
+        self._models, self._optimizers, self._contents, self._not_stored = (
+            models,
+            optimizers,
+            contents,
+            not_stored,
+        )
         self._spilled: dict[
             str, tuple[StoredTensor, int, str]
         ] = {}  # path -> tensor, CRC-32, name, as the first rank has it

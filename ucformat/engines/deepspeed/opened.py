@@ -112,10 +112,16 @@ def _read(
     experts = None
     if files.experts or first.value.get("num_experts"):
         if degrees.pp * degrees.tp > 1 or files.zero3:
-            raise UnsupportedError(f"{first.key}: not yet read: experts with tensor parallelism, pipelines or ZeRO 3")
+            raise UnsupportedError(
+                f"{first.key}: not yet read: experts with tensor parallelism, pipelines or ZeRO 3"
+            )
         weights = [row[0] for row in load_all(load, [[key] for key in files.experts.values()])]
         experts = adopt_experts(first, dict(zip(files.experts, weights, strict=True)), degrees.dp)
-        if first.param_shapes is None and first.value.get("optimizer") is not None and how.optimizer:
+        if (
+            first.param_shapes is None
+            and first.value.get("optimizer") is not None
+            and how.optimizer
+        ):
             return degrees, _expert_stages(files, load, experts, first, how)
     shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
     optims = files.optims or ((),) * len(rows)
@@ -145,7 +151,11 @@ def _read(
 
 
 def _expert_stages(
-    files: TagFiles, load: Callable[[str], TorchFile], experts: Experts, first: ModelStates, how: DeepSpeedOptions
+    files: TagFiles,
+    load: Callable[[str], TorchFile],
+    experts: Experts,
+    first: ModelStates,
+    how: DeepSpeedOptions,
 ) -> list[list[Slice]]:
     """Under ZeRO 0 each expert-parallel rank as a slice of its own; shared tensors must agree as across stages."""
     degree = len(files.expert_optims)
@@ -155,7 +165,11 @@ def _expert_stages(
     for rank, file in enumerate(opened):
         model = expert_model(first, file, experts, degree, rank)
         label = f"ep{rank}" if rank else ""
-        names = None if how.groups is None else [[n for n in g if experts.locally(n, degree, rank)] for g in how.groups]
+        names = (
+            None
+            if how.groups is None
+            else [[n for n in g if experts.locally(n, degree, rank)] for g in how.groups]
+        )
         of = read_slice([model], (), label, load, zero3=False, shared=None, names=names)
         if rank:
             of.contents.forget(key for key in stages[0][0].contents.infos if key.state == "weight")

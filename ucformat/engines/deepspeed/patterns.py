@@ -1,12 +1,13 @@
 """`universal_checkpoint_info`: how a checkpoint describes the sharding of its parameters across tensor-parallel ranks.
 
-Megatron-DeepSpeed's models write it into the client state, AutoTP into the model states; its versions are 0.2, 0.3 and
-0.4. It lists patterns of names by how the parts are merged. The precedence is DeepSpeed's: an affine map first, then
-replicated, averaged, two sub-parameters, sub-parameters, row parallelism (joined along dim 1); any other parameter
-is joined along dim 0. The vocabulary's padding is cut off after that.
+Megatron-DeepSpeed's models write it into the client state, AutoTP into the model states; its
+versions are 0.2, 0.3 and 0.4. It lists patterns of names by how the parts are merged. The
+precedence is DeepSpeed's: an affine map first, then replicated, averaged, two sub-parameters,
+sub-parameters, row parallelism (joined along dim 1); any other parameter is joined along dim 0. The
+vocabulary's padding is cut off after that.
 
-DeepSpeed applies its patterns with `re.match`, so a pattern need only match the beginning of a name. Those that AutoTP
-writes are exact names (`^name$`, escaped); they are looked up.
+DeepSpeed applies its patterns with `re.match`, so a pattern need only match the beginning of a
+name. Those that AutoTP writes are exact names (`^name$`, escaped); they are looked up.
 """
 
 from __future__ import annotations
@@ -16,13 +17,28 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ucformat.errors import IntegrityError, LayoutError, UnsupportedError, UpgradeNeeded, option_text
+from ucformat.errors import (
+    IntegrityError,
+    LayoutError,
+    UnsupportedError,
+    UpgradeNeeded,
+    option_text,
+)
 from ucformat.geometry.box import prove
 from ucformat.geometry.local import strided_regions
 from ucformat.geometry.patterns import Pattern, compile_pattern
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import TensorInfo
-from ucformat.sources.tp_merge import TP, Shapes, TPSharding, concatenate, mean, replicate, shard, sub_params
+from ucformat.sources.tp_merge import (
+    TP,
+    Shapes,
+    TPSharding,
+    concatenate,
+    mean,
+    replicate,
+    shard,
+    sub_params,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -40,7 +56,9 @@ class Patterns(Generic[T]):
         self._others: list[tuple[Pattern, str, T]] = []
         for pattern, value in pairs:
             if not isinstance(pattern, str):
-                raise IntegrityError(f"{label} has a pattern that is not a string ({type(pattern).__name__})")
+                raise IntegrityError(
+                    f"{label} has a pattern that is not a string ({type(pattern).__name__})"
+                )
             name = _literal(pattern)
             if name is not None:
                 self._exact.setdefault(name, (pattern, value))
@@ -55,7 +73,10 @@ class Patterns(Generic[T]):
         if name in self._exact:
             return self._exact[name]
         try:
-            return next(((pattern, value) for regex, pattern, value in self._others if regex.match(name)), None)
+            return next(
+                ((pattern, value) for regex, pattern, value in self._others if regex.match(name)),
+                None,
+            )
         except LayoutError as error:
             raise UnsupportedError(
                 error.message, hint=f"specify how the tensors are cut: {option_text('layout')}"
@@ -90,7 +111,9 @@ _KEY = "universal_checkpoint_info"
 _LISTS: dict[str, Callable[[Shapes], TPSharding]] = {
     "tp_replicated_parameter_patterns": replicate,
     "parameter_to_average_patterns": mean,
-    "parameter_with_2_sub_params_cat_dim_0": lambda shapes: shard(shapes, Shard(0, TP, parts=(1, 1))),
+    "parameter_with_2_sub_params_cat_dim_0": lambda shapes: shard(
+        shapes, Shard(0, TP, parts=(1, 1))
+    ),
 }
 _ROW = "parameter_with_row_parallelism_patterns"
 _SUB = "parameter_with_sub_params"
@@ -135,7 +158,12 @@ class TensorParallelInfo:
 
     def is_default(self, name: str) -> bool:
         """Whether no pattern matches a parameter, so that it is joined along dim 0."""
-        found: tuple[Patterns[Any], ...] = (*self._lists.values(), self._sub, self._affine, self._unsupported)
+        found: tuple[Patterns[Any], ...] = (
+            *self._lists.values(),
+            self._sub,
+            self._affine,
+            self._unsupported,
+        )
         return not any(patterns.find(name) for patterns in found)
 
     def is_replicated(self, name: str) -> bool:
@@ -160,7 +188,9 @@ class TensorParallelInfo:
         if hit:
             return self._sub_param(hit[0], hit[1], shapes).because(_SUB)
         if not shapes[0]:
-            raise LayoutError(f"it has no dims to be joined along, and no pattern of {_KEY} marks it as replicated")
+            raise LayoutError(
+                f"it has no dims to be joined along, and no pattern of {_KEY} marks it as replicated"
+            )
         return concatenate(shapes, 1 if self._lists[_ROW].find(name) else 0).because(
             _ROW if self._lists[_ROW].find(name) else "no pattern, which means dim 0"
         )
@@ -191,7 +221,13 @@ class TensorParallelInfo:
         """The sharding without the padding of a vocabulary; AutoTP, which writes exact names, adds no padding."""
         hit = self._vocabulary.find(name)
         rows = self._value.get("original_vocab_size")
-        if hit is None or is_exact(hit[0]) or not isinstance(rows, int) or rows < 1 or not sharding.shape:
+        if (
+            hit is None
+            or is_exact(hit[0])
+            or not isinstance(rows, int)
+            or rows < 1
+            or not sharding.shape
+        ):
             return sharding
         if self._padded and sharding.shape[0] != self._padded:
             if sharding.shape[0] > rows:
@@ -204,19 +240,25 @@ class TensorParallelInfo:
     def _patterns(self, key: str) -> Patterns[None]:
         value = self._value.get(key) or []
         if not isinstance(value, list | tuple):
-            raise IntegrityError(f"{self._where} has a {type(value).__name__} as {key}, instead of a list")
+            raise IntegrityError(
+                f"{self._where} has a {type(value).__name__} as {key}, instead of a list"
+            )
         return Patterns(((pattern, None) for pattern in value), self._where)
 
     def _mapping(self, key: str, source: Mapping[str, Any] | None = None) -> Patterns[Any]:
         value = (self._value if source is None else source).get(key) or {}
         if not isinstance(value, dict):
-            raise IntegrityError(f"{self._where} has a {type(value).__name__} as {key}, instead of a mapping")
+            raise IntegrityError(
+                f"{self._where} has a {type(value).__name__} as {key}, instead of a mapping"
+            )
         return Patterns(value.items(), self._where)
 
     def _sub_params(self) -> list[tuple[Any, dict[str, Any]]]:
         entries = self._value.get(_SUB) or []
         entries = [_fields(e) for e in entries] if isinstance(entries, list | tuple) else [None]
-        if not all(isinstance(e, dict) and isinstance(e.get("patterns"), list | tuple) for e in entries):
+        if not all(
+            isinstance(e, dict) and isinstance(e.get("patterns"), list | tuple) for e in entries
+        ):
             raise IntegrityError(f"{self._where} has no usable {_SUB}")
         return list(chain.from_iterable(((p, e) for p in e["patterns"]) for e in entries))
 
@@ -262,7 +304,10 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
                 at, to = ((int(o), _sizes(s)) for o, s in (piece["source"], piece["dest"]))
                 found += strided_regions(shape, local, _sizes(piece["shape"]), at, to)
                 scaled = scaled or float(piece.get("scale", 1.0)) != 1.0
-            prove(TensorInfo("the part of a rank", "weight", "uint8", local), enumerate(r.box for r in found))
+            prove(
+                TensorInfo("the part of a rank", "weight", "uint8", local),
+                enumerate(r.box for r in found),
+            )
             regions.append(tuple(found))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, LayoutError):

@@ -1,13 +1,15 @@
 """Pipelines: the weights of a `PipelineModule` are in one file per layer, which does not name the layer's stage.
 
-DeepSpeed names the parameters of layer 3 `3.…`, and those of a tied module `tied_modules.KEY.…`, regardless of layer. A
-layer's file holds them under their names within the layer, and each layer that is the tied module has a copy (a layer
-that only applies a function to it has none). Under ZeRO 1 `param_shapes` assigns layers and tied modules to stages.
+DeepSpeed names the parameters of layer 3 `3.…`, and those of a tied module `tied_modules.KEY.…`,
+regardless of layer. A layer's file holds them under their names within the layer, and each layer
+that is the tied module has a copy (a layer that only applies a function to it has none). Under ZeRO
+1 `param_shapes` assigns layers and tied modules to stages.
 
-Under ZeRO 0 nothing names the parameters or layers of a stage. A stage's optimizer numbers its entries: first those of
-the tied modules, then those of its layers in order. Stages have consecutive layers, so the number and shapes of the
-entries determine the boundaries of stages. A tied module is found by its layers' equal bytes, or by the entries of a
-stage that has no file of it. No file has its key, so it is named after its first layer.
+Under ZeRO 0 nothing names the parameters or layers of a stage. A stage's optimizer numbers its
+entries: first those of the tied modules, then those of its layers in order. Stages have consecutive
+layers, so the number and shapes of the entries determine the boundaries of stages. A tied module is
+found by its layers' equal bytes, or by the entries of a stage that has no file of it. No file has
+its key, so it is named after its first layer.
 """
 
 from __future__ import annotations
@@ -53,8 +55,16 @@ def layers_of(files: Mapping[int, TorchFile]) -> list[Layer]:
     for number in sorted(files):
         value = files[number].value
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-            raise IntegrityError(f"{files[number].key} holds a {type(value).__name__} instead of a layer's tensors")
-        out.append(Layer(number, files[number], {n: t for n, t in value.items() if isinstance(t, StoredTensor)}))
+            raise IntegrityError(
+                f"{files[number].key} holds a {type(value).__name__} instead of a layer's tensors"
+            )
+        out.append(
+            Layer(
+                number,
+                files[number],
+                {n: t for n, t in value.items() if isinstance(t, StoredTensor)},
+            )
+        )
     return out
 
 
@@ -96,7 +106,9 @@ class _StageLayers:
         if key is None:
             return before, None
         after = self.stage_of[self._known[at]] if at < len(self._known) else self._last
-        return next((s for s in self.holders[key] if before <= s <= after), self.holders[key][0]), key
+        return next(
+            (s for s in self.holders[key] if before <= s <= after), self.holders[key][0]
+        ), key
 
 
 def adopt_layers(models: Sequence[ModelStates], layers: Sequence[Layer]) -> None:
@@ -140,7 +152,10 @@ def _tied_key(layer: Layer, tied: Mapping[str, Mapping[str, tuple[int, ...]]]) -
     fitting = [
         key
         for key, shapes in tied.items()
-        if all(name in layer.tensors and layer.tensors[name].shape == shape for name, shape in shapes.items())
+        if all(
+            name in layer.tensors and layer.tensors[name].shape == shape
+            for name, shape in shapes.items()
+        )
     ]
     if len(fitting) > 1:
         raise IntegrityError(
@@ -158,8 +173,14 @@ def _check_all_there(
 ) -> None:
     """Check that every layer of a stage has a file, and every tied module that of one of its layers."""
     there = {layer.number for layer in layers}
-    example = layers[0].file.key if layers else models[0].key.rpartition("/")[0] + "/layer_00-model_states.pt"
-    missing = [re.sub(r"layer_\d+", f"layer_{n:02d}", example) for n in sorted(stage_of) if n not in there]
+    example = (
+        layers[0].file.key
+        if layers
+        else models[0].key.rpartition("/")[0] + "/layer_00-model_states.pt"
+    )
+    missing = [
+        re.sub(r"layer_\d+", f"layer_{n:02d}", example) for n in sorted(stage_of) if n not in there
+    ]
     if missing:
         raise MissingData(
             f"{', '.join(missing[:10])} is missing: {models[stage_of[min(set(stage_of) - there)]].key} has "
@@ -186,17 +207,23 @@ def names_of_stages(
     """Give each stage of one tensor-parallel rank the tensors of its layers under ZeRO 0.
 
     Args:
-        groups: the names of each optimizer group's parameters over all stages; None: they are derived.
+        groups: the names of each optimizer group's parameters over all stages; None: they are
+            derived.
 
     Returns:
-        the names of each stage's optimizer groups (None: to be derived), and the stored name of each tied name.
+        the names of each stage's optimizer groups (None: to be derived), and the stored name of
+        each tied name.
     """
     ties = _ties(layers)
     if groups is not None:
         names = _names_by_stage(models, groups)
         for model, held in zip(models, names, strict=True):
             mine = {name.partition(".")[0] for group in held for name in group}
-            _adopt(model, [layer for layer in layers if str(ties.get(layer.number, layer.number)) in mine], ties)
+            _adopt(
+                model,
+                [layer for layer in layers if str(ties.get(layer.number, layer.number)) in mine],
+                ties,
+            )
         _adopt_rest(models, layers, ties)
         return list(names), _aliases(layers, ties)
     splits = list(islice(_splits(models, layers, ties, 0, 0), 2))
@@ -212,7 +239,11 @@ def names_of_stages(
 
 
 def _splits(
-    models: Sequence[ModelStates], layers: Sequence[Layer], ties: dict[int, int], stage: int, first: int
+    models: Sequence[ModelStates],
+    layers: Sequence[Layer],
+    ties: dict[int, int],
+    stage: int,
+    first: int,
 ) -> Iterator[list[tuple[int, int, int | None]]]:
     """The ways to assign layers from `first` on to the stages from `stage` on: (first, last, tied layer) of each."""
     if stage == len(models):
@@ -225,13 +256,20 @@ def _splits(
         inside = {ties.get(layer.number, layer.number) for layer in layers[first:last]}
         others = [i for i, layer in enumerate(layers) if layer.number not in inside]
         for extra in (None, *others):
-            if _fits(models[stage], entries, [*_tied_first(layers, first, last, extra, ties)], ties):
+            if _fits(
+                models[stage], entries, [*_tied_first(layers, first, last, extra, ties)], ties
+            ):
                 for rest in _splits(models, layers, ties, stage + 1, last):
                     yield [(first, last, extra), *rest]
                 break
 
 
-def _fits(model: ModelStates, entries: list[list[Entry]] | int, layers: Sequence[Layer], ties: dict[int, int]) -> bool:
+def _fits(
+    model: ModelStates,
+    entries: list[list[Entry]] | int,
+    layers: Sequence[Layer],
+    ties: dict[int, int],
+) -> bool:
     """Whether the parameters of these layers are the entries of a stage's optimizer, none left over."""
     found: dict[str, StoredTensor] = {}
     for layer in layers:
@@ -267,10 +305,16 @@ def _adopt(model: ModelStates, layers: Sequence[Layer], ties: dict[int, int]) ->
                 model.adopt(whole, tensor, layer.file)
 
 
-def _adopt_rest(models: Sequence[ModelStates], layers: Sequence[Layer], ties: dict[int, int]) -> None:
+def _adopt_rest(
+    models: Sequence[ModelStates], layers: Sequence[Layer], ties: dict[int, int]
+) -> None:
     """Layers of which no parameter is trained."""
     known = {name for model in models for name in model.module}
-    rest = [x for x in layers if not any(f"{ties.get(x.number, x.number)}.{n}" in known for n in x.tensors)]
+    rest = [
+        x
+        for x in layers
+        if not any(f"{ties.get(x.number, x.number)}.{n}" in known for n in x.tensors)
+    ]
     _adopt(models[0], rest, ties)
 
 
@@ -281,7 +325,9 @@ def _names_by_stage(models: Sequence[ModelStates], groups: Sequence[Sequence[str
     for model in models:
         entries = entries_of(model)
         if isinstance(entries, int) or len(entries) > len(groups):
-            raise UsageError(f"{model.key}: its optimizer has other groups than the {len(groups)} that are given")
+            raise UsageError(
+                f"{model.key}: its optimizer has other groups than the {len(groups)} that are given"
+            )
         out.append([list(groups[g][at[g] : at[g] + len(group)]) for g, group in enumerate(entries)])
         for g, group in enumerate(entries):
             at[g] += len(group)
@@ -301,7 +347,9 @@ def _ties(layers: Sequence[Layer]) -> dict[int, int]:
             if earlier.number in out or not layer.tensors or earlier.form != layer.form:
                 continue
             names = layer.tensors
-            if all(same_bytes(earlier, layer, n) for n in names) and any(_varies(layer, n) for n in names):
+            if all(same_bytes(earlier, layer, n) for n in names) and any(
+                _varies(layer, n) for n in names
+            ):
                 out[layer.number] = earlier.number
                 break
     return out
@@ -317,4 +365,9 @@ def _varies(layer: Layer, name: str) -> bool:
 
 
 def _aliases(layers: Sequence[Layer], ties: dict[int, int]) -> dict[str, str]:
-    return {f"{x.number}.{n}": f"{ties[x.number]}.{n}" for x in layers if x.number in ties for n in x.tensors}
+    return {
+        f"{x.number}.{n}": f"{ties[x.number]}.{n}"
+        for x in layers
+        if x.number in ties
+        for n in x.tensors
+    }

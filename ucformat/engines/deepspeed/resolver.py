@@ -22,7 +22,16 @@ from ucformat.errors import AmbiguousLayout, LayoutError, UsageError, option_tex
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.placement import axes_of, place
 from ucformat.sources.pickle.stand_ins import Inert
-from ucformat.sources.tp_merge import TP, Shapes, TPSharding, cuts_option, layout_of_cuts, mean, replicate, shard
+from ucformat.sources.tp_merge import (
+    TP,
+    Shapes,
+    TPSharding,
+    cuts_option,
+    layout_of_cuts,
+    mean,
+    replicate,
+    shard,
+)
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
@@ -45,12 +54,22 @@ class ShardingResolver:
     ) -> None:
         self._ranks, self._vocab = ranks, vocab
         self._file = models[0].key
-        described_by = next((m for m in models if m.value.get("universal_checkpoint_info")), models[0])
+        described_by = next(
+            (m for m in models if m.value.get("universal_checkpoint_info")), models[0]
+        )
         info = described_by.value.get("universal_checkpoint_info")
         self.info = TensorParallelInfo(info, described_by.key, _padded(described_by, info))
-        if vocab is None and isinstance(info, dict) and isinstance(info.get("original_vocab_size"), int):
+        if (
+            vocab is None
+            and isinstance(info, dict)
+            and isinstance(info.get("original_vocab_size"), int)
+        ):
             self._vocab = info["original_vocab_size"]
-        self._layouts = [given for given in (layout_of_cuts(cuts, ranks), _layout(layout, ranks)) if given is not None]
+        self._layouts = [
+            given
+            for given in (layout_of_cuts(cuts, ranks), _layout(layout, ranks))
+            if given is not None
+        ]
         self._sizes = ModelSizes.of(described_by.value)
         self._shapes: Mapping[str, Shapes] = {}
         self._described: list[str] = []
@@ -67,7 +86,10 @@ class ShardingResolver:
             self._family = _layout(preset, self._ranks)
 
     def decide(
-        self, shapes: Mapping[str, Shapes], buffers: frozenset[str], verdict: Callable[[str], Verdict]
+        self,
+        shapes: Mapping[str, Shapes],
+        buffers: frozenset[str],
+        verdict: Callable[[str], Verdict],
     ) -> dict[str, TPSharding]:
         """The sharding of each of these parameters.
 
@@ -84,12 +106,18 @@ class ShardingResolver:
                     found = self._preset(self._family, name, parts, verdict)
                 if found is None:
                     found = infer(name, parts, lambda name=name: verdict(name), shapes, self._width)  # type: ignore[misc]
-                    if isinstance(found, TPSharding) and found.why == EQUAL and parts[0] and not self._differ(verdict):
+                    if (
+                        isinstance(found, TPSharding)
+                        and found.why == EQUAL
+                        and parts[0]
+                        and not self._differ(verdict)
+                    ):
                         found = Doubt(name, parts, "replicate", cut(0))
             except LayoutError as error:
                 raise type(error)(
                     f"{self._file}: {name}: {error.message}",
-                    hint=error.hint or f"specify how it is cut: {cuts_option({name: 'replicate'})}, …",
+                    hint=error.hint
+                    or f"specify how it is cut: {cuts_option({name: 'replicate'})}, …",
                 ) from error
             if isinstance(found, Doubt):
                 doubts[name] = found
@@ -97,7 +125,9 @@ class ShardingResolver:
                 out[name] = found
         for name in list(doubts):
             if len(set(shapes[name])) == 1 and verdict(name) == "constant":
-                settled = as_its_weight(name, shapes[name], out) or as_other_norms(name, shapes[name], out)
+                settled = as_its_weight(name, shapes[name], out) or as_other_norms(
+                    name, shapes[name], out
+                )
                 if settled is not None:
                     out[name] = settled
                     del doubts[name]
@@ -106,11 +136,17 @@ class ShardingResolver:
         self._check_vocabulary(out)
         return out
 
-    def _compared(self, shapes: Mapping[str, Shapes], verdict: Callable[[str], Verdict]) -> Callable[[str], Verdict]:
+    def _compared(
+        self, shapes: Mapping[str, Shapes], verdict: Callable[[str], Verdict]
+    ) -> Callable[[str], Verdict]:
         """`verdict`, cached, and computed at once for all parameters that no pattern matches."""
         known: dict[str, Verdict] = {}
         if self.info and self._ranks > 1:
-            asked = [n for n, s in shapes.items() if len(set(s)) == 1 and s[0] and self.info.is_default(n)]
+            asked = [
+                n
+                for n, s in shapes.items()
+                if len(set(s)) == 1 and s[0] and self.info.is_default(n)
+            ]
             known.update(zip(asked, map_io(verdict, asked), strict=True))
 
         def compared(name: str) -> Verdict:
@@ -128,7 +164,11 @@ class ShardingResolver:
         if found == "different":
             if whole:
                 return Doubt(name, shapes, MEAN, cut(0))
-            return Doubt(name, shapes, cut(0), cut(1)) if self._sizes.width(name, shapes) is False else joined
+            return (
+                Doubt(name, shapes, cut(0), cut(1))
+                if self._sizes.width(name, shapes) is False
+                else joined
+            )
         if whole is False:
             return joined.because("the rows that the arguments record")
         same = self.info.strip(name, replicate(shapes))
@@ -160,7 +200,8 @@ class ShardingResolver:
     def may_differ(self, name: str) -> bool:
         """Whether the copies of a parameter in several pipeline stages may differ; the first stage's copy is then read.
 
-        Megatron-DeepSpeed ties the whole embedding module, but the last stage trains only the vocabulary.
+        Megatron-DeepSpeed ties the whole embedding module, but the last stage trains only the
+        vocabulary.
         """
         return self.info.pipeline.find(name) is not None and not self.info.is_vocabulary(name)
 
@@ -173,11 +214,18 @@ class ShardingResolver:
             if found is not None:
                 return found.because("the given layout")
         if name in buffers and self._ranks > 1 and self.info and self.info.is_default(name):
-            if len(set(shapes)) == 1 and verdict(name) != "different":  # patterns describe parameters only
+            if (
+                len(set(shapes)) == 1 and verdict(name) != "different"
+            ):  # patterns describe parameters only
                 return replicate(shapes).because("equal buffers")
             return None
         found = self.info.sharding(name, shapes)
-        if found is None or self._ranks == 1 or len(set(shapes)) > 1 or not self.info.is_default(name):
+        if (
+            found is None
+            or self._ranks == 1
+            or len(set(shapes)) > 1
+            or not self.info.is_default(name)
+        ):
             return found
         return self._weigh(name, shapes, found, verdict)
 
@@ -188,7 +236,9 @@ class ShardingResolver:
         found = self._placed(family, name, shapes)
         if found is None or len(set(shapes)) > 1:
             return found
-        same = len({region.target for held in found.regions for region in held}) == len(found.regions[0])
+        same = len({region.target for held in found.regions for region in held}) == len(
+            found.regions[0]
+        )
         equal = verdict(name)
         if equal == ("different" if same else "equal"):
             return Doubt(name, shapes, "replicate", cut(0))
@@ -201,7 +251,11 @@ class ShardingResolver:
             if match is None or not rule.has_state("weight"):
                 continue
             placed = place(layout.meshes[rule.mesh] if rule.mesh else layout.mesh, [(rule, match)])
-            if placed.flat or placed.holders or any(axes_of(p) not in ((), (TP,)) for p in rule.place):
+            if (
+                placed.flat
+                or placed.holders
+                or any(axes_of(p) not in ((), (TP,)) for p in rule.place)
+            ):
                 raise LayoutError(f"{rule} uses another axis than {TP!r}")
             if placed.partial:
                 return mean(shapes)
@@ -209,7 +263,11 @@ class ShardingResolver:
                 return replicate(shapes)
             how = placed.shards[0]
             if how.pad_to is None:
-                return self.info.strip(name, shard(shapes, how)) if how.dim == 0 else shard(shapes, how)
+                return (
+                    self.info.strip(name, shard(shapes, how))
+                    if how.dim == 0
+                    else shard(shapes, how)
+                )
             if self._vocab is None:
                 raise LayoutError(
                     f"{rule} pads it, but its size without padding is unknown",
@@ -221,7 +279,9 @@ class ShardingResolver:
     def _check_vocabulary(self, shardings: Mapping[str, TPSharding]) -> None:
         """Check that all padded tables have one size; otherwise it is unclear which one is padded."""
         padded = self._tables
-        padded.update({r.shape[0] + r.padding_rows: n for n, r in shardings.items() if r.padding_rows})
+        padded.update(
+            {r.shape[0] + r.padding_rows: n for n, r in shardings.items() if r.padding_rows}
+        )
         if len(padded) > 1:
             names = " and ".join(padded.values())
             raise AmbiguousLayout(
@@ -245,7 +305,9 @@ def _layout(layout: Layout | str | None, ranks: int) -> Layout | None:
     """The caller's layout, or the preset with this name."""
     if isinstance(layout, str):
         if layout not in PRESETS:
-            raise UsageError(f"there is no preset {layout!r}", hint=f"there are: {', '.join(PRESETS)}")
+            raise UsageError(
+                f"there is no preset {layout!r}", hint=f"there are: {', '.join(PRESETS)}"
+            )
         return Layout({TP: ranks}, PRESETS[layout])
     if layout is None:
         return None
@@ -260,6 +322,10 @@ def _layout(layout: Layout | str | None, ranks: int) -> Layout | None:
 
 def _width(shapes: Mapping[str, Shapes]) -> int | None:
     """The model's width, if all norms have the same length."""
-    lengths = {s[0] for n, s in shapes.items() if "norm" in n.lower() and n.endswith("weight") and len(s[0]) == 1}
+    lengths = {
+        s[0]
+        for n, s in shapes.items()
+        if "norm" in n.lower() and n.endswith("weight") and len(s[0]) == 1
+    }
     lengths = {length for length in lengths if length}
     return lengths.pop()[0] if len(lengths) == 1 else None

@@ -42,8 +42,9 @@ class DeepSpeed(Source):
     def open(self, store: Store) -> OpenDeepSpeed | OpenUniversal:
         """Open the checkpoint that `latest` or `latest_universal` names, or the tag folder that the store is rooted at.
 
-        Reads kilobytes of the model states and layer files, and of the first data-parallel rank's optimizer file of
-        each model-parallel rank. The other ranks' files must exist, and are opened when their extents are needed.
+        Reads kilobytes of the model states and layer files, and of the first data-parallel rank's
+        optimizer file of each model-parallel rank. The other ranks' files must exist, and are
+        opened when their extents are needed.
         """
         tag = find_tag(store)
         if is_universal(store, tag):
@@ -52,4 +53,6 @@ class DeepSpeed(Source):
             return OpenUniversal(store, tag, self.options)
         from ucformat.engines.deepspeed.opened import OpenDeepSpeed
 
-        return OpenDeepSpeed(store, list_files(store, tag, optimizer=self.options.optimizer), self.options)
+        return OpenDeepSpeed(
+            store, list_files(store, tag, optimizer=self.options.optimizer), self.options
+        )

@@ -2,14 +2,16 @@
 
 What an atom holds depends on who wrote it (DeepSpeed 0.19.8):
 
-- ZeRO 1 and 2, and ZeRO 3 with tensor parallelism: a dictionary, whose `param` is the whole tensor (`cat_dim`,
-  `sub_param_shape`, `vocab_tensor`, … say how it was put together), with `sub_param_shape` in the shape of a view
+- ZeRO 1 and 2, and ZeRO 3 with tensor parallelism: a dictionary, whose `param` is the whole tensor
+  (`cat_dim`, `sub_param_shape`, `vocab_tensor`, … say how it was put together), with
+  `sub_param_shape` in the shape of a view
 - ZeRO 3 else: a flat tensor; its shape is in the model states alone
 - `step.pt`: a number, or a tensor of no dims
 
-DeepSpeed's converter joins along dim 0 every parameter that no pattern matches, replicas too: to a tensor of twice
-their rows. Such atoms are split again. The model states have the shapes of the ranks' parts; each part then counts as
-one of the rank's tensors as in any checkpoint, and its sharding is inferred as there.
+DeepSpeed's converter joins along dim 0 every parameter that no pattern matches, replicas too: to a
+tensor of twice their rows. Such atoms are split again. The model states have the shapes of the
+ranks' parts; each part then counts as one of the rank's tensors as in any checkpoint, and its
+sharding is inferred as there.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class Atom:
     dtype: str = ""
     shape: Shape = ()
     locate: Locate = lambda _: iter(())
-    bare: bool = False  # a dictionary of nothing but the tensor: an untrained one, out of the weights
+    bare: bool = (
+        False  # a dictionary of nothing but the tensor: an untrained one, out of the weights
+    )
 
 
 def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -90,7 +94,9 @@ def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for match in filter(None, map(_ATOM.fullmatch, names)):
         found.setdefault(match[1], {})[match[2]] = prefix + match[0]
-    waiting = sorted({match[1] for match in map(_FRAGMENT.fullmatch, names) if match} - found.keys())
+    waiting = sorted(
+        {match[1] for match in map(_FRAGMENT.fullmatch, names) if match} - found.keys()
+    )
     without = [name for name, states in found.items() if "fp32" not in states]
     if waiting or without:
         absent = waiting or without
@@ -105,7 +111,10 @@ def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def read_atoms(
-    store: Store, keys: Mapping[str, Mapping[str, str]], shapes: Mapping[str, Shape], allow: tuple[str, ...]
+    store: Store,
+    keys: Mapping[str, Mapping[str, str]],
+    shapes: Mapping[str, Shape],
+    allow: tuple[str, ...],
 ) -> dict[str, list[Atom]]:
     """Open all atoms concurrently, reading a few kilobytes of each."""
 
@@ -130,10 +139,16 @@ def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Ato
     if isinstance(value, dict):
         tensor = value.get("param")
         if not isinstance(tensor, StoredTensor):
-            raise IntegrityError(f"{file.key} is not an atom: a dictionary without a tensor `param`")
+            raise IntegrityError(
+                f"{file.key} is not an atom: a dictionary without a tensor `param`"
+            )
         if state == "fp32" and expected is not None and tensor.shape != expected:
             tensor = _of_shape(file, tensor, expected, view="sub_param_shape" in value)
-        elif "sub_param_shape" in value and expected is not None and tensor.size == math.prod(expected):
+        elif (
+            "sub_param_shape" in value
+            and expected is not None
+            and tensor.size == math.prod(expected)
+        ):
             tensor = _of_shape(file, tensor, expected, view=True)
         return _atom(file, known, tensor, bare=value.keys() == {"param"})
     if isinstance(value, StoredTensor):
@@ -148,7 +163,9 @@ def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Ato
         return _atom(file, known, value)
     if isinstance(value, int | float):
         return Atom(file.key, known, value)
-    raise IntegrityError(f"{file.key} holds a {type(value).__name__} where a tensor or a number should be")
+    raise IntegrityError(
+        f"{file.key} holds a {type(value).__name__} where a tensor or a number should be"
+    )
 
 
 def _atom(file: TorchFile, state: str, tensor: StoredTensor, *, bare: bool = False) -> Atom:
@@ -158,7 +175,11 @@ def _atom(file: TorchFile, state: str, tensor: StoredTensor, *, bare: bool = Fal
 
 def _of_shape(file: TorchFile, tensor: StoredTensor, shape: Shape, *, view: bool) -> StoredTensor:
     """The tensor in another shape, if the number of elements is the same and `view` allows it."""
-    if view and tensor.size == math.prod(shape) and (not tensor.size or tensor.strides == row_major(tensor.shape)):
+    if (
+        view
+        and tensor.size == math.prod(shape)
+        and (not tensor.size or tensor.strides == row_major(tensor.shape))
+    ):
         return replace(tensor, shape=shape, strides=row_major(shape))
     raise IntegrityError(
         f"{file.key} has the shape {list(tensor.shape)}, but the model states beside it record {list(shape)}",
@@ -195,7 +216,9 @@ def take_apart(
             at = 0
             for of, shape in zip(slices, held, strict=True):
                 box = Box((at, *[0] * (len(shape) - 1)), shape)
-                of.contents.add(name, atom.state, atom.dtype, shape, partial(_part, name, atom, box))
+                of.contents.add(
+                    name, atom.state, atom.dtype, shape, partial(_part, name, atom, box)
+                )
                 at += shape[0]
     return taken
 
@@ -212,15 +235,17 @@ def _part(name: str, atom: Atom, of: Box, within: Box | None) -> Iterator[Extent
     return view.extents(lambda _key, box: atom.locate(box), within)
 
 
-# DeepSpeed's universal format: what `ds_to_universal.py` and `hf_to_universal.py` wrote, read in place.
+# DeepSpeed's universal format: what `ds_to_universal.py` and `hf_to_universal.py` wrote, read in
+# place.
 #
-# A folder (`latest_universal` beside it names it) with `zero/NAME/STATE.pt` for each parameter, see `atoms`;
-# `zero/optimizer_state.pt`, the rest of the first rank's optimizer file; and copies of the model states files. These
-# provide the weights (also of frozen parameters and buffers), the tied names and the shapes.
+# A folder (`latest_universal` beside it names it) with `zero/NAME/STATE.pt` for each parameter, see
+# `atoms`; `zero/optimizer_state.pt`, the rest of the first rank's optimizer file; and copies of the
+# model states files. These provide the weights (also of frozen parameters and buffers), the tied
+# names and the shapes.
 #
-# For names that no optimizer had (buffers, frozen and tied parameters) ZeRO 1 and 2 convert an fp32 copy of the weight;
-# it is omitted, because the weight is stored too. Weights of pipelines and of experts are in files that the converter
-# does not copy, so only their masters are available.
+# For names that no optimizer had (buffers, frozen and tied parameters) ZeRO 1 and 2 convert an fp32
+# copy of the weight; it is omitted, because the weight is stored too. Weights of pipelines and of
+# experts are in files that the converter does not copy, so only their masters are available.
 
 _OPTIMIZER = "zero/optimizer_state.pt"
 _LAID_OUT = frozenset(  # the flat buffers that the atoms were cut from, and rank 0's part of them under ZeRO 3
@@ -254,7 +279,11 @@ class OpenUniversal:
             for t, of in enumerate(slices)
             for d, model in enumerate(of.models)
         }
-        objects = Objects(by_label, {"": contents.optimizer}, contents, not_stored).json() if by_label else {}
+        objects = (
+            Objects(by_label, {"": contents.optimizer}, contents, not_stored).json()
+            if by_label
+            else {}
+        )
         first = self._stages[0][0].model.value if self._stages else {}
         atoms = (key for states in keys.values() for key in states.values())
         self.metadata = CheckpointMetadata(
@@ -282,7 +311,9 @@ class OpenUniversal:
             if key != self._latest:
                 yield from TorchZip(self.store, key).records()
 
-    def _check_finished(self, prefix: str, names: list[str], files: TagFiles, *, optimizer: bool) -> None:
+    def _check_finished(
+        self, prefix: str, names: list[str], files: TagFiles, *, optimizer: bool
+    ) -> None:
         """Check that the model states, which are copied last, exist, unless a Hugging Face model was converted."""
         if files.models:
             if self._optimizer is None and optimizer:
@@ -312,13 +343,19 @@ class OpenUniversal:
             self._contents, self._means = merged.contents, merged.means
         return self._contents
 
-    def _add_atoms(self, keys: dict[str, dict[str, str]], how: DeepSpeedOptions, contents: TensorIndex) -> None:
+    def _add_atoms(
+        self, keys: dict[str, dict[str, str]], how: DeepSpeedOptions, contents: TensorIndex
+    ) -> None:
         """The atoms, with the groups that their parameters were in."""
         groups: list[dict[str, tuple[int, ...]]] = [
             shapes for slices in self._stages for shapes in slices[0].model.param_shapes or []
         ]
-        trained: dict[str, tuple[int, ...]] = {name: shape for group in groups for name, shape in group.items()}
-        shapes = {key.name: info.shape for key, info in contents.infos.items() if key.state == "weight"}
+        trained: dict[str, tuple[int, ...]] = {
+            name: shape for group in groups for name, shape in group.items()
+        }
+        shapes = {
+            key.name: info.shape for key, info in contents.infos.items() if key.state == "weight"
+        }
         if self._degrees.tp == 1:
             shapes |= trained
         missing = [name for name, shape in trained.items() if name not in keys and 0 not in shape]
@@ -328,9 +365,17 @@ class OpenUniversal:
                 f"the model states describe {len(trained)} trained parameters",
                 hint="the conversion did not finish, or files were lost; convert the original checkpoint again",
             )
-        copies = {n for n, states in keys.items() if trained and n not in trained and states.keys() == {"fp32"}}
+        copies = {
+            n
+            for n, states in keys.items()
+            if trained and n not in trained and states.keys() == {"fp32"}
+        }
         copies &= shapes.keys() | self._aliases().keys()
-        wanted = {name: states for name, states in keys.items() if name not in copies and name not in self._taken}
+        wanted = {
+            name: states
+            for name, states in keys.items()
+            if name not in copies and name not in self._taken
+        }
         read = read_atoms(self.store, wanted, shapes, how.allow) | self._taken
         atoms = {name: read[name] for name in keys if name in read}
         for name, held in atoms.items():
@@ -357,7 +402,8 @@ class OpenUniversal:
     def _add_groups(self, file: TorchFile, value: dict[str, Any], contents: TensorIndex) -> None:
         """The optimizer's groups, by the names of `param_shapes`; under ZeRO 3 also the states of no dims (`step`).
 
-        Only the first stage's groups are recorded; those of other stages are joined to them if there are equally many.
+        Only the first stage's groups are recorded; those of other stages are joined to them if
+        there are equally many.
         """
         hypers = need(value, "param_groups", list, file.key)
         members = [need(hyper, "params", list, file.key) for hyper in hypers]
@@ -365,38 +411,56 @@ class OpenUniversal:
         found = inner.get("state") if isinstance(inner, dict) else None
         for p, slices in enumerate(self._stages):
             flat = slices[0].model.param_shapes or []
-            if sorted(i for indices in members for i in indices if isinstance(i, int)) != list(range(len(flat))):
+            if sorted(i for indices in members for i in indices if isinstance(i, int)) != list(
+                range(len(flat))
+            ):
                 if not p:
                     raise IntegrityError(
                         f"{file.key} has optimizer groups of {sum(map(len, members))} flat groups, but "
                         f"{slices[0].model.key} describes {len(flat)}",
                         hint="files of different conversions are mixed in one folder",
                     )
-                contents.groups.extend(Group(list(shapes), {}) for shapes in flat)  # whose hyper-parameters are lost
+                contents.groups.extend(
+                    Group(list(shapes), {}) for shapes in flat
+                )  # whose hyper-parameters are lost
                 continue
             for g, (hyper, indices) in enumerate(zip(hypers, members, strict=True)):
                 if not p:
                     contents.groups.append(Group([], hyper_parameters(hyper, file)))
                 known = {name for group in contents.groups for name in group.names}
-                contents.groups[g].names.extend(n for i in indices for n in flat[i] if n not in known)
+                contents.groups[g].names.extend(
+                    n for i in indices for n in flat[i] if n not in known
+                )
                 for i in indices:
                     states = state_of(found, i, file.key) if isinstance(found, dict) else {}
                     self._add_scalars(contents, contents.groups[g], file, states, flat[i])
 
     def _add_scalars(
-        self, contents: TensorIndex, group: Group, file: TorchFile, states: dict[str, Any], names: Iterable[str]
+        self,
+        contents: TensorIndex,
+        group: Group,
+        file: TorchFile,
+        states: dict[str, Any],
+        names: Iterable[str],
     ) -> None:
         """States of a flat group that are not tensors along it, for which the converter writes no atoms."""
         for state, value in states.items():
             for name in names:
-                if isinstance(value, StoredTensor) and not value.shape and Key(name, state) not in contents.infos:
+                if (
+                    isinstance(value, StoredTensor)
+                    and not value.shape
+                    and Key(name, state) not in contents.infos
+                ):
                     contents.add_whole(name, state, file, value)
             if not isinstance(value, StoredTensor):
                 group.state[state] = to_json(value, read=file.read, path="state")
 
     def _add_plain(self, atoms: dict[str, list[Atom]], contents: TensorIndex) -> None:
         """Add numbers (`step`) to their parameters' groups: one value for the group, or one for each name."""
-        plain = {name: {a.state: a.value for a in held if a.value is not None} for name, held in atoms.items()}
+        plain = {
+            name: {a.state: a.value for a in held if a.value is not None}
+            for name, held in atoms.items()
+        }
         plain = {name: values for name, values in plain.items() if values}
         if plain and not contents.groups:
             contents.groups.append(Group(list(plain), {}))
@@ -404,7 +468,9 @@ class OpenUniversal:
             mine = [plain[name] for name in group.names if name in plain]
             for state in dict.fromkeys(chain.from_iterable(mine)):
                 values = {n: plain[n][state] for n in group.names if state in plain.get(n, {})}
-                same = len({(type(v), v) for v in values.values()}) == 1 and len(values) == len(group.names)
+                same = len({(type(v), v) for v in values.values()}) == 1 and len(values) == len(
+                    group.names
+                )
                 group.state[state] = next(iter(values.values())) if same else values
 
     def _aliases(self) -> dict[str, str]:
@@ -441,7 +507,9 @@ def _read_models(
         stages.append([])
         for t in range(degrees.tp):
             row = models[p * degrees.tp + t]
-            of, empty = read_weights(row, degrees.label(p, t), zero3=files.zero3, shared=None if p else shared)
+            of, empty = read_weights(
+                row, degrees.label(p, t), zero3=files.zero3, shared=None if p else shared
+            )
             stages[p].append(of)
             not_stored.update(dict.fromkeys(empty))
     return degrees, stages, list(not_stored)
@@ -449,7 +517,11 @@ def _read_models(
 
 def _check_alike(group: Mapping[str, list[Atom]]) -> None:
     """Check that all parameters of a flat group have the same states, except those without a gradient."""
-    held = {name: {atom.state for atom in atoms} for name, atoms in group.items() if not _untrained(atoms)}
+    held = {
+        name: {atom.state for atom in atoms}
+        for name, atoms in group.items()
+        if not _untrained(atoms)
+    }
     every = set().union(*held.values())
     for name, states in held.items():
         if states != every:

@@ -1,16 +1,16 @@
 """ZeRO 1 and 2: each optimizer group is one flat buffer, cut into equal partitions over the ranks.
 
-The parameters of a group are joined one after another in the order of `param_shapes`, each followed by its
-`param_alignment_paddings`; the end is padded so that all partitions are equal. Rank R's file holds partition R of the
-master (`single_partition_of_fp32_groups`, without the padding at the end; BF16_Optimizer keeps it) and of each state.
-The place of a parameter is recorded three times, and these must agree: by those lengths, by `param_slice_mappings`
-(name -> place in the rank's partition), and by the module's tensors, which are views of one flat buffer in the same
-order.
+The parameters of a group are joined one after another in the order of `param_shapes`, each followed
+by its `param_alignment_paddings`; the end is padded so that all partitions are equal. Rank R's file
+holds partition R of the master (`single_partition_of_fp32_groups`, without the padding at the end;
+BF16_Optimizer keeps it) and of each state. The place of a parameter is recorded three times, and
+these must agree: by those lengths, by `param_slice_mappings` (name -> place in the rank's
+partition), and by the module's tensors, which are views of one flat buffer in the same order.
 
 A group of experts' parameters is cut so over the ranks of one expert-parallel rank; see `experts`.
 
-Under `round_robin_gradients` the buffer is in another order than the group, and DeepSpeed 0.19.8 computes the slice
-mappings as if it were not: then those of the group's own order are accepted too.
+Under `round_robin_gradients` the buffer is in another order than the group, and DeepSpeed 0.19.8
+computes the slice mappings as if it were not: then those of the group's own order are accepted too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ from ucformat.engines.deepspeed.model_states import (
 )
 from ucformat.engines.deepspeed.zero0 import read_zero0
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
-from ucformat.geometry.flat_buffer import FlatBuffer, flat_range, part_range, part_size, round_robin_order
+from ucformat.geometry.flat_buffer import (
+    FlatBuffer,
+    flat_range,
+    part_range,
+    part_size,
+    round_robin_order,
+)
 from ucformat.sources.index import Group
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.tp_merge import LocalContents
@@ -58,7 +64,13 @@ if TYPE_CHECKING:
 
 _MASTER = "single_partition_of_fp32_groups"
 _TENSORS = frozenset(
-    (_MASTER, "base_optimizer_state", "param_slice_mappings", "group_paddings", "param_alignment_paddings")
+    (
+        _MASTER,
+        "base_optimizer_state",
+        "param_slice_mappings",
+        "group_paddings",
+        "param_alignment_paddings",
+    )
 )
 
 
@@ -115,7 +127,9 @@ class Zero12(Ranks[Partition]):
         aligned = state.get("param_alignment_paddings") or [[0] * len(g) for g in self.shapes]
         ends = paddings if "zero_stage" in state else [0] * len(self.shapes)
         self.degrees = self._degrees(state, file)
-        for index, (shapes, pads, master, end) in enumerate(zip(self.shapes, aligned, masters, ends, strict=True)):
+        for index, (shapes, pads, master, end) in enumerate(
+            zip(self.shapes, aligned, masters, ends, strict=True)
+        ):
             buffer = _flat_buffer(shapes, pads, master.size + end)
             parts = self.world // self.degrees[index]
             if buffer.size * parts < buffer.end:
@@ -127,7 +141,10 @@ class Zero12(Ranks[Partition]):
             self.flat.append(buffer)
         if zero_options(self.model.value).get("round_robin_gradients"):
             for shapes, buffer, degree in zip(self.shapes, self.flat, self.degrees, strict=True):
-                order = {name: shapes[name] for name in undo_round_robin(list(shapes), self.world // degree)}
+                order = {
+                    name: shapes[name]
+                    for name in undo_round_robin(list(shapes), self.world // degree)
+                }
                 self.round_robin.append(_flat_buffer(order, [0] * len(order), buffer.size))
 
     def _degrees(self, state: dict[str, Any], file: TorchFile) -> list[int]:
@@ -173,7 +190,11 @@ class Zero12(Ranks[Partition]):
                     hint="files of different saves are mixed in one folder",
                 )
             for name, value in partition.states[index].items():
-                if isinstance(value, StoredTensor) and value.shape and value.shape not in ((unpadded,), (buffer.size,)):
+                if (
+                    isinstance(value, StoredTensor)
+                    and value.shape
+                    and value.shape not in ((unpadded,), (buffer.size,))
+                ):
                     raise refuse_flat_state(name, value, index, partition.file.key)
 
     def _check_slices(self, rank: int, mappings: Any, file: str) -> None:
@@ -181,11 +202,20 @@ class Zero12(Ranks[Partition]):
         if not isinstance(mappings, list):
             return
         for index, recorded in enumerate(mappings):
-            ranges = {name: (a.get("start"), a.get("numel")) for name, a in recorded.items() if isinstance(a, Inert)}
+            ranges = {
+                name: (a.get("start"), a.get("numel"))
+                for name, a in recorded.items()
+                if isinstance(a, Inert)
+            }
             at = self.experts.place(self.degrees[index], rank)
-            accepted = [_slices(layout[index], at) for layout in (self.flat, self.round_robin) if layout]
+            accepted = [
+                _slices(layout[index], at) for layout in (self.flat, self.round_robin) if layout
+            ]
             if ranges not in accepted:
-                name = next((n for n in chain(ranges, accepted[0]) if ranges.get(n) != accepted[0].get(n)), "?")
+                name = next(
+                    (n for n in chain(ranges, accepted[0]) if ranges.get(n) != accepted[0].get(n)),
+                    "?",
+                )
                 raise IntegrityError(
                     f"{file}: `param_slice_mappings` puts {name} at {ranges.get(name)} (start, elements) of group "
                     f"{index}, the "
@@ -217,12 +247,18 @@ class Zero12(Ranks[Partition]):
                     else:
                         contents.add_whole(name, kind, file, tensor)
         contents.keep_scalars(file, scalars(file, state, _TENSORS))
-        recorded = stage_of(state.get("zero_stage", 1))  # BF16_Optimizer, which is of ZeRO 1, does not record it
+        recorded = stage_of(
+            state.get("zero_stage", 1)
+        )  # BF16_Optimizer, which is of ZeRO 1, does not record it
         if recorded not in (1, 2):
-            raise IntegrityError(f"{file.key} records ZeRO {recorded}, but its files are those of ZeRO 1 and 2")
+            raise IntegrityError(
+                f"{file.key} records ZeRO {recorded}, but its files are those of ZeRO 1 and 2"
+            )
         self.stage = recorded
 
-    def _extents(self, index: int, name: str, state: str, expert_rank: int, within: Box | None) -> Iterator[Extent]:
+    def _extents(
+        self, index: int, name: str, state: str, expert_rank: int, within: Box | None
+    ) -> Iterator[Extent]:
         """The parts of a parameter, by its local name, in the partitions that contain it."""
         buffer, shape = self.flat[index], self.shapes[index][name]
         wanted = buffer.holders(name, *flat_range(shape, within))
@@ -247,11 +283,15 @@ def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any
         base = [state_of(need(base, "state", dict, file), i[0], file) for i in indices]
     found: list[dict[str, Any]] = [s for s in base if isinstance(s, dict)]
     if not len(base) == len(found) == groups:
-        raise IntegrityError(f"{file} has optimizer states for {len(base)} groups, but {groups} masters")
+        raise IntegrityError(
+            f"{file} has optimizer states for {len(base)} groups, but {groups} masters"
+        )
     return found
 
 
-def _flat_buffer(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int], partition: int) -> FlatBuffer:
+def _flat_buffer(
+    shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int], partition: int
+) -> FlatBuffer:
     """Parameters one after another, each followed by its padding, in partitions of this size."""
     buffer = FlatBuffer(size=partition)
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
@@ -266,16 +306,20 @@ def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
 
 def undo_round_robin(joined: list[str], lists: int) -> list[str]:
     """The original order of a list that was distributed round-robin to several lists, which were then joined."""
-    return [name for _, name in sorted(zip(round_robin_order(len(joined), lists), joined, strict=True))]
+    return [
+        name for _, name in sorted(zip(round_robin_order(len(joined), lists), joined, strict=True))
+    ]
 
 
-# ZeRO 3: each parameter is partitioned across the ranks separately, and the parts are joined in flat groups.
+# ZeRO 3: each parameter is partitioned across the ranks separately, and the parts are joined in
+# flat groups.
 #
-# `param_shapes` lists the parameters of each flat group (a *sub-group*: `sub_group_size` splits an optimizer group into
-# several). A parameter of n elements is split into parts of ceil(n / ranks), the last ones padded; rank R's
-# `fp32_flat_groups` holds part R of each of the group's parameters, one after another, and so do the optimizer's states.
-# Frozen parameters are partitioned in the same way, each in its own tensor (`frozen_param_fragments` in the model states
-# files). Weights of trained parameters are not stored: the module holds empty placeholders, so the master is the only
+# `param_shapes` lists the parameters of each flat group (a *sub-group*: `sub_group_size` splits an
+# optimizer group into several). A parameter of n elements is split into parts of ceil(n / ranks),
+# the last ones padded; rank R's `fp32_flat_groups` holds part R of each of the group's parameters,
+# one after another, and so do the optimizer's states. Frozen parameters are partitioned in the same
+# way, each in its own tensor (`frozen_param_fragments` in the model states files). Weights of
+# trained parameters are not stored: the module holds empty placeholders, so the master is the only
 # copy.
 
 _MASTERS_3 = "fp32_flat_groups"
@@ -292,7 +336,11 @@ class Zero3(Ranks[Zero3Partition]):
     """The flat groups of a ZeRO 3 checkpoint; ranks beyond the first are opened when their extents are needed."""
 
     def __init__(
-        self, model: ModelStates, keys: tuple[str, ...], load: Callable[[str], TorchFile], contents: TensorIndex
+        self,
+        model: ModelStates,
+        keys: tuple[str, ...],
+        load: Callable[[str], TorchFile],
+        contents: TensorIndex,
     ) -> None:
         super().__init__(keys, load)
         self.model, self.world = model, len(keys)
@@ -306,7 +354,9 @@ class Zero3(Ranks[Zero3Partition]):
     def _parse(self, rank: int, file: TorchFile) -> Zero3Partition:
         state = need(file.value, "optimizer_state_dict", dict, file.key)
         if state.get("ds_zero_partition_groups"):
-            raise UnsupportedError(f"{file.key}: DeepSpeed checkpoints with expert parallelism are not yet read")
+            raise UnsupportedError(
+                f"{file.key}: DeepSpeed checkpoints with expert parallelism are not yet read"
+            )
         if state.get("partition_count") not in (None, self.world):
             raise IntegrityError(
                 f"{file.key} was saved by {state['partition_count']} ranks, but {self.world} files of optimizer "
@@ -316,7 +366,9 @@ class Zero3(Ranks[Zero3Partition]):
         masters = [stored(t, _MASTERS_3, file.key) for t in need(state, _MASTERS_3, list, file.key)]
         inner = need(state, "optimizer_state_dict", dict, file.key)
         found = need(inner, "state", dict, file.key)
-        members = [need(g, "params", list, file.key) for g in need(inner, "param_groups", list, file.key)]
+        members = [
+            need(g, "params", list, file.key) for g in need(inner, "param_groups", list, file.key)
+        ]
         indices = [i for group in members for i in group]
         if len(masters) != len(self.flat) or indices != list(range(len(self.flat))):
             raise IntegrityError(
@@ -324,7 +376,9 @@ class Zero3(Ranks[Zero3Partition]):
                 f"describes {len(self.flat)}"
             )
         owners = [g for g, group in enumerate(members) for _ in group]
-        partition = Zero3Partition(file, masters, [state_of(found, i, file.key) for i in indices], owners)
+        partition = Zero3Partition(
+            file, masters, [state_of(found, i, file.key) for i in indices], owners
+        )
         self._check(rank, partition)
         return partition
 
@@ -351,7 +405,9 @@ class Zero3(Ranks[Zero3Partition]):
         for index, shapes in enumerate(self.shapes):
             entry, states = contents.groups[first.owners[index]], first.states[index]
             plain = to_json(
-                {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}, read=file.read, path="state"
+                {n: v for n, v in states.items() if not isinstance(v, StoredTensor)},
+                read=file.read,
+                path="state",
             )
             if entry.names and plain != entry.state:
                 raise UnsupportedError(
@@ -361,14 +417,26 @@ class Zero3(Ranks[Zero3Partition]):
             entry.state = plain
             for name, shape in shapes.items():
                 contents.add(
-                    name, "master", first.masters[index].dtype, shape, partial(self._extents, index, name, "master")
+                    name,
+                    "master",
+                    first.masters[index].dtype,
+                    shape,
+                    partial(self._extents, index, name, "master"),
                 )
                 for kind, value in states.items():
                     if isinstance(value, StoredTensor) and value.shape:
-                        contents.add(name, kind, value.dtype, shape, partial(self._extents, index, name, kind))
+                        contents.add(
+                            name,
+                            kind,
+                            value.dtype,
+                            shape,
+                            partial(self._extents, index, name, kind),
+                        )
                     elif isinstance(value, StoredTensor):
                         contents.add_whole(name, kind, file, value)
-        contents.keep_scalars(file, scalars(file, state, frozenset((_MASTERS_3, "optimizer_state_dict"))))
+        contents.keep_scalars(
+            file, scalars(file, state, frozenset((_MASTERS_3, "optimizer_state_dict")))
+        )
 
     def _extents(self, index: int, name: str, state: str, within: Box | None) -> Iterator[Extent]:
         """The parts of a parameter in the flat groups of the ranks that hold elements of the box."""
@@ -398,7 +466,11 @@ def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
     for name, shape in models[0].frozen_shapes.items():
         part = part_size(math.prod(shape), world)
         fragments = [
-            stored((m.value.get("frozen_param_fragments") or {}).get(name), f"frozen_param_fragments[{name!r}]", m.key)
+            stored(
+                (m.value.get("frozen_param_fragments") or {}).get(name),
+                f"frozen_param_fragments[{name!r}]",
+                m.key,
+            )
             for m in models
         ]
         for model, fragment in zip(models, fragments, strict=True):
@@ -408,11 +480,20 @@ def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
                     f"ranks, its shape {shape} gives {part} elements"
                 )
 
-        contents.add(name, "weight", fragments[0].dtype, shape, partial(_frozen_extents, models, fragments, shape))
+        contents.add(
+            name,
+            "weight",
+            fragments[0].dtype,
+            shape,
+            partial(_frozen_extents, models, fragments, shape),
+        )
 
 
 def _frozen_extents(
-    models: list[ModelStates], fragments: list[StoredTensor], shape: tuple[int, ...], within: Box | None
+    models: list[ModelStates],
+    fragments: list[StoredTensor],
+    shape: tuple[int, ...],
+    within: Box | None,
 ) -> Iterator[Extent]:
     first, last = flat_range(shape, within)
     for rank, (model, fragment) in enumerate(zip(models, fragments, strict=True)):
@@ -497,7 +578,9 @@ def read_weights(
     """
     model = models[0]
     contents = LocalContents(f"{label}." if label else "")
-    out = Slice(models, label, contents, model.aliases(zero3=zero3, shared=shared), stage=3 if zero3 else 0)
+    out = Slice(
+        models, label, contents, model.aliases(zero3=zero3, shared=shared), stage=3 if zero3 else 0
+    )
     if not zero3:
         return out, _add_weights(out)
     placeholders = _add_buffers(out)
@@ -513,7 +596,9 @@ def _add_weights(of: Slice) -> list[str]:
             of.contents.add_whole(name, "weight", model.home(name), tensor)
     for alias, name in of.aliases.items():
         if name not in model.module and name not in model.described:
-            raise IntegrityError(f"{model.key}: {alias} is tied to {name}, which is not in the checkpoint")
+            raise IntegrityError(
+                f"{model.key}: {alias} is tied to {name}, which is not in the checkpoint"
+            )
     return []
 
 
@@ -523,7 +608,9 @@ def _add_buffers(of: Slice) -> list[str]:
     described = model.described.keys() | model.frozen_shapes.keys()
     placeholders = []
     for name, tensor in model.module.items():
-        if name in model.buffers or (tensor.size and name not in described and name not in of.aliases):
+        if name in model.buffers or (
+            tensor.size and name not in described and name not in of.aliases
+        ):
             of.contents.add_whole(name, "weight", model.file, tensor)
         elif name not in of.aliases:
             placeholders.append(name)
@@ -553,8 +640,8 @@ class ParallelDegrees:
         """The degrees from the first model states file or the files' names, checked against each other.
 
         Args:
-            others: for the universal format, the model states of all model-parallel ranks; ranks of one pipeline stage
-                have parameters of the same names. None for other checkpoints.
+            others: for the universal format, the model states of all model-parallel ranks; ranks of
+                one pipeline stage have parameters of the same names. None for other checkpoints.
         """
         pp, tp, mp = model.dims
         in_names = len(next(iter(files.layers.values()))) if files.layers else None
@@ -591,7 +678,9 @@ class ParallelDegrees:
             return ""
         if self.pp == self.tp == 1:
             return str(dp)
-        parts = [f"{name}{at}" for name, at, n in (("pp", pp, self.pp), ("tp", tp, self.tp)) if n > 1]
+        parts = [
+            f"{name}{at}" for name, at, n in (("pp", pp, self.pp), ("tp", tp, self.tp)) if n > 1
+        ]
         return ".".join([*parts, *([f"dp{dp}"] if dp else [])])
 
 

@@ -3,9 +3,11 @@
 The content of `optimizer` depends on the precision (DeepSpeed 0.19.8):
 
 - fp32: the optimizer's own state dict; no master, because the weights are fp32 themselves.
-- bf16, fp16 (FP16_UnfusedOptimizer): `optimizer_state_dict`, and `fp32_groups`: a list of masters for each group.
-- the same with a fused Adam (FP16_Optimizer, the usual one on a GPU): `fp32_groups_flat`: one flat master for each
-  group, with the module's weights in the same order as views of their storage; states are flat too.
+- bf16, fp16 (FP16_UnfusedOptimizer): `optimizer_state_dict`, and `fp32_groups`: a list of masters
+  for each group.
+- the same with a fused Adam (FP16_Optimizer, the usual one on a GPU): `fp32_groups_flat`: one flat
+  master for each group, with the module's weights in the same order as views of their storage;
+  states are flat too.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.experts import is_expert
-from ucformat.engines.deepspeed.model_states import hyper_parameters, need, refuse_flat_state, state_of, stored
+from ucformat.engines.deepspeed.model_states import (
+    hyper_parameters,
+    need,
+    refuse_flat_state,
+    state_of,
+    stored,
+)
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError, option_text
 from ucformat.geometry.box import row_major
 from ucformat.sources.index import Group
@@ -33,7 +41,9 @@ if TYPE_CHECKING:
 _SAMPLE = 64  # elements
 
 
-def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, contents: TensorIndex) -> None:
+def read_zero0(
+    model: ModelStates, names: Sequence[Sequence[str]] | None, contents: TensorIndex
+) -> None:
     """Add the optimizer's tensors, groups and scalars to the contents.
 
     Args:
@@ -44,44 +54,73 @@ def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, conten
         return
     state = need(model.value, "optimizer", dict, model.key)
     if "base_optimizer_state" in state:
-        raise UnsupportedError(f"{model.key}: a ZeRO 0 checkpoint of BF16_Optimizer is not yet read")
+        raise UnsupportedError(
+            f"{model.key}: a ZeRO 0 checkpoint of BF16_Optimizer is not yet read"
+        )
     wrapped = "optimizer_state_dict" in state
     inner = need(state, "optimizer_state_dict", dict, model.key) if wrapped else state
     found = need(inner, "state", dict, model.key)
     hypers = need(inner, "param_groups", list, model.key)
-    states = [[state_of(found, i, model.key) for i in need(g, "params", list, model.key)] for g in hypers]
+    states = [
+        [state_of(found, i, model.key) for i in need(g, "params", list, model.key)] for g in hypers
+    ]
     for hyper in hypers:
         contents.groups.append(Group([], hyper_parameters(hyper, model.file)))
     if "fp32_groups_flat" in state:
         _flat(model, state["fp32_groups_flat"], states, contents)
     else:
         masters = need(state, "fp32_groups", list, model.key) if wrapped else None
-        counts = [len(group) for group in (states if masters is None else [_listed(g, model) for g in masters])]
+        counts = [
+            len(group)
+            for group in (states if masters is None else [_listed(g, model) for g in masters])
+        ]
         _single(
-            model, masters, states, names or _recorded(hypers, counts, model), contents, [_is_moe(h) for h in hypers]
+            model,
+            masters,
+            states,
+            names or _recorded(hypers, counts, model),
+            contents,
+            [_is_moe(h) for h in hypers],
         )
-    dropped = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat") if wrapped else ("state", "param_groups")
+    dropped = (
+        ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat")
+        if wrapped
+        else ("state", "param_groups")
+    )
     contents.keep_scalars(model.file, {k: v for k, v in state.items() if k not in dropped})
 
 
 def entries_of(model: ModelStates) -> list[list[Entry]] | int:
     """The evidence for each entry of the optimizer's groups; for flat groups, their total number of elements."""
     state = need(model.value, "optimizer", dict, model.key)
-    inner = need(state, "optimizer_state_dict", dict, model.key) if "optimizer_state_dict" in state else state
+    inner = (
+        need(state, "optimizer_state_dict", dict, model.key)
+        if "optimizer_state_dict" in state
+        else state
+    )
     if "fp32_groups_flat" in state:
         return sum(stored(t, "fp32_groups_flat", model.key).size for t in state["fp32_groups_flat"])
     if "fp32_groups" in state:
-        return [[Entry(stored(t, "fp32_groups", model.key).shape) for t in group] for group in state["fp32_groups"]]
+        return [
+            [Entry(stored(t, "fp32_groups", model.key).shape) for t in group]
+            for group in state["fp32_groups"]
+        ]
     found = need(inner, "state", dict, model.key)
-    groups = [need(g, "params", list, model.key) for g in need(inner, "param_groups", list, model.key)]
-    return [[Entry(shape_of_states(state_of(found, i, model.key))) for i in group] for group in groups]
+    groups = [
+        need(g, "params", list, model.key) for g in need(inner, "param_groups", list, model.key)
+    ]
+    return [
+        [Entry(shape_of_states(state_of(found, i, model.key))) for i in group] for group in groups
+    ]
 
 
-def _recorded(hypers: list[dict[str, Any]], counts: list[int], model: ModelStates) -> list[list[str]] | None:
+def _recorded(
+    hypers: list[dict[str, Any]], counts: list[int], model: ModelStates
+) -> list[list[str]] | None:
     """`param_names`, which optimizers constructed with named parameters store (PyTorch 2.6 and later).
 
-    If a group has fewer entries, parameters without elements have none: the wrapper of bf16 and fp16 drops them.
-    None if that does not explain it.
+    If a group has fewer entries, parameters without elements have none: the wrapper of bf16 and
+    fp16 drops them. None if that does not explain it.
     """
     names: list[list[str]] = [list(g.get("param_names") or ()) for g in hypers]
     if [len(g) for g in names] != counts:
@@ -101,7 +140,10 @@ def _single(
     """Add one entry for each parameter."""
     parameters = _parameters(model)
     if masters is not None:
-        copies = [[stored(t, "fp32_groups", model.key) for t in _listed(group, model)] for group in masters]
+        copies = [
+            [stored(t, "fp32_groups", model.key) for t in _listed(group, model)]
+            for group in masters
+        ]
         samples = _samples(model, [t for group in copies for t in group], parameters)
         by_name = dict(zip(parameters, samples[1], strict=True))
         rest = iter(samples[0])
@@ -131,10 +173,14 @@ def _single(
                 if isinstance(value, StoredTensor):
                     contents.add_whole(name, state, model.file, value)
                 else:
-                    plain.setdefault(state, {})[name] = to_json(value, read=model.file.read, path=state)
+                    plain.setdefault(state, {})[name] = to_json(
+                        value, read=model.file.read, path=state
+                    )
         stateful = sum(map(bool, states[g]))  # a parameter that never had a gradient has no state
         contents.groups[g].state = {
-            state: next(iter(values.values())) if len(values) == stateful and all_equal(values) else values
+            state: next(iter(values.values()))
+            if len(values) == stateful and all_equal(values)
+            else values
             for state, values in plain.items()
         }
 
@@ -150,14 +196,18 @@ def _is_moe(hyper: Any) -> bool:
     return isinstance(hyper, dict) and bool(hyper.get("moe"))
 
 
-def _match(entries: list[list[Entry]], candidates: list[Candidate], moe: list[bool]) -> list[list[str]] | None:
+def _match(
+    entries: list[list[Entry]], candidates: list[Candidate], moe: list[bool]
+) -> list[list[str]] | None:
     """The names of the entries; if there are groups for experts, these hold all experts and nothing else."""
     if not any(moe):
         return match(entries, candidates)
     names: dict[int, list[str]] = {}
     for kind in (True, False):
         groups = [g for g, is_moe in enumerate(moe) if is_moe is kind]
-        found = match([entries[g] for g in groups], [c for c in candidates if is_expert(c.name) is kind])
+        found = match(
+            [entries[g] for g in groups], [c for c in candidates if is_expert(c.name) is kind]
+        )
         if found is None:
             return None
         names.update(zip(groups, found, strict=True))
@@ -165,7 +215,10 @@ def _match(entries: list[list[Entry]], candidates: list[Candidate], moe: list[bo
 
 
 def _check_names(
-    names: Sequence[Sequence[str]], entries: list[list[Entry]], known: dict[str, Candidate], file: str
+    names: Sequence[Sequence[str]],
+    entries: list[list[Entry]],
+    known: dict[str, Candidate],
+    file: str,
 ) -> None:
     """Check that the names exist, that there are as many as entries, and that the evidence for each entry fits."""
     if [len(g) for g in names] != [len(g) for g in entries]:
@@ -195,7 +248,9 @@ def _samples(
     """The first elements of masters, rounded to the weights' dtype, and of weights."""
     low = {t.dtype for t in weights.values()} & {"bfloat16", "float16"} or {"float32"}
     rounded = map_io(lambda t: sample(model.file, t, min(low)), masters)
-    return rounded, map_io(lambda item: sample(model.home(item[0]), item[1], min(low)), weights.items())
+    return rounded, map_io(
+        lambda item: sample(model.home(item[0]), item[1], min(low)), weights.items()
+    )
 
 
 def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
@@ -203,23 +258,38 @@ def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
     import ml_dtypes
     import numpy as np
 
-    types = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("f2"), "float32": np.dtype("f4")}
+    types = {
+        "bfloat16": np.dtype(ml_dtypes.bfloat16),
+        "float16": np.dtype("f2"),
+        "float32": np.dtype("f4"),
+    }
     if tensor.dtype not in types:
         return b"?"
     n = min(_SAMPLE, tensor.size, tensor.numel - tensor.offset)
     head = StoredTensor(tensor.storage, tensor.dtype, (n,), (1,), tensor.offset, tensor.numel)
     with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged, too
-        return np.frombuffer(file.read(head), types[tensor.dtype]).astype(types[dtype]).tobytes() if n else b""
+        return (
+            np.frombuffer(file.read(head), types[tensor.dtype]).astype(types[dtype]).tobytes()
+            if n
+            else b""
+        )
 
 
-def _flat(model: ModelStates, masters: list[Any], states: list[list[dict[str, Any]]], contents: TensorIndex) -> None:
+def _flat(
+    model: ModelStates,
+    masters: list[Any],
+    states: list[list[dict[str, Any]]],
+    contents: TensorIndex,
+) -> None:
     """Add one flat entry per group, in which parameters have the same offsets as the weights in their storage."""
     if len(masters) != len(states) or any(len(s) != 1 for s in states):
         raise IntegrityError(f"{model.key}: its optimizer groups do not match the flat masters")
     by_storage: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name, tensor in _parameters(model).items():
         if tensor.size:
-            by_storage.setdefault((model.home(name).key, tensor.storage), []).append((tensor.offset, name))
+            by_storage.setdefault((model.home(name).key, tensor.storage), []).append(
+                (tensor.offset, name)
+            )
     free = {key: sorted(members) for key, members in by_storage.items()}
     for g, value in enumerate(masters):
         master = stored(value, "fp32_groups_flat", model.key)
@@ -244,7 +314,9 @@ def _flat(model: ModelStates, masters: list[Any], states: list[list[dict[str, An
                 elif tensor.shape != (master.size,):
                     raise refuse_flat_state(state, tensor, g, model.key)
                 else:
-                    contents.add(name, state, tensor.dtype, shape, _locator(model, tensor, offset, shape))
+                    contents.add(
+                        name, state, tensor.dtype, shape, _locator(model, tensor, offset, shape)
+                    )
 
 
 def _tiles(model: ModelStates, members: list[tuple[int, str]], master: StoredTensor) -> bool:
@@ -258,12 +330,16 @@ def _tiles(model: ModelStates, members: list[tuple[int, str]], master: StoredTen
     if at != tensors[0].numel or at != master.size:
         return False
     parts = [
-        StoredTensor(master.storage, master.dtype, (t.size,), (1,), master.offset + t.offset, master.numel)
+        StoredTensor(
+            master.storage, master.dtype, (t.size,), (1,), master.offset + t.offset, master.numel
+        )
         for t in tensors
     ]
     rounded, weights = _samples(model, parts, {name: model.module[name] for _, name in members})
     return rounded == weights
 
 
-def _locator(model: ModelStates, tensor: StoredTensor, offset: int, shape: tuple[int, ...]) -> Locate:
+def _locator(
+    model: ModelStates, tensor: StoredTensor, offset: int, shape: tuple[int, ...]
+) -> Locate:
     return lambda _: model.file.flat(tensor, offset, shape, 0, math.prod(shape))

@@ -18,19 +18,25 @@ __all__ = ["accelerator_state"]
 def accelerator_state(accelerator: Accelerator, merge_dataloader: Any = None) -> dict[str, Any]:
     """Return what `accelerator.save_state` saves, as a training state for `save`, `async_save` and `load`.
 
-    These are the prepared models, optimizers and schedulers, data loaders with a state, objects registered for
-    checkpointing, the gradient scaler, the random generators, and the accelerator's step.
+    These are the prepared models, optimizers and schedulers, data loaders with a state, objects
+    registered for checkpointing, the gradient scaler, the random generators, and the accelerator's
+    step.
 
     Args:
         accelerator: after `prepare`.
-        merge_dataloader: `merge` of `PerRank` for the data loaders, with which another number of ranks loads them.
+        merge_dataloader: `merge` of `PerRank` for the data loaders, with which another number of
+            ranks loads them.
 
     Raises:
         UnsupportedError: the state is that of DeepSpeed or Megatron-LM.
     """
     kind = str(accelerator.distributed_type.value)
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
-        hint = "ucformat.torch.deepspeed saves an engine" if kind == "DEEPSPEED" else "save from Megatron-LM itself"
+        hint = (
+            "ucformat.torch.deepspeed saves an engine"
+            if kind == "DEEPSPEED"
+            else "save from Megatron-LM itself"
+        )
         raise UnsupportedError(f"the state of this Accelerator is managed by {kind}", hint=hint)
     loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]  # noqa: SLF001
     parts: dict[str, list[Any]] = {
@@ -40,7 +46,11 @@ def accelerator_state(accelerator: Accelerator, merge_dataloader: Any = None) ->
         "dataloader": [_Loader(d, merge_dataloader) for d in loaders],
         "object": list(accelerator._custom_objects),  # noqa: SLF001
     }
-    state = {name if len(all_) == 1 else f"{name}_{i}": x for name, all_ in parts.items() for i, x in enumerate(all_)}
+    state = {
+        name if len(all_) == 1 else f"{name}_{i}": x
+        for name, all_ in parts.items()
+        for i, x in enumerate(all_)
+    }
     state |= {"accelerator": _Step(accelerator), "rng": Rng()}
     return state if accelerator.scaler is None else {**state, "scaler": accelerator.scaler}
 

@@ -45,7 +45,8 @@ _STOCK_STATE = "trainer_state"  # the same in a folder that the Trainer itself h
 class SaveCallback(TrainerCallback):
     """A callback that saves a universal checkpoint, `<url>/step-<n>`, in addition to each checkpoint of the Trainer.
 
-    A callback has no access to the gradient scaler and to other callbacks; `UniversalTrainer` saves these too.
+    A callback has no access to the gradient scaler and to other callbacks; `UniversalTrainer` saves
+    these too.
 
     Args:
         url: the folder of the checkpoints, a path or URL.
@@ -63,7 +64,8 @@ class SaveCallback(TrainerCallback):
         Args:
             args: of the Trainer.
             state: of the Trainer.
-            live: the model, the optimizer and the scheduler, as `model`, `optimizer`, `lr_scheduler`.
+            live: the model, the optimizer and the scheduler, as `model`, `optimizer`,
+                `lr_scheduler`.
         """
         parts = _training(live["model"], live["optimizer"], live["lr_scheduler"])
         if state.is_world_process_zero:
@@ -85,7 +87,8 @@ class SaveCallback(TrainerCallback):
 class UniversalTrainer(Trainer):
     """A Trainer that saves universal checkpoints; as the first base class, it changes another subclass of Trainer.
 
-    `save_options` are arguments of `save`; `save_in_background` saves with `async_save`. Set both as class attributes.
+    `save_options` are arguments of `save`; `save_in_background` saves with `async_save`. Set both
+    as class attributes.
     """
 
     save_options: Mapping[str, Any] = MappingProxyType({})
@@ -98,9 +101,10 @@ class UniversalTrainer(Trainer):
         """Train, optionally from a universal checkpoint.
 
         Args:
-            resume_from_checkpoint: True for the last committed checkpoint in `output_dir`, or a checkpoint of a Trainer
-                that ucformat can open or a reference to one, saved by any number of ranks. The random generators of a
-                folder that the Trainer itself has saved are restored only on as many ranks, as by the Trainer.
+            resume_from_checkpoint: True for the last committed checkpoint in `output_dir`, or a
+                checkpoint of a Trainer that ucformat can open or a reference to one, saved by any
+                number of ranks. The random generators of a folder that the Trainer itself has saved
+                are restored only on as many ranks, as by the Trainer.
             args: passed to `Trainer.train`.
             kwargs: passed to `Trainer.train`.
 
@@ -110,11 +114,17 @@ class UniversalTrainer(Trainer):
         self._launch = Launch()
         if not resume_from_checkpoint:
             return self._finished(super().train(None, *args, **kwargs))
-        url = _last(Path(str(self.args.output_dir))) if resume_from_checkpoint is True else resume_from_checkpoint
+        url = (
+            _last(Path(str(self.args.output_dir)))
+            if resume_from_checkpoint is True
+            else resume_from_checkpoint
+        )
         with group_for_call(None, TIMEOUT, "load", url) as ranks:
             self._resumed = open_together(url, ranks)
         with TemporaryDirectory() as folder:  # the Trainer reads its state only from a file
-            (Path(folder) / "trainer_state.json").write_text(json.dumps(_trainer_state(self._resumed)))
+            (Path(folder) / "trainer_state.json").write_text(
+                json.dumps(_trainer_state(self._resumed))
+            )
             try:
                 return self._finished(super().train(folder, *args, **kwargs))
             finally:
@@ -155,7 +165,9 @@ class UniversalTrainer(Trainer):
         run = Path(self._get_output_dir(trial=trial))
         url = run / f"checkpoint-{self.state.global_step}"
         best = run / f"checkpoint-{self.state.best_global_step}"
-        if best == url or (best / MANIFEST).exists():  # else it is in the folder of the run that was resumed
+        if (
+            best == url or (best / MANIFEST).exists()
+        ):  # else it is in the folder of the run that was resumed
             self.state.best_model_checkpoint = str(best)
         state = self._live()
         if self.args.process_index == 0:
@@ -163,7 +175,11 @@ class UniversalTrainer(Trainer):
             state[_STATE] = asdict(self.state)
         if self.args.save_only_model and not self.is_distributed_loading_by_transformers:
             state = {"model": state["model"], **{k: v for k, v in state.items() if k == _STATE}}
-        options = {"overwrite": True, **self._launch.next_save(), **_description(self.args, self.state, self.model)}
+        options = {
+            "overwrite": True,
+            **self._launch.next_save(),
+            **_description(self.args, self.state, self.model),
+        }
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         with _files_of(tokenizer, self.args) as assets:
             options |= {"assets": assets, **self.save_options}
@@ -197,7 +213,8 @@ class UniversalTrainer(Trainer):
         """The live state of the training."""
         if self.is_deepspeed_enabled:
             raise UnsupportedError(
-                "the state of this Trainer is managed by DeepSpeed", hint="ucformat.torch.deepspeed saves an engine"
+                "the state of this Trainer is managed by DeepSpeed",
+                hint="ucformat.torch.deepspeed saves an engine",
             )
         state = _training(self.model, self.optimizer, self.lr_scheduler)
         scaler = getattr(self.accelerator, "scaler", None)
@@ -241,8 +258,17 @@ def _files_of(tokenizer: Any, args: TrainingArguments) -> Iterator[str | None]:
 
 def _description(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str, Any]:
     """The arguments of `save` that describe the checkpoint."""
-    logged = {k: v for entry in state.log_history if entry.get("step") == state.global_step for k, v in entry.items()}
-    metrics = {k: float(v) for k, v in logged.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
+    logged = {
+        k: v
+        for entry in state.log_history
+        if entry.get("step") == state.global_step
+        for k, v in entry.items()
+    }
+    metrics = {
+        k: float(v)
+        for k, v in logged.items()
+        if isinstance(v, int | float) and k not in ("step", "epoch")
+    }
     of_model = json.loads(model.config.to_json_string())
     config = program_config(("training_args", args.to_sanitized_dict()), ("model_config", of_model))
     return {"step": state.global_step, "run": args.run_name, "metrics": metrics, "config": config}
@@ -250,7 +276,9 @@ def _description(args: TrainingArguments, state: TrainerState, model: Any) -> di
 
 def _last(folder: Path) -> str:
     """The last committed checkpoint in a Trainer's folder."""
-    steps = {p: p.name.rpartition("-")[2] for p in folder.glob("checkpoint-*") if (p / MANIFEST).exists()}
+    steps = {
+        p: p.name.rpartition("-")[2] for p in folder.glob("checkpoint-*") if (p / MANIFEST).exists()
+    }
     numbers = {p: int(n) for p, n in steps.items() if n.isdecimal()}
     if not numbers:
         raise NotACheckpoint(

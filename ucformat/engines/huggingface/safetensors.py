@@ -1,9 +1,10 @@
 """The source for safetensors files, and which files of a folder are its checkpoint.
 
-An index (`model.safetensors.index.json`) names its shards; without one, numbered files (`model-00001-of-00003.
-safetensors`) are a set; otherwise there is one file. If a folder has several of these, the only one with a name that
-Hugging Face loads as the model is used. `consolidated*.safetensors`, a second copy of the weights in Mistral's folders,
-is used only if there is nothing else.
+An index (`model.safetensors.index.json`) names its shards; without one, numbered files
+(`model-00001-of-00003. safetensors`) are a set; otherwise there is one file. If a folder has
+several of these, the only one with a name that Hugging Face loads as the model is used.
+`consolidated*.safetensors`, a second copy of the weights in Mistral's folders, is used only if
+there is nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UsageError
 from ucformat.sources.base import Source
-from ucformat.sources.model_files import complete_shards, file_assets, file_sets, find_assets, root_files
+from ucformat.sources.model_files import (
+    complete_shards,
+    file_assets,
+    file_sets,
+    find_assets,
+    root_files,
+)
 from ucformat.sources.parts import parts_of_one
 from ucformat.storage.base import exists
 
@@ -107,10 +114,14 @@ def _pipeline(files: Sequence[str], url: str) -> UsageError:
     folders = list(dict.fromkeys(f.partition("/")[0] for f in files))
     return UsageError(
         f"{url} is a pipeline of several models: {_listed(folders)}",
-        hint=f"open one of its folders: {url}/{folders[0]}" if folders else "there are no safetensors files in it",
+        hint=f"open one of its folders: {url}/{folders[0]}"
+        if folders
+        else "there are no safetensors files in it",
     )
 
 
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
+    return ", ".join(names[:_MAX_NAMED]) + (
+        f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    )

@@ -37,7 +37,13 @@ class HuggingFace(Source):
 
     kind = "huggingface"
     title = "Hugging Face Trainer and Accelerate"
-    before = ("dcp", "deepspeed", "megatron", "safetensors", "torch_save")  # it may contain any of them
+    before = (
+        "dcp",
+        "deepspeed",
+        "megatron",
+        "safetensors",
+        "torch_save",
+    )  # it may contain any of them
     options_type = HuggingFaceOptions
     options: HuggingFaceOptions
 
@@ -59,5 +65,11 @@ class HuggingFace(Source):
         given = {n: getattr(self.options, n) for n in options_of(self) if n not in own}
         inner = {name: value for name, value in given.items() if value is not None}
         groups = groups_by_optimizer(self.options.groups)
-        how = EngineOptions(self.options.allow, groups, inner, self.options.optimizer, part=self.options.part is True)
+        how = EngineOptions(
+            self.options.allow,
+            groups,
+            inner,
+            self.options.optimizer,
+            part=self.options.part is True,
+        )
         return OpenHuggingFace(store, found, infos, how)

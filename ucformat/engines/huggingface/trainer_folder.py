@@ -1,15 +1,17 @@
 """The files in a directory of Trainer or Accelerate: which belong to the engine, and which do not.
 
-Trainer writes `checkpoint-500/`, Accelerate's `save_state` a folder of any name. Both contain the engine's own files:
+Trainer writes `checkpoint-500/`, Accelerate's `save_state` a folder of any name. Both contain the
+engine's own files:
 
-- DeepSpeed: `latest` and the folder that it names (`global_step500/`; Accelerate: `pytorch_model/`);
+- DeepSpeed: `latest` and the folder that it names (`global_step500/`; Accelerate:
+  `pytorch_model/`);
 - FSDP, sharded: `pytorch_model_fsdp_0/` and `optimizer_0/`, written by PyTorch DCP;
 - FSDP, whole: `pytorch_model_fsdp.bin` and `optimizer.bin`;
-- otherwise: a model's files (`model.safetensors`, `pytorch_model.bin`, `adapter_model.safetensors`, or an index), and
-  `optimizer.pt` (Trainer) or `optimizer.bin` (Accelerate).
+- otherwise: a model's files (`model.safetensors`, `pytorch_model.bin`, `adapter_model.safetensors`,
+  or an index), and `optimizer.pt` (Trainer) or `optimizer.bin` (Accelerate).
 
-If there are several models or optimizers, Accelerate numbers all but the first: `model_1.safetensors`,
-`optimizer_1.bin`.
+If there are several models or optimizers, Accelerate numbers all but the first:
+`model_1.safetensors`, `optimizer_1.bin`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from ucformat.errors import UnsupportedError, UsageError, option_text
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-_MARKERS = re.compile(r"trainer_state\.json|random_states_\d+\.pkl|training_args\.bin|pytorch_model_fsdp(_\d+)?\.bin")
+_MARKERS = re.compile(
+    r"trainer_state\.json|random_states_\d+\.pkl|training_args\.bin|pytorch_model_fsdp(_\d+)?\.bin"
+)
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)")
 _MODEL = re.compile(r"(?:model|pytorch_model|adapter_model)(?:_(\d+))?(?:-\d{5,}-of-\d{5,})?"
                     r"\.(safetensors|bin)(?:\.index\.json)?")  # fmt: skip
@@ -66,7 +70,9 @@ def is_marker(name: str) -> bool:
 
 def looks_like_trainer(names: Collection[str]) -> bool:
     """Whether a folder has the files of Trainer or Accelerate, or the checkpoints of a run of Trainer."""
-    if any(is_marker(n) or (_FSDP.fullmatch(n) and n.startswith("pytorch_model_fsdp")) for n in names):
+    if any(
+        is_marker(n) or (_FSDP.fullmatch(n) and n.startswith("pytorch_model_fsdp")) for n in names
+    ):
         return True
     if any(_OPTIMIZER.fullmatch(n) for n in names) and any(_MODEL.fullmatch(n) for n in names):
         return True
@@ -85,7 +91,8 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
                     f"{option_text('part', 'True', 'true')}",
                 )
     found = FolderFiles(
-        deepspeed="latest" in names or any(is_model_or_optimizer(n) for n in names if n.count("/") < 2),
+        deepspeed="latest" in names
+        or any(is_model_or_optimizer(n) for n in names if n.count("/") < 2),
         fsdp_models=_folders(names, 2),
         fsdp_optimizers=_folders(names, 3),
         fsdp_whole={int(m[1] or 0): m[0] for n in names if (m := _FSDP_WHOLE.fullmatch(n))},
@@ -95,8 +102,13 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
         ranked=_ranked_values(names),
         trainer_state="trainer_state.json" in names,
     )
-    if not (found.deepspeed or found.fsdp_models or found.fsdp_whole or found.models or found.optimizers):
-        runs = sorted({m[1] for n in names if (m := _RUN.fullmatch(n))}, key=lambda r: int(r.partition("-")[2]))
+    if not (
+        found.deepspeed or found.fsdp_models or found.fsdp_whole or found.models or found.optimizers
+    ):
+        runs = sorted(
+            {m[1] for n in names if (m := _RUN.fullmatch(n))},
+            key=lambda r: int(r.partition("-")[2]),
+        )
         more = f" and {len(runs) - _MAX_NAMED} more" if len(runs) > _MAX_NAMED else ""
         if runs:
             raise UsageError(
@@ -114,7 +126,9 @@ def missing_files(found: FolderFiles) -> Iterator[str]:
     """The files of Trainer that it always writes with those that are there; Accelerate need not have written any."""
     trained = bool(found.optimizers or found.fsdp_optimizers)
     torch_files = (*found.optimizers.values(), found.values.get("scheduler", ""))
-    of_trainer = found.trainer_state or "training_args" in found.values or "rng_state" in found.ranked
+    of_trainer = (
+        found.trainer_state or "training_args" in found.values or "rng_state" in found.ranked
+    )
     if not (of_trainer or any(name.endswith(".pt") for name in torch_files)):
         return
     if not found.trainer_state:

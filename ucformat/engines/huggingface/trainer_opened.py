@@ -1,11 +1,11 @@
 """The engine's tensors in a directory of Trainer or Accelerate: DeepSpeed's, FSDP's, or files of models and optimizers.
 
-If the directory has both an engine's checkpoint and a copy of its weights (`model.safetensors` next to a DeepSpeed
-folder), the copy is not read.
+If the directory has both an engine's checkpoint and a copy of its weights (`model.safetensors` next
+to a DeepSpeed folder), the copy is not read.
 
-safetensors files sort parameters by name, but an optimizer numbers its states in the order of the module's parameters.
-That order is known for some `FAMILIES`; `tests/sources/test_huggingface_order.py` compares it with transformers'
-models.
+safetensors files sort parameters by name, but an optimizer numbers its states in the order of the
+module's parameters. That order is known for some `FAMILIES`;
+`tests/sources/test_huggingface_order.py` compares it with transformers' models.
 """
 
 from __future__ import annotations
@@ -56,16 +56,49 @@ if TYPE_CHECKING:
 
 
 _LLAMA = (
-    *("model", "embed_tokens", "layers", "self_attn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
+    *(
+        "model",
+        "embed_tokens",
+        "layers",
+        "self_attn",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "q_norm",
+        "k_norm",
+    ),
     *("mlp", "gate_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm", "norm", "lm_head", "weight", "bias"),
+    *(
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+        "norm",
+        "lm_head",
+        "weight",
+        "bias",
+    ),
 )
 _GPT2 = (
-    *("transformer", "wte", "wpe", "h", "ln_1", "attn", "c_attn", "ln_2", "mlp", "c_fc", "c_proj", "ln_f", "lm_head"),
+    *(
+        "transformer",
+        "wte",
+        "wpe",
+        "h",
+        "ln_1",
+        "attn",
+        "c_attn",
+        "ln_2",
+        "mlp",
+        "c_fc",
+        "c_proj",
+        "ln_f",
+        "lm_head",
+    ),
     *("weight", "bias"),
 )
 
-#: `model_type` of a configuration -> the parts of names, in the order in which modules register them; and the class.
+#: `model_type` of a configuration -> the parts of names, in the order in which modules register
+#: them; and the class.
 FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
     "llama": (_LLAMA, "LlamaForCausalLM"),
     "mistral": (_LLAMA, "MistralForCausalLM"),
@@ -122,7 +155,8 @@ class EngineOptions:
 
     Attributes:
         allow: further packages whose pickled classes become inert stand-ins.
-        groups: the parameter names of each group, by the name of an optimizer (`optimizer`, `optimizer_1`).
+        groups: the parameter names of each group, by the name of an optimizer (`optimizer`,
+            `optimizer_1`).
         part: whether shards of a model may be missing.
     """
 
@@ -144,7 +178,9 @@ class Engine:
 
     described: dict[str, str] = field(default_factory=dict)
     sources: list[OpenSource] = field(default_factory=list)
-    zips: list[str] = field(default_factory=list)  # files of torch.save that belong to none of the sources
+    zips: list[str] = field(
+        default_factory=list
+    )  # files of torch.save that belong to none of the sources
     unchecked: list[str] = field(default_factory=list)  # files without checksums
     files: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -184,7 +220,10 @@ def open_engine(
 
 def _open_deepspeed(store: Store, found: FolderFiles, options: EngineOptions) -> OpenSource | None:
     """DeepSpeed's checkpoint; None if it is missing, and the weights beside it suffice."""
-    given = {**options.for_optimizer("optimizer"), **({} if options.optimizer else {"optimizer": False})}
+    given = {
+        **options.for_optimizer("optimizer"),
+        **({} if options.optimizer else {"optimizer": False}),
+    }
     try:
         return with_options(DeepSpeed(), given).open(store)
     except NotFound as error:
@@ -201,14 +240,23 @@ def _open_deepspeed(store: Store, found: FolderFiles, options: EngineOptions) ->
 
 def _engine_name(source: OpenSource) -> dict[str, str]:
     metadata = source.metadata.engine
-    return {"engine": metadata["name"], **({"engine_version": metadata["version"]} if metadata.get("version") else {})}
+    return {
+        "engine": metadata["name"],
+        **({"engine_version": metadata["version"]} if metadata.get("version") else {}),
+    }
 
 
 def _add_source(source: OpenSource, prefix: str, engine: Engine, contents: TensorIndex) -> None:
     """Add the contents of an opened checkpoint, with a prefix in front of all names."""
     metadata = source.metadata
     for info in metadata.tensor_list.tensors:
-        contents.add(prefix + info.name, info.state, info.dtype, info.shape, partial(source.extents, info.key))
+        contents.add(
+            prefix + info.name,
+            info.state,
+            info.dtype,
+            info.shape,
+            partial(source.extents, info.key),
+        )
     for key, why in metadata.unreadable.items():
         contents.refuse(Key(prefix + key.name, key.state), why)
     engine.sources.append(source)
@@ -222,7 +270,9 @@ def _add_source(source: OpenSource, prefix: str, engine: Engine, contents: Tenso
     engine.files += metadata.files
 
 
-def _add_fsdp(store: Store, found: FolderFiles, engine: Engine, contents: TensorIndex, options: EngineOptions) -> None:
+def _add_fsdp(
+    store: Store, found: FolderFiles, engine: Engine, contents: TensorIndex, options: EngineOptions
+) -> None:
     """Add FSDP's sharded state dicts: folders of PyTorch DCP, one for each model and each optimizer."""
     several = len(found.fsdp_models) > 1
     for folders in (found.fsdp_models, found.fsdp_optimizers if options.optimizer else {}):
@@ -237,7 +287,12 @@ def _add_fsdp(store: Store, found: FolderFiles, engine: Engine, contents: Tensor
                     hint="the save did not finish, or its `.metadata` was not copied; copy the whole folder again",
                 )
             source = with_options(Dcp(), inner).open(below)
-            _add_source(PrefixedSource(source, store, folder), _prefix(number) if several else "", engine, contents)
+            _add_source(
+                PrefixedSource(source, store, folder),
+                _prefix(number) if several else "",
+                engine,
+                contents,
+            )
     engine.described = {"engine": "fsdp"}
 
 
@@ -263,7 +318,11 @@ def _add_whole(
         if len(models) > 1 and objects:  # each model has its own metadata
             kept = dict(list(engine.objects.items())[:before])
             engine.objects = kept | {_prefix(number) + k: v for k, v in objects.items()}
-        tensors = {i.name: (i.dtype, i.shape) for i in source.metadata.tensor_list.tensors if i.state == "weight"}
+        tensors = {
+            i.name: (i.dtype, i.shape)
+            for i in source.metadata.tensor_list.tensors
+            if i.state == "weight"
+        }
         ordered = source.kind == "torch_save"
         if not ordered and (order := _module_order(store, infos, list(tensors))) is not None:
             tensors, ordered = {name: tensors[name] for name in order}, True
@@ -285,14 +344,26 @@ def _add_whole(
 
 def _check_complete(found: FolderFiles, models: Mapping[int, Any], *, optimizer: bool) -> None:
     """MissingData if models or, if they are to be read, optimizers are missing, which are numbered like schedulers."""
-    for kind, numbers in (("model", models), *([("optimizer", found.optimizers)] if optimizer else [])):
+    for kind, numbers in (
+        ("model", models),
+        *([("optimizer", found.optimizers)] if optimizer else []),
+    ):
         if lost := sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers)):
-            raise MissingData(f"the {kind} number {lost[0]} is missing, and number {max(numbers)} is there", hint=_HINT)
+            raise MissingData(
+                f"the {kind} number {lost[0]} is missing, and number {max(numbers)} is there",
+                hint=_HINT,
+            )
     if not models:
-        raise MissingData(f"{next(iter(found.optimizers.values()))} is there, and no file of a model", hint=_HINT)
+        raise MissingData(
+            f"{next(iter(found.optimizers.values()))} is there, and no file of a model", hint=_HINT
+        )
     if not optimizer:
         return
-    schedulers = [int(m[1] or 0) for name in found.values if (m := re.fullmatch(r"scheduler(?:_(\d+))?", name))]
+    schedulers = [
+        int(m[1] or 0)
+        for name in found.values
+        if (m := re.fullmatch(r"scheduler(?:_(\d+))?", name))
+    ]
     if len(found.optimizers) <= max(schedulers, default=-1):
         raise MissingData(
             f"the optimizer of scheduler number {max(schedulers)} is missing: {len(found.optimizers)} optimizers are "
@@ -302,17 +373,24 @@ def _check_complete(found: FolderFiles, models: Mapping[int, Any], *, optimizer:
 
 
 def _add_optimizer(
-    file: TorchFile, path: str, modules: Sequence[Module], contents: TensorIndex, given: Sequence[Sequence[str]] | None
+    file: TorchFile,
+    path: str,
+    modules: Sequence[Module],
+    contents: TensorIndex,
+    given: Sequence[Sequence[str]] | None,
 ) -> bool:
     if not is_optimizer(file.value):
         raise IntegrityError(
-            f"{file.key} is not an optimizer's state dict", hint="it was saved by another program, or a newer version"
+            f"{file.key} is not an optimizer's state dict",
+            hint="it was saved by another program, or a newer version",
         )
     optimizer = Optimizer.parse(file.value, path, file)
     names = optimizer.recorded_names()
     if names is not None and any(names) and not any(m.find(names) for m in modules):
         first = next(n for group in names for n in group)
-        raise MissingData(f"{file.key} has states of {first!r} and others, which no model here has", hint=_HINT)
+        raise MissingData(
+            f"{file.key} has states of {first!r} and others, which no model here has", hint=_HINT
+        )
     return add_optimizer(optimizer, modules, contents, given)
 
 
@@ -335,17 +413,22 @@ def _optimizer_path(number: int) -> str:
     return f"optimizer_{number}" if number else "optimizer"
 
 
-# Directories of Hugging Face's Trainer and Accelerate, read in place: the engine's tensors, and everything else.
+# Directories of Hugging Face's Trainer and Accelerate, read in place: the engine's tensors, and
+# everything else.
 
 _RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _NUMBER = re.compile(r"_\d+\.(?=\w+$)")  # in `rng_state_2.pth`
 
 
-def _read_values(store: Store, found: FolderFiles, contents: TensorIndex, allow: tuple[str, ...]) -> dict[str, Any]:
+def _read_values(
+    store: Store, found: FolderFiles, contents: TensorIndex, allow: tuple[str, ...]
+) -> dict[str, Any]:
     """Read each file of values as an object of its name, including `trainer_state`; values of each rank by rank."""
     wanted = [(name, name, key) for name, key in found.values.items()]
     wanted += [
-        (name, f"{name}.{rank}", by_rank[rank]) for name, by_rank in found.ranked.items() for rank in sorted(by_rank)
+        (name, f"{name}.{rank}", by_rank[rank])
+        for name, by_rank in found.ranked.items()
+        for rank in sorted(by_rank)
     ]
     objects: dict[str, Any] = {}
     if found.trainer_state:
@@ -390,7 +473,10 @@ class OpenHuggingFace:
         self.part = next((part for s in engine.sources if (part := getattr(s, "part", None))), None)
         for name, by_rank in found.ranked.items():
             _check_ranks(name, by_rank, _world(engine))
-        values = [*found.values.values(), *(f for by_rank in found.ranked.values() for f in by_rank.values())]
+        values = [
+            *found.values.values(),
+            *(f for by_rank in found.ranked.values() for f in by_rank.values()),
+        ]
         self._zips = [*engine.zips, *values]
         objects = {**engine.objects, **_read_values(store, found, self.contents, options.allow)}
         own = (["trainer_state.json"] if found.trainer_state else []) + self._zips
@@ -427,7 +513,9 @@ class OpenHuggingFace:
 def _world(engine: Engine) -> int:
     """The ranks that certainly wrote files of the engine."""
     layout = engine.layout
-    ranks = [int(m[1]) for name in engine.files if (m := _RANK_FILE.fullmatch(name.rpartition("/")[2]))]
+    ranks = [
+        int(m[1]) for name in engine.files if (m := _RANK_FILE.fullmatch(name.rpartition("/")[2]))
+    ]
     degrees = [n for axis in ("dp", "tp", "pp") if type(n := layout.get(axis, 1)) is int]
     return max(prod(degrees), 1 + max(ranks, default=-1))
 
@@ -453,7 +541,9 @@ def _step(objects: Mapping[str, Any], engine: Engine) -> int | None:
     return step if type(step) is int else engine.step
 
 
-def _engine(store: Store, found: FolderFiles, engine: Engine, assets: Sequence[str]) -> dict[str, str]:
+def _engine(
+    store: Store, found: FolderFiles, engine: Engine, assets: Sequence[str]
+) -> dict[str, str]:
     """The program (Trainer or Accelerate), its version according to the model's configuration, and the inner engine."""
     trainer = found.trainer_state or "training_args" in found.values
     out = {"name": "transformers" if trainer else "accelerate"}

@@ -54,14 +54,17 @@ class _Universal:
     Args:
         form: as for `save`.
         background: save in the background, with `async_save`.
-        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run code.
+        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run
+            code.
         options: of the strategy.
     """
 
     lightning_module: Any
     optimizers: Any
 
-    def __init__(self, *, form: Any = "zarr", background: bool = False, trust: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *, form: Any = "zarr", background: bool = False, trust: bool = False, **options: Any
+    ) -> None:
         super().__init__(**options)
         self._form, self._background, self._trust = form, background, trust
         self._handle: SaveHandle | None = None
@@ -91,14 +94,21 @@ class _Universal:
     def load_optimizer_state_dict(self, _checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: `load_checkpoint` has loaded it."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         """Save the live model and optimizers; all ranks call this. An existing checkpoint is replaced."""
         if storage_options is not None:
-            raise UsageError("storage_options are not supported", hint="leave them out: the url locates the checkpoint")
+            raise UsageError(
+                "storage_options are not supported",
+                hint="leave them out: the url locates the checkpoint",
+            )
         url = str(self.broadcast(str(filepath)))  # type: ignore[attr-defined] # of the strategy
         state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
         if self.is_global_zero:  # type: ignore[attr-defined]
-            state = replace(state, objects={**state.objects, _REST: encode(_without_tensors(checkpoint))})
+            state = replace(
+                state, objects={**state.objects, _REST: encode(_without_tensors(checkpoint))}
+            )
         logged = self.lightning_module.trainer.callback_metrics
         metadata = _metadata(checkpoint, self._launch, logged)
         options = SaveOptions(url, self._form, overwrite=True)
@@ -151,7 +161,8 @@ class UniversalDDPStrategy(_Universal, DDPStrategy):
     Args:
         form: as for `ucformat.torch.save`.
         background: save in the background, with `async_save`.
-        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run code.
+        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run
+            code.
         options: arguments of DDPStrategy.
     """
 
@@ -162,7 +173,8 @@ class UniversalModelParallelStrategy(_Universal, ModelParallelStrategy):
     Args:
         form: as for `ucformat.torch.save`.
         background: save in the background, with `async_save`.
-        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run code.
+        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run
+            code.
         options: arguments of ModelParallelStrategy.
     """
 
@@ -170,8 +182,8 @@ class UniversalModelParallelStrategy(_Universal, ModelParallelStrategy):
 class UniversalCheckpointIO(CheckpointIO):
     """A CheckpointIO for strategies that save from one rank: DDP, a single device.
 
-    Lightning passes optimizer states by the numbers of parameters, so only optimizers that know the names of their
-    parameters, as `AdamW(self.named_parameters())`, can be saved.
+    Lightning passes optimizer states by the numbers of parameters, so only optimizers that know the
+    names of their parameters, as `AdamW(self.named_parameters())`, can be saved.
 
     Args:
         form: as for `ucformat.torch.save`.
@@ -181,7 +193,9 @@ class UniversalCheckpointIO(CheckpointIO):
         self._form = form
         self._launch = Launch()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         """Save from this rank alone; an existing checkpoint is replaced.
 
         Args:
@@ -194,7 +208,10 @@ class UniversalCheckpointIO(CheckpointIO):
             UnsupportedError: an optimizer does not know the names of its parameters.
         """
         if storage_options is not None:
-            raise UsageError("storage_options are not supported", hint="leave them out: the url locates the checkpoint")
+            raise UsageError(
+                "storage_options are not supported",
+                hint="leave them out: the url locates the checkpoint",
+            )
         named: dict[str, Any] = {"model": checkpoint["state_dict"]}
         numbered = checkpoint.get("optimizer_states", [])
         named |= {f"optimizer_{i}": _named(i, state) for i, state in enumerate(numbered)}
@@ -206,7 +223,9 @@ class UniversalCheckpointIO(CheckpointIO):
         options = SaveOptions(str(path), self._form, overwrite=True)
         save_in_group(state, options, _metadata(checkpoint, self._launch), single_process_group())
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: Any = None
+    ) -> dict[str, Any]:
         """Load a checkpoint in Lightning's form; each rank that calls this reads all of it.
 
         Args:
@@ -234,7 +253,11 @@ class UniversalCheckpointIO(CheckpointIO):
         rest["state_dict"] = _state_dict(ck, tensors)
         for state in numbered:
             for name, number in _numbers(state).items():
-                found = {s: t for (n, s), t in tensors.items() if n == ck.aliases.get(name, name) and s != "weight"}
+                found = {
+                    s: t
+                    for (n, s), t in tensors.items()
+                    if n == ck.aliases.get(name, name) and s != "weight"
+                }
                 state["state"].setdefault(number, {}).update(found)
         return rest
 
@@ -247,13 +270,27 @@ class UniversalCheckpointIO(CheckpointIO):
         discard(str(path))
 
 
-def _metadata(checkpoint: Mapping[str, Any], launch: Launch, logged: Mapping[str, Any] | None = None) -> SaveMetadata:
+def _metadata(
+    checkpoint: Mapping[str, Any], launch: Launch, logged: Mapping[str, Any] | None = None
+) -> SaveMetadata:
     """The metadata of a checkpoint: the step, hyper-parameters as config, and what was logged or callbacks monitor."""
-    config = program_config(*((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind)))
-    watched = [c for c in checkpoint.get("callbacks", {}).values() if isinstance(c, dict) and c.get("monitor")]
+    config = program_config(
+        *((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind))
+    )
+    watched = [
+        c
+        for c in checkpoint.get("callbacks", {}).values()
+        if isinstance(c, dict) and c.get("monitor")
+    ]
     metrics = {name: float(value) for name, value in (logged or {}).items()}
-    metrics |= {c["monitor"]: float(c["current_score"]) for c in watched if c.get("current_score") is not None}
-    return SaveMetadata(step=int(checkpoint["global_step"]), metrics=metrics, config=config, **launch.next_save())
+    metrics |= {
+        c["monitor"]: float(c["current_score"])
+        for c in watched
+        if c.get("current_score") is not None
+    }
+    return SaveMetadata(
+        step=int(checkpoint["global_step"]), metrics=metrics, config=config, **launch.next_save()
+    )
 
 
 def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,17 +306,27 @@ def _named(index: int, state: Mapping[str, Any]) -> dict[str, Any]:
         )
     names = {number: name for name, number in _numbers(state).items()}
     groups = [{**g, "params": [names[n] for n in g["params"]]} for g in state["param_groups"]]
-    return {"state": {names[n]: dict(values) for n, values in state["state"].items()}, "param_groups": groups}
+    return {
+        "state": {names[n]: dict(values) for n, values in state["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def _numbers(state: Mapping[str, Any]) -> dict[str, int]:
     """The numbers of an optimizer's parameters by their names."""
-    return {name: n for g in state["param_groups"] for n, name in zip(g["params"], g["param_names"], strict=True)}
+    return {
+        name: n
+        for g in state["param_groups"]
+        for n, name in zip(g["params"], g["param_names"], strict=True)
+    }
 
 
 def _skeleton(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict without its tensors."""
-    held = {n: {k: v for k, v in s.items() if not isinstance(v, torch.Tensor)} for n, s in state["state"].items()}
+    held = {
+        n: {k: v for k, v in s.items() if not isinstance(v, torch.Tensor)}
+        for n, s in state["state"].items()
+    }
     return {"state": held, "param_groups": state["param_groups"]}
 
 
@@ -293,7 +340,9 @@ def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> _Read:
     return tensors, load_local(wanted, ck, group=single_process_group(), stateful=optimizers)
 
 
-def _state_dict(ck: Checkpoint, tensors: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+def _state_dict(
+    ck: Checkpoint, tensors: Mapping[tuple[str, str], torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The state dict of the module, with all names of tied tensors."""
     weights = {name: tensors[name, "weight"] for name in ck.names() if (name, "weight") in tensors}
     return weights | {a: weights[n] for a, n in ck.aliases.items() if n in weights}
@@ -314,7 +363,9 @@ def _load_for_inference(path: Any, map_location: Any = None, weights_only: Any =
         return _stock_load(path, map_location, weights_only)
     ck = open_reference(str(path))
     if _REST not in ck.objects:
-        raise UsageError(f"{ck.url} was not saved by Lightning", hint="load it with ucformat.torch.load")
+        raise UsageError(
+            f"{ck.url} was not saved by Lightning", hint="load it with ucformat.torch.load"
+        )
     kept = {k: v for k, v in ck.objects[_REST].items() if k not in _OF_TRAINING}
     try:
         rest = dict(decode(kept, trust=weights_only is False))
@@ -327,6 +378,7 @@ def _load_for_inference(path: Any, map_location: Any = None, weights_only: Any =
     return {**rest, "state_dict": _state_dict(ck, tensors)}
 
 
-#: Lightning reads a checkpoint for `load_from_checkpoint` as a file, and has no place for another way.
+#: Lightning reads a checkpoint for `load_from_checkpoint` as a file, and has no place for another
+#: way.
 _stock_load = saving.pl_load
 saving.pl_load = _load_for_inference

@@ -1,7 +1,7 @@
 """Lightning's sharded checkpoints: a DCP checkpoint, and `meta.pt` with everything but models and optimizers.
 
-Fabric, and Lightning's strategies that shard a model (FSDP, model parallelism), write it beside DCP's files: epoch,
-step, loops, schedulers, callbacks and hyper-parameters.
+Fabric, and Lightning's strategies that shard a model (FSDP, model parallelism), write it beside
+DCP's files: epoch, step, loops, schedulers, callbacks and hyper-parameters.
 """
 
 from __future__ import annotations
@@ -43,13 +43,18 @@ class OpenLightning(OpenDcp):
         self._file, self._beside = open_file(items.store, META, allow=allow), TensorIndex()
         super().__init__(items, groups, owners)
 
-    def _make_metadata(self, values: ItemValues, infos: tuple[TensorInfo, ...]) -> CheckpointMetadata:
+    def _make_metadata(
+        self, values: ItemValues, infos: tuple[TensorInfo, ...]
+    ) -> CheckpointMetadata:
         found = super()._make_metadata(values, infos)
         self._beside.taken |= {info.name: 1 for info in infos}
         meta = self._meta()
         large = tuple(self._beside.infos.values())
         step = meta.get("global_step")
-        engine: dict[str, str] = {**found.engine, **({"format": found.engine["name"]} if _VERSION in meta else {})}
+        engine: dict[str, str] = {
+            **found.engine,
+            **({"format": found.engine["name"]} if _VERSION in meta else {}),
+        }
         if _VERSION in meta:
             engine |= {"name": "lightning", "version": str(meta[_VERSION])}
         return found.replace(
@@ -70,7 +75,11 @@ class OpenLightning(OpenDcp):
             return self._beside.add_large(path, file, tensor)
 
         value = to_json(file.value, read=file.read, spill=spill, exact=True)
-        return value if isinstance(value, dict) and not any(key.startswith("$") for key in value) else {META: value}
+        return (
+            value
+            if isinstance(value, dict) and not any(key.startswith("$") for key in value)
+            else {META: value}
+        )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Find where the bytes of a tensor are stored."""

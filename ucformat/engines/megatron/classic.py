@@ -44,8 +44,15 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 
-_WORD_EMBEDDING = ("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
-_OUTPUT_LAYER = ("output_layer.weight", "word_embeddings_for_head.weight", "language_model.output_layer.weight")
+_WORD_EMBEDDING = (
+    "embedding.word_embeddings.weight",
+    "language_model.embedding.word_embeddings.weight",
+)
+_OUTPUT_LAYER = (
+    "output_layer.weight",
+    "word_embeddings_for_head.weight",
+    "language_model.output_layer.weight",
+)
 _NOT_OURS = ("args", "optimizer", "iteration")
 _MIXED = "files of different saves are mixed in one folder, or the ranks' copies had diverged in training"
 
@@ -69,7 +76,10 @@ class OpenClassic:
     def __init__(self, store: Store, place: MegatronFolder, how: MegatronOptions) -> None:
         self.store = store
         files, self.args = read_ranks(store, place, how.allow, how.vocab_size)
-        if len(files) == 1 and self.args.degree("tensor_model_parallel_size", "model_parallel_size") is None:
+        if (
+            len(files) == 1
+            and self.args.degree("tensor_model_parallel_size", "model_parallel_size") is None
+        ):
             self.part = "the file of one rank, which does not record how many ranks saved"
         self._ranks = {at: _Rank(at, f, LocalContents()) for at, f in files.items()}
         for rank in self._ranks.values():
@@ -78,17 +88,23 @@ class OpenClassic:
                     rank.contents.add_whole(named[name], "weight", rank.file.file, tensor)
             if how.optimizer:
                 rank.groups = read_states(rank.file, rank.contents)
-        self._agreeing: set[tuple[Key, int]] = set()  # parts of tensor-parallel ranks whose copies have been compared
+        self._agreeing: set[tuple[Key, int]] = (
+            set()
+        )  # parts of tensor-parallel ranks whose copies have been compared
         self._degree = 1 + max(t for t, _, _ in files)
         self.contents = TensorIndex()
         self.aliases: dict[str, str] = {}
         first = files[0, 0, 0]
-        self._version = v if isinstance(v := first.values.get("checkpoint_version", 0), int | float) else 0
+        self._version = (
+            v if isinstance(v := first.values.get("checkpoint_version", 0), int | float) else 0
+        )
         self._join(how)
         self.contents.groups = self._groups()
         objects = self._objects()
         step = first.values.get("iteration")
-        paths = [f.file.key for f in files.values()] + [f.distrib.key for f in files.values() if f.distrib]
+        paths = [f.file.key for f in files.values()] + [
+            f.distrib.key for f in files.values() if f.distrib
+        ]
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
             unreadable=self.contents.unreadable,
@@ -96,8 +112,18 @@ class OpenClassic:
             objects=objects,
             groups=tuple(g.json() for g in self.contents.groups),
             step=step if type(step) is int else None,
-            layout=dict(zip(("tp", "pp", "ep"), (1 + max(at[i] for at in files) for i in range(3)), strict=True)),
-            engine={"name": "megatron-core" if "decoder" in str(list(first.chunks[0])[:99]) else "megatron-lm"},
+            layout=dict(
+                zip(
+                    ("tp", "pp", "ep"),
+                    (1 + max(at[i] for at in files) for i in range(3)),
+                    strict=True,
+                )
+            ),
+            engine={
+                "name": "megatron-core"
+                if "decoder" in str(list(first.chunks[0])[:99])
+                else "megatron-lm"
+            },
             files=(*filter(None, [place.tracker]), *sorted(paths)),
             folder=place.folder,
         )
@@ -116,7 +142,9 @@ class OpenClassic:
     def _join(self, how: MegatronOptions) -> None:
         """All tensors: the parts of each parameter by tensor-parallel rank, and the ranks with copies of them."""
         holders: dict[Key, dict[int, list[_Rank]]] = {}
-        for (t, _, _), rank in sorted(self._ranks.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
+        for (t, _, _), rank in sorted(
+            self._ranks.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])
+        ):
             self.contents.unreadable |= rank.contents.unreadable
             for key in rank.contents.infos:
                 holders.setdefault(key, {}).setdefault(t, []).append(rank)
@@ -128,12 +156,20 @@ class OpenClassic:
         for key, found in holders.items():
             if sorted(found) != list(range(self._degree)):
                 raise IntegrityError(
-                    f"{key} is only in the files of the tensor-parallel ranks {sorted(found)}", hint=_MIXED
+                    f"{key} is only in the files of the tensor-parallel ranks {sorted(found)}",
+                    hint=_MIXED,
                 )
         degree = self.args.degree("expert_tensor_parallel_size")
-        shapes = {k.name: tuple(holders[k][t][0].contents.infos[k].shape for t in range(self._degree)) for k in weights}
+        shapes = {
+            k.name: tuple(holders[k][t][0].contents.infos[k].shape for t in range(self._degree))
+            for k in weights
+        }
         whole = {n for n in shapes if is_expert(n) and degree == 1}
-        whole |= {n for n in shapes if is_expert(n) and degree is None and self._experts_are_whole(shapes, n)}
+        whole |= {
+            n
+            for n in shapes
+            if is_expert(n) and degree is None and self._experts_are_whole(shapes, n)
+        }
         if degree not in (None, 1, self._degree):
             raise AmbiguousLayout(
                 f"experts are sharded across {degree} tensor-parallel ranks and the rest across {self._degree}: "
@@ -143,11 +179,15 @@ class OpenClassic:
 
         states = sorted({k.state for k in holders}, key=lambda state: state != "weight")
         given = (layout_of_cuts(how.cuts, self._degree), how.layout)
-        queries = self.args.number("num_query_groups") if self.args.flag("group_query_attention") else None
-        cut = {n: s for n, s in shapes.items() if n not in whole}
-        shardings = NameResolver(cut, self._version, [g for g in given if g is not None], queries).decide(
-            lambda name: self._verdict(holders, states, name)
+        queries = (
+            self.args.number("num_query_groups")
+            if self.args.flag("group_query_attention")
+            else None
         )
+        cut = {n: s for n, s in shapes.items() if n not in whole}
+        shardings = NameResolver(
+            cut, self._version, [g for g in given if g is not None], queries
+        ).decide(lambda name: self._verdict(holders, states, name))
         shardings |= {n: replicate(shapes[n]) for n in whole}
         tied = self._tied(holders, shardings)
         order = {k.name: i for i, k in enumerate(weights)}
@@ -158,7 +198,9 @@ class OpenClassic:
                 self._add(key, holders[key], shardings[key.name])
         self.aliases = tied
 
-    def _verdict(self, holders: Mapping[Key, dict[int, list[_Rank]]], states: Sequence[str], name: str) -> Verdict:
+    def _verdict(
+        self, holders: Mapping[Key, dict[int, list[_Rank]]], states: Sequence[str], name: str
+    ) -> Verdict:
         """Whether the parts of a parameter are equal: by its weight, and by its other states if that is constant."""
         found: Verdict = "constant"
         shape = None
@@ -169,18 +211,38 @@ class OpenClassic:
                 found = compare(self.store, copies)
         return found
 
-    def _experts_are_whole(self, shapes: Mapping[str, Sequence[tuple[int, ...]]], name: str) -> bool:
+    def _experts_are_whole(
+        self, shapes: Mapping[str, Sequence[tuple[int, ...]]], name: str
+    ) -> bool:
         """Whether each tensor-parallel rank has a whole expert: its width is the one that the arguments record."""
         width = self.args.number("moe_ffn_hidden_size") or self.args.number("ffn_hidden_size")
         second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)
-        return self._degree > 1 and width is not None and second in shapes and shapes[second][0][-1] == width
+        return (
+            self._degree > 1
+            and width is not None
+            and second in shapes
+            and shapes[second][0][-1] == width
+        )
 
     def _add(self, key: Key, found: dict[int, list[_Rank]], sharding: TPSharding) -> None:
         infos = [found[t][0].contents.infos[key] for t in range(self._degree)]
-        if len({i.dtype for ranks in found.values() for i in (r.contents.infos[key] for r in ranks)}) > 1:
-            raise IntegrityError(f"{key} has different dtypes in the files of the ranks", hint=_MIXED)
+        if (
+            len(
+                {
+                    i.dtype
+                    for ranks in found.values()
+                    for i in (r.contents.infos[key] for r in ranks)
+                }
+            )
+            > 1
+        ):
+            raise IntegrityError(
+                f"{key} has different dtypes in the files of the ranks", hint=_MIXED
+            )
         own = tuple(i.shape for i in infos)
-        weights = tuple(found[t][0].contents.infos[Key(key.name, "weight")].shape for t in range(self._degree))
+        weights = tuple(
+            found[t][0].contents.infos[Key(key.name, "weight")].shape for t in range(self._degree)
+        )
         if own != weights:
             if any(own) or len(set(own)) > 1:
                 raise AmbiguousLayout(
@@ -190,7 +252,8 @@ class OpenClassic:
                 )
             sharding = replicate(own)
         parts = [
-            (partial(self._agreed, key, found, t, sharding.regions), sharding.regions[t]) for t in range(self._degree)
+            (partial(self._agreed, key, found, t, sharding.regions), sharding.regions[t])
+            for t in range(self._degree)
         ]
         tensor = joined(key, infos[0].dtype, sharding.shape, parts)
         rows = self.args.rows(key.name, sharding.shape[0]) if sharding.shape else 0
@@ -206,7 +269,12 @@ class OpenClassic:
     ) -> Iterator[Extent]:
         """The extents of one rank's part, after a check that all copies of it are equal."""
         if (key, t) not in self._agreeing:
-            same = [r for u in range(self._degree) if u == t or regions[u] == regions[t] for r in found[u]]
+            same = [
+                r
+                for u in range(self._degree)
+                if u == t or regions[u] == regions[t]
+                for r in found[u]
+            ]
             for other in same[1:]:
                 self._must_agree(key, same[0], other)
             self._agreeing.add((key, t))
@@ -215,7 +283,8 @@ class OpenClassic:
     def _must_agree(self, key: Key, one: _Rank, other: _Rank) -> None:
         if (
             one.contents.infos[key].shape != other.contents.infos[key].shape
-            or compare(self.store, [one.contents.replica(key), other.contents.replica(key)]) == "different"
+            or compare(self.store, [one.contents.replica(key), other.contents.replica(key)])
+            == "different"
         ):
             names = sorted({e.file for r in (one, other) for e in r.contents.locate[key](None)})
             raise IntegrityError(
@@ -236,7 +305,8 @@ class OpenClassic:
         one, two = Key(word, "weight"), Key(head, "weight")
         copies = [(holders[one][t][0], holders[two][t][0]) for t in range(self._degree)]
         same = shardings[word].shape == shardings[head].shape and all(
-            compare(self.store, [a.contents.replica(one), b.contents.replica(two)]) == "equal" for a, b in copies
+            compare(self.store, [a.contents.replica(one), b.contents.replica(two)]) == "equal"
+            for a, b in copies
         )
         if not same and self.args.tied:
             raise IntegrityError(
@@ -274,7 +344,9 @@ class OpenClassic:
         for (t, p, e), rank in self._ranks.items():
             if (t, p, e) != (0, 0, 0):
                 plain = self._plain(rank, f"tp{t}.pp{p}.ep{e}.")
-                differing = {k: v for k, v in plain.items() if json.dumps(v) != json.dumps(out.get(k))}
+                differing = {
+                    k: v for k, v in plain.items() if json.dumps(v) != json.dumps(out.get(k))
+                }
                 others |= {f"tp{t}.pp{p}.ep{e}": differing} if differing else {}
         return {**out, "ranks": others} if others else out
 
@@ -284,7 +356,11 @@ class OpenClassic:
         def spill(path: str, tensor: Any) -> str:
             return self.contents.add_large(label + path, file, tensor)
 
-        chosen = {k: v for k, v in rank.file.values.items() if k not in _NOT_OURS and not str(k).startswith("model")}
+        chosen = {
+            k: v
+            for k, v in rank.file.values.items()
+            if k not in _NOT_OURS and not str(k).startswith("model")
+        }
         found = rank.file.values.get("optimizer")
         optimizers = found if isinstance(found, list) else [found]
         left = [_without_states(o) for o in optimizers if isinstance(o, dict)]
@@ -292,7 +368,9 @@ class OpenClassic:
             chosen["optimizer"] = left if isinstance(found, list) else left[0]
         if rank.file.extra:
             chosen["_extra_state"] = rank.file.extra
-        return {str(k): to_json(v, read=file.read, spill=spill, path=str(k)) for k, v in chosen.items()}
+        return {
+            str(k): to_json(v, read=file.read, spill=spill, path=str(k)) for k, v in chosen.items()
+        }
 
 
 def _without_states(value: dict[Any, Any]) -> dict[Any, Any]:
@@ -305,15 +383,18 @@ def _without_states(value: dict[Any, Any]) -> dict[Any, Any]:
     return out
 
 
-# How a parameter is sharded across tensor-parallel ranks, by the names of Megatron's modules and the parts' shapes.
+# How a parameter is sharded across tensor-parallel ranks, by the names of Megatron's modules and
+# the parts' shapes.
 #
-# Column-parallel layers are cut along dim 0, row-parallel ones along dim 1, vocabularies along dim 0, and all other known
-# parameters are replicated. Of a gated first projection each rank has a part of the gate, then one of the other half; it
-# is recognised by its shape, with twice as many outputs as the second projection has inputs. Query, key and value are
-# interleaved by head since version 1 of the files, so that a rank's part is a run of heads; in version 0 each part had
-# all queries first.
+# Column-parallel layers are cut along dim 0, row-parallel ones along dim 1, vocabularies along dim
+# 0, and all other known parameters are replicated. Of a gated first projection each rank has a part
+# of the gate, then one of the other half; it is recognised by its shape, with twice as many outputs
+# as the second projection has inputs. Query, key and value are interleaved by head since version 1
+# of the files, so that a rank's part is a run of heads; in version 0 each part had all queries
+# first.
 #
-# Bytes overrule names: a parameter that should be cut but is equal on all ranks, and not one repeated value, is a doubt.
+# Bytes overrule names: a parameter that should be cut but is equal on all ranks, and not one
+# repeated value, is a doubt.
 
 _QKV = re.compile(r"(.*\.)?(linear_qkv|query_key_value)\.(weight|bias)", re.DOTALL)
 _FIRST = re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)(\d*)", re.DOTALL)
@@ -338,13 +419,23 @@ class NameResolver:
     """The shardings of all parameters.
 
     Args:
-        queries: number of query groups that share keys and values; None if the arguments do not record it.
+        queries: number of query groups that share keys and values; None if the arguments do not
+            record it.
     """
 
     def __init__(
-        self, shapes: Mapping[str, Shapes], version: float, layouts: Sequence[Layout], queries: int | None = None
+        self,
+        shapes: Mapping[str, Shapes],
+        version: float,
+        layouts: Sequence[Layout],
+        queries: int | None = None,
     ) -> None:
-        self._shapes, self._version, self._layouts, self._queries = shapes, version, layouts, queries
+        self._shapes, self._version, self._layouts, self._queries = (
+            shapes,
+            version,
+            layouts,
+            queries,
+        )
 
     def decide(self, verdict: Callable[[str], Verdict]) -> dict[str, TPSharding]:
         """The sharding of each parameter."""
@@ -368,9 +459,14 @@ class NameResolver:
     def _given(self, name: str, shapes: Shapes) -> TPSharding | None:
         if len(shapes) == 1:
             return replicate(shapes)
-        return next((found for layout in self._layouts if (found := self._in_layout(layout, name, shapes))), None)
+        return next(
+            (found for layout in self._layouts if (found := self._in_layout(layout, name, shapes))),
+            None,
+        )
 
-    def _by_name(self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]) -> TPSharding | None:
+    def _by_name(
+        self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
+    ) -> TPSharding | None:
         """The sharding by the name, if the bytes do not contradict it; for other names, by the bytes."""
         if _SAME.fullmatch(name):
             return replicate(shapes)  # it is checked when it is read
@@ -415,7 +511,12 @@ class NameResolver:
         cuts = [p for p in rule.place if not isinstance(p, Replicate)]
         if not cuts:
             return replicate(shapes)
-        if len(cuts) > 1 or not isinstance(cuts[0], Shard) or tuple(cuts[0].over) != (TP,) or cuts[0].pad_to:
+        if (
+            len(cuts) > 1
+            or not isinstance(cuts[0], Shard)
+            or tuple(cuts[0].over) != (TP,)
+            or cuts[0].pad_to
+        ):
             raise LayoutError(f"{rule} must replicate it, or shard it once over the axis {TP!r}")
         return shard(shapes, cuts[0])
 
@@ -423,7 +524,9 @@ class NameResolver:
         lines = [f"  {n} (parts of {list(self._shapes[n][0])})" for n in doubts[:_MAX_LISTED]]
         lines += [f"  … and {len(doubts) - _MAX_LISTED} more"] if len(doubts) > _MAX_LISTED else []
         ranks = len(self._shapes[doubts[0]])
-        example = "\n".join(f"    - {{match: '{n}', place: [{{shard: 0, over: tp}}]}}" for n in doubts[:3])
+        example = "\n".join(
+            f"    - {{match: '{n}', place: [{{shard: 0, over: tp}}]}}" for n in doubts[:3]
+        )
         return AmbiguousLayout(
             f"the checkpoint was saved by {ranks} tensor-parallel ranks, and neither Megatron's names nor the bytes "
             "determine how these parameters are sharded:\n" + "\n".join(lines),

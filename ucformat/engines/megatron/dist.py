@@ -1,6 +1,7 @@
 """Megatron's distributed checkpoints (`dist_checkpointing`, format `torch_dist`), read in place.
 
-A folder with `metadata.json`, a PyTorch DCP checkpoint, and `common.pt`: values that are the same on every rank.
+A folder with `metadata.json`, a PyTorch DCP checkpoint, and `common.pt`: values that are the same
+on every rank.
 """
 
 from __future__ import annotations
@@ -10,9 +11,28 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.megatron.flat_states import add_flat_states
-from ucformat.engines.megatron.folder import COMMON, CONFIG, Arguments, backend_of, built_by_megatron
-from ucformat.engines.megatron.names import Bucket, Member, StateKey, groups_by_rule, name_of, split_state_key
-from ucformat.engines.megatron.stacked import StackedTensor, UnstackedPart, add_tensor, original_shapes, unstacked
+from ucformat.engines.megatron.folder import (
+    COMMON,
+    CONFIG,
+    Arguments,
+    backend_of,
+    built_by_megatron,
+)
+from ucformat.engines.megatron.names import (
+    Bucket,
+    Member,
+    StateKey,
+    groups_by_rule,
+    name_of,
+    split_state_key,
+)
+from ucformat.engines.megatron.stacked import (
+    StackedTensor,
+    UnstackedPart,
+    add_tensor,
+    original_shapes,
+    unstacked,
+)
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Key, TensorList
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence
@@ -69,11 +89,15 @@ class OpenDist:
         self._add_steps(stacked=stacked)
         backend = backend_of(store, folder) or ""
         files = (*([below + CONFIG] if exists(store, below + CONFIG) else []), below + COMMON)
-        step = next((n for name in ("iteration", "global_step") if type(n := values.get(name)) is int), None)
+        step = next(
+            (n for name in ("iteration", "global_step") if type(n := values.get(name)) is int), None
+        )
         # These are thousands of items, which are read when they are first needed.
         guarded = built_by_megatron(store.url)
         groups: LazySequence[Mapping[str, Any]] = LazySequence(guarded(self._groups))
-        numbers = LazyMapping(lambda: {name: i for i, group in enumerate(groups) for name in group["params"]})
+        numbers = LazyMapping(
+            lambda: {name: i for i, group in enumerate(groups) for name in group["params"]}
+        )
         self.metadata = CheckpointMetadata(
             tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
             unreadable=self.contents.unreadable,
@@ -107,7 +131,9 @@ class OpenDist:
         if isinstance(recorded, str):
             return recorded == "local"
         meta = self._items.meta
-        key = next((k for k in meta.values if f"self_attention.linear_qkv.{_EXTRA}/shard_" in k), None)
+        key = next(
+            (k for k in meta.values if f"self_attention.linear_qkv.{_EXTRA}/shard_" in k), None
+        )
         return key is not None and _unwrapped(self._items.values([key])[key].value) is None
 
     def _fill(self, *, stacked: bool) -> None:
@@ -135,7 +161,9 @@ class OpenDist:
                 trained += [key] if key.state != "weight" else []
         lost = next((k for k in trained if Key(k.name, "weight") not in found), None)
         if lost is not None:
-            raise IntegrityError(f"{meta.file} has {lost}, but no such weight", hint="files of two saves are mixed")
+            raise IntegrityError(
+                f"{meta.file} has {lost}, but no such weight", hint="files of two saves are mixed"
+            )
         for name in order:
             for key in [Key(name, s) for s in dict.fromkeys(k.state for k in found)]:
                 if key in found:
@@ -169,7 +197,9 @@ class OpenDist:
         if stacked:
             return
         inner = [o.get("optimizer", o) for o in self._optimizers()]
-        states = [o["state"] for o in inner if isinstance(o, dict) and isinstance(o.get("state"), dict)]
+        states = [
+            o["state"] for o in inner if isinstance(o, dict) and isinstance(o.get("state"), dict)
+        ]
         steps = [s["common_step"] for s in states if "common_step" in s]
         tensors = [s for s in steps if isinstance(s, StoredTensor) and not s.shape]
         if not tensors or len({common.read(s) for s in tensors}) > 1:
@@ -180,7 +210,11 @@ class OpenDist:
     def _aliases(self) -> dict[str, str]:
         """The tied output layer, if the arguments record one."""
         word, out = "embedding.word_embeddings.weight", "output_layer.weight"
-        return {out: word} if self.args.tied and word in self.weights and out not in self.weights else {}
+        return (
+            {out: word}
+            if self.args.tied and word in self.weights and out not in self.weights
+            else {}
+        )
 
     def _layout(self) -> dict[str, Any]:
         degrees = {
@@ -190,7 +224,9 @@ class OpenDist:
         }
         out: dict[str, Any] = {axis: n for axis, n in degrees.items() if n is not None}
         kinds = {v.get("param_state_sharding_type") for v in self._optimizers()} - {None}
-        return out | ({"optimizer": kind} if len(kinds) == 1 and isinstance(kind := kinds.pop(), str) else {})
+        return out | (
+            {"optimizer": kind} if len(kinds) == 1 and isinstance(kind := kinds.pop(), str) else {}
+        )
 
     def _optimizers(self) -> list[dict[Any, Any]]:
         """The entry of each optimizer in `common.pt`."""
@@ -203,12 +239,18 @@ class OpenDist:
     def _raw_groups(self) -> list[dict[str, Any]]:
         """The optimizer groups of all optimizers, as stored."""
         out: list[dict[str, Any]] = []
-        sharded = [k for k in self._items.meta.values if re.search(r"dp_group_idx_\d+\.optimizer/shard_", k)]
+        sharded = [
+            k
+            for k in self._items.meta.values
+            if re.search(r"dp_group_idx_\d+\.optimizer/shard_", k)
+        ]
         if sharded:
             files = self._items.values(sharded)
             by_chain: dict[str, list[Any]] = {}
             for key in sharded:
-                by_chain.setdefault(key.split("optimizer.", 1)[0], []).append(_unwrapped(files[key].value))
+                by_chain.setdefault(key.split("optimizer.", 1)[0], []).append(
+                    _unwrapped(files[key].value)
+                )
             for inner in by_chain.values():
                 out += _groups(inner[0])
             return out
@@ -218,14 +260,20 @@ class OpenDist:
 
     def _groups(self) -> list[dict[str, Any]]:
         """The optimizer groups with their parameters; none if Megatron's rule does not determine these."""
-        trained = {k.name for k in self.contents.infos if k not in ((w := Key(k.name, "weight")), w.padding)}
+        trained = {
+            k.name
+            for k in self.contents.infos
+            if k not in ((w := Key(k.name, "weight")), w.padding)
+        }
         members = [
             Member(k.name, len(i.shape))
             for k, i in self.contents.infos.items()
             if k.state == "weight" and k.name in trained
         ]
 
-        return [group.json() for group in groups_by_rule(self._raw_groups(), members, self._json) or ()]
+        return [
+            group.json() for group in groups_by_rule(self._raw_groups(), members, self._json) or ()
+        ]
 
     def _objects(self) -> dict[str, Any]:
         """All values other than tensors: those of `common.pt`, and the sharded objects by key and shard."""

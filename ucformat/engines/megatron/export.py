@@ -1,10 +1,11 @@
 """Megatron-Core's distributed checkpoints (`torch_dist`).
 
-The states of the distributed optimizer are written in the format `fully_reshardable`, and those of an optimizer that is
-not distributed under its own keys: each of the two loads no other's.
+The states of the distributed optimizer are written in the format `fully_reshardable`, and those of
+an optimizer that is not distributed under its own keys: each of the two loads no other's.
 
-The destination is the folder of one iteration: a DCP checkpoint, `common.pt` with the values that all ranks share, and
-`metadata.json`, without which `dist_checkpointing` takes the folder for no checkpoint.
+The destination is the folder of one iteration: a DCP checkpoint, `common.pt` with the values that
+all ranks share, and `metadata.json`, without which `dist_checkpointing` takes the folder for no
+checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucformat.engines.megatron.export_common import common_of, has_distributed_optimizer, is_megatron, objects_of
+from ucformat.engines.megatron.export_common import (
+    common_of,
+    has_distributed_optimizer,
+    is_megatron,
+    objects_of,
+)
 from ucformat.engines.megatron.folder import COMMON, CONFIG
 from ucformat.engines.megatron.names import LAYER, LOCAL, is_expert, is_parameter
 from ucformat.errors import UnsupportedError
@@ -44,7 +50,10 @@ _CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_MASTER, _MASTER_OF_16_BITS = "param", "fp32_param"  # the names of the fp32 copy, distributed or not
+_MASTER, _MASTER_OF_16_BITS = (
+    "param",
+    "fp32_param",
+)  # the names of the fp32 copy, distributed or not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +77,9 @@ class MegatronOptions(DistcpOptions):
         "whether names of states have the prefix `chained_N.` of several optimizers; as in Megatron's sources",
     )
     local: bool | None = option(
-        None, "flag", "whether the model is of the local specification; by the names of the norms if not given"
+        None,
+        "flag",
+        "whether the model is of the local specification; by the names of the norms if not given",
     )
 
 
@@ -87,7 +98,9 @@ class MegatronExporter(Exporter):
             distributed = has_distributed_optimizer(source)
         plan = _Tensors(source, infos, keys, distributed=distributed)
         prefixes = self._prefixes(source, plan)
-        common = common_of(source, infos, trained=plan.trained, prefixes=prefixes, wrapped=plan.wrapped)
+        common = common_of(
+            source, infos, trained=plan.trained, prefixes=prefixes, wrapped=plan.wrapped
+        )
         objects, left = objects_of(source)
         extra = extra_states(keys, source, objects)
         entries: list[Entry] = [
@@ -127,7 +140,12 @@ class _Tensors:
     """
 
     def __init__(
-        self, source: Checkpoint, infos: Sequence[TensorInfo], keys: dict[str, StackedKey], *, distributed: bool
+        self,
+        source: Checkpoint,
+        infos: Sequence[TensorInfo],
+        keys: dict[str, StackedKey],
+        *,
+        distributed: bool,
     ) -> None:
         self._infos = {info.key: info for info in infos}
         self._keys = keys
@@ -140,7 +158,9 @@ class _Tensors:
             if (rows := source.tensors.get(key.padding)) is not None and rows.dtype == info.dtype
         }
         moments = [k for k in self._infos if k.state not in ("weight", "master", "step")]
-        shapes = {k.name: i.shape for k, i in self._infos.items() if k.state in ("weight", "master")}
+        shapes = {
+            k.name: i.shape for k, i in self._infos.items() if k.state in ("weight", "master")
+        }
         self._states: dict[str, list[Key]] = {}
         for key in moments:
             if shapes.get(key.name) == self._infos[key].shape:
@@ -148,8 +168,14 @@ class _Tensors:
                 self._states.setdefault(key.state, []).append(key)
         self._weights = {n: self._parameter(n, "weight", "master") for n in shapes}
         narrow = {n for n in self.trained if self._infos[self._weights[n]].dtype != "float32"}
-        self._masters = {n: self._parameter(n, "master", "weight") for n in self.trained if distributed or n in narrow}
-        self.wrapped: Wrapped = "distributed" if distributed else "mixed_precision" if narrow else "plain"
+        self._masters = {
+            n: self._parameter(n, "master", "weight")
+            for n in self.trained
+            if distributed or n in narrow
+        }
+        self.wrapped: Wrapped = (
+            "distributed" if distributed else "mixed_precision" if narrow else "plain"
+        )
         lacking = [n for n, k in self._masters.items() if self._infos[k].dtype != "float32"]
         if lacking:
             raise UnsupportedError(
@@ -157,7 +183,11 @@ class _Tensors:
                 f"{len(lacking):,}: {', '.join(lacking[:3])}{', …' if len(lacking) > 3 else ''}",
                 hint="export the weights alone (--state weight), or cast everything to float32 (--cast float32)",
             )
-        used = {*self._weights.values(), *self._masters.values(), *(k for keys in self._states.values() for k in keys)}
+        used = {
+            *self._weights.values(),
+            *self._masters.values(),
+            *(k for keys in self._states.values() for k in keys),
+        }
         used |= {Key(name, "step") for name in self.trained}
         for key in used & self._infos.keys():
             self.kept += (self._infos[key], *self._padding.get(key, ()))
@@ -172,10 +202,14 @@ class _Tensors:
     def states(self, prefixes: dict[bool, str]) -> Iterator[TensorEntry]:
         """The optimizer's entries."""
         master = _MASTER if self.wrapped == "distributed" else _MASTER_OF_16_BITS
-        by_state = {master: self._masters} | {s: {k.name: k for k in keys} for s, keys in self._states.items()}
+        by_state = {master: self._masters} | {
+            s: {k.name: k for k in keys} for s, keys in self._states.items()
+        }
         for state, mine in by_state.items():
             for experts in (False, True):
-                names = {n: k for n, k in mine.items() if (is_expert(n) and len(prefixes) > 1) is experts}
+                names = {
+                    n: k for n, k in mine.items() if (is_expert(n) and len(prefixes) > 1) is experts
+                }
                 yield from self._stacked(f"{prefixes.get(experts, '')}{OPTIMIZER}.{state}.", names)
 
     def _stacked(self, prefix: str, tensors: dict[str, Key]) -> Iterator[TensorEntry]:
@@ -190,7 +224,9 @@ class _Tensors:
             kinds = Counter((parts[0].dtype, _joined(parts)) for parts in stack.values())
             (dtype, shape), _ = kinds.most_common(1)[0]
             first = next(iter(stack.values()))[0]
-            odd = next((p[0] for p in stack.values() if (p[0].dtype, _joined(p)) != (dtype, shape)), None)
+            odd = next(
+                (p[0] for p in stack.values() if (p[0].dtype, _joined(p)) != (dtype, shape)), None
+            )
             if odd is not None:
                 raise UnsupportedError(
                     f"{odd.key} is {odd.dtype} of shape {list(odd.shape)}, and others of {stacked} are {dtype} of "
@@ -203,7 +239,14 @@ class _Tensors:
                     hint="export the weights alone (--state weight) if only some of the parameters were trained",
                 )
             elements = partial(stacked_elements, stack, len(sizes))
-            yield TensorEntry(prefix + stacked, dtype, (*sizes, *shape), elements, str(first.key), leading=len(sizes))
+            yield TensorEntry(
+                prefix + stacked,
+                dtype,
+                (*sizes, *shape),
+                elements,
+                str(first.key),
+                leading=len(sizes),
+            )
 
 
 def _joined(parts: Parts) -> tuple[int, ...]:
@@ -214,8 +257,9 @@ def _joined(parts: Parts) -> tuple[int, ...]:
 
 # Megatron's keys: layers and experts of one kind are one tensor, stacked along leading dims.
 #
-# It is the reverse of `engines/megatron/names.py`. If the layers of a stack differ, as dense and mixture-of-experts
-# layers do, Megatron numbers them in the keys instead (`non_homogeneous_layers`).
+# It is the reverse of `engines/megatron/names.py`. If the layers of a stack differ, as dense and
+# mixture-of-experts layers do, Megatron numbers them in the keys instead
+# (`non_homogeneous_layers`).
 
 OPTIMIZER = "optimizer.state"
 Parts = tuple["TensorInfo", ...]  # a tensor, and the rows that pad it
@@ -235,7 +279,11 @@ class StackedKey(NamedTuple):
     at: tuple[int, ...]
 
 
-def keys_of(source: Checkpoint, infos: Sequence[TensorInfo], local: bool | None) -> dict[str, StackedKey]:  # noqa: FBT001
+def keys_of(
+    source: Checkpoint,
+    infos: Sequence[TensorInfo],
+    local: bool | None,  # noqa: FBT001
+) -> dict[str, StackedKey]:
     """The key of each tensor, by its name.
 
     Args:
@@ -254,7 +302,9 @@ def keys_of(source: Checkpoint, infos: Sequence[TensorInfo], local: bool | None)
         local = any(".input_layernorm." in n for n in names)
     found = {name: _key(name, local=local) for name in names}
     uneven = _uneven(found)
-    return {n: _numbered(k) if k.key.partition(".layers.")[0] in uneven else k for n, k in found.items()}
+    return {
+        n: _numbered(k) if k.key.partition(".layers.")[0] in uneven else k for n, k in found.items()
+    }
 
 
 def _key(name: str, *, local: bool) -> StackedKey:
@@ -279,7 +329,11 @@ def _uneven(found: Mapping[str, StackedKey]) -> set[str]:
         before, dot, after = key.partition(".layers.")
         if dot and index:
             layers.setdefault(before, {}).setdefault(index[0], set()).add((after, index[1:]))
-    return {before for before, each in layers.items() if len({frozenset(held) for held in each.values()}) > 1}
+    return {
+        before
+        for before, each in layers.items()
+        if len({frozenset(held) for held in each.values()}) > 1
+    }
 
 
 def _numbered(key: StackedKey) -> StackedKey:
@@ -287,11 +341,17 @@ def _numbered(key: StackedKey) -> StackedKey:
     return StackedKey(f"{before}.layers.{key.at[0]}.{after}", key.at[1:]) if key.at else key
 
 
-def extra_states(keys: Mapping[str, StackedKey], source: Checkpoint, objects: Mapping[str, Any]) -> dict[str, Any]:
+def extra_states(
+    keys: Mapping[str, StackedKey], source: Checkpoint, objects: Mapping[str, Any]
+) -> dict[str, Any]:
     """The extra states that modules of the model ask for, by their keys: they are empty, except under FP8."""
     args = source.objects.get("args")
     recorded = args.get("transformer_impl") if isinstance(args, dict) else None
-    local = recorded == "local" if isinstance(recorded, str) else any(".input_layernorm." in n for n in keys)
+    local = (
+        recorded == "local"
+        if isinstance(recorded, str)
+        else any(".input_layernorm." in n for n in keys)
+    )
     empty = None if local else constant("uint8", (0,), b"")
     modules: dict[str, list[tuple[int, ...]]] = {}
     for key, index in keys.values():
@@ -318,7 +378,9 @@ def stacked_elements(stack: Mapping[tuple[int, ...], Parts], leading: int, box: 
         shift = (row, *[0] * (len(info.shape) - 1)) if info.shape else ()
         clip = within.intersect(Box(shift, info.shape))
         if clip is not None:
-            offset = sum((a - b) * s for a, b, s in zip(clip.start, within.start, strides, strict=True))
+            offset = sum(
+                (a - b) * s for a, b, s in zip(clip.start, within.start, strides, strict=True)
+            )
             pieces.append((info, Piece(clip.shift(tuple(-n for n in shift)), offset, strides)))
         row += info.shape[0] if info.shape else 0
     return Storage(Span(parts[0].dtype, within.size, tuple(pieces)))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _SHARDING = "fully_reshardable"
 
-#: How the state dict of the torch optimizer lies in that of Megatron's: inside that of the distributed optimizer, or of
-#: the one for 16-bit parameters, or alone.
+#: How the state dict of the torch optimizer lies in that of Megatron's: inside that of the
+#: distributed optimizer, or of the one for 16-bit parameters, or alone.
 Wrapped = Literal["distributed", "mixed_precision", "plain"]
 _NAMESPACE = Global("argparse", "Namespace")
 #: Classes of values that Megatron's own list of safe classes has, by the names that a source gives.
@@ -43,7 +43,12 @@ _CLASSES = {
 ALLOWED |= {_NAMESPACE, *_CLASSES.values()}
 
 _AT = re.compile(r"\d+(\.\d+)*")
-_NOT_SHARED = ("params", "state", "step", "is_expert_parallel")  # keys of a group that groups are not compared by
+_NOT_SHARED = (
+    "params",
+    "state",
+    "step",
+    "is_expert_parallel",
+)  # keys of a group that groups are not compared by
 _OURS = ("optimizer", "args", "iteration", "content_metadata")
 
 
@@ -78,7 +83,11 @@ def common_of(
         common.values["args"] = Instance(_NAMESPACE, found.values)
         common.left += found.left
     about = source.objects.get("content_metadata")
-    known = {k: v for k, v in about.items() if isinstance(v, bool | str)} if isinstance(about, dict) else {}
+    known = (
+        {k: v for k, v in about.items() if isinstance(v, bool | str)}
+        if isinstance(about, dict)
+        else {}
+    )
     known.pop("distrib_optim_sharding_type", None)
     if trained:
         common.values["optimizer"] = _optimizers(source, infos, trained, prefixes, wrapped)
@@ -145,10 +154,16 @@ def _optimizers(
     """The entry of the optimizer, or of each of several."""
     chained = len(prefixes) > 1
     step = _step(source, infos, trained)
-    fused = not has_distributed_optimizer(source) and any("step" in group for group in source.metadata.groups)
+    fused = not has_distributed_optimizer(source) and any(
+        "step" in group for group in source.metadata.groups
+    )
     in_groups = wrapped == "distributed" or fused
     groups = _groups(source, infos, trained, chained=chained, step=step if in_groups else None)
-    shared = {} if in_groups or step is None else {"common_step": constant("float32", (), pack("<f", step))}
+    shared = (
+        {}
+        if in_groups or step is None
+        else {"common_step": constant("float32", (), pack("<f", step))}
+    )
     saved = source.objects.get("optimizer")
     out: dict[int, dict[str, Any]] = {}
     for experts in prefixes:
@@ -167,7 +182,12 @@ def _optimizers(
 
 
 def _groups(
-    source: Checkpoint, infos: Sequence[TensorInfo], trained: Collection[str], *, chained: bool, step: float | None
+    source: Checkpoint,
+    infos: Sequence[TensorInfo],
+    trained: Collection[str],
+    *,
+    chained: bool,
+    step: float | None,
 ) -> list[dict[str, Any]]:
     """The hyper-parameters of Megatron's groups: without weight decay are vectors and biases, experts may be apart.
 
@@ -186,7 +206,9 @@ def _groups(
         matrix = len(shapes[name]) > 1 and not name.endswith(".bias")
         members.setdefault((chained and is_expert(name), float(matrix)), []).append(name)
     out = []
-    for (experts, decays), names in sorted(members.items(), key=lambda item: (item[0][0], -item[0][1])):
+    for (experts, decays), names in sorted(
+        members.items(), key=lambda item: (item[0][0], -item[0][1])
+    ):
         options = [stored[i] for i in sorted({number[n] for n in names})]
         if any(o != options[0] for o in options):
             raise UnsupportedError(
@@ -196,13 +218,20 @@ def _groups(
         group = {k: _value(v) for k, v in options[0].items()}
         if isinstance(group.get("betas"), list):
             group["betas"] = tuple(group["betas"])
-        defaults = {"wd_mult": decays, "lr_mult": 1.0, "is_decoupled_lr": False, "default_config": True}
+        defaults = {
+            "wd_mult": decays,
+            "lr_mult": 1.0,
+            "is_decoupled_lr": False,
+            "default_config": True,
+        }
         group = {**defaults, **group, "is_expert_parallel": experts}
         out.append(group if step is None else {**group, "step": step})
     return out
 
 
-def _step(source: Checkpoint, infos: Sequence[TensorInfo], trained: Collection[str]) -> float | None:
+def _step(
+    source: Checkpoint, infos: Sequence[TensorInfo], trained: Collection[str]
+) -> float | None:
     """The step of the optimizer, which has one number; it is a scalar of each parameter in other programs."""
     found: dict[float, str] = {}
     for group in source.metadata.groups:
@@ -213,7 +242,9 @@ def _step(source: Checkpoint, infos: Sequence[TensorInfo], trained: Collection[s
                 found.setdefault(float(mine), name)
     known = {info.key for info in infos}
     scalars = [key for name in trained if (key := Key(name, "step")) in known]
-    for key, value in zip(scalars, map_io(lambda k: float(source[k.name, k.state][...]), scalars), strict=True):
+    for key, value in zip(
+        scalars, map_io(lambda k: float(source[k.name, k.state][...]), scalars), strict=True
+    ):
         found.setdefault(value, key.name)
     if len(found) > 1:
         (a, first), (b, second), *_ = found.items()

@@ -1,10 +1,10 @@
 """The offsets of parameters in the flat buffers of Megatron's distributed optimizer, and their proof.
 
-The buffers of one rank's model hold its parameters in the reverse order of the module, each aligned to 64 elements; a
-buffer is split into buckets between parameters. The files do not name them. They are placed by that rule, which must
-fill every bucket exactly; and as the fp32 copy in the buffer rounds to the weight itself, the first and last elements
-of each parameter prove its slot when it is read (or at once, if some parameters are frozen or the module may have
-several orders).
+The buffers of one rank's model hold its parameters in the reverse order of the module, each aligned
+to 64 elements; a buffer is split into buckets between parameters. The files do not name them. They
+are placed by that rule, which must fill every bucket exactly; and as the fp32 copy in the buffer
+rounds to the weight itself, the first and last elements of each parameter prove its slot when it is
+read (or at once, if some parameters are frozen or the module may have several orders).
 """
 
 from __future__ import annotations
@@ -82,8 +82,10 @@ def place(
     """The slots of parameters (in the order of the module) in buckets of these sizes; None if they do not fit.
 
     Args:
-        edges: offsets in each bucket at which parameters begin or end, in elements, if they are known.
-        proved: whether the values in a slot are the parameter's. Without it all parameters must fit.
+        edges: offsets in each bucket at which parameters begin or end, in elements, if they are
+            known.
+        proved: whether the values in a slot are the parameter's. Without it all parameters must
+            fit.
     """
     for align in _ALIGN:
         slots = _place_params(params, sizes, align, edges, proved, joined)
@@ -125,7 +127,9 @@ def unproved(params: Iterable[Param], master: FlatTensor) -> str | None:
     """Why nothing proves which states are where in a flat buffer: its fp32 copy or a weight cannot be read; or None."""
     dtype = next((d for d in (master.dtype, *(p.dtype for p in params)) if d not in ITEMSIZE), None)
     return (
-        None if dtype is None else f"is where only its weight and its fp32 copy could prove: one {why_refused(dtype)}"
+        None
+        if dtype is None
+        else f"is where only its weight and its fp32 copy could prove: one {why_refused(dtype)}"
     )
 
 
@@ -143,10 +147,18 @@ def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> b
     n = min(param.size, _SAMPLE)
     for begin in dict.fromkeys((0, param.size - n)):
         one = read_extents(
-            store, lambda _: weight, flat_boxes(param.shape, begin, begin + n), low.itemsize, "a parameter"
+            store,
+            lambda _: weight,
+            flat_boxes(param.shape, begin, begin + n),
+            low.itemsize,
+            "a parameter",
         )
         other = read_extents(
-            store, partial(_located, master, start + begin), [Box((0,), (n,))], ITEMSIZE["float32"], "a flat buffer"
+            store,
+            partial(_located, master, start + begin),
+            [Box((0,), (n,))],
+            ITEMSIZE["float32"],
+            "a flat buffer",
         )
         with np.errstate(all="ignore"):
             if np.frombuffer(other, "<f4").astype(low).tobytes() != one:
@@ -159,7 +171,9 @@ def _located(flat: FlatTensor, start: int, box: Box) -> Iterable[Extent]:
     return flat.locate(start, start + box.size)
 
 
-def in_local(flat: FlatTensor, start: int, shape: tuple[int, ...], within: Box | None) -> Iterator[Extent]:
+def in_local(
+    flat: FlatTensor, start: int, shape: tuple[int, ...], within: Box | None
+) -> Iterator[Extent]:
     """The extents of a tensor stored in a flat buffer, as boxes of the tensor.
 
     Args:
@@ -174,11 +188,13 @@ def in_local(flat: FlatTensor, start: int, shape: tuple[int, ...], within: Box |
         yield from flat_extents(shape, begin, begin + count, unit, extent.file, extent.offset)
 
 
-# The optimizer's format `dp_reshardable`: unnamed flat buckets, one set for each rank of a data-parallel group.
+# The optimizer's format `dp_reshardable`: unnamed flat buckets, one set for each rank of a
+# data-parallel group.
 #
-# `optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_K.<state>`: G counts tensor-parallel ranks within
-# pipeline stages (for experts: expert-tensor ranks, within expert-parallel ones, within stages); B counts the buffers of
-# a rank's model chunks, K their buckets. The chunks that DCP lists begin and end where parameters do.
+# `optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_K.<state>`: G counts
+# tensor-parallel ranks within pipeline stages (for experts: expert-tensor ranks, within
+# expert-parallel ones, within stages); B counts the buffers of a rank's model chunks, K their
+# buckets. The chunks that DCP lists begin and end where parameters do.
 
 _WORD_EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -244,7 +260,9 @@ class _Model:
         return Param(name, shape, tensor.dtype, weight)
 
 
-def add_flat_states(of: Opened, items: Items, entries: Sequence[tuple[Bucket, str]], *, stacked: bool) -> None:
+def add_flat_states(
+    of: Opened, items: Items, entries: Sequence[tuple[Bucket, str]], *, stacked: bool
+) -> None:
     """Name the contents of the buckets, and add them to the checkpoint's.
 
     Args:
@@ -276,7 +294,15 @@ def add_flat_states(of: Opened, items: Items, entries: Sequence[tuple[Bucket, st
     stages = _stages(model, groups, dtypes, chains[0])
     for p in range(pp):
         for t in range(tp):
-            _add(out, groups[chains[0], p * tp + t], dtypes, (chains[0], p * tp + t), stages[p], t, tp)
+            _add(
+                out,
+                groups[chains[0], p * tp + t],
+                dtypes,
+                (chains[0], p * tp + t),
+                stages[p],
+                t,
+                tp,
+            )
     for chain in chains[1:]:
         _experts(out, groups, dtypes, chain, stages)
     out.finish()
@@ -310,9 +336,15 @@ def _stages(
             (first if n.startswith("embedding.") else last).append(n)
     buffers = groups[chain, 0]
     kinds = len({dtypes[chain, 0, b] for b in buffers})
-    chunks = model.of.args.degree("virtual_pipeline_model_parallel_size") or max(1, len(buffers) // kinds)
+    chunks = model.of.args.degree("virtual_pipeline_model_parallel_size") or max(
+        1, len(buffers) // kinds
+    )
     total, count = len(layered), model.pp * chunks
-    tied = [] if _OUTPUT_LAYER in names or _WORD_EMBEDDING not in names or count == 1 else [_OUTPUT_LAYER]
+    tied = (
+        []
+        if _OUTPUT_LAYER in names or _WORD_EMBEDDING not in names or count == 1
+        else [_OUTPUT_LAYER]
+    )
     stages: list[list[_Chunk]] = [[] for _ in range(model.pp)]
     at = 0
     joint = any(c != chain for c, _ in groups)
@@ -322,11 +354,23 @@ def _stages(
         tries = [rest] if number == count - 1 else [k for k in (per, *range(rest + 1)) if k <= rest]
         for own_layers in dict.fromkeys(tries):
             mine = [x for i in range(at, at + own_layers) for x in layered.get(i, [])]
-            own = [*(first if number == 0 else []), *mine, *((last + tied) if number == count - 1 else [])]
+            own = [
+                *(first if number == 0 else []),
+                *mine,
+                *((last + tied) if number == count - 1 else []),
+            ]
             experts = [x for x in own if joint and is_expert(x)]
             chunk = _Chunk([x for x in own if x not in set(experts)], experts)
             if _fit(
-                model, groups[chain, p * model.tp], dtypes, (chain, p * model.tp), v, chunks, chunk.dense, 0, model.tp
+                model,
+                groups[chain, p * model.tp],
+                dtypes,
+                (chain, p * model.tp),
+                v,
+                chunks,
+                chunk.dense,
+                0,
+                model.tp,
             ):
                 stages[p].append(chunk)
                 at += own_layers
@@ -337,7 +381,11 @@ def _stages(
 
 
 def _buffers_of(
-    buffers: dict[int, _Buffer], dtypes: dict[tuple[int, int, int], str], group: tuple[int, int], v: int, chunks: int
+    buffers: dict[int, _Buffer],
+    dtypes: dict[tuple[int, int, int], str],
+    group: tuple[int, int],
+    v: int,
+    chunks: int,
 ) -> list[tuple[str, _Buffer]]:
     """The buffers of one of a rank's model chunks, with the dtype of their parameters."""
     per = len(buffers) // chunks
@@ -371,7 +419,9 @@ def _stored(model: _Model, name: str) -> str:
     return name if name in model.of.weights else _WORD_EMBEDDING
 
 
-def _place(model: _Model, buffer: _Buffer, names: list[str], rank: int, degree: int) -> list[BufferSlot] | None:
+def _place(
+    model: _Model, buffer: _Buffer, names: list[str], rank: int, degree: int
+) -> list[BufferSlot] | None:
     order = sorted(buffer)
     masters = [_flat(model, buffer[k].get("master")) for k in order]
     any_state = [_flat(model, next(iter(buffer[k].values()))) for k in order]
@@ -396,7 +446,9 @@ def _place(model: _Model, buffer: _Buffer, names: list[str], rank: int, degree: 
     if not ways:  # some are frozen
         for listed in orders:
             if slots := place([params[n] for n in listed], sizes, edges=edges, proved=proved):
-                ways.setdefault(tuple(sorted((s.param.name, s.bucket, s.start) for s in slots)), slots)
+                ways.setdefault(
+                    tuple(sorted((s.param.name, s.bucket, s.start) for s in slots)), slots
+                )
     return next(iter(ways.values())) if len(ways) == 1 else None
 
 
@@ -436,7 +488,9 @@ class _Piece:
     def extents(self, within: Box | None) -> Iterator[Extent]:
         with self.lock:
             if not self.proved and self.master is not None:
-                if not same_values(self.model.of.store, self.slot.param, self.master, self.slot.start):
+                if not same_values(
+                    self.model.of.store, self.slot.param, self.master, self.slot.start
+                ):
                     raise AmbiguousLayout(
                         f"the optimizer's flat buckets do not hold {self.slot.param.name} at the offset in "
                         "Megatron's order of parameters: the fp32 copy there does not match the weight",
@@ -463,7 +517,9 @@ class _States:
         for state, fqn in states.items():
             flat = _flat(self.model, fqn)
             if flat is not None:
-                self.found.setdefault(Key(name, state), []).append(_Piece(self.model, slot, flat, master, regions))
+                self.found.setdefault(Key(name, state), []).append(
+                    _Piece(self.model, slot, flat, master, regions)
+                )
 
     def _refused(self, key: Key, pieces: Sequence[_Piece]) -> str | None:
         """Why a state cannot be read: because of its own dtype, or because its place cannot be proved; else None."""
@@ -471,7 +527,9 @@ class _States:
         if odd := sorted(dtypes - ITEMSIZE.keys()):
             return why_refused(odd[0])
         if len(dtypes) > 1:
-            raise IntegrityError(f"{key} has the dtypes {', '.join(sorted(dtypes))} in the ranks' flat buckets")
+            raise IntegrityError(
+                f"{key} has the dtypes {', '.join(sorted(dtypes))} in the ranks' flat buckets"
+            )
         masters = (unproved([p.slot.param], p.master) for p in pieces if p.master is not None)
         return self.model.of.contents.refused_with(key) or next(filter(None, masters), None)
 
@@ -486,7 +544,9 @@ class _States:
                         self.model.of.contents.refuse(key, reason)
                         continue
                     shape = self.model.weight(name).shape
-                    tensor = joined(key, pieces[0].flat.dtype, shape, [(p.extents, p.regions) for p in pieces])
+                    tensor = joined(
+                        key, pieces[0].flat.dtype, shape, [(p.extents, p.regions) for p in pieces]
+                    )
                     rows = self.model.of.args.rows(name, shape[0]) if shape else 0
                     add_tensor(self.model.of.contents, tensor, rows)
 
@@ -503,7 +563,11 @@ def _add(
 ) -> None:
     """The states of one rank's buffers."""
     for v, chunk in enumerate(chunks):
-        names = chunk.dense if experts is None else [n for n in chunk.experts if _number(n) in experts[0]]
+        names = (
+            chunk.dense
+            if experts is None
+            else [n for n in chunk.experts if _number(n) in experts[0]]
+        )
         found = _fit(out.model, buffers, dtypes, group, v, len(chunks), names, rank, degree)
         if found is None:
             raise _unproved(out.model, f"group {group[1]}")

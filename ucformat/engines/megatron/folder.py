@@ -27,7 +27,9 @@ COMMON = "common.pt"  # likewise
 METADATA = ".metadata"  # of PyTorch DCP
 DIST = "torch_dist"
 WEIGHTS, CONTEXT = "weights", "context"  # the folders of a checkpoint of NeMo 2
-MODEL = re.compile(r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?/(model_optim_rng|model_rng)\.pt")
+MODEL = re.compile(
+    r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?/(model_optim_rng|model_rng)\.pt"
+)
 RANK_FOLDER = re.compile(r"mp_rank_\d{1,6}(_\d{1,6}){0,2}")
 
 _ITERATION = re.compile(r"iter_\d{7,}|release")
@@ -43,7 +45,8 @@ _MAX_ASSET_BYTES = 64 << 20  # of a file in `context`
 class MegatronFolder:
     """A checkpoint's folder in the store ("" for the root), and the tracker if it names the folder.
 
-    `context` are the files that NeMo stores beside the folder of weights; None if this is no checkpoint of NeMo's.
+    `context` are the files that NeMo stores beside the folder of weights; None if this is no
+    checkpoint of NeMo's.
     """
 
     folder: str
@@ -76,15 +79,23 @@ def find_place(store: Store) -> MegatronFolder | None:
         return MegatronFolder("", None, classic=False)
     if backend_of(store, WEIGHTS) is not None:
         context = (info for info in store.list(CONTEXT) if info.size <= _MAX_ASSET_BYTES)
-        return MegatronFolder(WEIGHTS, None, classic=False, context=tuple(info.key for info in context))
+        return MegatronFolder(
+            WEIGHTS, None, classic=False, context=tuple(info.key for info in context)
+        )
     if _ITERATION.fullmatch(store.url.rstrip("/").rpartition("/")[2]) and _is_fsdp(store):
         return MegatronFolder("", None, classic=False, fsdp=True)
     named = _named(store)
     if named is None and exists(store, TRACKER):
-        raise UsageError(f"{store.url}/{TRACKER} names no iteration", hint="open the folder of one iteration itself")
+        raise UsageError(
+            f"{store.url}/{TRACKER} names no iteration",
+            hint="open the folder of one iteration itself",
+        )
     if named is not None:
         if next(iter(store.list(named)), None) is None:
-            if next(iter(store.list(f"global_step_{named.rpartition('_')[2].lstrip('0')}")), None) is not None:
+            if (
+                next(iter(store.list(f"global_step_{named.rpartition('_')[2].lstrip('0')}")), None)
+                is not None
+            ):
                 return None  # of veRL, which writes the same tracker
             raise NotFound(
                 f"{store.url}/{TRACKER} names {named}, but there is no such folder",
@@ -94,7 +105,13 @@ def find_place(store: Store) -> MegatronFolder | None:
     keys = [info.key for info in islice(store.list(), _MAX_KEYS)]
     if any(MODEL.fullmatch(k) for k in keys):
         return MegatronFolder("", None, classic=True)
-    folders = sorted({k.split("/", 1)[0] for k in keys if _ITERATION.fullmatch(k.split("/", 1)[0]) and _inside(k)})
+    folders = sorted(
+        {
+            k.split("/", 1)[0]
+            for k in keys
+            if _ITERATION.fullmatch(k.split("/", 1)[0]) and _inside(k)
+        }
+    )
     if len(folders) > 1:
         more = f" and {len(folders) - _MAX_LISTED} more" if len(folders) > _MAX_LISTED else ""
         raise UsageError(
@@ -154,17 +171,31 @@ def built_by_megatron(where: str) -> Iterator[None]:
         yield
     except UcformatError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
         raise IntegrityError(
             f"{where} holds values that Megatron does not write ({type(error).__name__}: {error})",
             hint="the files are damaged, or of a version that ucformat does not know; report it if Megatron reads them",
         ) from error
 
 
-# The model's sizes and the parallel degrees: from a checkpoint's own arguments (`args`) and the caller's options.
+# The model's sizes and the parallel degrees: from a checkpoint's own arguments (`args`) and the
+# caller's options.
 
 _MAX_RANKS = 1 << 20
-_VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "lm_head.weight", "output_layer.bias", "lm_head.bias")
+_VOCABULARY = (
+    "word_embeddings.weight",
+    "output_layer.weight",
+    "lm_head.weight",
+    "output_layer.bias",
+    "lm_head.bias",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +216,11 @@ class Arguments:
         """
         if isinstance(value, Inert):
             value = value.state
-        found = {k: v for k, v in value.items() if isinstance(k, str)} if isinstance(value, dict) else {}
+        found = (
+            {k: v for k, v in value.items() if isinstance(k, str)}
+            if isinstance(value, dict)
+            else {}
+        )
         return cls(found, vocab_size, file)
 
     def number(self, *names: str) -> int | None:
@@ -227,7 +262,9 @@ class Arguments:
             if padded is None and size and unit:
                 unit *= self.degree("tensor_model_parallel_size") or 1
                 padded = -(-size // unit) * unit
-            rows_kept = size if padded == stored else None  # otherwise the purpose of the other rows is unknown
+            rows_kept = (
+                size if padded == stored else None
+            )  # otherwise the purpose of the other rows is unknown
         return rows_kept if rows_kept is not None and 0 < rows_kept < stored else stored
 
 
@@ -241,7 +278,9 @@ class MegatronOptions(PickleOptions):
         text="of a distributed checkpoint, show the stacked tensors of all layers under their keys, as stored",
     )
     vocab_size: int | None = option(
-        None, "number", "rows of the vocabulary without its padding, if the checkpoint does not record it"
+        None,
+        "number",
+        "rows of the vocabulary without its padding, if the checkpoint does not record it",
     )
     optimizer: bool = option(
         default=True,

@@ -1,8 +1,9 @@
 """Megatron-FSDP's checkpoints (format `fsdp_dtensor`), read in place: a PyTorch DCP checkpoint with Megatron's state.
 
-`model` has the parameters by name, perhaps with `module.` of the wrappers in front; `optimizer` has `state` by such
-names, and in `param_to_group_meta` the hyper-parameters of each parameter; `args`, `iteration` and others are values.
-Both halves of a gated projection are stored separately, under `…_w` and `…_v`.
+`model` has the parameters by name, perhaps with `module.` of the wrappers in front; `optimizer` has
+`state` by such names, and in `param_to_group_meta` the hyper-parameters of each parameter; `args`,
+`iteration` and others are values. Both halves of a gated projection are stored separately, under
+`…_w` and `…_v`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ Path = tuple[Any, ...]
 def is_fsdp(meta: Metadata) -> bool:
     """Whether a DCP checkpoint has the state of Megatron-FSDP, and not another program's."""
     roots = {path[0] for path in meta.paths.values()}
-    return "model" in roots and ("checkpoint_version" in roots or any(_split(p, _GROUP) for p in meta.paths.values()))
+    return "model" in roots and (
+        "checkpoint_version" in roots or any(_split(p, _GROUP) for p in meta.paths.values())
+    )
 
 
 def _split(path: Path, part: str) -> tuple[str, Path] | None:
@@ -56,7 +59,9 @@ class OpenFsdp:
 
     kind = "megatron"
 
-    def __init__(self, store: Store, place: MegatronFolder, meta: Metadata, how: MegatronOptions) -> None:
+    def __init__(
+        self, store: Store, place: MegatronFolder, meta: Metadata, how: MegatronOptions
+    ) -> None:
         self.store, self._items = store, Items(store, meta, how.allow)
         found = self._read([name for name in _OWN if name in meta.values])
         self.args = Arguments.of(found.get("args"), how.vocab_size, meta.file)
@@ -68,8 +73,12 @@ class OpenFsdp:
         self._fill(meta, optimizer=how.optimizer)
         guarded = built_by_megatron(store.url)
         groups: LazySequence[Mapping[str, Any]] = LazySequence(guarded(self._groups))
-        numbers = LazyMapping(lambda: {name: i for i, group in enumerate(groups) for name in group["params"]})
-        degrees = {axis: self.args.degree(f"{name}_model_parallel_size") for axis, name in _DEGREES.items()}
+        numbers = LazyMapping(
+            lambda: {name: i for i, group in enumerate(groups) for name in group["params"]}
+        )
+        degrees = {
+            axis: self.args.degree(f"{name}_model_parallel_size") for axis, name in _DEGREES.items()
+        }
         step = found.get("iteration")
         self.metadata = CheckpointMetadata(
             tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
@@ -94,7 +103,9 @@ class OpenFsdp:
 
     def _read(self, fqns: list[str]) -> dict[str, Any]:
         files = self._items.values(fqns)
-        return {fqn: None if isinstance(files[fqn], OpaqueFile) else files[fqn].value for fqn in fqns}
+        return {
+            fqn: None if isinstance(files[fqn], OpaqueFile) else files[fqn].value for fqn in fqns
+        }
 
     def _sort_values(self, meta: Metadata) -> None:
         """Separate hyper-parameters, and states that are no tensors, from all other values."""
@@ -134,16 +145,32 @@ class OpenFsdp:
             parts[key][half] = UnstackedPart(StackedTensor(self._items, fqn, Key(name, kind)), ())
         for key in sorted(parts, key=lambda key: key.state != "weight"):
             if key.state != "weight" and (weight := Key(key.name, "weight")) not in parts:
-                raise IntegrityError(f"{meta.file} has {key}, but no such weight", hint="files of two saves are mixed")
+                raise IntegrityError(
+                    f"{meta.file} has {key}, but no such weight",
+                    hint="files of two saves are mixed",
+                )
             halves = [parts[key][half] for half in sorted(parts[key])]
-            if key.state != "weight" and len(halves) == 2 and _is_whole(halves[0], parts[weight][0]):
-                halves = halves[:1]  # Megatron splits the moments alone, and saves others whole under both names
+            if (
+                key.state != "weight"
+                and len(halves) == 2
+                and _is_whole(halves[0], parts[weight][0])
+            ):
+                halves = halves[
+                    :1
+                ]  # Megatron splits the moments alone, and saves others whole under both names
             tensor = unstacked(key, halves)
-            add_tensor(self.contents, tensor, self.args.rows(key.name, tensor.shape[0]) if tensor.shape else 0)
+            add_tensor(
+                self.contents,
+                tensor,
+                self.args.rows(key.name, tensor.shape[0]) if tensor.shape else 0,
+            )
 
     def _aliases(self) -> dict[str, str]:
         """The tied output layer, if the arguments record one."""
-        word, out = Key("embedding.word_embeddings.weight", "weight"), Key("output_layer.weight", "weight")
+        word, out = (
+            Key("embedding.word_embeddings.weight", "weight"),
+            Key("output_layer.weight", "weight"),
+        )
         tied = self.args.tied and word in self.contents.infos and out not in self.contents.infos
         return {out.name: word.name} if tied else {}
 

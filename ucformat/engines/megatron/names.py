@@ -1,15 +1,18 @@
 """Names of Megatron's parameters: from the keys of distributed checkpoints, in the order of the module, and by group.
 
-Layers and experts of one kind share a key, and are stacked along leading dims: `decoder.layers.mlp.linear_fc1.weight`
-holds `decoder.layers.{i}.mlp.linear_fc1.weight` of every layer, and `….mlp.experts.experts.linear_fc2.weight` that of
-every expert. If layers differ (`non_homogeneous_layers`), and with `singleton_local_shards`, keys contain the numbers;
-the latter also stores both halves of a gated projection separately, under `…_w` and `…_v`.
+Layers and experts of one kind share a key, and are stacked along leading dims:
+`decoder.layers.mlp.linear_fc1.weight` holds `decoder.layers.{i}.mlp.linear_fc1.weight` of every
+layer, and `….mlp.experts.experts.linear_fc2.weight` that of every expert. If layers differ
+(`non_homogeneous_layers`), and with `singleton_local_shards`, keys contain the numbers; the latter
+also stores both halves of a gated projection separately, under `…_w` and `…_v`.
 
-Optimizer states are `optimizer.state.<state>.<key>`, prefixed with `chained_N.` if there are several optimizers.
+Optimizer states are `optimizer.state.<state>.<key>`, prefixed with `chained_N.` if there are
+several optimizers.
 
-Distributed checkpoints keep the hyper-parameters of the optimizer groups, but not the groups' parameters. Megatron's
-own rule gives them: biases and vectors have no weight decay (`wd_mult` 0), and experts under expert parallelism form
-groups of their own. Groups made by another rule are kept as they are among the objects.
+Distributed checkpoints keep the hyper-parameters of the optimizer groups, but not the groups'
+parameters. Megatron's own rule gives them: biases and vectors have no weight decay (`wd_mult` 0),
+and experts under expert parallelism form groups of their own. Groups made by another rule are kept
+as they are among the objects.
 """
 
 from __future__ import annotations
@@ -29,13 +32,16 @@ _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,6})\.dtype_(.+)\.bucket_idx_(\d{1,6})\.(\w+)"
 )
 _STACKED_LAYERS = re.compile(r"(?P<before>(?:.*\.)?layers)\.(?!\d+\.)(?P<after>.+)", re.DOTALL)
-_EXPERTS = re.compile(r"(?P<before>.*\.experts)\.experts\.(?:(?P<number>\d+)\.)?(?P<after>.+)", re.DOTALL)
+_EXPERTS = re.compile(
+    r"(?P<before>.*\.experts)\.experts\.(?:(?P<number>\d+)\.)?(?P<after>.+)", re.DOTALL
+)
 _HALF = re.compile(r"(?P<whole>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])", re.DOTALL)
 
 #: The optimizers' names of the fp32 copy.
 MASTER = ("param", "fp32_param", "master_param")
 
-#: Names in layers of the local specification, by the names of Transformer Engine, which the keys have.
+#: Names in layers of the local specification, by the names of Transformer Engine, which the keys
+#: have.
 LOCAL = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -92,7 +98,9 @@ def split_state_key(fqn: str) -> StateKey | Bucket | None:
     if match is None:
         return StateKey(unwrapped(fqn), "weight")
     if found := _STATE.fullmatch(match[2]):
-        return StateKey(unwrapped(found[2]), "master" if found[1] in MASTER else found[1], int(match[1] or 0))
+        return StateKey(
+            unwrapped(found[2]), "master" if found[1] in MASTER else found[1], int(match[1] or 0)
+        )
     return bucket_of(match)
 
 
@@ -189,7 +197,8 @@ def _rank(name: str, *, grouped: bool) -> tuple[tuple[int, int, str], ...]:
 def orders_of(names: Sequence[str]) -> list[list[str]]:
     """The orders in which a module may list these parameters, the likeliest first.
 
-    They follow Megatron's own modules, with experts one after another or grouped, or the checkpoint's list.
+    They follow Megatron's own modules, with experts one after another or grouped, or the
+    checkpoint's list.
     """
     found = [
         sorted(names, key=lambda n: _rank(n, grouped=False)),

@@ -1,9 +1,9 @@
 """The optimizer of a classic checkpoint's rank: its states by the names of the parameters, and its groups.
 
-`optimizer` is a torch optimizer's state dict (fp32), or wraps one beside `fp32_from_fp16_params`, the fp32 copies by
-group; of several optimizers (experts have one of their own) it is a list. The distributed optimizer keeps the states of
-all data-parallel ranks in `distrib_optim.pt`: for each buffer of a model chunk one flat tensor for each state, its
-buckets joined without their padding.
+`optimizer` is a torch optimizer's state dict (fp32), or wraps one beside `fp32_from_fp16_params`,
+the fp32 copies by group; of several optimizers (experts have one of their own) it is a list. The
+distributed optimizer keeps the states of all data-parallel ranks in `distrib_optim.pt`: for each
+buffer of a model chunk one flat tensor for each state, its buckets joined without their padding.
 """
 
 from __future__ import annotations
@@ -14,10 +14,23 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.megatron.flat_states import FlatTensor, Param, in_local, place, same_values, unproved
+from ucformat.engines.megatron.flat_states import (
+    FlatTensor,
+    Param,
+    in_local,
+    place,
+    same_values,
+    unproved,
+)
 from ucformat.engines.megatron.folder import MODEL, Arguments
 from ucformat.engines.megatron.names import Member, groups_by_rule, is_expert
-from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, UnsupportedError, option_text
+from ucformat.errors import (
+    AmbiguousLayout,
+    IntegrityError,
+    MissingData,
+    UnsupportedError,
+    option_text,
+)
 from ucformat.geometry.tensor import Key
 from ucformat.sources.index import Group
 from ucformat.sources.pickle.file import TorchFile
@@ -60,13 +73,19 @@ def read_states(rank: RankFile, contents: LocalContents) -> list[list[Group]]:
         inner = one["optimizer"] if wrapped else one
         raw = [g for g in inner.get("param_groups") or () if isinstance(g, dict)]
         experts = any(g.get("is_expert_parallel") for g in raw) and len(optimizers) > 1
-        members = [m for m in _members(rank) if len(optimizers) == 1 or is_expert(m.name) is experts]
+        members = [
+            m for m in _members(rank) if len(optimizers) == 1 or is_expert(m.name) is experts
+        ]
         if raw and all("params" in g for g in raw) and isinstance(inner.get("state"), dict):
             copies = next((one[k] for k in _COPIES if k in one), None) if wrapped else None
             out.append(_numbered(rank, contents, inner, raw, members, copies))
         else:
             _distributed(rank, contents, flats, number, [m.name for m in members])
-            named = [m for m in members if any(k.name == m.name and k.state == "exp_avg" for k in contents.infos)]
+            named = [
+                m
+                for m in members
+                if any(k.name == m.name and k.state == "exp_avg" for k in contents.infos)
+            ]
             groups = groups_by_rule(raw, named or members, partial(_json, rank.file))
             out.append(groups or [])
     return out
@@ -87,7 +106,11 @@ def _members(rank: RankFile) -> list[Member]:
 
 
 def _tensors(rank: RankFile) -> dict[str, StoredTensor]:
-    return {named[n]: t for named, chunk in zip(rank.names, rank.chunks, strict=True) for n, t in chunk.items()}
+    return {
+        named[n]: t
+        for named, chunk in zip(rank.names, rank.chunks, strict=True)
+        for n, t in chunk.items()
+    }
 
 
 def _numbered(
@@ -102,7 +125,9 @@ def _numbered(
     file, tensors = rank.file, _tensors(rank)
     found: dict[Any, Any] = inner["state"]
     numbers = [list(g["params"]) for g in raw]
-    states = [[s if isinstance(s := found.get(n), dict) else {} for n in group] for group in numbers]
+    states = [
+        [s if isinstance(s := found.get(n), dict) else {} for n in group] for group in numbers
+    ]
     shapes = [[shape_of_states(s) for s in group] for group in states]
     names = _by_rule(raw, members, shapes, tensors)
     if names is None:
@@ -124,7 +149,13 @@ def _numbered(
     out = []
     for g, group, held in zip(raw, names, states, strict=True):
         plain = {k: v for s in held for k, v in s.items() if not isinstance(v, StoredTensor)}
-        out.append(Group(list(group), _json(file, {k: v for k, v in g.items() if k != "params"}), _json(file, plain)))
+        out.append(
+            Group(
+                list(group),
+                _json(file, {k: v for k, v in g.items() if k != "params"}),
+                _json(file, plain),
+            )
+        )
     return out
 
 
@@ -137,11 +168,16 @@ def _add_masters(
 ) -> None:
     """Add the fp32 copies of the parameters in bf16 or fp16; one of an unknown dtype may have a copy, too."""
     low = [[n for n in group if tensors[n].dtype in ("bfloat16", "float16")] for group in names]
-    odd = [[n for n in group if n in low[i] or not tensors[n].readable] for i, group in enumerate(names)]
+    odd = [
+        [n for n in group if n in low[i] or not tensors[n].readable]
+        for i, group in enumerate(names)
+    ]
     counts = [len(c) for c in copies] if isinstance(copies, list) else None
     copied = next((groups for groups in (low, odd) if counts == [len(g) for g in groups]), None)
     if copied is None:
-        raise IntegrityError(f"{file.key} has fp32 copies that do not match the parameters in bf16 or fp16")
+        raise IntegrityError(
+            f"{file.key} has fp32 copies that do not match the parameters in bf16 or fp16"
+        )
     for group, masters in zip(copied, copies, strict=True):
         for name, master in zip(group, masters, strict=True):
             if not isinstance(master, StoredTensor) or master.shape != tensors[name].shape:
@@ -161,7 +197,9 @@ def _by_rule(
         return None
     names = [g.names for g in groups]
     fits = all(
-        s in (None, tensors[n].shape) for g, row in zip(names, shapes, strict=True) for n, s in zip(g, row, strict=True)
+        s in (None, tensors[n].shape)
+        for g, row in zip(names, shapes, strict=True)
+        for n, s in zip(g, row, strict=True)
     )
     return names if fits else None
 
@@ -176,15 +214,22 @@ def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
         if one is not None and not (isinstance(one, dict) and one.get("buckets_coalesced") is True):
             raise UnsupportedError(
                 f"{rank.distrib.key} is of a distributed optimizer from before February 2024, which is not supported",
-                hint="update it with Megatron's --ckpt-convert-update-legacy-dist-opt-format, " + _without_optimizer(),
+                hint="update it with Megatron's --ckpt-convert-update-legacy-dist-opt-format, "
+                + _without_optimizer(),
             )
     if len(found) != count:
-        raise IntegrityError(f"{rank.distrib.key} has the states of {len(found)} optimizers, {rank.file.key} {count}")
+        raise IntegrityError(
+            f"{rank.distrib.key} has the states of {len(found)} optimizers, {rank.file.key} {count}"
+        )
     return found
 
 
 def _distributed(
-    rank: RankFile, contents: LocalContents, flats: Sequence[dict[Any, Any] | None], number: int, names: Sequence[str]
+    rank: RankFile,
+    contents: LocalContents,
+    flats: Sequence[dict[Any, Any] | None],
+    number: int,
+    names: Sequence[str],
 ) -> None:
     """Add the distributed optimizer's states from its flat buffers."""
     value, file = flats[number], rank.distrib
@@ -199,12 +244,18 @@ def _distributed(
     kinds = {dtypes for b in buffers for dtypes in value[b]}
     per = max(1, len(buffers) // len(rank.chunks))
     if len(buffers) not in (len(rank.chunks) * len(kinds), len(rank.chunks)):
-        raise IntegrityError(f"{file.key} has {len(buffers)} buffers of {len(rank.chunks)} model chunks")
+        raise IntegrityError(
+            f"{file.key} has {len(buffers)} buffers of {len(rank.chunks)} model chunks"
+        )
     wanted = set(names)
     for i, b in enumerate(buffers):
         chunk, named = rank.chunks[i // per], rank.names[i // per]
         for dtypes, tensors in value[b].items():
-            low = dtypes[0].name if isinstance(dtypes, tuple) and dtypes and isinstance(dtypes[0], Dtype) else None
+            low = (
+                dtypes[0].name
+                if isinstance(dtypes, tuple) and dtypes and isinstance(dtypes[0], Dtype)
+                else None
+            )
             params = [
                 Param(named[n], t.shape, t.dtype, partial(rank.file.whole, t))
                 for n, t in chunk.items()
@@ -214,16 +265,24 @@ def _distributed(
 
 
 def _add_buffer(
-    rank: RankFile, contents: LocalContents, file: TorchFile, params: Sequence[Param], tensors: dict[str, Any]
+    rank: RankFile,
+    contents: LocalContents,
+    file: TorchFile,
+    params: Sequence[Param],
+    tensors: dict[str, Any],
 ) -> None:
     flats = {}
     for key, tensor in tensors.items():
         if isinstance(tensor, StoredTensor):
             locate = partial(_range, file, tensor)
-            flats["master" if key == "param" else key] = FlatTensor(tensor.size, tensor.dtype, locate)
+            flats["master" if key == "param" else key] = FlatTensor(
+                tensor.size, tensor.dtype, locate
+            )
     master = flats.get("master")
     if master is None or len({f.size for f in flats.values()}) > 1:
-        raise IntegrityError(f"{file.key} has a buffer without `param`, or with states of several lengths")
+        raise IntegrityError(
+            f"{file.key} has a buffer without `param`, or with states of several lengths"
+        )
     if (reason := unproved(params, master)) is not None:
         for param, state in product(params, flats):
             contents.refuse(Key(param.name, state), reason)
@@ -233,13 +292,18 @@ def _add_buffer(
         return same_values(file.store, slot.param, master, slot.start)
 
     slots = place(params, [master.size])
-    if slots is None or not all(map(proved, slots[:: max(1, len(slots) // _CHECKED)])) or not proved(slots[-1]):
+    if (
+        slots is None
+        or not all(map(proved, slots[:: max(1, len(slots) // _CHECKED)]))
+        or not proved(slots[-1])
+    ):
         slots = place(params, [master.size], proved=proved, joined=True)
     if slots is None:
         raise AmbiguousLayout(
             f"{file.key}: a flat buffer of {master.size:,} elements cannot be named: in Megatron's order the "
             f"parameters of {rank.file.key} do not fill it with the values of the weights",
-            hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, " + _without_optimizer(),
+            hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, "
+            + _without_optimizer(),
         )
     for slot in reversed(slots):
         check = _Proof(partial(proved, slot), file.key, slot.param.name)
@@ -268,7 +332,9 @@ class _Proof:
         self.done = True
 
 
-def _proved(check: _Proof, flat: FlatTensor, slot: BufferSlot, within: Box | None) -> Iterator[Extent]:
+def _proved(
+    check: _Proof, flat: FlatTensor, slot: BufferSlot, within: Box | None
+) -> Iterator[Extent]:
     check()
     return in_local(flat, slot.start, slot.param.shape, within)
 
@@ -278,11 +344,13 @@ def _range(file: TorchFile, tensor: StoredTensor, start: int, stop: int) -> Iter
     return file.flat(tensor, start, (stop - start,), 0, stop - start)
 
 
-# The classic files: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` of each rank, and their parameters by global names.
+# The classic files: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` of each rank, and their parameters
+# by global names.
 #
-# TT is the tensor-parallel rank, PPP the pipeline stage (if there are several), EEE the expert-parallel rank (if there
-# are several). A rank counts its own layers and experts from 0; `model` is its part of the model, or `model0`, `model1`,
-# … are its chunks under interleaved stages. Old files nest the names.
+# TT is the tensor-parallel rank, PPP the pipeline stage (if there are several), EEE the
+# expert-parallel rank (if there are several). A rank counts its own layers and experts from 0;
+# `model` is its part of the model, or `model0`, `model1`, … are its chunks under interleaved
+# stages. Old files nest the names.
 
 At = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-parallel rank
 
@@ -290,7 +358,9 @@ _DEPTH = 20
 _MAX_LISTED = 10
 _CHUNK = re.compile(r"model(\d{0,3})")
 _LAYER = re.compile(r"((?:[^.]+\.)*?layers)\.(\d{1,6})\.", re.DOTALL)
-_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})(.*)", re.DOTALL)
+_EXPERT = re.compile(
+    r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})(.*)", re.DOTALL
+)
 _OLD = re.compile(r".*mp_rank_[\d_]+/(optim\.pt|layer_wise_optimizer_\d+\.pt)")
 _COPY = "copy the folders of all ranks; each wrote its own, perhaps to its node's disk"
 
@@ -305,7 +375,9 @@ class RankFile:
     chunks: list[dict[str, StoredTensor]]
     extra: dict[str, Any]
     distrib: TorchFile | None
-    names: list[dict[str, str]] = field(default_factory=list)  # of each chunk: local name -> global name
+    names: list[dict[str, str]] = field(
+        default_factory=list
+    )  # of each chunk: local name -> global name
 
 
 def read_ranks(
@@ -350,7 +422,9 @@ def read_ranks(
 
 def _value(file: TorchFile) -> dict[str, Any]:
     if not isinstance(file.value, dict):
-        raise IntegrityError(f"{file.key} holds no dictionary", hint="it is not a Megatron checkpoint")
+        raise IntegrityError(
+            f"{file.key} holds no dictionary", hint="it is not a Megatron checkpoint"
+        )
     return file.value
 
 
@@ -375,7 +449,9 @@ def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
     wanted = (tp, pp or high[1], ep if args.degree("expert_model_parallel_size") else high[2])
     if wanted[0] * wanted[1] * wanted[2] > 1 << 20:
         raise IntegrityError(f"{args.file} records {wanted} ranks")
-    whole = {(t, p, e) for t in range(wanted[0]) for p in range(wanted[1]) for e in range(wanted[2])}
+    whole = {
+        (t, p, e) for t in range(wanted[0]) for p in range(wanted[1]) for e in range(wanted[2])
+    }
     if over := sorted(out.keys() - whole):
         raise IntegrityError(
             f"{out[over[0]]} does not belong to this checkpoint, which {wanted[0]} tensor-parallel ranks x {wanted[1]} "
@@ -385,7 +461,9 @@ def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
     if lost := sorted(whole - out.keys()):
         more = f" and {len(lost) - _MAX_LISTED} more" if len(lost) > _MAX_LISTED else ""
         shown = ", ".join(f"tp {t} pp {p} ep {e}" for t, p, e in lost[:_MAX_LISTED])
-        raise MissingData(f"the files of the ranks {shown}{more} are missing; {len(out)} are present", hint=_COPY)
+        raise MissingData(
+            f"the files of the ranks {shown}{more} are missing; {len(out)} are present", hint=_COPY
+        )
     return out
 
 
@@ -393,13 +471,19 @@ def _parse(at: At, file: TorchFile, distrib: TorchFile | None) -> RankFile:
     values = _value(file)
     chunks: list[dict[str, StoredTensor]] = []
     extra: dict[str, Any] = {}
-    names = sorted((k for k in values if isinstance(k, str) and _CHUNK.fullmatch(k)), key=lambda k: (len(k), k))
+    names = sorted(
+        (k for k in values if isinstance(k, str) and _CHUNK.fullmatch(k)), key=lambda k: (len(k), k)
+    )
     for i, key in enumerate(names):
         if key not in ("model", f"model{i}"):
             raise MissingData(f"{file.key} has {', '.join(names)}, with a gap")
         flat = dict(_flattened(values[key], "", file.key, 0))
         chunks.append({k: v for k, v in flat.items() if isinstance(v, StoredTensor)})
-        extra |= {f"{key}.{k}": v for k, v in flat.items() if not isinstance(v, StoredTensor) and v is not None}
+        extra |= {
+            f"{key}.{k}": v
+            for k, v in flat.items()
+            if not isinstance(v, StoredTensor) and v is not None
+        }
     if not chunks:
         raise IntegrityError(f"{file.key} has no `model`", hint="it is not a Megatron checkpoint")
     return RankFile(at, file, values, chunks, extra, distrib)
@@ -428,7 +512,9 @@ def _number(ranks: dict[At, RankFile]) -> None:
             offsets[v, p] = dict(at)
             rank = ranks[0, p, 0]
             if len(rank.chunks) != chunks:
-                raise IntegrityError(f"{rank.file.key} has {len(rank.chunks)} model chunks, others have {chunks}")
+                raise IntegrityError(
+                    f"{rank.file.key} has {len(rank.chunks)} model chunks, others have {chunks}"
+                )
             for stack, count in _layers(rank.chunks[v], rank.file.key).items():
                 at[stack] = at.get(stack, 0) + count
     for (_, p, e), rank in ranks.items():
@@ -436,7 +522,9 @@ def _number(ranks: dict[At, RankFile]) -> None:
             experts = _experts(tensors)
             named = {n: _expert_name(_layer_name(n, offsets[v, p]), e, experts) for n in tensors}
             if len(set(named.values())) < len(named):
-                raise IntegrityError(f"{rank.file.key} has two parameters that would have the same name")
+                raise IntegrityError(
+                    f"{rank.file.key} has two parameters that would have the same name"
+                )
             rank.names.append(named)
 
 
@@ -448,7 +536,9 @@ def _layers(tensors: Iterable[str], key: str) -> dict[str, int]:
             found.setdefault(m[1], set()).add(int(m[2]))
     for stack, numbers in found.items():
         if numbers != set(range(len(numbers))):
-            raise IntegrityError(f"{key} has the layers {sorted(numbers)[:20]} of {stack}, with a gap")
+            raise IntegrityError(
+                f"{key} has the layers {sorted(numbers)[:20]} of {stack}, with a gap"
+            )
     return {stack: len(numbers) for stack, numbers in found.items()}
 
 

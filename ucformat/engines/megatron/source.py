@@ -76,12 +76,16 @@ class Megatron(Source):
             return OpenDist(store, place, self.options)
 
 
-def _open_fsdp(store: Store, place: MegatronFolder, where: str, options: MegatronOptions) -> OpenFsdp:
+def _open_fsdp(
+    store: Store, place: MegatronFolder, where: str, options: MegatronOptions
+) -> OpenFsdp:
     """Open a folder that has DCP's `.metadata` alone, after a check that Megatron-FSDP wrote it."""
     from ucformat.engines.megatron.fsdp import OpenFsdp, is_fsdp
     from ucformat.sources.distcp.metadata import read_metadata
 
-    meta = read_metadata(store, f"{place.folder}/.metadata" if place.folder else ".metadata", allow=options.allow)
+    meta = read_metadata(
+        store, f"{place.folder}/.metadata" if place.folder else ".metadata", allow=options.allow
+    )
     if not is_fsdp(meta):
         raise UnsupportedError(
             f"{where} holds a checkpoint of PyTorch DCP without the state that Megatron-FSDP saves",

@@ -1,8 +1,8 @@
 """The tensors of a distributed checkpoint: stacked, as the files hold chunks of them, and as single parameters.
 
-Up to Megatron-Core 0.14 the optimizer's format `fully_sharded_model_space` stored flat ranges of the ranks' chunks: the
-shape of such an entry is the number of chunks along each dim, followed by the size of the flattened chunk; `mcore_data`
-in `.metadata` has the shape of the tensor itself.
+Up to Megatron-Core 0.14 the optimizer's format `fully_sharded_model_space` stored flat ranges of
+the ranks' chunks: the shape of such an entry is the number of chunks along each dim, followed by
+the size of the flattened chunk; `mcore_data` in `.metadata` has the shape of the tensor itself.
 """
 
 from __future__ import annotations
@@ -53,14 +53,21 @@ class StackedTensor:
     """
 
     def __init__(
-        self, items: Items, fqn: str, key: Key, leading: int = 0, original: tuple[int, ...] | None = None
+        self,
+        items: Items,
+        fqn: str,
+        key: Key,
+        leading: int = 0,
+        original: tuple[int, ...] | None = None,
     ) -> None:
         entry = items.meta.tensors[fqn]
         self.items, self.fqn, self.key, self.leading = items, fqn, key, leading
         self.dtype, self.shape = entry.dtype, entry.shape if original is None else original
         #: The boxes of the tensor in each stored chunk, in storage order, by the chunk's box.
         self._chunks: dict[Box, tuple[Box, ...]] = {
-            b: (b,) if original is None else _flat(fqn, b, entry.shape, original) for b in entry.boxes if b.size
+            b: (b,) if original is None else _flat(fqn, b, entry.shape, original)
+            for b in entry.boxes
+            if b.size
         }
         if leading > len(self.shape):
             raise IntegrityError(
@@ -77,7 +84,12 @@ class StackedTensor:
 
     def extents(self, box: Box) -> Iterator[Extent]:
         """The extents of a box of the whole tensor, with their own boxes, after a check that they cover it."""
-        near = [(chunk, clip) for chunk in self._near(box) for b in self._chunks[chunk] if (clip := b.intersect(box))]
+        near = [
+            (chunk, clip)
+            for chunk in self._near(box)
+            for b in self._chunks[chunk]
+            if (clip := b.intersect(box))
+        ]
         info = TensorInfo(*self.key, self.dtype, box.shape)
         shift = tuple(-a for a in box.start)
         prove(info, [(str(chunk), clip.shift(shift)) for chunk, clip in near])
@@ -103,7 +115,9 @@ class StackedTensor:
         if found is None:
             shape = self.items.meta.tensors[self.fqn].shape
             info = TensorInfo(*self.key, self.dtype, shape)
-            found = self.items.chunk_extents(self.fqn, chunk, self.items.locate(self.fqn, chunk, info), info)
+            found = self.items.chunk_extents(
+                self.fqn, chunk, self.items.locate(self.fqn, chunk, info), info
+            )
             if self._chunks[chunk] != (chunk,):
                 found = list(self._unflattened(chunk, found))
             with self._lock:
@@ -115,7 +129,9 @@ class StackedTensor:
         (flat,) = found
         unit = ITEMSIZE[self.dtype]
         if flat.strides[-1] != unit and flat.box.shape[-1] > 1:
-            raise IntegrityError(f"{flat.file}: the flat range {chunk} of {self.fqn} is not contiguous")
+            raise IntegrityError(
+                f"{flat.file}: the flat range {chunk} of {self.fqn} is not contiguous"
+            )
         grid = self.items.meta.tensors[self.fqn].shape
         local = tuple(n // g for n, g in zip(self.shape, grid, strict=False))
         extents = flat_extents(local, chunk.start[-1], chunk.stop[-1], unit, flat.file, flat.offset)
@@ -123,17 +139,28 @@ class StackedTensor:
             yield replace(extent, box=box)
 
 
-def _flat(fqn: str, stored: Box, counts: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, ...]:
+def _flat(
+    fqn: str, stored: Box, counts: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[Box, ...]:
     """A flat range of one chunk of a regular grid, as boxes of the tensor."""
     numel = counts[-1] if counts else 0
     grid = counts[:-1]
     if len(grid) != len(shape) or any(g < 1 or n % g for n, g in zip(shape, grid, strict=True)):
-        raise IntegrityError(f"{fqn}: a grid of {list(grid)} chunks does not divide a tensor of {list(shape)}")
+        raise IntegrityError(
+            f"{fqn}: a grid of {list(grid)} chunks does not divide a tensor of {list(shape)}"
+        )
     local = tuple(n // g for n, g in zip(shape, grid, strict=True))
     start, stop = stored.start[-1], stored.start[-1] + stored.shape[-1]
     outside = any(a >= g for a, g in zip(stored.start, grid, strict=False))
-    if math.prod(local) != numel or stop > numel or stored.shape[:-1] != (1,) * len(grid) or outside:
-        raise IntegrityError(f"{fqn}: {stored} is not a range of a chunk of the shape {list(local)}")
+    if (
+        math.prod(local) != numel
+        or stop > numel
+        or stored.shape[:-1] != (1,) * len(grid)
+        or outside
+    ):
+        raise IntegrityError(
+            f"{fqn}: {stored} is not a range of a chunk of the shape {list(local)}"
+        )
     corner = tuple(i * n for i, n in zip(stored.start, local, strict=False))
     return tuple(b.shift(corner) for b in flat_boxes(local, start, stop))
 
@@ -194,7 +221,9 @@ def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
     if len(parts) == 1:
         return ReadableTensor(key, first.stored.dtype, first.shape, first.boxes, first.extents)
     if len({(s.shape[1:], s.stored.dtype) for s in parts}) > 1 or not first.shape:
-        raise IntegrityError(f"{key}: its two halves have the shapes {[list(s.shape) for s in parts]}")
+        raise IntegrityError(
+            f"{key}: its two halves have the shapes {[list(s.shape) for s in parts]}"
+        )
     rows = sum(s.shape[0] for s in parts)
     whole = Box.whole((rows, *first.shape[1:]))
     starts = [sum(s.shape[0] for s in parts[:i]) for i in range(len(parts))]
@@ -220,11 +249,16 @@ def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
 def add_tensor(contents: TensorIndex, tensor: ReadableTensor, rows: int) -> None:
     """Add a tensor to the contents, its padding separately."""
     if not tensor.shape or rows >= tensor.shape[0]:
-        contents.add(*tensor.key, tensor.dtype, tensor.shape, partial(_part, tensor, Box.whole(tensor.shape)))
+        contents.add(
+            *tensor.key, tensor.dtype, tensor.shape, partial(_part, tensor, Box.whole(tensor.shape))
+        )
         return
     rest = tensor.shape[1:]
     zeros = (0,) * len(rest)
-    kept, spare = Box((0, *zeros), (rows, *rest)), Box((rows, *zeros), (tensor.shape[0] - rows, *rest))
+    kept, spare = (
+        Box((0, *zeros), (rows, *rest)),
+        Box((rows, *zeros), (tensor.shape[0] - rows, *rest)),
+    )
     contents.add(*tensor.key, tensor.dtype, kept.shape, partial(_part, tensor, kept))
     contents.add(*tensor.key.padding, tensor.dtype, spare.shape, partial(_part, tensor, spare))
 
@@ -233,7 +267,9 @@ def _part(tensor: ReadableTensor, of: Box, within: Box | None) -> Iterator[Exten
     """The extents of a box of a tensor, as boxes of that box: those within `within`, which counts from its start."""
     if within is None:
         return tensor.extents(of)
-    return (replace(e, box=e.box.shift(within.start)) for e in tensor.extents(within.shift(of.start)))
+    return (
+        replace(e, box=e.box.shift(within.start)) for e in tensor.extents(within.shift(of.start))
+    )
 
 
 def joined(
@@ -257,7 +293,18 @@ def joined(
             clip = part.target.intersect(box)
             if clip is not None:
                 move = tuple(a - b for a, b in zip(clip.start, part.target.start, strict=True))
-                inner.append((source, Part(clip.shift(shift), Box(part.box.shift(move).start, clip.shape), part.axes)))
-        return View(info, tuple(inner)).extents(lambda source, near: parts[int(source.name)][0](near))
+                inner.append(
+                    (
+                        source,
+                        Part(
+                            clip.shift(shift),
+                            Box(part.box.shift(move).start, clip.shape),
+                            part.axes,
+                        ),
+                    )
+                )
+        return View(info, tuple(inner)).extents(
+            lambda source, near: parts[int(source.name)][0](near)
+        )
 
     return ReadableTensor(key, dtype, shape, lambda: (p.target for _, p in view.parts), extents)

@@ -1,11 +1,13 @@
 """Presets between Megatron's models and Hugging Face's Llama, Qwen2, Qwen3 and Mixtral, and of stacked layers.
 
-Llama: Megatron's GPT with gated MLP; Qwen2 adds biases of q, k and v, Qwen3 norms of q and k. `linear_qkv` has for each
-group its query heads, then its key, then its value; `linear_fc1` the gate, then the other half.
+Llama: Megatron's GPT with gated MLP; Qwen2 adds biases of q, k and v, Qwen3 norms of q and k.
+`linear_qkv` has for each group its query heads, then its key, then its value; `linear_fc1` the
+gate, then the other half.
 
-Mixtral: files have `w1` (gate), `w3` (the other half) and `w2` of each expert; since version 5 transformers' module
-itself stacks them as `experts.gate_up_proj` and `experts.down_proj`. Megatron's experts are modules of their own
-(`local_experts.N.linear_fc1.weight`), or grouped (`linear_fc1.weightN`).
+Mixtral: files have `w1` (gate), `w3` (the other half) and `w2` of each expert; since version 5
+transformers' module itself stacks them as `experts.gate_up_proj` and `experts.down_proj`.
+Megatron's experts are modules of their own (`local_experts.N.linear_fc1.weight`), or grouped
+(`linear_fc1.weightN`).
 
 Megatron's distributed checkpoints stack the parameters of all layers and experts under one name.
 """
@@ -40,7 +42,9 @@ def attention_from_megatron(config: ModelConfig, second_norm: str) -> Steps:
     vocab, group = config.given("vocab"), config.heads // config.groups
     steps: Steps = [{"drop": _DROP_M}]
     if vocab is not None:
-        steps.append({"trim": ["embedding.word_embeddings.weight", "output_layer.weight"], "size": vocab})
+        steps.append(
+            {"trim": ["embedding.word_embeddings.weight", "output_layer.weight"], "size": vocab}
+        )
     return [
         *steps,
         *({"rename": a, "to": b} for a, b in _RENAMES),
@@ -77,7 +81,10 @@ def megatron_to_llama(config: ModelConfig) -> Steps:
             "split": f"/{_M}mlp\\.linear_fc1\\.(weight|bias)/",
             "into": [rf"model.layers.\1.mlp.{x}_proj.\2" for x in ("gate", "up")],
         },
-        {"rename": f"/{_M}mlp\\.linear_fc2\\.(weight|bias)/", "to": r"model.layers.\1.mlp.down_proj.\2"},
+        {
+            "rename": f"/{_M}mlp\\.linear_fc2\\.(weight|bias)/",
+            "to": r"model.layers.\1.mlp.down_proj.\2",
+        },
     ]
 
 
@@ -88,7 +95,10 @@ def attention_to_megatron(config: ModelConfig, second_norm: str, *, own_norm: bo
     second = "pre_mlp_layernorm." if local or own_norm else "mlp.linear_fc1.layer_norm_"
     return [
         {"drop": _DROP_H},
-        *({"rename": b if b.startswith("lm_head") else f"/(?:model\\.)?{_plain(b)}/", "to": a} for a, b in _RENAMES),
+        *(
+            {"rename": b if b.startswith("lm_head") else f"/(?:model\\.)?{_plain(b)}/", "to": a}
+            for a, b in _RENAMES
+        ),
         {"rename": f"/{_H}input_layernorm\\.(weight)/", "to": rf"decoder.layers.\1.{first}\2"},
         {"rename": f"/{_H}{second_norm}\\.(weight)/", "to": rf"decoder.layers.\1.{second}\2"},
         {
@@ -117,7 +127,10 @@ def llama_to_megatron(config: ModelConfig) -> Steps:
             "and": [r"\1up_proj.\3"],
             "into": r"decoder.layers.\2.mlp.linear_fc1.\3",
         },
-        {"rename": f"/{_H}mlp\\.down_proj\\.(weight|bias)/", "to": r"decoder.layers.\1.mlp.linear_fc2.\2"},
+        {
+            "rename": f"/{_H}mlp\\.down_proj\\.(weight|bias)/",
+            "to": r"decoder.layers.\1.mlp.linear_fc2.\2",
+        },
     ]
 
 
@@ -150,12 +163,18 @@ def megatron_to_mixtral(config: ModelConfig) -> Steps:
     expert = r"model.layers.\1.block_sparse_moe.experts.\2.%s.weight"
     return [
         *steps,
-        {"rename": f"/{_MOE_M}router\\.weight/", "to": r"model.layers.\1.block_sparse_moe.gate.weight"},
+        {
+            "rename": f"/{_MOE_M}router\\.weight/",
+            "to": r"model.layers.\1.block_sparse_moe.gate.weight",
+        },
         {
             "split": f"/{_MOE_M}experts\\.local_experts\\.(\\d+)\\.linear_fc1\\.weight/",
             "into": [expert % "w1", expert % "w3"],
         },
-        {"rename": f"/{_MOE_M}experts\\.local_experts\\.(\\d+)\\.linear_fc2\\.weight/", "to": expert % "w2"},
+        {
+            "rename": f"/{_MOE_M}experts\\.local_experts\\.(\\d+)\\.linear_fc2\\.weight/",
+            "to": expert % "w2",
+        },
     ]
 
 
@@ -198,7 +217,8 @@ def unstack_layers(_: ModelConfig) -> Steps:
 
 # Presets between Megatron's GPT and Hugging Face's GPT-2, whose `Conv1D` has transposed weights.
 #
-# `c_attn` has all queries, then all keys, then all values; Megatron's `linear_qkv` has these for each head in turn.
+# `c_attn` has all queries, then all keys, then all values; Megatron's `linear_qkv` has these for
+# each head in turn.
 
 GPT2_FROM_OPTIONS = frozenset(("heads", "vocab"))
 GPT2_TO_OPTIONS = frozenset(("heads", "local"))
@@ -223,7 +243,9 @@ def megatron_to_gpt2(config: ModelConfig) -> Steps:
     config.check_megatron()
     steps: Steps = [{"drop": ["*._extra_state"]}]
     if (vocab := config.given("vocab")) is not None:
-        steps.append({"trim": ["embedding.word_embeddings.weight", "output_layer.weight"], "size": vocab})
+        steps.append(
+            {"trim": ["embedding.word_embeddings.weight", "output_layer.weight"], "size": vocab}
+        )
     part = r"transformer.h.\1.attn.%s.\2"
     return [
         *steps,
@@ -247,7 +269,10 @@ def megatron_to_gpt2(config: ModelConfig) -> Steps:
             "and": [r"\1key.\2", r"\1value.\2"],
             "into": r"\1c_attn.\2",
         },
-        *({"rename": f"/{_M}{_plain_gpt2(a)}(weight|bias)/", "to": rf"transformer.h.\1.{b}\2"} for a, b in _LAYER),
+        *(
+            {"rename": f"/{_M}{_plain_gpt2(a)}(weight|bias)/", "to": rf"transformer.h.\1.{b}\2"}
+            for a, b in _LAYER
+        ),
         {"transpose": _TURNED},
     ]
 
@@ -276,7 +301,10 @@ def gpt2_to_megatron(config: ModelConfig) -> Steps:
             "repeat": config.heads,
         },
         *(
-            {"rename": f"/{_GPT2_H}{_plain_gpt2(b)}(weight|bias)/", "to": rf"decoder.layers.\1.{a}\2"}
+            {
+                "rename": f"/{_GPT2_H}{_plain_gpt2(b)}(weight|bias)/",
+                "to": rf"decoder.layers.\1.{a}\2",
+            }
             for a, b in _LAYER
         ),
     ]

@@ -1,7 +1,8 @@
 """NumPy's files: an archive of all tensors (`npz`), or a folder with a file for each (`npy`).
 
-`numpy.load(…, allow_pickle=False)` reads both. NumPy has no bfloat16 and no float8: they are an error, unless they are
-cast or, with the option `raw`, written as unsigned integers with the same bits.
+`numpy.load(…, allow_pickle=False)` reads both. NumPy has no bfloat16 and no float8: they are an
+error, unless they are cast or, with the option `raw`, written as unsigned integers with the same
+bits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.exporters.base import Exporter, ExportOptions, Span, Target, TargetFile, left_out, option
+from ucformat.exporters.base import (
+    Exporter,
+    ExportOptions,
+    Span,
+    Target,
+    TargetFile,
+    left_out,
+    option,
+)
 from ucformat.exporters.zip_file import ZipArchive
 from ucformat.schema import ITEMSIZE, ZARR_DTYPES
 
@@ -49,7 +58,10 @@ class NpzOptions(NpyOptions):
 
     def __post_init__(self) -> None:
         if not self.name.lower().endswith(NpzExporter.endings) or "/" in self.name:
-            raise UsageError(f"{self.name!r} is not the name of an .npz file", hint="choose one such as model.npz")
+            raise UsageError(
+                f"{self.name!r} is not the name of an .npz file",
+                hint="choose one such as model.npz",
+            )
 
 
 class NpzExporter(Exporter):
@@ -69,7 +81,8 @@ class NpzExporter(Exporter):
         for name, info in named.items():
             if "\0" in name or (name.endswith(_ENDING) and name.removesuffix(_ENDING) in named):
                 raise UnsupportedError(
-                    f"{name!r} cannot be told from another name in an .npz archive", hint="rename it by a view"
+                    f"{name!r} cannot be told from another name in an .npz archive",
+                    hint="rename it by a view",
                 )
             archive.add(name + _ENDING, _header(info, raw=self.options.raw), Span.whole(info))
         file = TargetFile.of(self.options.name, *archive.end(), last=True)
@@ -79,8 +92,9 @@ class NpzExporter(Exporter):
 class NpyExporter(Exporter):
     """Plans a folder of files that `numpy.load` reads, and the list of their names.
 
-    The file of a tensor has its name, escaped as in URLs; a number if that is too long, or the file of another tensor
-    where case is ignored. `index.json` lists the file, dtype and shape of each tensor.
+    The file of a tensor has its name, escaped as in URLs; a number if that is too long, or the file
+    of another tensor where case is ignored. `index.json` lists the file, dtype and shape of each
+    tensor.
     """
 
     kind = "npy"
@@ -100,7 +114,9 @@ class NpyExporter(Exporter):
             index[info.name] = {"file": key, "dtype": info.dtype, "shape": list(info.shape)}
             files.append(TargetFile.of(key, header, Span.whole(info)))
         index |= {name: index[info.name] for name, info in _named(source, infos).items()}
-        text = json.dumps({"format": "ucformat-npy-1", "tensors": index}, indent=1, ensure_ascii=False)
+        text = json.dumps(
+            {"format": "ucformat-npy-1", "tensors": index}, indent=1, ensure_ascii=False
+        )
         files.append(TargetFile.of(_INDEX, text.encode(), last=True))
         return Target(tuple(files), left_out(source, infos))
 
@@ -108,14 +124,18 @@ class NpyExporter(Exporter):
 def _named(source: Checkpoint, infos: Sequence[TensorInfo]) -> dict[str, TensorInfo]:
     """The tensors by name, and by the further names of tied ones."""
     stored = {info.name: info for info in infos}
-    return stored | {alias: stored[name] for alias, name in source.aliases.items() if name in stored}
+    return stored | {
+        alias: stored[name] for alias, name in source.aliases.items() if name in stored
+    }
 
 
 def _file_name(name: str, number: int, taken: set[str]) -> str:
     """The file of a tensor: its escaped name, or `%n` and its number, which no escaped name is."""
     text = quote(name, safe="")
     key = f"%2E{text[1:]}{_ENDING}" if text.startswith(".") else f"{text}{_ENDING}"
-    if not text or len(key) > _MAX_FILE_NAME or key.lower() in taken:  # file systems may ignore case
+    if (
+        not text or len(key) > _MAX_FILE_NAME or key.lower() in taken
+    ):  # file systems may ignore case
         key = f"%n{number}{_ENDING}"
     taken.add(key.lower())
     return key
@@ -125,16 +145,22 @@ def _header(info: TensorInfo, *, raw: bool) -> bytes:
     """What comes before the elements of a tensor in a file."""
     import numpy as np  # which the options do not need
 
-    unknown = info.dtype not in ZARR_DTYPES or info.dtype.startswith(("bfloat", "float8"))  # those of ml_dtypes
+    unknown = info.dtype not in ZARR_DTYPES or info.dtype.startswith(
+        ("bfloat", "float8")
+    )  # those of ml_dtypes
     if unknown and not raw:
         raise UnsupportedError(
             f"{info.key} has the dtype {info.dtype}, which NumPy does not have",
             hint="write its bits as unsigned integers (--raw); or, of floating point, cast it (--cast float32)",
         )
     if len(info.shape) > _MAX_DIMS:
-        raise UnsupportedError(f"{info.key} has {len(info.shape)} dims, and NumPy has at most {_MAX_DIMS}")
+        raise UnsupportedError(
+            f"{info.key} has {len(info.shape)} dims, and NumPy has at most {_MAX_DIMS}"
+        )
     dtype = np.dtype(_RAW[info.itemsize] if unknown else info.dtype)
     out = io.BytesIO()
     descr = np.lib.format.dtype_to_descr(dtype.newbyteorder("<"))
-    np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": info.shape})
+    np.lib.format.write_array_header_1_0(
+        out, {"descr": descr, "fortran_order": False, "shape": info.shape}
+    )
     return out.getvalue()

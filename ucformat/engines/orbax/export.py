@@ -1,8 +1,9 @@
 """Orbax checkpoints: a tree of arrays in OCDBT, which `PyTreeCheckpointer` and `StandardCheckpointer` restore.
 
-Arrays are Zarr v2, not compressed. Their chunks lie one after another in the data files, and the metadata, numbers and
-small values in the nodes of the B+tree. Data files and nodes are written first: without `manifest.ocdbt` none of them
-can be found, and without `_METADATA` Orbax restores nothing.
+Arrays are Zarr v2, not compressed. Their chunks lie one after another in the data files, and the
+metadata, numbers and small values in the nodes of the B+tree. Data files and nodes are written
+first: without `manifest.ocdbt` none of them can be found, and without `_METADATA` Orbax restores
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from ucformat.engines.orbax.ocdbt_export import Located, make_tree
 from ucformat.engines.orbax.tree import NAMES, tensor_keys
 from ucformat.engines.orbax.zarr_array import ML_DTYPES
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.exporters.base import Exporter, ExportOptions, Span, Target, TargetFile, left_out, option
+from ucformat.exporters.base import (
+    Exporter,
+    ExportOptions,
+    Span,
+    Target,
+    TargetFile,
+    left_out,
+    option,
+)
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.dtypes import dtype_name
@@ -47,9 +56,13 @@ _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheck
 class OrbaxOptions(ExportOptions):
     """The options of `OrbaxExporter`."""
 
-    max_file_bytes: int = option(1 << 30, "size", "size of a data file after which another begins; 1 GiB by default")
+    max_file_bytes: int = option(
+        1 << 30, "size", "size of a data file after which another begins; 1 GiB by default"
+    )
     max_chunk_bytes: int = option(
-        64 << 20, "size", "maximum size of a chunk, of which Orbax reads no part alone; 64 MiB by default"
+        64 << 20,
+        "size",
+        "maximum size of a chunk, of which Orbax reads no part alone; 64 MiB by default",
     )
 
     def __post_init__(self) -> None:
@@ -68,7 +81,9 @@ class _Chunk:
 
     def span(self) -> Span:
         """Its elements; those outside of the tensor are zeros."""
-        inside = tuple(min(c, n - s) for c, n, s in zip(self.shape, self.info.shape, self.start, strict=True))
+        inside = tuple(
+            min(c, n - s) for c, n, s in zip(self.shape, self.info.shape, self.start, strict=True)
+        )
         piece = Piece(Box(self.start, inside), 0, row_major(self.shape))
         return Span(self.info.dtype, Box.whole(self.shape).size, ((self.info, piece),))
 
@@ -131,21 +146,31 @@ class OrbaxExporter(Exporter):
         placed: dict[TensorInfo, dict[str, Located]] = {}  # tied names have the same chunks
         for leaf in tree.leaves:
             if isinstance(leaf.content, Array):
-                values[f"{leaf.name}/.zarray"] = _zarray(leaf.content.dtype, leaf.content.shape, leaf.content.shape)
+                values[f"{leaf.name}/.zarray"] = _zarray(
+                    leaf.content.dtype, leaf.content.shape, leaf.content.shape
+                )
                 values[f"{leaf.name}/{_key((0,) * len(leaf.content.shape))}"] = leaf.content.data
             elif not isinstance(leaf.content, str | None):
                 info = leaf.content
                 chunk = _chunk_shape(info, self.options.max_chunk_bytes)
                 if info not in placed:
-                    placed[info] = {k: data.add(info, start, chunk) for k, start in _grid(info.shape, chunk)}
+                    placed[info] = {
+                        k: data.add(info, start, chunk) for k, start in _grid(info.shape, chunk)
+                    }
                 values[f"{leaf.name}/.zarray"] = _zarray(info.dtype, info.shape, chunk)
                 values |= {f"{leaf.name}/{k}": v for k, v in placed[info].items()}
         nodes, manifest = make_tree(values, _NODES)
         files = [*data.files(), TargetFile.of(_NODES, nodes)]
-        if texts := {leaf.name: leaf.content for leaf in tree.leaves if isinstance(leaf.content, str)}:
+        if texts := {
+            leaf.name: leaf.content for leaf in tree.leaves if isinstance(leaf.content, str)
+        }:
             files.append(TargetFile.of(STRINGS, json.dumps(texts).encode()))
         if tree.random_keys:
-            files.append(TargetFile.of("array_metadatas/process_0", _array_metadatas(tree.leaves, tree.random_keys)))
+            files.append(
+                TargetFile.of(
+                    "array_metadatas/process_0", _array_metadatas(tree.leaves, tree.random_keys)
+                )
+            )
         about: dict[str, Any] = {
             "item_handlers": _HANDLER,
             "metrics": {},
@@ -168,7 +193,9 @@ def _dtypes() -> dict[str, str]:
     """The names of dtypes in Zarr v2."""
     from ucformat.engines.orbax.zarr_array import V2_DTYPES
 
-    names = {name: f"{'|' if ITEMSIZE[name] == 1 else '<'}{code}" for code, name in V2_DTYPES.items()}
+    names = {
+        name: f"{'|' if ITEMSIZE[name] == 1 else '<'}{code}" for code, name in V2_DTYPES.items()
+    }
     return names | {name: name for name in ML_DTYPES}
 
 
@@ -251,15 +278,21 @@ def _array_metadatas(leaves: Sequence[Leaf], random_keys: Mapping[str, str]) -> 
             continue
         shape = list(leaf.content.shape)
         extra = {"random_key_impl": random_keys[leaf.name]} if leaf.name in random_keys else None
-        about = {"param_name": leaf.name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": extra}
+        about = {
+            "param_name": leaf.name,
+            "write_shape": shape,
+            "chunk_shape": shape,
+            "ext_metadata": extra,
+        }
         found.append({"array_metadata": about})
     return json.dumps({"array_metadatas": found}).encode()
 
 
 # The tree that is exported to Orbax: its leaves, with their paths.
 #
-# What came from Orbax has its tree; so has what records the paths of a program's state. Other checkpoints become
-# `{"params": {name: weight}, "exp_avg": {name: tensor}, …}`, with names that contain dots, and their values by name.
+# What came from Orbax has its tree; so has what records the paths of a program's state. Other
+# checkpoints become `{"params": {name: weight}, "exp_avg": {name: tensor}, …}`, with names that
+# contain dots, and their values by name.
 
 _ORBAX = "orbax"  # the object with what the source found besides
 _EMPTY = {type(None): "None", dict: "Dict", list: "List"}
@@ -292,7 +325,8 @@ class OrbaxTree:
     """The tree.
 
     Attributes:
-        custom: the user's metadata, with the names and states that tensors had, where their paths do not say them.
+        custom: the user's metadata, with the names and states that tensors had, where their paths
+            do not say them.
         random_keys: the implementation of each leaf that is one of JAX's typed random keys.
         left: the values that have no place in it.
     """
@@ -306,8 +340,13 @@ class OrbaxTree:
 def tree_of(source: Checkpoint, infos: Sequence[TensorInfo]) -> OrbaxTree:
     """The tree of a checkpoint."""
     found = source.objects.get(_ORBAX)
-    known: dict[str, Any] = found if source.metadata.engine.get("name") == _ORBAX and isinstance(found, dict) else {}
-    kinds = {".".join(map(str, path_from_json(path))): (path, kind) for path, kind in known.get("leaves", ())}
+    known: dict[str, Any] = (
+        found if source.metadata.engine.get("name") == _ORBAX and isinstance(found, dict) else {}
+    )
+    kinds = {
+        ".".join(map(str, path_from_json(path))): (path, kind)
+        for path, kind in known.get("leaves", ())
+    }
     values = _Values({info.key: info for info in infos})
     values.left += [f"the item {name}" for name in known.get("items", {})]
     for name, value in source.objects.items():
@@ -315,8 +354,15 @@ def tree_of(source: Checkpoint, infos: Sequence[TensorInfo]) -> OrbaxTree:
             path, kind = kinds.pop(name, ([name], ""))
             values.add(path_from_json(path), value, kind)
     values.leaves += [Leaf(path_from_json(path), kind, None) for path, kind in kinds.values()]
-    keys = {name: kind for name, kind in known.get("random_keys", {}).items() if isinstance(kind, str)}
-    leaves = [leaf for info in infos if info.key not in values.placed for leaf in _tensor_leaves(source, info, keys)]
+    keys = {
+        name: kind for name, kind in known.get("random_keys", {}).items() if isinstance(kind, str)
+    }
+    leaves = [
+        leaf
+        for info in infos
+        if info.key not in values.placed
+        for leaf in _tensor_leaves(source, info, keys)
+    ]
     above = {leaf.path[:end] for leaf in leaves for end in range(len(leaf.path) + 1)}
     leaves += [leaf for leaf in values.leaves if leaf.content is not None or leaf.path not in above]
     custom = next(iter(known.get("trees", {}).values()), None)
@@ -326,10 +372,15 @@ def tree_of(source: Checkpoint, infos: Sequence[TensorInfo]) -> OrbaxTree:
     return OrbaxTree(tuple(leaves), custom, keys, tuple(values.left))
 
 
-def _tensor_leaves(source: Checkpoint, info: TensorInfo, random_keys: Mapping[str, str]) -> Iterator[Leaf]:
+def _tensor_leaves(
+    source: Checkpoint, info: TensorInfo, random_keys: Mapping[str, str]
+) -> Iterator[Leaf]:
     paths = source.metadata.paths.get(info.key, ())
     if not paths:
-        names = [info.name, *(a for a, of in source.aliases.items() if of == info.name and info.state == "weight")]
+        names = [
+            info.name,
+            *(a for a, of in source.aliases.items() if of == info.name and info.state == "weight"),
+        ]
         paths = tuple(("params" if info.state == "weight" else info.state, name) for name in names)
     for path in paths:
         leaf = Leaf(path, "np.ndarray", info)  # JAX arrays are restored only with a sharding
@@ -376,7 +427,11 @@ class _Values:
         if isinstance(value, np.ndarray):
             if dtype_name(value.dtype) not in (*ZARR_DTYPES, *ML_DTYPES):
                 return None
-            return Leaf(path, kind or "np.ndarray", Array(dtype_name(value.dtype), value.shape, value.tobytes()))
+            return Leaf(
+                path,
+                kind or "np.ndarray",
+                Array(dtype_name(value.dtype), value.shape, value.tobytes()),
+            )
         if type(value) is bool:
             return Leaf(path, "scalar", Array("bool", (), bytes([value])))
         if isinstance(value, float) or (type(value) is int and -(1 << 63) <= value < 1 << 63):

@@ -1,8 +1,9 @@
 """Find the Orbax checkpoint in a folder: its step, and those of its items that are trees of arrays.
 
-A `CheckpointManager` has a folder for each step (`100`, `step_100`), in which each item has a folder (`default`,
-`state`, `params`, …); a `Checkpointer` writes a single item without these. The folder of a tree contains `_METADATA`.
-Until a save is finished, the names of its folders contain `.orbax-checkpoint-tmp`.
+A `CheckpointManager` has a folder for each step (`100`, `step_100`), in which each item has a
+folder (`default`, `state`, `params`, …); a `Checkpointer` writes a single item without these. The
+folder of a tree contains `_METADATA`. Until a save is finished, the names of its folders contain
+`.orbax-checkpoint-tmp`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def find_step(store: Store) -> Step:
     keys = list(sizes)
     if _TEMPORARY in store.url.rstrip("/").rpartition("/")[2]:
         _raise_unfinished(store, store.url)
-    trees = sorted({_parent(k) for k in keys if k.rpartition("/")[2] == TREE and k.count("/") < _MAX_DEPTH})
+    trees = sorted(
+        {_parent(k) for k in keys if k.rpartition("/")[2] == TREE and k.count("/") < _MAX_DEPTH}
+    )
     finished = [t for t in trees if _TEMPORARY not in t]
     if not finished:
         _raise_no_tree(store, keys)
@@ -124,7 +127,8 @@ def _parent(key: str) -> str:
 
 def _raise_unfinished(store: Store, label: str) -> NoReturn:
     raise UnsupportedError(
-        f"{label} is of a save by Orbax that did not finish" + ("" if label == store.url else f" (in {store.url})"),
+        f"{label} is of a save by Orbax that did not finish"
+        + ("" if label == store.url else f" (in {store.url})"),
         hint="wait until it has, or open another step; Orbax itself deletes the remains of a killed run",
     )
 

@@ -1,13 +1,15 @@
 """OCDBT, TensorStore's key-value store: find the location of each value in its files.
 
-`manifest.ocdbt` names the root of a B+tree whose nodes are in data files. A leaf contains small values itself, and the
-file and byte range of others, which are stored unchanged. TensorStore decodes nodes in memory, after our own store has
-read their bytes: so every kind of store works, and values are read in place.
+`manifest.ocdbt` names the root of a B+tree whose nodes are in data files. A leaf contains small
+values itself, and the file and byte range of others, which are stored unchanged. TensorStore
+decodes nodes in memory, after our own store has read their bytes: so every kind of store works, and
+values are read in place.
 
-A manifest or node consists of a magic number, its length, a version, and a body, which may be compressed with zstd. The
-body of a node has its height, the paths of data files, and the keys of its entries, each as the length of the prefix
-that it shares with the one before and the rest. So a few kilobytes can expand to gigabytes: of compressed zeros, or of
-long keys that differ in one byte. The expanded size is computed before TensorStore decodes them.
+A manifest or node consists of a magic number, its length, a version, and a body, which may be
+compressed with zstd. The body of a node has its height, the paths of data files, and the keys of
+its entries, each as the length of the prefix that it shares with the one before and the rest. So a
+few kilobytes can expand to gigabytes: of compressed zeros, or of long keys that differ in one byte.
+The expanded size is computed before TensorStore decodes them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 
 _MIN_LIMIT = 32 << 20  # bytes of memory that any node may take
 _LIMIT_RATIO = 400  # and more per byte of the node: a real entry has ten bytes or more, of offsets that do not compress
-_MAX_INFLATED_MANIFEST = 32 << 10  # bytes: a manifest has a path of 50 bytes for each of about 16 versions
+_MAX_INFLATED_MANIFEST = (
+    32 << 10
+)  # bytes: a manifest has a path of 50 bytes for each of about 16 versions
 _ENTRY_BYTES = 1 << 10  # memory that Python takes for an entry, besides its key and path
 _MAX_ENTRIES = 1 << 20  # entries of a node, TensorStore's limit; also of files
 _MAX_KEY = 0xFFFF  # bytes of a key or path
@@ -61,7 +65,9 @@ def _check_node(data: bytes, stem: int, where: str) -> None:
     body.lengths(len(paths))  # of the base paths at their beginnings
     body.at += own
     keys, _ = body.names()
-    nbytes = int(keys.sum() + paths.sum()) + len(keys) * (int(paths.max(initial=0)) + stem + _ENTRY_BYTES)
+    nbytes = int(keys.sum() + paths.sum()) + len(keys) * (
+        int(paths.max(initial=0)) + stem + _ENTRY_BYTES
+    )
     if nbytes > limit:
         raise IntegrityError(
             f"{where} has {len(data):,} bytes, and would take {nbytes:,} in memory: no save writes that"
@@ -96,7 +102,11 @@ class _Body:
         starts = np.concatenate(([0], ends[:-1] + 1))
         widths = ends + 1 - starts
         shifts = 7 * (np.arange(ends[-1] + 1) - np.repeat(starts, widths))
-        if widths.max() > 4 or (out := np.add.reduceat((part[: len(shifts)] & 127) << shifts, starts)).max() > _MAX_KEY:
+        if (
+            widths.max() > 4
+            or (out := np.add.reduceat((part[: len(shifts)] & 127) << shifts, starts)).max()
+            > _MAX_KEY
+        ):
             raise self.damaged()
         self.at += int(ends[-1]) + 1
         return out
@@ -110,7 +120,9 @@ class _Body:
         return lengths, int(own.sum())
 
     def damaged(self) -> IntegrityError:
-        return IntegrityError(f"{self.where} is damaged: there is no valid number at byte {self.at:,} of its content")
+        return IntegrityError(
+            f"{self.where} is damaged: there is no valid number at byte {self.at:,} of its content"
+        )
 
 
 def _body(data: bytes, limit: int, where: str) -> _Body:
@@ -120,7 +132,9 @@ def _body(data: bytes, limit: int, where: str) -> _Body:
     _version, packed = head.count(), head.count()
     content = data[head.at : -_TRAILER]
     if packed == _ZSTD:
-        _check_zstd(content, limit + _BLOCK, where)  # the size of the last block is only known to be within a block
+        _check_zstd(
+            content, limit + _BLOCK, where
+        )  # the size of the last block is only known to be within a block
         content = _inflate(content, where)
     if len(content) > limit:
         raise _too_large(len(data), limit, where)
@@ -134,7 +148,12 @@ def _check_zstd(data: bytes, limit: int, where: str) -> None:
     """
     if data[:4] != b"\x28\xb5\x2f\xfd" or not data[4:]:
         raise IntegrityError(f"{where} is damaged: it does not contain a frame of zstd")
-    size_flag, single, checksum, dict_flag = data[4] >> 6, data[4] >> 5 & 1, data[4] >> 2 & 1, data[4] & 3
+    size_flag, single, checksum, dict_flag = (
+        data[4] >> 6,
+        data[4] >> 5 & 1,
+        data[4] >> 2 & 1,
+        data[4] & 3,
+    )
     begin = 5 + (not single) + (0, 1, 2, 4)[dict_flag]
     at = begin + (single, 2, 4, 8)[size_flag]
     declared = int.from_bytes(data[begin:at], "little")
@@ -196,7 +215,9 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> dict[str,
     _check_manifest(data, f"{store.url}/{key}")
     manifest = _dump(store, key, MANIFEST, data, None)
     if manifest.get("config", {}).get("manifest_kind", "single") != "single":
-        raise UnsupportedError(f"{store.url}/{key} is one of several numbered manifests, which are not supported")
+        raise UnsupportedError(
+            f"{store.url}/{key} is one of several numbered manifests, which are not supported"
+        )
     versions = manifest.get("versions") or []
     if not versions:
         raise IntegrityError(f"{store.url}/{key} contains no version")
@@ -204,25 +225,35 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> dict[str,
     return _walk(store, prefix, newest, sizes)
 
 
-def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Value]:
+def _walk(
+    store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str, int]
+) -> dict[str, Value]:
     values: dict[str, Value] = {}
     todo = deque([(version["root"].get("location"), version["root_height"], b"")])
-    seen: set[tuple[str, int]] = set()  # files and offsets, as a location can be spelled in many ways
+    seen: set[tuple[str, int]] = (
+        set()
+    )  # files and offsets, as a location can be spelled in many ways
     while todo:
         location, height, stem = todo.popleft()
         if location is None:  # of an empty tree
             continue
         place = _locate(store, prefix, location, "btreenode", sizes)
         if (place.file, place.offset) in seen or len(seen) >= _MAX_NODES:
-            raise IntegrityError(f"{store.url}: its OCDBT tree comes back to the node {location}, or does not end")
+            raise IntegrityError(
+                f"{store.url}: its OCDBT tree comes back to the node {location}, or does not end"
+            )
         seen.add((place.file, place.offset))
         if place.nbytes > _MAX_NODE:
-            raise UnsupportedError(f"{store.url}: the OCDBT node {location} has {place.nbytes} bytes, too many")
+            raise UnsupportedError(
+                f"{store.url}: the OCDBT node {location} has {place.nbytes} bytes, too many"
+            )
         data = store.read(*place)
         _check_node(data, len(stem), f"{store.url}: the OCDBT node {location[:200]}")
         node = _dump(store, place.file, "node", data, f"btreenode::node:0:{place.nbytes}")
         if node["height"] != height:
-            raise IntegrityError(f"{store.url}: the OCDBT node {location} is not of the height {height}")
+            raise IntegrityError(
+                f"{store.url}: the OCDBT node {location} is not of the height {height}"
+            )
         for entry in node["entries"]:
             name = stem + entry["key"]
             if "location" in entry:
@@ -230,8 +261,12 @@ def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str
             elif "inline_value" in entry:
                 values[_text(name)] = entry["inline_value"]
             else:
-                values[_text(name)] = _locate(store, prefix, entry["indirect_value"], "value", sizes)
-    if (repeated := first_repeated(v for v in values.values() if isinstance(v, ByteRange))) is not None:
+                values[_text(name)] = _locate(
+                    store, prefix, entry["indirect_value"], "value", sizes
+                )
+    if (
+        repeated := first_repeated(v for v in values.values() if isinstance(v, ByteRange))
+    ) is not None:
         raise IntegrityError(
             f"{store.url}: its OCDBT tree puts so many values at the same bytes of {repeated} that they are far more "
             "than it has: no save writes that"
@@ -243,11 +278,15 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def _locate(store: Store, prefix: str, location: str, kind: str, sizes: Mapping[str, int]) -> ByteRange:
+def _locate(
+    store: Store, prefix: str, location: str, kind: str, sizes: Mapping[str, int]
+) -> ByteRange:
     """Parse a location, `<kind>:<base>:<path>:<offset>:<length>`, and check that its file has that range."""
     parts = re.fullmatch(rf"{kind}:([^:]*):([^:]*):([0-9]{{1,20}}):([0-9]{{1,20}})", location)
     if parts is None:
-        raise IntegrityError(f"{store.url}: {location[:200]!r} is not the location of a {kind} in OCDBT")
+        raise IntegrityError(
+            f"{store.url}: {location[:200]!r} is not the location of a {kind} in OCDBT"
+        )
     file = check_key(prefix + unquote(parts[1]) + unquote(parts[2]))
     offset, nbytes = int(parts[3]), int(parts[4])
     if file not in sizes:

@@ -1,7 +1,8 @@
 """OCDBT, TensorStore's key-value store: the B+tree and the manifest that locate values in data files.
 
-The format is specified by TensorStore (https://google.github.io/tensorstore/kvstore/ocdbt). A tree is written whole,
-from its sorted keys: leaves of bounded size, one after another, then each level above them, and the root last.
+The format is specified by TensorStore (https://google.github.io/tensorstore/kvstore/ocdbt). A tree
+is written whole, from its sorted keys: leaves of bounded size, one after another, then each level
+above them, and the root last.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def make_tree(values: Mapping[str, bytes | Located], file: str) -> tuple[bytes, 
     level = [_put(out, file, _leaf(part), _sums(part), height=0) for part in leaves]
     while len(level) > 1:
         parts = list(_cut((len(node.key) + 32, node) for node in level))
-        level = [_put(out, file, _inner(part), _sums_above(part), height=part[0].height + 1) for part in parts]
+        level = [
+            _put(out, file, _inner(part), _sums_above(part), height=part[0].height + 1)
+            for part in parts
+        ]
     return bytes(out), _manifest(bytes(out), level[0])
 
 
@@ -150,7 +154,9 @@ def _names(names: Sequence[bytes], lengths: Sequence[int] = ()) -> bytes:
 
 def _shared(a: bytes, b: bytes) -> int:
     """The length of the common prefix."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def _manifest(nodes: bytes, root: _Node) -> bytes:

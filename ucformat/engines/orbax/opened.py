@@ -38,7 +38,9 @@ class OpenOrbax:
 
     def __init__(self, store: Store, step: Step, *, fill_missing: bool | None) -> None:
         several = len(step.trees) > 1
-        items = [Item(store, name if several else "", at, step.sizes) for name, at in step.trees.items()]
+        items = [
+            Item(store, name if several else "", at, step.sizes) for name, at in step.trees.items()
+        ]
         arrays = {path: array for item in items for path, array in item.arrays.items()}
         unreadable = {path: why for item in items for path, why in item.unreadable.items()}
         scalars = {path: array for item in items for path, array in item.scalars.items()}
@@ -62,7 +64,9 @@ class OpenOrbax:
             keys |= item.noted_keys()
         _check_names(store, keys.values())
         self._arrays = {keys[path]: array for path, array in arrays.items()}
-        numbers = {".".join(p): scalar_json(".".join(p), a, self._read(a)) for p, a in scalars.items()}
+        numbers = {
+            ".".join(p): scalar_json(".".join(p), a, self._read(a)) for p, a in scalars.items()
+        }
         texts = {".".join(p): text for item in items for p, text in item.strings().items()}
         objects: dict[str, Any] = {**numbers, **texts}
         if more := self._other_objects(step, items):
@@ -71,7 +75,10 @@ class OpenOrbax:
         own |= {key for item in items for key in item.files()}
         self.metadata = CheckpointMetadata(
             tensor_list=TensorList(
-                tuple(TensorInfo(*k, self._arrays[k].dtype, self._arrays[k].shape) for k in self._order())
+                tuple(
+                    TensorInfo(*k, self._arrays[k].dtype, self._arrays[k].shape)
+                    for k in self._order()
+                )
             ),
             objects=objects,
             paths={
@@ -82,7 +89,10 @@ class OpenOrbax:
             },
             unreadable={keys[path]: why for path, why in unreadable.items()},
             step=self._step(numbers, step),
-            layout={"ocdbt": any(i.ocdbt for i in items), "zarr3": any(i.tree.zarr3 for i in items)},
+            layout={
+                "ocdbt": any(i.ocdbt for i in items),
+                "zarr3": any(i.tree.zarr3 for i in items),
+            },
             engine={"name": "orbax"},
             files=tuple(key for key in step.sizes if key in own),
             folder=step.folder,
@@ -108,8 +118,14 @@ class OpenOrbax:
             if type(numbers.get(name)) is int:
                 return int(numbers[name])
             for key, array in self._arrays.items():
-                if key == (name, "weight") and not array.shape and array.dtype.startswith(("int", "uint")):
-                    return int.from_bytes(self._read(array), "little", signed=array.dtype.startswith("int"))
+                if (
+                    key == (name, "weight")
+                    and not array.shape
+                    and array.dtype.startswith(("int", "uint"))
+                ):
+                    return int.from_bytes(
+                        self._read(array), "little", signed=array.dtype.startswith("int")
+                    )
         return step.number
 
     def _other_objects(self, step: Step, items: list[Item]) -> dict[str, Any]:
@@ -121,9 +137,15 @@ class OpenOrbax:
             document = read_json(self.store, files, below + CHECKPOINT)
             if isinstance(document, dict):
                 self._check_items(below, document.get("item_handlers"), files)
-                out |= {k: to_json(document[k]) for k in ("metrics", "custom_metadata") if document.get(k)}
+                out |= {
+                    k: to_json(document[k])
+                    for k in ("metrics", "custom_metadata")
+                    if document.get(k)
+                }
         custom = {
-            name: own for name, i in zip(step.trees, items, strict=True) if (own := _without_notes(i.tree.custom))
+            name: own
+            for name, i in zip(step.trees, items, strict=True)
+            if (own := _without_notes(i.tree.custom))
         }
         if custom:
             out["trees"] = to_json(custom)
@@ -135,7 +157,9 @@ class OpenOrbax:
         for key in step.others:
             folder, _, name = key[len(below) :].rpartition("/")
             if name in _JSON and folder:
-                out.setdefault("items", {})[folder.replace("/", ".")] = to_json(read_json(self.store, files, key))
+                out.setdefault("items", {})[folder.replace("/", ".")] = to_json(
+                    read_json(self.store, files, key)
+                )
         return out
 
     def _check_items(self, below: str, handlers: Any, files: Collection[str]) -> None:

@@ -20,7 +20,9 @@ class OrbaxOptions(SourceOptions):
     """The options of `Orbax`."""
 
     fill_missing: bool | None = option(
-        None, "flag", "whether chunks that are not stored hold the fill value, overriding what the checkpoint records"
+        None,
+        "flag",
+        "whether chunks that are not stored hold the fill value, overriding what the checkpoint records",
     )
 
 

@@ -1,7 +1,8 @@
 """The trees of an Orbax checkpoint: the leaves that `_METADATA` lists, their arrays, and the tensor that each array is.
 
-Names are paths joined by dots. Optax stores its moments in trees of the parameters' structure: `opt_state.0.mu` mirrors
-`params` next to it, so `opt_state.0.mu.layers.0.w` is the state `mu` of `params.layers.0.w`.
+Names are paths joined by dots. Optax stores its moments in trees of the parameters' structure:
+`opt_state.0.mu` mirrors `params` next to it, so `opt_state.0.mu.layers.0.w` is the state `mu` of
+`params.layers.0.w`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.storage.decoded import Value
 
-#: In the custom metadata of a tree that ucformat wrote: name and state of each tensor whose path says another.
+#: In the custom metadata of a tree that ucformat wrote: name and state of each tensor whose path
+#: says another.
 NAMES = "ucformat"
 #: The file with the leaves that are text.
 STRINGS = "_strings.json"
@@ -137,10 +139,17 @@ def _leaf(where: str, entry: Any) -> tuple[Leaf, bool]:
 def _is_position(key: Mapping[str, Any]) -> bool:
     """Whether a key is a position in a list or tuple."""
     text = str(key["key"])
-    return key.get("key_type") == _SEQUENCE and text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
+    return (
+        key.get("key_type") == _SEQUENCE
+        and text.isascii()
+        and text.isdecimal()
+        and len(text) <= _MAX_DIGITS
+    )
 
 
-_UNNAMED = ("checkpoint",)  # the path of an array that is an item of its own: it gets the name of the item
+_UNNAMED = (
+    "checkpoint",
+)  # the path of an array that is an item of its own: it gets the name of the item
 _METADATA = {".zarray": parse_v2, "zarr.json": parse_v3}
 _PLAIN = {"bool": "?", "int64": "<q", "float64": "<d"}  # dtypes of Python's own numbers
 
@@ -173,7 +182,10 @@ class Item:
         if self.ocdbt:
             self.values = {self._below + k: v for k, v in read_ocdbt(store, folder, sizes).items()}
         first = tuple(part for part in name.split(".") if part)
-        self._paths = {leaf: first if first and leaf.path == _UNNAMED else first + leaf.path for leaf in self._leaves()}
+        self._paths = {
+            leaf: first if first and leaf.path == _UNNAMED else first + leaf.path
+            for leaf in self._leaves()
+        }
         self.arrays: dict[tuple[str, ...], Array] = {}
         self.unreadable: dict[tuple[str, ...], str] = {}
         for leaf in self.tree.arrays:
@@ -188,7 +200,11 @@ class Item:
     def files(self) -> set[str]:
         """The files of the checkpoint that Orbax writes for this item."""
         arrays = {array.path for array in (*self.arrays.values(), *self.scalars.values())}
-        return {k for k in self._files if _FILE.fullmatch(k[len(self._below) :]) or is_file_of(arrays, k)}
+        return {
+            k
+            for k in self._files
+            if _FILE.fullmatch(k[len(self._below) :]) or is_file_of(arrays, k)
+        }
 
     def path_of(self, leaf: Leaf) -> tuple[str, ...]:
         """The path of a leaf in the checkpoint, as text."""
@@ -200,18 +216,26 @@ class Item:
 
     def state_path(self, leaf: Leaf) -> StatePath:
         """The path of a leaf in the checkpoint, with positions in lists."""
-        return self._paths[leaf] if self._paths.get(leaf) == self._first else (*self._first, *leaf.at)
+        return (
+            self._paths[leaf] if self._paths.get(leaf) == self._first else (*self._first, *leaf.at)
+        )
 
     def noted_keys(self) -> dict[tuple[str, ...], Key]:
         """The name and state of tensors that were noted when ucformat wrote the tree, by path."""
-        noted = self.tree.custom.get(NAMES) if isinstance(self.tree.custom, dict) and not self._first else None
+        noted = (
+            self.tree.custom.get(NAMES)
+            if isinstance(self.tree.custom, dict) and not self._first
+            else None
+        )
         if not isinstance(noted, dict):
             return {}
         found = {leaf.path: noted.get(leaf.name) for leaf in self.tree.arrays}
         return {
             path: Key(*key)
             for path, key in found.items()
-            if isinstance(key, list) and len(key) == 2 and all(isinstance(part, str) for part in key)
+            if isinstance(key, list)
+            and len(key) == 2
+            and all(isinstance(part, str) for part in key)
         }
 
     def _leaves(self) -> tuple[Leaf, ...]:
@@ -230,7 +254,9 @@ class Item:
                 hint="files were lost, or belong to another save: restore the folder from another copy",
             )
         key = f"{path}/{found[0]}"
-        return _METADATA[found[0]](path, f"{self._store.url}: {key}", read_json(self._store, self.values, key))
+        return _METADATA[found[0]](
+            path, f"{self._store.url}: {key}", read_json(self._store, self.values, key)
+        )
 
     def strings(self) -> dict[tuple[str, ...], str]:
         """The leaves that are text."""
@@ -238,7 +264,9 @@ class Item:
             return {}
         key = self._below + STRINGS
         if key not in self._files:
-            raise MissingData(f"{self._store.url}/{key} is missing: it contains {self.tree.strings[0].name}")
+            raise MissingData(
+                f"{self._store.url}/{key} is missing: it contains {self.tree.strings[0].name}"
+            )
         texts = read_json(self._store, self._files, key)
         out = {}
         for leaf in self.tree.strings:
@@ -263,7 +291,11 @@ class Item:
         for entry in entries if isinstance(entries, list) else []:
             metadata = entry.get("array_metadata") if isinstance(entry, dict) else None
             extensions = metadata.get("ext_metadata") if isinstance(metadata, dict) else None
-            if isinstance(metadata, dict) and isinstance(extensions, dict) and "random_key_impl" in extensions:
+            if (
+                isinstance(metadata, dict)
+                and isinstance(extensions, dict)
+                and "random_key_impl" in extensions
+            ):
                 name = str(metadata.get("param_name"))
                 if name in by_name:
                     out[".".join(by_name[name])] = str(extensions["random_key_impl"])
@@ -283,19 +315,33 @@ Path = tuple[str, ...]
 Shapes = dict[Path, tuple[int, ...]]
 
 _PARAMS = "params"
-#: Optax's names of trees of moments. These may leave out parameters (frozen, or another optimizer's), and have tensors
-#: of other shapes (factored).
+#: Optax's names of trees of moments. These may leave out parameters (frozen, or another
+#: optimizer's), and have tensors of other shapes (factored).
 _MOMENTS = frozenset(
-    ["mu", "nu", "nu_max", "trace", "v", "v_row", "v_col", "sum_of_squares", "e_g", "e_x", "acc_grads", "ema", "z"]
+    [
+        "mu",
+        "nu",
+        "nu_max",
+        "trace",
+        "v",
+        "v_row",
+        "v_col",
+        "sum_of_squares",
+        "e_g",
+        "e_x",
+        "acc_grads",
+        "ema",
+        "z",
+    ]
 )
 
 
 def tensor_keys(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Key]:
     """Decide which tensor each array is.
 
-    A tree next to `params` mirrors it if it has the same paths and shapes; one of optax's moments, if it has some of
-    the paths. The name of the tree is the state. If two arrays would be the same tensor, neither is treated so: like
-    all other arrays, they are weights with names of their own.
+    A tree next to `params` mirrors it if it has the same paths and shapes; one of optax's moments,
+    if it has some of the paths. The name of the tree is the state. If two arrays would be the same
+    tensor, neither is treated so: like all other arrays, they are weights with names of their own.
     """
     plain = {path: Key(".".join(path), "weight") for path in shapes}
     nodes = _nodes(shapes)
@@ -308,7 +354,10 @@ def tensor_keys(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Key]:
                 for path in nodes[node]:
                     states.setdefault(node + path, Key(".".join(root + path), node[-1]))
     times = Counter({**plain, **states}.values())
-    return {path: states[path] if path in states and times[states[path]] == 1 else key for path, key in plain.items()}
+    return {
+        path: states[path] if path in states and times[states[path]] == 1 else key
+        for path, key in plain.items()
+    }
 
 
 def _nodes(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Shapes]:

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Zarr"]
 
-_NODES = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")  # one of them makes a folder a node of a hierarchy
+_NODES = (
+    "zarr.json",
+    ".zgroup",
+    ".zarray",
+    ".zmetadata",
+)  # one of them makes a folder a node of a hierarchy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +27,9 @@ class ZarrOptions(SourceOptions):
     """The options of `Zarr`."""
 
     fill_missing: bool = option(
-        default=False, how="flag", text="chunks that are not stored hold the fill value, instead of being an error"
+        default=False,
+        how="flag",
+        text="chunks that are not stored hold the fill value, instead of being an error",
     )
 
 
@@ -38,8 +45,8 @@ class Zarr(Source):
     def is_marker(self, name: str) -> bool:
         """Whether a folder with a file of this name is a group of Zarr v2.
 
-        Searching a tree of folders does not find groups of v3: `zarr.json` is in every array, too, and in a universal
-        checkpoint that was never committed.
+        Searching a tree of folders does not find groups of v3: `zarr.json` is in every array, too,
+        and in a universal checkpoint that was never committed.
         """
         return name in (".zgroup", ".zmetadata")
 

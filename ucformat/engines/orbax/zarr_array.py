@@ -1,8 +1,8 @@
 """The metadata of a Zarr array, version 2 or 3, checked and in a common form, and its codecs.
 
-A chain of codecs consists of any number of `transpose`, then `bytes` or `sharding_indexed`, then codecs from bytes to
-bytes. If these leave the elements as they are in memory, chunks are *raw*, and are read in place; all others are
-decoded whole.
+A chain of codecs consists of any number of `transpose`, then `bytes` or `sharding_indexed`, then
+codecs from bytes to bytes. If these leave the elements as they are in memory, chunks are *raw*, and
+are read in place; all others are decoded whole.
 """
 
 from __future__ import annotations
@@ -31,14 +31,23 @@ _CODECS: dict[str, Codec] = {
 
 #: The dtypes of `ml_dtypes` that TensorStore knows, in Zarr v2 and v3 under the same name.
 ML_DTYPES = (
-    *("bfloat16", "float8_e3m4", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2"),
+    *(
+        "bfloat16",
+        "float8_e3m4",
+        "float8_e4m3fn",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+    ),
     *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4"),
 )
 _DTYPES = {*ZARR_DTYPES, *ML_DTYPES}
 
 _MAX_DEPTH = 4  # shards within shards
 _MAX_CODECS = 8  # codecs in a chain: each may expand the output of the one before
-_ARRAY_FILE = re.compile(r"\.zarray|\.zattrs|zarr\.json|c|(c[./])?\d+([./]\d+)*")  # its metadata, or a chunk
+_ARRAY_FILE = re.compile(
+    r"\.zarray|\.zattrs|zarr\.json|c|(c[./])?\d+([./]\d+)*"
+)  # its metadata, or a chunk
 
 
 def is_file_of(arrays: Collection[str], key: str) -> bool:
@@ -67,7 +76,9 @@ class Sharding:
     index_first: bool
 
 
-def _check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int, depth: int = 0) -> tuple[Codec, ...]:
+def _check_chain(
+    where: str, codecs: Any, shape: tuple[int, ...], itemsize: int, depth: int = 0
+) -> tuple[Codec, ...]:
     """Normalise an array's `codecs`; `shape` is that of the chunk that they encode."""
     if not isinstance(codecs, list) or depth > _MAX_DEPTH:
         raise IntegrityError(f"{where}: its codecs are not a list, or are nested too deeply")
@@ -78,16 +89,24 @@ def _check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int,
     for given in codecs:
         name, config = _named(where, given)
         if name == "transpose" and stage == 0:
-            out.append({"name": name, "configuration": {"order": _order(where, config, len(shape))}})
+            out.append(
+                {"name": name, "configuration": {"order": _order(where, config, len(shape))}}
+            )
             shape = tuple(shape[i] for i in out[-1]["configuration"]["order"])
         elif name == "bytes" and stage == 0:
-            out.append({"name": name, "configuration": {"endian": _endian(where, config, itemsize)}})
+            out.append(
+                {"name": name, "configuration": {"endian": _endian(where, config, itemsize)}}
+            )
             stage = 1
         elif name == "sharding_indexed" and stage == 0:
-            out.append({"name": name, "configuration": _shards(where, config, shape, itemsize, depth)})
+            out.append(
+                {"name": name, "configuration": _shards(where, config, shape, itemsize, depth)}
+            )
             stage = 1
         elif name in _CODECS and stage == 1:
-            out.append({"name": name, "configuration": _CODECS[name]} if _CODECS[name] else {"name": name})
+            out.append(
+                {"name": name, "configuration": _CODECS[name]} if _CODECS[name] else {"name": name}
+            )
         elif name in (*_CODECS, "transpose", "bytes", "sharding_indexed"):
             raise IntegrityError(f"{where}: its codec {name!r} is in the wrong place of the chain")
         else:
@@ -115,8 +134,14 @@ def _order(where: str, config: dict[str, Any], ndim: int) -> list[int]:
     order = config.get("order")
     if order in ("C", "F"):
         return list(range(ndim))[:: 1 if order == "C" else -1]
-    if not isinstance(order, list) or any(type(i) is not int for i in order) or sorted(order) != list(range(ndim)):
-        raise IntegrityError(f"{where}: the order {str(order)[:80]} of its codec 'transpose' is not one of {ndim} axes")
+    if (
+        not isinstance(order, list)
+        or any(type(i) is not int for i in order)
+        or sorted(order) != list(range(ndim))
+    ):
+        raise IntegrityError(
+            f"{where}: the order {str(order)[:80]} of its codec 'transpose' is not one of {ndim} axes"
+        )
     return cast("list[int]", order)
 
 
@@ -128,25 +153,35 @@ def _endian(where: str, config: dict[str, Any], itemsize: int) -> str:
             hint="add the `endian` of the machine that wrote the array to its zarr.json",
         )
     if endian not in ("little", "big"):
-        raise IntegrityError(f"{where}: its codec 'bytes' has the unknown endian {str(endian)[:80]!r}")
+        raise IntegrityError(
+            f"{where}: its codec 'bytes' has the unknown endian {str(endian)[:80]!r}"
+        )
     return str(endian)
 
 
-def _shards(where: str, config: dict[str, Any], shape: tuple[int, ...], itemsize: int, depth: int) -> dict[str, Any]:
+def _shards(
+    where: str, config: dict[str, Any], shape: tuple[int, ...], itemsize: int, depth: int
+) -> dict[str, Any]:
     inner = config.get("chunk_shape")
     if (
         not isinstance(inner, list)
         or len(inner) != len(shape)
         or any(type(c) is not int or c < 1 or n % c for c, n in zip(inner, shape, strict=True))
     ):
-        raise IntegrityError(f"{where}: shards of {list(shape)} cannot be split into chunks of {str(inner)[:80]}")
+        raise IntegrityError(
+            f"{where}: shards of {list(shape)} cannot be split into chunks of {str(inner)[:80]}"
+        )
     location = config.get("index_location", "end")
     if location not in ("start", "end"):
         raise IntegrityError(f"{where}: its shards have an index at {str(location)[:80]!r}")
     return {
         "chunk_shape": inner,
-        "codecs": list(_check_chain(where, config.get("codecs"), tuple(inner), itemsize, depth + 1)),
-        "index_codecs": list(_check_chain(where, config.get("index_codecs"), (*(1 for _ in inner), 2), 8, _MAX_DEPTH)),
+        "codecs": list(
+            _check_chain(where, config.get("codecs"), tuple(inner), itemsize, depth + 1)
+        ),
+        "index_codecs": list(
+            _check_chain(where, config.get("index_codecs"), (*(1 for _ in inner), 2), 8, _MAX_DEPTH)
+        ),
         "index_location": location,
     }
 
@@ -191,7 +226,16 @@ V2_DTYPES = {
     "c16": "complex128",
 }  # fmt: skip
 _V3_KEYS = frozenset(
-    {"zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"}
+    {
+        "zarr_format",
+        "node_type",
+        "shape",
+        "data_type",
+        "chunk_grid",
+        "chunk_key_encoding",
+        "fill_value",
+        "codecs",
+    }
     | {"attributes", "dimension_names", "storage_transformers", "consolidated_metadata"}
 )
 
@@ -200,8 +244,8 @@ _V3_KEYS = frozenset(
 class Array:
     """One array: its tensor, its chunks, and how the keys of stored values are made.
 
-    `stored` is the shape of one stored value: a chunk, or a shard of many. `stream` is the compression (`zlib` or
-    `bz2`) of Zarr v2 after all `codecs`, for which Zarr v3 has no codec.
+    `stored` is the shape of one stored value: a chunk, or a shard of many. `stream` is the
+    compression (`zlib` or `bz2`) of Zarr v2 after all `codecs`, for which Zarr v3 has no codec.
     """
 
     path: str  # in the group; "" if the array is the root
@@ -237,7 +281,9 @@ class Array:
     @cached_property
     def raw(self) -> Raw | None:
         """The layout of a chunk that is stored raw; None if it must be decoded."""
-        return None if self.stream else _raw_layout(self.chunk_codecs, len(self.shape), self.itemsize)
+        return (
+            None if self.stream else _raw_layout(self.chunk_codecs, len(self.shape), self.itemsize)
+        )
 
     @cached_property
     def chunk_nbytes(self) -> int:
@@ -287,7 +333,16 @@ def parse_v2(path: str, where: str, doc: Any) -> Array:
             )
     fill = doc.get("fill_value")
     return _array(
-        where, path, dtype, shape, chunks, codecs, "", doc.get("dimension_separator", "."), fill, stream=stream
+        where,
+        path,
+        dtype,
+        shape,
+        chunks,
+        codecs,
+        "",
+        doc.get("dimension_separator", "."),
+        fill,
+        stream=stream,
     )
 
 
@@ -296,28 +351,46 @@ def parse_v3(path: str, where: str, doc: Any) -> Array:
     if not isinstance(doc, dict) or doc.get("zarr_format") != 3 or doc.get("node_type") != "array":
         raise IntegrityError(f"{where} is not the metadata of a Zarr v3 array")
     for key, value in doc.items():
-        if key not in _V3_KEYS and not (isinstance(value, dict) and value.get("must_understand") is False):
+        if key not in _V3_KEYS and not (
+            isinstance(value, dict) and value.get("must_understand") is False
+        ):
             raise UnsupportedError(f"{where} has the extension {key[:80]!r}, which is not known")
     if doc.get("storage_transformers"):
         raise UnsupportedError(f"{where} has storage transformers, which are not known")
     dtype = doc.get("data_type")
-    dtype = dtype.get("name") if isinstance(dtype, dict) and not dtype.get("configuration") else dtype
+    dtype = (
+        dtype.get("name") if isinstance(dtype, dict) and not dtype.get("configuration") else dtype
+    )
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _unknown_dtype(where, dtype)
     grid, encoding = doc.get("chunk_grid"), doc.get("chunk_key_encoding")
     if not isinstance(grid, dict) or not isinstance(encoding, dict | str):
         raise IntegrityError(f"{where} has no chunk_grid or no chunk_key_encoding")
     if grid.get("name") != "regular" or not isinstance(grid.get("configuration"), dict):
-        raise UnsupportedError(f"{where}: the chunk grid {str(grid.get('name'))[:80]!r} is not read, only 'regular'")
+        raise UnsupportedError(
+            f"{where}: the chunk grid {str(grid.get('name'))[:80]!r} is not read, only 'regular'"
+        )
     chunks = _sizes(where, "chunk_shape", grid["configuration"].get("chunk_shape"), 0)
     encoding = {"name": encoding} if isinstance(encoding, str) else encoding
     config = encoding.get("configuration") or {}
     if encoding.get("name") not in ("default", "v2") or not isinstance(config, dict):
-        raise UnsupportedError(f"{where}: the chunk keys {str(encoding.get('name'))[:80]!r} are not known")
+        raise UnsupportedError(
+            f"{where}: the chunk keys {str(encoding.get('name'))[:80]!r} are not known"
+        )
     prefix, default = ("c", "/") if encoding["name"] == "default" else ("", ".")
     shape = _sizes(where, "shape", doc.get("shape"), 0)
     separator = config.get("separator", default)
-    return _array(where, path, dtype, shape, chunks, doc.get("codecs"), prefix, separator, doc.get("fill_value"))
+    return _array(
+        where,
+        path,
+        dtype,
+        shape,
+        chunks,
+        doc.get("codecs"),
+        prefix,
+        separator,
+        doc.get("fill_value"),
+    )
 
 
 def _array(
@@ -335,13 +408,19 @@ def _array(
 ) -> Array:
     """The checks that both versions share."""
     if separator not in (".", "/"):
-        raise IntegrityError(f"{where}: its chunk keys are separated by {str(separator)[:80]!r}, not by '.' or '/'")
+        raise IntegrityError(
+            f"{where}: its chunk keys are separated by {str(separator)[:80]!r}, not by '.' or '/'"
+        )
     if len(chunks) != len(shape) or any(c < 1 for c, n in zip(chunks, shape, strict=True) if n):
-        raise IntegrityError(f"{where}: an array of {list(shape)} cannot be split into chunks of {list(chunks)}")
+        raise IntegrityError(
+            f"{where}: an array of {list(shape)} cannot be split into chunks of {list(chunks)}"
+        )
     chunks = tuple(max(c, 1) for c in chunks)
     itemsize = ITEMSIZE[dtype]
     if math.prod(shape) * itemsize > _MAX_BYTES or math.prod(chunks) * itemsize > _MAX_BYTES:
-        raise IntegrityError(f"{where}: an array of {list(shape)} in chunks of {list(chunks)} is too large")
+        raise IntegrityError(
+            f"{where}: an array of {list(shape)} in chunks of {list(chunks)} is too large"
+        )
     chain = _check_chain(where, codecs, chunks, itemsize)
     return Array(path, dtype, shape, chunks, chain, prefix, separator, fill, stream)
 
@@ -370,7 +449,9 @@ def _v2_dtype(where: str, dtype: Any) -> tuple[str, str]:
 
 def _unknown_dtype(where: str, dtype: Any) -> UnsupportedError:
     void = isinstance(dtype, str) and re.fullmatch(r"[<>|]V\d+", dtype)
-    hint = "it may be bfloat16 or float8: if so, write that name into the metadata" if void else None
+    hint = (
+        "it may be bfloat16 or float8: if so, write that name into the metadata" if void else None
+    )
     return UnsupportedError(
         f"{where}: the data type {str(dtype)[:80]!r} is not read",
         hint=hint or f"those are: {', '.join(sorted(_DTYPES))}",

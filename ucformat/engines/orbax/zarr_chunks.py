@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from ucformat.storage.decoded import Value
 
 _MIN_LIMIT = 64 << 20  # bytes that any chunk may decode to
-_MAX_RATIO = 1 << 17  # or, for a large chunk, times its stored bytes: zstd compresses zeros to a 32,000th
+_MAX_RATIO = (
+    1 << 17
+)  # or, for a large chunk, times its stored bytes: zstd compresses zeros to a 32,000th
 
 
 def tensorstore() -> Any:
@@ -51,7 +53,9 @@ def _decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) ->
     """
     nbytes = array.chunk_nbytes
     if nbytes > max(_MIN_LIMIT, len(data) * _MAX_RATIO):
-        raise IntegrityError(f"{where}: {len(data)} bytes are too few for a chunk of {list(array.chunk)} elements")
+        raise IntegrityError(
+            f"{where}: {len(data)} bytes are too few for a chunk of {list(array.chunk)} elements"
+        )
     if array.stream:
         data = _unpack(array.stream, data, nbytes, where)
     codecs, data = _before_blosc(array.chunk_codecs, data, nbytes, where)
@@ -62,7 +66,9 @@ def _decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) ->
 def _fill_chunk(array: Array, where: str) -> memoryview:
     """The content of a chunk that is not stored: the array's fill value."""
     if array.chunk_nbytes > _MIN_LIMIT:
-        raise UnsupportedError(f"{where} is not stored, and with {array.chunk_nbytes} bytes too large to be filled")
+        raise UnsupportedError(
+            f"{where} is not stored, and with {array.chunk_nbytes} bytes too large to be filled"
+        )
     return _read(array, array.chunk_codecs, array.chunk, None, where)
 
 
@@ -80,12 +86,14 @@ def _unpack(codec: str, data: bytes, nbytes: int, where: str) -> bytes:
     return out
 
 
-def _before_blosc(codecs: tuple[Codec, ...], data: bytes, nbytes: int, where: str) -> tuple[tuple[Codec, ...], bytes]:
+def _before_blosc(
+    codecs: tuple[Codec, ...], data: bytes, nbytes: int, where: str
+) -> tuple[tuple[Codec, ...], bytes]:
     """The codecs and bytes that remain once the checksums around blosc are checked.
 
-    TensorStore inflates with other codecs only as far as necessary, but with blosc to the size in its header. So that
-    is checked here, which is possible only if the header is at the beginning of the stored bytes and blosc contains
-    nothing but the elements.
+    TensorStore inflates with other codecs only as far as necessary, but with blosc to the size in
+    its header. So that is checked here, which is possible only if the header is at the beginning of
+    the stored bytes and blosc contains nothing but the elements.
     """
     if not _has_blosc(codecs):
         return codecs, data
@@ -105,7 +113,10 @@ def _before_blosc(codecs: tuple[Codec, ...], data: bytes, nbytes: int, where: st
 
 
 def _has_blosc(codecs: Sequence[Codec]) -> bool:
-    return any(c["name"] == "blosc" or _has_blosc(c.get("configuration", {}).get("codecs", ())) for c in codecs)
+    return any(
+        c["name"] == "blosc" or _has_blosc(c.get("configuration", {}).get("codecs", ()))
+        for c in codecs
+    )
 
 
 def _read(
@@ -137,8 +148,17 @@ def _read(
         part = out.reshape(array.chunk)[index]
         ts.array(part, copy=False, write=True).write(stored).result()
     except MemoryError:
-        raise MemoryError(f"{where}: not enough memory for its {array.chunk_nbytes} bytes") from None
-    except (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImplementedError) as error:
+        raise MemoryError(
+            f"{where}: not enough memory for its {array.chunk_nbytes} bytes"
+        ) from None
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OverflowError,
+        KeyError,
+        NotImplementedError,
+    ) as error:
         reason = str(error).partition(" [")[0][:300]
         raise IntegrityError(f"{where} cannot be decoded: {reason}") from None
     return out.view(np.uint8).data
@@ -151,7 +171,8 @@ def _zero(dtype: str) -> object:
 
 
 _MAX_CHUNKS = 1 << 22  # chunks in one read of an array that may lack some
-#: The limit is lower if little is stored: this many chunks, and one for each entry in the index of a shard.
+#: The limit is lower if little is stored: this many chunks, and one for each entry in the index of
+#: a shard.
 _MIN_CHUNKS, _BYTES_PER_CHUNK = 1 << 14, 16
 _INDEX_CACHE = 64 << 20  # bytes of the indexes of shards that are kept
 _MAX_INDEX = 256 << 20  # bytes of one index: of 16 million chunks
@@ -160,8 +181,9 @@ _MAX_INDEX = 256 << 20  # bytes of one index: of 16 million chunks
 class Chunks:
     """The chunks of many arrays, and their decoder.
 
-    A chunk that is not stored is an error: in a checkpoint, it is far more likely to be lost than to contain only the
-    fill value, which it means according to Zarr. It has that meaning for the arrays whose paths are in `filled`.
+    A chunk that is not stored is an error: in a checkpoint, it is far more likely to be lost than
+    to contain only the fill value, which it means according to Zarr. It has that meaning for the
+    arrays whose paths are in `filled`.
     """
 
     def __init__(
@@ -174,7 +196,9 @@ class Chunks:
     ) -> None:
         self._store, self._values, self._arrays = store, values, arrays
         self._filled, self._hint = frozenset(filled), hint
-        self._max_chunks = min(_MAX_CHUNKS, _MIN_CHUNKS + sum(map(size_of, values.values())) // _BYTES_PER_CHUNK)
+        self._max_chunks = min(
+            _MAX_CHUNKS, _MIN_CHUNKS + sum(map(size_of, values.values())) // _BYTES_PER_CHUNK
+        )
         self._indexes = Cache(_INDEX_CACHE)
 
     def extents(self, array: Array, within: Box | None = None) -> Iterator[Extent]:
@@ -188,7 +212,9 @@ class Chunks:
         whole = Box.whole(array.shape)
         region = within or whole
         firsts = tuple(a // c for a, c in zip(region.start, array.chunk, strict=True))
-        grid = [range(f, -(-b // c)) for b, c, f in zip(region.stop, array.chunk, firsts, strict=True)]
+        grid = [
+            range(f, -(-b // c)) for b, c, f in zip(region.stop, array.chunk, firsts, strict=True)
+        ]
         count = math.prod(map(len, grid))
         if array.path in self._filled and count > self._max_chunks:
             raise UnsupportedError(
@@ -197,12 +223,16 @@ class Chunks:
                 hint="read less of it at once; or, if most of its chunks are missing, write it anew",
             )
         for at in each_index(grid):
-            box = Box(tuple(a * c for a, c in zip(at, array.chunk, strict=True)), array.chunk).intersect(whole)
+            box = Box(
+                tuple(a * c for a, c in zip(at, array.chunk, strict=True)), array.chunk
+            ).intersect(whole)
             yield self._extent(array, at, box or whole, self._find(array, at))
 
     def _extent(self, array: Array, at: tuple[int, ...], box: Box, stored: Value | None) -> Extent:
         if stored is None and array.path not in self._filled:
-            raise MissingData(f"{self._label(array)}: its chunk {list(at)} is not stored", hint=self._hint)
+            raise MissingData(
+                f"{self._label(array)}: its chunk {list(at)} is not stored", hint=self._hint
+            )
         raw = array.raw
         if not isinstance(stored, ByteRange) or raw is None:
             name = f"{array.path}/{'.'.join(['c', *map(str, at)])}"
@@ -231,7 +261,9 @@ class Chunks:
         shard = self._values.get(key)
         if shard is None:
             return None
-        index = np.frombuffer(self._indexes.get(key, lambda _: self._index(array, shard, key, ratio)), np.uint64)
+        index = np.frombuffer(
+            self._indexes.get(key, lambda _: self._index(array, shard, key, ratio)), np.uint64
+        )
         number = sum(a % r * s for a, r, s in zip(at, ratio, row_major(ratio), strict=True))
         offset, nbytes = int(index[2 * number]), int(index[2 * number + 1])
         if offset == nbytes == (1 << 64) - 1:
@@ -250,7 +282,9 @@ class Chunks:
         entries = 16 * math.prod(ratio)
         nbytes = entries + 4 * sharding.index_checked
         if size_of(shard) < nbytes:
-            raise IntegrityError(f"{self._label(array)}: {key} is too short for the index of a shard")
+            raise IntegrityError(
+                f"{self._label(array)}: {key} is too short for the index of a shard"
+            )
         if nbytes > _MAX_INDEX:
             raise UnsupportedError(
                 f"{self._label(array)}: the shard {key} has an index of {nbytes:,} bytes, more than {_MAX_INDEX:,}",
@@ -258,11 +292,15 @@ class Chunks:
             )
         offset = 0 if sharding.index_first else size_of(shard) - nbytes
         data = read_value(self._store, slice_value(shard, offset, nbytes))
-        if sharding.index_checked and checksum(data[:entries]) != int.from_bytes(data[entries:], "little"):
+        if sharding.index_checked and checksum(data[:entries]) != int.from_bytes(
+            data[entries:], "little"
+        ):
             raise IntegrityError(f"{self._label(array)}: the index of the shard {key} is damaged")
         found = np.frombuffer(data[:entries], "<u8" if sharding.index_endian == "little" else ">u8")
         index = found.astype(np.uint64)
-        begins, sizes = np.minimum(index.reshape(-1, 2), np.uint64(size_of(shard))).astype(np.int64).T
+        begins, sizes = (
+            np.minimum(index.reshape(-1, 2), np.uint64(size_of(shard))).astype(np.int64).T
+        )
         if are_repeated(begins, np.minimum(begins + sizes, size_of(shard))):
             raise IntegrityError(
                 f"{self._label(array)}: the index of the shard {key} puts so many chunks at the same bytes that they "
@@ -280,8 +318,12 @@ class Chunks:
             return Info(DECODED + name, array.chunk_nbytes, content_version(stored))
         of = self._store.info(stored.file)
         if of.size < stored.offset + stored.nbytes:
-            raise MissingData(f"{self._store.url}/{stored.file} has {of.size} bytes, less than when it was opened")
-        return Info(DECODED + name, array.chunk_nbytes, f"{of.version} at {stored.offset}", of.modified)
+            raise MissingData(
+                f"{self._store.url}/{stored.file} has {of.size} bytes, less than when it was opened"
+            )
+        return Info(
+            DECODED + name, array.chunk_nbytes, f"{of.version} at {stored.offset}", of.modified
+        )
 
     def decode(self, name: str) -> memoryview:
         """See `Decoder.decode`."""
@@ -297,7 +339,9 @@ class Chunks:
     def is_checked(self, name: str) -> bool:
         """See `Decoder.is_checked`."""
         array, at = self._parse(name)
-        crc = any(c["name"] == "crc32c" for c in array.chunk_codecs)  # not those of shards inside a chunk
+        crc = any(
+            c["name"] == "crc32c" for c in array.chunk_codecs
+        )  # not those of shards inside a chunk
         return crc and self._find(array, at) is not None
 
     def _parse(self, name: str) -> tuple[Array, tuple[int, ...]]:

@@ -58,10 +58,13 @@ class _Hierarchy:
 def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
     """Read every metadata document.
 
-    Consolidated metadata are not used, because an array's own may be newer; but every array that they name must exist.
+    Consolidated metadata are not used, because an array's own may be newer; but every array that
+    they name must exist.
     """
     keys = [key for key in values if key.rpartition("/")[2] in _DOCUMENTS]
-    documents = dict(zip(keys, map_io(lambda key: read_json(store, values, key), keys), strict=True))
+    documents = dict(
+        zip(keys, map_io(lambda key: read_json(store, values, key), keys), strict=True)
+    )
     out = _Hierarchy(3 if _V3 in documents else 2)
     for key in documents:
         if key.rpartition("/")[2] == _V3:
@@ -85,7 +88,10 @@ def _check_nesting(store: Store, values: Mapping[str, Value], out: _Hierarchy) -
         if path and (outer := _outer_array(out, path.rpartition("/")[0])) is not None:
             raise IntegrityError(f"{store.url}: the array {path} is inside the array {outer!r}")
     for key in values:
-        if _CHUNK.fullmatch(key.rpartition("/")[2]) and _outer_array(out, key.rpartition("/")[0]) is None:
+        if (
+            _CHUNK.fullmatch(key.rpartition("/")[2])
+            and _outer_array(out, key.rpartition("/")[0]) is None
+        ):
             raise MissingData(
                 f"{store.url}: {key} seems to be a chunk, but of an array whose metadata are missing",
                 hint="restore the array's metadata from another copy; or move the file, if it is not a chunk",
@@ -122,7 +128,11 @@ def _outer_array(out: _Hierarchy, folder: str) -> str | None:
 
 
 def _add_v3(out: _Hierarchy, path: str, where: str, doc: Any) -> None:
-    if not isinstance(doc, dict) or doc.get("zarr_format") != 3 or doc.get("node_type") not in ("group", "array"):
+    if (
+        not isinstance(doc, dict)
+        or doc.get("zarr_format") != 3
+        or doc.get("node_type") not in ("group", "array")
+    ):
         raise IntegrityError(f"{where} is not the metadata of a Zarr v3 group or array")
     if doc["node_type"] == "array":
         out.add(path, parse_v3, where, doc)
@@ -146,7 +156,9 @@ def _check_version(store: Store, documents: dict[str, Any], path: str) -> None:
             )
 
 
-def _consolidated(store: Store, documents: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Array]]]:
+def _consolidated(
+    store: Store, documents: dict[str, Any]
+) -> Iterator[tuple[str, Callable[[], Array]]]:
     """The arrays in the root's consolidated metadata, each with a function that parses its document."""
     v2, v3 = documents.get(".zmetadata"), documents.get(_V3)
     where = f"{store.url}: the consolidated metadata"
@@ -182,16 +194,24 @@ class OpenZarr:
     def __init__(self, store: Store, *, fill_missing: bool) -> None:
         values = list_values(store)
         found = _read_hierarchy(store, values)
-        self._chunks = Chunks(store, values, found.arrays, found.arrays if fill_missing else (), _hint())
+        self._chunks = Chunks(
+            store, values, found.arrays, found.arrays if fill_missing else (), _hint()
+        )
         self.store: Store = DecodedStore(store, self._chunks)
         keys = _keys(found, store.url)
         self._arrays = {keys[path]: array for path, array in found.arrays.items()}
         self.metadata = CheckpointMetadata(
-            tensor_list=TensorList(tuple(TensorInfo(*k, a.dtype, a.shape) for k, a in self._arrays.items())),
+            tensor_list=TensorList(
+                tuple(TensorInfo(*k, a.dtype, a.shape) for k, a in self._arrays.items())
+            ),
             objects={"attributes": to_json(found.attributes)} if found.attributes else {},
             layout={"zarr_format": found.version},
             engine={"name": "zarr", "version": str(found.version)},
-            files=tuple(k for k in values if k.rpartition("/")[2] in _DOCUMENTS or is_file_of(found.paths, k)),
+            files=tuple(
+                k
+                for k in values
+                if k.rpartition("/")[2] in _DOCUMENTS or is_file_of(found.paths, k)
+            ),
             unreadable={keys[path]: why for path, why in found.unreadable.items()},
         )
 
@@ -211,10 +231,13 @@ class OpenZarr:
 def _keys(found: _Hierarchy, url: str) -> dict[str, Key]:
     """Decide which tensor each array is.
 
-    The arrays of a universal checkpoint record it. Others are weights, named by their path, with dots for slashes
-    unless that would give two arrays the same name; a single array is named like its folder.
+    The arrays of a universal checkpoint record it. Others are weights, named by their path, with
+    dots for slashes unless that would give two arrays the same name; a single array is named like
+    its folder.
     """
-    recorded = {path: _recorded_key(found.attributes.get(path, {}).get("ucformat")) for path in found.paths}
+    recorded = {
+        path: _recorded_key(found.attributes.get(path, {}).get("ucformat")) for path in found.paths
+    }
     keys = {path: key for path, key in recorded.items() if key is not None}
     if len(keys) < len(recorded):
         if set(found.paths) == {""}:
@@ -222,10 +245,15 @@ def _keys(found: _Hierarchy, url: str) -> dict[str, Key]:
             return {"": Key(name or "array", "weight")}
         dotted = {path.replace("/", ".") for path in found.paths}
         with_slashes = len(dotted) < len(found.paths)
-        keys = {path: Key(path if with_slashes else path.replace("/", "."), "weight") for path in found.paths}
+        keys = {
+            path: Key(path if with_slashes else path.replace("/", "."), "weight")
+            for path in found.paths
+        }
     twice = [key for key, n in Counter(keys.values()).items() if n > 1]
     if twice:
-        raise UsageError(f"{url}: two arrays are {twice[0]} according to their attributes", hint="remove one")
+        raise UsageError(
+            f"{url}: two arrays are {twice[0]} according to their attributes", hint="remove one"
+        )
     return keys
 
 

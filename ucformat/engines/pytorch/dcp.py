@@ -27,10 +27,14 @@ class DcpOptions(PickleOptions):
     """The options of `Dcp`."""
 
     groups: Sequence[Sequence[str]] | None = option(
-        None, "document", "the parameters of each optimizer group, in order, if the states are numbered"
+        None,
+        "document",
+        "the parameters of each optimizer group, in order, if the states are numbered",
     )
     owners: Mapping[str, str] | None = option(
-        None, "document", "the path of the model that each optimizer trains, by the optimizer's, both joined by dots"
+        None,
+        "document",
+        "the path of the model that each optimizer trains, by the optimizer's, both joined by dots",
     )
 
 
@@ -79,7 +83,8 @@ class Dcp(Source):
         return OpenDcp(items, how.groups, how.owners)
 
 
-# The folders of torch.distributed.checkpoint: how they are recognised, and checks that their files are complete.
+# The folders of torch.distributed.checkpoint: how they are recognised, and checks that their files
+# are complete.
 
 METADATA = ".metadata"
 RANK_METADATA = "__0" + METADATA  # of a rank that saved without collectives
@@ -100,7 +105,9 @@ def is_marker(name: str) -> bool:
 
 def looks_like_dcp(store: Store) -> bool:
     """Whether a folder has DCP's `.metadata`, or shards of its safetensors writer, or files of ranks."""
-    if any(_METADATA_MODULE in _head(store, name) for name in (METADATA, RANK_METADATA)) or has_shards(store):
+    if any(
+        _METADATA_MODULE in _head(store, name) for name in (METADATA, RANK_METADATA)
+    ) or has_shards(store):
         return True
     return has_items(store)
 
@@ -117,7 +124,9 @@ def has_metadata(store: Store) -> bool:
 
 def has_shards(store: Store) -> bool:
     """Whether a folder has shards of DCP's safetensors writer, by their names and the metadata of the first."""
-    name = next((info.key for info in islice(store.list(), _MAX_LISTED) if SHARD.fullmatch(info.key)), None)
+    name = next(
+        (info.key for info in islice(store.list(), _MAX_LISTED) if SHARD.fullmatch(info.key)), None
+    )
     if name is None:
         return False
     from ucformat.sources.safetensors import read_header

@@ -1,7 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), as `dcp.load`, FSDP2 programs and torchtitan load them.
 
-Entries have the names under which the source's program kept them, if they are recorded. Otherwise they are those of the
-state `{"model": get_model_state_dict(…), "optim": get_optimizer_state_dict(…)}` and of the values beside it.
+Entries have the names under which the source's program kept them, if they are recorded. Otherwise
+they are those of the state `{"model": get_model_state_dict(…), "optim":
+get_optimizer_state_dict(…)}` and of the values beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 _PARAMETER = ("weight", "master")
 _PLAIN = ("params", "state")  # keys of a group that are not hyper-parameters
 
-#: The hyper-parameters that PyTorch's optimizers have besides those that all programs store. Loading requires each.
+#: The hyper-parameters that PyTorch's optimizers have besides those that all programs store.
+#: Loading requires each.
 _HYPER: dict[str, dict[str, Any]] = {
     name: {
         "amsgrad": False,
@@ -59,7 +61,9 @@ class DcpOptions(DistcpOptions):
         "the key of the model in the program's state, empty for none; `model` unless the source records it",
     )
     optimizer_key: str | None = option(
-        None, "text", "the key of the optimizer in the program's state; `optim` unless the source records it"
+        None,
+        "text",
+        "the key of the optimizer in the program's state; `optim` unless the source records it",
     )
     flat_optimizer: bool = option(
         default=False, how="flag", text="write the optimizer as `flatten_optimizer_state_dict` does"
@@ -73,7 +77,9 @@ class DcpOptions(DistcpOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer not in _HYPER:
-            raise UsageError(f"no optimizer {self.optimizer!r} is known", hint=f"there are: {', '.join(_HYPER)}")
+            raise UsageError(
+                f"no optimizer {self.optimizer!r} is known", hint=f"there are: {', '.join(_HYPER)}"
+            )
 
 
 class DcpExporter(Exporter):
@@ -94,7 +100,11 @@ class DcpExporter(Exporter):
 
 def elements(info: TensorInfo, box: Box) -> Storage:
     """The elements of a box of a tensor."""
-    return Storage(Span(info.dtype, box.size, ((info, Piece(box, 0, row_major(box.shape))),) if box.size else ()))
+    return Storage(
+        Span(
+            info.dtype, box.size, ((info, Piece(box, 0, row_major(box.shape))),) if box.size else ()
+        )
+    )
 
 
 class _State:
@@ -105,7 +115,9 @@ class _State:
         kept: the tensors that have a place.
     """
 
-    def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], options: DcpOptions) -> None:
+    def __init__(
+        self, source: Checkpoint, infos: Sequence[TensorInfo], options: DcpOptions
+    ) -> None:
         self.entries: dict[str, Entry] = {}
         self.paths: dict[str, StatePath] = {}
         self.aliases: dict[str, str] = {}
@@ -113,13 +125,19 @@ class _State:
         self.left: list[str] = []
         self._source, self._options = source, options
         self._infos = {info.key: info for info in infos}
-        given = options.model_key is not None or options.optimizer_key is not None or options.flat_optimizer
+        given = (
+            options.model_key is not None
+            or options.optimizer_key is not None
+            or options.flat_optimizer
+        )
         self._recorded: Mapping[Key, tuple[StatePath, ...]] = {} if given else source.metadata.paths
         self._model = _path("model" if options.model_key is None else options.model_key)
         self._optimizer = _path("optim" if options.optimizer_key is None else options.optimizer_key)
         self._beside = _beside_model(source.metadata.paths) if given else set()
         values = list(_leaves(source.objects, (), _lists(source.metadata.paths)))
-        self._referenced = set() if self._recorded else {d["$ref"] for _, d in values if _is(d, "$ref")}
+        self._referenced = (
+            set() if self._recorded else {d["$ref"] for _, d in values if _is(d, "$ref")}
+        )
         self._add_tensors()
         self._add_aliases()
         for path, data in values:
@@ -204,7 +222,11 @@ class _State:
         trained = {key.name for key in self._infos if key.state not in _PARAMETER}
         if not metadata.groups:
             if trained and not self._recorded:  # readers recognize an optimizer by its groups
-                names = [name for name in dict.fromkeys(key.name for key in self._infos) if name in trained]
+                names = [
+                    name
+                    for name in dict.fromkeys(key.name for key in self._infos)
+                    if name in trained
+                ]
                 self._add_group(self._optimizer, 0, {"params": names}, {}, None)
             return
         if not trained and any(key.state not in _PARAMETER for key in self._source.tensors):
@@ -248,7 +270,12 @@ class _State:
                 self._put(path, _constant(dotted(path), value))
 
     def _add_group(
-        self, root: StatePath, number: int, group: Mapping[str, Any], options: dict[str, Any], place: Place | None
+        self,
+        root: StatePath,
+        number: int,
+        group: Mapping[str, Any],
+        options: dict[str, Any],
+        place: Place | None,
     ) -> None:
         names = group["params"] if place is None else place.names
         if self._options.flat_optimizer if place is None else place.flattened:
@@ -256,7 +283,9 @@ class _State:
                 for key, value in options.items():
                     self._add_value((*root, f"{GROUPS}.{name}.{key}"), value)
             return
-        for path, value in _leaves({"params": list(names), **options}, (*root, GROUPS, number), set()):
+        for path, value in _leaves(
+            {"params": list(names), **options}, (*root, GROUPS, number), set()
+        ):
             self._add_value(path, value)
 
 
@@ -274,7 +303,9 @@ def _entry(name: str, info: TensorInfo) -> TensorEntry:
 
 
 def _constant(name: str, value: SavedTensor) -> TensorEntry:
-    return TensorEntry(name, value.storage.span.dtype, value.shape, lambda _: value.storage, name, whole=True)
+    return TensorEntry(
+        name, value.storage.span.dtype, value.shape, lambda _: value.storage, name, whole=True
+    )
 
 
 def _is(data: Any, form: str) -> bool:
@@ -283,13 +314,23 @@ def _is(data: Any, form: str) -> bool:
 
 def _beside_model(paths: Mapping[Key, tuple[StatePath, ...]]) -> set[Key]:
     """The tensors that are not in the model or an optimizer, if the names show it: they are named by their paths."""
-    named = {key for key, found in paths.items() if key.state == "weight" and dotted(found[0]) == key.name}
+    named = {
+        key
+        for key, found in paths.items()
+        if key.state == "weight" and dotted(found[0]) == key.name
+    }
     return named if len(named) < sum(key.state == "weight" for key in paths) else set()
 
 
 def _lists(paths: Mapping[Key, tuple[StatePath, ...]]) -> set[StatePath]:
     """The paths of lists that contain tensors."""
-    return {p[:i] for found in paths.values() for p in found for i, part in enumerate(p) if type(part) is int}
+    return {
+        p[:i]
+        for found in paths.values()
+        for p in found
+        for i, part in enumerate(p)
+        if type(part) is int
+    }
 
 
 def _leaves(data: Any, path: StatePath, lists: set[StatePath]) -> Iterator[tuple[StatePath, Any]]:

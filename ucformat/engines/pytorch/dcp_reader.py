@@ -67,19 +67,22 @@ class Reader(StorageReader):
 
         dcp.load(state, storage_reader=Reader(path))
 
-    Replaces `FileSystemReader`. Each rank reads only the boxes that it holds, straight into its tensors. Names of the
-    state are found with or without the prefixes under which the program keeps model and optimizer, nested or flattened.
-    Hyper-parameters that are not stored keep the program's values. DCP raises for the first entry that is missing or
-    has another shape; all other mismatches are raised in one error before a rank reads.
+    Replaces `FileSystemReader`. Each rank reads only the boxes that it holds, straight into its
+    tensors. Names of the state are found with or without the prefixes under which the program keeps
+    model and optimizer, nested or flattened. Hyper-parameters that are not stored keep the
+    program's values. DCP raises for the first entry that is missing or has another shape; all other
+    mismatches are raised in one error before a rank reads.
 
     Args:
-        path: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint. A
-            `checkpoint_id` passed to DCP replaces it.
-        _extension_registry: the stream extensions with which `FileSystemWriter` wrote the checkpoint, if they are not
-            PyTorch's own. Such a checkpoint needs `trust=True`, since `FileSystemReader` itself reads it.
-        rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, where the
-            regex matches the whole name.
-        cast: cast tensors to the dtypes of the state, as `FileSystemReader` does; False: another dtype is an error.
+        path: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open
+            checkpoint. A `checkpoint_id` passed to DCP replaces it.
+        _extension_registry: the stream extensions with which `FileSystemWriter` wrote the
+            checkpoint, if they are not PyTorch's own. Such a checkpoint needs `trust=True`, since
+            `FileSystemReader` itself reads it.
+        rename: maps names of the checkpoint to names of the state: a function, or `{regex:
+            replacement}`, where the regex matches the whole name.
+        cast: cast tensors to the dtypes of the state, as `FileSystemReader` does; False: another
+            dtype is an error.
         trust: unpickle opaque objects, which may run code.
         verify: which checksums to check, as for `ucformat.torch.load`.
         threads: how many threads read on this rank (default: as many as the storage can use).
@@ -109,7 +112,13 @@ class Reader(StorageReader):
     @property
     def checkpoint_id(self) -> str | None:
         """The url of the checkpoint."""
-        return self._url.url if isinstance(self._url, Checkpoint) else None if self._url is None else str(self._url)
+        return (
+            self._url.url
+            if isinstance(self._url, Checkpoint)
+            else None
+            if self._url is None
+            else str(self._url)
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
@@ -146,7 +155,9 @@ class Reader(StorageReader):
             UsageError: there is no path.
         """
         if self._url is None:
-            raise UsageError("the Reader has no path", hint="Reader(path), or give DCP a checkpoint_id")
+            raise UsageError(
+                "the Reader has no path", hint="Reader(path), or give DCP a checkpoint_id"
+            )
         try:
             ck = self._url if isinstance(self._url, Checkpoint) else open_reference(self._url)
         except TransformedItems:
@@ -158,11 +169,19 @@ class Reader(StorageReader):
         return Metadata(
             state_dict_metadata=cast("Any", self._entries),
             planner_data=_Paths(self._entries),
-            storage_meta=StorageMeta(checkpoint_id=ck.url, save_id=ck.id or None, load_id=self.load_id),
+            storage_meta=StorageMeta(
+                checkpoint_id=ck.url, save_id=ck.id or None, load_id=self.load_id
+            ),
             version=CURRENT_DCP_VERSION,
         )
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,
+        *args: Any,
+        **kwargs: Any,  # noqa: FBT001
+    ) -> None:
         """Do nothing, since the checkpoint is open, except for a checkpoint with stream extensions.
 
         Args:
@@ -199,7 +218,8 @@ class Reader(StorageReader):
             planner: of DCP, whose tensors are filled.
 
         Raises:
-            StateMismatch: dtypes or values do not fit; the message lists all mismatches, and this rank has not read.
+            StateMismatch: dtypes or values do not fit; the message lists all mismatches, and this
+                rank has not read.
             ChecksumError: a chunk does not match its checksum.
             Conflict: a file of the checkpoint has changed since it was opened.
             UsageError: `read_metadata` was not called.
@@ -208,27 +228,40 @@ class Reader(StorageReader):
             return self._stock.read_data(plan, planner)
         entries = self._entries
         if entries is None:
-            raise UsageError("the checkpoint is not open", hint="call read_metadata() before read_data()")
+            raise UsageError(
+                "the checkpoint is not open", hint="call read_metadata() before read_data()"
+            )
         items = [i for i in plan.items if i.type != LoadItemType.BYTE_IO]
         wrapped = [isinstance(entries.find(i.storage_index.fqn), StoredWrapper) for i in items]
         wanted = [
-            (i, _live(planner, i) if w else planner.resolve_tensor(i)) for i, w in zip(items, wrapped, strict=True)
+            (i, _live(planner, i) if w else planner.resolve_tensor(i))
+            for i, w in zip(items, wrapped, strict=True)
         ]
-        plain = [_target(entries, i, t.detach()) for (i, t), w in zip(wanted, wrapped, strict=True) if not w]
+        plain = [
+            _target(entries, i, t.detach())
+            for (i, t), w in zip(wanted, wrapped, strict=True)
+            if not w
+        ]
         inner, wrapper_problems = _wrapper_targets(entries, compress(wanted, wrapped))
         aliases, targets = without_ties([*plain, *inner])
-        matched, tensor_problems, _ = match(targets, aliases, entries.ck, entries.names, cast=self._cast)
+        matched, tensor_problems, _ = match(
+            targets, aliases, entries.ck, entries.names, cast=self._cast
+        )
         held = getattr(planner, "state_dict", {})
         current = {k: None if isinstance(v, BytesStorageMetadata) else v for k, v in held.items()}
         fqns = [i.dest_index.fqn for i in plan.items if i.type == LoadItemType.BYTE_IO]
-        values, value_problems = fit_values(entries, fqns, current, trust=self._trust, cast=self._cast)
+        values, value_problems = fit_values(
+            entries, fqns, current, trust=self._trust, cast=self._cast
+        )
         _raise_for(
             wrapper_problems | tensor_problems | value_problems,
             entries.ck.url,
             partial=getattr(planner, "allow_partial_load", False),
         )
         with consistent():
-            self.nbytes, self.bytes_unverified = read(entries.ck, matched, self._verify, self._threads)
+            self.nbytes, self.bytes_unverified = read(
+                entries.ck, matched, self._verify, self._threads
+            )
             check_unchanged(entries.ck.store, LOAD_INVALID, TRACKERS)
         for item, tensor in wanted:
             planner.commit_tensor(item, tensor)
@@ -264,7 +297,9 @@ def _target(entries: Entries, item: ReadItem, tensor: torch.Tensor) -> LocalShar
     assert shape is not None  # noqa: S101
     info = TensorInfo(found.key.name, found.key.state, dtype_name(tensor.dtype), shape)
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-    strides = tuple(tensor.stride()) if tensor.device.type == "cpu" else row_major(tuple(tensor.shape))
+    strides = (
+        tuple(tensor.stride()) if tensor.device.type == "cpu" else row_major(tuple(tensor.shape))
+    )
     return LocalShard(info, (Piece(box, 0, strides),) if box.size else (), tensor)
 
 
@@ -288,12 +323,18 @@ def _wrapper_targets(
             others.append(f"{fqn} is a plain tensor, in the checkpoint it is a wrapper")
             continue
         check_live(fqn, tensor, taken)
-        keys = {n: entries.recorded.tensors.get(".".join((fqn, *n)), Key(fqn, "")) for n in taken.tensors}
+        keys = {
+            n: entries.recorded.tensors.get(".".join((fqn, *n)), Key(fqn, ""))
+            for n in taken.tensors
+        }
         wrong = entries.recorded.other_wrapper((fqn,), keys, taken)
         if wrong is not None:
             others.append(f"{fqn} {wrong}")
             continue
-        out += [replace(local_of(*keys[names], inner), wrapper=fqn) for names, inner in taken.tensors.items()]
+        out += [
+            replace(local_of(*keys[names], inner), wrapper=fqn)
+            for names, inner in taken.tensors.items()
+        ]
     return out, Problems(others=tuple(others))
 
 
@@ -316,7 +357,8 @@ def _raise_for(problems: Problems, url: str, *, partial: bool) -> None:
         raise StateMismatch(error.message, hint="; ".join(hints)) from None
 
 
-# A checkpoint as PyTorch DCP sees it: resolves the entries of a program's state dict, and fits their values.
+# A checkpoint as PyTorch DCP sees it: resolves the entries of a program's state dict, and fits
+# their values.
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,11 +405,12 @@ Entry = StoredWeight | StoredWrapper | PlainValue | SplitValue | Hyperparameter
 class Entries(Mapping[str, Any]):
     """The entries of a checkpoint, by the dotted paths of any program's state dict.
 
-    Paths of the state that was saved, if the checkpoint records them, have precedence. Other weights are found with or
-    without the prefix under which the program keeps its model (`model.`, `app.model.`), optimizer states below any
-    `….state.`, hyper-parameters below any `….param_groups.`, nested or flattened, and plain values by their paths.
-    Iteration lists each entry once: as it was saved, or if that is not recorded as in a state
-    `{"model": …, "optim": …, …}`.
+    Paths of the state that was saved, if the checkpoint records them, have precedence. Other
+    weights are found with or without the prefix under which the program keeps its model (`model.`,
+    `app.model.`), optimizer states below any `….state.`, hyper-parameters below any
+    `….param_groups.`, nested or flattened, and plain values by their paths. Iteration lists each
+    entry once: as it was saved, or if that is not recorded as in a state `{"model": …, "optim": …,
+    …}`.
     """
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str]) -> None:
@@ -387,7 +430,9 @@ class Entries(Mapping[str, Any]):
             return StoredWeight(self.recorded.tensors[fqn])
         option = self._option(fqn)
         if option is not None and option.root in self.recorded.optimizers:
-            known = isinstance(option.which, int) or self.recorded.find_group(option.root)(option.which)
+            known = isinstance(option.which, int) or self.recorded.find_group(option.root)(
+                option.which
+            )
             return option if known else None
         record = value_at(self.ck.objects, f"{fqn}.{RECORD}")
         if isinstance(record, dict):
@@ -409,7 +454,11 @@ class Entries(Mapping[str, Any]):
         """Whether a tensor with this name was saved in another entry than the one that is asked for, which exists."""
         stored = self.names[key.name]
         asked_by_name = key.name == fqn or self.recorded.unrenamed.get(key.name) != stored
-        if asked_by_name or key.state != "weight" or not self.ck.metadata.paths.get(Key(stored, key.state)):
+        if (
+            asked_by_name
+            or key.state != "weight"
+            or not self.ck.metadata.paths.get(Key(stored, key.state))
+        ):
             return False
         return fqn.partition(".")[0] in self._entries
 
@@ -430,7 +479,11 @@ class Entries(Mapping[str, Any]):
         number, _, name = below[len(GROUPS) + 1 :].partition(".")
         param, _, last = below[len(GROUPS) + 1 :].rpartition(".")
         groups = self.recorded.optimizers.get(root, ())
-        if number.isdecimal() and name and not any(p.flattened and param in p.names for _, p in groups):
+        if (
+            number.isdecimal()
+            and name
+            and not any(p.flattened and param in p.names for _, p in groups)
+        ):
             return Hyperparameter(root, int(number), name)
         return Hyperparameter(root, param, last) if param and last else None
 
@@ -446,18 +499,27 @@ class Entries(Mapping[str, Any]):
             raise KeyError(fqn)
         if isinstance(found, StoredWrapper):
             return _metadata(found.record["shape"], getattr(torch, found.record["dtype"]))
-        return self._tensor(found.key) if isinstance(found, StoredWeight) else BytesStorageMetadata()
+        return (
+            self._tensor(found.key) if isinstance(found, StoredWeight) else BytesStorageMetadata()
+        )
 
     def _tensor(self, key: Key) -> TensorStorageMetadata:
         """The metadata of a tensor, as one chunk, however it is stored; DCP requests the box that a rank holds."""
         stored, shape = self.names[key.name], torch.Size(self.shape(key) or ())
-        state = "master" if key.state == "weight" and "weight" not in self.states[key.name] else key.state
+        state = (
+            "master"
+            if key.state == "weight" and "weight" not in self.states[key.name]
+            else key.state
+        )
         return _metadata(shape, torch_dtype(self.ck.tensors[Key(stored, state)].dtype))
 
     @cached_property
     def paths(self) -> Mapping[str, Path]:
         """The path of each entry in a state that contains all of them."""
-        out = {dotted(p): tuple(str(x) if isinstance(x, IntKey) else x for x in p) for p in self.recorded.entries()}
+        out = {
+            dotted(p): tuple(str(x) if isinstance(x, IntKey) else x for x in p)
+            for p in self.recorded.entries()
+        }
         known = set(self.recorded.tensors.values())
 
         def add(*path: str | int) -> None:
@@ -557,17 +619,23 @@ def _joined(entries: Entries, fqn: str, current: Any, *, trust: bool) -> Any:
     if isinstance(found, PlainValue):
         return decode(found.data, current, trust=trust)
     raise UnsupportedError(
-        f"its tensors were stored separately, and {fqn} is not one of them", hint="use a state of the same structure"
+        f"its tensors were stored separately, and {fqn} is not one of them",
+        hint="use a state of the same structure",
     )
 
 
 def _fit_options(
-    entries: Entries, options: Mapping[str, Hyperparameter], current: Mapping[str, Any], *, trust: bool
+    entries: Entries,
+    options: Mapping[str, Hyperparameter],
+    current: Mapping[str, Any],
+    *,
+    trust: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """The values of hyper-parameters, and what does not fit.
 
-    A group of the program gets the hyper-parameters of its parameters, or if these have no names, those of the group
-    with its number. A hyper-parameter that is not stored keeps the program's value, which is logged.
+    A group of the program gets the hyper-parameters of its parameters, or if these have no names,
+    those of the group with its number. A hyper-parameter that is not stored keeps the program's
+    value, which is logged.
     """
     values: dict[str, Any] = {}
     others: list[str] = []
@@ -588,15 +656,20 @@ def _fit_options(
         if any(f != stored[0] for f in stored[1:]):
             others.append(f"{fqn}: its parameters were in groups with different values")
         elif stored:
-            values[fqn] = _like_number(decode(stored[0], current.get(fqn), trust=trust), current.get(fqn))
+            values[fqn] = _like_number(
+                decode(stored[0], current.get(fqn), trust=trust), current.get(fqn)
+            )
         else:
             values[fqn] = current.get(fqn)
-        kept |= {f"{p}: {option.name}": None for p, f in zip(params, found, strict=True) if f is ABSENT}
+        kept |= {
+            f"{p}: {option.name}": None for p, f in zip(params, found, strict=True) if f is ABSENT
+        }
     if kept:
         _log.warning(
             "%s lacks some hyper-parameters, which keep the values of the program: %s",
             entries.ck.url,
-            ", ".join([*kept][:_MAX_NAMES]) + (f" and {len(kept) - _MAX_NAMES} more" if len(kept) > _MAX_NAMES else ""),
+            ", ".join([*kept][:_MAX_NAMES])
+            + (f" and {len(kept) - _MAX_NAMES} more" if len(kept) > _MAX_NAMES else ""),
         )
     return values, others
 
@@ -613,7 +686,10 @@ def _whole(
     """All groups of an optimizer as one value."""
     if not isinstance(current, list) or not current or not all(map(is_group, current)):
         return [
-            {"params": list(names), **{k: decode(v, trust=trust) for k, v in group.options.items() if k != "state"}}
+            {
+                "params": list(names),
+                **{k: decode(v, trust=trust) for k, v in group.options.items() if k != "state"},
+            }
             for group, names in _groups(entries, option.root)
         ]
     out = []
@@ -642,7 +718,9 @@ def _like_number(value: Any, current: Any) -> Any:
     return value
 
 
-def _params(entries: Entries, option: Hyperparameter, current: Mapping[str, Any]) -> tuple[str, ...]:
+def _params(
+    entries: Entries, option: Hyperparameter, current: Mapping[str, Any]
+) -> tuple[str, ...]:
     """The names of a group's parameters in the program, or if it has none in the checkpoint."""
     if isinstance(option.which, str):
         return (option.which,)

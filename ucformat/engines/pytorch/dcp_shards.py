@@ -1,9 +1,10 @@
 """The safetensors shards of DCP's `HuggingFaceStorageWriter(save_distributed=True)`.
 
-Each rank writes `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` with its pieces of the tensors, and the offset of each
-piece in the whole tensor in `__metadata__`, as `DCP_SHARDING_INFO`. Neither the shape of a tensor is recorded, which
-ends with its last piece, nor the number of ranks. That no file of a last rank is missing is proved by tensors whose
-last piece is shorter: n rows over r ranks are pieces of ceil(n / r). Otherwise the caller must say so.
+Each rank writes `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` with its pieces of the tensors, and
+the offset of each piece in the whole tensor in `__metadata__`, as `DCP_SHARDING_INFO`. Neither the
+shape of a tensor is recorded, which ends with its last piece, nor the number of ranks. That no file
+of a last rank is missing is proved by tensors whose last piece is shorter: n rows over r ranks are
+pieces of ceil(n / r). Otherwise the caller must say so.
 """
 
 from __future__ import annotations
@@ -46,28 +47,39 @@ class OpenShards:
             header = read_header(store, file)
             offsets = _offsets(header)
             version = header.metadata.get("DCP_VERSION", version)
-            self._contents.unreadable |= {Key(name, "weight"): why for name, why in header.unreadable.items()}
+            self._contents.unreadable |= {
+                Key(name, "weight"): why for name, why in header.unreadable.items()
+            }
             for name, stored in header.tensors.items():
                 start = offsets.get(name)
                 if start is None or len(start) != len(stored.shape):
-                    raise IntegrityError(f"{file} does not say at which offsets its piece of {name} begins")
+                    raise IntegrityError(
+                        f"{file} does not say at which offsets its piece of {name} begins"
+                    )
                 if dtypes.setdefault(name, stored.dtype) != stored.dtype:
-                    raise IntegrityError(f"{file} has {name} as {stored.dtype}, another file as {dtypes[name]}")
+                    raise IntegrityError(
+                        f"{file} has {name} as {stored.dtype}, another file as {dtypes[name]}"
+                    )
                 whole = next(iter(header.extents(name)), None)
                 extent = whole and Extent(whole.box.shift(start), file, whole.offset, whole.strides)
                 pieces.setdefault(name, []).append((Box(start, stored.shape), file, extent))
         ranks = len({match[1] for file in files if (match := SHARD.fullmatch(file))})
-        if not _all_there([[box for box, _, _ in of_tensor] for of_tensor in pieces.values()], ranks):
-            self.part = (
-                f"the shards of {'one rank' if ranks == 1 else f'{ranks} ranks'}, and nothing tells how many saved"
-            )
+        if not _all_there(
+            [[box for box, _, _ in of_tensor] for of_tensor in pieces.values()], ranks
+        ):
+            saved_by = "one rank" if ranks == 1 else f"{ranks} ranks"
+            self.part = f"the shards of {saved_by}, and nothing tells how many saved"
         for name, found in pieces.items():
             if Key(name, "weight") not in self._contents.unreadable:
                 self._add(name, dtypes[name], found)
         self.metadata = CheckpointMetadata(
             tensor_list=self._contents.tensor_list(),
             unreadable=self._contents.unreadable,
-            engine={"name": "torch.distributed.checkpoint", "version": version, "format": "safetensors"},
+            engine={
+                "name": "torch.distributed.checkpoint",
+                "version": version,
+                "format": "safetensors",
+            },
             files=tuple(files),
         )
 
@@ -83,9 +95,13 @@ class OpenShards:
                 hint="copy the files of all ranks; each contains other pieces",
             )
         if len(totals) != 1:
-            raise IntegrityError(f"{self.store.url} has shards of several checkpoints: of {', '.join(sorted(totals))}")
+            raise IntegrityError(
+                f"{self.store.url} has shards of several checkpoints: of {', '.join(sorted(totals))}"
+            )
         numbers, total = {int(m[2]) for m in matches}, int(totals.pop())
-        lost = next((n for n in range(1, min(total, len(numbers) + 1) + 1) if n not in numbers), None)
+        lost = next(
+            (n for n in range(1, min(total, len(numbers) + 1) + 1) if n not in numbers), None
+        )
         if lost is not None:
             raise MissingData(
                 f"{self.store.url} has no shard-…-model-{lost:05}-of-{total:05}.safetensors of any rank",
@@ -120,7 +136,9 @@ def _all_there(tensors: Iterable[Sequence[Box]], ranks: int) -> bool:
         (dim,) = cut
         size, rows = first.shape[dim], last.stop[dim]
         if last.shape[dim] < size and [p.start[dim] for p in pieces] == list(range(0, rows, size)):
-            most = min(most, (rows - 1) // (size - 1))  # the most ranks r for which ceil(rows / r) is `size`
+            most = min(
+                most, (rows - 1) // (size - 1)
+            )  # the most ranks r for which ceil(rows / r) is `size`
     return most <= ranks
 
 
@@ -130,7 +148,9 @@ def _offsets(header: Header) -> dict[str, tuple[int, ...]]:
         document: Any = json.loads(header.metadata.get(INFO, ""))
         starts = {name: tuple(one["saved_offsets"]) for name, one in document.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{header.file}: its {INFO} cannot be read ({type(error).__name__})") from error
+        raise IntegrityError(
+            f"{header.file}: its {INFO} cannot be read ({type(error).__name__})"
+        ) from error
     if not all(type(n) is int and 0 <= n < 1 << 62 for start in starts.values() for n in start):
         raise IntegrityError(f"{header.file}: its {INFO} has impossible offsets")
     return starts

@@ -39,10 +39,24 @@ from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import write_checkpoint
 from ucformat.torch.state.collect import collect, inner_key, replace_wrappers
 from ucformat.torch.state.elements import host_memory
-from ucformat.torch.state.local import groups_of, local_of, mesh_of, paths_of, places_of, records_of, tied_names
+from ucformat.torch.state.local import (
+    groups_of,
+    local_of,
+    mesh_of,
+    paths_of,
+    places_of,
+    records_of,
+    tied_names,
+)
 from ucformat.torch.state.memory import copied_to_host
 from ucformat.torch.state.objects import PerRank, encode
-from ucformat.torch.state.subclasses import copy_to_host, is_subclass, memory_of, take_apart, why_refused
+from ucformat.torch.state.subclasses import (
+    copy_to_host,
+    is_subclass,
+    memory_of,
+    take_apart,
+    why_refused,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,26 +83,29 @@ class Writer(StorageWriter, BlockingAsyncStager):
 
         dcp.save(state, storage_writer=Writer(path))
 
-    Replaces `FileSystemWriter`, whose arguments come first, in the same order and with the same defaults; also for
-    `dcp.async_save`. The checkpoint is named, planned, written and committed as by `ucformat.torch.save`, all or
-    nothing. DCP's planner removes replicas without comparing them.
+    Replaces `FileSystemWriter`, whose arguments come first, in the same order and with the same
+    defaults; also for `dcp.async_save`. The checkpoint is named, planned, written and committed as
+    by `ucformat.torch.save`, all or nothing. DCP's planner removes replicas without comparing them.
 
     Args:
-        path: where to write the checkpoint, a path or URL; the same on all ranks. A `checkpoint_id` passed to DCP
-            replaces it.
+        path: where to write the checkpoint, a path or URL; the same on all ranks. A `checkpoint_id`
+            passed to DCP replaces it.
         single_file_per_rank: has no effect; `form` determines the files.
         sync_files: has no effect; a committed checkpoint is always durable.
         thread_count: how many threads of this rank write files of the Zarr form.
-        per_thread_copy_ahead: has no effect; all tensors are copied to the host before the first is written.
-        cache_staged_state_dict: keep the host memory to which `dcp.async_save` copies the state for its next call with
-            this writer, which must begin after the first has ended.
-        overwrite: replace an existing checkpoint, which stays intact until the new one is committed. A checkpoint that
-            is held, tagged, aliased, or needed by others is never replaced.
-        _extensions: not supported: tensors are stored such that any box of them can be read, not as streams.
+        per_thread_copy_ahead: has no effect; all tensors are copied to the host before the first is
+            written.
+        cache_staged_state_dict: keep the host memory to which `dcp.async_save` copies the state for
+            its next call with this writer, which must begin after the first has ended.
+        overwrite: replace an existing checkpoint, which stays intact until the new one is
+            committed. A checkpoint that is held, tagged, aliased, or needed by others is never
+            replaced.
+        _extensions: not supported: tensors are stored such that any box of them can be read, not as
+            streams.
         serialization_format: only the default is supported.
-        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file per rank
-            without communication, which can be opened alike, and which `ucp materialize` converts to arrays;
-            `safetensors` is as for `ucformat.torch.save`.
+        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes
+            one file per rank without communication, which can be opened alike, and which `ucp
+            materialize` converts to arrays; `safetensors` is as for `ucformat.torch.save`.
         step: the training step.
         run: name of the training run, for the catalog.
         metrics: numbers to record in the catalog.
@@ -143,7 +160,9 @@ class Writer(StorageWriter, BlockingAsyncStager):
             raise UsageError(f"thread_count must be at least 1, not {thread_count}")
         self.checkpoint_id = None if path is None else str(path)
         self.metadata = SaveMetadata.of(step, run, metrics, config, lineage)
-        self.saved: Saved | None = None  #: the last committed checkpoint, in the process that wrote it
+        self.saved: Saved | None = (
+            None  #: the last committed checkpoint, in the process that wrote it
+        )
         self._options = SaveOptions("", form, overwrite, "equal", chunk_bytes, shard_bytes)
         self._group, self._timeout, self._threads = group, timeout, thread_count
         self._collectives = self._coordinates = True
@@ -156,10 +175,15 @@ class Writer(StorageWriter, BlockingAsyncStager):
         """Copy a state to host memory, pinned if there is an accelerator, for `dcp.async_save`.
 
         Args:
-            state_dict: the state. Wrapper subclasses are copied as such; DCP would make plain tensors of them.
+            state_dict: the state. Wrapper subclasses are copied as such; DCP would make plain
+                tensors of them.
         """
         given, state_dict = state_dict, _without_wrappers(state_dict)
-        if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.accelerator.is_available():
+        if (
+            self.cache_staged_state_dict
+            and self.state_dict_cache is None
+            and not torch.accelerator.is_available()
+        ):
             self.state_dict_cache = _create_cpu_state_dict(state_dict)
         staged: dict[str, Any] = _with_wrappers(super().stage(state_dict), given)
         return staged
@@ -207,9 +231,14 @@ class Writer(StorageWriter, BlockingAsyncStager):
         Raises:
             UsageError: there is no path.
         """
-        self._collectives, self._coordinates = bool(kwargs.get("use_collectives", True)), is_coordinator
+        self._collectives, self._coordinates = (
+            bool(kwargs.get("use_collectives", True)),
+            is_coordinator,
+        )
         if self.checkpoint_id is None:
-            raise UsageError("the Writer has no path", hint="Writer(path), or give DCP a checkpoint_id")
+            raise UsageError(
+                "the Writer has no path", hint="Writer(path), or give DCP a checkpoint_id"
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Record all items of this rank, before DCP removes replicas from the plan.
@@ -218,7 +247,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
             plan: of this rank.
 
         Raises:
-            Conflict: `FileSystemWriter` has written a checkpoint at this location, which is never replaced.
+            Conflict: `FileSystemWriter` has written a checkpoint at this location, which is never
+                replaced.
         """
         if self._coordinates and Dcp().find(open_store(str(self.checkpoint_id))):
             raise Conflict(
@@ -251,11 +281,15 @@ class Writer(StorageWriter, BlockingAsyncStager):
             one result, with the bytes that this rank wrote and the id of the checkpoint.
 
         Raises:
-            Conflict: a checkpoint exists at the location, and `overwrite` is false or it is protected.
+            Conflict: a checkpoint exists at the location, and `overwrite` is false or it is
+                protected.
             UsageError: arguments differ between ranks.
-            UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
+            UcformatError: a rank failed or died; nothing is committed. Every rank gets the same
+                error.
         """
-        local = plan.storage_data if isinstance(plan.storage_data, LocalItems) else local_items(plan)
+        local = (
+            plan.storage_data if isinstance(plan.storage_data, LocalItems) else local_items(plan)
+        )
         with self._ranks(local) as group:
             part: RankItems | None = None
             values: PlainValues | Exception
@@ -281,8 +315,12 @@ class Writer(StorageWriter, BlockingAsyncStager):
             )
             options = replace(self._options, url=str(self.checkpoint_id))
             try:
-                self.saved = write_checkpoint(info, part.memories, options, self.metadata, group, threads=self._threads)
-            except Conflict as error:  # with the message of FileSystemWriter, which programs may check
+                self.saved = write_checkpoint(
+                    info, part.memories, options, self.metadata, group, threads=self._threads
+                )
+            except (
+                Conflict
+            ) as error:  # with the message of FileSystemWriter, which programs may check
                 already = f"Checkpoint already exists and overwrite={options.overwrite}"
                 raise Conflict(f"{already}: {error.message}", hint=error.hint) from error
         done: Future[list[WriteResult]] = Future()
@@ -301,7 +339,9 @@ class Writer(StorageWriter, BlockingAsyncStager):
         """
         ids = {r.storage_data for of_rank in results for r in of_rank}
         if len(ids) != 1:
-            raise UcformatError(f"the ranks wrote {len(ids)} checkpoints", hint="pass the same group on all ranks")
+            raise UcformatError(
+                f"the ranks wrote {len(ids)} checkpoints", hint="pass the same group on all ranks"
+            )
 
     def _ranks(self, local: LocalItems) -> AbstractContextManager[Group]:
         """The group of the ranks for which DCP has planned."""
@@ -345,10 +385,15 @@ def _is_wrapper(value: Any) -> bool:
 
 def _name_of(extension: Any) -> str:
     """The name of a stream extension of DCP."""
-    return str(extension.registry_name()) if hasattr(extension, "registry_name") else type(extension).__name__
+    return (
+        str(extension.registry_name())
+        if hasattr(extension, "registry_name")
+        else type(extension).__name__
+    )
 
 
-# Converts the write items of a PyTorch DCP plan to what this rank saves, named as by `ucformat.torch.save`.
+# Converts the write items of a PyTorch DCP plan to what this rank saves, named as by
+# `ucformat.torch.save`.
 
 _BYTES = WriteItemType.BYTE_IO
 
@@ -357,7 +402,8 @@ _BYTES = WriteItemType.BYTE_IO
 class LocalItems:
     """All items of a rank, before DCP removes duplicates between ranks.
 
-    `tensors` has an index for each shard, `shapes` the global shapes. `ranks` plan together (0: unknown).
+    `tensors` has an index for each shard, `shapes` the global shapes. `ranks` plan together (0:
+    unknown).
     """
 
     tensors: tuple[MetadataIndex, ...]
@@ -398,11 +444,17 @@ def local_items(plan: SavePlan) -> LocalItems:
 
 def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> RankItems:
     """Collect what this rank saves."""
-    mappings = plan.planner_data if isinstance(plan.planner_data, dict) else getattr(planner, "mappings", {})
+    mappings = (
+        plan.planner_data
+        if isinstance(plan.planner_data, dict)
+        else getattr(planner, "mappings", {})
+    )
     state = _State(planner, mappings, local)
     aliases = state.aliases()
     tensors, memories = _tensors(plan, planner, state, aliases)
-    values: dict[Path, Any] = {p: encode(record, dotted(p)) for p, record in records_of(state.found).items()}
+    values: dict[Path, Any] = {
+        p: encode(record, dotted(p)) for p, record in records_of(state.found).items()
+    }
     for item in plan.items:
         path = state.path(item.index)
         if item.type == _BYTES and not state.is_option(path):
@@ -429,7 +481,10 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Ra
 def _encodes(planner: SavePlanner) -> bool:
     """Whether a planner of the program encodes values itself."""
     kind, stock = type(planner), DefaultSavePlanner
-    return any(getattr(kind, f, None) is not getattr(stock, f) for f in ("resolve_data", "transform_object"))
+    return any(
+        getattr(kind, f, None) is not getattr(stock, f)
+        for f in ("resolve_data", "transform_object")
+    )
 
 
 def _encoded(data: bytes) -> Any:
@@ -450,7 +505,9 @@ class _Value:
 class _State:
     """A rank's training state as DCP flattened it, nested again."""
 
-    def __init__(self, planner: SavePlanner, mappings: Mapping[str, Path], local: LocalItems) -> None:
+    def __init__(
+        self, planner: SavePlanner, mappings: Mapping[str, Path], local: LocalItems
+    ) -> None:
         self.planner, self.mappings, self.local = planner, mappings, local
         nested: dict[str, Any] = {}
         for index in local.tensors:
@@ -459,14 +516,23 @@ class _State:
             set_element(nested, path, self.look_up(index) if _below_groups(path) else stand_in)
         for index in local.values:
             path = self.path(index)
-            set_element(nested, path, self.look_up(index, _BYTES) if _below_groups(path) else _Value())
+            set_element(
+                nested, path, self.look_up(index, _BYTES) if _below_groups(path) else _Value()
+            )
         self.found = collect(nested)
         by_path = self.found.keys
         #: Name and state of each tensor, except hyper-parameters.
         self.keys = {i.fqn: by_path[p] for i in local.tensors if (p := self.path(i)) in by_path}
         #: The wrappers among them.
-        self.taken = {i.fqn: t for i in local.tensors if i.fqn in self.keys and (t := self._taken(i)) is not None}
-        replace_wrappers(self.found, {self.path(i): self.taken[i.fqn] for i in local.tensors if i.fqn in self.taken})
+        self.taken = {
+            i.fqn: t
+            for i in local.tensors
+            if i.fqn in self.keys and (t := self._taken(i)) is not None
+        }
+        replace_wrappers(
+            self.found,
+            {self.path(i): self.taken[i.fqn] for i in local.tensors if i.fqn in self.taken},
+        )
 
     def path(self, index: MetadataIndex) -> Path:
         """The path of an entry in the program's state."""
@@ -474,7 +540,9 @@ class _State:
 
     def look_up(self, index: MetadataIndex, kind: WriteItemType = WriteItemType.SHARD) -> Any:
         """The value of an entry of this rank, or as the planner encoded it."""
-        if (kind != _BYTES or not _encodes(self.planner)) and hasattr(self.planner, "lookup_object"):
+        if (kind != _BYTES or not _encodes(self.planner)) and hasattr(
+            self.planner, "lookup_object"
+        ):
             return self.planner.lookup_object(index)
         data = self.planner.resolve_data(WriteItem(index, kind))
         return _encoded(data.getvalue()) if isinstance(data, io.BytesIO) else data
@@ -483,7 +551,9 @@ class _State:
         """A tensor of this rank taken apart, if it is a wrapper, or a DTensor of one."""
         if why_refused(self.look_up(index)) is None:
             return None
-        return take_apart(index.fqn, getattr(self.planner, "state_dict", {}).get(index.fqn, self.look_up(index)))
+        return take_apart(
+            index.fqn, getattr(self.planner, "state_dict", {}).get(index.fqn, self.look_up(index))
+        )
 
     def is_option(self, path: Path) -> bool:
         """Whether an entry is part of an optimizer group."""
@@ -497,7 +567,9 @@ class _State:
             for index, key in keys
             if key is not None and key.state == "weight"
             for names, tensor in (
-                self.taken[index.fqn].tensors if index.fqn in self.taken else {(): self.look_up(index)}
+                self.taken[index.fqn].tensors
+                if index.fqn in self.taken
+                else {(): self.look_up(index)}
             ).items()
         ]
         return tied_names(
@@ -541,7 +613,9 @@ def _tensors(
         info = mine[0].info
         other = by_key.setdefault(info.key, fqn)
         if other != fqn:
-            raise UsageError(f"{other} and {fqn} are both {info.key}", hint="give them different names")
+            raise UsageError(
+                f"{other} and {fqn} are both {info.key}", hint="give them different names"
+            )
         pieces, memory = _joined(mine)
         tensors.append((info, pieces))
         memories.append(memory)
@@ -560,7 +634,11 @@ def _shard(item: WriteItem, planner: SavePlanner, key: Key) -> LocalShard:
         )
     info = TensorInfo(key.name, key.state, local.info.dtype, tuple(data.size))
     pieces = tuple(
-        Piece(Box(tuple(map(int.__add__, p.box.start, chunk.offsets)), p.box.shape), p.offset, p.strides)
+        Piece(
+            Box(tuple(map(int.__add__, p.box.start, chunk.offsets)), p.box.shape),
+            p.offset,
+            p.strides,
+        )
         for p in local.pieces
         if p.box.size
     )
@@ -613,5 +691,7 @@ def _plain(node: Any, path: Path, lists: frozenset[Path]) -> Any:
         return node.data
     inner = {k: _plain(v, (*path, k), lists) for k, v in node.items()}
     if inner and path not in lists and all(isinstance(k, int) for k in inner):
-        return [inner.get(i, {}) for i in range(max(k for k in inner if isinstance(k, int)) + 1)]  # DCP leaves out {}
+        return [
+            inner.get(i, {}) for i in range(max(k for k in inner if isinstance(k, int)) + 1)
+        ]  # DCP leaves out {}
     return {json_key(k): v for k, v in inner.items()}

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option
-from ucformat.sources.model_files import complete_shards, file_assets, file_sets, find_assets, root_files
+from ucformat.sources.model_files import (
+    complete_shards,
+    file_assets,
+    file_sets,
+    find_assets,
+    root_files,
+)
 from ucformat.sources.parts import parts_of_one
 
 if TYPE_CHECKING:
@@ -29,14 +35,26 @@ _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
 _INNER = re.compile(r"\.(pt|pth|ckpt|bin)[-._]")  # an ending with more behind it: `model.pt.rank0`
 _ITEMS = ".distcp"  # several archives, one after another
 _PROGRAMS = (".pt", ".pth", ".pth.tar")
-_ODD = (".pkl", ".tar", ".model", ".state", ".weights", ".chkpt", ".torch")  # endings that people give to such files
-_MODEL = re.compile(r"pytorch_model(-\d{5,}-of-\d{5,})?\.bin|adapter_model\.bin|consolidated\.\d+\.pth")
+_ODD = (
+    ".pkl",
+    ".tar",
+    ".model",
+    ".state",
+    ".weights",
+    ".chkpt",
+    ".torch",
+)  # endings that people give to such files
+_MODEL = re.compile(
+    r"pytorch_model(-\d{5,}-of-\d{5,})?\.bin|adapter_model\.bin|consolidated\.\d+\.pth"
+)
 _RANK_FILE = re.compile(r"consolidated\.(\d+)\.pth")
 _OTHER_FILE = re.compile(
     r"(training_args|optimizer|distrib_optim|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict|"
     r"custom_checkpoint)[_\d]*\.\w+"
 )
-_ATOM = re.compile(r"(fp32|exp_avg|exp_avg_sq|step|optimizer_state)\.pt")  # of DeepSpeed's universal format
+_ATOM = re.compile(
+    r"(fp32|exp_avg|exp_avg_sq|step|optimizer_state)\.pt"
+)  # of DeepSpeed's universal format
 _PICKLE = re.compile(rb"[^/]+/data\.pkl")
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -65,7 +83,9 @@ class TorchSave(Source):
         """Whether the file is named as a model's, or as a checkpoint of some program."""
         if _is_named_as_model(name):
             return True
-        return name.endswith(_PROGRAMS) and not (_OTHER_FILE.fullmatch(name) or _ATOM.fullmatch(name))
+        return name.endswith(_PROGRAMS) and not (
+            _OTHER_FILE.fullmatch(name) or _ATOM.fullmatch(name)
+        )
 
     def find(self, store: Store) -> bool:
         """Whether the folder has a file of torch.save; reads the first bytes of files whose names allow it."""
@@ -92,7 +112,9 @@ class TorchSave(Source):
         index = key if key.endswith(_INDEX) else None
         groups, part = groups_by_optimizer(self.options.groups), self.options.part is True
         keys, assets = [] if index else [key], file_assets(store, key)
-        return OpenTorchSave(store, keys, index, self.options.allow, groups, assets, folder=key, part=part)
+        return OpenTorchSave(
+            store, keys, index, self.options.allow, groups, assets, folder=key, part=part
+        )
 
 
 def _is_named_as_model(name: str) -> bool:
@@ -107,8 +129,12 @@ def _looks_like_torch_save(store: Store, key: str) -> bool:
     head = store.read(key, 0, min(_HEAD, store.info(key).size))
     if head.startswith(_LEGACY):
         return True
-    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]  # the name of an archive's first file
-    return head.startswith(_ZIP) and (key.endswith(_SUFFIXES) or _PICKLE.fullmatch(first) is not None)
+    first = head[
+        30 : 30 + int.from_bytes(head[26:28], "little")
+    ]  # the name of an archive's first file
+    return head.startswith(_ZIP) and (
+        key.endswith(_SUFFIXES) or _PICKLE.fullmatch(first) is not None
+    )
 
 
 def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None) -> Iterator[str]:

@@ -62,7 +62,9 @@ class TorchExporter(Exporter):
             left = (*left_out(source, infos, values=source.objects, groups=True), *left)
         else:
             tensors = {info.name: _tensor(info) for info in infos}
-            tied = {alias: tensors[name] for alias, name in source.aliases.items() if name in tensors}
+            tied = {
+                alias: tensors[name] for alias, name in source.aliases.items() if name in tensors
+            }
             value, left = tensors | tied, left_out(source, infos)
         return Target((torch_file(self.options.name, value, last=True),), left)
 
@@ -85,10 +87,12 @@ def _dtype(name: str) -> Global:
     return found
 
 
-# The nested state of the program that saved a checkpoint, from the paths and places that the checkpoint records.
+# The nested state of the program that saved a checkpoint, from the paths and places that the
+# checkpoint records.
 #
-# Where it records none, the state is that of `torch.distributed.checkpoint.state_dict`: `{"model": {name: weight},
-# "optim": {"state": {name: {state: tensor}}, "param_groups": […]}}`, and the values by their names.
+# Where it records none, the state is that of `torch.distributed.checkpoint.state_dict`: `{"model":
+# {name: weight}, "optim": {"state": {name: {state: tensor}}, "param_groups": […]}}`, and the values
+# by their names.
 
 _STATE = "state"
 _MODEL, _OPTIM = "model", "optim"
@@ -133,7 +137,9 @@ class _NoPlaceError(Exception):
     """A value cannot be written."""
 
 
-def nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves) -> tuple[Any, tuple[str, ...]]:
+def nested_state(
+    source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
+) -> tuple[Any, tuple[str, ...]]:
     """Build the state.
 
     Returns:
@@ -148,7 +154,9 @@ def nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
         ) from error
 
 
-def _nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves) -> tuple[Any, tuple[str, ...]]:
+def _nested_state(
+    source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
+) -> tuple[Any, tuple[str, ...]]:
     build = _Build(source, {info.key: info for info in infos}, leaves)
     build.values()
     recorded = source.metadata.paths
@@ -159,7 +167,9 @@ def _nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leave
         places = [None if known else Place((_OPTIM,), tuple(g["params"])) for g in groups]
     further: list[tuple[StatePath, Key]] = []  # of tied tensors: last, as modules mostly have them
     for info in infos:
-        for number, path in enumerate(recorded.get(info.key, ()) if known else _usual_paths(source, info)):
+        for number, path in enumerate(
+            recorded.get(info.key, ()) if known else _usual_paths(source, info)
+        ):
             if number:
                 further.append((path, info.key))
             else:
@@ -187,7 +197,10 @@ def _is_numbered(place: Place) -> bool:
 
 def _usual_paths(source: Checkpoint, info: TensorInfo) -> list[StatePath]:
     if info.state == "weight":
-        return [(_MODEL, n) for n in (info.name, *(a for a, of in source.aliases.items() if of == info.name))]
+        return [
+            (_MODEL, n)
+            for n in (info.name, *(a for a, of in source.aliases.items() if of == info.name))
+        ]
     return [(_OPTIM, _STATE, info.name, info.state)]
 
 
@@ -199,7 +212,9 @@ class _Build:
         self.root: Any = {}
         self.placed: dict[Key, Any] = {}
         self.left: list[str] = []
-        self.lists: set[int] = set()  # dictionaries that are lists, of which the values have some items: by `id`
+        self.lists: set[int] = (
+            set()
+        )  # dictionaries that are lists, of which the values have some items: by `id`
         self.has_groups = False  # whether the values contain those of an optimizer
 
     def tensor(self, key: Key) -> Any:
@@ -225,7 +240,9 @@ class _Build:
             return value
         form = next(iter(value), "")
         if form in _FOREIGN:
-            raise _NoPlaceError(f"the value {path} ({value[form] if form == '$class' else _FOREIGN[form]})")
+            raise _NoPlaceError(
+                f"the value {path} ({value[form] if form == '$class' else _FOREIGN[form]})"
+            )
         if len(value) == 1 and form == "$tuple":
             return _Tuple((i, self.decode(v, f"{path}[{i}]")) for i, v in enumerate(value[form]))
         if len(value) == 1 and form == "$ref":
@@ -257,7 +274,9 @@ class _Build:
     def put(self, path: StatePath, value: Any) -> None:
         """Put a value at its path; lists and dictionaries on the way are made."""
         if len(path) > _MAX_DEPTH:
-            raise IntegrityError(f"{self.source.url} has a tensor {len(path):,} levels deep in the program's state")
+            raise IntegrityError(
+                f"{self.source.url} has a tensor {len(path):,} levels deep in the program's state"
+            )
         node: Any = self.root
         for part, after in zip(path, (*path[1:], None), strict=True):
             is_list = isinstance(node, _List)
@@ -278,27 +297,41 @@ class _Build:
         """Put a tensor at a path where there is nothing yet."""
         if self.at(path, None) is not None:
             raise UnsupportedError(
-                f"{self.source.url} has {key} at {dotted(path)}, where another value is", hint="export without --nested"
+                f"{self.source.url} has {key} at {dotted(path)}, where another value is",
+                hint="export without --nested",
             )
         self.put(path, self.tensor(key))
 
     def numbered(self, path: StatePath) -> StatePath:
         """The path of a state of a parameter that its optimizer numbers, where DCP made a text of the number."""
-        if len(path) < 3 or path[-3] != _STATE or not (isinstance(path[-2], str) and path[-2].isdecimal()):
+        if (
+            len(path) < 3
+            or path[-3] != _STATE
+            or not (isinstance(path[-2], str) and path[-2].isdecimal())
+        ):
             return path
         groups = self.at((*path[:-3], GROUPS), [])
-        known = any(IntKey(path[-2]) in _items(g.get("params")) for g in _items(groups) if isinstance(g, dict))
+        known = any(
+            IntKey(path[-2]) in _items(g.get("params"))
+            for g in _items(groups)
+            if isinstance(g, dict)
+        )
         return (*path[:-2], IntKey(path[-2]), path[-1]) if known else path
 
     def group(self, group: Mapping[str, Any], place: Place) -> None:
         """Put an optimizer group at its place."""
-        options = self.items([(k, v) for k, v in group.items() if k not in ("params", _STATE)], GROUPS)
+        options = self.items(
+            [(k, v) for k, v in group.items() if k not in ("params", _STATE)], GROUPS
+        )
         keys = [IntKey(name) if _is_numbered(place) else name for name in place.names]
         if place.flattened:
             for name, option in ((n, o) for n in place.names for o in options):
                 self.put((*place.path, f"{GROUPS}.{name}.{option}"), options[option])
         else:
-            groups = [*_items(self.at((*place.path, GROUPS), [])), {"params": _List(enumerate(keys)), **options}]
+            groups = [
+                *_items(self.at((*place.path, GROUPS), [])),
+                {"params": _List(enumerate(keys)), **options},
+            ]
             self.put((*place.path, GROUPS), _List(enumerate(groups)))
             self.put((*place.path, _STATE), self.at((*place.path, _STATE), {}))
         stateful = self.at((*place.path, _STATE), {})
@@ -330,10 +363,18 @@ class _Build:
             return tuple(items) if isinstance(value, _Tuple) else items
         if isinstance(value, dict):
             plain = {int(k) if isinstance(k, IntKey) else k: v for k, v in value.items()}
-            return {k: self.finished(v, f"{path}.{k}" if path else str(k)) for k, v in plain.items()}
+            return {
+                k: self.finished(v, f"{path}.{k}" if path else str(k)) for k, v in plain.items()
+            }
         return int(value) if isinstance(value, IntKey) else value
 
 
 def _items(value: Any) -> list[Any]:
     """The items of a list, or of a value that is to be one; none of another value."""
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return (
+        list(value.values())
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else []
+    )

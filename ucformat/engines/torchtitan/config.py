@@ -19,12 +19,25 @@ if TYPE_CHECKING:
 
 __all__ = ["UniversalCheckpointManager"]
 
-#: Options of torchtitan that would change what is stored, the values that are supported, and what to do instead.
+#: Options of torchtitan that would change what is stored, the values that are supported, and what
+#: to do instead.
 _FIXED = {
-    "initial_load_in_hf": (False, "convert the files by a view, and set initial_load_path to the result"),
-    "initial_load_in_hf_quantized": (False, "convert the files by a view, and set initial_load_path to the result"),
-    "last_save_in_hf": (False, "export the last checkpoint: ucp export safetensors SRC DST --view …"),
-    "export_dtype": ("float32", "export the last checkpoint: ucp export safetensors SRC DST --cast …"),
+    "initial_load_in_hf": (
+        False,
+        "convert the files by a view, and set initial_load_path to the result",
+    ),
+    "initial_load_in_hf_quantized": (
+        False,
+        "convert the files by a view, and set initial_load_path to the result",
+    ),
+    "last_save_in_hf": (
+        False,
+        "export the last checkpoint: ucp export safetensors SRC DST --view …",
+    ),
+    "export_dtype": (
+        "float32",
+        "export the last checkpoint: ucp export safetensors SRC DST --cast …",
+    ),
 }
 
 
@@ -33,7 +46,8 @@ class UniversalCheckpointManager(BaseCheckpointManager):
 
         Trainer.Config(checkpoint=UniversalCheckpointManager.Config(enable=True, interval=500), …)
 
-    All checkpoints contain the full state, also the last: weights alone can be loaded from any of them.
+    All checkpoints contain the full state, also the last: weights alone can be loaded from any of
+    them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -41,11 +55,12 @@ class UniversalCheckpointManager(BaseCheckpointManager):
         """torchtitan's options of checkpoints, and these.
 
         Attributes:
-            async_mode: `disabled` blocks until the checkpoint is committed; the others save in the background.
+            async_mode: `disabled` blocks until the checkpoint is committed; the others save in the
+                background.
             form: as for `ucformat.torch.save`.
             run: name of the training run, for the catalog.
-            merge_dataloader: `merge` of `PerRank` for the data loader, with which another number of ranks loads it. It
-                is a function, and so no option of the command line.
+            merge_dataloader: `merge` of `PerRank` for the data loader, with which another number of
+                ranks loads it. It is a function, and so no option of the command line.
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -57,7 +72,9 @@ class UniversalCheckpointManager(BaseCheckpointManager):
             BaseCheckpointManager.Config.__post_init__(self)
             for name, (supported, hint) in _FIXED.items():
                 if getattr(self, name) != supported:
-                    raise UsageError(f"checkpoint.{name}={getattr(self, name)!r} is not supported", hint=hint)
+                    raise UsageError(
+                        f"checkpoint.{name}={getattr(self, name)!r} is not supported", hint=hint
+                    )
 
     def __init__(
         self,

@@ -24,29 +24,34 @@ _MODEL, _OPTIMIZER, _SCHEDULER, _DATALOADER = "model", "optimizer", "lr_schedule
 class CheckpointManager:
     """Saves and loads the state of a torchtitan training loop, across layouts.
 
-    All checkpoints contain the full state, including the last one; weights alone can be loaded from any of them.
+    All checkpoints contain the full state, including the last one; weights alone can be loaded from
+    any of them.
 
     Args:
         folder: of the run's checkpoints, each as `step-00000500`: a path or URL.
         model_parts: the model, or the pipeline stages of this rank.
-        optimizers: one optimizer, several, or an object with a list `optimizers`; each for the parameters of one part.
-        lr_schedulers: one scheduler, an object with a state dict, or several schedulers in the same state.
+        optimizers: one optimizer, several, or an object with a list `optimizers`; each for the
+            parameters of one part.
+        lr_schedulers: one scheduler, an object with a state dict, or several schedulers in the same
+            state.
         dataloader: an object with a state dict, which differs between ranks.
         states: further entries of the state: objects with a state dict, and plain values.
         interval: save at steps divisible by this number, and at the last step.
         enable_first_step_checkpoint: save at step 1 too.
         keep_latest_k: the number of checkpoints to keep; 0 for all.
-        async_mode: `disabled` blocks until the checkpoint is committed; `async` and `async_with_pinned_mem` save in the
-            background.
+        async_mode: `disabled` blocks until the checkpoint is committed; `async` and
+            `async_with_pinned_mem` save in the background.
         load_only: never save.
         exclude_from_loading: keys of the state that are not loaded.
-        initial_load_path: a checkpoint that ucformat can open, or a reference, to load if the folder has none.
+        initial_load_path: a checkpoint that ucformat can open, or a reference, to load if the
+            folder has none.
         initial_load_model_only: load only the model from `initial_load_path`.
         merge_dataloader: `merge` of `PerRank` for the data loader.
         options: other arguments of `ucformat.torch.Manager`: run, config, form, …
 
     Raises:
-        UsageError: an optimizer's parameters are not those of one part, or `exclude_from_loading` has an unknown key.
+        UsageError: an optimizer's parameters are not those of one part, or `exclude_from_loading`
+            has an unknown key.
     """
 
     def __init__(
@@ -86,10 +91,16 @@ class CheckpointManager:
             self.states[_DATALOADER] = _Loader(dataloader, merge_dataloader)
         if unknown := set(exclude_from_loading) - self.states.keys():
             known = ", ".join(self.states)
-            raise UsageError(f"the state has no {', '.join(sorted(unknown))}", hint=f"there are {known}")
+            raise UsageError(
+                f"the state has no {', '.join(sorted(unknown))}", hint=f"there are {known}"
+            )
         self._excluded = frozenset(exclude_from_loading)
         self._initial, self._initial_model_only = initial_load_path, initial_load_model_only
-        self._interval, self._first, self._load_only = interval, enable_first_step_checkpoint, load_only
+        self._interval, self._first, self._load_only = (
+            interval,
+            enable_first_step_checkpoint,
+            load_only,
+        )
         self._manager = Manager(
             folder,
             every=interval,
@@ -109,7 +120,8 @@ class CheckpointManager:
             whether a checkpoint was due.
 
         Raises:
-            UcformatError: a rank failed, or the previous save failed; that checkpoint is not committed.
+            UcformatError: a rank failed, or the previous save failed; that checkpoint is not
+                committed.
         """
         first = curr_step == 1 and self._first
         if self._load_only or not (last_step or first or curr_step % self._interval == 0):
@@ -123,8 +135,8 @@ class CheckpointManager:
         """Load a checkpoint of the run, or `initial_load_path` if it has none.
 
         Args:
-            step: the training step, or -1 for the newest intact checkpoint. From step 0, an initial checkpoint, only
-                the model is loaded.
+            step: the training step, or -1 for the newest intact checkpoint. From step 0, an initial
+                checkpoint, only the model is loaded.
 
         Returns:
             whether there was a checkpoint.

@@ -63,29 +63,37 @@ def average(
 ) -> Checkpoint:
     """Write the weighted mean of checkpoints as a new checkpoint, and commit it.
 
-    Means are computed in float64, block by block, and rounded once, to the dtype of the first checkpoint. Resumable as
-    `convert`. Memory: less than 128 MiB for each worker, whatever the number of checkpoints and the sizes of tensors.
+    Means are computed in float64, block by block, and rounded once, to the dtype of the first
+    checkpoint. Resumable as `convert`. Memory: less than 128 MiB for each worker, whatever the
+    number of checkpoints and the sizes of tensors.
 
     Args:
-        sources: the checkpoints, or their paths, urls or references; `run7@1000..2000` are all of a run in a range of
-            steps. They have the same tensors. What is not a tensor is that of the first.
+        sources: the checkpoints, or their paths, urls or references; `run7@1000..2000` are all of a
+            run in a range of steps. They have the same tensors. What is not a tensor is that of the
+            first.
         dst: the path, url or store of the new checkpoint.
-        weights: a weight for each checkpoint; they are divided by their sum (default: equal weights).
-        by: instead of weights, a metric in the catalog, such as `metric.val_loss`: the weights are the softmax of its
-            values, with the sign that `best` gives them.
+        weights: a weight for each checkpoint; they are divided by their sum (default: equal
+            weights).
+        by: instead of weights, a metric in the catalog, such as `metric.val_loss`: the weights are
+            the softmax of its values, with the sign that `best` gives them.
         best: with `by`, whether the least (`min`) or the greatest (`max`) value is the best.
-        temperature: with `by`, the values are divided by it (default 1): the lower, the more the best one weighs.
-        ema: instead of weights, the decay d of an exponential moving average in order of steps: e₀ = x₀,
-            eₜ = d eₜ₋₁ + (1 - d) xₜ.
-        states: the state, or states, to average (default: `weight`, or `master` where only that is stored). Optimizer
-            states are averaged only if they are listed here.
-        take: globs or `/regex/`es of names: these tensors are taken from the first checkpoint as they are.
+        temperature: with `by`, the values are divided by it (default 1): the lower, the more the
+            best one weighs.
+        ema: instead of weights, the decay d of an exponential moving average in order of steps: e₀
+            = x₀, eₜ = d eₜ₋₁ + (1 - d) xₜ.
+        states: the state, or states, to average (default: `weight`, or `master` where only that is
+            stored). Optimizer states are averaged only if they are listed here.
+        take: globs or `/regex/`es of names: these tensors are taken from the first checkpoint as
+            they are.
         cast: the dtype of the means (default: that of the first checkpoint).
         chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
-        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
-        workers: shards written at once (default: one for each core; for object stores eight at least).
-        run: the name of the run, for the catalog (default: none, so that it takes that of the folder).
+        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one
+            is.
+        workers: shards written at once (default: one for each core; for object stores eight at
+            least).
+        run: the name of the run, for the catalog (default: none, so that it takes that of the
+            folder).
         metrics: measured numbers by name.
         verify: compare the bytes that are read with the checksums in the files of the checkpoints.
         on: where shards are written, as for `convert`.
@@ -94,10 +102,11 @@ def average(
     Raises:
         NotFinished: this process has done its part, and another one commits.
         NotFound: a checkpoint is in no catalog, with `by`.
-        UsageError: the checkpoints differ in more than values; the message lists the tensors. Or weights, metrics or
-            steps are missing, or are no finite numbers.
+        UsageError: the checkpoints differ in more than values; the message lists the tensors. Or
+            weights, metrics or steps are missing, or are no finite numbers.
         ChecksumError: a checkpoint is damaged; the message names file, record and tensors.
-        Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed since it was opened.
+        Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed
+            since it was opened.
     """
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     planned = plan_average(
@@ -143,13 +152,21 @@ def plan_average(
         found = _Weighted(opened, checked_weights(weights, len(opened)), [{}] * len(opened))
     total = math.fsum(found.weights)
     if not total or not math.isfinite(1 / total):
-        raise UsageError("the weights add up to 0, so there is no mean", hint="give weights whose sum is not 0")
-    if chosen is not None and min(found.weights) / total < 0 and not {"weight", "master"}.issuperset(chosen):
+        raise UsageError(
+            "the weights add up to 0, so there is no mean", hint="give weights whose sum is not 0"
+        )
+    if (
+        chosen is not None
+        and min(found.weights) / total < 0
+        and not {"weight", "master"}.issuperset(chosen)
+    ):
         raise UsageError(
             "optimizer states are averaged with weights of 0 or more: second moments must not become negative",
             hint="average the weights alone, without `states`",
         )
-    combination = Combination(found.sources, Average(weights=found.weights), chosen, as_strings(take), cast)
+    combination = Combination(
+        found.sources, Average(weights=found.weights), chosen, as_strings(take), cast
+    )
     return Planned(combination, "average", found.about)
 
 
@@ -163,22 +180,36 @@ class _Weighted:
 
 
 def _check_options(
-    weights: Sequence[float] | None, by: str | None, best: str | None, temperature: float | None, ema: float | None
+    weights: Sequence[float] | None,
+    by: str | None,
+    best: str | None,
+    temperature: float | None,
+    ema: float | None,
 ) -> None:
-    given = [name for name, value in (("weights", weights), ("by", by), ("ema", ema)) if value is not None]
+    given = [
+        name
+        for name, value in (("weights", weights), ("by", by), ("ema", ema))
+        if value is not None
+    ]
     if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} exclude each other: each of them gives the weights")
+        raise UsageError(
+            f"{' and '.join(given)} exclude each other: each of them gives the weights"
+        )
     if by is None and (best is not None or temperature is not None):
         raise UsageError(
-            "a direction and a temperature are those of a metric", hint="name it: --by metric.val_loss (by=)"
+            "a direction and a temperature are those of a metric",
+            hint="name it: --by metric.val_loss (by=)",
         )
     if by is not None and not by.removeprefix(_METRIC):
         raise UsageError("no metric is named", hint="write metric.NAME, such as metric.val_loss")
     if by is not None and not by.startswith(_METRIC):
-        raise UsageError(f"{by!r} is not a metric", hint=f"write metric.NAME, such as {_METRIC}{by}")
+        raise UsageError(
+            f"{by!r} is not a metric", hint=f"write metric.NAME, such as {_METRIC}{by}"
+        )
     if by is not None and best not in ("min", "max"):
         raise UsageError(
-            f"whether less or more of {by} is better is not known", hint="--min or --max (best='min', best='max')"
+            f"whether less or more of {by} is better is not known",
+            hint="--min or --max (best='min', best='max')",
         )
     if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
         raise UsageError(f"the temperature must be a finite number above 0, not {temperature}")
@@ -193,7 +224,9 @@ def _by_metric(
     with open_catalog(str(given[0])) as catalog:
         for place, ck in zip(given, opened, strict=True):
             try:
-                entry = catalog.get(Checkpoint(ck.origin).id if isinstance(place, Checkpoint) else str(place))
+                entry = catalog.get(
+                    Checkpoint(ck.origin).id if isinstance(place, Checkpoint) else str(place)
+                )
             except NotFound as error:
                 raise NotFound(
                     f"the metric {name} of {ck.home} is not known: {error.message}",
@@ -219,7 +252,8 @@ def _along_a_run(opened: Sequence[Checkpoint], decay: float) -> _Weighted:
         step = ck.metadata.step
         if step is None:
             raise UsageError(
-                f"{ck.home} has no step, so it has no place in a moving average", hint="leave it out, or give weights"
+                f"{ck.home} has no step, so it has no place in a moving average",
+                hint="leave it out, or give weights",
             )
         if step in steps:
             raise UsageError(
@@ -277,35 +311,42 @@ def merge(
 ) -> Checkpoint:
     """Merge models, or LoRA adapters and their base, into a new checkpoint, and commit it.
 
-    The formulas are those of `ucformat.jobs.combine.formulas`, with b the base, x the sources, w their weights and λ
-    the scale, computed in float64, block by block, and rounded once. Resumable as `convert`. Memory: less than 128 MiB
-    for each worker, whatever the number of sources and the sizes of tensors.
+    The formulas are those of `ucformat.jobs.combine.formulas`, with b the base, x the sources, w
+    their weights and λ the scale, computed in float64, block by block, and rounded once. Resumable
+    as `convert`. Memory: less than 128 MiB for each worker, whatever the number of sources and the
+    sizes of tensors.
 
     Args:
-        method: `task-arithmetic`, `b + λ Σ w (x - b)`; `slerp` of exactly two sources; `ties`, which trims the
-            differences from the base, elects a sign for each element, and takes the mean of those that have it; `dare`,
-            task arithmetic of which random elements are dropped, and the others rescaled; `lora`, the base with the
-            adapters of PEFT that the sources are.
-        sources: the checkpoints, or their paths, urls or references; `run7@1000..2000` are all of a run in a range of
-            steps. They have the tensors of the base.
+        method: `task-arithmetic`, `b + λ Σ w (x - b)`; `slerp` of exactly two sources; `ties`,
+            which trims the differences from the base, elects a sign for each element, and takes the
+            mean of those that have it; `dare`, task arithmetic of which random elements are
+            dropped, and the others rescaled; `lora`, the base with the adapters of PEFT that the
+            sources are.
+        sources: the checkpoints, or their paths, urls or references; `run7@1000..2000` are all of a
+            run in a range of steps. They have the tensors of the base.
         dst: the path, url or store of the new checkpoint.
-        base: what the sources were fine-tuned from; all methods but slerp need it. What is not a tensor is that of the
-            base, of slerp that of the first source.
+        base: what the sources were fine-tuned from; all methods but slerp need it. What is not a
+            tensor is that of the base, of slerp that of the first source.
         weights: a weight for each source (default: 1 for each).
         scale: the factor λ of all differences (default 1).
-        density: the share of elements to keep: of ties those with the greatest magnitudes (default 0.2), of dare random
-            ones (1 minus the probability of dropping one; it must be given).
+        density: the share of elements to keep: of ties those with the greatest magnitudes (default
+            0.2), of dare random ones (1 minus the probability of dropping one; it must be given).
         t: of slerp, 0 for the first source, 1 for the second (default 0.5).
-        seed: of dare; the elements that are dropped depend only on it, the tensor's name, and the number of the source.
-        states: the state, or states, to merge (default: `weight`, or `master` where only that is stored).
-        take: globs or `/regex/`es of names: these tensors are taken from the base (of slerp the first source) as they
-            are.
+        seed: of dare; the elements that are dropped depend only on it, the tensor's name, and the
+            number of the source.
+        states: the state, or states, to merge (default: `weight`, or `master` where only that is
+            stored).
+        take: globs or `/regex/`es of names: these tensors are taken from the base (of slerp the
+            first source) as they are.
         cast: the dtype of merged tensors (default: that of the base, of slerp of the first source).
         chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
-        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
-        workers: shards written at once (default: one for each core; for object stores eight at least).
-        run: the name of the run, for the catalog (default: none, so that it takes that of the folder).
+        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one
+            is.
+        workers: shards written at once (default: one for each core; for object stores eight at
+            least).
+        run: the name of the run, for the catalog (default: none, so that it takes that of the
+            folder).
         metrics: measured numbers by name.
         verify: compare the bytes that are read with the checksums in the files of the sources.
         on: where shards are written, as for `convert`.
@@ -313,14 +354,22 @@ def merge(
 
     Raises:
         NotFinished: this process has done its part, and another one commits.
-        UsageError: a parameter is missing, or not one of the method; or the checkpoints differ in more than values; the
-            message lists the tensors.
+        UsageError: a parameter is missing, or not one of the method; or the checkpoints differ in
+            more than values; the message lists the tensors.
         UnsupportedError: an adapter asks for what cannot be merged; the message names it.
         ChecksumError: a checkpoint is damaged; the message names file, record and tensors.
-        Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed since it was opened.
+        Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed
+            since it was opened.
     """
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
-    given = {"base": base, "weights": weights, "scale": scale, "density": density, "t": t, "seed": seed}
+    given = {
+        "base": base,
+        "weights": weights,
+        "scale": scale,
+        "density": density,
+        "t": t,
+        "seed": seed,
+    }
     planned = plan_merge(method, sources, given, states=states, take=take, cast=cast)
     return planned.write(dst, how, overwrite=overwrite, run=run, metrics=metrics)
 
@@ -337,19 +386,27 @@ def plan_merge(
     """Plan a merge; reads no tensors, and writes nothing.
 
     Args:
-        parameters: `base`, `weights`, `scale`, `density`, `t` and `seed`; None as if it were not there.
+        parameters: `base`, `weights`, `scale`, `density`, `t` and `seed`; None as if it were not
+            there.
     """
-    found = _parameters(method, {name: value for name, value in parameters.items() if value is not None})
+    found = _parameters(
+        method, {name: value for name, value in parameters.items() if value is not None}
+    )
     base: Place | None = found.get("base")
     chosen = None if states is None else as_strings(states)
     if chosen is not None and not {"weight", "master"}.issuperset(chosen):
-        raise UsageError("only weights are merged, not optimizer states", hint="choose the states weight or master")
+        raise UsageError(
+            "only weights are merged, not optimizer states",
+            hint="choose the states weight or master",
+        )
     if chosen is not None and method == Lora.name:
         raise UsageError("adapters are merged into the weights, so there are no states to choose")
     _, opened = open_inputs(sources)
     _, bases = open_inputs([] if base is None else [base])
     if any(ck.home == bases[0].home for ck in opened if bases):
-        raise UsageError(f"{bases[0].home} is the base, and a source too", hint="leave it out of the sources")
+        raise UsageError(
+            f"{bases[0].home} is the base, and a source too", hint="leave it out of the sources"
+        )
     formula = _method(method, [*bases, *opened], len(opened), found)
     combination = Combination([*bases, *opened], formula, chosen, as_strings(take), cast)
     return Planned(combination, "merge", [{}] * len(combination.sources))
@@ -358,7 +415,9 @@ def plan_merge(
 def _parameters(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a method, with defaults."""
     if method not in _TAKES:
-        raise UsageError(f"{method!r} is no method of merging", hint=f"there are: {', '.join(_TAKES)}")
+        raise UsageError(
+            f"{method!r} is no method of merging", hint=f"there are: {', '.join(_TAKES)}"
+        )
     takes = _TAKES[method]
     for name in given:
         if name not in takes:
@@ -377,7 +436,9 @@ def _parameters(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _method(name: str, sources: Sequence[Checkpoint], count: int, found: Mapping[str, Any]) -> Method:
+def _method(
+    name: str, sources: Sequence[Checkpoint], count: int, found: Mapping[str, Any]
+) -> Method:
     if name == "slerp":
         if count != 2:
             raise UsageError(f"slerp takes exactly two checkpoints, not {count}")
@@ -390,7 +451,9 @@ def _method(name: str, sources: Sequence[Checkpoint], count: int, found: Mapping
     if name == "task-arithmetic":
         return TaskArithmetic(weights=weights, scale=found["scale"])
     if name == "dare":
-        return Dare(weights=weights, scale=found["scale"], density=found["density"], seed=found["seed"])
+        return Dare(
+            weights=weights, scale=found["scale"], density=found["density"], seed=found["seed"]
+        )
     if min(weights) <= 0:
         raise UsageError("the weights of ties must be above 0: they are those of a mean")
     return Ties(weights=weights, scale=found["scale"], density=found["density"])
@@ -403,7 +466,9 @@ Place: TypeAlias = "str | PathLike[str] | Checkpoint"
 
 def open_inputs(places: Place | Iterable[Place]) -> tuple[list[Place], list[Checkpoint]]:
     """Open the inputs of a combination."""
-    listed: list[Place] = [places] if isinstance(places, str | PathLike | Checkpoint) else list(places)
+    listed: list[Place] = (
+        [places] if isinstance(places, str | PathLike | Checkpoint) else list(places)
+    )
     given: list[Place] = []
     for place in listed:
         given += [place] if isinstance(place, Checkpoint) else expand_references([place])
@@ -411,7 +476,9 @@ def open_inputs(places: Place | Iterable[Place]) -> tuple[list[Place], list[Chec
     seen: set[str] = set()
     for ck in opened:
         if ck.home in seen:
-            raise UsageError(f"{ck.home} is given twice", hint="give it once, and more weight by `weights`")
+            raise UsageError(
+                f"{ck.home} is given twice", hint="give it once, and more weight by `weights`"
+            )
         seen.add(ck.home)
     return given, opened
 
@@ -420,7 +487,10 @@ def checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float,
     """The weights of inputs."""
     found = (1.0,) * count if weights is None else tuple(map(float, weights))
     if len(found) != count:
-        raise UsageError(f"there are {len(found)} weights for {count} inputs", hint="give one for each, in their order")
+        raise UsageError(
+            f"there are {len(found)} weights for {count} inputs",
+            hint="give one for each, in their order",
+        )
     for weight in found:
         if not math.isfinite(weight):
             raise UsageError(f"the weight {weight} is not finite")
@@ -450,11 +520,15 @@ class Planned:
     ) -> Checkpoint:
         """Write the combination and commit it.
 
-        It has no step, since it is no point of a training, and no metrics, since nobody has measured it. Everything
-        else that is not a tensor is that of the first input.
+        It has no step, since it is no point of a training, and no metrics, since nobody has
+        measured it. Everything else that is not a tensor is that of the first input.
         """
         store = as_store(dst)
-        sources, method, plan = self.combination.sources, self.combination.method, self.combination.plan(how)
+        sources, method, plan = (
+            self.combination.sources,
+            self.combination.method,
+            self.combination.plan(how),
+        )
         attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
         made, recorded = write(CombineJob(self.combination, store, attempt.id, how), attempt)
         lineage = tuple(

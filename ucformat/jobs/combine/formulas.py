@@ -1,8 +1,8 @@
 """The formulas by which checkpoints are combined, on blocks of elements in float64.
 
-They are functions of single elements: a block is any part of a tensor, and the results do not depend on how a tensor
-is cut. What a formula has to know of whole tensors, such as norms, is a parameter. Blocks are taken one after the
-other, so that only some of them are in memory.
+They are functions of single elements: a block is any part of a tensor, and the results do not
+depend on how a tensor is cut. What a formula has to know of whole tensors, such as norms, is a
+parameter. Blocks are taken one after the other, so that only some of them are in memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 #: Cosines above which two tensors count as parallel, as in other implementations of slerp.
 PARALLEL = 0.9995
 
-_TILE = 1 << 15  # elements of a block to which products are added while they are in the processor's cache
-_GAMMA, _MIX1, _MIX2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_TILE = (
+    1 << 15
+)  # elements of a block to which products are added while they are in the processor's cache
+_GAMMA, _MIX1, _MIX2 = (
+    np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def average(blocks: Iterable[Block], weights: Sequence[float]) -> Block:
@@ -43,10 +47,13 @@ def average(blocks: Iterable[Block], weights: Sequence[float]) -> Block:
 def ema_weights(decay: float, count: int) -> list[float]:
     """The weights of an exponential moving average, oldest first.
 
-    The average is e₀ = x₀, eₜ = d eₜ₋₁ + (1 - d) xₜ. So x₀ has the weight dⁿ⁻¹, and xₜ the weight (1 - d) dⁿ⁻¹⁻ᵗ. They
-    add up to 1.
+    The average is e₀ = x₀, eₜ = d eₜ₋₁ + (1 - d) xₜ. So x₀ has the weight dⁿ⁻¹, and xₜ the weight
+    (1 - d) dⁿ⁻¹⁻ᵗ. They add up to 1.
     """
-    return [decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - t) for t in range(1, count))]
+    return [
+        decay ** (count - 1),
+        *((1 - decay) * decay ** (count - 1 - t) for t in range(1, count)),
+    ]
 
 
 def softmax_weights(scores: Sequence[float], temperature: float) -> list[float]:
@@ -57,10 +64,13 @@ def softmax_weights(scores: Sequence[float], temperature: float) -> list[float]:
     return [power / total for power in powers]
 
 
-def task_arithmetic(base: Block, blocks: Iterable[Block], weights: Sequence[float], scale: float) -> Block:
+def task_arithmetic(
+    base: Block, blocks: Iterable[Block], weights: Sequence[float], scale: float
+) -> Block:
     """Task arithmetic, `b + λ Σ wᵢ (xᵢ - b)`: the base, and the sum of what each fine-tuning added to it.
 
-    Ilharco et al., Editing Models with Task Arithmetic (ICLR 2023), arXiv:2212.04089. There, all w are 1.
+    Ilharco et al., Editing Models with Task Arithmetic (ICLR 2023), arXiv:2212.04089. There, all w
+    are 1.
 
     Args:
         blocks: the blocks x of the fine-tuned inputs, in order, which may be changed.
@@ -74,9 +84,10 @@ def task_arithmetic(base: Block, blocks: Iterable[Block], weights: Sequence[floa
 def slerp_weights(dot: float, norms: tuple[float, float], t: float) -> tuple[float, float]:
     """The weights of two tensors in their spherical linear interpolation: `sin((1-t)θ) / sin θ` and `sin(tθ) / sin θ`.
 
-    Shoemake, Animating Rotation with Quaternion Curves (SIGGRAPH 1985). θ is the angle between the flattened tensors,
-    which keep their lengths. If that is undefined, because one of them is zero, or (nearly) 0 or π, because the cosine
-    is above 0.9995 or below -0.9995, the interpolation is linear: `1 - t` and `t`.
+    Shoemake, Animating Rotation with Quaternion Curves (SIGGRAPH 1985). θ is the angle between the
+    flattened tensors, which keep their lengths. If that is undefined, because one of them is zero,
+    or (nearly) 0 or π, because the cosine is above 0.9995 or below -0.9995, the interpolation is
+    linear: `1 - t` and `t`.
     """
     cosine = dot / norms[0] / norms[1] if min(norms) > 0 else 1.0
     if abs(cosine) > PARALLEL:
@@ -96,14 +107,19 @@ def magnitudes(block: Block, base: Block) -> Block:
 
 
 def ties(
-    base: Block, blocks: Iterable[Block], thresholds: Sequence[float], weights: Sequence[float], scale: float
+    base: Block,
+    blocks: Iterable[Block],
+    thresholds: Sequence[float],
+    weights: Sequence[float],
+    scale: float,
 ) -> Block:
     """TIES: trim the differences from the base, elect a sign for each element, and take the mean of those that have it.
 
-    Yadav et al., TIES-Merging: Resolving Interference When Merging Models (NeurIPS 2023), arXiv:2306.01708. With the
-    trimmed differences τᵢ, which are zero where |xᵢ - b| is below the threshold, the sign is that of `Σ wᵢ τᵢ`
-    (positive if the sum is zero), and the result is `b + λ Σ wᵢ τᵢ / Σ wᵢ` over the i whose τᵢ has this sign, or b if
-    there are none. In the paper, all w are 1.
+    Yadav et al., TIES-Merging: Resolving Interference When Merging Models (NeurIPS 2023),
+    arXiv:2306.01708. With the trimmed differences τᵢ, which are zero where |xᵢ - b| is below the
+    threshold, the sign is that of `Σ wᵢ τᵢ` (positive if the sum is zero), and the result is `b + λ
+    Σ wᵢ τᵢ / Σ wᵢ` over the i whose τᵢ has this sign, or b if there are none. In the paper, all w
+    are 1.
 
     Args:
         blocks: the blocks x of the fine-tuned inputs, in order, which may be changed.
@@ -142,8 +158,9 @@ def dare(
 ) -> Block:
     """DARE: drop random elements of the differences from the base, rescale the others, and add up: task arithmetic.
 
-    Yu et al., Language Models are Super Mario: Absorbing Abilities from Homologous Models as a Free Lunch (ICML 2024),
-    arXiv:2311.03099. The result is `b + λ Σ wᵢ mᵢ (xᵢ - b) / (1 - p)`, where the mask m is 0 with the probability p.
+    Yu et al., Language Models are Super Mario: Absorbing Abilities from Homologous Models as a Free
+    Lunch (ICML 2024), arXiv:2311.03099. The result is `b + λ Σ wᵢ mᵢ (xᵢ - b) / (1 - p)`, where the
+    mask m is 0 with the probability p.
 
     Args:
         blocks: the blocks x of the fine-tuned inputs, in order, which may be changed.
@@ -167,16 +184,19 @@ def dare_masks(
 ) -> Iterator[NDArray[np.bool_]]:
     """Which elements of a box of a tensor DARE keeps of each input, in C order.
 
-    Element number i of the flattened tensor is kept if output i of a SplitMix64 generator (Steele, Lea and Flood, Fast
-    Splittable Pseudorandom Number Generators, OOPSLA 2014) is below the density. The generator starts from the first
-    eight bytes, little-endian, of the SHA-256 of `{seed}/{number}/{name}`. So the mask depends on nothing else.
+    Element number i of the flattened tensor is kept if output i of a SplitMix64 generator (Steele,
+    Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) is below the
+    density. The generator starts from the first eight bytes, little-endian, of the SHA-256 of
+    `{seed}/{number}/{name}`. So the mask depends on nothing else.
 
     Args:
         density: the share of elements to keep, at most 1.
     """
     steps: NDArray[Any] = np.zeros(1, np.uint64)
     for start, n, size in zip(box.start, box.shape, shape, strict=True):
-        steps = (steps[:, None] * np.uint64(size) + np.arange(start, start + n, dtype=np.uint64)).reshape(-1)
+        steps = (
+            steps[:, None] * np.uint64(size) + np.arange(start, start + n, dtype=np.uint64)
+        ).reshape(-1)
     steps += np.uint64(1)
     steps *= _GAMMA
     at, memory = np.empty_like(steps), np.empty_like(steps)

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _READ_BYTES = 48 << 20  # of all inputs together, that a thread holds at once
-_BLOCK = 1 << 15  # elements that are computed at once: in float64, a few blocks fit a processor's cache
+_BLOCK = (
+    1 << 15
+)  # elements that are computed at once: in float64, a few blocks fit a processor's cache
 
 
 class Combination:
@@ -60,8 +62,14 @@ class Combination:
         take: Sequence[str] = (),
         cast: str | None = None,
     ) -> None:
-        self.sources, self.method, self._chosen = tuple(sources), method, (states, tuple(take), cast)
-        found = find_outputs(self.sources[:1] if isinstance(method, Lora) else self.sources, states, take, cast)
+        self.sources, self.method, self._chosen = (
+            tuple(sources),
+            method,
+            (states, tuple(take), cast),
+        )
+        found = find_outputs(
+            self.sources[:1] if isinstance(method, Lora) else self.sources, states, take, cast
+        )
         self.outputs: dict[Key, Output] = {output.info.key: output for output in found}
         self.infos = [output.info for output in found]
 
@@ -70,7 +78,9 @@ class Combination:
         return {
             "combine": {"method": self.method.name, **self.method.document()},
             "inputs": [plan_document(source, (), how) for source in self.sources],
-            "tensors": [(*o.info.key, o.info.dtype, o.info.shape, o.how) for o in self.outputs.values()],
+            "tensors": [
+                (*o.info.key, o.info.dtype, o.info.shape, o.how) for o in self.outputs.values()
+            ],
             "grids": (how.chunk_bytes, how.shard_bytes),
             "writer": __version__,
         }
@@ -158,16 +168,23 @@ class CombineJob(ShardJob):
         return self.combination.method.scans if output.how == "combined" else 0
 
     def _boxes(self, output: Output, box: Box) -> list[InputBox]:
-        return [self.inputs[o.input].within(o.info, o.box) for o in self.combination.operands(output, box)]
+        return [
+            self.inputs[o.input].within(o.info, o.box)
+            for o in self.combination.operands(output, box)
+        ]
 
-    def fill(self, array: Array, boxes: Sequence[InputBox], piece: Piece, raw: NDArray[np.uint8]) -> bool:
+    def fill(
+        self, array: Array, boxes: Sequence[InputBox], piece: Piece, raw: NDArray[np.uint8]
+    ) -> bool:
         """See ShardJob."""
         info, output = array.info, self.combination.outputs[array.info.key]
         if output.how == "taken":
             return boxes[0].read(piece, raw)
         dtype = numpy_dtype(info.dtype)
         strides = tuple(s * info.itemsize for s in piece.strides)
-        target: NDArray[Any] = np.ndarray(piece.box.shape, dtype, raw.data, piece.offset * info.itemsize, strides)
+        target: NDArray[Any] = np.ndarray(
+            piece.box.shape, dtype, raw.data, piece.offset * info.itemsize, strides
+        )
         known = self._knowledge(output) if self._scans(output) else None
         covered = True
         for part in self._parts(boxes, piece.box):
@@ -180,15 +197,20 @@ class CombineJob(ShardJob):
             for box in cut(part, _BLOCK):
                 block = self.combination.method.combine(info, box, part, arrays, known)
                 self._check(output, block, arrays)
-                # Rounded to nearest, ties to even, as NumPy and torch cast float64: to bfloat16 through float32.
-                np.copyto(target[_slices(box, piece.box)], block.reshape(box.shape), casting="unsafe")
+                # Rounded to nearest, ties to even, as NumPy and torch cast float64: to bfloat16
+                # through float32.
+                np.copyto(
+                    target[_slices(box, piece.box)], block.reshape(box.shape), casting="unsafe"
+                )
         return covered
 
     def _parts(self, boxes: Sequence[InputBox], box: Box) -> Iterator[Box]:
         """Cut a box so that what is read of all inputs for a part fits the memory."""
         return cut(box, max(1, _READ_BYTES // sum(b.info.itemsize for b in boxes)))
 
-    def _read(self, output: Output, boxes: Sequence[InputBox], part: Box) -> tuple[list[NDArray[Any]], bool]:
+    def _read(
+        self, output: Output, boxes: Sequence[InputBox], part: Box
+    ) -> tuple[list[NDArray[Any]], bool]:
         """Read the operands of a part; returns them, and whether checksums cover all bytes that were read."""
         arrays: list[NDArray[Any]] = []
         covered = True
@@ -212,7 +234,9 @@ class CombineJob(ShardJob):
                 self._known[key] = self.combination.method.prepare(output.info, scan)
             return self._known[key]
 
-    def _scan(self, output: Output, find: Callable[[Iterator[Block]], T], fold: Callable[[T, T], T]) -> T:
+    def _scan(
+        self, output: Output, find: Callable[[Iterator[Block]], T], fold: Callable[[T, T], T]
+    ) -> T:
         """See Scan. The blocks are those of default grids, so that their sums do not depend on options."""
         info = output.inputs[0]
         grid = Grid.of(info.shape, info.itemsize)
@@ -236,7 +260,9 @@ class CombineJob(ShardJob):
         assert total is not None  # noqa: S101 - only tensors with elements have tasks
         return total
 
-    def _finite(self, output: Output, box: Box, part: Box, arrays: Sequence[NDArray[Any]]) -> Iterator[Block]:
+    def _finite(
+        self, output: Output, box: Box, part: Box, arrays: Sequence[NDArray[Any]]
+    ) -> Iterator[Block]:
         from ucformat.jobs.combine.methods import wide
 
         for n, block in enumerate(wide(box, part, arrays)):
@@ -301,4 +327,10 @@ def cut(box: Box, most: int) -> Iterator[Box]:
 
 def _slices(box: Box, within: Box) -> tuple[slice | EllipsisType, ...]:
     """The index of a box; with it, a 0-d array remains one."""
-    return (..., *(slice(a - b, a - b + n) for a, b, n in zip(box.start, within.start, box.shape, strict=True)))
+    return (
+        ...,
+        *(
+            slice(a - b, a - b + n)
+            for a, b, n in zip(box.start, within.start, box.shape, strict=True)
+        ),
+    )

@@ -1,7 +1,8 @@
 """LoRA adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors` (or `.bin`).
 
-What the files ask for is computed or refused, and nothing is ignored: of each option of the configuration it is known
-that it is applied here, or that it does not change the merged weights, or it must be off.
+What the files ask for is computed or refused, and nothing is ignored: of each option of the
+configuration it is known that it is applied here, or that it does not change the merged weights, or
+it must be off.
 """
 
 from __future__ import annotations
@@ -36,12 +37,40 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 
 _PREFIX = "base_model.model."
-_APPLIED = {"peft_type", "r", "lora_alpha", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern"}
+_APPLIED = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+}
 #: What only says how the adapter was trained, or what it holds, which its tensors tell.
 _OF_TRAINING = {
-    *("auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config"),
-    *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-    *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_version"),
+    *(
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+    ),
+    *(
+        "exclude_modules",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+    ),
+    *(
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "modules_to_save",
+        "peft_version",
+    ),
     *("qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"),
 }
 #: Options by which an adapter may have no tensors of a module that target_modules names.
@@ -105,7 +134,14 @@ class Lora(Method):
             found.append(Operand(u.input, u.b, Box((box.start[of_b], 0), (box.shape[of_b], ranks))))
         return found
 
-    def combine(self, info: TensorInfo, box: Box, piece: Box, arrays: Sequence[NDArray[Any]], known: Any) -> Block:  # noqa: ARG002
+    def combine(
+        self,
+        info: TensorInfo,
+        box: Box,
+        piece: Box,
+        arrays: Sequence[NDArray[Any]],
+        known: Any,  # noqa: ARG002
+    ) -> Block:
         """See Method."""
         base, *halves = arrays
         (block,) = wide(box, piece, [base])
@@ -113,7 +149,10 @@ class Lora(Method):
         if not updates:
             return block
         block = block.reshape(box.shape)
-        rows, columns = (slice(a - b, a - b + n) for a, b, n in zip(box.start, piece.start, box.shape, strict=True))
+        rows, columns = (
+            slice(a - b, a - b + n)
+            for a, b, n in zip(box.start, piece.start, box.shape, strict=True)
+        )
         for u, a, b in zip(updates, halves[::2], halves[1::2], strict=True):
             if u.transposed:
                 a, b = b.T, a.T  # noqa: PLW2901 - of the transpose A' = Bᵀ and B' = Aᵀ
@@ -140,7 +179,9 @@ class Lora(Method):
                 strange += [info.name for info in found.values()]
             else:
                 info = base.tensors[target]
-                updates[target] = config.update(n, adapter, module, found, info, weight, scaled=is_scaled(info, scaled))
+                updates[target] = config.update(
+                    n, adapter, module, found, info, weight, scaled=is_scaled(info, scaled)
+                )
         if strange:
             more = f" and {len(strange) - _NAMED} more" if len(strange) > _NAMED else ""
             raise UsageError(
@@ -160,7 +201,13 @@ class Lora(Method):
             self._updates.setdefault(target, []).append(update)
 
     def _replace(
-        self, base: Checkpoint, adapter: Checkpoint, n: int, info: TensorInfo, target: Key, weight: float
+        self,
+        base: Checkpoint,
+        adapter: Checkpoint,
+        n: int,
+        info: TensorInfo,
+        target: Key,
+        weight: float,
     ) -> None:
         if info.shape != base.tensors[target].shape:
             raise UsageError(
@@ -175,7 +222,9 @@ class Lora(Method):
             )
         _check_untied(base, adapter, target)
         if target in self._replaced:
-            raise Conflict(f"several adapters replace {target.name} of the base", hint="merge one of them")
+            raise Conflict(
+                f"several adapters replace {target.name} of the base", hint="merge one of them"
+            )
         self._replaced[target] = (n, info)
 
 
@@ -183,8 +232,9 @@ class Lora(Method):
 class _Tensors:
     """The tensors of an adapter.
 
-    PEFT's `save_pretrained` writes them without the name of the adapter, and nothing else: tensors that are not of LoRA
-    replace some of the base. An engine saves the whole model, in which they have that name, beside the frozen base.
+    PEFT's `save_pretrained` writes them without the name of the adapter, and nothing else: tensors
+    that are not of LoRA replace some of the base. An engine saves the whole model, in which they
+    have that name, beside the frozen base.
 
     Attributes:
         halves: those of each module, by which half they are.
@@ -208,14 +258,22 @@ class _Tensors:
                     hint="save the adapter with PEFT's save_pretrained",
                 )
             if half := _HALF.fullmatch(inner):
-                kind = half["half"].lower() if half["half"] else f"{half['embedding'].lower()}embedding"
+                kind = (
+                    half["half"].lower()
+                    if half["half"]
+                    else f"{half['embedding'].lower()}embedding"
+                )
                 adapters.add(half["adapter"] or half["adapter_of_embedding"])
                 found.halves.setdefault(half["module"], {})[kind] = info
             elif saved := _SAVED_MODULE.fullmatch(inner):
                 adapters.add(saved["adapter"])
                 found.replaced[f"{saved['module']}.{saved['rest']}"] = info
             elif ".lora_" in inner:
-                what = "DoRA (lora_magnitude_vector)" if "lora_magnitude_vector" in inner else "this kind of adapter"
+                what = (
+                    "DoRA (lora_magnitude_vector)"
+                    if "lora_magnitude_vector" in inner
+                    else "this kind of adapter"
+                )
                 raise UnsupportedError(
                     f"{adapter.home}: {name} cannot be merged: {what} is not supported",
                     hint="merge it with PEFT's merge_and_unload",
@@ -225,7 +283,8 @@ class _Tensors:
         if len(adapters) > 1:
             names = ", ".join(sorted(name or "one without a name" for name in adapters))
             raise UsageError(
-                f"{adapter.home} holds several adapters: {names}", hint="save one of them with PEFT's save_pretrained"
+                f"{adapter.home} holds several adapters: {names}",
+                hint="save one of them with PEFT's save_pretrained",
             )
         whole_model = any(adapters)
         for name, info in others.items():
@@ -294,7 +353,9 @@ class _Config:
             )
         init = found.get("init_lora_weights", True)
         unsupported = [
-            k for k, v in found.items() if k not in _APPLIED | _OF_TRAINING and v not in (None, False, {}, [])
+            k
+            for k, v in found.items()
+            if k not in _APPLIED | _OF_TRAINING and v not in (None, False, {}, [])
         ]
         if not (isinstance(init, bool) or init in _PLAIN_INIT):
             unsupported.append(f"init_lora_weights={init!r}")
@@ -305,9 +366,12 @@ class _Config:
             )
         ranks, alphas = found.get("rank_pattern") or {}, found.get("alpha_pattern") or {}
         if not all(type(v) is int and v > 0 for v in (found.get("r"), *_values(ranks))) or not all(
-            type(v) in (int, float) and abs(v) < _MOST for v in (found.get("lora_alpha"), *_values(alphas))
+            type(v) in (int, float) and abs(v) < _MOST
+            for v in (found.get("lora_alpha"), *_values(alphas))
         ):
-            raise IntegrityError(f"{where}: r, lora_alpha, rank_pattern or alpha_pattern is not what PEFT writes")
+            raise IntegrityError(
+                f"{where}: r, lora_alpha, rank_pattern or alpha_pattern is not what PEFT writes"
+            )
         bias = found.get("bias", "none")
         if bias not in ("none", "all", "lora_only"):
             raise IntegrityError(f"{where}: the bias {bias!r} is not what PEFT writes")
@@ -379,10 +443,20 @@ class _Config:
         square = product[0] == product[1]
         transposed = embedding or (self.transposed if square else of.shape != product)
         alpha = _matching(self.alphas, module, self.alpha)
-        return _Update(n, a, b, weight * alpha / (math.sqrt(rank) if self.rank_stabilised else rank), transposed)
+        return _Update(
+            n,
+            a,
+            b,
+            weight * alpha / (math.sqrt(rank) if self.rank_stabilised else rank),
+            transposed,
+        )
 
     def check_whole(
-        self, base: Checkpoint, adapter: Checkpoint, updated: Container[str], replaced: Container[str]
+        self,
+        base: Checkpoint,
+        adapter: Checkpoint,
+        updated: Container[str],
+        replaced: Container[str],
     ) -> None:
         """Raise IntegrityError if the adapter lacks tensors that the configuration asks for and the base has."""
         lacking = []
@@ -391,7 +465,9 @@ class _Config:
             if name in replaced or name in updated:
                 continue
             is_bias = own == "bias" and len(base[name].shape) == 1
-            trained = is_bias and (self.bias == "all" or (self.bias == "lora_only" and f"{module}.weight" in updated))
+            trained = is_bias and (
+                self.bias == "all" or (self.bias == "lora_only" and f"{module}.weight" in updated)
+            )
             targeted = own == "weight" and not self.narrowed and _ends_with(module, self.targets)
             if trained or targeted or any(_is_inside(module, saved) for saved in self.saved):
                 lacking.append(name)
@@ -407,7 +483,11 @@ class _Config:
         """Raise UsageError if nothing tells whether the square tensors are stored transposed."""
         linear = {k: u for k, u in updates.items() if not u.a.name.endswith("lora_embedding_A")}
         square = [k.name for k in linear if len(set(base.tensors[k].shape)) == 1]
-        others = [k.name for k, u in linear.items() if k.name not in square and u.transposed != self.transposed]
+        others = [
+            k.name
+            for k, u in linear.items()
+            if k.name not in square and u.transposed != self.transposed
+        ]
         if square and others:
             raise UnsupportedError(
                 f"{self.home}: fan_in_fan_out is {json.dumps(self.transposed)}, but not so for {others[0]}; for "
@@ -419,7 +499,9 @@ class _Config:
 def _target(base: Checkpoint, name: str) -> Key | None:
     """The tensor of a base that is merged by default, by its name or that of a tensor to which it is tied."""
     name = base.aliases.get(name, name)
-    return next((key for state in ("weight", "master") if (key := Key(name, state)) in base.tensors), None)
+    return next(
+        (key for state in ("weight", "master") if (key := Key(name, state)) in base.tensors), None
+    )
 
 
 def _check_untied(base: Checkpoint, adapter: Checkpoint, target: Key) -> None:
@@ -434,7 +516,9 @@ def _check_untied(base: Checkpoint, adapter: Checkpoint, target: Key) -> None:
 
 def _ends_with(module: str, names: Any) -> bool:
     """Whether a list of names has that of a module, or the end of it, as PEFT matches them; a regex has none."""
-    return isinstance(names, list) and any(module == name or module.endswith(f".{name}") for name in names)
+    return isinstance(names, list) and any(
+        module == name or module.endswith(f".{name}") for name in names
+    )
 
 
 def _is_inside(module: str, name: str) -> bool:

@@ -1,9 +1,10 @@
 """The k-th greatest magnitude of a tensor's differences from a base, exactly, with bounded memory.
 
-Magnitudes are compared by the bits of float64, whose order is that of the numbers. A first round looks at a sample,
-which tells in which narrow range of numbers the threshold most likely is. A second one counts what is above this range,
-and counts each magnitude in it. If these are too many, neighbouring ones are counted together, and a further round
-looks at those among which the threshold is; as it does if the sample was misleading.
+Magnitudes are compared by the bits of float64, whose order is that of the numbers. A first round
+looks at a sample, which tells in which narrow range of numbers the threshold most likely is. A
+second one counts what is above this range, and counts each magnitude in it. If these are too many,
+neighbouring ones are counted together, and a further round looks at those among which the threshold
+is; as it does if the sample was misleading.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SHARE, _LEAST, _SAMPLED = 16, 1 << 12, 1 << 18  # one in so many is in the sample, which is not smaller, nor larger
+_SHARE, _LEAST, _SAMPLED = (
+    16,
+    1 << 12,
+    1 << 18,
+)  # one in so many is in the sample, which is not smaller, nor larger
 _COUNTED = 1 << 21  # numbers that are counted apart, of all inputs together
 _DEVIATIONS = 4  # standard deviations of a rank in the sample between the expected one and either end of the range
 _STEP = 7919  # between the first elements of which the sample consists, of one block and the next
@@ -87,9 +92,13 @@ class _Counts:
         self.new = []
         self._merge(new, np.ones(len(new), np.int64), 0, most)
 
-    def _merge(self, keys: NDArray[np.uint64], numbers: NDArray[np.int64], shift: int, most: int) -> None:
+    def _merge(
+        self, keys: NDArray[np.uint64], numbers: NDArray[np.int64], shift: int, most: int
+    ) -> None:
         common = max(self.shift, shift)
-        keys = np.concatenate([self.keys >> np.uint64(common - self.shift), keys >> np.uint64(common - shift)])
+        keys = np.concatenate(
+            [self.keys >> np.uint64(common - self.shift), keys >> np.uint64(common - shift)]
+        )
         order = np.argsort(keys, kind="stable")  # which merges two sorted parts
         keys, numbers = keys[order], np.concatenate([self.numbers, numbers])[order]
         while True:
@@ -101,9 +110,13 @@ class _Counts:
             keys, common = keys >> np.uint64(1), common + 1
         self.keys, self.numbers, self.shift = keys, numbers, common
 
-    def range_of(self, rank: float, beside: tuple[int, int], within: tuple[int, int]) -> tuple[int, int]:
+    def range_of(
+        self, rank: float, beside: tuple[int, int], within: tuple[int, int]
+    ) -> tuple[int, int]:
         """The range of the key that the magnitude of a rank has, or the one below or above all of them."""
-        at_least = self.above + np.cumsum(self.numbers[::-1])  # how many there are of the greatest key, and so on
+        at_least = self.above + np.cumsum(
+            self.numbers[::-1]
+        )  # how many there are of the greatest key, and so on
         n = int(np.searchsorted(at_least, rank))
         if rank <= self.above:
             return beside[1], within[1]
@@ -153,7 +166,9 @@ class _Search:
         low, high = map(_number, self.looked_at)
         inside, above = found >= low, found >= high
         greater = int(np.count_nonzero(above))
-        if self.looked_at[1] - self.looked_at[0] == 1:  # often: of few bits, or where nothing was changed
+        if (
+            self.looked_at[1] - self.looked_at[0] == 1
+        ):  # often: of few bits, or where nothing was changed
             same = int(np.count_nonzero(inside)) - greater
             return _Counts(greater, [], np.array([self.looked_at[0]], np.uint64), np.array([same]))
         inside ^= above
@@ -165,7 +180,10 @@ class _Search:
         if self.sample is None and self.every > 1:
             self.sample = seen
         else:
-            before, self.known = self.looked_at, seen.range_of(self.rank, self.looked_at, self.known)
+            before, self.known = (
+                self.looked_at,
+                seen.range_of(self.rank, self.looked_at, self.known),
+            )
             self.looked_at = self.known
             if self.sample is None or (before[0] <= self.known[0] and self.known[1] <= before[1]):
                 return
@@ -198,9 +216,13 @@ def find_thresholds(scan: Scan, inputs: int, rank: int, size: int) -> list[float
         todo = [s.found is None for s in searches]
         left = list(compress(searches, todo))
 
-        def find(blocks: Iterator[Block], todo: list[bool] = todo, left: list[_Search] = left) -> list[_Counts]:
+        def find(
+            blocks: Iterator[Block], todo: list[bool] = todo, left: list[_Search] = left
+        ) -> list[_Counts]:
             base = next(blocks)
-            return [s.look(block, base) for s, block in zip(left, compress(blocks, todo), strict=True)]
+            return [
+                s.look(block, base) for s, block in zip(left, compress(blocks, todo), strict=True)
+            ]
 
         def fold(one: list[_Counts], other: list[_Counts]) -> list[_Counts]:
             return [a.add(b, most) for a, b in zip(one, other, strict=True)]
@@ -211,7 +233,8 @@ def find_thresholds(scan: Scan, inputs: int, rank: int, size: int) -> list[float
     return [s.found for s in searches if s.found is not None]
 
 
-# The methods of combining: which boxes of which inputs a block is computed from, and by which formula.
+# The methods of combining: which boxes of which inputs a block is computed from, and by which
+# formula.
 
 #: The dtypes that are combined; of others, all inputs must have the same values.
 REAL = CASTABLE
@@ -232,7 +255,8 @@ class Method(ABC):
     Attributes:
         name: its name, on the command line and in lineages.
         has_base: whether the first input is the base that the others were fine-tuned from.
-        scans: how often it has to read a whole tensor before it can compute a block; of TIES, mostly.
+        scans: how often it has to read a whole tensor before it can compute a block; of TIES,
+            mostly.
     """
 
     name: ClassVar[str]
@@ -260,7 +284,9 @@ class Method(ABC):
         return None
 
     @abstractmethod
-    def combine(self, info: TensorInfo, box: Box, piece: Box, arrays: Sequence[NDArray[Any]], known: Any) -> Block:
+    def combine(
+        self, info: TensorInfo, box: Box, piece: Box, arrays: Sequence[NDArray[Any]], known: Any
+    ) -> Block:
         """Compute a block."""
 
 
@@ -290,7 +316,9 @@ class Elementwise(Method):
         """See Method."""
         return [Operand(n, info, box) for n, info in enumerate(inputs)]
 
-    def combine(self, info: TensorInfo, box: Box, piece: Box, arrays: Sequence[NDArray[Any]], known: Any) -> Block:
+    def combine(
+        self, info: TensorInfo, box: Box, piece: Box, arrays: Sequence[NDArray[Any]], known: Any
+    ) -> Block:
         """See Method."""
         return self.formula(info, box, wide(box, piece, arrays), known)
 
@@ -393,9 +421,13 @@ class Dare(Elementwise):
 
     def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], known: Any) -> Block:  # noqa: ARG002
         """See Elementwise."""
-        masks = formulas.dare_masks(self.seed, info.name, len(self.weights), info.shape, box, self.density)
+        masks = formulas.dare_masks(
+            self.seed, info.name, len(self.weights), info.shape, box, self.density
+        )
         return formulas.dare(next(blocks), blocks, masks, self.density, self.weights, self.scale)
 
 
 #: The elementwise methods by name.
-METHODS: dict[str, type[Elementwise]] = {m.name: m for m in (Average, TaskArithmetic, Slerp, Ties, Dare)}
+METHODS: dict[str, type[Elementwise]] = {
+    m.name: m for m in (Average, TaskArithmetic, Slerp, Ties, Dare)
+}

@@ -27,10 +27,10 @@ class Output:
     """A tensor of a combined checkpoint.
 
     Attributes:
-        how: whether it is combined; `equal` in all inputs, which is checked, since it has no floating-point numbers,
-            or numbers of float8 that need scales; or taken from the first.
-        inputs: the tensor in each input, which may have it under another tied name; those of adapters are found
-            otherwise.
+        how: whether it is combined; `equal` in all inputs, which is checked, since it has no
+            floating-point numbers, or numbers of float8 that need scales; or taken from the first.
+        inputs: the tensor in each input, which may have it under another tied name; those of
+            adapters are found otherwise.
     """
 
     info: TensorInfo
@@ -39,19 +39,25 @@ class Output:
 
 
 def find_outputs(
-    sources: Sequence[Checkpoint], states: Sequence[str] | None, take: Iterable[str], cast: str | None
+    sources: Sequence[Checkpoint],
+    states: Sequence[str] | None,
+    take: Iterable[str],
+    cast: str | None,
 ) -> list[Output]:
     """Find the tensors to combine.
 
     Args:
         sources: the inputs; names, shapes, dtypes and order are those of the first.
         states: their states (None: for each name `weight`, or `master` if only that is stored).
-        take: globs or `/regex/`es of the names of tensors that are taken from the first input as they are.
+        take: globs or `/regex/`es of the names of tensors that are taken from the first input as
+            they are.
         cast: the dtype of combined tensors (None: as in the first input).
     """
     if cast is not None and cast not in REAL:
         there = ", ".join(sorted(REAL))
-        raise UsageError(f"{cast!r} is no dtype of floating-point numbers", hint=f"there are: {there}")
+        raise UsageError(
+            f"{cast!r} is no dtype of floating-point numbers", hint=f"there are: {there}"
+        )
     take = tuple(take)
     patterns = [compile_match(pattern) for pattern in take]
 
@@ -61,24 +67,33 @@ def find_outputs(
     first, *others = sources
     chosen = _chosen(first, states)
     if not chosen:
-        raise UsageError(f"{first.home} has no tensors to combine", hint="`ucp show` lists its states")
+        raise UsageError(
+            f"{first.home} has no tensors to combine", hint="`ucp show` lists its states"
+        )
     mine = {key: info for key, info in chosen.items() if not taken(key.name)}
     combined: list[dict[Key, TensorInfo]] = [mine]
     for other in others:
         called = _called(first, other)
         chosen_there = {
-            key._replace(name=called.get(key.name, key.name)): i for key, i in _chosen(other, states).items()
+            key._replace(name=called.get(key.name, key.name)): i
+            for key, i in _chosen(other, states).items()
         }
         theirs = {key: info for key, info in chosen_there.items() if not taken(key.name)}
         _must_match(first, other, mine, theirs)
         _must_be_tied_alike(first, other, called, taken)
         combined.append(theirs)
     for pattern, text in zip(patterns, take, strict=True):
-        if not any(pattern.fullmatch(name) for ck in sources for name in (*ck.names(), *ck.aliases)):
-            raise UsageError(f"no tensor has a name like {text!r}", hint="`ucp show` lists the names")
+        if not any(
+            pattern.fullmatch(name) for ck in sources for name in (*ck.names(), *ck.aliases)
+        ):
+            raise UsageError(
+                f"no tensor has a name like {text!r}", hint="`ucp show` lists the names"
+            )
     scaled = scaled_modules(first)
     return [
-        _output([infos[key] for infos in combined], cast, scaled) if key in mine else Output(info, "taken", (info,))
+        _output([infos[key] for infos in combined], cast, scaled)
+        if key in mine
+        else Output(info, "taken", (info,))
         for key, info in chosen.items()
     ]
 
@@ -108,7 +123,8 @@ def _chosen(ck: Checkpoint, states: Sequence[str] | None) -> dict[Key, TensorInf
         lacking = [s for s in states if not any(key.state == s for key in ck.tensors)]
         if lacking:
             raise UsageError(
-                f"{ck.home} has no tensors in the state {', '.join(lacking)}", hint="`ucp show` lists its states"
+                f"{ck.home} has no tensors in the state {', '.join(lacking)}",
+                hint="`ucp show` lists its states",
             )
         return {key: info for key, info in ck.tensors.items() if key.state in states}
     out = {}
@@ -125,32 +141,45 @@ def _must_match(
     for one, two, has, lacks in ((first, other, mine, theirs), (other, first, theirs, mine)):
         missing = [key for key in has if key not in lacks]
         if missing:
-            raise UsageError(f"{two.home} lacks tensors of {one.home}: {_listed(missing, _name)}", hint=_HINT)
+            raise UsageError(
+                f"{two.home} lacks tensors of {one.home}: {_listed(missing, _name)}", hint=_HINT
+            )
     shapes = [key for key, info in mine.items() if info.shape != theirs[key].shape]
     if shapes:
         listed = _listed(shapes, lambda k: f"{_name(k)} {mine[k].shape} and {theirs[k].shape}")
-        raise UsageError(f"tensors of {first.home} and {other.home} differ in shape: {listed}", hint=_HINT)
+        raise UsageError(
+            f"tensors of {first.home} and {other.home} differ in shape: {listed}", hint=_HINT
+        )
     kinds = [
         key
         for key, info in mine.items()
-        if info.dtype != theirs[key].dtype and not (info.dtype in REAL and theirs[key].dtype in REAL)
+        if info.dtype != theirs[key].dtype
+        and not (info.dtype in REAL and theirs[key].dtype in REAL)
     ]
     if kinds:
         listed = _listed(kinds, lambda k: f"{_name(k)} {mine[k].dtype} and {theirs[k].dtype}")
-        raise UsageError(f"tensors of {first.home} and {other.home} differ in dtype: {listed}", hint=_HINT)
+        raise UsageError(
+            f"tensors of {first.home} and {other.home} differ in dtype: {listed}", hint=_HINT
+        )
 
 
 def _called(first: Checkpoint, other: Checkpoint) -> dict[str, str]:
     """The name under which the first input stores what another one stores under another of its tied names."""
     names = ((name, first.aliases.get(name)) for name in other.names())
-    return {name: there for name, there in names if there is not None and other.aliases.get(there) == name}
+    return {
+        name: there
+        for name, there in names
+        if there is not None and other.aliases.get(there) == name
+    }
 
 
 def _must_be_tied_alike(
     first: Checkpoint, other: Checkpoint, called: dict[str, str], taken: Callable[[str], bool]
 ) -> None:
     renamed = {a: called.get(n, n) for a, n in other.aliases.items() if called.get(n) != a} | called
-    mine, theirs = ({a: n for a, n in aliases.items() if not taken(a)} for aliases in (first.aliases, renamed))
+    mine, theirs = (
+        {a: n for a, n in aliases.items() if not taken(a)} for aliases in (first.aliases, renamed)
+    )
     if mine != theirs:
         names = sorted(a for a in mine.keys() | theirs.keys() if mine.get(a) != theirs.get(a))
         raise UsageError(

@@ -2,16 +2,18 @@
 
 `.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`:
 
-- `state_dict_metadata`: for each entry, by its dotted name (FQN), a tensor's dtype, size and chunks, or a mark for
-  bytes;
-- `planner_data`: by the same names, the path in the state dict (since PyTorch 2.0, and not with every planner);
-- `storage_data`: for each chunk (by name and offsets) and each bytes entry, its file, offset and length.
+- `state_dict_metadata`: for each entry, by its dotted name (FQN), a tensor's dtype, size and
+  chunks, or a mark for bytes;
+- `planner_data`: by the same names, the path in the state dict (since PyTorch 2.0, and not with
+  every planner);
+- `storage_data`: for each chunk (by name and offsets) and each bytes entry, its file, offset and
+  length.
 
 ByteCheckpoint's `.metadata` has the same parts in classes of its own.
 
-A `.distcp` file consists of small archives of torch.save, one for each item. An item is a chunk of a tensor, whose
-bytes are stored raw, or any other value. Opening an archive takes two reads of two to four kilobytes; the result is
-kept.
+A `.distcp` file consists of small archives of torch.save, one for each item. An item is a chunk of
+a tensor, whose bytes are stored raw, or any other value. Opening an archive takes two reads of two
+to four kilobytes; the result is kept.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class Metadata:
     root: Inert
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
-    paths: dict[str, Path] = field(default_factory=dict)  # in the state dict; of the entries in `planner_data`
+    paths: dict[str, Path] = field(
+        default_factory=dict
+    )  # in the state dict; of the entries in `planner_data`
     stored: dict[tuple[str, tuple[int, ...] | None], ByteRange] = field(default_factory=dict)
     chunks: int = 0  # while parsing: how many more the file can list, as one pickled list may be shared by all tensors
 
@@ -96,10 +100,16 @@ def read_metadata(store: Store, key: str = METADATA, *, allow: tuple[str, ...] =
 
 
 def _parse(key: str, root: Any, size: int) -> Metadata:
-    if not isinstance(root, Inert) or root.name.rpartition(".")[2] != "Metadata" or not isinstance(root.state, dict):
+    if (
+        not isinstance(root, Inert)
+        or root.name.rpartition(".")[2] != "Metadata"
+        or not isinstance(root.state, dict)
+    ):
         raise IntegrityError(f"{key} is not the metadata of a checkpoint, but {_brief(root)}")
     meta = Metadata(key, root, chunks=size)
-    _entries(meta, root.state.pop("state_dict_metadata", None))  # which are large: only what is made of them is kept
+    _entries(
+        meta, root.state.pop("state_dict_metadata", None)
+    )  # which are large: only what is made of them is kept
     _paths(meta, root.state.pop("planner_data", None))
     _storage(meta, root.state.pop("storage_data", None), key.removesuffix(METADATA))
     return meta
@@ -117,19 +127,32 @@ def _entries(meta: Metadata, found: Any) -> None:
         elif kind == "TensorStorageMetadata":
             meta.tensors[fqn] = _tensor(meta, fqn, entry)
         else:
-            raise UnsupportedError(f"{meta.file}: {fqn} is a {entry.name}, which ucformat does not know")
+            raise UnsupportedError(
+                f"{meta.file}: {fqn} is a {entry.name}, which ucformat does not know"
+            )
 
 
 def _tensor(meta: Metadata, fqn: str, entry: Inert) -> TensorEntry:
     properties, shape, chunks = entry.get("properties"), entry.get("size"), entry.get("chunks")
     state = properties.state if isinstance(properties, Inert) else None
-    dtype = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else None
+    dtype = (
+        state.get("dtype")
+        if isinstance(state, dict)
+        else state[0]
+        if isinstance(state, tuple) and state
+        else None
+    )
     if not isinstance(dtype, Dtype) or not _sizes(shape) or not isinstance(chunks, list):
-        raise _damaged(meta, f"has no valid dtype, shape and chunks of {fqn} ({_brief(dtype)}, {_brief(shape)})")
+        raise _damaged(
+            meta,
+            f"has no valid dtype, shape and chunks of {fqn} ({_brief(dtype)}, {_brief(shape)})",
+        )
     meta.chunks -= len(chunks)
     if meta.chunks < 0:
         raise _damaged(meta, f"lists more chunks, up to those of {fqn}, than fit into it")
-    return TensorEntry(dtype.name, shape, tuple([_box(meta, fqn, chunk, shape) for chunk in chunks]))
+    return TensorEntry(
+        dtype.name, shape, tuple([_box(meta, fqn, chunk, shape) for chunk in chunks])
+    )
 
 
 def _box(meta: Metadata, fqn: str, chunk: Any, shape: tuple[int, ...]) -> Box:
@@ -138,7 +161,8 @@ def _box(meta: Metadata, fqn: str, chunk: Any, shape: tuple[int, ...]) -> Box:
     sizes: Any = found.get("sizes")
     if not _sizes(start) or not _sizes(sizes) or not len(start) == len(sizes) == len(shape):
         raise _damaged(
-            meta, f"has a chunk of {fqn} that is no box of {_brief(shape)}: {_brief(start)}, {_brief(sizes)}"
+            meta,
+            f"has a chunk of {fqn} that is no box of {_brief(shape)}: {_brief(start)}, {_brief(sizes)}",
         )
     return Box(start, sizes)
 
@@ -169,7 +193,14 @@ def _paths(meta: Metadata, found: Any) -> None:
             and all(type(p) in (str, int) for p in path)
         ):
             if (
-                sum(len(p) if isinstance(p, str) else _MAX_PARTS if p.bit_length() > _MAX_PARTS else 1 for p in path)
+                sum(
+                    len(p)
+                    if isinstance(p, str)
+                    else _MAX_PARTS
+                    if p.bit_length() > _MAX_PARTS
+                    else 1
+                    for p in path
+                )
                 > _MAX_CHARS
             ):
                 raise _damaged(meta, f"gives the entry {_brief(fqn)} an impossible path")
@@ -191,7 +222,11 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
     for index, info in found.items():
         entry, place = _attributes(index), _attributes(info)
         fqn, start = entry.get("fqn"), entry.get("offset")
-        if not isinstance(fqn, str) or (start is not None and not _sizes(start)) or not isinstance(info, Inert):
+        if (
+            not isinstance(fqn, str)
+            or (start is not None and not _sizes(start))
+            or not isinstance(info, Inert)
+        ):
             raise _damaged(meta, f"has a location of {_brief(index)}, which is not an entry")
         file: Any = place.get("relative_path")
         offset: Any = place.get("offset")
@@ -209,11 +244,16 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
             keys[file] = check_key(below + file)
         meta.stored[fqn, start] = ByteRange(keys[file], offset, nbytes)
     if (repeated := first_repeated(meta.stored.values())) is not None:
-        raise _damaged(meta, f"puts so many items at the same bytes of {repeated} that they are far more than it has")
+        raise _damaged(
+            meta,
+            f"puts so many items at the same bytes of {repeated} that they are far more than it has",
+        )
 
 
 def _damaged(meta: Metadata, problem: str) -> IntegrityError:
-    return IntegrityError(f"{meta.file} {problem}", hint="the file is damaged; copy it again from where it was saved")
+    return IntegrityError(
+        f"{meta.file} {problem}", hint="the file is damaged; copy it again from where it was saved"
+    )
 
 
 def _brief(value: Any) -> str:
@@ -224,7 +264,10 @@ def _brief(value: Any) -> str:
 
 
 _HEAD = 4 << 10  # bytes of an archive before its data, at most; torch writes about 700
-_MAX_GAP, _MAX_RANGE = 4 << 10, 4 << 20  # bytes between values that are read together, and of such a read
+_MAX_GAP, _MAX_RANGE = (
+    4 << 10,
+    4 << 20,
+)  # bytes between values that are read together, and of such a read
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +292,8 @@ class Items:
         """Find the extents of a tensor entry, one for each chunk.
 
         Args:
-            within: a box of the tensor: only chunks that overlap it. None: all chunks, which are checked to cover the
-                tensor.
+            within: a box of the tensor: only chunks that overlap it. None: all chunks, which are
+                checked to cover the tensor.
         """
         boxes = [box for box in self._boxes(fqn) if within is None or box.intersect(within)]
         at = {box: self.locate(fqn, box, info) for box in boxes}
@@ -266,7 +309,9 @@ class Items:
         """The boxes of an entry's chunks, each once."""
         found = self._distinct.get(fqn)
         if found is None:
-            self._distinct[fqn] = found = list(dict.fromkeys(b for b in self.meta.tensors[fqn].boxes if b.size))
+            self._distinct[fqn] = found = list(
+                dict.fromkeys(b for b in self.meta.tensors[fqn].boxes if b.size)
+            )
         return found
 
     def locate(self, fqn: str, box: Box | None, info: TensorInfo | None = None) -> ByteRange:
@@ -285,20 +330,32 @@ class Items:
         self._files.check(stored, label)
         return stored
 
-    def chunk_extents(self, fqn: str, box: Box, stored: ByteRange, info: TensorInfo) -> list[Extent]:  # noqa: ARG002
+    def chunk_extents(
+        self,
+        fqn: str,  # noqa: ARG002
+        box: Box,
+        stored: ByteRange,
+        info: TensorInfo,
+    ) -> list[Extent]:
         """Find the extents of one chunk, from the archive that contains it.
 
-        If an archive has the same size as an earlier one, and begins with the same bytes up to the data, then its
-        pickle and the location of its data are the same, and nothing else of it is read.
+        If an archive has the same size as an earlier one, and begins with the same bytes up to the
+        data, then its pickle and the location of its data are the same, and nothing else of it is
+        read.
         """
         kind = (info.dtype, box.shape, stored.nbytes)
         template = self._templates.get(kind)
-        if template is not None and self.store.read(stored.file, stored.offset, len(template.head)) == template.head:
+        if (
+            template is not None
+            and self.store.read(stored.file, stored.offset, len(template.head)) == template.head
+        ):
             return [Extent(box, stored.file, stored.offset + len(template.head), template.strides)]
         found = self._parse(box, stored, info)
         start = found[0].offset - stored.offset if len(found) == 1 else _HEAD
         if template is None and start < _HEAD:
-            self._templates[kind] = _Template(self.store.read(stored.file, stored.offset, start), found[0].strides)
+            self._templates[kind] = _Template(
+                self.store.read(stored.file, stored.offset, start), found[0].strides
+            )
         return found
 
     def _parse(self, box: Box, stored: ByteRange, info: TensorInfo) -> list[Extent]:
@@ -306,14 +363,23 @@ class Items:
         found = file.value
         if isinstance(found, StoredTensor) and not found.readable:
             raise UnsupportedError(f"{stored.file}: {info.key}{box} {why_refused(found.dtype)}")
-        if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (info.dtype, box.shape):
-            actual = f"{found.dtype} of shape {found.shape}" if isinstance(found, StoredTensor) else "no tensor"
+        if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (
+            info.dtype,
+            box.shape,
+        ):
+            actual = (
+                f"{found.dtype} of shape {found.shape}"
+                if isinstance(found, StoredTensor)
+                else "no tensor"
+            )
             raise IntegrityError(
                 f"{stored.file}: {info.key}{box} should be {info.dtype} of shape {box.shape}, but there is {actual}",
                 hint="the files and .metadata are of different saves, or the file is damaged",
             )
         check_dense(found, stored, f"{info.key}{box}")
-        return [Extent(e.box.shift(box.start), e.file, e.offset, e.strides) for e in file.whole(found)]
+        return [
+            Extent(e.box.shift(box.start), e.file, e.offset, e.strides) for e in file.whole(found)
+        ]
 
     def values(self, fqns: Iterable[str]) -> dict[str, TorchFile | OpaqueFile]:
         """Open bytes entries, and tensors of one chunk; entries stored close together are read together.
@@ -324,9 +390,14 @@ class Items:
         where: dict[str, ByteRange] = {}
         for fqn in fqns:
             entry = self.meta.tensors.get(fqn)
-            where[fqn] = self.locate(fqn, entry.boxes[0] if entry and len(entry.boxes) == 1 else None)
+            where[fqn] = self.locate(
+                fqn, entry.boxes[0] if entry and len(entry.boxes) == 1 else None
+            )
         ahead = cast("Store", _ReadAhead(self.store, where.values()))
-        return {fqn: open_file(ahead, stored, fqn, allow=self._allow, exact=True) for fqn, stored in where.items()}
+        return {
+            fqn: open_file(ahead, stored, fqn, allow=self._allow, exact=True)
+            for fqn, stored in where.items()
+        }
 
     def records(self) -> Iterator[FileRecord]:
         """List every record of every item's archive."""
@@ -337,7 +408,9 @@ class Items:
             self._files.check(stored, name)
             return list(TorchZip(self.store, stored, name).records())
 
-        named = {stored: index for index, stored in self.meta.stored.items()}  # tied tensors have one item
+        named = {
+            stored: index for index, stored in self.meta.stored.items()
+        }  # tied tensors have one item
         for some in map_io(of, ((index, stored) for stored, index in named.items())):
             yield from some
 
@@ -373,7 +446,9 @@ class _ReadAhead:
 def _ranges(ranges: Iterable[ByteRange]) -> Iterator[tuple[str, int, int]]:
     """The file, start and end of the reads that cover all small ranges, in order; larger ranges are left out."""
     file, start, stop = "", 0, 0
-    for s in sorted((s for s in ranges if s.nbytes <= _MAX_RANGE), key=lambda s: (s.file, s.offset)):
+    for s in sorted(
+        (s for s in ranges if s.nbytes <= _MAX_RANGE), key=lambda s: (s.file, s.offset)
+    ):
         end = s.offset + s.nbytes
         if s.file == file and s.offset <= stop + _MAX_GAP and end - start <= _MAX_RANGE:
             stop = max(stop, end)

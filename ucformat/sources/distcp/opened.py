@@ -9,7 +9,14 @@ import numpy as np
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.tensor import TensorInfo, TensorList
-from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence, Place, json_key, unreadable_error
+from ucformat.reading.readable import (
+    CheckpointMetadata,
+    LazyMapping,
+    LazySequence,
+    Place,
+    json_key,
+    unreadable_error,
+)
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.distcp.state import name_entries
 from ucformat.sources.index import Group, unknown_tensor
@@ -36,7 +43,10 @@ _MAX_NBYTES = 256 << 20  # bytes of the tensors in one value
 
 
 def plain_value(file: TorchFile | OpaqueFile, path: str) -> Any:
-    """Convert an item to its JSON form, with all tensors inside: an item's tensors are not tensors of the checkpoint."""
+    """Convert an item to its JSON form, with all tensors inside.
+
+    An item's tensors are not tensors of the checkpoint.
+    """
     if isinstance(file, OpaqueFile):
         return to_json(file.opaque())
     remaining = _MAX_NBYTES
@@ -58,7 +68,9 @@ def _raw_groups(optimizer: Optimizer, files: Values) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
     for fqn, below in optimizer.options.items():
         value = plain_value(files[fqn], fqn)
-        if len(below) == 1 and (found := _items(value)) is not None:  # PyTorch 2.3 and before store it as one value
+        if (
+            len(below) == 1 and (found := _items(value)) is not None
+        ):  # PyTorch 2.3 and before store it as one value
             groups |= {i: dict(g) for i, g in enumerate(found) if isinstance(g, dict)}
         elif len(below) >= 3 and isinstance(below[1], int):
             node = groups.setdefault(below[1], {})
@@ -80,12 +92,16 @@ def _items(value: Any) -> list[Any] | None:
     return found if isinstance(found, list) else None
 
 
-def _groups_of(optimizer: Optimizer, files: Values) -> list[tuple[Mapping[str, Any], Place | None]] | None:
+def _groups_of(
+    optimizer: Optimizer, files: Values
+) -> list[tuple[Mapping[str, Any], Place | None]] | None:
     """The optimizer groups in the form of `CheckpointMetadata`, and the place of each; None if they are unknown.
 
     A group without a place is also stored as an object of the checkpoint.
     """
-    flat = {f: below for f, below in optimizer.options.items() if len(below) == 1 and below[0] != GROUPS}
+    flat = {
+        f: below for f, below in optimizer.options.items() if len(below) == 1 and below[0] != GROUPS
+    }
     named: list[tuple[Group, list[str]]] = []
     if flat:
         named = _flattened(optimizer, flat, files)
@@ -105,7 +121,12 @@ def _groups_of(optimizer: Optimizer, files: Values) -> list[tuple[Mapping[str, A
             if key.name in set(group.names):
                 by_state.setdefault(key.state, {})[key.name] = plain_value(files[fqn], fqn)
         group.state = {s: shared_value(v) for s, v in by_state.items()}
-        out.append((group.json(), None if kept else Place(optimizer.root, tuple(entries), flattened=bool(flat))))
+        out.append(
+            (
+                group.json(),
+                None if kept else Place(optimizer.root, tuple(entries), flattened=bool(flat)),
+            )
+        )
     return out
 
 
@@ -115,7 +136,9 @@ def shared_value(values: dict[str, Any]) -> Any:
     return first if all(type(v) is type(first) and v == first for v in values.values()) else values
 
 
-def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Values) -> list[tuple[Group, list[str]]]:
+def _flattened(
+    optimizer: Optimizer, flat: Mapping[str, Path], files: Values
+) -> list[tuple[Group, list[str]]]:
     """The groups of a flattened state dict, which lacks them: parameters with equal hyper-parameters form one."""
     options: dict[str, dict[str, Any]] = {}
     for fqn, below in flat.items():
@@ -130,7 +153,9 @@ def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Values) ->
     return list(groups.values())
 
 
-def nested_objects(values: Mapping[str, Path], files: Values, tensors: Iterable[Path]) -> dict[str, Any]:
+def nested_objects(
+    values: Mapping[str, Path], files: Values, tensors: Iterable[Path]
+) -> dict[str, Any]:
     """Nest values as in the state dict; lists are restored if no tensor was in them."""
     with_tensors = {p[:i] for p in tensors for i in range(len(p))}
     tree: dict[Any, Any] = {}
@@ -139,7 +164,9 @@ def nested_objects(values: Mapping[str, Path], files: Values, tensors: Iterable[
         for part in path[:-1]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise IntegrityError(f"the checkpoint has {fqn} inside an entry that is not a dictionary")
+                raise IntegrityError(
+                    f"the checkpoint has {fqn} inside an entry that is not a dictionary"
+                )
         if node.setdefault(path[-1], leaf := _Leaf(fqn, path)) is not leaf:
             raise IntegrityError(f"the checkpoint has two entries {fqn}")
     objects: dict[str, Any] = _plain(tree, (), files, with_tensors)
@@ -156,7 +183,9 @@ def _plain(node: Any, path: Path, files: Values, with_tensors: set[Path]) -> Any
         return packed(plain_value(files[node.fqn], node.fqn))
     inner = {k: _plain(v, (*path, k), files, with_tensors) for k, v in node.items()}
     if inner and path not in with_tensors and all(isinstance(k, int) for k in inner):
-        return [inner.get(i, {}) for i in range(max(inner) + 1)]  # DCP leaves out empty dictionaries
+        return [
+            inner.get(i, {}) for i in range(max(inner) + 1)
+        ]  # DCP leaves out empty dictionaries
     return {json_key(k): v for k, v in inner.items()}
 
 
@@ -177,7 +206,9 @@ class OpenDcp:
 
     kind = "dcp"
 
-    def __init__(self, items: Items, groups: Sequence[Sequence[str]] | None, owners: Mapping[str, str] | None) -> None:
+    def __init__(
+        self, items: Items, groups: Sequence[Sequence[str]] | None, owners: Mapping[str, str] | None
+    ) -> None:
         self.store, self.items, meta = items.store, items, items.meta
 
         def read_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -185,13 +216,19 @@ class OpenDcp:
 
         self.named = name_entries(meta, read_groups, groups, owners)
         entries = {key: meta.tensors[fqn] for key, fqn in self.named.tensors.items()}
-        self.unreadable = {key: unknown_dtype(e.dtype) for key, e in entries.items() if e.dtype not in ITEMSIZE}
+        self.unreadable = {
+            key: unknown_dtype(e.dtype) for key, e in entries.items() if e.dtype not in ITEMSIZE
+        }
         self._infos = {
-            key: TensorInfo(*key, e.dtype, e.shape) for key, e in entries.items() if key not in self.unreadable
+            key: TensorInfo(*key, e.dtype, e.shape)
+            for key, e in entries.items()
+            if key not in self.unreadable
         }
         self.metadata = self._make_metadata(ItemValues(items, self.named), _by_name(self._infos))
 
-    def _make_metadata(self, values: ItemValues, infos: tuple[TensorInfo, ...]) -> CheckpointMetadata:
+    def _make_metadata(
+        self, values: ItemValues, infos: tuple[TensorInfo, ...]
+    ) -> CheckpointMetadata:
         meta = self.items.meta
         version = meta.root.get("version")
         groups, places, numbers = values.lazy_groups()
@@ -200,10 +237,17 @@ class OpenDcp:
             groups=groups,
             places=places,
             objects=LazyMapping(values.objects),
-            paths={key: (_path(meta, fqn),) for key, fqn in self.named.tensors.items() if key in self._infos},
+            paths={
+                key: (_path(meta, fqn),)
+                for key, fqn in self.named.tensors.items()
+                if key in self._infos
+            },
             unreadable=self.unreadable,
             step=values.step(),
-            engine={"name": "torch.distributed.checkpoint", "version": version if isinstance(version, str) else ""},
+            engine={
+                "name": "torch.distributed.checkpoint",
+                "version": version if isinstance(version, str) else "",
+            },
             files=(meta.file, *meta.files),
             save_id=meta.save_id,
         )
@@ -252,9 +296,17 @@ class ItemValues:
         self,
     ) -> tuple[LazySequence[Mapping[str, Any]], LazySequence[Place | None], LazyMapping[str, int]]:
         """The groups of all optimizers, the place of each, and the number of the group of each parameter."""
-        groups = LazySequence(lambda: tuple(group for some in self._placed for group, _ in some or ()))
-        places = LazySequence(lambda: tuple(place for some in self._placed for _, place in some or ()))
-        return groups, places, LazyMapping(lambda: {n: i for i, group in enumerate(groups) for n in group["params"]})
+        groups = LazySequence(
+            lambda: tuple(group for some in self._placed for group, _ in some or ())
+        )
+        places = LazySequence(
+            lambda: tuple(place for some in self._placed for _, place in some or ())
+        )
+        return (
+            groups,
+            places,
+            LazyMapping(lambda: {n: i for i, group in enumerate(groups) for n in group["params"]}),
+        )
 
     def objects(self) -> Mapping[str, Any]:
         """Read all values except those of optimizers."""
@@ -277,7 +329,9 @@ class ItemValues:
         }
         wanted = {f: p for f, p in paths.items() if p[-1] in STEPS and len(p) <= _MAX_STEP_DEPTH}
         files = self._items.values(wanted)
-        return _step_of({path: _integer(plain_value(files[fqn], fqn)) for fqn, path in wanted.items()})
+        return _step_of(
+            {path: _integer(plain_value(files[fqn], fqn)) for fqn, path in wanted.items()}
+        )
 
 
 def _integer(value: Any) -> Any:
@@ -287,6 +341,8 @@ def _integer(value: Any) -> Any:
     found = from_json(value)
     return (
         int(found)
-        if isinstance(found, np.ndarray | np.integer) and found.dtype.kind in "iu" and not found.shape
+        if isinstance(found, np.ndarray | np.integer)
+        and found.dtype.kind in "iu"
+        and not found.shape
         else value
     )

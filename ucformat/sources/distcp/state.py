@@ -10,7 +10,15 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key
 from ucformat.sources.pickle.optimizer import Entry, Module, shape_of_states
 from ucformat.sources.pickle.stand_ins import StoredTensor
-from ucformat.sources.state_names import GROUPS, Naming, dotted, name_state, optimizer_roots, split_option, split_state
+from ucformat.sources.state_names import (
+    GROUPS,
+    Naming,
+    dotted,
+    name_state,
+    optimizer_roots,
+    split_option,
+    split_state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +45,9 @@ class Optimizer:
         if self.numbers is not None and str(entry) in self.numbers:
             return self.numbers[str(entry)]
         if not isinstance(entry, str):
-            raise IntegrityError(f"a group of the optimizer {dotted(self.root)} lists the parameter {entry!r}")
+            raise IntegrityError(
+                f"a group of the optimizer {dotted(self.root)} lists the parameter {entry!r}"
+            )
         return self.prefix + entry
 
 
@@ -59,14 +69,19 @@ def name_entries(
     """Name every entry.
 
     Args:
-        groups_of: reads the groups of an optimizer, with `params` as in the file; called only if its entries are
-            numbered.
-        given: the parameter names of each group, for numbered entries; None: they are derived from shapes and order.
+        groups_of: reads the groups of an optimizer, with `params` as in the file; called only if
+            its entries are numbered.
+        given: the parameter names of each group, for numbered entries; None: they are derived from
+            shapes and order.
     """
     paths = _paths(meta)
-    optimizers = [Optimizer(root) for root in sorted(optimizer_roots(paths.values()), key=len, reverse=True)]
+    optimizers = [
+        Optimizer(root) for root in sorted(optimizer_roots(paths.values()), key=len, reverse=True)
+    ]
     order = {path: i for i, path in reversed(list(enumerate(paths.values())))}
-    optimizers.sort(key=lambda o: (-len(o.root), min(i for p, i in order.items() if p[: len(o.root)] == o.root)))
+    optimizers.sort(
+        key=lambda o: (-len(o.root), min(i for p, i in order.items() if p[: len(o.root)] == o.root))
+    )
     tensors, values = _separate(meta, paths, optimizers)
     naming = _naming(meta, optimizers, tensors, paths, owners)
     keys = naming.keys
@@ -82,7 +97,9 @@ def name_entries(
                 hint=f"specify which model each optimizer trains: {option_text('owners')}",
             )
     return NamedEntries(
-        out, sorted(optimizers, key=lambda o: min((order[paths[f]] for f in o.options), default=0)), values
+        out,
+        sorted(optimizers, key=lambda o: min((order[paths[f]] for f in o.options), default=0)),
+        values,
     )
 
 
@@ -91,7 +108,9 @@ def _paths(meta: Metadata) -> dict[str, Path]:
     fqns = [*meta.tensors, *meta.values]
     bare = [f for f in fqns if f not in meta.paths]
     out: dict[str, Path] = {f: meta.paths[f] for f in fqns if f in meta.paths}
-    roots = {f[: at - 1] for f in bare if (at := f.find("." + GROUPS) + 1)} | {"" for f in bare if f.startswith(GROUPS)}
+    roots = {f[: at - 1] for f in bare if (at := f.find("." + GROUPS) + 1)} | {
+        "" for f in bare if f.startswith(GROUPS)
+    }
     for fqn in bare:
         root = next((r for r in roots if r and fqn.startswith(r + ".")), None)
         out[fqn] = (root, fqn[len(root) + 1 :]) if root is not None else (fqn,)
@@ -107,7 +126,14 @@ def _separate(
     values: dict[str, Path] = {}
     roots = {o.root: o for o in optimizers}
     for fqn, path in paths.items():
-        at = next((i for i, p in enumerate(path) if isinstance(p, str) and (p + ".").startswith(GROUPS + ".")), None)
+        at = next(
+            (
+                i
+                for i, p in enumerate(path)
+                if isinstance(p, str) and (p + ".").startswith(GROUPS + ".")
+            ),
+            None,
+        )
         if at is not None and path[:at] in roots:
             roots[path[:at]].options[fqn] = path[at:]
     for optimizer in roots.values():
@@ -128,7 +154,9 @@ def _are_groups(optimizer: Optimizer, meta: Metadata) -> bool:
     if list(options.values()) == [(GROUPS,)]:  # one value, as PyTorch 2.3 and before keep them
         return not options.keys() & meta.tensors.keys()
     at = {below[1] for below in options.values() if len(below) == 3 and below[2] == "params"}
-    return at == set(range(len(at))) and all(len(b) >= 3 and b[0] == GROUPS and b[1] in at for b in options.values())
+    return at == set(range(len(at))) and all(
+        len(b) >= 3 and b[0] == GROUPS and b[1] in at for b in options.values()
+    )
 
 
 def _number(path: Path, optimizer: Optimizer) -> str | None:
@@ -152,7 +180,12 @@ def _naming(
         names = set()
         for below in optimizer.options.values():  # flattened: `param_groups.<name>.lr`
             text = str(below[0])[len(GROUPS) + 1 :]
-            if len(below) == 1 and text and (split := split_state(text, leaves)) and not split[0].isdigit():
+            if (
+                len(below) == 1
+                and text
+                and (split := split_state(text, leaves))
+                and not split[0].isdigit()
+            ):
                 names.add(split[0])
         optimizer.known = frozenset(names)
     places = {dotted(p[:i]): p[:i] for p in paths.values() for i in range(len(p))}
@@ -179,7 +212,9 @@ def _numbered(
     given: Sequence[Sequence[str]] | None,
 ) -> None:
     """Name the states that a plain `optimizer.state_dict()` numbers."""
-    weights = {keys[p].name: meta.tensors[f] for f, p in tensors.items() if keys[p].state == "weight"}
+    weights = {
+        keys[p].name: meta.tensors[f] for f, p in tensors.items() if keys[p].state == "weight"
+    }
     remaining = None if given is None else list(given)
     for optimizer in optimizers:
         states: dict[str, dict[str, StoredTensor]] = {}
@@ -197,25 +232,46 @@ def _numbered(
         numbers = [list(map(str, g.get("params") or ())) for g in groups]
         recorded = [list(map(str, g.get("param_names") or ())) for g in groups]
         if remaining is not None:
-            recorded, remaining = [list(g) for g in remaining[: len(groups)]], remaining[len(groups) :]
-        module = Module.of({n: (e.dtype, e.shape) for n, e in weights.items()}, ordered=bool(meta.paths))
+            recorded, remaining = (
+                [list(g) for g in remaining[: len(groups)]],
+                remaining[len(groups) :],
+            )
+        module = Module.of(
+            {n: (e.dtype, e.shape) for n, e in weights.items()}, ordered=bool(meta.paths)
+        )
         entries = [[Entry(shape_of_states(states.get(n, {}))) for n in group] for group in numbers]
-        names = recorded if [len(g) for g in recorded] == [len(g) for g in numbers] else module.match(entries)
+        names = (
+            recorded
+            if [len(g) for g in recorded] == [len(g) for g in numbers]
+            else module.match(entries)
+        )
         if names is None or (remaining is not None and names is not recorded):
             raise _unnamed(meta, optimizer, numbers, given is not None)
-        optimizer.numbers = {n: name for a, b in zip(numbers, names, strict=True) for n, name in zip(a, b, strict=True)}
+        optimizer.numbers = {
+            n: name
+            for a, b in zip(numbers, names, strict=True)
+            for n, name in zip(a, b, strict=True)
+        }
         if any(number not in optimizer.numbers for number, _ in numbered.values()):
             raise IntegrityError(
                 f"{meta.file}: {dotted(optimizer.root)} has states of parameters in none of its groups"
             )
-        keys |= {path: Key(optimizer.numbers[number], state) for path, (number, state) in numbered.items()}
+        keys |= {
+            path: Key(optimizer.numbers[number], state)
+            for path, (number, state) in numbered.items()
+        }
 
 
 def _stand_in(dtype: str, shape: tuple[int, ...]) -> StoredTensor:
     return StoredTensor("", dtype, shape, row_major(shape), 0, 0)
 
 
-def _unnamed(meta: Metadata, optimizer: Optimizer, numbers: Sequence[Sequence[str]], given: bool) -> UsageError:  # noqa: FBT001
+def _unnamed(
+    meta: Metadata,
+    optimizer: Optimizer,
+    numbers: Sequence[Sequence[str]],
+    given: bool,  # noqa: FBT001
+) -> UsageError:
     where, sizes = dotted(optimizer.root) or "the optimizer", [len(g) for g in numbers]
     if given:
         return UsageError(f"{meta.file}: the given names do not match groups of {sizes} parameters")
@@ -226,14 +282,20 @@ def _unnamed(meta: Metadata, optimizer: Optimizer, numbers: Sequence[Sequence[st
     )
 
 
-def _plain_states(optimizers: Sequence[Optimizer], values: dict[str, Path], keys: Mapping[Path, Key]) -> None:
+def _plain_states(
+    optimizers: Sequence[Optimizer], values: dict[str, Path], keys: Mapping[Path, Key]
+) -> None:
     """Add the states that are not tensors to the optimizers."""
     for optimizer in optimizers:
         names = {k.name.removeprefix(optimizer.prefix) for k in keys.values()}
         for fqn, path in values.items():
-            below = path[len(optimizer.root) :] if path[: len(optimizer.root)] == optimizer.root else ()
+            below = (
+                path[len(optimizer.root) :] if path[: len(optimizer.root)] == optimizer.root else ()
+            )
             if len(below) >= 3 and below[0] == "state":
-                name = (optimizer.numbers or {}).get(str(below[1]), optimizer.prefix + str(below[1]))
+                name = (optimizer.numbers or {}).get(
+                    str(below[1]), optimizer.prefix + str(below[1])
+                )
                 optimizer.plain[fqn] = Key(name, dotted(below[2:]))
             elif len(below) == 1 and str(below[0]).startswith("state."):
                 split = split_state(str(below[0])[6:], names)

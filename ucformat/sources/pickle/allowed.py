@@ -1,8 +1,9 @@
 """The globals that a pickle may name, and their meanings.
 
-A global is one of three things: a function or type of plain values, containers or tensors, which a function below
-replaces; a class of a training framework, which becomes an `Inert` that keeps its arguments and state and does
-nothing; or an error. Nothing is ever imported for a pickle, and nothing is called but the functions below.
+A global is one of three things: a function or type of plain values, containers or tensors, which a
+function below replaces; a class of a training framework, which becomes an `Inert` that keeps its
+arguments and state and does nothing; or an error. Nothing is ever imported for a pickle, and
+nothing is called but the functions below.
 """
 
 from __future__ import annotations
@@ -38,10 +39,41 @@ if TYPE_CHECKING:
 
 #: Packages whose classes become inert stand-ins.
 _FRAMEWORKS = (
-    *("accelerate", "apex", "argparse", "bitsandbytes", "datasets", "deepspeed", "diffusers", "lightning"),
-    *("lightning_fabric", "megatron", "nemo", "numpy.random", "omegaconf", "peft", "pytorch_lightning", "timm"),
-    *("tokenizers", "torch.distributed", "torch.nested", "torch.nn", "torch.optim", "torch.utils.data"),
-    *("torch._dynamo.decorators", "torch._subclasses", "torch.masked", "torch.sparse", "transformer_engine"),
+    *(
+        "accelerate",
+        "apex",
+        "argparse",
+        "bitsandbytes",
+        "datasets",
+        "deepspeed",
+        "diffusers",
+        "lightning",
+    ),
+    *(
+        "lightning_fabric",
+        "megatron",
+        "nemo",
+        "numpy.random",
+        "omegaconf",
+        "peft",
+        "pytorch_lightning",
+        "timm",
+    ),
+    *(
+        "tokenizers",
+        "torch.distributed",
+        "torch.nested",
+        "torch.nn",
+        "torch.optim",
+        "torch.utils.data",
+    ),
+    *(
+        "torch._dynamo.decorators",
+        "torch._subclasses",
+        "torch.masked",
+        "torch.sparse",
+        "transformer_engine",
+    ),
     *("transformers", "trl"),
 )
 
@@ -55,7 +87,9 @@ _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.para
 
 #: Why a tensor is not read, to follow its name.
 _LAZY = "is conjugated or negated only when it is used; it must be saved after .resolve_conj().resolve_neg()"
-_SPARSE = "is a sparse tensor ({}), which ucformat does not read; it must be saved after .to_dense()"
+_SPARSE = (
+    "is a sparse tensor ({}), which ucformat does not read; it must be saved after .to_dense()"
+)
 _NESTED = "is a nested tensor, which ucformat does not read"
 _META = "has no elements: it was on the device `meta`"
 _OTHER_CLASS = "is of the class {}, which ucformat does not read; save whole plain tensors, or with torch's DCP"
@@ -63,8 +97,13 @@ _OTHER_CLASS = "is of the class {}, which ucformat does not read; save whole pla
 _MAX_DIMS = 64  # torch's own limit
 _MAX_LAYOUT = 40  # characters of the name of a layout
 _MAX_NUMBER = 1 << 62  # of a size or a stride
-_MAX_EXPANDED = 1 << 26  # elements that an expanded (stride 0) view may have beyond those of its storage
-_MAX_KEY_PARTS, _MAX_KEY_BITS = 64, 64  # of a tuple and a number used as a key: Python caches the hash of neither
+_MAX_EXPANDED = (
+    1 << 26
+)  # elements that an expanded (stride 0) view may have beyond those of its storage
+_MAX_KEY_PARTS, _MAX_KEY_BITS = (
+    64,
+    64,
+)  # of a tuple and a number used as a key: Python caches the hash of neither
 
 
 def sizes(value: Any, what: str) -> tuple[int, ...]:
@@ -79,7 +118,12 @@ def sizes(value: Any, what: str) -> tuple[int, ...]:
 
 
 def _tensor(
-    storage: Any, offset: Any, shape: Any, strides: Any, dtype: str | None = None, special: Any = None
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    dtype: str | None = None,
+    special: Any = None,
 ) -> StoredTensor:
     """Create a tensor in a storage, after checking that it does not leave the storage."""
     if not isinstance(storage, Storage):
@@ -104,7 +148,9 @@ def _tensor(
             f"elements of its storage {storage.key!r}"
         )
     if size > numel + _MAX_EXPANDED:
-        raise UnsafeError(f"a tensor of shape {shape} expands a storage of {numel} elements to {size}")
+        raise UnsafeError(
+            f"a tensor of shape {shape} expands a storage of {numel} elements to {size}"
+        )
     tensor = StoredTensor(storage.key, dtype, shape, strides, offset, numel)
     return tensor.refused(_LAZY) if special else tensor
 
@@ -114,14 +160,23 @@ def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) ->
 
 
 def _rebuild_v3(
-    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, *rest: Any
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    _grad: Any,
+    _hooks: Any,
+    dtype: Any,
+    *rest: Any,
 ) -> StoredTensor:
     if not isinstance(dtype, Dtype):
         raise IntegrityError(f"a tensor with the dtype {reprlib.repr(dtype)}")
     return _tensor(storage, offset, shape, strides, dtype.name, rest[0] if rest else None)
 
 
-def _rebuild_quantized(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor:
+def _rebuild_quantized(
+    storage: Any, offset: Any, shape: Any, strides: Any, *_: Any
+) -> StoredTensor:
     return _tensor(storage, offset, shape, strides)
 
 
@@ -157,7 +212,11 @@ def _copied(data: Any, dtype: Any, *_: Any) -> StoredTensor:
     """A tensor of a device (XLA) whose memory torch copies to save it."""
     if not isinstance(data, StoredTensor) or not isinstance(dtype, Dtype):
         raise IntegrityError("a tensor of a device without its elements and dtype")
-    return data if dtype.name == data.dtype else data.refused(f"is {dtype.name}, stored as {data.dtype}")
+    return (
+        data
+        if dtype.name == data.dtype
+        else data.refused(f"is {dtype.name}, stored as {data.dtype}")
+    )
 
 
 def _parameter(data: Any, *_: Any) -> StoredTensor:
@@ -169,7 +228,9 @@ def _parameter(data: Any, *_: Any) -> StoredTensor:
 def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     if not isinstance(kind, InertClass) or not isinstance(args, tuple):
         raise IntegrityError(f"a tensor of the class {reprlib.repr(kind)}")
-    made = function.make(*args) if isinstance(function, Maker) else StoredTensor("", "", (), (), 0, 0)
+    made = (
+        function.make(*args) if isinstance(function, Maker) else StoredTensor("", "", (), (), 0, 0)
+    )
     if kind.name in _PLAIN_TENSORS and isinstance(function, Maker):
         return made
     if not isinstance(made, StoredTensor):
@@ -193,19 +254,33 @@ def _from_type_or_part(function: Any, kind: Any, args: Any, state: Any) -> Any:
     local, spec = attributes.get("_local_tensor"), attributes.get("_spec")
     placements = spec.get("placements") if isinstance(spec, Inert) else None
     shape = args[2] if isinstance(args, tuple) and len(args) > 2 else None
-    if not isinstance(local, StoredTensor) or not isinstance(placements, tuple) or not isinstance(shape, tuple):
+    if (
+        not isinstance(local, StoredTensor)
+        or not isinstance(placements, tuple)
+        or not isinstance(shape, tuple)
+    ):
         raise IntegrityError("a DTensor without a local tensor, placements and a shape")
     names = {p.name.rpartition(".")[2] for p in placements if isinstance(p, Inert)}
-    return LocalPart(local, whole=local.shape == shape and names <= {"Shard", "Replicate", "_StridedShard"})
+    return LocalPart(
+        local, whole=local.shape == shape and names <= {"Shard", "Replicate", "_StridedShard"}
+    )
 
 
 def _shards_of_rank(args: Any, state: Any) -> LocalPart:
     """The only shard that a rank has of a ShardedTensor; no elements if it has none."""
     shape = args[2] if isinstance(args, tuple) and len(args) > 2 else None
     shards = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(shape, tuple) or not isinstance(shards, list) or not isinstance(args[1], Dtype):
+    if (
+        not isinstance(shape, tuple)
+        or not isinstance(shards, list)
+        or not isinstance(args[1], Dtype)
+    ):
         raise IntegrityError("a ShardedTensor without a shape, a dtype and shards")
-    states = [s.state[1] for s in shards if isinstance(s, Inert) and isinstance(s.state, tuple) and len(s.state) == 2]
+    states = [
+        s.state[1]
+        for s in shards
+        if isinstance(s, Inert) and isinstance(s.state, tuple) and len(s.state) == 2
+    ]
     values = [s.get("tensor") for s in states if isinstance(s, dict)]
     tensors = [t for t in values if isinstance(t, StoredTensor)]
     if len(tensors) != len(shards):
@@ -213,13 +288,19 @@ def _shards_of_rank(args: Any, state: Any) -> LocalPart:
     if not tensors:
         none = sizes((0, *shape[1:]), "shape")
         return LocalPart(StoredTensor("", args[1].name, none, (0,) * len(none), 0, 0), whole=False)
-    one = tensors[0] if len(tensors) == 1 else tensors[0].refused(f"is stored as {len(tensors)} shards of one rank")
+    one = (
+        tensors[0]
+        if len(tensors) == 1
+        else tensors[0].refused(f"is stored as {len(tensors)} shards of one rank")
+    )
     return LocalPart(one, whole=len(tensors) == 1 and one.shape == shape)
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
-        raise UnsafeError(f"the text encoding {reprlib.repr(encoding)} is not one that torch.save writes")
+        raise UnsafeError(
+            f"the text encoding {reprlib.repr(encoding)} is not one that torch.save writes"
+        )
     return text.encode(encoding)
 
 
@@ -236,13 +317,17 @@ def checked_key(value: Any) -> Any:
     Returns:
         the value: a scalar, or a tuple of at most 64 of them.
     """
-    if _is_scalar(value) or (isinstance(value, tuple) and len(value) <= _MAX_KEY_PARTS and all(map(_is_scalar, value))):
+    if _is_scalar(value) or (
+        isinstance(value, tuple) and len(value) <= _MAX_KEY_PARTS and all(map(_is_scalar, value))
+    ):
         return value
     raise UnsafeError(f"the pickle has a {type(value).__name__} as a key")
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, _SCALARS) and (type(value) is not int or value.bit_length() <= _MAX_KEY_BITS)
+    return isinstance(value, _SCALARS) and (
+        type(value) is not int or value.bit_length() <= _MAX_KEY_BITS
+    )
 
 
 def _str(value: Any = "") -> str:
@@ -269,7 +354,9 @@ def _dict(pairs: Any = ()) -> dict[Any, Any]:
 def _attribute(owner: Any, name: Any) -> Inert:
     """`getattr` of a class with a constant name: how Python 3.11 pickles a member of an enumeration."""
     if not isinstance(owner, InertClass) or not isinstance(name, str):
-        raise UnsafeError("the pickle calls builtins.getattr", hint="nothing was run; do not trust this file")
+        raise UnsafeError(
+            "the pickle calls builtins.getattr", hint="nothing was run; do not trust this file"
+        )
     return Inert(owner.name, (name,))
 
 
@@ -281,7 +368,9 @@ def _reconstructor(owner: Any, *_: Any) -> Inert:
 
 def _dtype(code: Any, *_: Any) -> NumpyDtype:
     if not isinstance(code, str) or "O" in code or code[:1] not in "?bBhHiIlLqQfdeFDgGuicSUVMm<>=|":
-        raise UnsafeError(f"a numpy array of dtype {reprlib.repr(code)} is not read: it may hold any Python object")
+        raise UnsafeError(
+            f"a numpy array of dtype {reprlib.repr(code)} is not read: it may hold any Python object"
+        )
     return NumpyDtype(code)
 
 
@@ -308,7 +397,11 @@ def dtype_text(dtype: Any) -> str:
     """The NumPy spelling of a dtype, with its byte order: `<f4`."""
     if not isinstance(dtype, NumpyDtype):
         raise IntegrityError(f"a numpy array of dtype {reprlib.repr(dtype)}")
-    return dtype.code if dtype.code[:1] in "<>=|" else (dtype.order if dtype.order in "<>" else "") + dtype.code
+    return (
+        dtype.code
+        if dtype.code[:1] in "<>=|"
+        else (dtype.order if dtype.order in "<>" else "") + dtype.code
+    )
 
 
 _SCALARS = (
@@ -356,7 +449,8 @@ _STORAGES = {
     "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": None,
 }
-#: Names of dtypes in torch, of future versions too. Naming one has no effect, and calling it is refused.
+#: Names of dtypes in torch, of future versions too. Naming one has no effect, and calling it is
+#: refused.
 _DTYPE = re.compile(r"(q?u?int|b?float|b?complex|bits)\d{1,3}[a-z0-9_]{0,20}")
 _QUANTIZATION = re.compile(r"per_(tensor|channel)_(affine|symmetric|affine_float_qparams)")
 
@@ -410,7 +504,11 @@ _GLOBALS: dict[str, Callable[..., Any]] = {
     **{f"numpy.{core}.multiarray._reconstruct": lambda *_: NdArray() for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
     **{f"numpy.{core}.numeric._frombuffer": _frombuffer for core in ("core", "_core")},
-    **{f"{module}.{name}": make for module in ("builtins", "__builtin__") for name, make in _BUILTINS.items()},
+    **{
+        f"{module}.{name}": make
+        for module in ("builtins", "__builtin__")
+        for name, make in _BUILTINS.items()
+    },
 }
 
 
@@ -418,7 +516,10 @@ _EXACT_GLOBALS: dict[str, Callable[..., Any]] = {
     **_GLOBALS,
     "torch.Size": lambda value=(): Size(sizes(value, "size")),
     **{f"numpy.{core}.multiarray.scalar": _exact_scalar for core in ("core", "_core")},
-    **{f"{module}.bytearray": lambda *args: bytearray(_bytes(*args)) for module in ("builtins", "__builtin__")},
+    **{
+        f"{module}.bytearray": lambda *args: bytearray(_bytes(*args))
+        for module in ("builtins", "__builtin__")
+    },
 }
 
 
@@ -450,7 +551,9 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = (), *, exact: bool 
         "torch.serialization._get_layout",
     ):
         return InertClass(whole)
-    if any(module == package or module.startswith(package + ".") for package in _FRAMEWORKS + allow):
+    if any(
+        module == package or module.startswith(package + ".") for package in _FRAMEWORKS + allow
+    ):
         return InertClass(whole)
     package = module.partition(".")[0]
     raise UnsafeError(

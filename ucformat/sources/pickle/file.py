@@ -1,9 +1,10 @@
 """Files of `torch.save`, read by ranges: the pickle as a value with lazy tensors, and the bytes of each storage.
 
-Such a file (PyTorch 1.6 and later) is an uncompressed zip archive with one top folder: `<top>/data.pkl` is a pickle
-whose tensors name their storages by a persistent id, `<top>/data/<key>` is the raw bytes of a storage, and
-`<top>/byteorder` is `little` (since PyTorch 2.1). Opening a file reads its last 64 KiB, the pickle and, for each
-storage that is used, the 30 bytes of that member's local header; never the tensors.
+Such a file (PyTorch 1.6 and later) is an uncompressed zip archive with one top folder:
+`<top>/data.pkl` is a pickle whose tensors name their storages by a persistent id,
+`<top>/data/<key>` is the raw bytes of a storage, and `<top>/byteorder` is `little` (since PyTorch
+2.1). Opening a file reads its last 64 KiB, the pickle and, for each storage that is used, the 30
+bytes of that member's local header; never the tensors.
 
 Such an archive may also be a range of a larger file, like each item of a PyTorch DCP checkpoint.
 """
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
-_MAX_PICKLE = 256 << 20  # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
+_MAX_PICKLE = (
+    256 << 20
+)  # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
 _TAIL = 64 << 10
 _HEAD = 32 << 10  # read with the first bytes: the pickle is first in the file, and mostly smaller
 _ITEM = 2 << 10  # instead of both, for an archive in a larger file, which contains only one value
@@ -42,7 +45,9 @@ _HEADER = 30  # bytes of a local header, without the name
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 0x1
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled: the format before PyTorch 1.6
-_SAVE_HINT = "save it again with torch.save of PyTorch 1.6 or later: torch.save(torch.load(old), new)"
+_SAVE_HINT = (
+    "save it again with torch.save of PyTorch 1.6 or later: torch.save(torch.load(old), new)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,9 @@ class _Ranges(io.RawIOBase):
     def fetch(self, offset: int, n: int, ahead: int = 0) -> bytes:
         """These bytes; if they must be read, `ahead` more are read with them."""
         if n > _MAX_PICKLE:
-            raise UnsupportedError(f"{self._key} has a directory or pickle of {n:,} bytes, more than {_MAX_PICKLE:,}")
+            raise UnsupportedError(
+                f"{self._key} has a directory or pickle of {n:,} bytes, more than {_MAX_PICKLE:,}"
+            )
         held = self.held(offset, n)
         if held is not None:
             return held
@@ -112,9 +119,13 @@ class TorchZip:
         self.key, self._base, self.size = _range(store, file)
         self.label = f"{name} in {self.key}" if name else self.key
         tail, self._head = (_TAIL, _HEAD) if isinstance(file, str) else (_ITEM, _ITEM)
-        self._ranges = _Ranges(store, self.key, self.size, self._base, self.size if self.size <= 2 * tail else tail)
+        self._ranges = _Ranges(
+            store, self.key, self.size, self._base, self.size if self.size <= 2 * tail else tail
+        )
         self._members = self._directory()
-        tops = {name.removesuffix("/data.pkl") for name in self._members if name.endswith("/data.pkl")}
+        tops = {
+            name.removesuffix("/data.pkl") for name in self._members if name.endswith("/data.pkl")
+        }
         tops = {top for top in tops if "/" not in top}
         if len(tops) != 1 or any(f"{top}/constants.pkl" in self._members for top in tops):
             raise UnsupportedError(
@@ -148,8 +159,19 @@ class TorchZip:
             whole = f"{name} of {self._name}" if self._name else name
             header = self._base + member.header_offset
             held = self._ranges.held(member.header_offset, _HEADER)
-            head = partial(self.store.read, self.key, header, _HEADER) if held is None else partial(bytes, held)
-            start = partial(_start, head, header, member.nbytes, self._base + self.size, f"{name} in {self.label}")
+            head = (
+                partial(self.store.read, self.key, header, _HEADER)
+                if held is None
+                else partial(bytes, held)
+            )
+            start = partial(
+                _start,
+                head,
+                header,
+                member.nbytes,
+                self._base + self.size,
+                f"{name} in {self.label}",
+            )
             yield FileRecord(self.key, whole, member.nbytes, crc, start, header)
 
     def offset(self, storage: str) -> int:
@@ -169,12 +191,21 @@ class TorchZip:
 
     def _directory(self) -> dict[str, _Member]:
         """The members by name, each checked to be uncompressed and inside the file."""
-        if self.size < 4 or not self._ranges.fetch(0, min(512, self.size), ahead=self._head).startswith(b"PK\x03\x04"):
+        if self.size < 4 or not self._ranges.fetch(
+            0, min(512, self.size), ahead=self._head
+        ).startswith(b"PK\x03\x04"):
             raise self._not_a_zip()
         try:
             with zipfile.ZipFile(self._ranges) as archive:
                 listed = archive.infolist()
-        except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError, UnicodeError) as error:
+        except (
+            zipfile.BadZipFile,
+            OSError,
+            ValueError,
+            struct.error,
+            NotImplementedError,
+            UnicodeError,
+        ) as error:
             raise IntegrityError(
                 f"{self.label} begins as a zip file but has no directory at its end ({error}): it is truncated or "
                 "damaged",
@@ -205,7 +236,8 @@ class TorchZip:
         for name, member in sorted(members.items(), key=lambda item: item[1].header_offset):
             if member.header_offset < end:
                 raise IntegrityError(
-                    f"{name} in {self.label} overlaps {last}", hint="no torch.save writes such a file; copy it again"
+                    f"{name} in {self.label} overlaps {last}",
+                    hint="no torch.save writes such a file; copy it again",
                 )
             end, last = member.header_offset + _HEADER + member.nbytes, name
 
@@ -213,7 +245,9 @@ class TorchZip:
         """The error for a file that is not a zip archive."""
         head = self._ranges.fetch(0, min(512, self.size))
         if _LEGACY in head[:32] or head[257:262] == b"ustar":
-            return UnsupportedError(f"{self.label} has torch's format from before version 1.6", hint=_SAVE_HINT)
+            return UnsupportedError(
+                f"{self.label} has torch's format from before version 1.6", hint=_SAVE_HINT
+            )
         return IntegrityError(
             f"{self.label} is not a file of torch.save ({self.size:,} bytes that begin with {head[:8]!r})",
             hint="copy it again from where it was saved",
@@ -232,11 +266,19 @@ class TorchZip:
         """Read a small member, and check its CRC-32."""
         member = self._members[name]
         if member.nbytes > _MAX_PICKLE:
-            raise UnsupportedError(f"{name} in {self.label} has {member.nbytes:,} bytes, more than {_MAX_PICKLE:,}")
-        self._ranges.fetch(member.header_offset, min(30, self.size - member.header_offset), ahead=member.nbytes + 1024)
+            raise UnsupportedError(
+                f"{name} in {self.label} has {member.nbytes:,} bytes, more than {_MAX_PICKLE:,}"
+            )
+        self._ranges.fetch(
+            member.header_offset,
+            min(30, self.size - member.header_offset),
+            ahead=member.nbytes + 1024,
+        )
         data = self._ranges.fetch(self._locate(name), member.nbytes)
         if member.crc32 and zlib.crc32(data) != member.crc32:
-            raise IntegrityError(f"{name} in {self.label} does not match its CRC-32", hint="the file is damaged")
+            raise IntegrityError(
+                f"{name} in {self.label} does not match its CRC-32", hint="the file is damaged"
+            )
         return data
 
 
@@ -253,7 +295,12 @@ def _start(read: Callable[[], bytes], header: int, nbytes: int, end: int, label:
 
 
 def open_file(
-    store: Store, file: str | ByteRange, name: str = "", *, allow: tuple[str, ...] = (), exact: bool = False
+    store: Store,
+    file: str | ByteRange,
+    name: str = "",
+    *,
+    allow: tuple[str, ...] = (),
+    exact: bool = False,
 ) -> TorchFile | OpaqueFile:
     """Open a file of torch.save; an `OpaqueFile` if its pickle is not allowed or not supported.
 
@@ -285,7 +332,11 @@ class TorchFile:
         self._zip = TorchZip(store, file, name)
         self.store, self.key = store, self._zip.key
         self.value: Any = unpickle(
-            self._zip.pickle, file=self._zip.label, storage_nbytes=self._zip.nbytes, allow=allow, exact=exact
+            self._zip.pickle,
+            file=self._zip.label,
+            storage_nbytes=self._zip.nbytes,
+            allow=allow,
+            exact=exact,
         )
 
     def records(self) -> Iterator[FileRecord]:
@@ -297,16 +348,24 @@ class TorchFile:
         if tensor.size:
             unit = self._itemsize(tensor)
             offset = self._zip.offset(tensor.storage) + tensor.offset * unit
-            yield Extent(Box.whole(tensor.shape), self.key, offset, tuple(s * unit for s in tensor.strides))
+            yield Extent(
+                Box.whole(tensor.shape), self.key, offset, tuple(s * unit for s in tensor.strides)
+            )
 
-    def flat(self, buffer: StoredTensor, begin: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Extent]:
+    def flat(
+        self, buffer: StoredTensor, begin: int, shape: tuple[int, ...], start: int, stop: int
+    ) -> Iterator[Extent]:
         """The extents of a flat range of a tensor that is stored in a flat buffer.
 
         Args:
             begin: the element of the buffer at which the range is stored.
             start: the first element of the range in the row-major flattened tensor.
         """
-        if len(buffer.shape) != 1 or buffer.strides != (1,) or not 0 <= begin <= begin + stop - start <= buffer.size:
+        if (
+            len(buffer.shape) != 1
+            or buffer.strides != (1,)
+            or not 0 <= begin <= begin + stop - start <= buffer.size
+        ):
             raise IntegrityError(
                 f"elements {begin} to {begin + stop - start} of a flat buffer in {self.key} are wanted, but it has "
                 "shape "
@@ -325,7 +384,9 @@ class TorchFile:
             return b""
         unit = self._itemsize(tensor)
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-        data = self.store.read(self.key, self._zip.offset(tensor.storage) + tensor.offset * unit, span * unit)
+        data = self.store.read(
+            self.key, self._zip.offset(tensor.storage) + tensor.offset * unit, span * unit
+        )
         raw = np.frombuffer(data, f"V{unit}")
         return np.lib.stride_tricks.as_strided(
             raw, tensor.shape, tuple(s * unit for s in tensor.strides), writeable=False
@@ -338,5 +399,7 @@ class TorchFile:
     def _itemsize(self, tensor: StoredTensor) -> int:
         """Bytes of an element; UnsupportedError if the tensor cannot be read."""
         if not tensor.readable:
-            raise UnsupportedError(f"{self.key}: a tensor of shape {tensor.shape} {why_refused(tensor.dtype)}")
+            raise UnsupportedError(
+                f"{self.key}: a tensor of shape {tensor.shape} {why_refused(tensor.dtype)}"
+            )
         return ITEMSIZE[tensor.dtype]

@@ -1,11 +1,13 @@
 """A torch optimizer's state dict: its states as states of the parameters that they belong to.
 
-It is `{"state": {entry: {name of a state: value}}, "param_groups": [{"params": [entry, …], …}]}`. Entries are numbers,
-counted through all groups, or (FSDP and `torch.distributed.checkpoint.state_dict`) the names of the parameters.
+It is `{"state": {entry: {name of a state: value}}, "param_groups": [{"params": [entry, …], …}]}`.
+Entries are numbers, counted through all groups, or (FSDP and
+`torch.distributed.checkpoint.state_dict`) the names of the parameters.
 
-`match` finds the names of numbers from evidence for each entry: the shape of its states and, under DeepSpeed's bf16 and
-fp16, its fp32 copy, which the optimizer step rounds to the weight, so that the first elements of both prove it. Each
-group is assumed to list its parameters in the order of the module. A match is used only if it is unique.
+`match` finds the names of numbers from evidence for each entry: the shape of its states and, under
+DeepSpeed's bf16 and fp16, its fp32 copy, which the optimizer step rounds to the weight, so that the
+first elements of both prove it. Each group is assumed to list its parameters in the order of the
+module. A match is used only if it is unique.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ def shape_of_states(states: Mapping[str, Any]) -> tuple[int, ...] | None:
         states: the states by name; values that are not tensors are ignored.
     """
     tensors = {k: v for k, v in states.items() if isinstance(v, StoredTensor)}
-    for rows, columns, kept in _FACTORS:  # torch's Adafactor keeps the reduced dim with size 1, transformers' drops it
+    for (
+        rows,
+        columns,
+        kept,
+    ) in _FACTORS:  # torch's Adafactor keeps the reduced dim with size 1, transformers' drops it
         if rows in tensors and columns in tensors:
             row, column = tensors[rows].shape, tensors[columns].shape
             return (*(row[:-1] if kept else row), column[-1])
@@ -75,8 +81,8 @@ def match(
     """Assign names to the entries of an optimizer's groups.
 
     Args:
-        ordered: whether the candidates are in the order of the module. If not, shape and sample must identify each
-            entry.
+        ordered: whether the candidates are in the order of the module. If not, shape and sample
+            must identify each entry.
 
     Returns:
         the names of each group's entries; None unless exactly one assignment fits.
@@ -85,15 +91,20 @@ def match(
     return found if found is not None else _by_content(groups, candidates, shapes=not ordered)
 
 
-def _in_order(groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate]) -> list[list[str]] | None:
+def _in_order(
+    groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate]
+) -> list[list[str]] | None:
     """The only way to assign the candidates, in order, to groups or to none (frozen); None unless there is exactly one.
 
-    Walks the candidates with all partial matches at once, each described by the number of filled entries of each group.
+    Walks the candidates with all partial matches at once, each described by the number of filled
+    entries of each group.
     """
     total = sum(map(len, groups))
     start = (0,) * len(groups)
     ways: dict[tuple[int, ...], int] = {start: 1}
-    steps: list[dict[tuple[int, ...], int]] = []  # for each candidate: state after it -> group it went to, -1 for none
+    steps: list[
+        dict[tuple[int, ...], int]
+    ] = []  # for each candidate: state after it -> group it went to, -1 for none
     for number, candidate in enumerate(candidates):
         after: Counter[tuple[int, ...]] = Counter()
         taken: dict[tuple[int, ...], int] = {}
@@ -147,7 +158,9 @@ _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 class Module:
     """The tensors of a module that optimizer entries may belong to."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # of the possible parameters, by their names in the module
+    shapes: Mapping[
+        str, tuple[int, ...]
+    ]  # of the possible parameters, by their names in the module
     prefix: str = ""  # of the names in the checkpoint
     ordered: bool = True  # whether `shapes` is in the order of the module
     main: bool = True  # whether it is the main module, whose names have no prefix
@@ -182,14 +195,19 @@ class Module:
         """Find the parameters that an optimizer's file names, possibly without or with the prefix of a wrapper.
 
         Returns:
-            their names in the checkpoint; None if some are not in this module, or the prefix is ambiguous.
+            their names in the checkpoint; None if some are not in this module, or the prefix is
+            ambiguous.
         """
         flat = [n for group in names for n in group]
         if not flat:
             return names
         first = flat[0]
         longer = {n.removesuffix(first) for n in self.shapes if n.endswith(f".{first}")} | {""}
-        found = [{n: p + n for n in flat} for p in sorted(longer) if all(p + n in self.shapes for n in flat)]
+        found = [
+            {n: p + n for n in flat}
+            for p in sorted(longer)
+            if all(p + n in self.shapes for n in flat)
+        ]
         cuts = [first[: i + 1] for i, c in enumerate(first) if c == "."] if not found else []
         found += [
             {n: n.removeprefix(q) for n in flat}
@@ -197,11 +215,19 @@ class Module:
             if all(n.startswith(q) and n.removeprefix(q) in self.shapes for n in flat)
         ]
         exact = [f for f in found if all(a == b for a, b in f.items())] or found
-        return [[self.prefix + exact[0][n] for n in group] for group in names] if len(exact) == 1 else None
+        return (
+            [[self.prefix + exact[0][n] for n in group] for group in names]
+            if len(exact) == 1
+            else None
+        )
 
     def match(self, entries: list[list[Entry]]) -> list[list[str]] | None:
         """Assign names to the entries of an optimizer's groups; None unless exactly one assignment fits."""
-        return match(entries, [Candidate(self.prefix + n, s) for n, s in self.shapes.items()], ordered=self.ordered)
+        return match(
+            entries,
+            [Candidate(self.prefix + n, s) for n, s in self.shapes.items()],
+            ordered=self.ordered,
+        )
 
 
 @dataclass(slots=True)
@@ -217,15 +243,21 @@ class Optimizer:
     place: StatePath | None = None  # its path in the program's state, if the source records these
 
     @classmethod
-    def parse(cls, value: dict[str, Any], path: str, file: TorchFile, place: StatePath | None = None) -> Optimizer:
+    def parse(
+        cls, value: dict[str, Any], path: str, file: TorchFile, place: StatePath | None = None
+    ) -> Optimizer:
         """Check and parse a state dict."""
         found, groups = value["state"], value["param_groups"]
         entries = [list(group["params"]) for group in groups]
         flat = [entry for group in entries for entry in group]
         if len(set(flat)) != len(flat) or not all(isinstance(s, dict) for s in found.values()):
-            raise IntegrityError(f"{file.key}: {path} lists a parameter twice, or a state that is not a dictionary")
+            raise IntegrityError(
+                f"{file.key}: {path} lists a parameter twice, or a state that is not a dictionary"
+            )
         if strange := [entry for entry in found if entry not in set(flat)]:
-            raise IntegrityError(f"{file.key}: {path} has states of {strange[0]!r}, which is in none of its groups")
+            raise IntegrityError(
+                f"{file.key}: {path} has states of {strange[0]!r}, which is in none of its groups"
+            )
         states = [[dict(found.get(entry, {})) for entry in group] for group in entries]
         rest = {k: v for k, v in value.items() if k not in ("state", "param_groups")}
         return cls(path, file, groups, entries, states, rest, place)
@@ -253,9 +285,15 @@ class Optimizer:
             main = [names for m, names in own if m.main]
             return main[0] if main else own[0][1] if len(own) == 1 else recorded
         found = [(m, names) for m in modules if (names := m.match(self.evidence)) is not None]
-        if len(found) > 1:  # unambiguous only if all others are averages of the main module, which has the optimizer
+        if (
+            len(found) > 1
+        ):  # unambiguous only if all others are averages of the main module, which has the optimizer
             stepped = [(m, names) for m, names in found if m.main]
-            return stepped[0][1] if stepped and all(m.shapes == stepped[0][0].shapes for m, _ in found) else None
+            return (
+                stepped[0][1]
+                if stepped and all(m.shapes == stepped[0][0].shapes for m, _ in found)
+                else None
+            )
         if not found and len(modules) > 1:  # one optimizer of several modules
             joined = {m.prefix + n: shape for m in modules for n, shape in m.shapes.items()}
             return Module(joined, ordered=all(m.ordered for m in modules)).match(self.evidence)
@@ -268,7 +306,9 @@ def is_optimizer(value: Any) -> bool:
         return False
     groups = value.get("param_groups")
     return isinstance(groups, list) and all(
-        isinstance(g, dict) and isinstance(g.get("params"), list) and all(type(p) in (int, str) for p in g["params"])
+        isinstance(g, dict)
+        and isinstance(g.get("params"), list)
+        and all(type(p) in (int, str) for p in g["params"])
         for g in groups
     )
 
@@ -304,9 +344,15 @@ def add_optimizer(
     return certain
 
 
-def _add_group(optimizer: Optimizer, number: int, names: Sequence[str], contents: TensorIndex) -> Group:
+def _add_group(
+    optimizer: Optimizer, number: int, names: Sequence[str], contents: TensorIndex
+) -> Group:
     """Add the tensors of a group's entries; return its hyper-parameters, and its states that are plain values."""
-    hyper, entries, of = optimizer.hypers[number], optimizer.entries[number], optimizer.states[number]
+    hyper, entries, of = (
+        optimizer.hypers[number],
+        optimizer.entries[number],
+        optimizer.states[number],
+    )
     place = optimizer.place
     contents.places.append(None if place is None else Place(place, tuple(map(str, entries))))
     spare = place is None and len(hyper.get("param_names") or ()) == len(names)
@@ -316,7 +362,9 @@ def _add_group(optimizer: Optimizer, number: int, names: Sequence[str], contents
     for name, entry, states in zip(names, entries, of, strict=True):
         for state, value in states.items():
             if not isinstance(value, StoredTensor):
-                plain.setdefault(str(state), {})[name] = _json(value, optimizer, f"{name}.{state}", contents)
+                plain.setdefault(str(state), {})[name] = _json(
+                    value, optimizer, f"{name}.{state}", contents
+                )
                 continue
             contents.add_whole(name, str(state), optimizer.file, value)
             if place is not None:
@@ -324,7 +372,9 @@ def _add_group(optimizer: Optimizer, number: int, names: Sequence[str], contents
                 contents.paths[Key(name, str(state))] = (at,)
     stateful = sum(map(bool, of))  # a parameter that never had a gradient has no state
     group.state = {
-        state: next(iter(values.values())) if len(values) == stateful and all_equal(values) else values
+        state: next(iter(values.values()))
+        if len(values) == stateful and all_equal(values)
+        else values
         for state, values in plain.items()
     }
     return group
@@ -334,7 +384,9 @@ def _json(value: Any, optimizer: Optimizer, path: str, contents: TensorIndex) ->
     def spill(where: str, tensor: StoredTensor) -> str:
         return contents.add_large(where, optimizer.file, tensor)
 
-    return to_json(value, read=optimizer.file.read, spill=spill, path=path, exact=optimizer.place is not None)
+    return to_json(
+        value, read=optimizer.file.read, spill=spill, path=path, exact=optimizer.place is not None
+    )
 
 
 def _check(optimizer: Optimizer, names: Sequence[Sequence[str]], shapes: Mapping[str, Any]) -> None:

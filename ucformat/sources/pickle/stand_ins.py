@@ -75,7 +75,9 @@ class StoredTensor:
 def unknown_dtype(dtype: str) -> str:
     """Why a tensor is unreadable: it has a dtype that `schema` lacks."""
     if dtype.startswith(("qint", "quint")):
-        return f"is a quantized tensor ({dtype}), of which ucformat does not read scale and zero point"
+        return (
+            f"is a quantized tensor ({dtype}), of which ucformat does not read scale and zero point"
+        )
     return f"has the dtype {reprlib.repr(dtype)}, which ucformat does not know"
 
 
@@ -235,10 +237,16 @@ class OpaqueFile:
 def opaque_file(data: bytes) -> Opaque:
     """Create a pickle that is `functools.partial(torch.load, weights_only=False)(io.BytesIO(data))`.
 
-    A file of torch.save is a zip archive; an opaque value is a pickle, which `trust=True` opens. It is assembled here
-    without `pickle`, which would need torch.
+    A file of torch.save is a zip archive; an opaque value is a pickle, which `trust=True` opens. It
+    is assembled here without `pickle`, which would need torch.
     """
     load = b"ctorch\nload\n"
-    partial = b"cfunctools\npartial\n(" + load + b"tR(" + load + b"(t}X\x0c\x00\x00\x00weights_only\x89sNtb"
+    partial = (
+        b"cfunctools\npartial\n("
+        + load
+        + b"tR("
+        + load
+        + b"(t}X\x0c\x00\x00\x00weights_only\x89sNtb"
+    )
     file = b"cio\nBytesIO\n(B" + struct.pack("<I", len(data)) + data + b"tR"
     return Opaque(b"\x80\x03" + partial + b"(" + file + b"tR.")

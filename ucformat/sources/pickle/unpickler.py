@@ -1,7 +1,8 @@
 """The opcodes of pickles in Python: what `ucformat/_native_pickle.c` does where it was built.
 
-Both make plain values themselves, and call a function for everything else: `ucformat/sources/pickle/unpickler.py` has
-them. For any bytes, both make the same value, or raise the same error.
+Both make plain values themselves, and call a function for everything else:
+`ucformat/sources/pickle/unpickler.py` has them. For any bytes, both make the same value, or raise
+the same error.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-def interpret(data: bytes, meaning: object, calls: tuple[Callable[..., Any], ...], damaged: type[Exception], /) -> Any:
+def interpret(
+    data: bytes, meaning: object, calls: tuple[Callable[..., Any], ...], damaged: type[Exception], /
+) -> Any:
     """Interpret a pickle.
 
     Args:
-        calls: for each opcode that does not only make a plain value, and for those that are refused, the function that
-            decides; it gets `meaning` and the values that the opcode takes from the stack, and returns the one to put
-            there.
+        calls: for each opcode that does not only make a plain value, and for those that are
+            refused, the function that decides; it gets `meaning` and the values that the opcode
+            takes from the stack, and returns the one to put there.
     """
     return _Machine(data, meaning, calls, damaged).run()
 
@@ -51,7 +54,11 @@ class _Machine:
     """The stack, cut at each mark, and the memo."""
 
     def __init__(
-        self, data: bytes, meaning: object, calls: tuple[Callable[..., Any], ...], damaged: type[Exception]
+        self,
+        data: bytes,
+        meaning: object,
+        calls: tuple[Callable[..., Any], ...],
+        damaged: type[Exception],
     ) -> None:
         self.data, self.at, self.end = data, 0, len(data)
         self.meaning, self.calls, self.damaged = meaning, calls, damaged
@@ -144,13 +151,17 @@ class _Machine:
 
     def recall(self, index: int) -> None:
         if index not in self.memo:
-            raise self.damaged(f"its pickle refers to value {index} of the memo, which it never stored")
+            raise self.damaged(
+                f"its pickle refers to value {index} of the memo, which it never stored"
+            )
         self.push(self.memo[index])
 
     def keep(self, index: int) -> None:
         (value,) = self.pop(1)
         if index >= self.at:  # numbers are given in turn
-            raise self.damaged(f"its pickle stores value {index} of the memo, but has fewer values so far")
+            raise self.damaged(
+                f"its pickle stores value {index} of the memo, but has fewer values so far"
+            )
         self.memo[index] = value
         self.push(value)
 
@@ -215,16 +226,19 @@ _PLAIN: dict[int, Callable[[_Machine], object]] = {
 _TAKEN = {ord("Q"): 1, ord("R"): 2, ord("b"): 2, 0x81: 2, 0x93: 2, 0x92: 3}
 
 
-# Reads pickles and executes nothing: rebuilds plain values, lazy tensors and stand-ins, and refuses the rest.
+# Reads pickles and executes nothing: rebuilds plain values, lazy tensors and stand-ins, and refuses
+# the rest.
 #
-# It is not a subclass of `pickle.Unpickler`, which resolves extension codes from a cache of live objects, sizes its memo
-# by an index in the file, and calls the globals that it finds. Here, an opcode without a meaning is an error; memory and
-# time are proportional to the size of the file, because the copies and hashes of values that are stored once and used
-# often are limited; and every failure is an error of this package that names the file.
+# It is not a subclass of `pickle.Unpickler`, which resolves extension codes from a cache of live
+# objects, sizes its memo by an index in the file, and calls the globals that it finds. Here, an
+# opcode without a meaning is an error; memory and time are proportional to the size of the file,
+# because the copies and hashes of values that are stored once and used often are limited; and every
+# failure is an error of this package that names the file.
 #
-# It reads protocols 2 to 5, as torch.save writes them (2 by default). The opcodes are those that Python's `pickletools`
-# describes. Those that only make plain values, and the stack and the memo, are in `ucformat/_native_pickle.c`, or else in
-# `opcodes.py`; here is what calls, states, keys, globals and persistent ids mean.
+# It reads protocols 2 to 5, as torch.save writes them (2 by default). The opcodes are those that
+# Python's `pickletools` describes. Those that only make plain values, and the stack and the memo,
+# are in `ucformat/_native_pickle.c`, or else in `opcodes.py`; here is what calls, states, keys,
+# globals and persistent ids mean.
 
 try:
     from ucformat._native import interpret
@@ -247,7 +261,9 @@ def unpickle(
         exact: NumPy scalars, byte arrays and `torch.Size` keep their types.
     """
     try:
-        return interpret(data, _Meaning(len(data), storage_nbytes, allow, exact=exact), _CALLS, IntegrityError)
+        return interpret(
+            data, _Meaning(len(data), storage_nbytes, allow, exact=exact), _CALLS, IntegrityError
+        )
     except UcformatError as error:
         raise type(error)(f"{file}: {error.message}", hint=error.hint) from error
     except MemoryError:  # the limits make sure that the size of the file justifies it
@@ -262,7 +278,10 @@ def unpickle(
 _MAX_NAME = 1000  # characters of the name of a global
 # Limits that grow with the file, each with a minimum for small ones:
 _COPIES_PER_BYTE, _MIN_COPIES = 8, 1 << 20  # items that calls may copy, per byte of the file
-_COLLISIONS_PER_BYTE, _MIN_COLLISIONS = 64, 1 << 24  # possible hash collisions, per byte of the file
+_COLLISIONS_PER_BYTE, _MIN_COLLISIONS = (
+    64,
+    1 << 24,
+)  # possible hash collisions, per byte of the file
 _MAX_REPEATED = 256 << 20  # bytes of tensors that repeat elements (stride 0), in addition to these
 _MAX_SMALL = 1024
 _HASH_OF_ADDRESS: Any = object.__hash__
@@ -273,7 +292,12 @@ class _Meaning:
     """What the opcodes mean that do more than to make a plain value, and how much of it the file justifies."""
 
     def __init__(
-        self, nbytes: int, storage_nbytes: Callable[[str], int], allow: tuple[str, ...], *, exact: bool = False
+        self,
+        nbytes: int,
+        storage_nbytes: Callable[[str], int],
+        allow: tuple[str, ...],
+        *,
+        exact: bool = False,
     ) -> None:
         self.storage_nbytes, self.allow, self.exact = storage_nbytes, allow, exact
         self.storages: set[str] = set()
@@ -294,7 +318,9 @@ class _Meaning:
     def make(self, maker: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
             raise IntegrityError("its pickle makes an object from something that is not a tuple")
-        if isinstance(maker, InertClass | Inert):  # an `Inert`: a class in a class, which `getattr` names
+        if isinstance(
+            maker, InertClass | Inert
+        ):  # an `Inert`: a class in a class, which `getattr` names
             return Inert(maker.name, args)
         if not isinstance(maker, Maker):
             raise UnsafeError(f"its pickle calls a {type(maker).__name__}, which is not a class")
@@ -302,7 +328,9 @@ class _Meaning:
             if type(a) in _SIZED:
                 self.copies -= len(a if not isinstance(a, PurePosixPath) else str(a))
         if self.copies < 0:
-            raise UnsafeError("its pickle copies the same values far more often than any checkpoint needs")
+            raise UnsafeError(
+                "its pickle copies the same values far more often than any checkpoint needs"
+            )
         if maker.hashes:
             self.count_copied_keys(maker, args)
         made = maker.make(*args)
@@ -313,7 +341,9 @@ class _Meaning:
     def count_views(self, tensor: StoredTensor) -> None:
         """Limit the bytes of different tensors: any number of tied ones are read once."""
         self.tensors.add(tensor)
-        distinct = math.prod(n for n, stride in zip(tensor.shape, tensor.strides, strict=True) if stride or not n)
+        distinct = math.prod(
+            n for n, stride in zip(tensor.shape, tensor.strides, strict=True) if stride or not n
+        )
         unit = ITEMSIZE.get(tensor.dtype, 0)
         self.views -= distinct * unit
         self.repeats -= (tensor.size - distinct) * unit
@@ -326,14 +356,17 @@ class _Meaning:
         for a in args:
             if isinstance(a, list | tuple):
                 self.count_collisions([k[0] if type(k) in (list, tuple) and k else k for k in a], 0)
-            elif isinstance(a, set | frozenset) or (isinstance(a, dict) and maker.name.endswith("set")):
+            elif isinstance(a, set | frozenset) or (
+                isinstance(a, dict) and maker.name.endswith("set")
+            ):
                 self.count_collisions(a, 0)  # a dict that is copied to a dict compares no keys
 
     def count_collisions(self, keys: Iterable[Any], held: int) -> None:
         """Limit keys that may all have the same hash: then each is compared with all `held` ones before it.
 
-        Python hashes text with a secret of the process, objects by their address, and small non-negative integers do
-        not collide; all other keys in a file can be chosen such that they do.
+        Python hashes text with a secret of the process, objects by their address, and small
+        non-negative integers do not collide; all other keys in a file can be chosen such that they
+        do.
         """
         for n, key in enumerate(keys, held):
             kind = type(key)
@@ -370,9 +403,13 @@ class _Meaning:
                 raise UnsafeError("a numpy array of Python objects is not read")
         elif isinstance(target, Stream):
             if not isinstance(state, tuple) or not state or not isinstance(state[0], bytes):
-                raise IntegrityError("its pickle fills a file in memory with something other than bytes")
+                raise IntegrityError(
+                    "its pickle fills a file in memory with something other than bytes"
+                )
             target.data = state[0]
-        elif not isinstance(target, dict | StoredTensor):  # attributes of a state dict or a parameter are not needed
+        elif not isinstance(
+            target, dict | StoredTensor
+        ):  # attributes of a state dict or a parameter are not needed
             raise UnsafeError(f"its pickle sets the state of a {type(target).__name__}")
         return target
 
@@ -426,7 +463,12 @@ class _Meaning:
                 f"its pickle refers to an outside object {reprlib.repr(identity)}, which is not a storage"
             )
         _, kind, key, _, numel = identity[:5]
-        if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
+        if (
+            not isinstance(kind, StorageType)
+            or not isinstance(key, str)
+            or type(numel) is not int
+            or numel < 0
+        ):
             raise IntegrityError(f"its pickle refers to a storage by {reprlib.repr(identity)}")
         nbytes = self.storage_nbytes(key)
         unit = ITEMSIZE.get(kind.dtype) if kind.dtype else 1
@@ -441,7 +483,9 @@ class _Meaning:
 
 
 def _refuse(opcode: int, _meaning: _Meaning) -> None:
-    raise UnsafeError(f"its pickle uses the opcode {bytes([opcode])!r}, which torch.save does not write")
+    raise UnsafeError(
+        f"its pickle uses the opcode {bytes([opcode])!r}, which torch.save does not write"
+    )
 
 
 _MEANINGS: dict[str, Callable[..., Any]] = {
@@ -460,5 +504,6 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
     "\x93": _Meaning.name_global,
     "Q": _Meaning.persistent,
 }
-#: What each opcode means. Refused are extension codes, protocol 0, old-style instances and out-of-band buffers.
+#: What each opcode means. Refused are extension codes, protocol 0, old-style instances and
+#: out-of-band buffers.
 _CALLS = tuple(_MEANINGS.get(chr(opcode), partial(_refuse, opcode)) for opcode in range(256))

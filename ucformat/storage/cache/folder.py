@@ -38,11 +38,14 @@ class VersionedStore(Store, Protocol):
     def identity(self) -> str:
         """What distinguishes its files from all others: the URL, and the service that the settings make of it."""
 
-    def read_with_info(self, key: str, offset: int, nbytes: int, known: Info | None = None) -> InfoAndBytes:
+    def read_with_info(
+        self, key: str, offset: int, nbytes: int, known: Info | None = None
+    ) -> InfoAndBytes:
         """Read a range of a file, and the version of the file that the bytes are of.
 
         Args:
-            known: the version that the file probably has, which was asked for earlier (None: unknown).
+            known: the version that the file probably has, which was asked for earlier (None:
+                unknown).
         """
 
 
@@ -60,8 +63,8 @@ class Asks(Protocol):
         """Ask for the current version of each of several files; those that do not exist are left out.
 
         Args:
-            span: first byte, and byte after the last, that will be read of them (None: unknown). They may be received
-                with the answer.
+            span: first byte, and byte after the last, that will be read of them (None: unknown).
+                They may be received with the answer.
         """
 
     def ask_listing(self, patience: float) -> Mapping[str, Info] | None:
@@ -80,9 +83,10 @@ class Asks(Protocol):
 
 # Entries of the host cache: files that are read as what they say they are, or not at all.
 #
-# An entry is named by the hash of its description. Its file holds the content, the CRC-32C of each 64 KiB of it, the
-# description, and a CRC-32C of these two. The checksums continue from that of the description, so a torn, damaged or
-# exchanged file, or one under another name, counts as missing. Therefore nothing has to be synced.
+# An entry is named by the hash of its description. Its file holds the content, the CRC-32C of each
+# 64 KiB of it, the description, and a CRC-32C of these two. The checksums continue from that of the
+# description, so a torn, damaged or exchanged file, or one under another name, counts as missing.
+# Therefore nothing has to be synced.
 
 _PAGE = 64 << 10  # bytes of the content that one checksum covers
 
@@ -128,7 +132,9 @@ class Entry:
         pages = -(-size // _PAGE)
         footer = os.pread(fd, self.file_size(size) - size + 1, size)
         stored, described = footer[:-4], footer[4 * pages : -4]
-        if described != self.description or checksum(stored) != int.from_bytes(footer[-4:], "little"):
+        if described != self.description or checksum(stored) != int.from_bytes(
+            footer[-4:], "little"
+        ):
             return False
         end = begin + sum(b.nbytes for b in buffers)
         first, last = begin - begin % _PAGE, min(size, end + -end % _PAGE)
@@ -148,10 +154,11 @@ class Entry:
         return tuple(found) == struct.unpack_from(f"<{len(found)}I", stored, first // _PAGE * 4)
 
 
-# The file `state` of the cache: the bytes of all files, when answers were last wanted, and locks between processes.
+# The file `state` of the cache: the bytes of all files, when answers were last wanted, and locks
+# between processes.
 #
-# Processes lock bytes far beyond its end. The locks belong to open file descriptions, so threads exclude each other too,
-# and the kernel releases the locks of a process that is killed.
+# Processes lock bytes far beyond its end. The locks belong to open file descriptions, so threads
+# exclude each other too, and the kernel releases the locks of a process that is killed.
 
 _STATE_NAME = "state"
 _STAMP = struct.Struct("<QQ")  # time in nanoseconds, process id
@@ -176,7 +183,10 @@ class State:
         return Descriptor(os.open(_STATE_NAME, flags, 0o600, dir_fd=self._folder.fd))
 
     def lock(self, entry: Entry) -> Descriptor | None:
-        """Lock the making of an entry until the descriptor is closed; None if another thread or process has the lock."""
+        """Lock the making of an entry until the descriptor is closed.
+
+        None if another thread or process has the lock.
+        """
         return self._lock(_byte(_MADE, entry), fcntl.F_WRLCK)
 
     def join(self, entry: Entry) -> Descriptor | None:
@@ -199,7 +209,9 @@ class State:
     def wanted(self, entry: Entry) -> tuple[int, int]:
         """When an entry, or one of those with the same stamp, was last wanted, and by which process."""
         file = self._open()
-        when, pid = _STAMP.unpack(os.pread(file.fd, _STAMP.size, _stamp(entry)).ljust(_STAMP.size, b"\0"))
+        when, pid = _STAMP.unpack(
+            os.pread(file.fd, _STAMP.size, _stamp(entry)).ljust(_STAMP.size, b"\0")
+        )
         return when, pid
 
     def want(self, entry: Entry, now: int) -> None:
@@ -268,7 +280,8 @@ def _stamp(entry: Entry) -> int:
 
 # The folder of the host cache: its entries, and a bound on its bytes on the disk.
 #
-# An error of the disk is logged once; then an entry is missing, or is not written, or nobody is waited for.
+# An error of the disk is logged once; then an entry is missing, or is not written, or nobody is
+# waited for.
 
 _ALLOCATED = 4 << 10  # file systems allocate multiples of this
 _NAME_BYTES = 128  # that the folder may need for the name of a file
@@ -393,7 +406,9 @@ class CacheFolder:
             file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                accounts.total += need  # before it has the size: after a kill the number is too high
+                accounts.total += (
+                    need  # before it has the size: after a kill the number is too high
+                )
                 os.ftruncate(file.fd, size)
             except BaseException:
                 self._remove(name)
@@ -452,7 +467,10 @@ class CacheFolder:
     # --- between processes
 
     def try_lock(self, entry: Entry) -> Descriptor | None:
-        """Lock the making of an entry until the descriptor is closed; None if another thread or process has the lock."""
+        """Lock the making of an entry until the descriptor is closed.
+
+        None if another thread or process has the lock.
+        """
         with self._forgiving:
             return self._state.lock(entry)
         return Descriptor(-1)  # without a lock
@@ -499,13 +517,20 @@ class _Forgiving:
         pass
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool:
         if not isinstance(error, OSError):
             return False
         if not self._failed:
             self._failed = True
-            _log.warning("the cache %s is not used where its disk fails: %s", self._path, error.strerror or error)
+            _log.warning(
+                "the cache %s is not used where its disk fails: %s",
+                self._path,
+                error.strerror or error,
+            )
         return True
 
 
@@ -518,12 +543,19 @@ def _open_folder(path: str) -> Descriptor:
         link = Path(path).lstat()
         folder = Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     except OSError as error:
-        raise PermissionDenied(f"the cache {path} cannot be opened: {error.strerror}", hint=hint) from error
+        raise PermissionDenied(
+            f"the cache {path} cannot be opened: {error.strerror}", hint=hint
+        ) from error
     found, user = os.fstat(folder.fd), os.geteuid()
     if found.st_uid != user:
-        raise UnsafeError(f"the cache {path} belongs to another user, with number {found.st_uid}", hint=hint)
+        raise UnsafeError(
+            f"the cache {path} belongs to another user, with number {found.st_uid}", hint=hint
+        )
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (user, 0):
-        raise UnsafeError(f"the cache {path} is a symbolic link of another user, with number {link.st_uid}", hint=hint)
+        raise UnsafeError(
+            f"the cache {path} is a symbolic link of another user, with number {link.st_uid}",
+            hint=hint,
+        )
     if found.st_mode & 0o077:
         raise UnsafeError(
             f"the cache {path} has the mode {stat.S_IMODE(found.st_mode):04o}, so others may read or write there",

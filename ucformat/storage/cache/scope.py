@@ -1,7 +1,8 @@
 """Which versions of files a group of reads relies on, and whether these are current.
 
-Bytes in the cache are of a version of a file. Only the remote store knows which version is current, so every read asks
-it, once. Reads in one *scope* ask together, when all is read: a listing answers for a thousand files.
+Bytes in the cache are of a version of a file. Only the remote store knows which version is current,
+so every read asks it, once. Reads in one *scope* ask together, when all is read: a listing answers
+for a thousand files.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Pins:
     def __init__(self, store: Asks, *, listing: bool, optimistic: bool) -> None:
         self._store, self._listing, self._optimistic = store, listing, optimistic
         self._infos: dict[str, Info] = {}
-        self._current: dict[str, Info] = {}  # known from answers to requests that were sent in this scope
+        self._current: dict[
+            str, Info
+        ] = {}  # known from answers to requests that were sent in this scope
         self._listed: Mapping[str, Info] | None = None
         self._begun = time.monotonic()
         self._joined = store.join() if listing and optimistic else None
@@ -106,7 +109,9 @@ class Pins:
         """List all files once."""
         if self._listing:
             self.close()
-            patience = min(_PATIENCE, (time.monotonic() - self._begun) / 2) if self._optimistic else 0
+            patience = (
+                min(_PATIENCE, (time.monotonic() - self._begun) / 2) if self._optimistic else 0
+            )
             self._listing, self._listed = False, self._store.ask_listing(patience)
             self._learn(self._listed or {})
 
@@ -130,7 +135,10 @@ class _Scope:
     def pins(self, store: Asks) -> Pins:
         with self._lock:
             if id(store) not in self._pins:
-                self._pins[id(store)] = store, Pins(store, listing=self._listing, optimistic=self._optimistic)
+                self._pins[id(store)] = (
+                    store,
+                    Pins(store, listing=self._listing, optimistic=self._optimistic),
+                )
             return self._pins[id(store)][1]
 
     def confirm(self) -> None:
@@ -168,8 +176,8 @@ def consistent(*, optimistic: bool = True, listing: bool = True) -> Iterator[Non
     Threads take part that run in a copy of the block's context.
 
     Args:
-        optimistic: whether to rely on versions that are known from before, and to ask when the block ends (default:
-            yes; else before the first read).
+        optimistic: whether to rely on versions that are known from before, and to ask when the
+            block ends (default: yes; else before the first read).
         listing: whether to list the files (default: yes; else each is asked for).
     """
     if _scope.get() is not None:
@@ -211,8 +219,8 @@ def read_consistently(
     """Call a function as in a block of `consistent`, and again if what it has read was not current.
 
     Args:
-        listing: as for `consistent`; when it is called again, each file is asked for, because listings of some services
-            differ from their other answers.
+        listing: as for `consistent`; when it is called again, each file is asked for, because
+            listings of some services differ from their other answers.
     """
     if _scope.get() is not None:
         return read()

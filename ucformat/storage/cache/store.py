@@ -1,8 +1,9 @@
 """Questions to a remote store whose answers the processes of a host share.
 
-An answer counts for those who had asked before its request was sent, as in a group commit: of those who wait while a
-request is under way, one sends the next request for all. A listing is requested a moment later if other processes ask
-too, because processes that are started together arrive one after another.
+An answer counts for those who had asked before its request was sent, as in a group commit: of those
+who wait while a request is under way, one sends the next request for all. A listing is requested a
+moment later if other processes ask too, because processes that are started together arrive one
+after another.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Answers:
         """The current version of a file; None if there is no such file.
 
         Args:
-            begin: called instead of requesting the info alone if no process has asked for the file yet: receives its
-                first bytes, and returns the info that comes with them.
+            begin: called instead of requesting the info alone if no process has asked for the file
+                yet: receives its first bytes, and returns the info that comes with them.
         """
 
         def request(*, first: bool) -> Sequence[Info]:
@@ -88,7 +89,9 @@ class Answers:
         Args:
             joined: what `join` returned (None: this one has not joined).
         """
-        return self._folder.has_others(self._listing, joined) or (joined is not None and self._others_ask())
+        return self._folder.has_others(self._listing, joined) or (
+            joined is not None and self._others_ask()
+        )
 
     @property
     def _listing(self) -> Entry:
@@ -98,8 +101,8 @@ class Answers:
         """The current versions of all files; None if they cannot be listed, or are too many.
 
         Args:
-            patience: seconds to wait for other processes that read files of the store, and will ask the same (0: wait
-                for those that ask now).
+            patience: seconds to wait for other processes that read files of the store, and will ask
+                the same (0: wait for those that ask now).
         """
 
         def request(*, first: bool) -> Sequence[Info] | None:  # noqa: ARG001 - see _Request
@@ -155,7 +158,9 @@ class Answers:
 
     def _await_quiet(self) -> None:
         begun = time.monotonic_ns()
-        while (now := time.monotonic_ns()) - begun < _LONGEST and now - self._folder.wanted(self._listing)[0] < _QUIET:
+        while (now := time.monotonic_ns()) - begun < _LONGEST and now - self._folder.wanted(
+            self._listing
+        )[0] < _QUIET:
             time.sleep(_PAUSE)
 
 
@@ -258,13 +263,15 @@ class Blocks:
         """Fill parts of a file with bytes from the cache, or from the store.
 
         Args:
-            received: called with the version of the file of which bytes were received; raises an error if it is not
-                `file`.
+            received: called with the version of the file of which bytes were received; raises an
+                error if it is not `file`.
         """
         wanted: dict[int, list[Part]] = {}
         for part in parts:
             for number in range(part.begin // _BLOCK, -(-part.end // _BLOCK)):
-                wanted.setdefault(number, []).append(part.clip(number * _BLOCK, (number + 1) * _BLOCK))
+                wanted.setdefault(number, []).append(
+                    part.clip(number * _BLOCK, (number + 1) * _BLOCK)
+                )
         missing, waits = sorted(wanted), True
         while missing := [n for n in missing if not self._load(file, n, wanted[n])]:
             locks = self._lock(file, missing[:_LOCKED]) if waits else dict.fromkeys(missing)
@@ -278,7 +285,9 @@ class Blocks:
                     n for n in locks if not waits or not self._load(file, n, wanted.get(n, ()))
                 ]  # it may have just come
 
-                def receive(numbers: Sequence[int], locks: Mapping[int, Descriptor | None] = locks) -> None:
+                def receive(
+                    numbers: Sequence[int], locks: Mapping[int, Descriptor | None] = locks
+                ) -> None:
                     self._receive(file, numbers, wanted, received)
                     for number in numbers:
                         _unlock(locks[number])
@@ -291,7 +300,15 @@ class Blocks:
 
     def _entry(self, file: FileVersion, number: int) -> Entry:
         info = file.info
-        what = ["block", self._store.identity, info.key, file.version, info.size, number * _BLOCK, _BLOCK]
+        what = [
+            "block",
+            self._store.identity,
+            info.key,
+            file.version,
+            info.size,
+            number * _BLOCK,
+            _BLOCK,
+        ]
         return Entry(json.dumps(what).encode())
 
     def _load(self, file: FileVersion, number: int, parts: Sequence[Part]) -> bool:
@@ -306,7 +323,9 @@ class Blocks:
         else:
             begin, end = min(part.begin for part in parts), max(part.end for part in parts)
             buffers = [memoryview(bytearray(end - begin))]
-        if not self._folder.read_into(self._entry(file, number), size, begin - number * _BLOCK, buffers):
+        if not self._folder.read_into(
+            self._entry(file, number), size, begin - number * _BLOCK, buffers
+        ):
             return False
         if not adjacent:
             _copy(buffers[0], begin, parts)
@@ -377,7 +396,10 @@ def _runs(numbers: Sequence[int], most: int) -> Iterator[Sequence[int]]:
 
 
 class CachingStore(WrappedStore):
-    """Reads files from the cache if they are there, and else from the inner store, which knows their current versions."""
+    """Reads files from the cache if they are there, and else from the inner store.
+
+    Which knows their current versions.
+    """
 
     inner: VersionedStore
 
@@ -406,7 +428,9 @@ class CachingStore(WrappedStore):
         def one(key: str) -> Info | None:
             return self._answers.info(key, partial(self._begin, key, span))
 
-        return {key: info for key, info in zip(keys, map_io(one, keys), strict=True) if info is not None}
+        return {
+            key: info for key, info in zip(keys, map_io(one, keys), strict=True) if info is not None
+        }
 
     def ask_listing(self, patience: float) -> Mapping[str, Info] | None:
         """See Asks."""
@@ -459,7 +483,9 @@ class CachingStore(WrappedStore):
         return read_consistently(lambda: self._read(key, offset, nbytes), listing=False)
 
     def _read(self, key: str, offset: int, nbytes: int | None) -> bytes:
-        file = self._find(key, (offset, offset + (self.inner.costs.request if nbytes is None else nbytes)))
+        file = self._find(
+            key, (offset, offset + (self.inner.costs.request if nbytes is None else nbytes))
+        )
         if file is None:
             return self.inner.read(key, offset, nbytes)
         if nbytes is None:
@@ -474,7 +500,9 @@ class CachingStore(WrappedStore):
         data = self.read(key)
         return data, content_version(data)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
         """See Store."""
         check_key(key)
         nbytes = sum(b.nbytes for b in buffers)
@@ -483,7 +511,11 @@ class CachingStore(WrappedStore):
             return
         direct = all(b.c_contiguous for b in buffers)
         parts: list[Part] = []
-        for row in [row for b in buffers for row in rows_of(b)] if direct else [memoryview(bytearray(nbytes))]:
+        for row in (
+            [row for b in buffers for row in rows_of(b)]
+            if direct
+            else [memoryview(bytearray(nbytes))]
+        ):
             parts.append(Part(parts[-1].end if parts else offset, row))
         if not read_consistently(lambda: self._read_parts(key, parts), listing=False):
             self.inner.read_into(key, offset, buffers, crcs)
@@ -496,7 +528,11 @@ class CachingStore(WrappedStore):
         """See Store."""
         check_key(key)
         parts = [Part(offset + k * step, row.cast("B")) for k, row in enumerate(rows) if row.nbytes]
-        if not parts or is_uncached() or not read_consistently(lambda: self._read_parts(key, parts), listing=False):
+        if (
+            not parts
+            or is_uncached()
+            or not read_consistently(lambda: self._read_parts(key, parts), listing=False)
+        ):
             self.inner.read_rows(key, offset, step, rows)
 
     def _read_parts(self, key: str, parts: Sequence[Part]) -> bool:

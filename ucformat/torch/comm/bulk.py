@@ -3,12 +3,13 @@
     receiver:  tag; process (0: none), descriptor, start, bytes and name of its buffer    (64 bytes)
     sender:    number of bytes, and these; or -2 if it has written them to the buffer      (8 bytes)
 
-The receiver connects to the sender, and keeps the connection for the next time. A rank on the same host writes to the
-buffer, which is shared memory: a connection takes five times the processor time.
+The receiver connects to the sender, and keeps the connection for the next time. A rank on the same
+host writes to the buffer, which is shared memory: a connection takes five times the processor time.
 
-The connections of a rank are bounded, however many ranks it exchanges data with. Either side closes one over which
-nothing is asked; the receiver then asks again over another one. A sender answers in the order in which it is asked, and
-a receiver reads all answers as they arrive, so no rank waits for one that waits for it.
+The connections of a rank are bounded, however many ranks it exchanges data with. Either side closes
+one over which nothing is asked; the receiver then asks again over another one. A sender answers in
+the order in which it is asked, and a receiver reads all answers as they arrive, so no rank waits
+for one that waits for it.
 """
 
 from __future__ import annotations
@@ -118,16 +119,20 @@ class Bulk(Connections):
     ) -> None:
         self._callers: dict[socket.socket, _Caller] = {}
         self._asked: dict[int, deque[tuple[_Caller, SharedRange]]] = {}  # by tag
-        self._unused: dict[socket.socket, int] = {}  # connections to other ranks, that used last at the end
+        self._unused: dict[
+            socket.socket, int
+        ] = {}  # connections to other ranks, that used last at the end
         self._calls = 0  # connections over which this rank asks now
         super().__init__(place, timeout, listening, secret, store)
 
-    def send_bulk(self, tag: int, messages: Iterable[tuple[int, Callable[[], Sequence[memoryview]]]]) -> None:
+    def send_bulk(
+        self, tag: int, messages: Iterable[tuple[int, Callable[[], Sequence[memoryview]]]]
+    ) -> None:
         """Send bulk data to ranks that ask for it; returns when all have done so, and all may be changed.
 
         Args:
-            messages: the rank, and a function that returns the bytes when the rank asks. Each rank gets its messages in
-                this order.
+            messages: the rank, and a function that returns the bytes when the rank asks. Each rank
+                gets its messages in this order.
         """
         left: dict[int, deque[Callable[[], Sequence[memoryview]]]] = {}
         for other, parts in messages:
@@ -176,14 +181,20 @@ class Bulk(Connections):
             caller.answered = time.monotonic()
             self._close_if_ended(caller)
 
-    def accept_bulk(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> socket.socket | None:
+    def accept_bulk(
+        self, other: int, welcome: Callable[[bool], socket.socket | None]
+    ) -> socket.socket | None:
         """Take the connection of a rank that wants to ask, if there is room; called by the listener."""
         with self._change:
             if not self.intact:
                 return None
             excess = 1 + sum(not c.refused for c in self._callers.values()) - MOST_CALLERS
             if excess > 0:
-                unused = (c for c in self._callers.values() if c.answered and not c.unanswered and not c.refused)
+                unused = (
+                    c
+                    for c in self._callers.values()
+                    if c.answered and not c.unanswered and not c.refused
+                )
                 unused_longest = min(unused, key=lambda c: c.answered, default=None)
                 if unused_longest is None:
                     welcome(False)
@@ -202,7 +213,9 @@ class Bulk(Connections):
         with self._change:
             caller = self._callers[connection]
             try:
-                more = b"" if caller.refused else connection.recv(_REQUEST.size - len(caller.received))
+                more = (
+                    b"" if caller.refused else connection.recv(_REQUEST.size - len(caller.received))
+                )
             except BlockingIOError:
                 return True
             except OSError:
@@ -210,7 +223,9 @@ class Bulk(Connections):
             if not more:
                 caller.ended = True
                 for asked in self._asked.values():
-                    for request in [r for r in asked if r[0] is caller]:  # of a save that was interrupted there
+                    for request in [
+                        r for r in asked if r[0] is caller
+                    ]:  # of a save that was interrupted there
                         asked.remove(request)
                         caller.unanswered -= 1
                 self._close_if_ended(caller)
@@ -229,13 +244,18 @@ class Bulk(Connections):
             del self._callers[caller.connection]
             self._close_one(caller.connection)
 
-    def receive_bulk(self, tag: int, shared: SharedMemory, slots: Mapping[int, tuple[int, int]]) -> None:
+    def receive_bulk(
+        self, tag: int, shared: SharedMemory, slots: Mapping[int, tuple[int, int]]
+    ) -> None:
         """Receive bulk data from several ranks.
 
         Args:
-            slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are sent.
+            slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are
+                sent.
         """
-        to_ask = deque(sorted(slots, key=lambda other: (other - self.rank) % self.size))  # not all the same one first
+        to_ask = deque(
+            sorted(slots, key=lambda other: (other - self.rank) % self.size)
+        )  # not all the same one first
         calls: dict[int, _Call] = {}  # by descriptor
         poll, lines = select.poll(), self._neighbours_but(self.rank)
         for fd in lines:
@@ -258,7 +278,9 @@ class Bulk(Connections):
                 others = [call.other for call in calls.values()] or list(to_ask)
                 with self.communicating("to receive from", *others[:_TOLD]):
                     wait = max(0.0, end - time.monotonic())
-                    ready = [fd for fd, _ in poll.poll((min(wait, RETRY_S) if busy else wait) * 1000)]
+                    ready = [
+                        fd for fd, _ in poll.poll((min(wait, RETRY_S) if busy else wait) * 1000)
+                    ]
                     self._check(others[0])
                     if not ready and time.monotonic() >= end:
                         raise Lost("timed out", others[0], late=True)
@@ -280,7 +302,9 @@ class Bulk(Connections):
             for call in calls.values():
                 self._end_call(call.connection, call.other, reuse=False)
 
-    def _ask(self, other: int, tag: int, shared: SharedMemory, slot: tuple[int, int], end: float) -> _Call | None:
+    def _ask(
+        self, other: int, tag: int, shared: SharedMemory, slot: tuple[int, int], end: float
+    ) -> _Call | None:
         """Ask a rank for its next bulk data with a tag; None if it has too many connections."""
         while True:
             connection = self._unused_to(other)
@@ -290,7 +314,9 @@ class Bulk(Connections):
                 if connection is None:
                     return None
             buffer = shared.range(*slot)
-            request = _REQUEST.pack(tag, *(buffer if _is_here(connection) else buffer._replace(pid=0)))
+            request = _REQUEST.pack(
+                tag, *(buffer if _is_here(connection) else buffer._replace(pid=0))
+            )
             try:
                 if connection.send(request) == len(request):  # nothing else is in the way
                     return _Call(other, connection, shared.memory[slice(*slot)].data)
@@ -319,7 +345,9 @@ class Bulk(Connections):
             self._check_neighbours()  # one that gave up because of this rank does not tell it so
 
         try:
-            made = connect(self._directory[other], self.rank, other, self._secret, end, check, bulk=True)
+            made = connect(
+                self._directory[other], self.rank, other, self._secret, end, check, bulk=True
+            )
         except UcformatError as error:
             raise Lost(error.message, other) from error
         with self._change:
@@ -350,8 +378,9 @@ class Bulk(Connections):
 
 # Messages between neighbours in the tree of a group.
 #
-# Each message is a frame on the line between two ranks, with a tag; messages with the same tag arrive in order. Any
-# thread that waits for a rank reads its line, and queues messages for other threads.
+# Each message is a frame on the line between two ranks, with a tag; messages with the same tag
+# arrive in order. Any thread that waits for a rank reads its line, and queues messages for other
+# threads.
 
 _LATE_S = 30.0  # how much longer a rank waits for those that wait for others
 _FRAME = struct.Struct("<qq")  # tag, and number of bytes that follow
@@ -381,7 +410,11 @@ class Links(Bulk):
             self.end()
             raise found.error
         self._directory = dict(
-            zip(found.ranks.tolist(), zip(found.hosts, found.ports.tolist(), strict=True), strict=True)
+            zip(
+                found.ranks.tolist(),
+                zip(found.hosts, found.ports.tolist(), strict=True),
+                strict=True,
+            )
         )
 
     def _join(self, meeting: Address | None, failure: BaseException | None) -> _Directory:
@@ -391,7 +424,9 @@ class Links(Bulk):
             self._connect(self.parent, meeting, end)
         parts = [] if self._listener is None else [self._own_part()]
         with self._change:
-            self._change.wait_for(lambda: all(c in self._lines for c in self.children), self.timeout)
+            self._change.wait_for(
+                lambda: all(c in self._lines for c in self.children), self.timeout
+            )
         if late := [c for c in self.children if c not in self._lines]:
             failure = failure or UcformatError(
                 f"rank {late[0]} did not connect to rank {self.rank} within {self.timeout:g} s"
@@ -416,7 +451,9 @@ class Links(Bulk):
                 self._write(self.parent, 0, len(whole), [memoryview(whole)], end)
                 whole = bytes(self._take(self.parent, 0, end))
             except Lost as lost:
-                failure = failure or self._error_of(self.parent, "to receive from", self.parent, lost)
+                failure = failure or self._error_of(
+                    self.parent, "to receive from", self.parent, lost
+                )
                 whole = encode(_joined([], failure), _Directory)
         for child in connected:
             with suppress(Lost):  # it is noticed later
@@ -425,7 +462,9 @@ class Links(Bulk):
 
     def _own_part(self) -> _Directory:
         host, port = self.address
-        return _Directory(np.array([self.rank], np.int32), (host,), np.array([port], np.int32), None)
+        return _Directory(
+            np.array([self.rank], np.int32), (host,), np.array([port], np.int32), None
+        )
 
     def send(self, other: int, tag: int, parts: Sequence[memoryview]) -> None:
         """Send a message; returns when the data may be changed."""
@@ -443,7 +482,9 @@ class Links(Bulk):
         with line.change:
             return line.received[tag].popleft()
 
-    def _write(self, other: int, tag: int, size: int, parts: Sequence[memoryview], end: float) -> None:
+    def _write(
+        self, other: int, tag: int, size: int, parts: Sequence[memoryview], end: float
+    ) -> None:
         """Send a frame."""
         line = self._lines[other]
         if not line.sending.acquire(timeout=max(0.0, end - time.monotonic())):
@@ -460,7 +501,9 @@ class Links(Bulk):
         while True:
             with line.change:
                 left = max(0.0, end - time.monotonic())
-                idle = line.change.wait_for(lambda: done() or not line.reading or self.broken is not None, left)
+                idle = line.change.wait_for(
+                    lambda: done() or not line.reading or self.broken is not None, left
+                )
                 if done():
                     return
                 if not idle or self.broken is not None:

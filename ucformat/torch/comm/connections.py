@@ -1,11 +1,13 @@
 """The connections of a rank, and how all ranks stop at once if one fails, and name it.
 
-A rank has lines to its parent and its children in a tree, for messages; those for bulk data are made when needed.
+A rank has lines to its parent and its children in a tree, for messages; those for bulk data are
+made when needed.
 
-A rank that waits notices if one of its neighbours in the tree dies. Whoever loses a rank, or waits for one too long,
-asks it for which ranks it waits itself, and then asks these: one that has ended or does not answer is the cause, or
-else one that waits for nobody. Then the rank gives up: it tells its neighbours the cause, by connections of their own,
-because the lines may be full; they tell theirs, and all connections are closed.
+A rank that waits notices if one of its neighbours in the tree dies. Whoever loses a rank, or waits
+for one too long, asks it for which ranks it waits itself, and then asks these: one that has ended
+or does not answer is the cause, or else one that waits for nobody. Then the rank gives up: it tells
+its neighbours the cause, by connections of their own, because the lines may be full; they tell
+theirs, and all connections are closed.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ class Lost(Exception):
 class Node(NamedTuple):
     """The place of a rank in the tree over the ranks of a group.
 
-    The root, the lowest of `size` consecutive ranks, has the parent -1. `host` are the first rank of its host and the
-    one after the last; both are 0 if the tree ignores hosts.
+    The root, the lowest of `size` consecutive ranks, has the parent -1. `host` are the first rank
+    of its host and the one after the last; both are 0 if the tree ignores hosts.
     """
 
     rank: int
@@ -87,7 +89,9 @@ class Node(NamedTuple):
         """Return the place in the part of the tree that consists of the ranks of this host; if not known, of one."""
         here = range(*self.host) or range(self.rank, self.rank + 1)
         parent = self.parent if self.parent in here else -1
-        return Node(self.rank, len(here), parent, tuple(c for c in self.children if c in here), self.host)
+        return Node(
+            self.rank, len(here), parent, tuple(c for c in self.children if c in here), self.host
+        )
 
 
 class Line:
@@ -105,7 +109,8 @@ class Connections(ABC):
     """The connections of a group.
 
     Args:
-        listening: the socket to which other ranks connect; None if this rank cannot listen, or there is no other.
+        listening: the socket to which other ranks connect; None if this rank cannot listen, or
+            there is no other.
     """
 
     def __init__(
@@ -119,7 +124,9 @@ class Connections(ABC):
         self.place = place
         self.rank, self.size, self.parent, self.children = place[:4]
         self.timeout, self.store = timeout, store
-        self.members: tuple[int, ...] | None = None  # their ranks in the job; None if these are the same numbers
+        self.members: tuple[int, ...] | None = (
+            None  # their ranks in the job; None if these are the same numbers
+        )
         self.intact = True
         self.broken: UcformatError | None = None  # the first failure
         self.breaking = threading.Lock()
@@ -131,11 +138,15 @@ class Connections(ABC):
         self._directory: dict[int, Address] = {}
         self._waiting: dict[int, tuple[int, ...]] = {}  # by thread, the ranks for which it waits
         self._lines: dict[int, Line] = {}  # to the neighbours
-        self._change = threading.Condition()  # of connections, of what is asked for over them, and of the alarm
+        self._change = (
+            threading.Condition()
+        )  # of connections, of what is asked for over them, and of the alarm
         self._cause: int | None = None  # the rank because of which this one gave up
         self._told_by = self.rank  # the rank that said so
         self._sockets: set[socket.socket] = set()
-        self._listener = None if listening is None else Listener(listening, self.rank, secret, weakref.ref(self))
+        self._listener = (
+            None if listening is None else Listener(listening, self.rank, secret, weakref.ref(self))
+        )
         self._close = weakref.finalize(self, _close, self._sockets, self._listener)
         self._close.atexit = False  # `_end_all` closes them, after other threads have ended
         _all.add(self)
@@ -154,7 +165,9 @@ class Connections(ABC):
     def end(self) -> None:
         """Close the connections; the group cannot be used any more."""
         self.intact = False
-        self.broken = self.broken or UcformatError("the group of ranks was closed", hint="create a new one")
+        self.broken = self.broken or UcformatError(
+            "the group of ranks was closed", hint="create a new one"
+        )
         if self._listener:
             self._listener.close()
         self._shut_down()
@@ -163,7 +176,9 @@ class Connections(ABC):
     def close_after_fork(self) -> None:
         """Close the copies of the connections in a forked child; the parent keeps its own."""
         self.intact = False
-        self.broken = UcformatError("the group of ranks belongs to the process that this one was forked from")
+        self.broken = UcformatError(
+            "the group of ranks belongs to the process that this one was forked from"
+        )
         self._close.detach()
         if self._listener:
             self._listener.close_after_fork()
@@ -186,7 +201,9 @@ class Connections(ABC):
                 self._add(other, line)
 
     @abstractmethod
-    def accept_bulk(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> socket.socket | None:
+    def accept_bulk(
+        self, other: int, welcome: Callable[[bool], socket.socket | None]
+    ) -> socket.socket | None:
         """As `handshake.Owner.accept_bulk`."""
 
     @abstractmethod
@@ -200,7 +217,11 @@ class Connections(ABC):
 
     def _connect(self, other: int, address: Address, end: float) -> None:
         """Connect to the parent."""
-        while (line := connect(address, self.rank, other, self._secret, end, lambda: self._check(other))) is None:
+        while (
+            line := connect(
+                address, self.rank, other, self._secret, end, lambda: self._check(other)
+            )
+        ) is None:
             time.sleep(RETRY_S)
         with self._change:
             self._add(other, line)
@@ -213,7 +234,9 @@ class Connections(ABC):
         """Wait until a connection is ready; raises if a neighbour hangs up, this rank gave up, or time is up."""
         poll = select.poll()
         poll.register(connection, event)
-        watched = self._neighbours_but(other) if event == READ else {}  # they have yet to send what this rank waits for
+        watched = (
+            self._neighbours_but(other) if event == READ else {}
+        )  # they have yet to send what this rank waits for
         for fd in watched:
             poll.register(fd, HUNG_UP)
         self._check(other)
@@ -224,7 +247,9 @@ class Connections(ABC):
         if connection.fileno() not in ready:
             raise Lost("the connection was closed", watched[ready[0]])
 
-    def _send(self, other: int, connection: socket.socket, parts: Sequence[memoryview], end: float) -> None:
+    def _send(
+        self, other: int, connection: socket.socket, parts: Sequence[memoryview], end: float
+    ) -> None:
         """Send bytes to a rank."""
 
         def send(some: list[memoryview], _: int) -> int:
@@ -249,7 +274,8 @@ class Connections(ABC):
         """Turn a failed communication inside into an error that names the rank that caused it, and break the group.
 
         Args:
-            others: the ranks with which this one communicates; an error of unknown cause names the first.
+            others: the ranks with which this one communicates; an error of unknown cause names the
+                first.
         """
         if self.broken is not None:
             raise self.broken
@@ -281,7 +307,8 @@ class Connections(ABC):
     def _find_cause(self, error: Lost) -> int:
         """The rank that failed first: one that has ended or does not answer, or else waits for nobody.
 
-        It is the one that was lost, or the one because of which that one gave up, or for which that one waits.
+        It is the one that was lost, or the one because of which that one gave up, or for which that
+        one waits.
         """
         asked, to_ask = {self.rank}, deque([error.cause])
         busy: int | None = None  # the first that waits for nobody
@@ -293,7 +320,12 @@ class Connections(ABC):
             try:
                 end = time.monotonic() + _ASK_S
                 state, about = ask(
-                    self._directory[rank], self.rank, rank, self._secret, end, partial(self._check, rank)
+                    self._directory[rank],
+                    self.rank,
+                    rank,
+                    self._secret,
+                    end,
+                    partial(self._check, rank),
                 )
             except Lost:  # an alarm says more
                 break
@@ -331,7 +363,9 @@ class Connections(ABC):
             if self._cause is None:
                 self._told_by, self._cause, self.intact = sender, cause, False
                 self._change.notify_all()
-                told = [n for n in self._neighbours if n in self._directory and n not in (cause, sender)]
+                told = [
+                    n for n in self._neighbours if n in self._directory and n not in (cause, sender)
+                ]
             else:
                 told = []
         for neighbour in told:

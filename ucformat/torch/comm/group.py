@@ -1,8 +1,8 @@
 """The tree over the ranks of a group: hosts first, and below one rank of a host the others of it.
 
-Rank 0 reads the hosts of all ranks at the store of the process group, and tells each rank its place in the tree. So a
-rank makes a few requests, however many ranks there are; only rank 0 reads and writes a value for each, in one request
-if the store supports that.
+Rank 0 reads the hosts of all ranks at the store of the process group, and tells each rank its place
+in the tree. So a rank makes a few requests, however many ranks there are; only rank 0 reads and
+writes a value for each, in one request if the store supports that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ucformat.errors import IntegrityError, UcformatError, UsageError
 from ucformat.torch.comm.bulk import Links
 from ucformat.torch.comm.connections import Node
-from ucformat.torch.comm.wire import EVERYBODY, Addressed, Record, decode, encode, failures, name_rank, pack, unpack
+from ucformat.torch.comm.wire import (
+    EVERYBODY,
+    Addressed,
+    Record,
+    decode,
+    encode,
+    failures,
+    name_rank,
+    pack,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,9 +52,13 @@ if TYPE_CHECKING:
 
 #: The most children of a rank on its own host, and on other hosts.
 FAN_OUT = 8
-_MOST_CHILDREN = 14  # of both kinds: with those to the parent and to itself a rank has no more than 16 sockets
+_MOST_CHILDREN = (
+    14  # of both kinds: with those to the parent and to itself a rank has no more than 16 sockets
+)
 _OTHERS = 4  # hosts by which a rank may find its interface
-_LATE_S = 30.0  # how much longer ranks wait for rank 0 than it for them, so that they learn what it found
+_LATE_S = (
+    30.0  # how much longer ranks wait for rank 0 than it for them, so that they learn what it found
+)
 _BACKLOG = 1024
 _LISTEN_HINT = "MASTER_ADDR and the route to it determine the interface on which ranks listen"
 _JOIN_HINT = "make the same call on all ranks; see the first error in the log of that rank"
@@ -53,8 +67,8 @@ _JOIN_HINT = "make the same call on all ranks; see the first error in the log of
 class Host(NamedTuple):
     """The host of a rank.
 
-    Ranks with the same `identity` share a loopback interface. `address` is that of the interface through which the host
-    reaches the store, or "" on the host of the store.
+    Ranks with the same `identity` share a loopback interface. `address` is that of the interface
+    through which the host reaches the store, or "" on the host of the store.
     """
 
     identity: str
@@ -70,8 +84,9 @@ def ranks_of_hosts(hosts: Sequence[str]) -> list[range]:
 def parents_of(hosts: Sequence[str]) -> list[int]:
     """Return the parent of each rank; that of rank 0 is -1.
 
-    Each rank has the lowest number of its subtree, whose ranks are consecutive: so values that are merged on the way up
-    are in the order of ranks. If ranks of a host are not consecutive, the tree ignores the hosts.
+    Each rank has the lowest number of its subtree, whose ranks are consecutive: so values that are
+    merged on the way up are in the order of ranks. If ranks of a host are not consecutive, the tree
+    ignores the hosts.
     """
     runs = [list(ranks) for ranks in ranks_of_hosts(hosts) or [range(len(hosts))]]
     near = min(FAN_OUT, max(map(len, runs)) - 1)
@@ -143,7 +158,9 @@ def _assign_places(store: dist.Store, size: int, timeout: float) -> None:
         _set_all(store, places, [json.dumps(f"{why} ({str(error).splitlines()[0][:200]})")] * size)
         return
     several = store.has_extended_api()
-    hosts = [Host(*json.loads(h)) for h in (store.multi_get(names) if several else map(store.get, names))]
+    hosts = [
+        Host(*json.loads(h)) for h in (store.multi_get(names) if several else map(store.get, names))
+    ]
     identities = [h.identity for h in hosts]
     parents = parents_of(identities)
     children: list[list[int]] = [[] for _ in hosts]
@@ -152,8 +169,14 @@ def _assign_places(store: dist.Store, size: int, timeout: float) -> None:
     distinct = {h.identity: h for h in hosts} | {h.identity: h for h in hosts if h.address}
     some = list(distinct.values())[: _OTHERS + 1]
     others = [[h for h in some if h.identity != host.identity] for host in hosts]
-    here = [(run.start, run.stop) for run in ranks_of_hosts(identities) for _ in run] or [(0, 0)] * size
-    _set_all(store, places, [json.dumps(place) for place in zip(parents, children, others, here, strict=True)])
+    here = [(run.start, run.stop) for run in ranks_of_hosts(identities) for _ in run] or [
+        (0, 0)
+    ] * size
+    _set_all(
+        store,
+        places,
+        [json.dumps(place) for place in zip(parents, children, others, here, strict=True)],
+    )
 
 
 def _set_all(store: dist.Store, names: list[str], values: list[str]) -> None:
@@ -203,7 +226,8 @@ def listen(hosts: Sequence[Host], rank: int) -> socket.socket:
     others = [h for h in hosts if h.identity != here.identity]
     address = _LOOPBACK
     if others:
-        # The host of the store reaches itself by any name: its route to another host determines the interface.
+        # The host of the store reaches itself by any name: its route to another host determines the
+        # interface.
         routes = (_route_to(h.address, 1) for h in others if h.address)
         address = here.address or next((route for route in routes if route), "") or _own_address()
     return listen_at(address)
@@ -234,7 +258,9 @@ def _route_to(host: str, port: int) -> str:
         with suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # UDP: nothing is sent, but the route is chosen
             here = str(probe.getsockname()[0])
-            local = ip_address(here.partition("%")[0]).is_loopback or here in {str(a[4][0]) for a in known}
+            local = ip_address(here.partition("%")[0]).is_loopback or here in {
+                str(a[4][0]) for a in known
+            }
             return "" if local else here
     return ""
 
@@ -257,20 +283,25 @@ def _address_of(store: dist.Store | None) -> tuple[str, int]:
 
 # Collectives of ranks that save or load together, over connections of their own.
 #
-# The process groups of the training are never used, so a thread can communicate while training runs. Collectives run over
-# a tree: a rank sends its parent one message with those of all ranks below it, and each answer goes down the same way. An
-# error on one rank is raised on all ranks, with the number of that rank in its message.
+# The process groups of the training are never used, so a thread can communicate while training
+# runs. Collectives run over a tree: a rank sends its parent one message with those of all ranks
+# below it, and each answer goes down the same way. An error on one rank is raised on all ranks,
+# with the number of that rank in its message.
 #
-# Several threads may save and load concurrently, in a different order on each rank. The main thread must make its calls
-# in the same order on all ranks, as with any collective. Each other thread uses a channel for its call and url (`save
-# s3://bucket/run7/step-100`), whose messages have tags of their own, which follow from its name.
+# Several threads may save and load concurrently, in a different order on each rank. The main thread
+# must make its calls in the same order on all ranks, as with any collective. Each other thread uses
+# a channel for its call and url (`save s3://bucket/run7/step-100`), whose messages have tags of
+# their own, which follow from its name.
 
-#: Seconds after which an unresponsive rank is considered dead, and so the longest time that a rank may write while
-#: others wait for it. A rank that dies is noticed at once, by its broken connection.
+#: Seconds after which an unresponsive rank is considered dead, and so the longest time that a rank
+#: may write while others wait for it. A rank that dies is noticed at once, by its broken
+#: connection.
 TIMEOUT = 1800.0
 
 _CHANNEL_BYTES = 7  # of the hash of a channel's name, its number; two of them do not meet
-_ORDER_HINT = "make the same calls in the same order on all ranks; concurrent threads need different urls"
+_ORDER_HINT = (
+    "make the same calls in the same order on all ranks; concurrent threads need different urls"
+)
 
 _groups: dict[tuple[object, ...], Group] = {}
 _locks: dict[tuple[object, ...], threading.Lock] = {}
@@ -280,18 +311,23 @@ os.register_at_fork(after_in_child=_groups.clear)
 class Group:
     """A group of ranks, numbered from 0, or one channel of it, or the ranks of one host, whose lowest acts as rank 0.
 
-    Only one thread may use a channel at a time, except that a second one may send while the first receives. Each
-    message carries `call`, the name of the function that communicates: if ranks are in different calls, all raise.
+    Only one thread may use a channel at a time, except that a second one may send while the first
+    receives. Each message carries `call`, the name of the function that communicates: if ranks are
+    in different calls, all raise.
     """
 
     def __init__(self, links: Links) -> None:
         self._set_up(links, links.place, "", 0, {})
 
-    def _set_up(self, links: Links, place: Node, call: str, number: int, channels: dict[str, Group]) -> Group:
+    def _set_up(
+        self, links: Links, place: Node, call: str, number: int, channels: dict[str, Group]
+    ) -> Group:
         self.links, self._place, self.call, self._number = links, place, call, number
         self._channels = channels  # by name; shared by all channels of these connections
         self.rank, self.size, self.timeout = place.rank, place.size, links.timeout
-        self.cache = links.cache  # what callers keep from one call to the next, as long as the connections exist
+        self.cache = (
+            links.cache
+        )  # what callers keep from one call to the next, as long as the connections exist
         self._turn, self._counting = threading.Lock(), threading.Lock()
         self._users, self._contested = 0, False
         return self
@@ -307,12 +343,16 @@ class Group:
 
     def for_call(self, call: str) -> Group:
         """Return this channel for another call."""
-        return Group.__new__(Group)._set_up(self.links, self._place, call, self._number, self._channels)  # noqa: SLF001 - own class
+        return Group.__new__(Group)._set_up(  # noqa: SLF001
+            self.links, self._place, call, self._number, self._channels
+        )
 
     def on_host(self) -> Group:
         """Return this channel for collectives of the ranks of this host alone, which keep their numbers."""
         place = self._place.on_host()
-        return Group.__new__(Group)._set_up(self.links, place, self.call, self._number, self._channels)  # noqa: SLF001 - own class
+        return Group.__new__(Group)._set_up(  # noqa: SLF001
+            self.links, place, self.call, self._number, self._channels
+        )
 
     def channel(self, call: str, name: str) -> Group:
         """Return the channel of a name, which is created on first use."""
@@ -320,8 +360,15 @@ class Group:
             return self
         with self.links.opening:
             if name not in self._channels:
-                number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:_CHANNEL_BYTES], "little") + 1
-                made = Group.__new__(Group)._set_up(self.links, self._place, call, number, self._channels)  # noqa: SLF001 - own class
+                number = (
+                    int.from_bytes(
+                        hashlib.sha256(name.encode()).digest()[:_CHANNEL_BYTES], "little"
+                    )
+                    + 1
+                )
+                made = Group.__new__(Group)._set_up(  # noqa: SLF001
+                    self.links, self._place, call, number, self._channels
+                )
                 self._channels[name] = made
             return self._channels[name]
 
@@ -343,43 +390,57 @@ class Group:
         """Send bulk data to ranks, each when it asks for it.
 
         Args:
-            messages: the receiving rank, and a function that returns the bytes, in contiguous parts; they may be
-                changed when the next one is called. Each rank receives its messages in this order.
+            messages: the receiving rank, and a function that returns the bytes, in contiguous
+                parts; they may be changed when the next one is called. Each rank receives its
+                messages in this order.
         """
 
         def bytes_of(parts: Callable[[], Sequence[Memory]]) -> Sequence[memoryview]:
             return [part.data.cast("B") for part in parts()]
 
-        self.links.send_bulk(2 * self._number + 1, ((to, functools.partial(bytes_of, parts)) for to, parts in messages))
+        self.links.send_bulk(
+            2 * self._number + 1,
+            ((to, functools.partial(bytes_of, parts)) for to, parts in messages),
+        )
 
     def receive_bulk(self, shared: SharedMemory, slots: Mapping[int, tuple[int, int]]) -> None:
         """Receive bulk data from several ranks.
 
         Args:
-            slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are sent.
+            slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are
+                sent.
         """
         self.links.receive_bulk(2 * self._number + 1, shared, slots)
 
     def gather_scatter(
-        self, value: Any, compute: Callable[[list[Any]], Sequence[Any]], kind: Any = Any, answer_kind: Any = Any
+        self,
+        value: Any,
+        compute: Callable[[list[Any]], Sequence[Any]],
+        kind: Any = Any,
+        answer_kind: Any = Any,
     ) -> Any:
         """Gather values on rank 0, compute an answer for each rank there, and scatter the answers.
 
         Args:
-            compute: called on rank 0 with the values of all ranks; returns the answers by rank, or raises on all ranks.
+            compute: called on rank 0 with the values of all ranks; returns the answers by rank, or
+                raises on all ranks.
         """
         mine, parent = self._own(value), self._place.parent
         if parent >= 0 and not mine.failed:
             mine = self._encoded(value, kind)
         bundles = self._bundles()
         if parent >= 0:
-            self.links.send(parent, 2 * self._number, [*pack([mine]), *(memoryview(b) for b in bundles)])
+            self.links.send(
+                parent, 2 * self._number, [*pack([mine]), *(memoryview(b) for b in bundles)]
+            )
             return self._answered(answer_kind)
 
         def answer() -> Sequence[Any]:
             records = self._checked(mine, bundles)
             if len(records) != self.size:
-                raise UcformatError(f"the ranks are in different collectives of {self.call}", hint=_ORDER_HINT)
+                raise UcformatError(
+                    f"the ranks are in different collectives of {self.call}", hint=_ORDER_HINT
+                )
             return compute([value, *(decode(r.data, kind) for r in records[1:])])
 
         return self._answer(answer, answer_kind)
@@ -396,17 +457,24 @@ class Group:
         """Merge the values of all ranks on the way to rank 0, and return the result on every rank.
 
         Args:
-            merge: `merge(a, b)` returns the merged values of consecutive ranks, those of `a` below those of `b`; it
-                must be associative. Any rank may call it; an error is raised on all. None: the result is None.
-            then: called on rank 0 with the result; returns what all ranks get instead, or `Addressed`.
-            relay: called on every other rank with the merged values of its subtree; returns what its parent gets
-                instead. An error is raised on all ranks, with the number of that rank in its message.
+            merge: `merge(a, b)` returns the merged values of consecutive ranks, those of `a` below
+                those of `b`; it must be associative. Any rank may call it; an error is raised on
+                all. None: the result is None.
+            then: called on rank 0 with the result; returns what all ranks get instead, or
+                `Addressed`.
+            relay: called on every other rank with the merged values of its subtree; returns what
+                its parent gets instead. An error is raised on all ranks, with the number of that
+                rank in its message.
         """
         mine, bundles = self._own(value), self._bundles()
         kind = kind if merge else None
 
         def merged(records: Sequence[Record]) -> Any:
-            return functools.reduce(merge, [value, *(decode(r.data, kind) for r in records[1:])]) if merge else None
+            return (
+                functools.reduce(merge, [value, *(decode(r.data, kind) for r in records[1:])])
+                if merge
+                else None
+            )
 
         def answer() -> Sequence[Any]:
             result = merged(self._checked(mine, bundles))
@@ -431,19 +499,27 @@ class Group:
                 f"several threads call {self.call} with the same url at once, and ranks cannot tell these calls apart",
                 hint="pass a different process group as `group` in each thread",
             )
-        return self._failed(value) if isinstance(value, BaseException) else Record(self.rank, False, self.call, b"")
+        return (
+            self._failed(value)
+            if isinstance(value, BaseException)
+            else Record(self.rank, False, self.call, b"")
+        )
 
     def _failed(self, error: BaseException) -> Record:
         """The record of an error of this rank."""
         if self.size == 1:
             raise error
         told = decode(encode(error, BaseException), BaseException)  # as the other ranks know it
-        return Record(self.rank, True, self.call, encode(name_rank(self.rank, told, self.size), BaseException))
+        return Record(
+            self.rank, True, self.call, encode(name_rank(self.rank, told, self.size), BaseException)
+        )
 
     def _encoded(self, value: Any, kind: Any, relay: _Then = None) -> Record:
         """The record of a value, or of what `relay` makes of it; of an error if that or the encoding fails."""
         try:
-            return Record(self.rank, False, self.call, encode(relay(value) if relay else value, kind))
+            return Record(
+                self.rank, False, self.call, encode(relay(value) if relay else value, kind)
+            )
         except Exception as error:  # noqa: BLE001 - raised on all ranks
             return self._failed(error)
 
@@ -468,7 +544,9 @@ class Group:
                 return found[0]
             ((common, _),) = Counter(map(id, found[1:])).most_common(1)
             encoded = {id(v): encode(v, kind) for v in {id(v): v for v in found[1:]}.values()}
-            others = [(rank, id(v)) for rank, v in enumerate(found[1:], self.rank + 1) if id(v) != common]
+            others = [
+                (rank, id(v)) for rank, v in enumerate(found[1:], self.rank + 1) if id(v) != common
+            ]
             records = [Record(rank, False, self.call, encoded[v]) for rank, v in others]
             records.append(Record(EVERYBODY, False, self.call, encoded[common]))
         except Exception as error:
@@ -511,11 +589,13 @@ def single_process_group() -> Group:
     return Group(Links(Node(0, 1, -1, ()), TIMEOUT))
 
 
-def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT, call: str = "") -> Group:
+def group_of(
+    process_group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT, call: str = ""
+) -> Group:
     """Return the group of the ranks of a process group; it is created on first use, in a collective call.
 
-    The main thread always gets the same channel; any other thread gets one for `call` and the process group. Without
-    torch.distributed the group is this process alone.
+    The main thread always gets the same channel; any other thread gets one for `call` and the
+    process group. Without torch.distributed the group is this process alone.
 
     Args:
         timeout: seconds after which an unresponsive rank is considered dead.
@@ -531,7 +611,9 @@ def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TI
     key = (id(store), ranks, timeout)
     with _locks.setdefault(key, threading.Lock()):
         if key not in _groups or not _groups[key].intact:
-            for old in [k for k, g in _groups.items() if g.links.store is not store]:  # before init_process_group
+            for old in [
+                k for k, g in _groups.items() if g.links.store is not store
+            ]:  # before init_process_group
                 del _groups[old]
             _groups[key] = _make(store, ranks, timeout)
         made = _groups[key]
@@ -555,11 +637,13 @@ def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:
 
 
 @contextmanager
-def group_for_call(process_group: dist.ProcessGroup | None, timeout: float, call: str, url: object) -> Iterator[Group]:
+def group_for_call(
+    process_group: dist.ProcessGroup | None, timeout: float, call: str, url: object
+) -> Iterator[Group]:
     """Use the group of the ranks of a process group for one collective call with a url.
 
-    Concurrent calls in threads other than the main one are distinguished by url and process group; if two of them have
-    both in common, all ranks raise a UsageError.
+    Concurrent calls in threads other than the main one are distinguished by url and process group;
+    if two of them have both in common, all ranks raise a UsageError.
 
     Args:
         timeout: seconds after which an unresponsive rank is considered dead.

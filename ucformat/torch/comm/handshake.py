@@ -1,21 +1,22 @@
 """Connections between the ranks of a group; both sides prove by a shared secret that they belong to it.
 
-A rank connects to its parent in the tree, and to others when it needs to. So each listens as long as the group lives,
-in a thread, on one interface: the loopback if all ranks are on this host.
+A rank connects to its parent in the tree, and to others when it needs to. So each listens as long
+as the group lives, in a thread, on one interface: the loopback if all ranks are on this host.
 
     client:  its rank, the rank that it connects to, what it wants, a nonce               (49 bytes)
     server:  its nonce, HMAC-SHA256(secret, "called" + all of the above)                  (64 bytes)
     client:  HMAC-SHA256(secret, "caller" + all of the above)                             (32 bytes)
     server:  welcome, or the answer                                                       (1 or 36 bytes)
 
-A client wants a line for messages, or to ask for bulk data, or to learn for which ranks the other one waits. One that
-gives up says because of which rank, and waits for no answer, so that the news arrives even if it ends at once; a group
-fails only once, so a repetition is no news:
+A client wants a line for messages, or to ask for bulk data, or to learn for which ranks the other
+one waits. One that gives up says because of which rank, and waits for no answer, so that the news
+arrives even if it ends at once; a group fails only once, so a repetition is no news:
 
     client:  as above, with the rank in place of the nonce, HMAC-SHA256(secret, "alarm" + all of it)   (81 bytes)
 
-Data from an unauthenticated client is never interpreted, only compared with the valid proofs. A proof that was recorded
-on another connection is invalid, since the nonces differ; each group has a secret of its own.
+Data from an unauthenticated client is never interpreted, only compared with the valid proofs. A
+proof that was recorded on another connection is invalid, since the nonces differ; each group has a
+secret of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ _MAGIC = b"ucformat"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _LINE, _ASK, _ALARM, _BULK = range(4)
-_CAUSE = struct.Struct("<i28x")  # the rank because of which a client gives up, in place of the nonce
+_CAUSE = struct.Struct(
+    "<i28x"
+)  # the rank because of which a client gives up, in place of the nonce
 _TOLD = 8  # ranks in the answer to a question, at most; -1 is none
 _STATE = struct.Struct(f"<i{_TOLD}i")
 _WELCOME, _LATER = b"w", b"l"
@@ -61,7 +64,14 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP
 
 
 def connect(
-    address: Address, rank: int, other: int, secret: bytes, end: float, check: Callable[[], None], *, bulk: bool = False
+    address: Address,
+    rank: int,
+    other: int,
+    secret: bytes,
+    end: float,
+    check: Callable[[], None],
+    *,
+    bulk: bool = False,
 ) -> socket.socket | None:
     """Connect to another rank.
 
@@ -107,7 +117,9 @@ def ask(
         the answer of its `Owner.state`, with at most eight ranks.
     """
     with socket.create_connection(address, max(0.1, end - time.monotonic())) as connection:
-        answer = _authenticate(connection, _hello(rank, other, _ASK), secret, end, check, _STATE.size)
+        answer = _authenticate(
+            connection, _hello(rank, other, _ASK), secret, end, check, _STATE.size
+        )
     if not answer:
         raise ConnectionResetError("it hung up")
     state, *about = _STATE.unpack(answer)
@@ -126,7 +138,12 @@ def _hello(rank: int, other: int, use: int) -> bytes:
 
 
 def _authenticate(
-    connection: socket.socket, hello: bytes, secret: bytes, end: float, check: Callable[[], None], size: int
+    connection: socket.socket,
+    hello: bytes,
+    secret: bytes,
+    end: float,
+    check: Callable[[], None],
+    size: int,
 ) -> bytes:
     """The answer of another rank to this one, b"" if it hung up; OSError if it cannot prove that it has the secret."""
 
@@ -177,10 +194,13 @@ class Owner(Protocol):
         """Take a line, or refuse it.
 
         Args:
-            welcome: called with whether the line is taken; returns it, or None if the client is gone.
+            welcome: called with whether the line is taken; returns it, or None if the client is
+                gone.
         """
 
-    def accept_bulk(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> socket.socket | None:
+    def accept_bulk(
+        self, other: int, welcome: Callable[[bool], socket.socket | None]
+    ) -> socket.socket | None:
         """Take a connection for bulk data, or refuse it."""
 
     def arrived(self, connection: socket.socket) -> bool:
@@ -200,7 +220,9 @@ class Listener:
         owner: returns who answers, or None if it does not exist any more.
     """
 
-    def __init__(self, listening: socket.socket, rank: int, secret: bytes, owner: Callable[[], Owner | None]) -> None:
+    def __init__(
+        self, listening: socket.socket, rank: int, secret: bytes, owner: Callable[[], Owner | None]
+    ) -> None:
         self.address: Address = listening.getsockname()[:2]
         self._socket, self._rank, self._secret, self._owner = listening, rank, secret, owner
         self._pending: dict[socket.socket, _Handshake] = {}
@@ -230,7 +252,9 @@ class Listener:
         ready.register(self._socket, selectors.EVENT_READ)
         while True:
             soonest = min((h.end for h in pending.values()), default=None)
-            for key, _ in ready.select(None if soonest is None else max(0.0, soonest - time.monotonic())):
+            for key, _ in ready.select(
+                None if soonest is None else max(0.0, soonest - time.monotonic())
+            ):
                 connection: socket.socket = key.fileobj  # type: ignore[assignment]
                 if connection in pending:
                     hello = pending[connection].receive(self._secret)
@@ -257,7 +281,10 @@ class Listener:
                 pending[client] = _Handshake(client)
                 ready.register(client, selectors.EVENT_READ)
             oldest = list(pending)[: max(0, len(pending) - _MAX_HANDSHAKES)]
-            for connection in {*oldest, *(c for c, h in pending.items() if h.end <= time.monotonic())}:
+            for connection in {
+                *oldest,
+                *(c for c, h in pending.items() if h.end <= time.monotonic()),
+            }:
                 ready.unregister(connection)
                 connection.close()
                 del pending[connection]
@@ -316,7 +343,9 @@ class _Handshake:
             self.challenge = hello + secrets.token_bytes(_NONCE_BYTES)
             if not proof:  # an alarm comes as a whole
                 with suppress(OSError):  # the client is gone, which the next call detects
-                    self.connection.send(self.challenge[_HELLO.size :] + _proof(secret, b"called", self.challenge))
+                    self.connection.send(
+                        self.challenge[_HELLO.size :] + _proof(secret, b"called", self.challenge)
+                    )
         if len(self.received) < due:
             return None
         proofs = (_proof(secret, b"caller", self.challenge), _proof(secret, b"alarm", hello))

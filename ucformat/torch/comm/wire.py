@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Bytes
 
 
-_HEADER = struct.Struct("<8sI?")  # the digest of the kind, the number of columns, whether their sizes are bytes
+_HEADER = struct.Struct(
+    "<8sI?"
+)  # the digest of the kind, the number of columns, whether their sizes are bytes
 _MIN_TO_NARROW = 64  # values; shorter columns of integers are written in 8 or in 64 bits
 _NARROW_DTYPES = (np.int8, np.int16, np.int32)
 
@@ -91,11 +93,15 @@ class ColumnReader:
         if found != digest:
             raise ValueError("it contains values of another kind")
         begin = _HEADER.size + (2 if small else 9) * count
-        sizes = np.frombuffer(data[_HEADER.size + count : begin], np.uint8 if small else np.int64).tolist()
+        sizes = np.frombuffer(
+            data[_HEADER.size + count : begin], np.uint8 if small else np.int64
+        ).tolist()
         if len(sizes) != count or any(n < 0 for n in sizes) or begin + sum(sizes) != len(data):
             raise ValueError("its sizes are wrong")
         ends = [*accumulate(sizes, initial=begin)]
-        self._columns = zip(bytes(data[_HEADER.size :][:count]).decode("ascii"), pairwise(ends), strict=True)
+        self._columns = zip(
+            bytes(data[_HEADER.size :][:count]).decode("ascii"), pairwise(ends), strict=True
+        )
         self._data = data
 
     def take(self, codes: str) -> NDArray[Any]:
@@ -108,7 +114,9 @@ class ColumnReader:
     def integers(self, count: int, low: int = -(1 << 63), high: int = 1 << 63) -> list[int]:
         """Read a column of integers."""
         found = self.take("bhiq")
-        if len(found) != count or (count and not (low <= int(found.min()) and int(found.max()) < high)):
+        if len(found) != count or (
+            count and not (low <= int(found.min()) and int(found.max()) < high)
+        ):
             raise ValueError("a column does not have the expected integers")
         return found.tolist()  # type: ignore[no-any-return]
 
@@ -130,8 +138,8 @@ class ColumnReader:
 class Codec(ABC):
     """Encodes and decodes values of one kind.
 
-    `types` are the Python types of the values, by which a `Union` chooses. `text` describes the encoding, on which the
-    sender and the receiver must agree.
+    `types` are the Python types of the values, by which a `Union` chooses. `text` describes the
+    encoding, on which the sender and the receiver must agree.
     """
 
     types: tuple[type, ...] = ()
@@ -153,7 +161,9 @@ class Null(Codec):
 
     def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         if any(v is not None for v in values):
-            raise UsageError(f"expected None, got a {type(next(v for v in values if v is not None)).__name__}")
+            raise UsageError(
+                f"expected None, got a {type(next(v for v in values if v is not None)).__name__}"
+            )
         out.blank(len(values))
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
@@ -245,7 +255,12 @@ class Converted(Codec):
     """Values that are converted to another kind by `to`, and back by `back`."""
 
     def __init__(
-        self, kinds: tuple[type, ...], inner: Codec, to: Callable[[Any], Any], back: Callable[[Any], Any], text: str
+        self,
+        kinds: tuple[type, ...],
+        inner: Codec,
+        to: Callable[[Any], Any],
+        back: Callable[[Any], Any],
+        text: str,
     ) -> None:
         self.types, self.text = kinds, f"{text} as {inner.text}"
         self.inner, self.to, self.back = inner, to, back
@@ -294,33 +309,41 @@ class Map(Codec):
     def read(self, count: int, source: ColumnReader) -> list[Any]:
         sizes = source.lengths(count)
         keys, values = self.keys.read(sum(sizes), source), self.inner.read(sum(sizes), source)
-        return [dict(zip(keys[a:b], values[a:b], strict=True)) for a, b in pairwise(accumulate(sizes, initial=0))]
+        return [
+            dict(zip(keys[a:b], values[a:b], strict=True))
+            for a, b in pairwise(accumulate(sizes, initial=0))
+        ]
 
 
 # Messages between ranks: columns of plain data, decoded only as the kind that the receiver expects.
 #
-# A message contains numbers, strings and raw bytes; it names no class or function. Both sides pass the same kind, a
-# Python annotation (`tuple[WriteItem, ...] | None`, where `WriteItem` is a `message`). All values of one field are one
-# column, so a hundred thousand boxes are a few arrays of integers: faster and smaller than pickle.
+# A message contains numbers, strings and raw bytes; it names no class or function. Both sides pass
+# the same kind, a Python annotation (`tuple[WriteItem, ...] | None`, where `WriteItem` is a
+# `message`). All values of one field are one column, so a hundred thousand boxes are a few arrays
+# of integers: faster and smaller than pickle.
 #
-# | kind | encoded as |
-# |---|---|
-# | `int`, `float`, `bool`, `str`, `bytes`, `datetime`, `Literal` of strings | themselves; equal strings once |
-# | `NDArray` of numbers | dtype, shape and bytes |
-# | `tuple`, `list`, `frozenset`, `Mapping`, unions | lengths or choices, then the elements |
-# | dataclasses, named tuples | their fields; decoded by their constructors, which validate |
-# | pydantic models | their JSON |
-# | exceptions | class name, message and hint of an error of `ucformat.errors`; any other becomes a `UcformatError` |
-# | `Any` | JSON, the form in which non-tensor values of a state are kept anyway |
+# | kind | encoded as | |---|---| | `int`, `float`, `bool`, `str`, `bytes`, `datetime`, `Literal` of
+# strings | themselves; equal strings once | | `NDArray` of numbers | dtype, shape and bytes | |
+# `tuple`, `list`, `frozenset`, `Mapping`, unions | lengths or choices, then the elements | |
+# dataclasses, named tuples | their fields; decoded by their constructors, which validate | |
+# pydantic models | their JSON | | exceptions | class name, message and hint of an error of
+# `ucformat.errors`; any other becomes a `UcformatError` | | `Any` | JSON, the form in which
+# non-tensor values of a state are kept anyway |
 
 EVERYBODY = -1  # the receiver of an answer for all ranks that get no other
 
-_RECORD = struct.Struct("<iBHq")  # rank, whether it failed, bytes of the name of the call, and of the data
+_RECORD = struct.Struct(
+    "<iBHq"
+)  # rank, whether it failed, bytes of the name of the call, and of the data
 _MAX_DEPTH = 100  # levels of nesting in which a value without a JSON form is located
 _NUMERIC_DTYPE = re.compile(r"[<>|][biufc][0-9]{1,2}", re.ASCII)
 _SEE_LOG = "see the traceback in the log of that rank"
 _TEXT = Str()
-_ERRORS = {name: getattr(errors, name) for name in errors.__all__ if isinstance(getattr(errors, name), type)}
+_ERRORS = {
+    name: getattr(errors, name)
+    for name in errors.__all__
+    if isinstance(getattr(errors, name), type)
+}
 
 
 _T = TypeVar("_T")
@@ -347,7 +370,14 @@ def decode(data: Bytes, kind: Any) -> Any:
         source = ColumnReader(memoryview(data).cast("B"), digest)
         (value,) = codec.read(1, source)
         source.end()
-    except (ValueError, TypeError, OverflowError, RecursionError, LookupError, struct.error) as error:
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+        LookupError,
+        struct.error,
+    ) as error:
         raise _undecodable(error) from error
     return value
 
@@ -373,7 +403,10 @@ def pack(records: Sequence[Record]) -> list[memoryview]:
     parts = []
     for rank, failed, call, data in records:
         name = call.encode()
-        parts += [memoryview(_RECORD.pack(rank, failed, len(name), len(data)) + name), memoryview(data).cast("B")]
+        parts += [
+            memoryview(_RECORD.pack(rank, failed, len(name), len(data)) + name),
+            memoryview(data).cast("B"),
+        ]
     return parts
 
 
@@ -404,7 +437,9 @@ def failures(records: Sequence[Record], call: str) -> list[Record]:
         return []
     first: dict[tuple[str, bool], Record] = {}
     for record in sorted(records, key=lambda r: r.rank):
-        first.setdefault((record.call, record.failed), record if record.failed else record._replace(data=b""))
+        first.setdefault(
+            (record.call, record.failed), record if record.failed else record._replace(data=b"")
+        )
     return list(first.values())
 
 
@@ -509,7 +544,9 @@ class Struct(Codec):
             odd = next(v for v in values if type(v) is not kind)
             raise UsageError(f"expected a {kind.__name__}, got a {type(odd).__name__}")
         if kind is tuple:
-            columns: Iterable[Sequence[Any]] = zip(*values, strict=True) if values else [[]] * len(self.parts)
+            columns: Iterable[Sequence[Any]] = (
+                zip(*values, strict=True) if values else [[]] * len(self.parts)
+            )
             for part, column in zip(self.parts.values(), columns, strict=True):
                 part.write(column, out)
             return
@@ -519,7 +556,9 @@ class Struct(Codec):
             try:
                 part.write(list(map(attrgetter(name), values)), out)
             except UsageError as error:
-                raise type(error)(f"{kind.__name__}.{name}: {error.message}", hint=error.hint) from None
+                raise type(error)(
+                    f"{kind.__name__}.{name}: {error.message}", hint=error.hint
+                ) from None
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
         columns = [part.read(count, source) for part in self.parts.values()]
@@ -572,7 +611,9 @@ _PLAIN: dict[Any, Callable[[], Codec]] = {
     float: Float,
     str: Str,
     bytes: RawBytes,
-    datetime: lambda: Converted((datetime,), _TEXT, datetime.isoformat, datetime.fromisoformat, "datetime"),
+    datetime: lambda: Converted(
+        (datetime,), _TEXT, datetime.isoformat, datetime.fromisoformat, "datetime"
+    ),
     Any: lambda: Converted((), _TEXT, _to_json, json.loads, "JSON"),
 }
 
@@ -593,7 +634,13 @@ def _codec(kind: Any) -> Codec:
     if origin is Mapping:
         return Map(_codec(given[0]), _codec(given[1]))
     if origin is np.ndarray:
-        return Converted((np.ndarray,), _codec(tuple[str, tuple[int, ...], bytes]), _from_array, _to_array, "array")
+        return Converted(
+            (np.ndarray,),
+            _codec(tuple[str, tuple[int, ...], bytes]),
+            _from_array,
+            _to_array,
+            "array",
+        )
     return _codec_of_class(kind)
 
 
@@ -607,7 +654,11 @@ def _codec_of_class(kind: type) -> Codec:
     if issubclass(kind, int):
         return Int(kind)
     if issubclass(kind, BaseModel):
-        return Converted((kind,), _TEXT, lambda v: v.model_dump_json(), kind.model_validate_json, kind.__name__)
+        return Converted(
+            (kind,), _TEXT, lambda v: v.model_dump_json(), kind.model_validate_json, kind.__name__
+        )
     if issubclass(kind, BaseException):
-        return Converted((kind,), _codec(tuple[str, str, str | None]), _from_error, _to_error, "error")
+        return Converted(
+            (kind,), _codec(tuple[str, str, str | None]), _from_error, _to_error, "error"
+        )
     raise TypeError(f"{kind} cannot be sent between ranks")

@@ -1,5 +1,9 @@
 """Lightning: strategies that save from all ranks, and a CheckpointIO for one rank (docs/guides/lightning.md)."""
 
-from ucformat.engines.lightning.live import UniversalCheckpointIO, UniversalDDPStrategy, UniversalModelParallelStrategy
+from ucformat.engines.lightning.live import (
+    UniversalCheckpointIO,
+    UniversalDDPStrategy,
+    UniversalModelParallelStrategy,
+)
 
 __all__ = ["UniversalCheckpointIO", "UniversalDDPStrategy", "UniversalModelParallelStrategy"]

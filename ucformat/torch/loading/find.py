@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 
 _SHOWN = 4
 
-#: Under these names wrappers keep the module that they wrap: `AveragedModel` and `DistributedDataParallel`, `compile`.
+#: Under these names wrappers keep the module that they wrap: `AveragedModel` and
+#: `DistributedDataParallel`, `compile`.
 _WRAPPERS = ("module", "_orig_mod", "module._orig_mod", "_orig_mod.module", "module.module")
 
 
 def find_tensors(found: CollectedState, recorded: SavedState) -> Problems:
     """Set the key of each tensor of a state to that of the stored tensor which is meant.
 
-    What the user has renamed to the path or the name of a tensor comes first, then what is stored under its path. If
-    the checkpoint has anything under the path of the tensor's module, only what was saved of that module comes into
-    question, perhaps in a wrapper. Otherwise a weight is found by its name without the path of the module, unless the
-    weights of two modules have these names and shapes.
+    What the user has renamed to the path or the name of a tensor comes first, then what is stored
+    under its path. If the checkpoint has anything under the path of the tensor's module, only what
+    was saved of that module comes into question, perhaps in a wrapper. Otherwise a weight is found
+    by its name without the path of the module, unless the weights of two modules have these names
+    and shapes.
     """
     names = recorded.names
     renamed = {new for new, stored in names.items() if recorded.unrenamed.get(new) != stored}
@@ -69,10 +71,14 @@ def prefixes_of(texts: Iterable[str]) -> set[str]:
 
 
 class _Search:
-    def __init__(self, found: CollectedState, recorded: SavedState, renamed: Collection[str]) -> None:
+    def __init__(
+        self, found: CollectedState, recorded: SavedState, renamed: Collection[str]
+    ) -> None:
         self.found, self.recorded = found, recorded
         self.missing: list[Key] = []
-        self.without: list[Path] = []  # the weights that nothing stored is meant for, though it has their names
+        self.without: list[
+            Path
+        ] = []  # the weights that nothing stored is meant for, though it has their names
         #: The stored weight at each path, which is its name if no path is recorded.
         self.places: dict[str, Key] = dict(recorded.tensors)
         known = set(recorded.tensors.values())
@@ -83,7 +89,9 @@ class _Search:
         self.by_last: dict[str, list[str]] = defaultdict(list)
         for text in self.places:
             self.by_last[text.rpartition(".")[2]].append(text)
-        self.below: dict[Path, list[Path]] = defaultdict(list)  # the weights of the state below each path
+        self.below: dict[Path, list[Path]] = defaultdict(
+            list
+        )  # the weights of the state below each path
         for path, key in found.keys.items():
             if key.state in PARAMETER and dotted(path) not in renamed and key.name not in renamed:
                 for i in range(len(path)):
@@ -94,9 +102,13 @@ class _Search:
         keys = self.found.keys
         weights = [p for p in self.below[module] if module_of(self.found, p) == module]
         exact = {p: self.places.get(dotted(p)) for p in weights}
-        wrapped = next((w for i in range(1, len(module) + 1) if (w := self._wrapped(module[:i], weights))), {})
+        wrapped = next(
+            (w for i in range(1, len(module) + 1) if (w := self._wrapped(module[:i], weights))), {}
+        )
         if not any(exact.values()) and not any(wrapped.values()) and not self._holds(module):
-            keys |= {p: Key(dotted(p), "weight") for p in weights if dotted(p) in self.recorded.names}
+            keys |= {
+                p: Key(dotted(p), "weight") for p in weights if dotted(p) in self.recorded.names
+            }
             return self._ambiguous(module, weights)
         whole = all(exact.values()) or not all(wrapped.values()) or not wrapped
         chosen = exact if whole and any(exact.values()) else wrapped
@@ -126,7 +138,11 @@ class _Search:
     def _ambiguous(self, module: Path, weights: Sequence[Path]) -> list[str]:
         """Check that no other module of the checkpoint has the names and shapes of a module that is found by names."""
         names, keys, tensors = self.recorded.names, self.found.keys, self.found.tensors
-        if not module or module[-1] in MODEL_KEYS or not all(keys[p].name in names for p in weights):
+        if (
+            not module
+            or module[-1] in MODEL_KEYS
+            or not all(keys[p].name in names for p in weights)
+        ):
             return []
         shapes = {dotted(p[len(module) :]): tuple(tensors[p].size()) for p in weights}
         stored = {dotted(p[len(module) :]): names[keys[p].name] for p in weights}
@@ -141,13 +157,17 @@ class _Search:
         others = [
             head
             for head, of in fitting.items()
-            if of is not None and of != stored and not any(own and head.startswith(own) for own in mine)
+            if of is not None
+            and of != stored
+            and not any(own and head.startswith(own) for own in mine)
         ]
         if not others:
             return []
         self.without += weights
         places = " and ".join(f"{head}{longest}" for head in (*mine, *others)[:_SHOWN])
-        return [f"{dotted(module)}: the checkpoint has such weights more than once, as {places}: rename= says which"]
+        return [
+            f"{dotted(module)}: the checkpoint has such weights more than once, as {places}: rename= says which"
+        ]
 
     def _stored(self, head: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str] | None:
         """The stored names of the weights under a path, by their names there; None if these or the shapes differ."""
@@ -155,7 +175,11 @@ class _Search:
         for name, shape in shapes.items():
             key = self.places.get(head + name)
             at = None if key is None else self.recorded.names.get(key.name, key.name)
-            infos = [i for s in PARAMETER if at and (i := self.recorded.ck.tensors.get(Key(at, s))) is not None]
+            infos = [
+                i
+                for s in PARAMETER
+                if at and (i := self.recorded.ck.tensors.get(Key(at, s))) is not None
+            ]
             if at is None or not infos or infos[0].shape != shape:
                 return None
             out[name] = at
@@ -171,7 +195,8 @@ _FLAT = ""
 def asked_entries(found: CollectedState, recorded: SavedState) -> tuple[str, ...]:
     """Return the top-level entries of the saved state that are asked for.
 
-    These have the keys of the state; where a tensor was saved under another key, that entry is asked for, too.
+    These have the keys of the state; where a tensor was saved under another key, that entry is
+    asked for, too.
     """
     out = dict.fromkeys(found.entries)
     for path, key in found.keys.items():
@@ -179,7 +204,9 @@ def asked_entries(found: CollectedState, recorded: SavedState) -> tuple[str, ...
             saved: Sequence[Path] = [recorded.paths[dotted(path)]]
         else:
             saved = _paths(recorded.ck, key._replace(name=recorded.names.get(key.name, key.name)))
-        out |= {_FLAT if len(p) == 1 else str(p[0]): None for p in saved if len(p) > 1 or len(path) > 1}
+        out |= {
+            _FLAT if len(p) == 1 else str(p[0]): None for p in saved if len(p) > 1 or len(path) > 1
+        }
     if all(len(path) == 1 for path in found.tensors):
         out |= {_FLAT: None}
     return tuple(out)
@@ -188,7 +215,9 @@ def asked_entries(found: CollectedState, recorded: SavedState) -> tuple[str, ...
 def is_asked(ck: Checkpoint, key: Key, entries: Sequence[str]) -> bool:
     """Check whether a stored tensor is in one of the entries, or not known to be in another one."""
     paths = _paths(ck, key)
-    return not paths or any(_is_in(dotted(p), entries) or (len(p) == 1 and _FLAT in entries) for p in paths)
+    return not paths or any(
+        _is_in(dotted(p), entries) or (len(p) == 1 and _FLAT in entries) for p in paths
+    )
 
 
 def is_inside(ck: Checkpoint, key: Key, entries: Sequence[str]) -> bool:
@@ -205,20 +234,33 @@ def is_named(ck: Checkpoint, key: Key, label: str, patterns: Sequence[str]) -> b
 
 def fits(text: str, pattern: str) -> bool:
     """Check whether a name or path is that of a pattern, lies below it, or matches it as a glob."""
-    return text == pattern or text.startswith(pattern.rstrip(".") + ".") or fnmatchcase(text, pattern)
+    return (
+        text == pattern or text.startswith(pattern.rstrip(".") + ".") or fnmatchcase(text, pattern)
+    )
 
 
 def left_values(
     found: CollectedState, recorded: SavedState, entries: Sequence[str], leave: Sequence[str]
 ) -> tuple[str, ...]:
     """Return a line for each plain value that was saved in the entries, and that no pattern names."""
-    records = ((*path, *names, RECORD) for path, (_, taken) in found.wrappers.items() for names in taken.records)
-    wanted = {dotted(path) for path in (*found.leaves, *found.tensors, *found.ranks, *found.group_entries, *records)}
+    records = (
+        (*path, *names, RECORD)
+        for path, (_, taken) in found.wrappers.items()
+        for names in taken.records
+    )
+    wanted = {
+        dotted(path)
+        for path in (*found.leaves, *found.tensors, *found.ranks, *found.group_entries, *records)
+    }
     parents = prefixes_of(wanted)
 
     def is_left(text: str) -> bool:
         covered = text in wanted or text in parents or not prefixes_of([text]).isdisjoint(wanted)
-        return _is_in(text, entries) and not covered and not any(fits(text, pattern) for pattern in leave)
+        return (
+            _is_in(text, entries)
+            and not covered
+            and not any(fits(text, pattern) for pattern in leave)
+        )
 
     left = (t.partition(f".{RECORD}")[0] for t in map(dotted, recorded.value_paths) if is_left(t))
     values = dict.fromkeys(f"the object {text}" for text in left)

@@ -26,7 +26,15 @@ from ucformat.storage.url import as_strings
 from ucformat.storage.wrappers import check_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
-from ucformat.torch.loading.find import asked_entries, find_tensors, fits, is_asked, is_inside, is_named, left_values
+from ucformat.torch.loading.find import (
+    asked_entries,
+    find_tensors,
+    fits,
+    is_asked,
+    is_inside,
+    is_named,
+    left_values,
+)
 from ucformat.torch.loading.match import (
     PARAMETER,
     Matched,
@@ -71,17 +79,18 @@ __all__ = ["LoadReport", "load", "load_local", "state_dict"]
 class LoadReport:
     """The result of a load; true if all that was asked for is in the state as it was saved.
 
-    It is false if something was missing or did not fit, if something is not as it was saved (`problems.inexact`), or
-    if `left` has entries: what the checkpoint has of the entries of the state and the state has no place for, unless
-    `leave` named it.
+    It is false if something was missing or did not fit, if something is not as it was saved
+    (`problems.inexact`), or if `left` has entries: what the checkpoint has of the entries of the
+    state and the state has no place for, unless `leave` named it.
 
-    `url`, `id` and `step` are those of the checkpoint, and `tensors` is the number of tensors that were filled.
-    `nbytes` are the bytes that this rank read from storage; `bytes_unverified` are those of tensors whose checksums
-    were not checked, because the file has none or by `verify`. `seconds` is the duration on this rank.
-    `layout` is that of the state: the number of ranks as `world`, and the sizes of mesh axes.
-    `lineage` describes how later checkpoints derive from this one, the same on all ranks, for
-    `save(lineage=[report.lineage])`: `finetune` if no optimizer state was loaded, else `reshard` if it was saved under
-    another layout, else `resume`. `launch` is the launch that saved the checkpoint, if it records one.
+    `url`, `id` and `step` are those of the checkpoint, and `tensors` is the number of tensors that
+    were filled. `nbytes` are the bytes that this rank read from storage; `bytes_unverified` are
+    those of tensors whose checksums were not checked, because the file has none or by `verify`.
+    `seconds` is the duration on this rank. `layout` is that of the state: the number of ranks as
+    `world`, and the sizes of mesh axes. `lineage` describes how later checkpoints derive from this
+    one, the same on all ranks, for `save(lineage=[report.lineage])`: `finetune` if no optimizer
+    state was loaded, else `reshard` if it was saved under another layout, else `resume`. `launch`
+    is the launch that saved the checkpoint, if it records one.
     """
 
     url: str
@@ -108,7 +117,11 @@ class LoadReport:
         return self.problems.unexpected
 
     def __bool__(self) -> bool:
-        return not self.left and not self.problems.inexact and not self.problems.lines(unexpected=False)
+        return (
+            not self.left
+            and not self.problems.inexact
+            and not self.problems.lines(unexpected=False)
+        )
 
 
 def load(
@@ -129,28 +142,33 @@ def load(
 ) -> LoadReport:
     """Fill a training state in place from a checkpoint of any layout; all ranks call this together.
 
-    Each rank reads only the boxes that it holds, straight into its tensors; from storage on a network, the ranks of a
-    host read once what several of them hold, and share it. Pass the model alone to load weights only.
-    All mismatches are found before anything is changed, and raised in one error on all ranks.
+    Each rank reads only the boxes that it holds, straight into its tensors; from storage on a
+    network, the ranks of a host read once what several of them hold, and share it. Pass the model
+    alone to load weights only. All mismatches are found before anything is changed, and raised in
+    one error on all ranks.
 
     Args:
         state: as for `save`; tensors are filled, and plain values in mappings are replaced.
-        url: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint.
-        strict: `"report"`: missing entries and different shapes or dtypes are errors, and entries that only the
-            checkpoint has, and values that are not as they were saved, are listed in the report; True: these are errors
-            too; False: what fits is loaded, and the report lists the rest.
-        rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, where the
-            regex matches the whole name.
-        leave: what of the checkpoint needs no place in the state: names, prefixes of names that end at a dot, or globs
-            (`*.exp_avg`), of tensors, or of their paths and those of values in the state that was saved.
+        url: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open
+            checkpoint.
+        strict: `"report"`: missing entries and different shapes or dtypes are errors, and entries
+            that only the checkpoint has, and values that are not as they were saved, are listed in
+            the report; True: these are errors too; False: what fits is loaded, and the report lists
+            the rest.
+        rename: maps names of the checkpoint to names of the state: a function, or `{regex:
+            replacement}`, where the regex matches the whole name.
+        leave: what of the checkpoint needs no place in the state: names, prefixes of names that end
+            at a dot, or globs (`*.exp_avg`), of tensors, or of their paths and those of values in
+            the state that was saved.
         cast: cast tensors to the dtypes of the state.
         trust: unpickle opaque objects, which may run code.
-        verify: which checksums to check: `whole` those of packed files, and of chunks of arrays that are read whole
-            anyway; `always` all, by reading whole chunks; `never` none.
+        verify: which checksums to check: `whole` those of packed files, and of chunks of arrays
+            that are read whole anyway; `always` all, by reading whole chunks; `never` none.
         threads: how many threads read on this rank (default: as many as the storage can use).
-        group: the ranks that take part (default: all). Threads that load one checkpoint at once need different ones.
-        broadcast_group: data-parallel replicas: each byte is read by one of these ranks, and broadcast over this
-            group, whose backend must support the devices of the state.
+        group: the ranks that take part (default: all). Threads that load one checkpoint at once
+            need different ones.
+        broadcast_group: data-parallel replicas: each byte is read by one of these ranks, and
+            broadcast over this group, whose backend must support the devices of the state.
         timeout: seconds after which an unresponsive rank is considered dead.
         progress: called with the bytes of each read that is done.
 
@@ -160,7 +178,9 @@ def load(
         Conflict: a file of the checkpoint has changed since it was opened.
         UcformatError: a rank failed or died. Every rank gets the same error.
     """
-    with group_for_call(group, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as ranks:
+    with group_for_call(
+        group, timeout, "load", url.url if isinstance(url, Checkpoint) else url
+    ) as ranks:
         ck = open_together(url, ranks)
         with ranks.sharing_errors():
             found = collect(state)
@@ -179,9 +199,14 @@ def load(
             aliases, targets = without_ties(locals_of(found))
             objects, put_objects = fit_objects(found, recorded, ranks, trust=trust, cast=cast)
             groups, put_groups = fit_groups(
-                found, recorded, lambda text: any(fits(text, pattern) for pattern in leave), trust=trust
+                found,
+                recorded,
+                lambda text: any(fits(text, pattern) for pattern in leave),
+                trust=trust,
             )
-            problems |= objects | groups | Problems(unexpected=left_values(found, recorded, asked, leave))
+            problems |= (
+                objects | groups | Problems(unexpected=left_values(found, recorded, asked, leave))
+            )
 
         def put() -> None:
             put_objects()
@@ -256,7 +281,12 @@ def load_local(
         stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
         others = found | (problems or Problems())
     mine = _RankReport(
-        ranks.rank, others, np.packbits(lacking), layout or {}, stateful, None if asked is None else tuple(asked)
+        ranks.rank,
+        others,
+        np.packbits(lacking),
+        layout or {},
+        stateful,
+        None if asked is None else tuple(asked),
     )
     joined: _RankReport = ranks.combine(mine, _join, _RankReport)
     lacking_keys = list(compress(ck.tensors, np.unpackbits(joined.unexpected)))
@@ -277,7 +307,9 @@ def load_local(
     amount, failure = ReadAmount(), None
     try:
         share = (
-            ranks.on_host() if broadcast_group is None else group_of(broadcast_group, ranks.timeout, f"share {ck.url}")
+            ranks.on_host()
+            if broadcast_group is None
+            else group_of(broadcast_group, ranks.timeout, f"share {ck.url}")
         )
         with consistent():
             amount = read_shared(ck, matched, share, broadcast_group, verify, threads, progress)
@@ -293,7 +325,17 @@ def load_local(
     launch = None if ck.universal is None else ck.universal.manifest.launch
     seconds = time.monotonic() - begun
     return LoadReport(
-        ck.url, ck.id, ck.metadata.step, len(matched), *amount, seconds, now, lineage, launch, found, (*left, *values)
+        ck.url,
+        ck.id,
+        ck.metadata.step,
+        len(matched),
+        *amount,
+        seconds,
+        now,
+        lineage,
+        launch,
+        found,
+        (*left, *values),
     )
 
 
@@ -301,7 +343,8 @@ def load_local(
 class _RankReport:
     """The mismatches of ranks from `rank` on, the layout, whether optimizer state is loaded, and what is asked for.
 
-    `unexpected` has a bit for each tensor of the checkpoint, because pipeline stages lack most of them.
+    `unexpected` has a bit for each tensor of the checkpoint, because pipeline stages lack most of
+    them.
     """
 
     rank: int
@@ -350,18 +393,21 @@ def state_dict(
 ) -> dict[str, torch.Tensor]:
     """Read the full weights of a checkpoint, without ranks and without optimizer states.
 
-    Tied names share one tensor. Each weight is read straight into its tensor; only weights that are cast, or are not on
-    the CPU, pass through two buffers of 32 MiB.
+    Tied names share one tensor. Each weight is read straight into its tensor; only weights that are
+    cast, or are not on the CPU, pass through two buffers of 32 MiB.
 
     Args:
-        ck: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint.
-        names: which weights to read (default: all): a name, a prefix of names that ends at a dot (`model.layers.3`), a
-            glob (`*.norm.weight`), or several of these; all refer to names of the result.
-        dtype: of floating-point weights in the result, cast if necessary; float32 and float64 are read from `master`
-            if it is stored (default: as stored in `weight`, or in `master` if only that is stored).
+        ck: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open
+            checkpoint.
+        names: which weights to read (default: all): a name, a prefix of names that ends at a dot
+            (`model.layers.3`), a glob (`*.norm.weight`), or several of these; all refer to names of
+            the result.
+        dtype: of floating-point weights in the result, cast if necessary; float32 and float64 are
+            read from `master` if it is stored (default: as stored in `weight`, or in `master` if
+            only that is stored).
         device: of the tensors in the result.
-        rename: maps names of the checkpoint to names of the result: a function, or `{regex: replacement}`, where the
-            regex matches the whole name.
+        rename: maps names of the checkpoint to names of the result: a function, or `{regex:
+            replacement}`, where the regex matches the whole name.
         threads: how many threads read (default: as many as the storage can use).
 
     Returns:
@@ -374,15 +420,19 @@ def state_dict(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(
-            f"weights cannot be cast to {dtype}", hint="pass a floating-point dtype, such as torch.bfloat16"
+            f"weights cannot be cast to {dtype}",
+            hint="pass a floating-point dtype, such as torch.bfloat16",
         )
     opened = ck if isinstance(ck, Checkpoint) else open_reference(ck)
     patterns = None if names is None else as_strings(names)
     opened.check_readable(
-        ("weight", "master"), lambda name: patterns is None or any(fits(name, pattern) for pattern in patterns)
+        ("weight", "master"),
+        lambda name: patterns is None or any(fits(name, pattern) for pattern in patterns),
     )
     wanted = _chosen(_weights(opened, rename), patterns, opened.url)
-    matched = {stored: _target(opened, stored, dtype, device) for stored in dict.fromkeys(wanted.values())}
+    matched = {
+        stored: _target(opened, stored, dtype, device) for stored in dict.fromkeys(wanted.values())
+    }
     read(opened, list(matched.values()), threads=threads)
     return {name: matched[stored].target.tensor for name, stored in wanted.items()}
 
@@ -390,7 +440,11 @@ def state_dict(
 def _weights(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
     """The name under which each weight is stored, by the result's name for it."""
     names = stored_names(ck, rename)
-    return {new: stored for new, stored in names.items() if not {"weight", "master"}.isdisjoint(ck.states(stored))}
+    return {
+        new: stored
+        for new, stored in names.items()
+        if not {"weight", "master"}.isdisjoint(ck.states(stored))
+    }
 
 
 def _chosen(weights: Mapping[str, str], patterns: Sequence[str] | None, url: str) -> dict[str, str]:
@@ -401,7 +455,9 @@ def _chosen(weights: Mapping[str, str], patterns: Sequence[str] | None, url: str
     for pattern in patterns:
         fitting = {pattern} & weights.keys() or {name for name in weights if fits(name, pattern)}
         if not fitting:
-            raise TensorNotFound(f"{url} has no weight {pattern!r}", hint=_nearest(pattern, weights))
+            raise TensorNotFound(
+                f"{url} has no weight {pattern!r}", hint=_nearest(pattern, weights)
+            )
         found |= fitting
     return {name: stored for name, stored in weights.items() if name in found}
 
@@ -411,10 +467,16 @@ def _nearest(pattern: str, weights: Iterable[str]) -> str:
 
     known = list(weights)
     near = get_close_matches(pattern, known, _SUGGESTIONS, 0.5) or known[:_SUGGESTIONS]
-    return f"there are, among others: {', '.join(near)}" if near else "the checkpoint contains no weights"
+    return (
+        f"there are, among others: {', '.join(near)}"
+        if near
+        else "the checkpoint contains no weights"
+    )
 
 
-def _target(ck: Checkpoint, name: str, dtype: torch.dtype | None, device: str | torch.device) -> Matched:
+def _target(
+    ck: Checkpoint, name: str, dtype: torch.dtype | None, device: str | torch.device
+) -> Matched:
     """An empty tensor for a weight, and the stored tensor that fills it."""
     have = {s: ck.tensors[Key(name, s)] for s in ("weight", "master") if s in ck.states(name)}
     stored = have["master" if dtype in _MASTER_DTYPES and "master" in have else next(iter(have))]

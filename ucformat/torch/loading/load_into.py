@@ -18,7 +18,15 @@ from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.wrappers import check_unchanged
-from ucformat.torch.loading.match import PARAMETER, Problems, match, overlaps, raise_for, stored_names, weight_of
+from ucformat.torch.loading.match import (
+    PARAMETER,
+    Problems,
+    match,
+    overlaps,
+    raise_for,
+    stored_names,
+    weight_of,
+)
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.values import SavedState
 from ucformat.torch.state.collect import acts_on_load
@@ -64,39 +72,47 @@ def load_into(
 ) -> LoadedKeys:
     """Fill the parameters and persistent buffers of a module from a checkpoint, without optimizer states and groups.
 
-    Weights are read straight into the memory of the module where it has their dtype and is on the host; the others pass
-    through two buffers of 32 MiB, and are converted as `tensor.to(dtype)` does. Parameters on the meta device get
-    memory. Tied ones stay tied, and are read once. Of a DTensor its own part is read. Each rank calls this by itself.
-    All mismatches are found before anything is changed, and raised in one error.
+    Weights are read straight into the memory of the module where it has their dtype and is on the
+    host; the others pass through two buffers of 32 MiB, and are converted as `tensor.to(dtype)`
+    does. Parameters on the meta device get memory. Tied ones stay tied, and are read once. Of a
+    DTensor its own part is read. Each rank calls this by itself. All mismatches are found before
+    anything is changed, and raised in one error.
 
     Args:
-        model: the module. Buffers on the meta device that checkpoints do not contain are computed if the model can do
-            that, as those of Transformers can.
-        ref: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint. A weight is
-            read in state `weight`, or `master` if only that is stored.
-        strict: whether names that only the module or only the checkpoint has are an error (default); else they are
-            returned.
-        rename: maps names of the checkpoint to names of the module: a function, or `{regex: replacement}`, where the
-            regex matches the whole name.
-        layout: how the module is sharded, if its parameters are plain tensors that hold a rank's part.
+        model: the module. Buffers on the meta device that checkpoints do not contain are computed
+            if the model can do that, as those of Transformers can.
+        ref: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open
+            checkpoint. A weight is read in state `weight`, or `master` if only that is stored.
+        strict: whether names that only the module or only the checkpoint has are an error
+            (default); else they are returned.
+        rename: maps names of the checkpoint to names of the module: a function, or `{regex:
+            replacement}`, where the regex matches the whole name.
+        layout: how the module is sharded, if its parameters are plain tensors that hold a rank's
+            part.
         rank: the rank in the layout's mesh (default: that of torch.distributed).
-        dtype: of floating-point weights in the module afterwards, or `"checkpoint"`: each weight as it is stored
-            (default: as they are in the module).
+        dtype: of floating-point weights in the module afterwards, or `"checkpoint"`: each weight as
+            it is stored (default: as they are in the module).
         device: on which parameters of the meta device get memory.
         verify: which checksums to check, as for `load`.
         threads: how many threads read (default: as many as the storage can use).
 
     Returns:
-        the names that only the module has, and those that only the checkpoint has; both are empty if `strict`.
+        the names that only the module has, and those that only the checkpoint has; both are empty
+        if `strict`.
 
     Raises:
-        StateMismatch: names are missing or unexpected (only if `strict`), or shapes differ; the message lists all.
+        StateMismatch: names are missing or unexpected (only if `strict`), or shapes differ; the
+            message lists all.
         UsageError: a buffer on the meta device cannot be computed, or the layout has no such rank.
-        ChecksumError: a chunk does not match its checksum; the contents of the module are undefined.
+        ChecksumError: a chunk does not match its checksum; the contents of the module are
+            undefined.
         Conflict: a file of the checkpoint has changed since it was opened.
     """
     if layout is not None and rename is not None:
-        raise UsageError("both `layout` and `rename` are given", hint="put the renames into the layout: `renames`")
+        raise UsageError(
+            "both `layout` and `rename` are given",
+            hint="put the renames into the layout: `renames`",
+        )
     if not isinstance(dtype, torch.dtype):
         check_choice("dtype", dtype, (None, "checkpoint"))
     verify = check_verify(verify)
@@ -111,15 +127,26 @@ def load_into(
     aliases = {alias: slot.name for slot in slots for alias in slot.names[1:]}
     fitting = [w for w in wanted if w.problem is None]
     shapes = tuple(w.problem for w in wanted if w.problem is not None)
-    matched, problems, lacking = match([w.target for w in fitting], aliases, ck, names, cast=True, as_lazy=True)
+    matched, problems, lacking = match(
+        [w.target for w in fitting], aliases, ck, names, cast=True, as_lazy=True
+    )
     renamed = {stored: name for name, stored in reversed(names.items())}
     of_bad = {names.get(n) for w in wanted if w.problem is not None for n in w.slot.names}
     unexpected = list(
-        dict.fromkeys(renamed.get(k.name, k.name) for k in compress(ck.tensors, lacking) if k.name not in of_bad)
+        dict.fromkeys(
+            renamed.get(k.name, k.name)
+            for k in compress(ck.tensors, lacking)
+            if k.name not in of_bad
+        )
     )
     found = {m.target.info.name for m in matched}
     labels = {*problems.missing}
-    missing = [n for w in fitting if str(w.target.key) in labels and w.slot.name not in found for n in w.slot.names]
+    missing = [
+        n
+        for w in fitting
+        if str(w.target.key) in labels and w.slot.name not in found
+        for n in w.slot.names
+    ]
     problems = replace(
         problems,
         missing=tuple(missing),
@@ -127,7 +154,9 @@ def load_into(
         shapes=(*shapes, *problems.shapes),
         others=(*problems.others, *_other_wrappers(slots, names, ck)),
     )
-    in_memory = [local_of(slot.name, "weight", slot.tensor) for slot in slots if not slot.tensor.is_meta]
+    in_memory = [
+        local_of(slot.name, "weight", slot.tensor) for slot in slots if not slot.tensor.is_meta
+    ]
     problems |= Problems(others=tuple(overlaps(in_memory, (), ck).values()))
     raise_for(problems if strict else replace(problems, missing=(), unexpected=()), True, ck.url)
     with torch.no_grad(), consistent():
@@ -185,7 +214,8 @@ def _slots(model: torch.nn.Module) -> list[_Slot]:
         name = first.setdefault(id(entry.tensor), same.get(entry.name, entry.name))
         groups.setdefault(name, []).append(entry)
     return [
-        _Slot(g[0].tensor, tuple(e.name for e in g), tuple(e.holder for e in g), g[0].wrapper) for g in groups.values()
+        _Slot(g[0].tensor, tuple(e.name for e in g), tuple(e.holder for e in g), g[0].wrapper)
+        for g in groups.values()
     ]
 
 
@@ -214,15 +244,22 @@ def _entries(name: str, tensor: torch.Tensor, holder: _Holder) -> list[_Entry]:
         return [_Entry(name, tensor, holder)]
     check_live(name, tensor, taken)
     wrapper = _Wrapper(name, tensor, taken)
-    return [_Entry(".".join((name, *names)), inner, holder, wrapper) for names, inner in taken.tensors.items()]
+    return [
+        _Entry(".".join((name, *names)), inner, holder, wrapper)
+        for names, inner in taken.tensors.items()
+    ]
 
 
-def _other_wrappers(slots: Iterable[_Slot], names: Mapping[str, str], ck: Checkpoint) -> Iterator[str]:
+def _other_wrappers(
+    slots: Iterable[_Slot], names: Mapping[str, str], ck: Checkpoint
+) -> Iterator[str]:
     """The wrappers of a module that are not those of the checkpoint."""
     wrappers = {s.wrapper.name: s.wrapper for s in slots if s.wrapper is not None}
     recorded = SavedState(ck, names) if wrappers else None
     for name, wrapper in wrappers.items():
-        keys = {inside: Key(".".join((name, *inside)), "weight") for inside in wrapper.taken.tensors}
+        keys = {
+            inside: Key(".".join((name, *inside)), "weight") for inside in wrapper.taken.tensors
+        }
         assert recorded is not None  # noqa: S101 - there are wrappers
         wrong = recorded.other_wrapper((name,), keys, wrapper.taken)
         if wrong is not None:
@@ -264,9 +301,20 @@ def _wanted(
     old = slot.tensor
     if slot.wrapper is not None:
         target = replace(local_of(slot.name, "weight", old), wrapper=slot.wrapper.name)
-        problem = None if parts is None else f"{slot.name} is inside a wrapper, of which a layout holds no part"
+        problem = (
+            None
+            if parts is None
+            else f"{slot.name} is inside a wrapper, of which a layout holds no part"
+        )
         return _Wanted(slot, target, old, problem)
-    stored = next((found for n in slot.names if n in names and (found := weight_of(names[n], ck)) is not None), None)
+    stored = next(
+        (
+            found
+            for n in slot.names
+            if n in names and (found := weight_of(names[n], ck)) is not None
+        ),
+        None,
+    )
     as_ = old.dtype
     if dtype == "checkpoint":
         as_ = old.dtype if stored is None else torch_dtype(stored.dtype)
@@ -279,11 +327,19 @@ def _wanted(
         return _Wanted(slot, target, tensor)
     local = parts.of(Key(stored.name, stored.state))
     if local is None or local.shape != tuple(old.shape) or local.buffer is not None:
-        held = "nothing" if local is None else "a part of a flat buffer" if local.buffer else str(list(local.shape))
+        held = (
+            "nothing"
+            if local is None
+            else "a part of a flat buffer"
+            if local.buffer
+            else str(list(local.shape))
+        )
         problem = f"{slot.name} is {list(old.shape)}, and rank {parts.rank} of the layout has {held} of it"
         return _Wanted(slot, target, tensor, problem)
     info = replace(target.info, shape=stored.shape)
-    return _Wanted(slot, replace(target, info=info, pieces=local.pieces), tensor, padded=bool(local.padding))
+    return _Wanted(
+        slot, replace(target, info=info, pieces=local.pieces), tensor, padded=bool(local.padding)
+    )
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -291,7 +347,9 @@ def _empty(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torc
         return torch.empty(like.shape, dtype=dtype, device=device)
     local = torch.empty(like.to_local().shape, dtype=dtype, device=device)
     mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 class _Parts:
@@ -303,7 +361,9 @@ class _Parts:
         self._bound = Bound.of(ck.source.metadata.tensor_list, layout, states)
         self._keys = {info.key: key for key, info in self._bound.stored.items()}
         if not 0 <= rank < self._bound.layout.ranks:
-            raise UsageError(f"there is no rank {rank}", hint=f"the layout has {self._bound.layout.ranks} ranks")
+            raise UsageError(
+                f"there is no rank {rank}", hint=f"the layout has {self._bound.layout.ranks} ranks"
+            )
 
     def of(self, key: Key) -> LocalTensor | None:
         """What the rank holds of a tensor; None if that is nothing."""
@@ -315,7 +375,10 @@ def _rank(rank: int | None) -> int:
         return rank
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return int(torch.distributed.get_rank())
-    raise UsageError("`layout` needs a rank", hint="pass rank=, or call torch.distributed.init_process_group first")
+    raise UsageError(
+        "`layout` needs a rank",
+        hint="pass rank=, or call torch.distributed.init_process_group first",
+    )
 
 
 def _meta_buffers(module: torch.nn.Module) -> Iterator[str]:
@@ -328,7 +391,9 @@ def _meta_buffers(module: torch.nn.Module) -> Iterator[str]:
 
 def _buffers_to_compute(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules with buffers that no checkpoint contains and that have no values."""
-    found = [(prefix, module) for prefix, module in model.named_modules() if any(_meta_buffers(module))]
+    found = [
+        (prefix, module) for prefix, module in model.named_modules() if any(_meta_buffers(module))
+    ]
     if found and not callable(getattr(model, "initialize_weights", None)):
         prefix, module = found[0]
         name = f"{prefix}.{next(_meta_buffers(module))}".lstrip(".")
@@ -339,7 +404,9 @@ def _buffers_to_compute(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for _, module in found]
 
 
-def _compute_buffers(model: torch.nn.Module, modules: Iterable[torch.nn.Module], device: torch.device) -> None:
+def _compute_buffers(
+    model: torch.nn.Module, modules: Iterable[torch.nn.Module], device: torch.device
+) -> None:
     """Let a model of Transformers compute buffers, and initialize nothing else."""
     modules = list(modules)
     for module in model.modules():

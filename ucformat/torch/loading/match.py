@@ -68,7 +68,9 @@ def sharing(targets: Sequence[LocalShard]) -> Iterator[Shared]:
         reaching = [r for r in reaching if r.device == region.device and r.high > region.low]
         for other in reaching:
             if other.target != region.target and _meet(other, region):
-                yield Shared(min(other.target, region.target), max(other.target, region.target), same=False)
+                yield Shared(
+                    min(other.target, region.target), max(other.target, region.target), same=False
+                )
         reaching.append(region)
 
 
@@ -85,7 +87,15 @@ def _regions(number: int, target: LocalShard) -> Iterator[_Region]:
         span = sum((n - 1) * s for n, s in dims)
         sizes, steps = tuple(n for n, _ in dims), tuple(s for _, s in dims)
         yield _Region(
-            str(tensor.device), at, at + span + itemsize, at, sizes, steps, itemsize, str(tensor.dtype), number
+            str(tensor.device),
+            at,
+            at + span + itemsize,
+            at,
+            sizes,
+            steps,
+            itemsize,
+            str(tensor.dtype),
+            number,
         )
 
 
@@ -112,7 +122,8 @@ def _array(region: _Region) -> np.ndarray:
     return np.asarray(Interface())
 
 
-# Matches the tensors of a training state with stored tensors, and collects all mismatches; the lineage of a load.
+# Matches the tensors of a training state with stored tensors, and collects all mismatches; the
+# lineage of a load.
 
 __all__ = [
     "PARAMETER",
@@ -136,9 +147,9 @@ PARAMETER = ("weight", "master")  # the states of a parameter itself, not of an 
 class Problems:
     """The mismatches of a state and a checkpoint, as lines that name a tensor, an object or a group.
 
-    `missing` are in the state only, `unexpected` in the checkpoint only. `shapes` and `dtypes` differ. `others` cannot
-    be restored for the given reason. `inexact` is not as it was saved: values that lost their classes, and
-    hyper-parameters of the program that were not saved.
+    `missing` are in the state only, `unexpected` in the checkpoint only. `shapes` and `dtypes`
+    differ. `others` cannot be restored for the given reason. `inexact` is not as it was saved:
+    values that lost their classes, and hyper-parameters of the program that were not saved.
     """
 
     missing: tuple[str, ...] = ()
@@ -155,7 +166,12 @@ class Problems:
         Args:
             found: the problems, of several ranks or kinds of values.
         """
-        return cls(**{f.name: tuple(dict.fromkeys(x for p in found for x in getattr(p, f.name))) for f in fields(cls)})
+        return cls(
+            **{
+                f.name: tuple(dict.fromkeys(x for p in found for x in getattr(p, f.name)))
+                for f in fields(cls)
+            }
+        )
 
     def __or__(self, more: Problems) -> Problems:
         return Problems.joined([self, more])
@@ -167,9 +183,15 @@ class Problems:
             unexpected: include what only the checkpoint has, and what is inexact.
         """
         out = [f"missing: {m}" for m in self.missing]
-        out += [f"different shape: {m}" for m in self.shapes] + [f"different dtype: {m}" for m in self.dtypes]
+        out += [f"different shape: {m}" for m in self.shapes] + [
+            f"different dtype: {m}" for m in self.dtypes
+        ]
         out += list(self.others)
-        return out + [f"unexpected: {m}" for m in self.unexpected] + list(self.inexact) if unexpected else out
+        return (
+            out + [f"unexpected: {m}" for m in self.unexpected] + list(self.inexact)
+            if unexpected
+            else out
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +206,9 @@ def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
     """Return the name under which each tensor is stored, by its name in the state; includes tied names.
 
     Args:
-        rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, of which the
-            first that matches a whole name applies. A name that another tensor has is taken from it.
+        rename: maps names of the checkpoint to names of the state: a function, or `{regex:
+            replacement}`, of which the first that matches a whole name applies. A name that another
+            tensor has is taken from it.
     """
     all_names = {n: n for n in ck.names()} | dict(ck.aliases)
     if rename is None:
@@ -196,7 +219,8 @@ def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
     for name, new in new_names.items():
         if new != name and renamed.setdefault(new, stored := all_names[name]) != stored:
             raise UsageError(
-                f"`rename` maps both {renamed[new]!r} and {name!r} to {new!r}", hint="map them to two names"
+                f"`rename` maps both {renamed[new]!r} and {name!r} to {new!r}",
+                hint="map them to two names",
             )
     return {new: renamed.get(new, all_names[name]) for name, new in new_names.items()}
 
@@ -228,11 +252,12 @@ def match(
     A float32 weight or a `master` is read from `master` if that is stored, else from `weight`.
 
     Args:
-        aliases: further names of tied targets, and the names in `targets`; a target that is not stored under its name
-            is read under one of these.
+        aliases: further names of tied targets, and the names in `targets`; a target that is not
+            stored under its name is read under one of these.
 
     Returns:
-        the matches, all mismatches but what is unexpected, and of each tensor of the checkpoint whether it is that.
+        the matches, all mismatches but what is unexpected, and of each tensor of the checkpoint
+        whether it is that.
     """
     found: list[Matched] = []
     missing, shapes, dtypes, others = [], [], [], []
@@ -250,25 +275,46 @@ def match(
         stored = next((s for s in candidates if s is not None), None)
         if stored is None:
             missing.append(str(info.key))
-            unread = [Key(n, s) for n in known_as for s in (PARAMETER if info.state in PARAMETER else (info.state,))]
-            others += [f"{key} in the checkpoint {why}" for key in unread if (why := ck.unreadable.get(key))]
+            unread = [
+                Key(n, s)
+                for n in known_as
+                for s in (PARAMETER if info.state in PARAMETER else (info.state,))
+            ]
+            others += [
+                f"{key} in the checkpoint {why}"
+                for key in unread
+                if (why := ck.unreadable.get(key))
+            ]
             continue
-        wanted |= {Key(stored.name, s) for s in PARAMETER} if info.state in PARAMETER else {stored.key}
+        wanted |= (
+            {Key(stored.name, s) for s in PARAMETER} if info.state in PARAMETER else {stored.key}
+        )
         if stored.shape != info.shape:
-            shapes.append(f"{info.key} is {list(info.shape)}, in the checkpoint {list(stored.shape)}")
+            shapes.append(
+                f"{info.key} is {list(info.shape)}, in the checkpoint {list(stored.shape)}"
+            )
         elif stored.dtype != info.dtype and not (
             cast and not target.wrapper and {stored.dtype, info.dtype} <= TORCH_NUMBERS
         ):
-            dtypes.append(f"{info.key} is {info.dtype}, in the checkpoint {stored.dtype} ({stored.state})")
+            dtypes.append(
+                f"{info.key} is {info.dtype}, in the checkpoint {stored.dtype} ({stored.state})"
+            )
         else:
             found.append(Matched(target, stored))
     found = _whole_wrappers(found, targets)
     for alias, name in aliases.items():
         mine, first = names.get(alias), names.get(name)
         if mine is not None and first is not None and mine != first:
-            held = [p.box for t in targets if t.info.name == name and t.info.state in PARAMETER for p in t.pieces]
+            held = [
+                p.box
+                for t in targets
+                if t.info.name == name and t.info.state in PARAMETER
+                for p in t.pieces
+            ]
             if not _equal(ck, mine, first, held):
-                others.append(f"tied here: {alias} is {name}, but the checkpoint has two tensors, which differ")
+                others.append(
+                    f"tied here: {alias} is {name}, but the checkpoint has two tensors, which differ"
+                )
         if mine is not None:
             wanted |= {Key(mine, s) for s in PARAMETER}
     shared = overlaps([m.target for m in found], [m.stored for m in found], ck)
@@ -279,7 +325,9 @@ def match(
     return found, problems, _unexpected(wanted, kinds, inside, ck)
 
 
-def overlaps(targets: Sequence[LocalShard], stored: Sequence[TensorInfo], ck: Checkpoint) -> dict[tuple[int, int], str]:
+def overlaps(
+    targets: Sequence[LocalShard], stored: Sequence[TensorInfo], ck: Checkpoint
+) -> dict[tuple[int, int], str]:
     """Return which targets would be filled over each other, and why: their numbers, and a line."""
     out: dict[tuple[int, int], str] = {}
     for a, b, same in sharing(targets):
@@ -294,7 +342,9 @@ def overlaps(targets: Sequence[LocalShard], stored: Sequence[TensorInfo], ck: Ch
             and stored[a].key != stored[b].key
             and not _equal_values(ck, stored[a], stored[b], [p.box for p in one.pieces])
         ):
-            out[a, b] = f"{one.key} and {other.key} share memory, but the checkpoint has two tensors, which differ"
+            out[a, b] = (
+                f"{one.key} and {other.key} share memory, but the checkpoint has two tensors, which differ"
+            )
     return out
 
 
@@ -306,7 +356,10 @@ def _whole_wrappers(found: list[Matched], targets: Sequence[LocalShard]) -> list
 
 
 def weight_of(name: str, ck: Checkpoint) -> TensorInfo | None:
-    """Return the tensor that `ck[name]` reads: in state `weight`, or `master` if only that is stored; None if neither."""
+    """Return the tensor that `ck[name]` reads: in state `weight`, or `master` if only that is stored.
+
+    None if neither.
+    """
     return next((i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None), None)
 
 
@@ -324,7 +377,9 @@ def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> Tenso
 
 def _equal(ck: Checkpoint, a: str, b: str, held: Sequence[Box]) -> bool:
     """Whether two stored weights are equal: by their digests, or without these in the boxes that this rank holds."""
-    both = [{s: i for s in PARAMETER if (i := ck.tensors.get(Key(n, s))) is not None} for n in (a, b)]
+    both = [
+        {s: i for s in PARAMETER if (i := ck.tensors.get(Key(n, s))) is not None} for n in (a, b)
+    ]
     if both[0].keys() != both[1].keys():
         return False
     return all(_equal_values(ck, one, both[1][state], held) for state, one in both[0].items())
@@ -335,7 +390,10 @@ def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, held: Sequence[B
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     table = ck.manifest.tensors
-    one, other = (next(t for t in map(table.__getitem__, table.rows(i.name)) if t.state == i.state) for i in (a, b))
+    one, other = (
+        next(t for t in map(table.__getitem__, table.rows(i.name)) if t.state == i.state)
+        for i in (a, b)
+    )
     if one.digest and (one.chunk, one.digest) == (other.chunk, other.digest):
         return True
     tensors = ck[a.name, a.state], ck[b.name, b.state]
@@ -347,9 +405,13 @@ def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, held: Sequence[B
     return True
 
 
-def _unexpected(wanted: set[Key], kinds: set[bool], inside: Callable[[Key], bool], ck: Checkpoint) -> NDArray[np.bool_]:
+def _unexpected(
+    wanted: set[Key], kinds: set[bool], inside: Callable[[Key], bool], ck: Checkpoint
+) -> NDArray[np.bool_]:
     """Which stored tensors are not in the state, of its kinds: weights (False), states of an optimizer (True)."""
-    lacking = (k not in wanted and ((k.state not in PARAMETER) in kinds or inside(k)) for k in ck.tensors)
+    lacking = (
+        k not in wanted and ((k.state not in PARAMETER) in kinds or inside(k)) for k in ck.tensors
+    )
     return np.fromiter(lacking, np.bool_, len(ck.tensors))
 
 
@@ -366,13 +428,15 @@ def raise_for(problems: Problems, strict: Strict, url: str) -> None:
     """Raise one error with all problems, before anything is read.
 
     Args:
-        strict: `"report"` ignores what only the checkpoint has, and what is inexact; False ignores all problems.
+        strict: `"report"` ignores what only the checkpoint has, and what is inexact; False ignores
+            all problems.
     """
     lines = problems.lines(unexpected=strict is True)
     if strict is False or not lines:
         return
     shown = "\n  ".join(
-        lines[:_MAX_LINES] + ([f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else [])
+        lines[:_MAX_LINES]
+        + ([f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else [])
     )
     hints = ["strict=False loads what fits"]
     if problems.dtypes:
@@ -380,7 +444,8 @@ def raise_for(problems: Problems, strict: Strict, url: str) -> None:
     if problems.missing:
         hints.append("rename= maps the checkpoint's names to yours")
     raise StateMismatch(
-        f"{url} does not fit the state to be loaded; nothing was changed:\n  {shown}", hint="; ".join(hints)
+        f"{url} does not fit the state to be loaded; nothing was changed:\n  {shown}",
+        hint="; ".join(hints),
     )
 
 
@@ -393,12 +458,18 @@ def holds_training(ck: Checkpoint) -> bool:
 
 
 def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> LineageDoc:
-    """Return the lineage of a load: `finetune`, or if the training continues `resume`, or `reshard` to another layout."""
+    """Return the lineage of a load.
+
+    `finetune`, or if the training continues `resume`, or `reshard` to another layout.
+    """
     before = ck.metadata.layout
     if "world" in before:  # saved by ucformat.torch, which records the whole layout
         other = {k: v for k, v in before.items() if k != PART_OF} != dict(now)
     else:  # files of an engine
-        other = any(before[k] != now.get(k, _default(k, now)) for k in before.keys() & {*_DEFAULT_DEGREES, "dp"})
+        other = any(
+            before[k] != now.get(k, _default(k, now))
+            for k in before.keys() & {*_DEFAULT_DEGREES, "dp"}
+        )
     kind = ("reshard" if other else "resume") if continues else "finetune"
     return lineage_to(ck, kind)
 

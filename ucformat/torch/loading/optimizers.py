@@ -41,9 +41,9 @@ _EAGER = (torch.optim.Adagrad,)
 def place_states(found: CollectedState, recorded: SavedState) -> Problems:
     """Make a state ready for the optimizer states that a checkpoint has.
 
-    Parameters that have states in the checkpoint get a tensor or a slot for each, parameters that have none lose
-    theirs, and parameters that the checkpoint does not know keep what they have. Optimizers and state dicts change
-    when the state is loaded.
+    Parameters that have states in the checkpoint get a tensor or a slot for each, parameters that
+    have none lose theirs, and parameters that the checkpoint does not know keep what they have.
+    Optimizers and state dicts change when the state is loaded.
 
     Returns:
         the states for which no place can be made.
@@ -76,7 +76,9 @@ class _Stored:
 
     def kinds(self, name: str) -> dict[Path, bool]:
         """Whether there is a tensor at each path below a parameter."""
-        return dict.fromkeys(self.values.get(name, ()), False) | dict.fromkeys(self.tensors.get(name, ()), True)
+        return dict.fromkeys(self.values.get(name, ()), False) | dict.fromkeys(
+            self.tensors.get(name, ()), True
+        )
 
 
 class _Placing:
@@ -91,7 +93,9 @@ class _Placing:
         prefix = found.prefixes.get(root, "")
         stored = self._stored(root, prefix, live.params)
         group_of = self.recorded.find_group(dotted(root), prefix)
-        fresh = {n: p for n, p in live.params.items() if stored.kinds(n) and not optimizer.state.get(p)}
+        fresh = {
+            n: p for n, p in live.params.items() if stored.kinds(n) and not optimizer.state.get(p)
+        }
         held_paths = self._held(root, live.params)
         made, failure = _first_states(optimizer, fresh, self._options(live.groups, group_of))
         if failure is not None and not self._may_restore(root, live, stored, fresh):
@@ -111,7 +115,9 @@ class _Placing:
             have = held_paths.get(name, [])
             if name in made:
                 have = collect_made(found, where, prefix + name, held)
-            other = _of_other_structure({p[len(where) :]: p in found.tensors for p in have}, stored.kinds(name))
+            other = _of_other_structure(
+                {p[len(where) :]: p in found.tensors for p in have}, stored.kinds(name)
+            )
             self._forget(path for path in have if path[len(where)] in other)
             have = [path for path in have if path[len(where)] not in other]
             anew: dict[Any, Any] = {}
@@ -132,7 +138,11 @@ class _Placing:
         names = dict.fromkeys(name for g in groups for name in g.params)
         stored = self._stored(root, prefix, names)
         group_of = self.recorded.find_group(dotted(root), prefix)
-        weights = {key.name: found.tensors[path] for path, key in found.keys.items() if key.state == "weight"}
+        weights = {
+            key.name: found.tensors[path]
+            for path, key in found.keys.items()
+            if key.state == "weight"
+        }
         held_paths = self._held(root, names)
         for name in names:
             have = held_paths.get(name, ())
@@ -143,7 +153,9 @@ class _Placing:
                 continue
             self._check_wrappers((*root, _STATE, name), stored.wrappers.get(name, ()))
             for below, key in _lacking((*root, _STATE, name), have, stored, name).items():
-                inside: Path = (f"{_STATE}.{name}.{dotted(below)}",) if flattened else (_STATE, name, *below)
+                inside: Path = (
+                    (f"{_STATE}.{name}.{dotted(below)}",) if flattened else (_STATE, name, *below)
+                )
                 self._add(root, inside, key, entries, inside, weights.get(prefix + name))
         if not names and not self._positions(root, entries):
             self._numbered(root, entries)
@@ -166,11 +178,16 @@ class _Placing:
             return True
         found.leaves.pop((*root, GROUPS), None)
         found.groups[root] = [
-            OptimizerGroup(place.names, GroupOptions(g)) for g, (_, place) in zip(groups, saved, strict=True)
+            OptimizerGroup(place.names, GroupOptions(g))
+            for g, (_, place) in zip(groups, saved, strict=True)
         ]
         names = [name for _, place in saved for name in place.names]
         stored = self._stored(root, "", names)
-        weights = {key.name: found.tensors[path] for path, key in found.keys.items() if key.state == "weight"}
+        weights = {
+            key.name: found.tensors[path]
+            for path, key in found.keys.items()
+            if key.state == "weight"
+        }
         have = {dotted(p) for p in (*found.tensors, *found.leaves)}
         for number, name in zip((n for g in groups for n in g["params"]), names, strict=True):
             for below, key in _lacking((), (), stored, name).items():
@@ -179,14 +196,23 @@ class _Placing:
                     if key is not None:
                         found.keys[(*root, *inside)] = key
                     continue
-                self._add(root, inside, key, entries, inside, None if key is None else weights.get(key.name))
+                self._add(
+                    root,
+                    inside,
+                    key,
+                    entries,
+                    inside,
+                    None if key is None else weights.get(key.name),
+                )
         return True
 
     def _numbered(self, root: Path, entries: MutableMapping[str, Any]) -> None:
         """Prepare a state dict that numbers its parameters: it gets what was saved under its path."""
         head = _head(root)
         have = {dotted(p) for p in (*self.found.tensors, *self.found.leaves)}
-        saved = {text: (path, self.recorded.tensors[text]) for text, path in self.recorded.paths.items()}
+        saved = {
+            text: (path, self.recorded.tensors[text]) for text, path in self.recorded.paths.items()
+        }
         values = {dotted(path): (path, None) for path in self.recorded.value_paths}
         for text, (path, key) in (saved | values).items():
             if text.startswith(head) and text not in have:
@@ -217,7 +243,9 @@ class _Placing:
         else:
             for name in names:
                 at = recorded.names.get(prefix + name)
-                states = [] if at is None else [s for s in recorded.ck.states(at) if s not in PARAMETER]
+                states = (
+                    [] if at is None else [s for s in recorded.ck.states(at) if s not in PARAMETER]
+                )
                 if states:
                     tensors[name] = {(state,): Key(prefix + name, state) for state in states}
         return _Stored(tensors, values, wrappers, whole)
@@ -237,7 +265,9 @@ class _Placing:
             out.append(options)
         return out
 
-    def _may_restore(self, root: Path, live: LiveOptimizer, stored: _Stored, fresh: Iterable[str]) -> bool:
+    def _may_restore(
+        self, root: Path, live: LiveOptimizer, stored: _Stored, fresh: Iterable[str]
+    ) -> bool:
         """Whether states are complete as they were saved, though the optimizer has not made any.
 
         States that are not like their parameter may belong to all parameters in their order.
@@ -247,7 +277,11 @@ class _Placing:
         groups = self.recorded.optimizers.get(dotted(root), [])
         if [n for _, place in groups for n in place.names] == list(live.params):
             return True
-        keys = ((key, live.params[name]) for name in fresh for key in stored.tensors.get(name, {}).values())
+        keys = (
+            (key, live.params[name])
+            for name in fresh
+            for key in stored.tensors.get(name, {}).values()
+        )
         return all(self.recorded.ck.tensors[key].shape == tuple(param.shape) for key, param in keys)
 
     def _held(self, root: Path, names: Collection[str]) -> dict[str, list[Path]]:
@@ -266,7 +300,9 @@ class _Placing:
         made = self.found.wrappers
         for path in ((*where, *wrapper) for wrapper in wrappers):
             heads = (path[:i] for i in range(len(where) + 1, len(path) + 1))
-            if not any(head in made and path[len(head) :] in made[head][1].records for head in heads):
+            if not any(
+                head in made and path[len(head) :] in made[head][1].records for head in heads
+            ):
                 self.others.append(
                     f"{dotted(path)}: the checkpoint has a tensor of another class here, which the program has not made"
                 )
@@ -287,7 +323,11 @@ class _Placing:
             return
         info = self.recorded.ck.tensors[Key(self.recorded.names.get(key.name, key.name), key.state)]
         tensor = _empty(
-            info.shape, torch_dtype(info.dtype), param, sharded=self._is_sharded(), step=below[-1] == "step"
+            info.shape,
+            torch_dtype(info.dtype),
+            param,
+            sharded=self._is_sharded(),
+            step=below[-1] == "step",
         )
         if tensor is None:
             self.others.append(
@@ -307,11 +347,16 @@ class _Placing:
             self.found.drop(path)
 
 
-def _lacking(where: Path, have: Iterable[Path], stored: _Stored, name: str) -> dict[Path, Key | None]:
+def _lacking(
+    where: Path, have: Iterable[Path], stored: _Stored, name: str
+) -> dict[Path, Key | None]:
     """What the checkpoint has of a parameter's states, and can be made, and the program has nothing in its place."""
     known = set(map(dotted, have))
     known |= prefixes_of(known)
-    out: dict[Path, Key | None] = {**stored.tensors.get(name, {}), **dict.fromkeys(stored.values.get(name, ()))}
+    out: dict[Path, Key | None] = {
+        **stored.tensors.get(name, {}),
+        **dict.fromkeys(stored.values.get(name, ())),
+    }
     wrappers = stored.wrappers.get(name, ())
     return {
         below: key
@@ -350,7 +395,12 @@ def _below(path: Path, root: Path, state: str) -> Path:
 
 
 def _empty(
-    shape: tuple[int, ...], dtype: torch.dtype, param: torch.Tensor | None, *, sharded: bool, step: bool
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    param: torch.Tensor | None,
+    *,
+    sharded: bool,
+    step: bool,
 ) -> torch.Tensor | None:
     """A tensor for a state: distributed like its parameter if it has its shape; None if that is not known."""
     if param is None:
@@ -369,7 +419,11 @@ def _insert(holder: Any, path: Path, value: Any) -> None:
             holder.extend([None] * (key + 1 - len(holder)))
             if holder[key] is None:
                 holder[key] = inner
-        holder = holder[_plain(key)] if isinstance(holder, list) else holder.setdefault(_plain(key), inner)
+        holder = (
+            holder[_plain(key)]
+            if isinstance(holder, list)
+            else holder.setdefault(_plain(key), inner)
+        )
     last = _plain(path[-1])
     if isinstance(holder, list):
         holder.extend([None] * (last + 1 - len(holder)))
@@ -390,7 +444,9 @@ def _remove(entries: MutableMapping[str, Any], name: str) -> None:
 
 
 def _first_states(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], options: Sequence[Mapping[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, torch.Tensor],
+    options: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, dict[Any, Any]], Exception | None]:
     """The states that an optimizer makes for parameters in its first step, in which no value changes.
 
@@ -409,7 +465,10 @@ def _first_states(
     before = dict(optimizer.state)
     devices = {p.device for p in every if p.device.type not in ("cpu", "meta")}
     try:
-        with torch.no_grad(), torch.random.fork_rng([d.index for d in devices], device_type=_device_type(devices)):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([d.index for d in devices], device_type=_device_type(devices)),
+        ):
             optimizer._optimizer_step_pre_hooks = OrderedDict()  # noqa: SLF001 - restored with the attributes
             optimizer._optimizer_step_post_hooks = OrderedDict()  # noqa: SLF001
             for p in every:
@@ -419,7 +478,9 @@ def _first_states(
             for group, saved in zip(optimizer.param_groups, options, strict=True):
                 group.update(saved)
                 if "lr" in group:
-                    group["lr"] = torch.zeros_like(lr) if isinstance(lr := group["lr"], torch.Tensor) else 0.0
+                    group["lr"] = (
+                        torch.zeros_like(lr) if isinstance(lr := group["lr"], torch.Tensor) else 0.0
+                    )
             optimizer.step()
         return {n: state for n, p in params.items() if (state := optimizer.state.get(p))}, None
     except Exception as error:  # noqa: BLE001 - whatever the optimizer does not support

@@ -102,7 +102,9 @@ def _read_straight(
     ]
     memories = [host_memory(m.target.tensor) for m in matched]
     labels = [str(m.target.key) for m in matched]
-    plan = read_items(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
+    plan = read_items(
+        ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress
+    )
     return ReadAmount(plan.bytes_read, plan.bytes_unverified)
 
 
@@ -135,7 +137,9 @@ def _staged(
             for part, found in zip(batch, stored, strict=True):
                 target = target_of(part)
                 target.copy_(found.target.tensor, non_blocking=target.device in devices)
-            copied[turn] = record_events(d for d in devices if any(p.target.tensor.device == d for p in batch))
+            copied[turn] = record_events(
+                d for d in devices if any(p.target.tensor.device == d for p in batch)
+            )
     finally:  # also after an error: the buffers are freed
         synchronize(targets)
     return total
@@ -170,7 +174,10 @@ def parts_of(ck: Checkpoint, m: Matched) -> Iterator[Matched]:
     """
     for piece in m.target.pieces:
         for box in _cut(ck, m.stored, piece):
-            start = sum((a - b) * s for a, b, s in zip(box.start, piece.box.start, piece.strides, strict=True))
+            start = sum(
+                (a - b) * s
+                for a, b, s in zip(box.start, piece.box.start, piece.strides, strict=True)
+            )
             part = Piece(box, piece.offset + start, piece.strides)
             yield Matched(replace(m.target, pieces=(part,)), m.stored)
 
@@ -204,7 +211,9 @@ def room(part: Matched) -> int:
 def stored_in(buffer: torch.Tensor, at: int, part: Matched) -> Matched:
     """Return a place in a buffer as the target of a part, row-major and in the stored dtype."""
     (piece,) = part.target.pieces
-    held = buffer[at : at + piece.box.size * part.stored.itemsize].view(torch_dtype(part.stored.dtype))
+    held = buffer[at : at + piece.box.size * part.stored.itemsize].view(
+        torch_dtype(part.stored.dtype)
+    )
     info = replace(part.target.info, dtype=part.stored.dtype)
     dense = Piece(piece.box, 0, row_major(piece.box.shape))
     return Matched(LocalShard(info, (dense,), held.view(piece.box.shape)), part.stored)

@@ -1,7 +1,7 @@
 """The documents of a checkpoint, read by one process for many.
 
-All ranks of a job open the same checkpoint, and make the same requests for it. One of them remembers the answers; the
-others get them, and request only what is not among them.
+All ranks of a job open the same checkpoint, and make the same requests for it. One of them
+remembers the answers; the others get them, and request only what is not among them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.url import path_text
 from ucformat.storage.wrappers import WatchedStore
 from ucformat.torch.comm.wire import message
-from ucformat.torch.loading.read import ReadAmount, check_targets, parts_of, read, room, stored_in, target_of
+from ucformat.torch.loading.read import (
+    ReadAmount,
+    check_targets,
+    parts_of,
+    read,
+    room,
+    stored_in,
+    target_of,
+)
 from ucformat.torch.state.elements import SharedMemory, SharedRange, map_range
 from ucformat.torch.state.memory import keep_current_device, synchronize
 
@@ -45,7 +53,8 @@ class Question(NamedTuple):
     """A request to a store.
 
     Attributes:
-        call: `info`, `read`, `list`, or `begin` for the first entries of a listing that was not read to its end.
+        call: `info`, `read`, `list`, or `begin` for the first entries of a listing that was not
+            read to its end.
         nbytes: of a read; -1: to the end of the file.
     """
 
@@ -56,14 +65,16 @@ class Question(NamedTuple):
     nbytes: int = -1
 
 
-#: What a store has answered: bytes, the files of a listing, one file, or None if there is no such file.
+#: What a store has answered: bytes, the files of a listing, one file, or None if there is no such
+#: file.
 Answer = bytes | tuple[Info, ...] | None
 
 
 class RememberingStore(WatchedStore):
     """A watched store that asks each question once: those for bytes until `forget_bytes` is called, others always.
 
-    Files that are known from `answers` alone are not compared at the end: that is for the process that has read them.
+    Files that are known from `answers` alone are not compared at the end: that is for the process
+    that has read them.
     """
 
     def __init__(self, inner: Store, answers: dict[Question, Answer]) -> None:
@@ -151,10 +162,10 @@ class _Opened:
 def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Checkpoint:
     """Open a checkpoint on all ranks, which call this together.
 
-    If all ranks name the same place, rank 0 alone looks it up in the catalog and reads the manifest, the sidecar and
-    the objects, or what tells the structure of a foreign checkpoint, and the others get what it has read. So a job
-    makes as many requests as one process, and all ranks open the same checkpoint even if another one is committed
-    meanwhile.
+    If all ranks name the same place, rank 0 alone looks it up in the catalog and reads the
+    manifest, the sidecar and the objects, or what tells the structure of a foreign checkpoint, and
+    the others get what it has read. So a job makes as many requests as one process, and all ranks
+    open the same checkpoint even if another one is committed meanwhile.
     """
     named = None if isinstance(place, Checkpoint) else path_text(place)
     if isinstance(place, PathLike) and not Path(place).is_absolute():
@@ -209,18 +220,21 @@ def _read_documents(place: str, answers: dict[Question, Answer]) -> tuple[Checkp
     return ck, url
 
 
-# Reads once what several ranks want: one of them reads each part, and the others get it from that rank.
+# Reads once what several ranks want: one of them reads each part, and the others get it from that
+# rank.
 #
-# The ranks find out by digests which parts they have in common, and one of them deals these. They read in rounds: the
-# parts of a round are exchanged while those of the next one are read. Ranks of one host read into memory that all of them
-# map, and each copies what it wants from there; replicas that the user names broadcast over their process group.
+# The ranks find out by digests which parts they have in common, and one of them deals these. They
+# read in rounds: the parts of a round are exchanged while those of the next one are read. Ranks of
+# one host read into memory that all of them map, and each copies what it wants from there; replicas
+# that the user names broadcast over their process group.
 
 #: Bytes that each rank reads in a round, unless a part is larger.
 _ROUND_BYTES = 32 << 20
-#: Rounds for which there is memory: one is exchanged while the others are read, so that requests are always in flight.
+#: Rounds for which there is memory: one is exchanged while the others are read, so that requests
+#: are always in flight.
 _ROUNDS = 4
-#: A rank reads consecutive parts of so many bytes before it is another one's turn, so that small tensors that are
-#: stored side by side are read by one request.
+#: A rank reads consecutive parts of so many bytes before it is another one's turn, so that small
+#: tensors that are stored side by side are read by one request.
 _TURN_BYTES = 8 << 20
 _DIGEST_BYTES = 16
 
@@ -280,8 +294,9 @@ def read_shared(
     """Fill targets; what several ranks want is read by one of them, balanced by bytes. All ranks call this.
 
     Args:
-        replicas: the process group over which parts are broadcast that all of its ranks want; its backend must support
-            the devices of the targets (None: the ranks share memory, and parts that any two of them want).
+        replicas: the process group over which parts are broadcast that all of its ranks want; its
+            backend must support the devices of the targets (None: the ranks share memory, and parts
+            that any two of them want).
         threads: how many threads read (default: as many as the storage can use).
         progress: called with the bytes of each read that is done.
     """
@@ -296,9 +311,13 @@ def read_shared(
         failure = error
     mine = {digest: part for parts in cut for digest, part in parts.items()}
     least = 2 if replicas is None else ranks.size
-    dealt = ranks.combine(_wants(mine, ranks.rank), _joined, _Wants, lambda wants: _deal(wants, least), _Dealt)
+    dealt = ranks.combine(
+        _wants(mine, ranks.rank), _joined, _Wants, lambda wants: _deal(wants, least), _Dealt
+    )
     rounds = list(_rounds(dealt, mine, _ROUND_BYTES * ranks.size))
-    exchange: _Exchange | None = _Broadcast(replicas) if replicas is not None else _HostMemory.of(ranks, rounds)
+    exchange: _Exchange | None = (
+        _Broadcast(replicas) if replicas is not None else _HostMemory.of(ranks, rounds)
+    )
     total, common = ReadAmount(), set[bytes]()
     if exchange is not None:
 
@@ -337,8 +356,12 @@ def _read_rounds(
             if ranks.combine(failure is not None, operator.or_, bool):
                 raise failure or AnotherRankFailed
             total = total.plus(reading.pop(0).result())
-            # All ranks have taken what they want from the round before, so another one can be read in its place.
-            reading += [begin(later) for later in range(len(rounds))[number + _ROUNDS - 1 : number + _ROUNDS]]
+            # All ranks have taken what they want from the round before, so another one can be read
+            # in its place.
+            reading += [
+                begin(later)
+                for later in range(len(rounds))[number + _ROUNDS - 1 : number + _ROUNDS]
+            ]
             try:
                 exchange.fill(number, shared)
             except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
@@ -348,7 +371,9 @@ def _read_rounds(
     return total
 
 
-def _cut(ck: Checkpoint, matched: Sequence[Matched], *, by_target: bool) -> list[dict[bytes, Matched]]:
+def _cut(
+    ck: Checkpoint, matched: Sequence[Matched], *, by_target: bool
+) -> list[dict[bytes, Matched]]:
     """The parts of each target by digest; equal ones of two targets differ by their number.
 
     What is broadcast are elements of the target, so its dtype counts.
@@ -360,9 +385,19 @@ def _cut(ck: Checkpoint, matched: Sequence[Matched], *, by_target: bool) -> list
         for part in parts_of(ck, m):
             (piece,), stored = part.target.pieces, part.stored
             dtype = m.target.info.dtype if by_target else stored.dtype
-            what = (ck.id, stored.name, stored.state, stored.shape, dtype, piece.box.start, piece.box.shape)
+            what = (
+                ck.id,
+                stored.name,
+                stored.state,
+                stored.shape,
+                dtype,
+                piece.box.start,
+                piece.box.shape,
+            )
             seen[what] += 1
-            parts[blake2b(repr((*what, seen[what])).encode(), digest_size=_DIGEST_BYTES).digest()] = part
+            parts[
+                blake2b(repr((*what, seen[what])).encode(), digest_size=_DIGEST_BYTES).digest()
+            ] = part
         out.append(parts)
     return out
 
@@ -434,7 +469,8 @@ class _Broadcast:
         targets = [target_of(self.place(number, s)) for s in shared]
         for s, target in zip(shared, targets, strict=True):
             dense = target if target.is_contiguous() else target.contiguous()
-            # As bytes, since not every backend supports every dtype; `view` refuses some strides of single elements.
+            # As bytes, since not every backend supports every dtype; `view` refuses some strides of
+            # single elements.
             flat = dense.as_strided((dense.numel(),), (1,))
             dist.broadcast(flat.view(torch.uint8), group=self._replicas, group_src=s.reader)
             if dense is not target:
@@ -477,7 +513,11 @@ class _HostMemory:
         return stored_in(self._memory, number % _ROUNDS * self._step + shared.start, shared.part)
 
     def fill(self, number: int, shared: Sequence[_Shared]) -> None:
-        wanted = [(target_of(s.part), self.place(number, s).target.tensor) for s in shared if s.part is not None]
+        wanted = [
+            (target_of(s.part), self.place(number, s).target.tensor)
+            for s in shared
+            if s.part is not None
+        ]
         for target, stored in wanted:
             target.copy_(stored, non_blocking=True)
         synchronize(target for target, _ in wanted)  # other parts are read into this memory next

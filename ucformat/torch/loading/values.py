@@ -52,7 +52,9 @@ class SavedState:
         """The groups of each optimizer, by its dotted path."""
         groups = self.ck.manifest.groups
         out: dict[str, list[tuple[GroupDoc, Place]]] = {}
-        for group, place in zip(groups, self.ck.metadata.places or (None,) * len(groups), strict=True):
+        for group, place in zip(
+            groups, self.ck.metadata.places or (None,) * len(groups), strict=True
+        ):
             if place is not None:
                 out.setdefault(dotted(place.path), []).append((group, place))
         return out
@@ -66,7 +68,9 @@ class SavedState:
             if self.names.get(param, param) == param
         }
         stored = {p: g for g in self.ck.manifest.groups for p in g.params}
-        return lambda name: mine.get(name) or stored.get(self.names.get(prefix + name, prefix + name))
+        return lambda name: (
+            mine.get(name) or stored.get(self.names.get(prefix + name, prefix + name))
+        )
 
     def value(self, path: Path) -> Any:
         """Return the JSON form of a value, or of hyper-parameters; `ABSENT` if there is none."""
@@ -83,14 +87,18 @@ class SavedState:
             for group, place in groups:
                 options = {k: v for k, v in group.options.items() if k != "state"}
                 if place.flattened:
-                    as_saved |= {f"{GROUPS}.{n}.{o}": v for n in place.names for o, v in options.items()}
+                    as_saved |= {
+                        f"{GROUPS}.{n}.{o}": v for n in place.names for o, v in options.items()
+                    }
                 else:
                     as_saved.setdefault(GROUPS, []).append({"params": list(place.names), **options})
             if (found := value_at(as_saved, below)) is not ABSENT:
                 return found
         return ABSENT
 
-    def other_wrapper(self, path: Path, keys: Mapping[tuple[str, ...], Key], taken: Taken) -> str | None:
+    def other_wrapper(
+        self, path: Path, keys: Mapping[tuple[str, ...], Key], taken: Taken
+    ) -> str | None:
         """Say how a wrapper of the state differs from the one that was saved; None if it does not."""
         places = [path]
         for names, key in keys.items():
@@ -106,7 +114,9 @@ class SavedState:
                 return f"{inside}is a {record['class']}, in the checkpoint it is not"
             saved = from_json(data)
             if saved != record or repr(saved) != repr(dict(record)):
-                parts = [k for k in record if not isinstance(saved, dict) or saved.get(k) != record[k]] or ["context"]
+                parts = [
+                    k for k in record if not isinstance(saved, dict) or saved.get(k) != record[k]
+                ] or ["context"]
                 here, there = ([_shown(r, part) for part in parts] for r in (record, saved))
                 return f"{inside}is a wrapper with {', '.join(here)}, in the checkpoint with {', '.join(there)}"
         return None
@@ -121,17 +131,28 @@ class SavedState:
         for groups in self.optimizers.values():
             for number, (group, place) in enumerate(groups):
                 if place.flattened:
-                    yield from ((*place.path, f"{GROUPS}.{n}.{o}") for n in place.names for o in group.options)
+                    yield from (
+                        (*place.path, f"{GROUPS}.{n}.{o}")
+                        for n in place.names
+                        for o in group.options
+                    )
                     continue
                 yield (*place.path, GROUPS, number, "params")
-                for path in _leaves({k: v for k, v in group.options.items() if k != "state"}, (), set()):
+                for path in _leaves(
+                    {k: v for k, v in group.options.items() if k != "state"}, (), set()
+                ):
                     yield (*place.path, GROUPS, number, *path)
         yield from self.value_paths
 
     @cached_property
     def value_paths(self) -> list[Path]:
         """The paths of the plain values, except hyper-parameters of optimizers."""
-        lists = {dotted(p[:i]) for p in self.paths.values() for i, part in enumerate(p) if type(part) is int}
+        lists = {
+            dotted(p[:i])
+            for p in self.paths.values()
+            for i, part in enumerate(p)
+            if type(part) is int
+        }
         return list(_leaves(self.ck.objects, (), lists))
 
 
@@ -193,7 +214,13 @@ def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
         for key, inner in node.items():
             number = key.removeprefix("$int:")
             in_list = number != key and dotted(path) in lists
-            part = int(number) if in_list else str(IntKey(number)) if number != key else key.removeprefix("$")
+            part = (
+                int(number)
+                if in_list
+                else str(IntKey(number))
+                if number != key
+                else key.removeprefix("$")
+            )
             yield from _leaves(inner, (*path, part), lists)
     elif isinstance(node, list) and is_flattened(node):
         for i, inner in enumerate(node):
@@ -242,7 +269,9 @@ def fit_objects(
             leaf.put(value)
         put_ranks()
 
-    found_here = Problems(tuple(missing), dtypes=tuple(dtypes), others=tuple(others), inexact=tuple(inexact))
+    found_here = Problems(
+        tuple(missing), dtypes=tuple(dtypes), others=tuple(others), inexact=tuple(inexact)
+    )
     return found_here | problems, put
 
 
@@ -338,7 +367,9 @@ def resize_extra_states(found: CollectedState, recorded: SavedState) -> None:
         if stored is None or tensor is None:
             continue
         if tuple(tensor.shape) != stored.shape or dtype_name(tensor.dtype) != stored.dtype:
-            found.tensors[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=tensor.device)
+            found.tensors[path] = torch.empty(
+                stored.shape, dtype=torch_dtype(stored.dtype), device=tensor.device
+            )
             put(found.tensors[path])
 
 
@@ -352,7 +383,9 @@ def with_empty(data: Any, template: Any) -> Any:
         return data | {k: v for k, v in new.items() if v is not ABSENT}
     if isinstance(template, list) and isinstance(data, list):
         at = (data[i] if i < len(data) else ABSENT for i in range(max(len(data), len(template))))
-        items = (with_empty(d, template[i] if i < len(template) else None) for i, d in enumerate(at))
+        items = (
+            with_empty(d, template[i] if i < len(template) else None) for i, d in enumerate(at)
+        )
         return [d for d in items if d is not ABSENT]
     return data
 
@@ -373,8 +406,8 @@ def fit_groups(
 ) -> tuple[Problems, Callable[[], None]]:
     """Match the optimizer groups of a state with stored hyper-parameters, by the names of the parameters.
 
-    If some parameters of a group are not stored, the hyper-parameters of the others apply. A group without parameters
-    has those of the group with its number, if as many were saved.
+    If some parameters of a group are not stored, the hyper-parameters of the others apply. A group
+    without parameters has those of the group with its number, if as many were saved.
 
     Returns:
         what is missing or does not fit, and a function that sets the hyper-parameters.
@@ -398,7 +431,9 @@ def fit_groups(
             for part in group.parts():
                 docs = [g for p in part.params if (g := group_of(p)) is not None]
                 if any(g.options != docs[0].options for g in docs[1:]):
-                    fit.others.append(f"{label}: its parameters were in groups with different hyper-parameters")
+                    fit.others.append(
+                        f"{label}: its parameters were in groups with different hyper-parameters"
+                    )
                 elif docs:
                     fit.take(label, text, part, docs[0], saved)
 
@@ -424,7 +459,9 @@ class _GroupFit:
         self.inexact: list[str] = []
         self.fitting: list[tuple[OptimizerGroup, dict[str, Any]]] = []
 
-    def take(self, label: str, text: str, group: OptimizerGroup, doc: GroupDoc, saved: Sequence[GroupDoc]) -> None:
+    def take(
+        self, label: str, text: str, group: OptimizerGroup, doc: GroupDoc, saved: Sequence[GroupDoc]
+    ) -> None:
         """Give a group what was saved of a group, of which some belong to the same optimizer."""
         options = _settable(group, doc, saved)
         if doc in saved:
@@ -453,16 +490,20 @@ class _GroupFit:
 _NO_OPTIONS = ("param_names", "state")  # entries of stored groups that are no hyper-parameters
 
 
-def _settable(group: OptimizerGroup, saved: GroupDoc, recorded: Sequence[GroupDoc]) -> dict[str, Any]:
+def _settable(
+    group: OptimizerGroup, saved: GroupDoc, recorded: Sequence[GroupDoc]
+) -> dict[str, Any]:
     """The stored hyper-parameters that a group takes.
 
-    As in PyTorch, an optimizer takes all that an optimizer has saved; of those of an engine it takes what it has
-    itself. A flattened state dict has an entry for each, and takes no others.
+    As in PyTorch, an optimizer takes all that an optimizer has saved; of those of an engine it
+    takes what it has itself. A flattened state dict has an entry for each, and takes no others.
     """
     is_optimizers = any(saved is doc for doc in recorded)
     return {
         key: value
         for key, value in saved.options.items()
         if key not in _NO_OPTIONS
-        and (key in group.options or (not group.flattened and (is_optimizers or key == "initial_lr")))
+        and (
+            key in group.options or (not group.flattened and (is_optimizers or key == "initial_lr"))
+        )
     }

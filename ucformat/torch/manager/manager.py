@@ -15,7 +15,14 @@ from ucformat.errors import UcformatError, UsageError
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
-from ucformat.torch.manager.restore import RunContents, Signals, continued_here, folder_of, list_steps, restore_newest
+from ucformat.torch.manager.restore import (
+    RunContents,
+    Signals,
+    continued_here,
+    folder_of,
+    list_steps,
+    restore_newest,
+)
 from ucformat.torch.saving.asynchronous import async_save
 from ucformat.torch.saving.launch import Launch
 from ucformat.torch.saving.options import SaveOptions
@@ -55,35 +62,41 @@ class Manager:
                 if manager.stopping:
                     break
 
-    All ranks create a manager and call the same methods with the same arguments. Each checkpoint records its launch,
-    and the checkpoint that was loaded as its parent; this alone does not protect a checkpoint from deletion.
+    All ranks create a manager and call the same methods with the same arguments. Each checkpoint
+    records its launch, and the checkpoint that was loaded as its parent; this alone does not
+    protect a checkpoint from deletion.
 
-    When a rank has received one of `signals`, the next `save` saves on all ranks, whether due or not, returns when the
-    checkpoint is committed, and `stopping` is true from then on. For this the ranks exchange one byte in every call of
-    `should_save` or `save` (except with `signals=()` and `every` in steps).
+    When a rank has received one of `signals`, the next `save` saves on all ranks, whether due or
+    not, returns when the checkpoint is committed, and `stopping` is true from then on. For this the
+    ranks exchange one byte in every call of `should_save` or `save` (except with `signals=()` and
+    `every` in steps).
 
     Args:
         url: the folder, or prefix in an object store, of the run.
-        every: when a checkpoint is due: at steps divisible by this number, or this long after the last save began
-            (default: at every call of `save`).
-        keep: which checkpoints to keep after each commit (docs/retention.md): the number of latest ones; rules, as
-            `{"last": 3, "every": 1000, "best": {"metric": "val_loss", "count": 2, "mode": "min"}}`; or a policy, as a
-            mapping or the path of a file. The newest is always kept. Files are deleted at once, unless a policy has a
-            `grace`. With a catalog, the policy is applied through it, to checkpoints in this folder only. Failures
-            are logged as warnings. By default nothing is deleted.
+        every: when a checkpoint is due: at steps divisible by this number, or this long after the
+            last save began (default: at every call of `save`).
+        keep: which checkpoints to keep after each commit (docs/retention.md): the number of latest
+            ones; rules, as `{"last": 3, "every": 1000, "best": {"metric": "val_loss", "count": 2,
+            "mode": "min"}}`; or a policy, as a mapping or the path of a file. The newest is always
+            kept. Files are deleted at once, unless a policy has a `grace`. With a catalog, the
+            policy is applied through it, to checkpoints in this folder only. Failures are logged as
+            warnings. By default nothing is deleted.
         run: name of the run, for the catalog.
         config: configuration of the training, JSON values.
         form: as for `save`.
         assets: as for `save`.
         asynchronous: save in the background, at most one checkpoint at a time.
-        overwrite: replace an existing checkpoint of the same step. By default that raises Conflict, except for steps
-            after the restored one: there a damaged checkpoint is replaced, and an intact one is kept beside the new.
+        overwrite: replace an existing checkpoint of the same step. By default that raises Conflict,
+            except for steps after the restored one: there a damaged checkpoint is replaced, and an
+            intact one is kept beside the new.
         replicas: as for `save`.
         chunk_bytes: as for `save`.
         shard_bytes: as for `save`.
-        signals: those that ask to save and stop; handlers that were installed before are called too.
+        signals: those that ask to save and stop; handlers that were installed before are called
+            too.
         group: the ranks that take part (default: all).
-        timeout: seconds after which an unresponsive rank is considered dead, also between calls of `save`.
+        timeout: seconds after which an unresponsive rank is considered dead, also between calls of
+            `save`.
 
     Raises:
         UsageError: `every` is not positive, or `keep` is not a valid policy.
@@ -108,23 +121,36 @@ class Manager:
         group: dist.ProcessGroup | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
-        if every is not None and (every <= timedelta(0) if isinstance(every, timedelta) else every < 1):
-            raise UsageError(f"every={every!r} is not positive", hint="pass a number of steps, or a timedelta")
+        if every is not None and (
+            every <= timedelta(0) if isinstance(every, timedelta) else every < 1
+        ):
+            raise UsageError(
+                f"every={every!r} is not positive", hint="pass a number of steps, or a timedelta"
+            )
         self.url = open_store(url).url
         SaveOptions(self.url, form, overwrite, replicas, chunk_bytes, shard_bytes)  # checks them
         self._every, self._asynchronous, self._overwrite = every, asynchronous, overwrite
         self._retention = None if keep is None else _make_retention(self.url, keep)
-        self._options: dict[str, Any] = {"run": run, "config": config, "form": form, "replicas": replicas}
+        self._options: dict[str, Any] = {
+            "run": run,
+            "config": config,
+            "form": form,
+            "replicas": replicas,
+        }
         self._options |= {"assets": assets, "chunk_bytes": chunk_bytes, "shard_bytes": shard_bytes}
         self._group, self._timeout = group, timeout
         self._exchanges_bits = bool(signals) or isinstance(every, timedelta)
         self._signals = Signals(signals)
         self._last_begun = time.monotonic()
         self._stopping = self._saved_for_stop = False
-        self._decided: tuple[int, bool] | None = None  # the last step given to `should_save`, and the answer
+        self._decided: tuple[int, bool] | None = (
+            None  # the last step given to `should_save`, and the answer
+        )
         self._last_step: int | None = None  # the step that was saved or restored last
         self._launch = Launch()
-        self._listed: RunContents | None = None  # the checkpoints in this folder when the launch began
+        self._listed: RunContents | None = (
+            None  # the checkpoints in this folder when the launch began
+        )
         self._begun = False  # whether the launch has saved
         self._last: Saved | None = None
         self._pending: _PendingSave | None = None
@@ -158,7 +184,12 @@ class Manager:
         return due
 
     def save(
-        self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None, force: bool = False
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        force: bool = False,
     ) -> Saved | SaveHandle | None:
         """Save a checkpoint if it is due, if forced, or if the training is to stop.
 
@@ -169,16 +200,21 @@ class Manager:
             force: save even if no checkpoint is due.
 
         Returns:
-            None if nothing was due; else the committed checkpoint, or with `asynchronous` a handle. The last save
-            before the training stops is never in the background. A step that was just saved or restored is not saved
-            again.
+            None if nothing was due; else the committed checkpoint, or with `asynchronous` a handle.
+            The last save before the training stops is never in the background. A step that was just
+            saved or restored is not saved again.
 
         Raises:
-            UcformatError: a rank failed, or the save in the background failed; that checkpoint is not committed.
+            UcformatError: a rank failed, or the save in the background failed; that checkpoint is
+                not committed.
             Conflict: a checkpoint of this step exists.
         """
         asked, self._decided = self._decided, None
-        due = asked[1] or force if asked is not None and asked[0] == step else self._decide(step, force=force)
+        due = (
+            asked[1] or force
+            if asked is not None and asked[0] == step
+            else self._decide(step, force=force)
+        )
         if not due:
             return None
         ending = self._stopping and not self._saved_for_stop
@@ -187,7 +223,10 @@ class Manager:
         except UcformatError as error:
             if not ending:
                 raise
-            _log.warning("the save in the background failed; the last checkpoint replaces it: %s", error.message)
+            _log.warning(
+                "the save in the background failed; the last checkpoint replaces it: %s",
+                error.message,
+            )
         if step == self._last_step and (ending or not self._overwrite):
             self._saved_for_stop = self._saved_for_stop or ending
             return self._last
@@ -195,7 +234,12 @@ class Manager:
         self._begin(ranks)
         url, overwrite = self._destination(step)
         first = not ranks.rank
-        options = {**self._options, **self._launch.next_save(), "group": self._group, "timeout": self._timeout}
+        options = {
+            **self._options,
+            **self._launch.next_save(),
+            "group": self._group,
+            "timeout": self._timeout,
+        }
         options |= {"step": step, "metrics": metrics, "overwrite": overwrite}
         self._last_begun = time.monotonic()
         if self._asynchronous and not ending:
@@ -207,20 +251,25 @@ class Manager:
         self._committed(saved, step, first=first)
         return saved
 
-    def restore_latest(self, state: Mapping[str, Any], *, verify: Mode = "full", **options: Any) -> LoadReport | None:
+    def restore_latest(
+        self, state: Mapping[str, Any], *, verify: Mode = "full", **options: Any
+    ) -> LoadReport | None:
         """Load the newest intact checkpoint, the same one on all ranks.
 
-        The newest is the one committed last, by the commit counts of the checkpoints, not by clocks; if the training
-        was set back to an earlier step, it is not always the one of the highest step. Checkpoints that were deleted in
-        the catalog are ignored. A damaged one is skipped with a warning. A storage that cannot be read is an error.
+        The newest is the one committed last, by the commit counts of the checkpoints, not by
+        clocks; if the training was set back to an earlier step, it is not always the one of the
+        highest step. Checkpoints that were deleted in the catalog are ignored. A damaged one is
+        skipped with a warning. A storage that cannot be read is an error.
 
         Args:
             state: as for `ucformat.torch.load`.
-            verify: `full` reads and checks every byte before anything is loaded, an equal part on each rank, which
-                costs about as much as loading without replicas. `quick` reads the metadata and compares the sizes of
-                files, which finds missing and truncated files, and checks whole chunks while loading; if one is
-                damaged, the next older checkpoint is loaded over what was loaded.
-            options: other arguments of `load`: strict, rename, cast, trust, threads, broadcast_group, progress.
+            verify: `full` reads and checks every byte before anything is loaded, an equal part on
+                each rank, which costs about as much as loading without replicas. `quick` reads the
+                metadata and compares the sizes of files, which finds missing and truncated files,
+                and checks whole chunks while loading; if one is damaged, the next older checkpoint
+                is loaded over what was loaded.
+            options: other arguments of `load`: strict, rename, cast, trust, threads,
+                broadcast_group, progress.
 
         Returns:
             the report of the load, or None if there is no checkpoint.
@@ -236,12 +285,18 @@ class Manager:
         found = restore_newest(self.url, state, verify, self._ranks(), options)
         if found is None:
             return None
-        self._last_step, self._later_steps, self._damaged_urls = found.step.step, set(found.later_steps), found.damaged
+        self._last_step, self._later_steps, self._damaged_urls = (
+            found.step.step,
+            set(found.later_steps),
+            found.damaged,
+        )
         self._launch.begin(found.report)
         self._listed, self._begun = found.listed, False
         return found.report
 
-    def load(self, state: Mapping[str, Any], url: str | PathLike[str] | Checkpoint, **options: Any) -> LoadReport:
+    def load(
+        self, state: Mapping[str, Any], url: str | PathLike[str] | Checkpoint, **options: Any
+    ) -> LoadReport:
         """Load any checkpoint, of this or another run, and record it as the parent of the next saves.
 
         Args:
@@ -293,7 +348,10 @@ class Manager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self.close()
@@ -364,7 +422,9 @@ class Manager:
         if self._begun:
             return
         if self._listed is None:
-            self._listed = ranks.combine(None, then=lambda _: list_steps(self.url), answer_kind=RunContents)
+            self._listed = ranks.combine(
+                None, then=lambda _: list_steps(self.url), answer_kind=RunContents
+            )
         run = self._options["run"]
         known = ranks.combine(None, then=lambda _: _known_commits(self.url, run), answer_kind=int)
         self._launch.commits = max(self._launch.commits, self._listed.commits, known)

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ucformat.catalog.lines import contradictions
 from ucformat.catalog.newest import newest_first
-from ucformat.errors import IntegrityError, MissingData, NotACheckpoint, NotFound, UpgradeNeeded, UsageError
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    NotACheckpoint,
+    NotFound,
+    UpgradeNeeded,
+    UsageError,
+)
 from ucformat.format.audit import Check, ZarrJson, block_problems, items, wrong_digests
 from ucformat.format.structure import Problem, read_manifest
 from ucformat.geometry.tensor import Key, single_extents
@@ -73,8 +80,8 @@ class RunStep:
 class RunContents:
     """The checkpoints of a run, the newest first, and their greatest commit count.
 
-    `unreadable` are those whose manifests cannot be read: url, step and reason. `being_purged` are the urls of
-    checkpoints of which an interrupted purge has left files.
+    `unreadable` are those whose manifests cannot be read: url, step and reason. `being_purged` are
+    the urls of checkpoints of which an interrupted purge has left files.
     """
 
     steps: tuple[RunStep, ...]
@@ -101,7 +108,10 @@ def step_of(folder: str) -> int | None:
 
 
 def list_steps(root: str) -> RunContents:
-    """List the committed checkpoints of a run; lists all files below `root`, and reads the manifest of each checkpoint."""
+    """List the committed checkpoints of a run.
+
+    Lists all files below `root`, and reads the manifest of each checkpoint.
+    """
     store = open_store(root)
     found: dict[str, int] = {}
     being_purged: list[str] = []
@@ -133,7 +143,9 @@ def read_step(url: str, step: int) -> RunStep:
     manifest, _ = read_manifest(open_store(url))
     nbytes, launch = manifest.tensors.nbytes, manifest.launch
     about = (None, {}) if launch is None else (launch.id, launch.continues)
-    return RunStep(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits, *about)
+    return RunStep(
+        url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits, *about
+    )
 
 
 def continued_here(steps: Sequence[RunStep]) -> dict[str, int]:
@@ -143,7 +155,11 @@ def continued_here(steps: Sequence[RunStep]) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for step in steps:
-        here = step.continues if step.launch is None else {**step.continues, step.launch: step.commits or 0}
+        here = (
+            step.continues
+            if step.launch is None
+            else {**step.continues, step.launch: step.commits or 0}
+        )
         for launch, count in here.items():
             found[launch] = max(count, found.get(launch, 0))
     return {launch: count for launch, count in found.items() if count}
@@ -155,8 +171,9 @@ _log = logging.getLogger("ucformat")
 class Signals:
     """Records that a signal was received, and then calls the handler that was installed before.
 
-    Handlers can only be installed in the main thread; in any other a warning is logged. In processes that are forked
-    later (of a data loader), the handlers that were installed before take effect.
+    Handlers can only be installed in the main thread; in any other a warning is logged. In
+    processes that are forked later (of a data loader), the handlers that were installed before take
+    effect.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
@@ -167,7 +184,8 @@ class Signals:
         if signals and threading.current_thread() is not threading.main_thread():
             names = ", ".join(signal.Signals(s).name for s in signals)
             _log.warning(
-                "%s will end this process without a last save: the manager was not created in the main thread", names
+                "%s will end this process without a last save: the manager was not created in the main thread",
+                names,
             )
             return
         for number in signals:
@@ -194,7 +212,8 @@ class Signals:
 
 # Verifies and restores the newest intact checkpoint of a run, the same one on all ranks.
 
-#: Errors that show that a checkpoint is damaged. Any other is a failure of the storage, and is raised.
+#: Errors that show that a checkpoint is damaged. Any other is a failure of the storage, and is
+#: raised.
 _DAMAGE = (IntegrityError, NotFound, UpgradeNeeded)
 
 
@@ -213,8 +232,9 @@ def verify_on_all_ranks(
     """Open a checkpoint and verify it; all ranks call this together, and get the same report.
 
     Args:
-        mode: `full` reads every byte once, on all ranks together, and compares it with checksums and digests. `quick`
-            reads only the documents (manifest, sidecar, objects) and checks the size of each file.
+        mode: `full` reads every byte once, on all ranks together, and compares it with checksums
+            and digests. `quick` reads only the documents (manifest, sidecar, objects) and checks
+            the size of each file.
         threads: how many threads read on each rank (default: as many as the storage can use).
 
     Returns:
@@ -239,7 +259,9 @@ def verify_on_all_ranks(
                 leaves.setdefault(key, {})[shard] = digests
             problems = {str(p): p for p in wrong_digests(ck.universal, leaves)}
         nbytes = sum(f.nbytes for f in all_found)
-        report = Report(step.url, "ucformat", len(ck.tensors) if ck else 0, nbytes, 0, tuple(problems.values()))
+        report = Report(
+            step.url, "ucformat", len(ck.tensors) if ck else 0, nbytes, 0, tuple(problems.values())
+        )
         return [report] * ranks.size
 
     report: Report = ranks.gather_scatter(found, report_all, _CheckResult, Report)
@@ -252,7 +274,9 @@ def _verify(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _C
     if source.manifest.sidecar is not None:
         source.sidecar()
     _ = ck.objects
-    tasks = sorted(_full_checks(source) if mode == "full" else _quick_checks(source), key=lambda t: -t.nbytes)
+    tasks = sorted(
+        _full_checks(source) if mode == "full" else _quick_checks(source), key=lambda t: -t.nbytes
+    )
     found = _CheckResult()
     mine = tasks[ranks.rank :: ranks.size]
     for task, (leaves, problems) in run(lambda t: t.run(), mine, threads):
@@ -289,7 +313,9 @@ def _quick_checks(source: Universal) -> Iterator[Check]:
     def check_size(file: str, expected: int) -> None:
         size = source.store.info(file).size
         if size < expected:
-            raise MissingData(f"{source.store.url}/{file} has {size} bytes, expected at least {expected}")
+            raise MissingData(
+                f"{source.store.url}/{file} has {size} bytes, expected at least {expected}"
+            )
 
     for file, end in ends.items():
         yield Check(0, lambda f=file, n=end: (b"", _problems_of(f, lambda: check_size(f, n))))  # type: ignore[misc]
@@ -308,7 +334,8 @@ def _problems_of(file: str, check: Callable[[], object]) -> list[Problem]:
 class Restored:
     """The checkpoint that was restored, and the other checkpoints of the run.
 
-    `later_steps` are the steps after it that hold a checkpoint, intact or not, and `damaged` the urls of damaged ones.
+    `later_steps` are the steps after it that hold a checkpoint, intact or not, and `damaged` the
+    urls of damaged ones.
     """
 
     step: RunStep
@@ -351,7 +378,9 @@ def restore_newest(
         if not holds_training(ck):  # the run has no optimizer state, so none was left out
             report = replace(report, lineage=edge_of(ck, report.layout, continues=True))
         steps = [s.step for s in listed.steps] + [s for _, s, _ in listed.unreadable]
-        return Restored(step, report, frozenset(s for s in steps if s > step.step), frozenset(damaged), listed)
+        return Restored(
+            step, report, frozenset(s for s in steps if s > step.step), frozenset(damaged), listed
+        )
     if damaged:
         raise IntegrityError(
             f"all checkpoints below {root} are damaged:\n  "

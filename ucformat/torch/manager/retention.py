@@ -1,7 +1,8 @@
 """Retention of a run's checkpoints: through the catalog if there is one, else by the contents of the run's folder.
 
-Both follow docs/retention.md. The catalog deletes softly; checkpoints of the run that are past their grace are purged
-at once, as by `ucp gc`. Without a catalog there is no grace. Each purge writes the tombstone before it removes files.
+Both follow docs/retention.md. The catalog deletes softly; checkpoints of the run that are past
+their grace are purged at once, as by `ucp gc`. Without a catalog there is no grace. Each purge
+writes the tombstone before it removes files.
 """
 
 from __future__ import annotations
@@ -99,7 +100,11 @@ class RunRetention:
             self._known[url] = read_step(url, step)
             return self._in_folder(self._known)
         except Exception as error:  # noqa: BLE001 - of the database or the storage
-            _log.warning("old checkpoints below %s are not deleted: %s", self.root, getattr(error, "message", error))
+            _log.warning(
+                "old checkpoints below %s are not deleted: %s",
+                self.root,
+                getattr(error, "message", error),
+            )
             return []
 
     def _usable(self, url: str) -> bool:
@@ -111,7 +116,9 @@ class RunRetention:
         try:
             Catalog(url).close()
         except UcformatError as error:
-            _log.warning("the policy is applied to %s without a catalog: %s", self.root, error.message)
+            _log.warning(
+                "the policy is applied to %s without a catalog: %s", self.root, error.message
+            )
             self._catalog = None
         return self._catalog is not None
 
@@ -121,7 +128,9 @@ class RunRetention:
         root = same_url(self.root)
         below = f"url like '{_literal(root)}/step-%'"
         with Catalog(catalog_url) as catalog:
-            if not self._registered:  # the catalog may be newer than the run, or have missed a commit
+            if (
+                not self._registered
+            ):  # the catalog may be newer than the run, or have missed a commit
                 register([self.root], catalog, recursive=True)
                 self._registered = True
             found = catalog.find(below)
@@ -133,7 +142,9 @@ class RunRetention:
             plan = catalog.retain(policy)
             self._warn_once(f"the rule keeps nothing: {rule}" for rule in plan.idle)
             self._warn_once(plan.contradictions)
-            self._warn_once(f"{i[:12]} is kept, because it has another location too" for i in copied)
+            self._warn_once(
+                f"{i[:12]} is kept, because it has another location too" for i in copied
+            )
             if plan.delete:
                 try:
                     catalog.retain(policy, apply=plan.id)
@@ -143,7 +154,10 @@ class RunRetention:
 
     def _purge(self, catalog: Catalog, below: str) -> list[str]:
         """Remove the files of this run's deleted checkpoints whose grace is over."""
-        of_run = {e.id: e.state for e in catalog.find(f"(state = 'deleted' or state = 'purging') and {below}")}
+        of_run = {
+            e.id: e.state
+            for e in catalog.find(f"(state = 'deleted' or state = 'purging') and {below}")
+        }
         due = [r.id for r in catalog.purgeable().purge if r.id in of_run]
         unclear = consult(catalog, due)
         due = [r.id for r in catalog.purgeable().purge if r.id in of_run and r.id not in unclear]
@@ -160,7 +174,9 @@ class RunRetention:
 
     def _in_folder(self, known: dict[str, RunStep]) -> list[str]:
         steps = list(known.values())
-        plan = plan_retention(self.policy, [_row(s, n, self.root) for n, s in enumerate(steps)], now())
+        plan = plan_retention(
+            self.policy, [_row(s, n, self.root) for n, s in enumerate(steps)], now()
+        )
         self._warn_once(f"the rule keeps nothing: {rule}" for rule in plan.idle)
         self._warn_once(contradictions(steps, attrgetter("url")))
         removed = []
@@ -198,7 +214,9 @@ def _literal(text: str) -> str:
 def _row(step: RunStep, serial: int, run: str) -> RetentionRow:
     more: dict[str, Any] = {"commits": step.commits, "metrics": step.metrics}
     more |= {"launch": step.launch, "continues": step.continues}
-    return RetentionRow(serial, step.id, OWN_KIND, "committed", run, step.step, step.created, step.nbytes, **more)
+    return RetentionRow(
+        serial, step.id, OWN_KIND, "committed", run, step.step, step.created, step.nbytes, **more
+    )
 
 
 def deleted_ids(root: str) -> frozenset[str]:
@@ -213,13 +231,17 @@ def deleted_ids(root: str) -> frozenset[str]:
 
     try:
         with Catalog(url, read_only=True) as catalog:
-            found = catalog.find(f"state != 'committed' and url like '{_literal(same_url(root))}/step-%'")
+            found = catalog.find(
+                f"state != 'committed' and url like '{_literal(same_url(root))}/step-%'"
+            )
             return frozenset(e.id for e in found)
     except NotFound:  # no catalog yet
         pass
     except Exception as error:  # noqa: BLE001 - of the database
         message = getattr(error, "message", error)
-        _log.warning("the catalog cannot be queried for deleted checkpoints below %s: %s", root, message)
+        _log.warning(
+            "the catalog cannot be queried for deleted checkpoints below %s: %s", root, message
+        )
     return frozenset()
 
 
@@ -238,7 +260,9 @@ def known_commits(root: str, run: str | None) -> int:
         return 0
     except Exception as error:  # noqa: BLE001 - of the database
         message = getattr(error, "message", error)
-        _log.warning("the catalog cannot be queried for the commits of the run %s: %s", name, message)
+        _log.warning(
+            "the catalog cannot be queried for the commits of the run %s: %s", name, message
+        )
         return 0
 
 
@@ -246,8 +270,9 @@ def free_place(root: str, step: int, damaged: Collection[str]) -> tuple[str, boo
     """Find where to save a step again that was saved before the training was set back.
 
     Args:
-        damaged: urls of damaged checkpoints. These are replaced, unless they are protected or the storage cannot
-            replace files; others are kept, and the new checkpoint is saved in a folder beside them.
+        damaged: urls of damaged checkpoints. These are replaced, unless they are protected or the
+            storage cannot replace files; others are kept, and the new checkpoint is saved in a
+            folder beside them.
 
     Returns:
         the url, and whether a checkpoint there is to be replaced.

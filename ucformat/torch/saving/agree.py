@@ -46,20 +46,25 @@ if TYPE_CHECKING:
 
 
 _DIFFERS = (
-    'save per-rank values as ucformat.torch.PerRank(value), or pass replicas="first" to save that of the first rank'
+    "save per-rank values as ucformat.torch.PerRank(value), or pass "
+    'replicas="first" to save that of the first rank'
 )
 
-#: Replicas of at most this many bytes are compared before they are saved. Of larger tensors that ranks hold whole, some
-#: samples are compared: ranks that hold different parts of the same shape under one name differ in all samples.
+#: Replicas of at most this many bytes are compared before they are saved. Of larger tensors that
+#: ranks hold whole, some samples are compared: ranks that hold different parts of the same shape
+#: under one name differ in all samples.
 _COMPARED_WHOLE = 64 << 10
 _SAMPLES, _SAMPLE_BYTES = 4, 1 << 10
 
 
 @gc_paused()
-def checksums(items: Sequence[WriteItem], elements: Callable[[int, int], Elements]) -> list[NDArray[np.uint32]]:
+def checksums(
+    items: Sequence[WriteItem], elements: Callable[[int, int], Elements]
+) -> list[NDArray[np.uint32]]:
     """Return a checksum of each piece of each item, by which replicas are compared.
 
-    Of a large tensor that a rank holds whole it is that of some samples; of other large pieces it is 0.
+    Of a large tensor that a rank holds whole it is that of some samples; of other large pieces it
+    is 0.
     """
 
     def of(number: int, piece: int, box: Box) -> int:
@@ -68,18 +73,27 @@ def checksums(items: Sequence[WriteItem], elements: Callable[[int, int], Element
             return checksum(row_major_bytes(elements(number, piece)).data)
         return _sum_of_samples(elements(number, piece)) if box.shape == info.shape else 0
 
-    return [np.array([of(n, j, b) for j, b in enumerate(i.boxes)], np.uint32) for n, i in enumerate(items)]
+    return [
+        np.array([of(n, j, b) for j, b in enumerate(i.boxes)], np.uint32)
+        for n, i in enumerate(items)
+    ]
 
 
 def _sum_of_samples(elements: Elements) -> int:
     whole, few = Box.whole(elements.shape), _SAMPLE_BYTES // elements.itemsize
     step = (whole.size - few) // (_SAMPLES - 1)
-    boxes = [box for i in range(_SAMPLES) for box in flat_boxes(whole.shape, i * step, i * step + few)]
-    return checksum(np.concatenate([row_major_bytes(elements_within(elements, whole, b)) for b in boxes]).data)
+    boxes = [
+        box for i in range(_SAMPLES) for box in flat_boxes(whole.shape, i * step, i * step + few)
+    ]
+    return checksum(
+        np.concatenate([row_major_bytes(elements_within(elements, whole, b)) for b in boxes]).data
+    )
 
 
 def check_replicas(
-    tensors: Sequence[GlobalTensor], items: Sequence[Sequence[WriteItem]], found: Sequence[NDArray[np.uint32]]
+    tensors: Sequence[GlobalTensor],
+    items: Sequence[Sequence[WriteItem]],
+    found: Sequence[NDArray[np.uint32]],
 ) -> None:
     """Check that the replicas of each box have equal checksums."""
     starts = [np.cumsum([0, *(len(c.boxes) for c in of_rank)]) for of_rank in items]
@@ -96,7 +110,9 @@ def check_replicas(
                 )
 
 
-def object_owners(objects: Iterable[tuple[int, Mapping[str, str]]], *, equal: bool) -> dict[str, int]:
+def object_owners(
+    objects: Iterable[tuple[int, Mapping[str, str]]], *, equal: bool
+) -> dict[str, int]:
     """Return the rank that provides each object: the first that has it.
 
     Args:
@@ -109,7 +125,8 @@ def object_owners(objects: Iterable[tuple[int, Mapping[str, str]]], *, equal: bo
             giver, expected = first.setdefault(name, (rank, digest))
             if digest != expected and equal:
                 raise UsageError(
-                    f"the object {name!r} has a different value on rank {rank} than on rank {giver}", hint=_DIFFERS
+                    f"the object {name!r} has a different value on rank {rank} than on rank {giver}",
+                    hint=_DIFFERS,
                 )
     return {name: rank for name, (rank, _) in first.items()}
 
@@ -171,18 +188,28 @@ def agree(
         arrays: whether tensors get folders, whose names may not differ only in case.
 
     Returns:
-        the answer of rank 0, which has an attempt unless ranks have to list boxes; on rank 0 all descriptions.
+        the answer of rank 0, which has an attempt unless ranks have to list boxes; on rank 0 all
+        descriptions.
     """
-    joiner: _Joiner = group.cache.pop("joiner", None) or _Joiner()  # a save of another thread gets one of its own
-    compared: tuple[Key, ...] = group.cache.get("compared", ())  # equal on all ranks, or the options are not
+    joiner: _Joiner = (
+        group.cache.pop("joiner", None) or _Joiner()
+    )  # a save of another thread gets one of its own
+    compared: tuple[Key, ...] = group.cache.get(
+        "compared", ()
+    )  # equal on all ranks, or the options are not
     if not group.rank:
         joiner.begin(statement, compared, begin, equal=equal, arrays=arrays)
     offer = statement.offer(options, sums, compared)
-    answer: Question | Agreement = group.combine(offer, merge_offers, Offer, joiner.answer, Question | Agreement)
+    answer: Question | Agreement = group.combine(
+        offer, merge_offers, Offer, joiner.answer, Question | Agreement
+    )
     while isinstance(answer, Question):
         compared = answer.compared or compared
-        answer = group.combine(statement.more(answer, sums), merge_more, More, joiner.add, Question | Agreement)
-    # Where several threads save, ranks may keep those of different saves: without an attempt, all begin anew.
+        answer = group.combine(
+            statement.more(answer, sums), merge_more, More, joiner.add, Question | Agreement
+        )
+    # Where several threads save, ranks may keep those of different saves: without an attempt, all
+    # begin anew.
     group.cache["compared"] = () if answer.attempt is None else compared
     group.cache["joiner"] = joiner
     return answer, joiner.joined
@@ -218,7 +245,9 @@ class _Joiner:
     def answer(self, offer: Offer) -> Question | Agreement | Addressed:
         """The answer to the offers of all ranks."""
         self._offer = offer
-        self._seen = {d: data for d, data in self._seen.items() if d in offer.stated or d in offer.facts}
+        self._seen = {
+            d: data for d, data in self._seen.items() if d in offer.stated or d in offer.facts
+        }
         return self.add(More({}, offer.sums))
 
     def add(self, more: More) -> Question | Agreement | Addressed:
@@ -235,14 +264,18 @@ class _Joiner:
         for digest in first.keys() - self._seen.keys():
             asked[first[digest]] = (*asked.get(first[digest], ()), digest)
         if asked:
-            return Addressed(Question(), {rank: Question(digests) for rank, digests in asked.items()})
+            return Addressed(
+                Question(), {rank: Question(digests) for rank, digests in asked.items()}
+            )
         key = (offer.stated, offer.facts, self._listed, self._arrays)
         if self._plan is None or self._plan[0] != key:
             self._plan = (key, self._join(offer))
         plan = self._plan[1]
         if isinstance(plan, tuple):
             return Agreement(listed=(*self._listed, *plan))
-        if self._equal and (offer.balance or any(len(s) > 1 for s in (*offer.sums.values(), *more.sums.values()))):
+        if self._equal and (
+            offer.balance or any(len(s) > 1 for s in (*offer.sums.values(), *more.sums.values()))
+        ):
             return Agreement()  # where boxes are listed, the error says what differs on which ranks
         if plan.compared and plan.compared != self._compared:
             self._compared = plan.compared
@@ -261,7 +294,9 @@ class _Joiner:
             ),
             key=lambda s: s[:2],
         )
-        stating = [(rank, decode(self._seen[digest], Facts)) for digest, rank in offer.facts.items()]
+        stating = [
+            (rank, decode(self._seen[digest], Facts)) for digest, rank in offer.facts.items()
+        ]
         tied = {alias for _, facts in stating for alias in facts.aliases}
         first: dict[Key, tuple[int, TensorInfo]] = {}
         left_out: dict[bytes, tuple[int, ...]] = {}
@@ -269,7 +304,9 @@ class _Joiner:
         unfit: set[Key] = set()
         for rank, digest, description in stated:
             ranks = np.concatenate([np.arange(a, b) for a, b in offer.stated[digest]])
-            if description.mesh is not None and not np.array_equal(np.sort(description.mesh.ranks, axis=None), ranks):
+            if description.mesh is not None and not np.array_equal(
+                np.sort(description.mesh.ranks, axis=None), ranks
+            ):
                 unfit.update(row.info.key for row in description.rows)
             out = []
             for number, row in enumerate(description.rows):
@@ -285,7 +322,9 @@ class _Joiner:
                     out.append(number)
             if out:
                 left_out[digest] = tuple(out)
-        if unfit := unfit | {key for key in first if key.name in tied}:  # some ranks do not know that it is tied
+        if unfit := unfit | {
+            key for key in first if key.name in tied
+        }:  # some ranks do not know that it is tied
             return tuple(sorted(unfit))
         whole = {digest: offer.stated[digest] for _, digest, d in stated if d.mesh is None}
         folders = array_folders((*first, *self._listed)) if self._arrays else {}
@@ -326,7 +365,9 @@ def _distinct(a: Sums, b: Sums) -> Sums:
     return (*a, *(s for s in b if s[0] not in known))
 
 
-def _merged(a: Mapping[bytes, Any], b: Mapping[bytes, Any], join: Callable[[Any, Any], Any]) -> dict[bytes, Any]:
+def _merged(
+    a: Mapping[bytes, Any], b: Mapping[bytes, Any], join: Callable[[Any, Any], Any]
+) -> dict[bytes, Any]:
     return {**b, **{k: join(v, b[k]) if k in b else v for k, v in a.items()}}
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from os import PathLike
 
 
-def assets_of(state: Mapping[str, Any], folder: str | PathLike[str] | None, form: str) -> dict[str, bytes]:
+def assets_of(
+    state: Mapping[str, Any], folder: str | PathLike[str] | None, form: str
+) -> dict[str, bytes]:
     """The configuration of the model in a state, and the files of a folder, which take precedence.
 
     Args:
@@ -45,7 +47,11 @@ def _model(value: Any) -> Any:
     for attribute in ("module", "_orig_mod"):  # of DistributedDataParallel and torch.compile
         inner = getattr(value, "__dict__", {}).get("_modules", {}).get(attribute)
         value = value if inner is None else inner
-    return value if _adapters(value) or hasattr(getattr(value, "config", None), "to_json_string") else None
+    return (
+        value
+        if _adapters(value) or hasattr(getattr(value, "config", None), "to_json_string")
+        else None
+    )
 
 
 def _adapters(model: Any) -> dict[str, Any]:
@@ -59,7 +65,9 @@ def _configuration(model: Any) -> dict[str, bytes]:
     if adapters := _adapters(model):
         return _adapter_config(model, *adapters.values()) if len(adapters) == 1 else {}
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the class that `fully_shard` makes of it
+    config.architectures = [
+        type(model).__name__.removeprefix("FSDP")
+    ]  # the class that `fully_shard` makes of it
     if hasattr(config, "dtype"):
         config.dtype = model.dtype
     found = {"config.json": config.to_json_string().encode()}
@@ -74,7 +82,9 @@ def _adapter_config(model: Any, config: Any) -> dict[str, bytes]:
     config = copy.deepcopy(config)
     config.inference_mode = True
     if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = getattr(getattr(model, "config", None), "_name_or_path", None)
+        config.base_model_name_or_path = getattr(
+            getattr(model, "config", None), "_name_or_path", None
+        )
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         return {ADAPTER_CONFIG: (Path(folder) / ADAPTER_CONFIG).read_bytes()}

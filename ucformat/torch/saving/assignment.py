@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.format.described import Described
 
-#: Small shards of one rank are batched up to this many bytes; each sender sends one message per batch.
+#: Small shards of one rank are batched up to this many bytes; each sender sends one message per
+#: batch.
 BATCH_BYTES = 32 << 20
 
 
@@ -118,8 +119,8 @@ class WritePlan:
     """The part of one rank.
 
     Attributes:
-        infos: in the Zarr form, the tensors to which batches and messages refer by number: those of the rank's items,
-            if tensors were described, then all that were listed.
+        infos: in the Zarr form, the tensors to which batches and messages refer by number: those of
+            the rank's items, if tensors were described, then all that were listed.
         pieces: in the packed form, the (item, piece) that the rank writes.
         batches: in the Zarr form, what it writes.
         messages: in the Zarr form, what it sends.
@@ -137,7 +138,9 @@ class WritePlan:
         end = 0
         for number, piece in self.pieces:
             info = items[number].info
-            end += -end % ALIGNMENT + Tiling.of(info.shape, info.itemsize).nbytes(items[number].boxes[piece])
+            end += -end % ALIGNMENT + Tiling.of(info.shape, info.itemsize).nbytes(
+                items[number].boxes[piece]
+            )
         return end
 
     def followed_by(
@@ -151,20 +154,34 @@ class WritePlan:
             return Fragment(f.sender, before + f.tensor, item, piece, f.box)
 
         def batch(b: ShardBatch) -> ShardBatch:
-            return ShardBatch(tuple(ShardTask(before + s.tensor, s.at, tuple(map(own, s.fragments))) for s in b.shards))
+            return ShardBatch(
+                tuple(
+                    ShardTask(before + s.tensor, s.at, tuple(map(own, s.fragments)))
+                    for s in b.shards
+                )
+            )
 
         return WritePlan(
             (*self.infos, *listed.infos),
             (*self.pieces, *((numbers[item], piece) for item, piece in listed.pieces)),
             (*self.batches, *map(batch, listed.batches)),
-            (*self.messages, *(Transfer(m.to, m.number, tuple(map(own, m.fragments))) for m in listed.messages)),
-            None if self.folders is None else {**self.folders, **{i.key: folder(i.key) for i in listed.infos}},
+            (
+                *self.messages,
+                *(Transfer(m.to, m.number, tuple(map(own, m.fragments))) for m in listed.messages),
+            ),
+            None
+            if self.folders is None
+            else {**self.folders, **{i.key: folder(i.key) for i in listed.infos}},
         )
 
 
-def table_of(infos: Sequence[TensorInfo], paths: Sequence[tuple[tuple[str | int, ...], ...]]) -> TensorTable:
+def table_of(
+    infos: Sequence[TensorInfo], paths: Sequence[tuple[tuple[str | int, ...], ...]]
+) -> TensorTable:
     """Return the tensors of a packed checkpoint as in the manifest."""
-    return TensorTable.of(TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in zip(infos, paths, strict=True))
+    return TensorTable.of(
+        TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in zip(infos, paths, strict=True)
+    )
 
 
 def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:
@@ -176,7 +193,9 @@ def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:
         for number, item in enumerate(listed):
             key = item.info.key
             if key in seen:
-                raise UsageError(f"rank {rank} saves two tensors as {key}", hint="give them different names")
+                raise UsageError(
+                    f"rank {rank} saves two tensors as {key}", hint="give them different names"
+                )
             seen.add(key)
             held = found.setdefault(key, GlobalTensor(item.info, {}))
             if held.info != item.info:
@@ -190,12 +209,19 @@ def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:
                 held.holders.setdefault(box, []).append((rank, number, piece))
     for held in found.values():
         whole = next(iter(held.holders), None)
-        if len(held.holders) == 1 and whole is not None and whole.shape == held.info.shape and not any(whole.start):
+        if (
+            len(held.holders) == 1
+            and whole is not None
+            and whole.shape == held.info.shape
+            and not any(whole.start)
+        ):
             continue
         try:
             prove(held.info, ((holders[0][0], box) for box, holders in held.holders.items()))
         except CoverageError as error:
-            raise CoverageError(error.message, hint="check that all ranks of the mesh take part in this save") from None
+            raise CoverageError(
+                error.message, hint="check that all ranks of the mesh take part in this save"
+            ) from None
     return list(found.values())
 
 
@@ -207,7 +233,9 @@ def assign_pieces(tensors: Sequence[GlobalTensor], ranks: int) -> list[list[tupl
     """
     load = [0] * ranks
     out: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    boxes = [(box.size * t.info.itemsize, holders) for t in tensors for box, holders in t.holders.items()]
+    boxes = [
+        (box.size * t.info.itemsize, holders) for t in tensors for box, holders in t.holders.items()
+    ]
     for nbytes, holders in sorted(boxes, key=lambda b: -b[0]):
         rank, item, piece = min(holders, key=lambda w: load[w[0]])
         load[rank] += nbytes
@@ -220,9 +248,10 @@ def assign_shards(
 ) -> tuple[list[list[ShardBatch]], list[list[Transfer]]]:
     """Assign shards to ranks for the Zarr form.
 
-    Each shard is assigned to the rank that would finish first, counting the bytes that it writes and receives, so that
-    ranks that hold most of a shard are preferred. Each byte is sent at most once; fragments that the owner holds are
-    not sent. All ranks send in the order of batch numbers, so there are no deadlocks.
+    Each shard is assigned to the rank that would finish first, counting the bytes that it writes
+    and receives, so that ranks that hold most of a shard are preferred. Each byte is sent at most
+    once; fragments that the owner holds are not sent. All ranks send in the order of batch numbers,
+    so there are no deadlocks.
 
     Returns:
         the batches that each rank writes, and the messages that it sends, both in order.
@@ -230,12 +259,16 @@ def assign_shards(
     work = np.zeros(ranks)
     sent = np.zeros(ranks)
     owned: list[list[tuple[int, ShardTask]]] = [[] for _ in range(ranks)]
-    shards = [(grid.box(at), number, at) for number, grid in enumerate(grids) for at in grid.shards()]
+    shards = [
+        (grid.box(at), number, at) for number, grid in enumerate(grids) for at in grid.shards()
+    ]
     size = [t.info.itemsize for t in tensors]
     for whole, number, at in sorted(shards, key=lambda s: -s[0].size * size[s[1]]):
         itemsize = size[number]
         met = [
-            (box, holders) for b, holders in tensors[number].holders.items() if (box := b.intersect(whole)) is not None
+            (box, holders)
+            for b, holders in tensors[number].holders.items()
+            if (box := b.intersect(whole)) is not None
         ]
         missing = np.full(ranks, float(whole.size * itemsize))
         for box, holders in met:

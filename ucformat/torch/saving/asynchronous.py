@@ -47,7 +47,9 @@ class _Turns:
         self._change = threading.Condition()
         self._drawn = self._ended = 0
         self.broken = False
-        self.generation = 0  # how often writing processes were started; this and the next, the same on all ranks
+        self.generation = (
+            0  # how often writing processes were started; this and the next, the same on all ranks
+        )
         self.needed = False  # whether they have to be started again
 
     def take(self) -> int:
@@ -76,9 +78,10 @@ _single_process = _Turns()
 def background_writer(ranks: Group, in_flight: int) -> Iterator[BackgroundWriter]:
     """Use this rank's background writer for a group, when it has room for another save; all ranks call this.
 
-    Saves of several threads begin one after another, in the same order on all ranks. If one rank has lost its process,
-    all ranks start new ones, and an error of an earlier save is raised on all: all this takes one collective. The
-    processes of groups that do not exist any more are closed.
+    Saves of several threads begin one after another, in the same order on all ranks. If one rank
+    has lost its process, all ranks start new ones, and an error of an earlier save is raised on
+    all: all this takes one collective. The processes of groups that do not exist any more are
+    closed.
     """
     turns: _Turns = ranks.cache.setdefault("turns", _Turns()) if ranks.size > 1 else _single_process
     for key, old in list(writers.items()):
@@ -106,7 +109,9 @@ def background_writer(ranks: Group, in_flight: int) -> Iterator[BackgroundWriter
         raise
     turns.wait_for(state.turn)
     try:
-        turns.needed = turns.needed or turns.generation <= state.lost  # unless another thread has started them since
+        turns.needed = (
+            turns.needed or turns.generation <= state.lost
+        )  # unless another thread has started them since
         if turns.needed and key in writers:
             close_writer(writers[key])
         if state.error is not None:
@@ -143,8 +148,9 @@ def async_save(
 ) -> SaveHandle:
     """Save a training state in the background; all ranks call this together.
 
-    Returns as soon as the state is copied to host memory, so that training may change it. A process of each rank,
-    which the first call starts, writes the checkpoint and commits it. The host memory is reused by later saves.
+    Returns as soon as the state is copied to host memory, so that training may change it. A process
+    of each rank, which the first call starts, writes the checkpoint and commits it. The host memory
+    is reused by later saves.
 
     Args:
         state: as for `save`.
@@ -164,21 +170,23 @@ def async_save(
         shard_bytes: as for `save`.
         group: as for `save`.
         timeout: as for `save`.
-        in_flight: how many saves may be in flight at once, each with host memory for a copy of the state; another one
-            waits for the oldest.
+        in_flight: how many saves may be in flight at once, each with host memory for a copy of the
+            state; another one waits for the oldest.
 
     Returns:
         a handle, whose `wait` returns when the checkpoint is committed.
 
     Raises:
         UsageError: an argument is invalid, or the state cannot be saved.
-        UcformatError: an earlier `async_save` failed, and its error was not retrieved from the handle on some rank.
-            Every rank gets the same error.
+        UcformatError: an earlier `async_save` failed, and its error was not retrieved from the
+            handle on some rank. Every rank gets the same error.
     """
     begun = time.monotonic()
     with group_for_call(group, timeout, "async_save", url) as ranks:
         with ranks.sharing_errors():
-            options = SaveOptions(path_text(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
+            options = SaveOptions(
+                path_text(url), form, overwrite, replicas, chunk_bytes, shard_bytes
+            )
             beside = {} if ranks.rank else assets_of(state, assets, form)
             metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside, launch)
             held = local_state(state)

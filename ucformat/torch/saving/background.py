@@ -43,7 +43,13 @@ from ucformat.torch.saving.worker import (
     WorkerStart,
     prepare_start,
 )
-from ucformat.torch.state.elements import Slots, dense_elements, elements_of, host_memory, map_shared
+from ucformat.torch.state.elements import (
+    Slots,
+    dense_elements,
+    elements_of,
+    host_memory,
+    map_shared,
+)
 from ucformat.torch.state.memory import devices_of, synchronize
 
 if TYPE_CHECKING:
@@ -78,7 +84,9 @@ class HostBuffer:
         if self._pinned_for is not None or self._refused:
             return
         with torch.cuda.device(device):
-            done = torch.cuda.cudart().cudaHostRegister(self.memory.ctypes.data, self.nbytes, _PORTABLE)
+            done = torch.cuda.cudart().cudaHostRegister(
+                self.memory.ctypes.data, self.nbytes, _PORTABLE
+            )
         if int(done):
             self._refused = True
             _clear_error(device)
@@ -124,8 +132,9 @@ def stage(
 ) -> tuple[tuple[tuple[TensorInfo, tuple[Piece, ...]], ...], Slots]:
     """Copy the tensors of a state to a buffer.
 
-    Of a tensor on the host the pieces are copied, each in row-major order; of a tensor on a device the whole local
-    tensor. Kernels of the training are waited for before, and copies from devices after.
+    Of a tensor on the host the pieces are copied, each in row-major order; of a tensor on a device
+    the whole local tensor. Kernels of the training are waited for before, and copies from devices
+    after.
 
     Returns:
         the tensors with the pieces that describe them in the buffer, and their slots.
@@ -164,7 +173,9 @@ def _copy_all(
     return tuple(out), tuple(slots)
 
 
-def _copy_pieces(t: LocalShard, memory: Memory, copies: list[Callable[[], None]]) -> tuple[Piece, ...]:
+def _copy_pieces(
+    t: LocalShard, memory: Memory, copies: list[Callable[[], None]]
+) -> tuple[Piece, ...]:
     """Append functions that copy a tensor's pieces to memory, and return the pieces that describe it there."""
     source, itemsize = host_memory(t.tensor), t.info.itemsize
     pieces: list[Piece] = []
@@ -189,15 +200,24 @@ def _copies(to: Memory, source: Memory) -> Sequence[Callable[[], None]]:
     return [partial(fill, [to[block].data], source[block].data) for block in blocks]
 
 
-# The rank's side of the process that writes in the background: staging buffers, and handles of saves in flight.
+# The rank's side of the process that writes in the background: staging buffers, and handles of
+# saves in flight.
 
-__all__ = ["BackgroundWriter", "SaveHandle", "close_writer", "set_outcome", "wait_until_done", "writers"]
+__all__ = [
+    "BackgroundWriter",
+    "SaveHandle",
+    "close_writer",
+    "set_outcome",
+    "wait_until_done",
+    "writers",
+]
 
 
 class SaveHandle:
     """A save that continues in another process.
 
-    `url` is where the checkpoint is written, and `stall` the seconds for which the training was blocked.
+    `url` is where the checkpoint is written, and `stall` the seconds for which the training was
+    blocked.
     """
 
     def __init__(self, url: str, stall: float) -> None:
@@ -208,7 +228,9 @@ class SaveHandle:
     def disown(self) -> None:
         """Make the outcome unavailable in a forked child."""
         self._done = Future()
-        self._done.set_exception(UcformatError(f"{self.url} is saved by the process that this one was forked from"))
+        self._done.set_exception(
+            UcformatError(f"{self.url} is saved by the process that this one was forked from")
+        )
 
     @property
     def staged(self) -> bool:
@@ -272,7 +294,9 @@ class BackgroundWriter:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._intact = True  # whether the group of writing processes can be used again
-        self._outstanding = 0  # replies that the process has to send, and commands that it has to receive
+        self._outstanding = (
+            0  # replies that the process has to send, and commands that it has to receive
+        )
         self._last_sign = 0.0  # when it last replied while anything was outstanding
         self._started = self._unresponsive = False
         self._counting = threading.Lock()
@@ -316,10 +340,14 @@ class BackgroundWriter:
 
     def wait_for_room(self, in_flight: int) -> None:
         """Wait until fewer saves are in flight."""
-        while len(running := [h for h, _ in list(self._handles.values()) if not h.done]) >= max(1, in_flight):
+        while len(running := [h for h, _ in list(self._handles.values()) if not h.done]) >= max(
+            1, in_flight
+        ):
             wait_until_done(running[0])
 
-    def save(self, state: LocalState, options: SaveOptions, metadata: SaveMetadata, begun: float) -> SaveHandle:
+    def save(
+        self, state: LocalState, options: SaveOptions, metadata: SaveMetadata, begun: float
+    ) -> SaveHandle:
         """Stage a state, and start to write it; an error here too is raised on all ranks, by their handles."""
         handle = SaveHandle(options.url, 0.0)
         self._count += 1
@@ -332,7 +360,9 @@ class BackgroundWriter:
                 tensors, slots = stage(state, self._buffers[number], self._pool)
                 handle.stall = time.monotonic() - begun
                 info = state_info(state, self.group.links.members, tensors, handle.stall)
-                resolved = replace(options, url=_absolute(options.url))  # the process may have another working folder
+                resolved = replace(
+                    options, url=_absolute(options.url)
+                )  # the process may have another working folder
                 job = encode(SaveJob(self._count, number, info, slots, resolved, metadata), Command)
             except Exception as error:  # noqa: BLE001 - raised on all ranks
                 why = f"cannot stage a copy of the state: {type(error).__name__}: {error}"
@@ -426,7 +456,9 @@ class BackgroundWriter:
 
     def close_after_fork(self) -> None:
         """Close the copies of descriptors in a forked child; the process and its saves belong to the parent."""
-        self._process.returncode = 0  # or Popen would wait for a process that is not a child of this one
+        self._process.returncode = (
+            0  # or Popen would wait for a process that is not a child of this one
+        )
         self._socket.close()
         self._connection.close()
         os.close(self._wake)
@@ -443,7 +475,9 @@ class BackgroundWriter:
             if error is not None and not retrieved:
                 _log.error("%s was not saved: %s", handle.url, error)
         with suppress(OSError):  # the process has ended already
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends the process, and wakes the listening thread
+            self._socket.shutdown(
+                socket.SHUT_RDWR
+            )  # ends the process, and wakes the listening thread
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:  # it is stopped

@@ -1,7 +1,8 @@
 """Which rank writes each part of the safetensors files, and what others send for it.
 
-A part consists of consecutive blocks of one file, about 8 MiB, perhaps of many tensors. Every rank knows which rank
-provides each box of a weight, so it computes its own parts and messages, and rank 0 deals none.
+A part consists of consecutive blocks of one file, about 8 MiB, perhaps of many tensors. Every rank
+knows which rank provides each box of a weight, so it computes its own parts and messages, and rank
+0 deals none.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class Providers:
         listed: the boxes of the other ones, which are the last.
     """
 
-    def __init__(self, infos: Sequence[TensorInfo], described: bytes, listed: Sequence[ListedBoxes]) -> None:
+    def __init__(
+        self, infos: Sequence[TensorInfo], described: bytes, listed: Sequence[ListedBoxes]
+    ) -> None:
         table = TensorTable.of(TensorDoc(*i.key, i.dtype, i.shape) for i in infos)
         self._infos, self._listed, self._first = infos, listed, len(infos) - len(listed)
         found = decode(described, table, "the plan of the weights").described
@@ -129,7 +132,9 @@ def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[Part]:
             continue
         begin = np.cumsum(sizes) - sizes
         most = max(PART_BYTES, unit_for(target.nbytes))
-        window = np.maximum(begin - sizes[0], 0) // most  # the header, which may be large, is in the first part
+        window = (
+            np.maximum(begin - sizes[0], 0) // most
+        )  # the header, which may be large, is in the first part
         mask = chosen[numbers.start : numbers.stop]
         cuts = np.flatnonzero((np.diff(window) != 0) | (mask[1:] != mask[:-1])) + 1
         for first, stop in pairwise([0, *cuts.tolist(), len(sizes)]):
@@ -158,7 +163,13 @@ class PartPlanner:
         parts: Sequence[Part],
         owners: NDArray[np.int64],
     ) -> None:
-        self._infos, self._files, self._providers, self._parts, self._owners = infos, files, providers, parts, owners
+        self._infos, self._files, self._providers, self._parts, self._owners = (
+            infos,
+            files,
+            providers,
+            parts,
+            owners,
+        )
         self._together = max(1, BATCH_BYTES // PART_BYTES)
         self._batch = (np.arange(len(parts)) - np.searchsorted(owners, owners)) // self._together
         self._placed = [t for t in files.tensors.values() if t.count]
@@ -175,14 +186,18 @@ class PartPlanner:
 
     def _boxes(self, part: Part) -> Iterator[tuple[int, Box]]:
         """The boxes of weights that a part consists of, in order."""
-        for n in range(max(bisect_right(self._firsts, part.blocks.start) - 1, 0), len(self._placed)):
+        for n in range(
+            max(bisect_right(self._firsts, part.blocks.start) - 1, 0), len(self._placed)
+        ):
             tensor = self._placed[n]
             if tensor.first >= part.blocks.stop:
                 return
             for box in tensor.boxes(part.blocks):
                 yield self._number[tensor.info.key], box
 
-    def _task(self, number: int, rank: int, provided: Mapping[tuple[int, Box], tuple[int, int]]) -> ShardTask:
+    def _task(
+        self, number: int, rank: int, provided: Mapping[tuple[int, Box], tuple[int, int]]
+    ) -> ShardTask:
         found = []
         for tensor, box in self._boxes(self._parts[number]):
             for held, sender in self._providers.of(tensor, box):
@@ -192,7 +207,9 @@ class PartPlanner:
                 found.append(Fragment(sender, tensor, item, piece, common))
         return ShardTask(number, (), tuple(found))
 
-    def _messages(self, rank: int, provided: Mapping[tuple[int, Box], tuple[int, int]]) -> tuple[Transfer, ...]:
+    def _messages(
+        self, rank: int, provided: Mapping[tuple[int, Box], tuple[int, int]]
+    ) -> tuple[Transfer, ...]:
         """What the rank sends, in the order in which the owners of parts expect it."""
         sent: dict[tuple[int, int], list[tuple[tuple[int, int, int, Box], Fragment]]] = {}
         for (number, held), (item, piece) in provided.items():
@@ -205,7 +222,12 @@ class PartPlanner:
                 of = sent.setdefault((int(self._batch[n]), int(self._owners[n])), [])
                 for k, box in enumerate(tensor.boxes(self._parts[n].blocks)):
                     if (common := held.intersect(box)) is not None:
-                        of.append(((n, tensor.first, k, held), Fragment(rank, number, item, piece, common)))
+                        of.append(
+                            (
+                                (n, tensor.first, k, held),
+                                Fragment(rank, number, item, piece, common),
+                            )
+                        )
         return tuple(
             Transfer(owner, number, tuple(f for _, f in sorted(found, key=itemgetter(0))))
             for (number, owner), found in sorted(sent.items())
@@ -213,15 +235,17 @@ class PartPlanner:
         )
 
 
-# The safetensors form: weights are written in files that other tools load, everything else as arrays.
+# The safetensors form: weights are written in files that other tools load, everything else as
+# arrays.
 #
-# The ranks plan both parts one after the other: who provides which box of a weight as in the packed form, and the arrays
-# as in the Zarr form. The place of each weight follows from the list of all weights, which rank 0 tells the others. On a
-# file system a weight whose boxes are ranges of the file is written by those that provide them. Of any other weight, and
-# on object stores of all, ranks send each other what belongs to a part of a file, and one of them writes it.
+# The ranks plan both parts one after the other: who provides which box of a weight as in the packed
+# form, and the arrays as in the Zarr form. The place of each weight follows from the list of all
+# weights, which rank 0 tells the others. On a file system a weight whose boxes are ranges of the
+# file is written by those that provide them. Of any other weight, and on object stores of all,
+# ranks send each other what belongs to a part of a file, and one of them writes it.
 #
-# A rank sums the checksum of a block over the bytes that it writes, as if all others were zeros: since a CRC is linear,
-# those of all ranks together are that of the block.
+# A rank sums the checksum of a block over the bytes that it writes, as if all others were zeros:
+# since a CRC is linear, those of all ranks together are that of the block.
 
 _SENT_AT_ONCE = 4  # parts of uploads
 
@@ -252,8 +276,8 @@ class WrittenParts:
     """What some ranks have written.
 
     Attributes:
-        sums: of each part of a block: the number of the block, the bytes, and what they contribute to its checksum, as
-            three integers of 32 bits.
+        sums: of each part of a block: the number of the block, the bytes, and what they contribute
+            to its checksum, as three integers of 32 bits.
         etags: of parts of uploads: the number of the file, of the part, and its ETag.
     """
 
@@ -302,7 +326,12 @@ def split(held: Held) -> tuple[Held, Held]:
 
 
 def plan_in_place(
-    group: Group, options: SaveOptions, store: Store, weights: Held, others: GlobalPlan | None, attempt: Attempt | None
+    group: Group,
+    options: SaveOptions,
+    store: Store,
+    weights: Held,
+    others: GlobalPlan | None,
+    attempt: Attempt | None,
 ) -> InPlace:
     """Plan the files of the weights; all ranks call this together, after the plan of everything else."""
     part = group.for_call(group.call)
@@ -314,22 +343,39 @@ def plan_in_place(
         assert plan is not None  # noqa: S101 - rank 0 has them
         assert others is not None  # noqa: S101
         if not plan.infos:
-            raise UsageError("the state has no weights, and so there are none for safetensors files", hint=_OTHER)
+            raise UsageError(
+                "the state has no weights, and so there are none for safetensors files", hint=_OTHER
+            )
         both = {i.key for i in plan.infos} & {i.key for i in others.infos}
         if both or len({i.name for i in plan.infos}) < len(plan.infos):
             named = f"{min(both)} is" if both else "masters are"
-            raise UsageError(f"{named} a weight on some ranks, and on others there is another weight", hint=_OTHER)
+            raise UsageError(
+                f"{named} a weight on some ranks, and on others there is another weight",
+                hint=_OTHER,
+            )
         folder = weights_folder(assignment.attempt, {i.state for i in others.infos})
         files = WeightFiles(plan.infos, tied, folder)  # raises if there can be none
         way, uploads = way_of(store)
         for file in files.files if uploads is not None else ():
             assert uploads is not None  # noqa: S101 - see above
             begun.append((file.key, uploads.begin(file.key)))
-        described = sidecar_of(replace(plan, tensors=(), items=(), pieces=(), begins=()), "data/plan")
-        return _Weights(plan.infos, described, _listed(plan), tied, folder, way, tuple(upload for _, upload in begun))
+        described = sidecar_of(
+            replace(plan, tensors=(), items=(), pieces=(), begins=()), "data/plan"
+        )
+        return _Weights(
+            plan.infos,
+            described,
+            _listed(plan),
+            tied,
+            folder,
+            way,
+            tuple(upload for _, upload in begun),
+        )
 
     try:
-        found: _Weights = group.combine(weights.aliases, lambda a, b: {**b, **a}, Mapping[str, str], answer, _Weights)
+        found: _Weights = group.combine(
+            weights.aliases, lambda a, b: {**b, **a}, Mapping[str, str], answer, _Weights
+        )
         with group.sharing_errors():
             return _planned(part, weights, assignment.part.pieces, found, plan)
     except BaseException:
@@ -348,11 +394,17 @@ def _listed(plan: GlobalPlan) -> tuple[ListedBoxes, ...]:
             info, box = items[item].info, items[item].boxes[piece]
             if box.size:
                 found[info].append((rank, box))
-    return tuple(ListedBoxes(tuple(r for r, _ in of), tuple(b for _, b in of)) for of in found.values())
+    return tuple(
+        ListedBoxes(tuple(r for r, _ in of), tuple(b for _, b in of)) for of in found.values()
+    )
 
 
 def _planned(
-    group: Group, held: Held, pieces: Sequence[tuple[int, int]], found: _Weights, plan: GlobalPlan | None
+    group: Group,
+    held: Held,
+    pieces: Sequence[tuple[int, int]],
+    found: _Weights,
+    plan: GlobalPlan | None,
 ) -> InPlace:
     """The plan of this rank, which writes the pieces, or sends them to others; kept for the next save."""
     files = WeightFiles(found.infos, found.tied, found.folder)
@@ -360,7 +412,11 @@ def _planned(
     told = (found.infos, found.described, found.listed, found.tied, found.way)
     if known is None or known.told != told:
         providers = Providers(found.infos, found.described, found.listed)
-        own = {info.key for n, info in enumerate(found.infos) if found.way == "in place" and providers.contiguous(n)}
+        own = {
+            info.key
+            for n, info in enumerate(found.infos)
+            if found.way == "in place" and providers.contiguous(n)
+        }
         chosen = np.full(files.count, found.way != "in place")
         for key, placed in files.tensors.items():
             chosen[placed.first : placed.first + placed.count] = key not in own
@@ -380,7 +436,9 @@ def _planned(
         known = known._replace(provided=provided, plan=known.planner.plan(group.rank, provided))
     assert known.plan is not None  # noqa: S101 - see above
     group.cache["parts"] = known
-    return InPlace(held, tuple(mine), files, known.plan, found.infos, found.way, found.uploads, plan)
+    return InPlace(
+        held, tuple(mine), files, known.plan, found.infos, found.way, found.uploads, plan
+    )
 
 
 def write_in_place(
@@ -393,7 +451,9 @@ def write_in_place(
     threads = {"in place": threads, "parts": _SENT_AT_ONCE, "whole": 1}[weights.way]
 
     def elements(f: Fragment) -> Elements:
-        return elements_within(weights.held.elements(f.item, f.piece), weights.held.items[f.item].boxes[f.piece], f.box)
+        return elements_within(
+            weights.held.elements(f.item, f.piece), weights.held.items[f.item].boxes[f.piece], f.box
+        )
 
     with PartsWriter(store, targets, weights.way, weights.uploads) as out:
 
@@ -409,12 +469,16 @@ def write_in_place(
                 copy(np.ndarray(source.shape, source.dtype, raw, at, placed.strides), source)
                 filled += source.nbytes
             if filled != part.nbytes:
-                raise IntegrityError(f"the ranks provide {filled} of the {part.nbytes} bytes of a part of weights")
+                raise IntegrityError(
+                    f"the ranks provide {filled} of the {part.nbytes} bytes of a part of weights"
+                )
             out.write(part.file, part.number, part.begin, raw.data)
             progress(part.nbytes)
             sums, begin = [], 0
             first = files.numbers(part.file).start
-            for number, n in zip(part.blocks, sizes[part.file][part.blocks.start - first :], strict=False):
+            for number, n in zip(
+                part.blocks, sizes[part.file][part.blocks.start - first :], strict=False
+            ):
                 sums.append((number, n, _linear(raw[begin : begin + n].data, 0)))
                 begin += n
             return sums
@@ -422,7 +486,11 @@ def write_in_place(
         written = {parts[task.tensor].file for batch in batches for task in batch.shards}
         sizes = {file: files.block_sizes(file).tolist() for file in written}
         itemsizes = [info.itemsize for info in weights.infos]
-        sums = [s for of in exchange(group, itemsizes, batches, messages, elements, write, threads) for s in of]
+        sums = [
+            s
+            for of in exchange(group, itemsizes, batches, messages, elements, write, threads)
+            for s in of
+        ]
         if weights.way == "in place":
             sums += _write_own(weights, out, progress, headers=not group.rank)
     etags = tuple((file, part, tag) for (file, part), tag in out.etags.items())
@@ -444,7 +512,10 @@ def _write_own(
         for number, block in placed.blocks(box):
             common = box.intersect(block)
             assert common is not None  # noqa: S101 - it is one of those that intersect
-            data, at = row_major_bytes(elements_within(elements, box, common)), placed.at(common.start)
+            data, at = (
+                row_major_bytes(elements_within(elements, box, common)),
+                placed.at(common.start),
+            )
             out.write(placed.file, 0, at, data.data)
             after = placed.at(block.start) + block.size * info.itemsize - at - data.nbytes
             sums.append((number, data.nbytes, _linear(data.data, after)))
@@ -491,12 +562,17 @@ def complete_uploads(store: Store, weights: InPlace, etags: Sequence[tuple[int, 
 
 def abort_uploads(store: Store, weights: InPlace) -> None:
     """Discard the uploads of a save that failed, if there are any."""
-    _abort(store, [(f.key, upload) for f, upload in zip(weights.files.files, weights.uploads, strict=False)])
+    _abort(
+        store,
+        [(f.key, upload) for f, upload in zip(weights.files.files, weights.uploads, strict=False)],
+    )
 
 
 def _abort(store: Store, begun: Sequence[tuple[str, str]]) -> None:
     _, uploads = way_of(store) if begun else (None, None)
     for key, upload in begun:
-        with suppress(UcformatError):  # what remains is invisible; the error of the save is the one to report
+        with suppress(
+            UcformatError
+        ):  # what remains is invisible; the error of the save is the one to report
             assert uploads is not None  # noqa: S101 - they were begun
             uploads.abort(key, upload)

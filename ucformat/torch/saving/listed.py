@@ -48,7 +48,8 @@ class Dealt(NamedTuple):
 class _LocalPlan:
     """The message of a rank to rank 0. `items`, encoded, is None if they are those of the plan `known`.
 
-    `begin` is the byte of the rank's file at which the boxes of listed tensors begin in the packed form.
+    `begin` is the byte of the rank's file at which the boxes of listed tensors begin in the packed
+    form.
     """
 
     options: SaveOptions
@@ -101,7 +102,9 @@ def plan_listed(
         sent = None if known and not again else encoded
         offer = _LocalPlan(options, digest, known, begin_at, sent, aliases, joined, digests)
         coordinator = _Coordinator(group, start, described)
-        answer: _Reply | None = group.gather_scatter(offer, coordinator.answer, _LocalPlan, _Reply | None)
+        answer: _Reply | None = group.gather_scatter(
+            offer, coordinator.answer, _LocalPlan, _Reply | None
+        )
         if answer is not None:
             break
     assert answer is not None  # noqa: S101 - all items were sent
@@ -116,7 +119,9 @@ def plan_listed(
 class _Coordinator:
     """Rank 0's part of `plan_save` for tensors whose boxes are listed, which come after those that are described."""
 
-    def __init__(self, group: Group, start: Callable[[], Attempt], described: GlobalPlan | None) -> None:
+    def __init__(
+        self, group: Group, start: Callable[[], Attempt], described: GlobalPlan | None
+    ) -> None:
         self.group, self._start, self._described = group, start, described
         self.attempt: Attempt | None = None
         self.plan: GlobalPlan | None = None
@@ -129,12 +134,16 @@ class _Coordinator:
                     f"rank {rank} saves with {offer.options}, rank 0 with {options}",
                     hint="give all ranks the same arguments",
                 )
-        plan = document_digest([[o.digest for o in offers], options.form, options.chunk_bytes, options.shard_bytes])
+        plan = document_digest(
+            [[o.digest for o in offers], options.form, options.chunk_bytes, options.shard_bytes]
+        )
         made: tuple[str, GlobalPlan, list[WritePlan]] | None = self.group.cache.get("plan")
         if made is None or made[0] != plan:
             items = [o.items for o in offers if o.items is not None]
             if len(items) < len(offers):
-                return [None] * len(offers)  # the cached plan does not fit: all ranks send their items
+                return [None] * len(
+                    offers
+                )  # the cached plan does not fit: all ranks send their items
             made = (plan, *_make(options, [decode(c, _Items) for c in items], offers))
             self.group.cache["plan"] = made
         self.plan = made[1] if self._described is None else self._joint(self._described, made[1])
@@ -160,13 +169,17 @@ class _Coordinator:
         if known is not None and known[0] is described and known[1] is listed:
             return known[2]
         infos, paths = (*described.infos, *listed.infos), (*described.paths, *listed.paths)
-        if both := {p for of in described.paths for p in of} & {p for of in listed.paths for p in of}:
+        if both := {p for of in described.paths for p in of} & {
+            p for of in listed.paths for p in of
+        }:
             raise UsageError(
                 f"{'.'.join(map(str, min(both)))} is not the same tensor on all ranks",
                 hint='use the same keys on all ranks, and keep the model under "model"',
             )
         table = None if listed.table is None else table_of(infos, paths)
-        joint = replace(listed, infos=infos, paths=paths, described=described.described, table=table)
+        joint = replace(
+            listed, infos=infos, paths=paths, described=described.described, table=table
+        )
         self.group.cache["joint plan"] = (described, listed, joint)
         return joint
 
@@ -175,22 +188,33 @@ def _make(
     options: SaveOptions, items: Sequence[tuple[WriteItem, ...]], offers: Sequence[_LocalPlan]
 ) -> tuple[GlobalPlan, list[WritePlan]]:
     aliases = {a for o in offers for a in o.aliases}
-    tensors = merge_items([[_without_empty(c) if c.info.name in aliases else c for c in of_rank] for of_rank in items])
+    tensors = merge_items(
+        [[_without_empty(c) if c.info.name in aliases else c for c in of_rank] for of_rank in items]
+    )
     tied = [t for t in tensors if t.info.name in aliases]
     held = next((t for t in tied if t.holders), None)
     if held is not None:
-        raise UsageError(f"{held.info.key} is tied to another tensor on some ranks, and on others it is not")
+        raise UsageError(
+            f"{held.info.key} is tied to another tensor on some ranks, and on others it is not"
+        )
     tensors = [t for t in tensors if t.info.name not in aliases]
     infos = tuple(t.info for t in tensors)
-    paths = manifest_paths(infos, paths_by_key(enumerate(items), {a: n for o in offers for a, n in o.aliases.items()}))
+    paths = manifest_paths(
+        infos, paths_by_key(enumerate(items), {a: n for o in offers for a, n in o.aliases.items()})
+    )
     if options.form == "packed":
         pieces = [tuple(p) for p in assign_pieces(tensors, len(items))]
         begins, table = tuple(o.begin for o in offers), table_of(infos, paths)
-        plan = GlobalPlan(infos, paths, tuple(tensors), tuple(items), tuple(pieces), begins, table=table)
+        plan = GlobalPlan(
+            infos, paths, tuple(tensors), tuple(items), tuple(pieces), begins, table=table
+        )
         return plan, [WritePlan(pieces=p) for p in pieces]
     grids = [a.grid for a in options.arrays(infos, "")]
     batches, messages = assign_shards(tensors, len(items), grids)
-    parts = [WritePlan(infos, batches=tuple(b), messages=tuple(m)) for b, m in zip(batches, messages, strict=True)]
+    parts = [
+        WritePlan(infos, batches=tuple(b), messages=tuple(m))
+        for b, m in zip(batches, messages, strict=True)
+    ]
     return GlobalPlan(infos, paths, tuple(tensors), tuple(items)), parts
 
 

@@ -1,8 +1,9 @@
 """Values that each rank has as its own, on the way to rank 0: encoded, or in files that ranks wrote on the way.
 
-A rank encodes its values once. On the way up the tree, those of consecutive ranks are put together. A rank at which
-they exceed `MOST_BYTES` writes them, and passes on only the entries of the files. So no rank gets the values of all
-others, and there are files of some megabytes, however many ranks there are.
+A rank encodes its values once. On the way up the tree, those of consecutive ranks are put together.
+A rank at which they exceed `MOST_BYTES` writes them, and passes on only the entries of the files.
+So no rank gets the values of all others, and there are files of some megabytes, however many ranks
+there are.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class RankValues:
         )
 
 
-# The manifest of a save, made from the reports of all ranks, and a local state as plain data without its memory.
+# The manifest of a save, made from the reports of all ranks, and a local state as plain data
+# without its memory.
 
 _LISTED = 64  # ranks that a manifest lists, at most, so that it does not grow with ranks
 
@@ -129,8 +131,9 @@ _LISTED = 64  # ranks that a manifest lists, at most, so that it does not grow w
 class SaveMetadata:
     """What the manifest records about a checkpoint in addition to its state, the same on all ranks.
 
-    `after` is the greatest known commit count of the run, in addition to those in `lineage`. `assets` are files
-    to store; only rank 0 has them. `launch` is that of the training; the one of rank 0 counts.
+    `after` is the greatest known commit count of the run, in addition to those in `lineage`.
+    `assets` are files to store; only rank 0 has them. `launch` is that of the training; the one of
+    rank 0 counts.
     """
 
     step: int | None = None
@@ -164,18 +167,23 @@ class SaveMetadata:
         about = {"run": run, "config": dict(config or {}), "metrics": dict(metrics or {})}
         check_values(about, "the checkpoint", MAX_DEPTH + 1)
         if step is not None and abs(step) > MAX_INTEGER:
-            raise UsageError(f"step={step} is beyond the limit of {MAX_INTEGER:,}", hint="give the number of a step")
+            raise UsageError(
+                f"step={step} is beyond the limit of {MAX_INTEGER:,}",
+                hint="give the number of a step",
+            )
         held = dict(assets or {})
-        return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after, held, launch)
+        return cls(
+            step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after, held, launch
+        )
 
 
 @message
 class StateInfo:
     """All that one rank saves, except the memory of its tensors: plain data that can be sent to another process.
 
-    `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone. `paths` and `places` are those of
-    `LocalState`. `distributions` are the distinct ones of the tensors, and `distributed` has the number of that of each
-    tensor, or -1; it may be empty.
+    `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone. `paths` and `places`
+    are those of `LocalState`. `distributions` are the distinct ones of the tensors, and
+    `distributed` has the number of that of each tensor, or -1; it may be empty.
     """
 
     tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
@@ -203,7 +211,8 @@ def state_info(
 
     Args:
         members: the rank among all ranks of each rank that takes part (None: all take part).
-        tensors: the tensors with the pieces that describe them in another memory (None: in the memory of the state).
+        tensors: the tensors with the pieces that describe them in another memory (None: in the
+            memory of the state).
     """
     numbers: dict[Distribution | None, int] = {None: -1}
     for t in state.tensors:
@@ -212,10 +221,15 @@ def state_info(
     if members is not None:
         number_of = {rank: number for number, rank in enumerate(members)}
         meshes = {mesh: numbered_mesh(mesh, number_of) for mesh in {d.mesh for d in distributions}}
-        known = [None if (mesh := meshes[d.mesh]) is None else replace(d, mesh=mesh) for d in distributions]
+        known = [
+            None if (mesh := meshes[d.mesh]) is None else replace(d, mesh=mesh)
+            for d in distributions
+        ]
         distributions = tuple(d for d in known if d is not None)
         order: dict[Distribution | None, int] = {d: n for n, d in enumerate(distributions)}
-        numbers = {old: order.get(new, -1) for old, new in zip(numbers, [None, *known], strict=True)}
+        numbers = {
+            old: order.get(new, -1) for old, new in zip(numbers, [None, *known], strict=True)
+        }
     return StateInfo(
         tensors=tuple((t.info, t.pieces) for t in state.tensors) if tensors is None else tensors,
         objects=state.objects,
@@ -288,7 +302,10 @@ def write_report(
         (), {}, {}, state.groups, state.aliases, state.layout, state.engine, places=state.places
     )  # without what the plan or rank 0 has anyway
     digest = hashlib.sha256(encode(shared, StateInfo)).digest()[:16]
-    mine, values = RankReport(rank, digest, nbytes, seconds, stall), RankValues.of(rank, state.ranks)
+    mine, values = (
+        RankReport(rank, digest, nbytes, seconds, stall),
+        RankValues.of(rank, state.ranks),
+    )
     return WriteReport(leaves, objects, {digest: shared}, (mine,), values, parts)
 
 
@@ -321,24 +338,35 @@ def manifest_of(
         sidecar = sidecar_of(plan, data)
         tensors = plan.table or TensorTable.of(())
     else:
-        others = [one for one in (small, None if weights is None else weights.plan) if one is not None]
+        others = [
+            one for one in (small, None if weights is None else weights.plan) if one is not None
+        ]
         if others:
             _check_distinct(plan, *others)
         listed = [row for one in others for row in zip(one.infos, one.paths, strict=True)]
         in_files = [TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in listed]
         if in_files:
             sidecar = _extents_beside(small, weights, written, data)
-        grid = grid_doc(options.chunk_bytes, options.shard_bytes) if arrays or not in_files else None
+        grid = (
+            grid_doc(options.chunk_bytes, options.shard_bytes) if arrays or not in_files else None
+        )
         leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
         for key, at, found in written.leaves:
             leaves[key][at] = found
         rows = zip(arrays, plan.paths, strict=True)
-        tensors = TensorTable.of([*in_files, *(replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows)])
+        tensors = TensorTable.of(
+            [*in_files, *(replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows)]
+        )
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
     objects = f"objects/{attempt.id}"
-    layout: dict[str, Any] = {"world": len(ranks), **{k: v for s in states for k, v in s.layout.items()}}
-    layout |= next(({PART_OF: edge.how[PART_OF]} for edge in metadata.lineage if PART_OF in edge.how), {})
+    layout: dict[str, Any] = {
+        "world": len(ranks),
+        **{k: v for s in states for k, v in s.layout.items()},
+    }
+    layout |= next(
+        ({PART_OF: edge.how[PART_OF]} for edge in metadata.lineage if PART_OF in edge.how), {}
+    )
     return Manifest(
         id=new_id(),
         attempt=attempt.id,
@@ -360,11 +388,14 @@ def manifest_of(
         aliases={a: n for s in states for a, n in s.aliases.items()},
         objects=put_objects(store, objects, written.objects),
         per_rank=_per_rank(store, objects, written.values, len(ranks)),
-        assets=put_assets(store, attempt.id, None if weights is None else weights.files.folder, metadata.assets),
+        assets=put_assets(
+            store, attempt.id, None if weights is None else weights.files.folder, metadata.assets
+        ),
         sidecar=None if sidecar is None else put_sidecar(store, data, sidecar, tensors),
         grid=grid,
         writers=tuple(
-            WriterDoc(rank=r.rank, nbytes=r.nbytes, seconds=r.seconds, stall=r.stall) for r in slowest(ranks)
+            WriterDoc(rank=r.rank, nbytes=r.nbytes, seconds=r.seconds, stall=r.stall)
+            for r in slowest(ranks)
         ),
         tensors=tensors,
     )
@@ -378,7 +409,8 @@ def _check_distinct(*plans: GlobalPlan) -> None:
         keys, at = {info.key for info in plan.infos}, {path for of in plan.paths for path in of}
         if both := seen & keys:
             raise UsageError(
-                f"{min(both)} has different shapes or dtypes on the ranks", hint="give each tensor one name of its own"
+                f"{min(both)} has different shapes or dtypes on the ranks",
+                hint="give each tensor one name of its own",
             )
         if same := paths & at:
             raise UsageError(
@@ -389,7 +421,9 @@ def _check_distinct(*plans: GlobalPlan) -> None:
         paths |= at
 
 
-def _extents_beside(small: GlobalPlan | None, weights: InPlace | None, written: WriteReport, folder: str) -> bytes:
+def _extents_beside(
+    small: GlobalPlan | None, weights: InPlace | None, written: WriteReport, folder: str
+) -> bytes:
     """The sidecar of the tensors that are no arrays: small ones, then weights."""
     parts: list[tuple[Columns, Sequence[str]]] = []
     described, first = None, 0
@@ -408,7 +442,9 @@ def _per_rank(store: Store, folder: str, values: RankValues, ranks: int) -> PerR
     if not values.names:
         return None
     doc = PerRankDoc(ranks=ranks, names=values.names, files=values.write(store, folder))
-    refuse(store.url, per_rank_problems(doc))  # ranks put the values together, and one may have made a mistake
+    refuse(
+        store.url, per_rank_problems(doc)
+    )  # ranks put the values together, and one may have made a mistake
     return doc
 
 
@@ -427,8 +463,12 @@ def _groups(states: Sequence[StateInfo]) -> tuple[GroupDoc, ...]:
             where = [path_to_json(place.path), place.flattened] if place else []
             digest = bytes_digest(json.dumps([number, options, where]).encode())
             params, _, _ = found.setdefault(digest, ({}, options, place))
-            params.update(zip(group["params"], place.names if place else group["params"], strict=True))
+            params.update(
+                zip(group["params"], place.names if place else group["params"], strict=True)
+            )
     return tuple(
-        group_doc(tuple(params), options, replace(place, names=tuple(params.values())) if place else None)
+        group_doc(
+            tuple(params), options, replace(place, names=tuple(params.values())) if place else None
+        )
         for params, options, place in found.values()
     )

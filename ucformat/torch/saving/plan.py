@@ -75,8 +75,8 @@ def plan_save(
 ) -> tuple[Assignment, Attempt | None, GlobalPlan | None]:
     """Plan a save in one small collective, if nothing but values has changed since the last one.
 
-    All ranks call this together. They describe their tensors, and list the boxes of those that some rank cannot
-    describe.
+    All ranks call this together. They describe their tensors, and list the boxes of those that some
+    rank cannot describe.
 
     Args:
         attempt: on rank 0, the attempt that this is a part of (None: one is begun).
@@ -104,7 +104,15 @@ def plan_save(
     numbers = [n for n, item in enumerate(held.items) if item.info.key in listed]
     items, begin_at = [held.items[n] for n in numbers], first.part.nbytes(held.items)
     dealt = plan_listed(
-        group, options, start, items, [sums[n] for n in numbers], held.aliases, {}, begin_at, described.plan
+        group,
+        options,
+        start,
+        items,
+        [sums[n] for n in numbers],
+        held.aliases,
+        {},
+        begin_at,
+        described.plan,
     )
     joint: tuple[WritePlan, WritePlan, WritePlan] | None = group.cache.get("joint part")
     if joint is None or joint[0] is not first.part or joint[1] is not dealt.part:
@@ -132,8 +140,13 @@ def _plan_described(
     digests: Mapping[str, str],
 ) -> _Described | None:
     """The plan of the tensors that all ranks can describe; None if boxes of all tensors have to be listed."""
-    arrays, grid = options.form != "packed", (options.form, options.chunk_bytes, options.shard_bytes)
-    listed: frozenset[Key] = group.cache.get("listed", frozenset())  # equal on all ranks, or the options are not
+    arrays, grid = (
+        options.form != "packed",
+        (options.form, options.chunk_bytes, options.shard_bytes),
+    )
+    listed: frozenset[Key] = group.cache.get(
+        "listed", frozenset()
+    )  # equal on all ranks, or the options are not
     attempt: Attempt | None = None
 
     def begun() -> str:
@@ -157,7 +170,9 @@ def _plan_described(
                 stated = group.cache["statement"] = (grid, made)
         statement = stated[1]
         equal = options.replicas == "equal"
-        answer, joined = agree(group, statement, str(options), sums, begun, equal=equal, arrays=arrays)
+        answer, joined = agree(
+            group, statement, str(options), sums, begun, equal=equal, arrays=arrays
+        )
         if answer.attempt is not None:
             break
         listed = group.cache["listed"] = frozenset(answer.listed)
@@ -167,13 +182,21 @@ def _plan_described(
     exceptions = answer.exceptions or Exceptions()
     part: tuple[Statement, Exceptions, WritePlan] | None = group.cache.get("described part")
     if part is None or part[0] is not statement or part[1] != exceptions:
-        part = group.cache["described part"] = (statement, exceptions, write_plan(statement, exceptions, options))
+        part = group.cache["described part"] = (
+            statement,
+            exceptions,
+            write_plan(statement, exceptions, options),
+        )
     assignment = Assignment(answer.attempt, part[2], objects)
     if joined is None:
         return _Described(statement, exceptions, assignment, attempt, None)
     plan: tuple[Joined, str, GlobalPlan] | None = group.cache.get("described plan")
     if plan is None or plan[0] is not joined or plan[1] != options.form:
-        plan = group.cache["described plan"] = (joined, options.form, described_plan(joined, options.form))
+        plan = group.cache["described plan"] = (
+            joined,
+            options.form,
+            described_plan(joined, options.form),
+        )
     return _Described(statement, exceptions, assignment, attempt, plan[2])
 
 
@@ -197,7 +220,9 @@ def described_plan(joined: Joined, form: Form) -> GlobalPlan:
     if form != "packed":
         return GlobalPlan(infos, paths)
     number = {info.key: n for n, info in enumerate(infos)}
-    written = sorted((w for _, w in joined.rows), key=lambda w: file_order(w.row.info, w.distribution))
+    written = sorted(
+        (w for _, w in joined.rows), key=lambda w: file_order(w.row.info, w.distribution)
+    )
     rows = [
         DescribedRow(number[i.key], w.distribution, w.writer, Tiling.of(i.shape, i.itemsize).tile)
         for w, i in ((w, w.row.info) for w in written)

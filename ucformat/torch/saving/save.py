@@ -65,7 +65,8 @@ __all__ = ["Saved", "save", "save_in_group", "save_local", "write_checkpoint"]
 class Saved:
     """A committed checkpoint.
 
-    `nbytes` are the bytes that this rank wrote, `planning_s` and `writing_s` the seconds that it took.
+    `nbytes` are the bytes that this rank wrote, `planning_s` and `writing_s` the seconds that it
+    took.
     """
 
     url: str
@@ -87,8 +88,9 @@ def write_checkpoint(
 ) -> Saved:
     """Plan, write and commit a checkpoint; all ranks of the group call this together.
 
-    If a rank fails, all ranks raise the same error, nothing is committed, and the files are removed. If a rank dies,
-    its files remain as an attempt, which is never visible to readers and is removed by `ucp gc`.
+    If a rank fails, all ranks raise the same error, nothing is committed, and the files are
+    removed. If a rank dies, its files remain as an attempt, which is never visible to readers and
+    is removed by `ucp gc`.
 
     Args:
         progress: called with the bytes of each write that is done.
@@ -105,7 +107,9 @@ def write_checkpoint(
         info, pieces = state.tensors[item]
         return elements_of(pieces[piece], memories[item], info.itemsize)
 
-    distributions = [None if n < 0 else state.distributions[n] for n in state.distributed] or [None] * len(items)
+    distributions = [None if n < 0 else state.distributions[n] for n in state.distributed] or [
+        None
+    ] * len(items)
     held = Held(items, distributions, state.aliases, state.objects, elements)
     parts = _plan_parts(group, options, store, held)
     assignment, attempt, plan = parts.assignment, parts.attempt, parts.plan
@@ -118,12 +122,16 @@ def write_checkpoint(
         now = time.monotonic()
         objects = {k: state.objects[k] for k in assignment.object_names}
         stall = state.stall or now - begun
-        written: Any = write_report(group.rank, state, leaves, objects, nbytes, now - planned, stall, in_files)
+        written: Any = write_report(
+            group.rank, state, leaves, objects, nbytes, now - planned, stall, in_files
+        )
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         written = error
 
     def relay(report: WriteReport) -> WriteReport:
-        return replace(report, values=report.values.relieved(store, f"objects/{assignment.attempt}"))
+        return replace(
+            report, values=report.values.relieved(store, f"objects/{assignment.attempt}")
+        )
 
     needed = False  # whether the files belong to a checkpoint that is, or may be, committed
 
@@ -134,7 +142,9 @@ def write_checkpoint(
         if parts.in_place is not None:
             complete_uploads(store, parts.in_place, all_written.parts.etags)
         small = None if parts.small is None else parts.small.plan
-        manifest = manifest_of(store, options, metadata, attempt, plan, arrays, all_written, parts.in_place, small)
+        manifest = manifest_of(
+            store, options, metadata, attempt, plan, arrays, all_written, parts.in_place, small
+        )
         needed = True  # also if the commit is interrupted
         try:
             done = commit(store, attempt, manifest)
@@ -183,7 +193,11 @@ def _plan_parts(group: Group, options: SaveOptions, store: Store, held: Held) ->
     assignment, attempt, plan = plan_save(group, options, store, held)
     try:
         packed = None if small is None else plan_small(group, options, store, small, attempt)
-        in_place = None if weights is None else plan_in_place(group, options, store, weights, plan, attempt)
+        in_place = (
+            None
+            if weights is None
+            else plan_in_place(group, options, store, weights, plan, attempt)
+        )
     except BaseException:
         if attempt is not None and group.intact:
             discard(store, attempt.id)
@@ -203,7 +217,8 @@ def _write(
     """Write this rank's part of the checkpoint, and make it durable; rank 0 has every array of the Zarr form.
 
     Returns:
-        digests of the chunks that it wrote in the Zarr form, what `write_in_place` has returned, and the bytes.
+        digests of the chunks that it wrote in the Zarr form, what `write_in_place` has returned,
+        and the bytes.
     """
     held, assignment, small = parts.held, parts.assignment, parts.small
     nbytes, counting = 0, threading.Lock()
@@ -215,7 +230,11 @@ def _write(
             progress(n)
 
     def write_pieces(packed: Held, pieces: Sequence[tuple[int, int]]) -> None:
-        boxes = [(of.info, of.boxes[p], packed.elements(item, p)) for item, p in pieces for of in (packed.items[item],)]
+        boxes = [
+            (of.info, of.boxes[p], packed.elements(item, p))
+            for item, p in pieces
+            for of in (packed.items[item],)
+        ]
         write_packed(store, packed_file(f"data/{assignment.attempt}", group.rank), boxes, wrote)
 
     leaves: Leaves = []
@@ -230,7 +249,9 @@ def _write(
             arrays,
             assignment.part.batches,
             assignment.part.messages,
-            lambda f: elements_within(held.elements(f.item, f.piece), held.items[f.item].boxes[f.piece], f.box),
+            lambda f: elements_within(
+                held.elements(f.item, f.piece), held.items[f.item].boxes[f.piece], f.box
+            ),
             wrote,
             threads,
         )
@@ -275,35 +296,42 @@ def save(
 ) -> Saved:
     """Save a training state as one checkpoint; all ranks call this together.
 
-    Blocks until the checkpoint is committed, and durable. Uncommitted data is never visible to readers.
+    Blocks until the checkpoint is committed, and durable. Uncommitted data is never visible to
+    readers.
 
     Args:
-        state: nested mappings of modules, optimizers, tensors (plain, DTensor, ShardedTensor), objects with a state
-            dict, PerRank values and plain values; or the state dicts of all these.
+        state: nested mappings of modules, optimizers, tensors (plain, DTensor, ShardedTensor),
+            objects with a state dict, PerRank values and plain values; or the state dicts of all
+            these.
         url: where to write the checkpoint, a path or URL; the same on all ranks.
         step: the training step.
         run: name of the training run, for the catalog.
         metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
         config: configuration of the training, JSON values.
-        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file per rank
-            without communication, which can be opened alike, and which `ucp materialize` converts to arrays;
-            `safetensors` writes the weights to files that Hugging Face's tools load (`Checkpoint.hf_url`), each rank
-            its own parts, and everything else as arrays. Tensors below 256 KiB are packed instead of arrays if there
-            are more than 1,000 of them, since each array is two files.
-        assets: a folder whose `config.json`, tokenizer and similar files are stored, too. The `config.json` of a model
-            of transformers in the state, or the `adapter_config.json` of PEFT's, is stored by default.
-        overwrite: replace an existing checkpoint, which stays intact until the new one is committed.
+        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes
+            one file per rank without communication, which can be opened alike, and which `ucp
+            materialize` converts to arrays; `safetensors` writes the weights to files that Hugging
+            Face's tools load (`Checkpoint.hf_url`), each rank its own parts, and everything else as
+            arrays. Tensors below 256 KiB are packed instead of arrays if there are more than 1,000
+            of them, since each array is two files.
+        assets: a folder whose `config.json`, tokenizer and similar files are stored, too. The
+            `config.json` of a model of transformers in the state, or the `adapter_config.json` of
+            PEFT's, is stored by default.
+        overwrite: replace an existing checkpoint, which stays intact until the new one is
+            committed.
         lineage: the checkpoints that this one was derived from.
-        after: the greatest commit count of the run's checkpoints, 0 if there are none; `Manager` passes it. This
-            checkpoint gets the next count after that and those in `lineage`. With neither it gets none, and its step
-            determines how new it is.
-        launch: the launch of the training; `Manager` passes it. The checkpoints of a folder without it count as those
-            of one launch.
-        replicas: `equal` requires replicas to be equal on all ranks: it compares objects, tensors up to 64 KiB, and
-            samples of larger tensors that ranks hold whole. `first` saves the value of the first rank unchecked.
+        after: the greatest commit count of the run's checkpoints, 0 if there are none; `Manager`
+            passes it. This checkpoint gets the next count after that and those in `lineage`. With
+            neither it gets none, and its step determines how new it is.
+        launch: the launch of the training; `Manager` passes it. The checkpoints of a folder without
+            it count as those of one launch.
+        replicas: `equal` requires replicas to be equal on all ranks: it compares objects, tensors
+            up to 64 KiB, and samples of larger tensors that ranks hold whole. `first` saves the
+            value of the first rank unchecked.
         chunk_bytes: the maximum size of a chunk of the Zarr form (default 1 MiB).
         shard_bytes: the maximum size of a shard of the Zarr form (default 128 MiB).
-        group: the ranks that take part (default: all). Threads that save to the same url at once need different ones.
+        group: the ranks that take part (default: all). Threads that save to the same url at once
+            need different ones.
         timeout: seconds after which an unresponsive rank is considered dead.
 
     Returns:
@@ -316,12 +344,16 @@ def save(
         CoverageError: no rank holds some part of a tensor.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
-    from ucformat.torch.state.local import local_state  # not above: the background writer does not import torch
+    from ucformat.torch.state.local import (
+        local_state,
+    )  # not above: the background writer does not import torch
 
     with group_for_call(group, timeout, "save", url) as ranks:
         with ranks.sharing_errors():
             held = local_state(state)
-            options = SaveOptions(path_text(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
+            options = SaveOptions(
+                path_text(url), form, overwrite, replicas, chunk_bytes, shard_bytes
+            )
             options.check(held)
             beside = {} if ranks.rank else assets_of(state, assets, form)
             metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside, launch)
@@ -341,10 +373,14 @@ def save_local(
         return save_in_group(state, options, metadata, ranks)
 
 
-def save_in_group(state: LocalState, options: SaveOptions, metadata: SaveMetadata, ranks: Group) -> Saved:
+def save_in_group(
+    state: LocalState, options: SaveOptions, metadata: SaveMetadata, ranks: Group
+) -> Saved:
     """Save the local state of this rank, together with the other ranks of a group."""
     from ucformat.torch.state.memory import copied_to_host
 
     with ranks.sharing_errors():
         memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
-    return write_checkpoint(state_info(state, ranks.links.members), memories, options, metadata, ranks)
+    return write_checkpoint(
+        state_info(state, ranks.links.members), memories, options, metadata, ranks
+    )

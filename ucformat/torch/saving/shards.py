@@ -1,7 +1,7 @@
 """Which rank writes each shard of the Zarr form, and what others send for it, as a function of what ranks describe.
 
-Every rank computes this for its own descriptions, so nothing is told by rank 0, and the work does not grow with the
-number of ranks that hold a description.
+Every rank computes this for its own descriptions, so nothing is told by rank 0, and the work does
+not grow with the number of ranks that hold a description.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def plan_shards(
 ) -> tuple[tuple[ShardBatch, ...], tuple[Transfer, ...]]:
     """Return the batches of shards that a rank writes, and the messages that it sends, both in order.
 
-    A shard is written by one of the ranks that hold some of it, balanced by the bytes that they write and receive.
-    Of replicas, those with the owner's indices send. All ranks take descriptions in the order of their digests, then
-    batches in the order of their numbers, so there are no deadlocks.
+    A shard is written by one of the ranks that hold some of it, balanced by the bytes that they
+    write and receive. Of replicas, those with the owner's indices send. All ranks take descriptions
+    in the order of their digests, then batches in the order of their numbers, so there are no
+    deadlocks.
     """
     batches: list[ShardBatch] = []
     messages: list[Transfer] = []
@@ -66,7 +67,9 @@ def plan_shards(
 class _Mine:
     """One rank's part of a description; arguments as for `plan_shards`."""
 
-    def __init__(self, statement: Statement, digest: bytes, exceptions: Exceptions, grids: Sequence[Grid]) -> None:
+    def __init__(
+        self, statement: Statement, digest: bytes, exceptions: Exceptions, grids: Sequence[Grid]
+    ) -> None:
         description = statement.descriptions[digest]
         distributions = distributions_of(description, digest, exceptions)
         left_out = set(exceptions.left_out.get(digest, ()))
@@ -91,15 +94,21 @@ class _Mine:
         dealt = self._dealt
         mine = np.flatnonzero(dealt.owner == self._me)
         of = np.searchsorted(dealt.first, mine, "right") - 1
-        held: dict[int, list[tuple[int, Box, Box]]] = {}  # sender, box that it holds, box that it sends
+        held: dict[
+            int, list[tuple[int, Box, Box]]
+        ] = {}  # sender, box that it holds, box that it sends
         out: dict[int, list[ShardTask]] = {}
-        for number, kind, batch in zip(mine.tolist(), of.tolist(), dealt.batch[mine].tolist(), strict=True):
+        for number, kind, batch in zip(
+            mine.tolist(), of.tolist(), dealt.batch[mine].tolist(), strict=True
+        ):
             shards = dealt.shards[kind]
             if kind not in held:
                 held[kind] = self._held(shards)
             item = self._item(shards, number - int(dealt.first[kind]))
             fragments = (
-                self._own(item, box, part) if sender == self._rank else Fragment(sender, item, -1, -1, part)
+                self._own(item, box, part)
+                if sender == self._rank
+                else Fragment(sender, item, -1, -1, part)
                 for sender, box, part in held[kind]
             )
             out.setdefault(batch, []).append(ShardTask(item, shards.at, tuple(fragments)))
@@ -113,7 +122,9 @@ class _Mine:
             part = box.intersect(shards.box)
             if part is not None:
                 for axis, i in zip(axes, at, strict=True):
-                    coordinate[axis] = i  # on the axes over which there are replicas, it is that of this rank
+                    coordinate[axis] = (
+                        i  # on the axes over which there are replicas, it is that of this rank
+                    )
                 out.append((int(ranks[tuple(coordinate)]), box, part))
         return out
 
@@ -123,7 +134,11 @@ class _Mine:
         out: dict[tuple[int, int], list[Fragment]] = {}  # by batch and owner
         for shards, first in zip(dealt.shards, dealt.first.tolist(), strict=True):
             d = shards.distribution
-            sent = [(b, p) for b in d.boxes(shards.shape, self._at) if (p := b.intersect(shards.box)) is not None]
+            sent = [
+                (b, p)
+                for b in d.boxes(shards.shape, self._at)
+                if (p := b.intersect(shards.box)) is not None
+            ]
             owners = dealt.owner[first : first + len(shards.rows)]
             copies = _copies(d)
             told = (copies[owners] == copies[self._me]) & (owners != self._me)
@@ -131,7 +146,10 @@ class _Mine:
                 key = (int(dealt.batch[first + row]), int(owners[row]))
                 item = self._item(shards, row)
                 out.setdefault(key, []).extend(self._own(item, box, part) for box, part in sent)
-        return [Transfer(int(ranks[owner]), batch, tuple(sent)) for (batch, owner), sent in sorted(out.items())]
+        return [
+            Transfer(int(ranks[owner]), batch, tuple(sent))
+            for (batch, owner), sent in sorted(out.items())
+        ]
 
     def _own(self, item: int, box: Box, part: Box) -> Fragment:
         return Fragment(self._rank, item, item, self._items[item].boxes.index(box), part)
@@ -168,7 +186,9 @@ def _owners(shards: _Shards, loads: NDArray[np.int64]) -> list[int]:
     cost = 2 * shards.nbytes - held[holders] * itemsize
     finish = loads[holders] + cost
     best = np.argsort(finish, kind="stable")[: len(shards.rows)]  # no further ones can be needed
-    heap = list(zip(finish[best].tolist(), holders[best].tolist(), cost[best].tolist(), strict=True))
+    heap = list(
+        zip(finish[best].tolist(), holders[best].tolist(), cost[best].tolist(), strict=True)
+    )
     out = []
     for _ in shards.rows:
         finished, holder, more = heap[0]
@@ -185,7 +205,9 @@ def _batches(owner: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.
     sorted_owner, sizes = owner[order], nbytes[order]
     first = np.searchsorted(sorted_owner, sorted_owner)
     before = np.cumsum(sizes) - sizes
-    half = (before - before[first]) // (BATCH_BYTES // 2)  # the last one begins in it, and is not the largest
+    half = (before - before[first]) // (
+        BATCH_BYTES // 2
+    )  # the last one begins in it, and is not the largest
     begins = np.ones(len(order), np.bool_)
     begins[1:] = (np.diff(half) > 0) | (np.diff(sorted_owner) > 0)
     number = np.cumsum(begins)

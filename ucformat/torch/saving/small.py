@@ -42,8 +42,8 @@ class SmallPart(NamedTuple):
 def split_small(group: Group, held: Held) -> tuple[Held | None, Held]:
     """What a rank holds of small tensors, if all ranks together have too many for arrays, and everything else.
 
-    All ranks call this together. They tell each other hashes of names, as many as matter, so that it does not depend on
-    how the tensors are distributed.
+    All ranks call this together. They tell each other hashes of names, as many as matter, so that
+    it does not depend on how the tensors are distributed.
     """
     with group.sharing_errors():
         small = [n for n, item in enumerate(held.items) if limits.is_small(item.info)]
@@ -52,7 +52,9 @@ def split_small(group: Group, held: Held) -> tuple[Held | None, Held]:
     if len(np.unique(np.frombuffer(found, "<u8"))) < _counted():
         return None, held
     packed = set(small)
-    return held.part(small, {}), held.part([n for n in range(len(held.items)) if n not in packed], held.objects)
+    return held.part(small, {}), held.part(
+        [n for n in range(len(held.items)) if n not in packed], held.objects
+    )
 
 
 def _counted() -> int:
@@ -68,7 +70,9 @@ def _union(a: bytes, b: bytes) -> bytes:
     return np.unique(np.frombuffer(a + b, "<u8"))[: _counted()].tobytes()
 
 
-def plan_small(group: Group, options: SaveOptions, store: Store, held: Held, attempt: Attempt | None) -> SmallPart:
+def plan_small(
+    group: Group, options: SaveOptions, store: Store, held: Held, attempt: Attempt | None
+) -> SmallPart:
     """Plan the packed files of small tensors; all ranks call this together, after the plan of the arrays."""
     part = group.for_call(group.call)
     part.cache = group.cache.setdefault("small", {})

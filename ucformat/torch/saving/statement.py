@@ -95,8 +95,8 @@ class Agreement:
     """What rank 0 answers to all ranks at last.
 
     Attributes:
-        attempt: what `begin` has returned; None if ranks have to list boxes: those of `listed`, and describe the other
-            tensors again; without `listed`, those of all tensors.
+        attempt: what `begin` has returned; None if ranks have to list boxes: those of `listed`, and
+            describe the other tensors again; without `listed`, those of all tensors.
         providers: the rank that provides each object.
         listed: tensors that some rank cannot describe, or whose descriptions do not fit each other.
     """
@@ -131,7 +131,8 @@ class Offer:
         options: the first rank with these options and `compared`, by a digest of both.
         stated: the ranks that state a description, by its digest.
         facts: the first rank that states these facts, by their digest.
-        balance: a sum over ranks, which is 0 over all ranks of a mesh if its replicas have equal checksums.
+        balance: a sum over ranks, which is 0 over all ranks of a mesh if its replicas have equal
+            checksums.
         unambiguous: whether no rank holds two tensors of one name and state.
         undescribed: tensors that some of them can only list.
         sums: checksums of what is to be equal, by a label of it.
@@ -174,9 +175,16 @@ class Statement:
         facts: Facts,
         listed: frozenset[Key] = frozenset(),
     ) -> None:
-        self.rank, self.items, self.facts, self._distributions = rank, items, facts, list(distributions)
+        self.rank, self.items, self.facts, self._distributions = (
+            rank,
+            items,
+            facts,
+            list(distributions),
+        )
         self.listed = listed
-        self.unambiguous = len({item.info.key for item in items}) == len(items)  # else merging of boxes reports it
+        self.unambiguous = len({item.info.key for item in items}) == len(
+            items
+        )  # else merging of boxes reports it
         self.undescribed: set[Key] = set()
         self.coordinates: dict[RankMesh, tuple[int, ...] | None] = {}
         rows: dict[RankMesh | None, list[tuple[int, Row]]] = {}
@@ -215,7 +223,12 @@ class Statement:
         listed: frozenset[Key] = frozenset(),
     ) -> bool:
         """Whether another statement with these arguments would be equal."""
-        return (self.facts, self.listed, self._distributions, self.items) == (facts, listed, [*distributions], items)
+        return (self.facts, self.listed, self._distributions, self.items) == (
+            facts,
+            listed,
+            [*distributions],
+            items,
+        )
 
     def _keep(self, data: bytes) -> bytes:
         digest = _digest(data)
@@ -227,9 +240,15 @@ class Statement:
         if d.mesh not in self.coordinates:
             self.coordinates[d.mesh] = d.mesh.coordinate(self.rank)
         at, shape = self.coordinates[d.mesh], item.info.shape
-        return at is not None and d.fits(shape) and d.boxes(shape, at) == tuple(b for b in item.boxes if b.size)
+        return (
+            at is not None
+            and d.fits(shape)
+            and d.boxes(shape, at) == tuple(b for b in item.boxes if b.size)
+        )
 
-    def offer(self, options: str, sums: Sequence[NDArray[np.uint32]], compared: tuple[Key, ...]) -> Offer:
+    def offer(
+        self, options: str, sums: Sequence[NDArray[np.uint32]], compared: tuple[Key, ...]
+    ) -> Offer:
         """What this rank sends to rank 0 first.
 
         Args:
@@ -241,7 +260,11 @@ class Statement:
             if d.mesh is None
         }
         return Offer(
-            options={_digest(repr((options, compared, sorted(self.listed))).encode(errors="surrogatepass")): self.rank},
+            options={
+                _digest(
+                    repr((options, compared, sorted(self.listed))).encode(errors="surrogatepass")
+                ): self.rank
+            },
             stated=dict.fromkeys(self.descriptions, ((self.rank, self.rank + 1),)),
             facts={self._facts: self.rank},
             balance=self._balance(sums),
@@ -253,7 +276,11 @@ class Statement:
     def more(self, question: Question, sums: Sequence[NDArray[np.uint32]]) -> More:
         """What this rank answers to a question of rank 0."""
         compared = set(question.compared)
-        held = [(i, s) for i, s in zip(self.items, sums, strict=True) if i.info.key in compared] if compared else []
+        held = (
+            [(i, s) for i, s in zip(self.items, sums, strict=True) if i.info.key in compared]
+            if compared
+            else []
+        )
         return More(
             sent={digest: zlib.compress(self.encoded[digest], 1) for digest in question.digests},
             sums={
@@ -280,11 +307,17 @@ class Statement:
         for digest, d in self.descriptions.items():
             for found in written_rows(d, digest, exceptions):
                 mesh = found.distribution.mesh
-                at = self.coordinates[mesh] if mesh in self.coordinates else mesh.coordinate(self.rank)
+                at = (
+                    self.coordinates[mesh]
+                    if mesh in self.coordinates
+                    else mesh.coordinate(self.rank)
+                )
                 if at is not None and found.distribution.copy_of(at) == found.writer:
                     mine.append((self.order[digest][found.number], found))
         mine.sort(key=lambda m: file_order(m[1].row.info, m[1].distribution))
-        return [(item, p) for item, _ in mine for p, b in enumerate(self.items[item].boxes) if b.size]
+        return [
+            (item, p) for item, _ in mine for p, b in enumerate(self.items[item].boxes) if b.size
+        ]
 
 
 def _replicated(description: Description) -> Iterable[tuple[Distribution, list[int]]]:
@@ -297,7 +330,9 @@ def _replicated(description: Description) -> Iterable[tuple[Distribution, list[i
     return found.values()
 
 
-def distributions_of(description: Description, digest: bytes, exceptions: Exceptions) -> tuple[Distribution, ...]:
+def distributions_of(
+    description: Description, digest: bytes, exceptions: Exceptions
+) -> tuple[Distribution, ...]:
     """The distributions of a description; without a mesh one, in which all ranks that state it are replicas."""
     if description.mesh is not None:
         return description.distributions
@@ -305,11 +340,15 @@ def distributions_of(description: Description, digest: bytes, exceptions: Except
     return (Distribution(RankMesh.of((len(ranks),), ranks)),)
 
 
-def written_rows(description: Description, digest: bytes, exceptions: Exceptions) -> Iterator[WrittenRow]:
+def written_rows(
+    description: Description, digest: bytes, exceptions: Exceptions
+) -> Iterator[WrittenRow]:
     """The rows that the ranks of a description write, balanced by bytes over the replicas of each part."""
     left_out = set(exceptions.left_out.get(digest, ()))
     distributions = distributions_of(description, digest, exceptions)
-    loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # of replicas over these axes: (bytes, replica)
+    loads: dict[
+        tuple[int, ...], list[tuple[int, int]]
+    ] = {}  # of replicas over these axes: (bytes, replica)
     for d in distributions:
         if d.replicas not in loads:
             loads[d.replicas] = [(0, replica) for replica in range(d.copies)]

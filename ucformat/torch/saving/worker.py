@@ -1,7 +1,8 @@
 """The process that writes the staged state of a rank, started by `async_save`.
 
-It maps the rank's staging buffers, has connections to the writing processes of the other ranks, and does not use the
-GPU. It ends when the rank ends; a checkpoint that is not committed by then stays invisible.
+It maps the rank's staging buffers, has connections to the writing processes of the other ranks, and
+does not use the GPU. It ends when the rank ends; a checkpoint that is not committed by then stays
+invisible.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ from ucformat.torch.state.elements import Slots, map_shared
 if TYPE_CHECKING:
     from ucformat.torch.state.elements import Memory
 
-_BEATS_PER_TIMEOUT = 8  # heartbeats in the time after which a process without any is considered dead
+_BEATS_PER_TIMEOUT = (
+    8  # heartbeats in the time after which a process without any is considered dead
+)
 
 
 @message
 class WorkerStart:
     """What a writing process needs: its place in the tree, where its parent listens, and its listening descriptor.
 
-    They authenticate each other with `secret`, which is sent only over the socket from a rank to its own process.
+    They authenticate each other with `secret`, which is sent only over the socket from a rank to
+    its own process.
     """
 
     place: Node
@@ -63,7 +67,8 @@ def prepare_start(group: Group) -> tuple[WorkerStart, socket.socket | None]:
     """Prepare the connections of the writing processes of all ranks; all ranks call this.
 
     Returns:
-        what the process of this rank needs, and the socket on which it listens for those of other ranks.
+        what the process of this rank needs, and the socket on which it listens for those of other
+        ranks.
     """
     if group.size == 1:
         return WorkerStart(group.links.place, None, b"", None, group.timeout), None
@@ -76,7 +81,9 @@ def prepare_start(group: Group) -> tuple[WorkerStart, socket.socket | None]:
 
     mine = (group.links.place.parent, listener.getsockname()[:2])
     meeting: _Meeting = group.gather_scatter(mine, answer, tuple[int, Address], _Meeting)
-    start = WorkerStart(group.links.place, meeting.parent, meeting.secret, listener.fileno(), group.timeout)
+    start = WorkerStart(
+        group.links.place, meeting.parent, meeting.secret, listener.fileno(), group.timeout
+    )
     return start, listener
 
 
@@ -156,9 +163,15 @@ def main() -> None:
     """Run the process until the rank ends; the first command-line argument is the descriptor of their socket."""
     from ucformat.jobs.record import record_commits
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # when the job ends, the staged state is written first
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # when the job ends, the staged state is written first
         signal.signal(number, signal.SIG_IGN)
-    sys.stdout, sys.stderr = Hiding(sys.stdout), Hiding(sys.stderr)  # output of libraries goes to the training's logs
+    sys.stdout, sys.stderr = (
+        Hiding(sys.stdout),
+        Hiding(sys.stderr),
+    )  # output of libraries goes to the training's logs
     record_commits()
     connection = Connection(int(sys.argv[1]))
     start: WorkerStart = decode(connection.recv_bytes(), WorkerStart)
@@ -168,7 +181,9 @@ def main() -> None:
     memories: dict[int, Memory] = {}
     threading.Thread(target=_listen, args=(connection, jobs, memories), daemon=True).start()
     threading.Thread(
-        target=_send_heartbeats, args=(connection, sending, progress, start.timeout / _BEATS_PER_TIMEOUT), daemon=True
+        target=_send_heartbeats,
+        args=(connection, sending, progress, start.timeout / _BEATS_PER_TIMEOUT),
+        daemon=True,
     ).start()
     while True:
         job = jobs.get()
@@ -188,7 +203,9 @@ def main() -> None:
             os._exit(1)
 
 
-def _send_heartbeats(connection: Connection, sending: threading.Lock, progress: _Progress, seconds: float) -> None:
+def _send_heartbeats(
+    connection: Connection, sending: threading.Lock, progress: _Progress, seconds: float
+) -> None:
     """Send a heartbeat at intervals, as long as there is progress."""
     last = 0
     with suppress(OSError):
@@ -207,10 +224,17 @@ def _do(job: SaveJob | StagingFailed, memories: dict[int, Memory], progress: _Pr
     assert group is not None  # noqa: S101 - it is connected
     if isinstance(job, StagingFailed):
         with group.sharing_errors():
-            raise UcformatError(job.why, hint="nothing is committed; check that host memory suffices for a copy")
+            raise UcformatError(
+                job.why, hint="nothing is committed; check that host memory suffices for a copy"
+            )
     memory = memories[job.buffer]
     return write_checkpoint(
-        job.state, [memory[a:b] for a, b in job.slots], job.options, job.metadata, group, progress.move
+        job.state,
+        [memory[a:b] for a, b in job.slots],
+        job.options,
+        job.metadata,
+        group,
+        progress.move,
     )
 
 
@@ -223,18 +247,23 @@ def _connect(start: WorkerStart) -> Group:
         links.join(start.parent)
     except UcformatError as error:
         raise UcformatError(
-            f"the writing processes of the ranks could not connect: {error.message}", hint=error.hint
+            f"the writing processes of the ranks could not connect: {error.message}",
+            hint=error.hint,
         ) from error
     return Group(links)
 
 
 def _listen(
-    connection: Connection, jobs: queue.SimpleQueue[SaveJob | StagingFailed], memories: dict[int, Memory]
+    connection: Connection,
+    jobs: queue.SimpleQueue[SaveJob | StagingFailed],
+    memories: dict[int, Memory],
 ) -> None:
     """Receive commands of the rank; end the process when the rank is gone."""
     try:
         while True:
-            command: MapBuffer | UnmapBuffer | SaveJob | StagingFailed = decode(connection.recv_bytes(), Command)
+            command: MapBuffer | UnmapBuffer | SaveJob | StagingFailed = decode(
+                connection.recv_bytes(), Command
+            )
             if isinstance(command, MapBuffer):
                 fd = recv_handle(connection)
                 memories[command.number] = map_shared(fd, command.nbytes)

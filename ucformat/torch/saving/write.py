@@ -1,7 +1,8 @@
 """Writes one rank's part of a checkpoint.
 
-In the packed form each rank writes its pieces to one file, tile by tile, each followed by its checksum. In the Zarr
-form each shard is written by one rank, which receives the parts that other ranks hold.
+In the packed form each rank writes its pieces to one file, tile by tile, each followed by its
+checksum. In the Zarr form each shard is written by one rank, which receives the parts that other
+ranks hold.
 """
 
 from __future__ import annotations
@@ -44,29 +45,45 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.assignment import Fragment, GlobalPlan, ShardBatch, ShardTask, Transfer
+    from ucformat.torch.saving.assignment import (
+        Fragment,
+        GlobalPlan,
+        ShardBatch,
+        ShardTask,
+        Transfer,
+    )
     from ucformat.torch.state.elements import Elements, Memory
 
 T = TypeVar("T")
 
 
-_DIRECT = 256 << 10  # bytes of a tile that is written from where it is; smaller ones are copied to be written together
+_DIRECT = (
+    256 << 10
+)  # bytes of a tile that is written from where it is; smaller ones are copied to be written together
 
 
 def write_packed(
-    store: Store, key: str, parts: Sequence[tuple[TensorInfo, Box, Elements]], progress: Callable[[int], None]
+    store: Store,
+    key: str,
+    parts: Sequence[tuple[TensorInfo, Box, Elements]],
+    progress: Callable[[int], None],
 ) -> None:
     """Write boxes of tensors to a file of the packed form.
 
-    Large tiles that are row-major in memory are written without a copy; others are copied, as many as fit in 4 MiB.
+    Large tiles that are row-major in memory are written without a copy; others are copied, as many
+    as fit in 4 MiB.
 
     Args:
         parts: what to write, in order: the tensor, the box, and its elements.
         progress: called with the bytes of each tile that is written.
     """
     tilings = [Tiling.of(info.shape, info.itemsize) for info, _, _ in parts]
-    total = sum(tiling.nbytes(box) + ALIGNMENT for (_, box, _), tiling in zip(parts, tilings, strict=True))
-    band = np.empty(min(total, BAND_BYTES), np.uint8)  # of tiles that are copied, and written at once
+    total = sum(
+        tiling.nbytes(box) + ALIGNMENT for (_, box, _), tiling in zip(parts, tilings, strict=True)
+    )
+    band = np.empty(
+        min(total, BAND_BYTES), np.uint8
+    )  # of tiles that are copied, and written at once
     end = used = 0
     with store.create(key, unit_for(total)) as out:
 
@@ -111,11 +128,16 @@ def packed_extents(plan: GlobalPlan, folder: str) -> tuple[Columns, list[str], D
     """Return the extents of the packed form that are listed, the files that they number, and what is described."""
     described = plan.described and plan.described.in_folder(folder)
     have_files = set(described.ranks.tolist() if described and plan.pieces else ())
-    number = {tensor.info.key: n for n, tensor in enumerate(plan.tensors, len(plan.infos) - len(plan.tensors))}
+    number = {
+        tensor.info.key: n
+        for n, tensor in enumerate(plan.tensors, len(plan.infos) - len(plan.tensors))
+    }
     tilings = {n: Tiling.of(plan.infos[n].shape, plan.infos[n].itemsize) for n in number.values()}
     found: list[tuple[int, int, int, Box]] = []  # tensor, file, offset, box
     files: list[str] = []
-    for rank, (mine, items, end) in enumerate(zip(plan.pieces, plan.items, plan.begins, strict=True)):
+    for rank, (mine, items, end) in enumerate(
+        zip(plan.pieces, plan.items, plan.begins, strict=True)
+    ):
         if not mine and rank in have_files:
             continue
         for item, piece in mine:
@@ -126,7 +148,10 @@ def packed_extents(plan: GlobalPlan, folder: str) -> tuple[Columns, list[str], D
             end += tilings[tensor].nbytes(box)  # noqa: PLW2901
         files.append(packed_file(folder, rank))
     found.sort(key=lambda f: (f[0], f[3].start))
-    stored = [(box, tilings[n].itemsize, tilings[n].tile, tilings[n].count(box) == 1) for n, _, _, box in found]
+    stored = [
+        (box, tilings[n].itemsize, tilings[n].tile, tilings[n].count(box) == 1)
+        for n, _, _, box in found
+    ]
     single = np.array([s for *_, s in stored], np.bool_)  # one block, recorded without tiles
     table = np.array([f[:3] for f in found], np.int64).reshape(-1, 3)
     nbytes = np.array([box.size * itemsize for box, itemsize, *_ in stored], np.int64)
@@ -179,7 +204,9 @@ def write_shards(
         array = arrays[shard.tensor]
         return array.info.key, shard.at, _write(store, array, shard, parts, progress)
 
-    return exchange(group, [a.info.itemsize for a in arrays], batches, messages, elements, write, threads)
+    return exchange(
+        group, [a.info.itemsize for a in arrays], batches, messages, elements, write, threads
+    )
 
 
 def exchange(
@@ -193,20 +220,26 @@ def exchange(
 ) -> list[T]:
     """Send the fragments that other ranks write, and receive and write those that this rank writes.
 
-    The next batch is received while one is written. At most two batches (or larger shards) of received data are in
-    memory, and of one message to send the fragments that are not row-major. A rank that fails to write continues to
-    receive and send, so that no other rank waits in vain, and raises at the end.
+    The next batch is received while one is written. At most two batches (or larger shards) of
+    received data are in memory, and of one message to send the fragments that are not row-major. A
+    rank that fails to write continues to receive and send, so that no other rank waits in vain, and
+    raises at the end.
 
     Args:
         threads: how many threads write the shards of a batch (1: they are written in order).
     """
     failures: list[BaseException] = []
-    sender = threading.Thread(target=_send_all, args=(group, messages, elements, failures), name="ucformat-send")
+    sender = threading.Thread(
+        target=_send_all, args=(group, messages, elements, failures), name="ucformat-send"
+    )
     sender.start()
     results: list[T] = []
     this, following = _Buffer(), _Buffer()
     try:
-        with ThreadPoolExecutor(threads, "ucformat-write") as pool, ThreadPoolExecutor(1, "ucformat-receive") as other:
+        with (
+            ThreadPoolExecutor(threads, "ucformat-write") as pool,
+            ThreadPoolExecutor(1, "ucformat-receive") as other,
+        ):
 
             def act(received: dict[Fragment, Memory], shard: ShardTask) -> T:
                 return write(
@@ -219,7 +252,9 @@ def exchange(
                     ],
                 )
 
-            receiving = [other.submit(_receive, group, itemsizes, batch, this) for batch in batches[:1]]
+            receiving = [
+                other.submit(_receive, group, itemsizes, batch, this) for batch in batches[:1]
+            ]
             for number, batch in enumerate(batches):
                 received = receiving.pop().result()
                 after = batches[number + 1 : number + 2]
@@ -227,7 +262,9 @@ def exchange(
                 this, following = following, this
                 try:
                     if not failures:
-                        results += (map if threads == 1 else pool.map)(partial(act, received), batch.shards)
+                        results += (map if threads == 1 else pool.map)(
+                            partial(act, received), batch.shards
+                        )
                 except Exception as error:  # noqa: BLE001 - raised below
                     failures.append(error)
     finally:
@@ -268,11 +305,15 @@ def _send_all(
         failures.append(error)
 
 
-def _bytes_of(fragments: Sequence[Fragment], elements: Callable[[Fragment], Elements]) -> list[Memory]:
+def _bytes_of(
+    fragments: Sequence[Fragment], elements: Callable[[Fragment], Elements]
+) -> list[Memory]:
     return [row_major_bytes(elements(f)) for f in fragments]
 
 
-def _receive(group: Group, itemsizes: Sequence[int], batch: ShardBatch, buffer: _Buffer) -> dict[Fragment, Memory]:
+def _receive(
+    group: Group, itemsizes: Sequence[int], batch: ShardBatch, buffer: _Buffer
+) -> dict[Fragment, Memory]:
     """The bytes of the fragments of a batch that other ranks hold, in a buffer."""
     by_sender: dict[int, list[Fragment]] = {}
     for shard in batch.shards:
@@ -294,7 +335,11 @@ def _receive(group: Group, itemsizes: Sequence[int], batch: ShardBatch, buffer: 
 
 
 def _write(
-    store: Store, array: Array, shard: ShardTask, parts: Sequence[Elements], progress: Callable[[int], None]
+    store: Store,
+    array: Array,
+    shard: ShardTask,
+    parts: Sequence[Elements],
+    progress: Callable[[int], None],
 ) -> bytes:
     """Write one shard, and return the digests of its chunks."""
     itemsize = array.info.itemsize

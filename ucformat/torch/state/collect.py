@@ -74,8 +74,8 @@ class LiveOptimizer:
 class CollectedState:
     """The parts of a state, by path; the functions `finish` are called when all of them are loaded.
 
-    Instead of a wrapper, `tensors` has its inner tensors (`InnerTensor` if a DTensor shards the wrapper), and
-    `wrapper_of` the path of the wrapper of each.
+    Instead of a wrapper, `tensors` has its inner tensors (`InnerTensor` if a DTensor shards the
+    wrapper), and `wrapper_of` the path of the wrapper of each.
     """
 
     entries: tuple[str, ...] = ()  # the keys of the state, but those of its own tensors
@@ -85,20 +85,38 @@ class CollectedState:
     leaves: dict[Path, ValueSlot] = field(default_factory=dict)
     ranks: dict[Path, tuple[PerRank, ValueSlot]] = field(default_factory=dict)
     groups: dict[Path, list[OptimizerGroup]] = field(default_factory=dict)
-    group_entries: set[Path] = field(default_factory=set)  # entries that are optimizer groups or hyper-parameters
+    group_entries: set[Path] = field(
+        default_factory=set
+    )  # entries that are optimizer groups or hyper-parameters
     finish: list[Callable[[], None]] = field(default_factory=list)
-    unloadable: list[str] = field(default_factory=list)  # lines for entries that their module does not take back
-    optimizers: dict[Path, list[LiveOptimizer]] = field(default_factory=dict)  # several for the parts of a model
-    optimizer_dicts: dict[Path, MutableMapping[str, Any]] = field(default_factory=dict)  # state dicts with groups
-    extra_states: dict[Path, Callable[[torch.Tensor], None]] = field(default_factory=dict)  # may have any shape
-    owners: dict[Path, Path] = field(default_factory=dict)  # of each optimizer, the module with its parameters
+    unloadable: list[str] = field(
+        default_factory=list
+    )  # lines for entries that their module does not take back
+    optimizers: dict[Path, list[LiveOptimizer]] = field(
+        default_factory=dict
+    )  # several for the parts of a model
+    optimizer_dicts: dict[Path, MutableMapping[str, Any]] = field(
+        default_factory=dict
+    )  # state dicts with groups
+    extra_states: dict[Path, Callable[[torch.Tensor], None]] = field(
+        default_factory=dict
+    )  # may have any shape
+    owners: dict[Path, Path] = field(
+        default_factory=dict
+    )  # of each optimizer, the module with its parameters
     keys: dict[Path, Key] = field(default_factory=dict)  # the name and state of each tensor
-    prefixes: dict[Path, str] = field(default_factory=dict)  # of the names of each optimizer's parameters
+    prefixes: dict[Path, str] = field(
+        default_factory=dict
+    )  # of the names of each optimizer's parameters
 
     def drop(self, path: Path) -> None:
         """Leave out what is at a path: of a wrapper all that is inside."""
         wrapper = self.wrapper_of.get(path)
-        inside = [path] if wrapper is None else [p for p in self.wrapper_of if self.wrapper_of[p] == wrapper]
+        inside = (
+            [path]
+            if wrapper is None
+            else [p for p in self.wrapper_of if self.wrapper_of[p] == wrapper]
+        )
         for each in inside:
             for entries in (self.tensors, self.leaves, self.keys, self.wrapper_of):
                 entries.pop(each, None)
@@ -109,20 +127,36 @@ class CollectedState:
 def collect(state: Mapping[str, Any]) -> CollectedState:
     """Collect the parts of a training state."""
     if not isinstance(state, Mapping):
-        raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
-    found = CollectedState(tuple(str(k) for k, v in state.items() if not isinstance(v, torch.Tensor | ShardedTensor)))
+        raise UsageError(
+            f"a training state is a mapping, not a {type(state).__name__}",
+            hint='{"model": model, …}',
+        )
+    found = CollectedState(
+        tuple(str(k) for k, v in state.items() if not isinstance(v, torch.Tensor | ShardedTensor))
+    )
     _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
     taken = {p: t for p, value in found.tensors.items() if (t := _taken(p, value)) is not None}
-    optimized = [(found.owners[root], live.params) for root, lives in found.optimizers.items() for live in lives]
+    optimized = [
+        (found.owners[root], live.params)
+        for root, lives in found.optimizers.items()
+        for live in lives
+    ]
     seen = set(map(dotted, found.tensors))
     hidden = {
-        (*o, n): tuple(p.size()) for o, params in optimized for n, p in params.items() if dotted((*o, n)) not in seen
+        (*o, n): tuple(p.size())
+        for o, params in optimized
+        for n, p in params.items()
+        if dotted((*o, n)) not in seen
     }
     naming = name_state(
-        hidden | {p: tuple(t.size()) for p, t in found.tensors.items()},  # hooks may hide parameters
+        hidden
+        | {p: tuple(t.size()) for p, t in found.tensors.items()},  # hooks may hide parameters
         optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups),
         found.owners,
-        {root: [name for g in groups for name in g.params] for root, groups in found.groups.items()},
+        {
+            root: [name for g in groups for name in g.params]
+            for root, groups in found.groups.items()
+        },
     )
     found.keys, found.prefixes = {p: naming.keys[p] for p in found.tensors}, naming.prefixes
     replace_wrappers(found, taken)
@@ -149,7 +183,10 @@ def replace_wrappers(found: CollectedState, taken: Mapping[Path, Taken]) -> None
         if taken[path].records:
             found.wrappers[path] = (tensor, taken[path])
         for names, inner in taken[path].tensors.items():
-            found.tensors[*path, *names], found.keys[*path, *names] = inner, inner_key(keys[path], names)
+            found.tensors[*path, *names], found.keys[*path, *names] = (
+                inner,
+                inner_key(keys[path], names),
+            )
             if names:
                 found.wrapper_of[*path, *names] = path
     _check_names(found)
@@ -165,7 +202,11 @@ def inner_key(key: Key, names: tuple[str, ...]) -> Key:
 def _check_names(found: CollectedState) -> None:
     """UsageError if two entries have the same dotted path."""
     seen: dict[str, Path] = {}
-    records = [(*path, *names, RECORD) for path, (_, taken) in found.wrappers.items() for names in taken.records]
+    records = [
+        (*path, *names, RECORD)
+        for path, (_, taken) in found.wrappers.items()
+        for names in taken.records
+    ]
     for path in (*found.tensors, *records, *found.leaves, *found.ranks):
         if seen.setdefault(name := dotted(path), path) is not path:
             raise UsageError(
@@ -209,7 +250,9 @@ def _walk(found: CollectedState, path: Path, value: Any, modules: Modules, put: 
         found.leaves[path] = ValueSlot(value, put or NoPlace(path))
 
 
-def _mapping(found: CollectedState, path: Path, value: Mapping[Any, Any], modules: Modules, put: Any) -> None:
+def _mapping(
+    found: CollectedState, path: Path, value: Mapping[Any, Any], modules: Modules, put: Any
+) -> None:
     odd = [k for k in value if type(k) not in (str, int)]
     if odd and (_holds_tensors(value) or put is None):
         raise UsageError(
@@ -253,7 +296,9 @@ def are_names(params: Any) -> bool:
 class GroupOptions(dict[str, Any]):
     """The hyper-parameters of a group in a state dict; an item that is set is also set there."""
 
-    def __init__(self, group: MutableMapping[str, Any], without: tuple[str, ...] = ("params",)) -> None:
+    def __init__(
+        self, group: MutableMapping[str, Any], without: tuple[str, ...] = ("params",)
+    ) -> None:
         super().__init__({k: v for k, v in group.items() if k not in without})
         self.group = group
 
@@ -299,14 +344,22 @@ class _FlatOptions(dict[str, Any]):
 def _sequence(found: CollectedState, path: Path, value: Any, modules: Modules, put: Any) -> None:
     items = value if isinstance(value, list) else list(value)
     for i, inner in enumerate(items):
-        _walk(found, (*path, i), inner, modules, put if isinstance(put, NoPlace) else _setter(items, i))
+        _walk(
+            found,
+            (*path, i),
+            inner,
+            modules,
+            put if isinstance(put, NoPlace) else _setter(items, i),
+        )
     if items is value:
         return
 
     def rebuild() -> None:
         """Replace the tuple, if items were replaced."""
         if any(new is not old for new, old in zip(items, value, strict=True)):
-            (put or NoPlace(path))(type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
+            (put or NoPlace(path))(
+                type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            )
 
     found.finish.append(rebuild)
 
@@ -316,7 +369,10 @@ def _holds_tensors(value: Any) -> bool:
         return any(_holds_tensors(v) for v in value.values())
     if isinstance(value, list | tuple):
         return any(_holds_tensors(v) for v in value)
-    return isinstance(value, torch.Tensor | ShardedTensor | torch.nn.Module | torch.optim.Optimizer | Parts | PerRank)
+    return isinstance(
+        value,
+        torch.Tensor | ShardedTensor | torch.nn.Module | torch.optim.Optimizer | Parts | PerRank,
+    )
 
 
 def _refill(value: Mapping[Any, Any], put: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -411,7 +467,8 @@ def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
     )
     if unknown and not any(map(_finds_keys, module.modules())):
         found.unloadable += [
-            f"{dotted((*path, key))}: the module's own load_state_dict does not take it" for key in sorted(unknown)
+            f"{dotted((*path, key))}: the module's own load_state_dict does not take it"
+            for key in sorted(unknown)
         ]
     if copies or any(map(acts_on_load, module.modules())):
         found.finish.append(lambda: _load_copies(dotted(path), module, entries, copies))
@@ -423,8 +480,13 @@ def _check_tensors(path: Path, module: torch.nn.Module) -> None:
         if type(inner)._save_to_state_dict is torch.nn.Module._save_to_state_dict:  # noqa: SLF001 - else it knows how
             own = [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]
             for name, tensor in own:
-                if type(tensor) not in _PLAIN_TENSORS and name not in inner._non_persistent_buffers_set:  # noqa: SLF001
-                    _taken((*path, plain_name(module, f"{prefix}.{name}" if prefix else name)), tensor)
+                if (
+                    type(tensor) not in _PLAIN_TENSORS
+                    and name not in inner._non_persistent_buffers_set  # noqa: SLF001
+                ):
+                    _taken(
+                        (*path, plain_name(module, f"{prefix}.{name}" if prefix else name)), tensor
+                    )
 
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
@@ -450,7 +512,8 @@ _QUANT_STATE = ".quant_state.bitsandbytes__"
 def _quantized(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, Any]]:
     """The parameters of bitsandbytes that are quantized to 4 bits, and their modules, by the prefix of their entries.
 
-    What quantizes a parameter is its attribute, and so are the entries below it, which `load_state_dict` does not take.
+    What quantizes a parameter is its attribute, and so are the entries below it, which
+    `load_state_dict` does not take.
     """
     return {
         f"{prefix}.{name}.".removeprefix("."): (inner, param)
@@ -464,7 +527,9 @@ def _load_quant_states(module: torch.nn.Module, entries: dict[str, Any]) -> dict
     """Make the quantization states of entries, and return the other entries."""
     rest = dict(entries)
     for prefix, (inner, param) in _quantized(module).items():
-        mine = {key.removeprefix(prefix): rest.pop(key) for key in entries if key.startswith(prefix)}
+        mine = {
+            key.removeprefix(prefix): rest.pop(key) for key in entries if key.startswith(prefix)
+        }
         if mine:
             param.quant_state = type(param.quant_state).from_dict(mine, device=param.device)
             inner.quant_state = param.quant_state
@@ -490,7 +555,9 @@ def _storages(tensors: Iterable[torch.Tensor]) -> set[tuple[torch.device, int]]:
     """The memory that tensors refer to; a wrapper refers to that of its inner tensors."""
     out: set[tuple[torch.device, int]] = set()
     for tensor in tensors:
-        with suppress(Exception):  # what does not even tell its memory is refused by name when it is taken apart
+        with suppress(
+            Exception
+        ):  # what does not even tell its memory is refused by name when it is taken apart
             local = memory_of(tensor)
             if is_subclass(local):
                 out |= _storages(_inner_tensors(local))
@@ -517,7 +584,9 @@ def plain_name(module: torch.nn.Module, key: str) -> str:
     return ".".join(parts)
 
 
-def _load_copies(label: str, module: torch.nn.Module, entries: dict[str, Any], copies: list[str]) -> None:
+def _load_copies(
+    label: str, module: torch.nn.Module, entries: dict[str, Any], copies: list[str]
+) -> None:
     """Load what was not filled in place as the module does, and check that the module has it then."""
     extra_only = all(key.rpartition(".")[2] == _EXTRA_STATE for key in copies)
     extra_only = extra_only and not any(map(acts_on_load, module.modules()))
@@ -545,7 +614,11 @@ def _load_copies(label: str, module: torch.nn.Module, entries: dict[str, Any], c
 def _innermost(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors of a tensor: itself, or those inside a wrapper."""
     local = memory_of(tensor).detach()
-    return [t for inner in _inner_tensors(local) for t in _innermost(inner)] if is_subclass(local) else [local]
+    return (
+        [t for inner in _inner_tensors(local) for t in _innermost(inner)]
+        if is_subclass(local)
+        else [local]
+    )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -554,7 +627,9 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b))))
 
 
-def _optimizer(found: CollectedState, path: Path, optimizer: torch.optim.Optimizer, modules: Modules) -> None:
+def _optimizer(
+    found: CollectedState, path: Path, optimizer: torch.optim.Optimizer, modules: Modules
+) -> None:
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     held = [(p, m, {id(p) for p in m.parameters()} & mine) for p, m in modules]
     owners = [one for one in held if one[2] == mine][:1] or [one for one in held if one[2]]
@@ -585,7 +660,12 @@ def _optimizer(found: CollectedState, path: Path, optimizer: torch.optim.Optimiz
 def _common(paths: Sequence[Path]) -> Path:
     """The path of what contains all paths, or is the only one."""
     first = paths[0]
-    return first[: next((i for i in range(len(first)) if any(p[i : i + 1] != first[i : i + 1] for p in paths)), None)]
+    return first[
+        : next(
+            (i for i in range(len(first)) if any(p[i : i + 1] != first[i : i + 1] for p in paths)),
+            None,
+        )
+    ]
 
 
 def _check_optimizer(label: str, optimizer: torch.optim.Optimizer, params: set[int]) -> None:
@@ -595,12 +675,16 @@ def _check_optimizer(label: str, optimizer: torch.optim.Optimizer, params: set[i
     odd = [key for key in optimizer.state if id(key) not in params]
     if odd:
         what = "a tensor" if isinstance(odd[0], torch.Tensor) else repr(odd[0])
-        raise UnsupportedError(f"{label}: {kind} has a state of {what}, which is none of its parameters", hint=hint)
+        raise UnsupportedError(
+            f"{label}: {kind} has a state of {what}, which is none of its parameters", hint=hint
+        )
     hooks = optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001 - there is no public way to tell
     if hooks or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         more = [key for key in optimizer.state_dict() if key not in ("state", GROUPS)]
         if more:
-            raise UnsupportedError(f"{label}: the state dict of {kind} has the entry {more[0]!r}", hint=hint)
+            raise UnsupportedError(
+                f"{label}: the state dict of {kind} has the entry {more[0]!r}", hint=hint
+            )
 
 
 def collect_states(found: CollectedState, path: Path, states: Mapping[str, Any]) -> None:
@@ -609,12 +693,16 @@ def collect_states(found: CollectedState, path: Path, states: Mapping[str, Any])
         _walk(found, path, states, [])
 
 
-def collect_made(found: CollectedState, path: Path, name: str, states: Mapping[str, Any]) -> list[Path]:
+def collect_made(
+    found: CollectedState, path: Path, name: str, states: Mapping[str, Any]
+) -> list[Path]:
     """Add the states that an optimizer would have of a parameter to a state that is collected; returns their paths."""
     new = CollectedState()
     collect_states(new, path, states)
     new.keys = {p: Key(name, dotted(p[len(path) :])) for p in new.tensors}
-    replace_wrappers(new, {p: t for p, value in new.tensors.items() if (t := _taken(p, value)) is not None})
+    replace_wrappers(
+        new, {p: t for p, value in new.tensors.items() if (t := _taken(p, value)) is not None}
+    )
     found.tensors |= new.tensors
     found.leaves |= new.leaves
     found.keys |= new.keys

@@ -85,7 +85,9 @@ def copy_common(source: Elements, source_box: Box, target: Elements, target_box:
     """Copy the elements that two boxes have in common."""
     common = source_box.intersect(target_box)
     if common is not None:
-        copy(elements_within(target, target_box, common), elements_within(source, source_box, common))
+        copy(
+            elements_within(target, target_box, common), elements_within(source, source_box, common)
+        )
 
 
 def blocks_of(box: Box, itemsize: int, most: int = BLOCK_BYTES) -> Sequence[Box]:
@@ -139,7 +141,9 @@ class SharedMemory:
 
     def range(self, start: int, stop: int) -> SharedRange:
         """Return what another process needs to use a part of the memory; it has no process if the memory is private."""
-        return SharedRange(os.getpid() if self.fd >= 0 else 0, self.fd, start, stop - start, self.name)
+        return SharedRange(
+            os.getpid() if self.fd >= 0 else 0, self.fd, start, stop - start, self.name
+        )
 
     def close(self) -> None:
         """Release the memory when no array refers to it any more."""
@@ -171,7 +175,10 @@ def _opened(target: SharedRange) -> Iterator[int | None]:
         yield None
         return
     try:
-        same = os.fsencode(Path(f"/proc/self/fd/{fd}").readlink()) == b"/memfd:%b (deleted)" % target.name
+        same = (
+            os.fsencode(Path(f"/proc/self/fd/{fd}").readlink())
+            == b"/memfd:%b (deleted)" % target.name
+        )
         yield fd if same else None
     finally:
         os.close(fd)
@@ -202,7 +209,8 @@ def in_turn(parts: Sequence[memoryview], act: Callable[[list[memoryview], int], 
     """Pass buffers to a function like `os.writev` until it has used them all.
 
     Args:
-        act: called with the buffers that are left, at most 1,024, and the bytes used so far; returns how many it used.
+        act: called with the buffers that are left, at most 1,024, and the bytes used so far;
+            returns how many it used.
     """
     done = first = 0
     left = list(parts)

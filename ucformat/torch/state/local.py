@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 class LocalShard:
     """The pieces of one tensor that this rank holds, in the memory of `tensor`.
 
-    A piece's offset and strides are in elements, from the first element of `tensor`. On the host they follow the
-    strides of `tensor`; on any other device they are row-major, since such tensors are copied to and from the host.
-    `distribution` is that over the ranks of its mesh; None if it is not known. `wrapper` is the path of the wrapper
-    that the tensor is inside, of which all tensors are loaded, and not cast, or none. `sharded_wrapper` says
-    that a DTensor shards the wrapper, so that ranks must agree on what they have in common.
+    A piece's offset and strides are in elements, from the first element of `tensor`. On the host
+    they follow the strides of `tensor`; on any other device they are row-major, since such tensors
+    are copied to and from the host. `distribution` is that over the ranks of its mesh; None if it
+    is not known. `wrapper` is the path of the wrapper that the tensor is inside, of which all
+    tensors are loaded, and not cast, or none. `sharded_wrapper` says that a DTensor shards the
+    wrapper, so that ranks must agree on what they have in common.
     """
 
     info: TensorInfo
@@ -67,9 +68,10 @@ class LocalShard:
 class LocalState:
     """All that one rank saves. Each tensor appears once; ranks that hold equal boxes of a tensor are replicas.
 
-    `objects` are plain values by name, the same on all ranks that have them; `ranks` are per-rank values of this rank.
-    `groups` are optimizer groups: `params`, names in order, and hyper-parameters. `layout` is that of the manifest.
-    `paths` and `places` are those of `CheckpointMetadata`; `places` is empty, or has an item for each group.
+    `objects` are plain values by name, the same on all ranks that have them; `ranks` are per-rank
+    values of this rank. `groups` are optimizer groups: `params`, names in order, and
+    hyper-parameters. `layout` is that of the manifest. `paths` and `places` are those of
+    `CheckpointMetadata`; `places` is empty, or has an item for each group.
     """
 
     tensors: tuple[LocalShard, ...]
@@ -91,10 +93,14 @@ def pieces_in(tensor: torch.Tensor, dims: Sequence[Dim]) -> tuple[Piece, ...]:
     strides = tensor.stride() if tensor.device.type == "cpu" else dense
     if tuple(strides) == dense:
         return pieces
-    return tuple(Piece(p.box, _strided(p.offset, dense, shape, strides), tuple(strides)) for p in pieces)
+    return tuple(
+        Piece(p.box, _strided(p.offset, dense, shape, strides), tuple(strides)) for p in pieces
+    )
 
 
-def _strided(offset: int, dense: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> int:
+def _strided(
+    offset: int, dense: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+) -> int:
     """The offset of an element in strided memory, from that in row-major memory."""
     at = 0
     for d, n, s in zip(dense, shape, strides, strict=True):
@@ -143,7 +149,9 @@ def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
     return LocalShard(info, pieces_in(local, dims), local, distribution)
 
 
-def _dims_of(label: str, tensor: DTensor, local: tuple[int, ...]) -> tuple[list[Dim], tuple[Cut, ...] | None]:
+def _dims_of(
+    label: str, tensor: DTensor, local: tuple[int, ...]
+) -> tuple[list[Dim], tuple[Cut, ...] | None]:
     """The dims of the local tensor, and the cuts that make it, if known; LayoutError if its shape is another."""
     mesh, shape, at = tensor.device_mesh, tuple(tensor.shape), tensor.device_mesh.get_coordinate()
     assert at is not None  # noqa: S101 - checked by the caller
@@ -228,8 +236,9 @@ def _dims_candidates(
 
     With each candidate come the cuts in their order; None if they take a share of several parts.
 
-    `_StridedShard(d, k)` means that mesh axes further to the right have split the dim into `k` parts before (FSDP2 over
-    TP: TP splits first). From left to right, it takes its share of each of `k` parts, which is equal for even splits.
+    `_StridedShard(d, k)` means that mesh axes further to the right have split the dim into `k`
+    parts before (FSDP2 over TP: TP splits first). From left to right, it takes its share of each of
+    `k` parts, which is equal for even splits.
     """
     splits: dict[int, list[_Split]] = {}  # of each dim, from left to right
     for axis, (placement, degree, index) in enumerate(zip(placements, degrees, at, strict=True)):
@@ -321,7 +330,9 @@ def paths_of(found: CollectedState, aliases: Mapping[str, str]) -> dict[Key, tup
 
 def places_of(found: CollectedState) -> tuple[Place, ...]:
     """Return the place of each optimizer group in the state, in the order of `groups_of`."""
-    return tuple(Place(root, g.params, g.flattened) for root, groups in found.groups.items() for g in groups)
+    return tuple(
+        Place(root, g.params, g.flattened) for root, groups in found.groups.items() for g in groups
+    )
 
 
 def locals_of(found: CollectedState) -> list[LocalShard]:
@@ -363,12 +374,15 @@ def tied_names(weights: Iterable[tuple[str, torch.Tensor, tuple[object, ...]]]) 
     """Find weights that share their memory under several names.
 
     Args:
-        weights: the name and the tensor of each, and what else must be equal: the global shape, an offset.
+        weights: the name and the tensor of each, and what else must be equal: the global shape, an
+            offset.
     """
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, tensor, where in weights:
-        known = first.setdefault((tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.stride()), *where), name)
+        known = first.setdefault(
+            (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.stride()), *where), name
+        )
         if known != name:
             aliases[name] = known
     return aliases

@@ -1,8 +1,8 @@
 """Tensors as bytes: dtype names, synchronization of devices, host memory, and boxes in it.
 
-Functions of PyTorch without a device argument use the current device of the calling thread, which in threads of a pool
-is the first one, and those without a stream argument its current stream. So all functions here pass both, or wait for
-all streams.
+Functions of PyTorch without a device argument use the current device of the calling thread, which
+in threads of a pool is the first one, and those without a stream argument its current stream. So
+all functions here pass both, or wait for all streams.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """Return the accelerator devices of tensors; copies to and from any other device are synchronous."""
     found = dict.fromkeys(t.device for t in tensors)
-    accelerator = torch.accelerator.current_accelerator() if any(d.type != "cpu" for d in found) else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if any(d.type != "cpu" for d in found) else None
+    )
     return [d for d in found if accelerator is not None and d.type == accelerator.type]
 
 
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for all kernels and copies of all threads and streams on the devices of tensors.
 
-    If there are pinned tensors and none on a device, waits for the current device, which may copy to them.
+    If there are pinned tensors and none on a device, waits for the current device, which may copy
+    to them.
     """
     tensors = list(tensors)
     devices = devices_of(tensors)
@@ -64,7 +67,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a torch dtype."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
-        raise UsageError(f"ucformat cannot store the dtype {name!r}", hint=f"supported: {', '.join(ITEMSIZE)}")
+        raise UsageError(
+            f"ucformat cannot store the dtype {name!r}", hint=f"supported: {', '.join(ITEMSIZE)}"
+        )
     return name
 
 
@@ -72,7 +77,10 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise UsageError(f"torch {torch.__version__} has no dtype {name!r}", hint="read that tensor with ucformat.open")
+        raise UsageError(
+            f"torch {torch.__version__} has no dtype {name!r}",
+            hint="read that tensor with ucformat.open",
+        )
     return found
 
 

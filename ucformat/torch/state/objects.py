@@ -51,18 +51,21 @@ __all__ = ["Parts", "PerRank", "Rng", "decode", "encode", "like", "tensor_of", "
 class PerRank:
     """A value of a training state that differs between ranks, such as the state of a data loader.
 
-    The values of all ranks are saved. If the same number of ranks loads, each gets its own value back; otherwise
-    `merge` computes it, and without `merge` the load fails, since nothing is dropped silently.
+    The values of all ranks are saved. If the same number of ranks loads, each gets its own value
+    back; otherwise `merge` computes it, and without `merge` the load fails, since nothing is
+    dropped silently.
 
     Args:
         value: a plain value, or an object with `state_dict` and `load_state_dict`.
-        merge: `merge(values, rank, ranks)` returns the value of a rank, given all saved values in order and the number
-            of ranks that load.
+        merge: `merge(values, rank, ranks)` returns the value of a rank, given all saved values in
+            order and the number of ranks that load.
     """
 
     call = "PerRank(value, merge"  #: the beginning of the call that takes `merge`, for errors
 
-    def __init__(self, value: Any, merge: Callable[[list[Any], int, int], Any] | None = None) -> None:
+    def __init__(
+        self, value: Any, merge: Callable[[list[Any], int, int], Any] | None = None
+    ) -> None:
         self.value, self.merge = value, merge
 
 
@@ -93,7 +96,17 @@ def _stand_in(value: Any) -> Any:
     """The value with stand-ins for types that `to_json` does not support."""
     if isinstance(value, np.generic):
         return _numpy_scalar(value)
-    if value is None or type(value) in (bool, int, float, str, bytes, bytearray, complex, slice, Opaque):
+    if value is None or type(value) in (
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+        bytearray,
+        complex,
+        slice,
+        Opaque,
+    ):
         return value
     if isinstance(value, enum.Enum):
         return OfClass(_class_name(type(value)), _stand_in(value.value))
@@ -105,7 +118,11 @@ def _stand_in(value: Any) -> Any:
         return Size(value)
     if isinstance(value, tuple) and (type(value) is tuple or _is_named(type(value))):
         items = tuple(_stand_in(v) for v in value)
-        return items if type(value) is tuple else NamedFields(_class_name(type(value)), value._fields, items)  # type: ignore[attr-defined]
+        return (
+            items
+            if type(value) is tuple
+            else NamedFields(_class_name(type(value)), value._fields, items)  # type: ignore[attr-defined]
+        )
     if type(value) in (set, frozenset) and all(_is_plain(v) for v in value):
         return value
     base = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
@@ -129,7 +146,9 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
 
 def _has_more(value: Any) -> bool:
     """Whether a value of a derived class has attributes besides what it is derived from."""
-    attributes = getattr(value, "__dict__", {}).keys() - {"_metadata"}  # which PyTorch gives to a module's state dict
+    attributes = getattr(value, "__dict__", {}).keys() - {
+        "_metadata"
+    }  # which PyTorch gives to a module's state dict
     return bool(attributes) or any(getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
 
 
@@ -146,7 +165,9 @@ def _object(value: Any) -> Any:
     """The stand-in of an object of PyTorch or NumPy; a pickle of any other."""
     if isinstance(value, torch.Tensor):
         dense = plain_values("a tensor that", value).cpu().contiguous()
-        return SmallTensor(dtype_name(dense.dtype), tuple(dense.shape), host_memory(dense).tobytes())
+        return SmallTensor(
+            dtype_name(dense.dtype), tuple(dense.shape), host_memory(dense).tobytes()
+        )
     if type(value) is io.BytesIO:
         return Stream(value.getvalue())
     if isinstance(value, torch.dtype):
@@ -204,15 +225,19 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes, complex)
 
 
-def decode(data: Any, template: Any = None, *, trust: bool = False, lost: list[str] | None = None) -> Any:
+def decode(
+    data: Any, template: Any = None, *, trust: bool = False, lost: list[str] | None = None
+) -> Any:
     """Return the value that a JSON form encodes.
 
     Args:
-        lost: gets the class of each part that is a plain value instead, because the program does not have it there
-            (None: they are logged).
+        lost: gets the class of each part that is a plain value instead, because the program does
+            not have it there (None: they are logged).
     """
     found: list[str] = []
-    value = like(from_json(data, _MAKERS | {"$opaque": _trusted if trust else _distrusted}), template, found)
+    value = like(
+        from_json(data, _MAKERS | {"$opaque": _trusted if trust else _distrusted}), template, found
+    )
     if lost is not None:
         lost += found
     elif found:
@@ -230,7 +255,11 @@ def _distrusted(_: bytes) -> Any:
 def _named(name: str, fields: tuple[str, ...], *items: Any) -> Any:
     """The named tuple of a class that the program has imported and whose fields are the same."""
     for kind in _imported(name):
-        if isinstance(kind, type) and issubclass(kind, tuple) and getattr(kind, "_fields", None) == fields:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, tuple)
+            and getattr(kind, "_fields", None) == fields
+        ):
             return tuple.__new__(kind, items)
     return OfClass(name, items)
 
@@ -267,7 +296,11 @@ def like(value: Any, template: Any, lost: list[str]) -> Any:
     if isinstance(value, list | tuple):
         return _sequence_like(value, template if isinstance(template, list | tuple) else [], lost)
     if isinstance(value, np.ndarray):
-        return tensor_of(value) if isinstance(template, torch.Tensor) and value.dtype.name in ITEMSIZE else value
+        return (
+            tensor_of(value)
+            if isinstance(template, torch.Tensor) and value.dtype.name in ITEMSIZE
+            else value
+        )
     if type(value) is torch.Tensor and isinstance(template, np.ndarray):
         return _array_like(array_of(value), template)
     if isinstance(template, torch.dtype) and isinstance(value, str):
@@ -305,7 +338,9 @@ def _of_class(found: OfClass, template: Any, lost: list[str]) -> Any:
     if is_same and type(value) is type(template):  # a mapping, or a named tuple
         return value
     kinds: list[Any] = (
-        [type(template)] if is_same else [k for k in _imported(found.name) if isinstance(k, enum.EnumType)]
+        [type(template)]
+        if is_same
+        else [k for k in _imported(found.name) if isinstance(k, enum.EnumType)]
     )
     for kind in kinds:
         if issubclass(kind, enum.Enum):
@@ -321,7 +356,9 @@ def _of_class(found: OfClass, template: Any, lost: list[str]) -> Any:
     if found.name in _KNOWN and isinstance(value, dict):
         return _KNOWN[found.name](value)
     if not (hasattr(type(value), "_fields") and type(value) is type(template)):
-        lost.append(f"{found.name}, which is not that of the program's value; it is a {type(value).__name__}")
+        lost.append(
+            f"{found.name}, which is not that of the program's value; it is a {type(value).__name__}"
+        )
     return value
 
 
@@ -345,7 +382,9 @@ def _layout(name: str) -> torch.layout:
     return found
 
 
-def _mapping_like(value: dict[Any, Any], template: dict[Any, Any], lost: list[str]) -> dict[Any, Any]:
+def _mapping_like(
+    value: dict[Any, Any], template: dict[Any, Any], lost: list[str]
+) -> dict[Any, Any]:
     kinds = {_class_name(type(k)): k for k in template}
     items: dict[Any, Any] = {}
     for key, inner in value.items():
@@ -428,12 +467,12 @@ _CUDA_STATE_BYTES = 16  # a seed and an offset, of 8 bytes each
 class Rng:
     """The random generators of this rank, as an entry of a training state: Python's, NumPy's, torch's, and of devices.
 
-    Each rank saves and restores its own. If the number of ranks changes, rank `r` takes the state of rank `r`, and
-    additional ranks are seeded from the state of rank 0 and their own number, so that no two ranks draw the same
-    numbers, and every restart draws the same.
+    Each rank saves and restores its own. If the number of ranks changes, rank `r` takes the state
+    of rank `r`, and additional ranks are seeded from the state of rank 0 and their own number, so
+    that no two ranks draw the same numbers, and every restart draws the same.
 
-    Devices are identified by index. If only one device of a process was used, its generator is restored on the current
-    device, whatever its index.
+    Devices are identified by index. If only one device of a process was used, its generator is
+    restored on the current device, whatever its index.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -442,9 +481,15 @@ class Rng:
         version, words, gauss = random.getstate()
         return {
             "python": [version, list(words), gauss],
-            "numpy": [str(kind), np.asarray(keys), *(float(r) if isinstance(r, float) else int(r) for r in rest)],
+            "numpy": [
+                str(kind),
+                np.asarray(keys),
+                *(float(r) if isinstance(r, float) else int(r) for r in rest),
+            ],
             "torch": torch.get_rng_state(),
-            "devices": list(found.get_rng_state_all()) if (found := _devices()) and found.is_initialized() else [],
+            "devices": list(found.get_rng_state_all())
+            if (found := _devices()) and found.is_initialized()
+            else [],
         }
 
     def check(self, state: dict[str, Any]) -> None:
@@ -454,7 +499,8 @@ class Rng:
             state: as from `state_dict` or `merge`.
 
         Raises:
-            UsageError: the generators of several devices were used, and there are fewer devices here.
+            UsageError: the generators of several devices were used, and there are fewer devices
+                here.
         """
         _by_device(state)
 
@@ -465,7 +511,8 @@ class Rng:
             state: as from `state_dict` or `merge`.
 
         Raises:
-            UsageError: the generators of several devices were used, and there are fewer devices here; nothing changed.
+            UsageError: the generators of several devices were used, and there are fewer devices
+                here; nothing changed.
         """
         by_device = _by_device(state)
         if "seed" in state:

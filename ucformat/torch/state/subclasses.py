@@ -1,10 +1,11 @@
 """Tensors whose values are not in memory of their own: taken apart by their class's protocol, or refused by name.
 
-A wrapper subclass, such as the 8-bit states of torchao's optimizers, holds other tensors, and its own memory holds
-nothing. If its class has `__tensor_flatten__`, these inner tensors are saved and loaded in its place, under its path
-and their names. What else makes the wrapper, its class and its context, is recorded as an object beside them. A load
-fills the inner tensors of the program's own object, which must have the same record, so it needs no class from a
-checkpoint. Any other tensor that is not strided, with memory of its own, is refused.
+A wrapper subclass, such as the 8-bit states of torchao's optimizers, holds other tensors, and its
+own memory holds nothing. If its class has `__tensor_flatten__`, these inner tensors are saved and
+loaded in its place, under its path and their names. What else makes the wrapper, its class and its
+context, is recorded as an object beside them. A load fills the inner tensors of the program's own
+object, which must have the same record, so it needs no class from a checkpoint. Any other tensor
+that is not strided, with memory of its own, is refused.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class InnerTensor:
     Attributes:
         tensor: the inner tensor on this rank.
         shape: its shape, if the DTensor were on one rank.
-        along: for each sharded dim of the DTensor that also splits the inner tensor, the dim that it splits, and how
-            many of its indices belong to one index of the DTensor's dim.
+        along: for each sharded dim of the DTensor that also splits the inner tensor, the dim that
+            it splits, and how many of its indices belong to one index of the DTensor's dim.
     """
 
     outer: DTensor
@@ -80,7 +81,9 @@ def _tensors_of(tensor: torch.Tensor) -> list[str]:
     return [
         name
         for name, value in vars(tensor).items()
-        if any(isinstance(v, torch.Tensor) for v in (value, *getattr(value, "__dict__", {}).values()))
+        if any(
+            isinstance(v, torch.Tensor) for v in (value, *getattr(value, "__dict__", {}).values())
+        )
     ]
 
 
@@ -183,7 +186,10 @@ def take_apart(label: str, tensor: torch.Tensor) -> Taken | None:
     nodes = _Nodes(label, local)
     splits = _Splits(label, outer, local, nodes)
     tensors = {names: splits.inner(names, t) for names, t in nodes.tensors.items()}
-    return Taken(tensors, {names: _record(label, names, w, nodes, splits) for names, w in nodes.wrappers.items()})
+    return Taken(
+        tensors,
+        {names: _record(label, names, w, nodes, splits) for names, w in nodes.wrappers.items()},
+    )
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
@@ -233,9 +239,13 @@ class _Nodes:
             try:
                 inner = getattr(tensor, name)
             except Exception as error:
-                raise self._refused(names, tensor, f"has no inner tensor {name}: {error}") from error
+                raise self._refused(
+                    names, tensor, f"has no inner tensor {name}: {error}"
+                ) from error
             if not isinstance(inner, torch.Tensor):
-                raise self._refused(names, tensor, f"has a {type(inner).__name__} as {name}, which is not a tensor")
+                raise self._refused(
+                    names, tensor, f"has a {type(inner).__name__} as {name}, which is not a tensor"
+                )
             self._add((*names, name), inner)
         self._within.pop()
 
@@ -245,7 +255,9 @@ class _Nodes:
             inner, context = tensor.__tensor_flatten__()
             inner = list(inner)
         except Exception as error:
-            raise self._refused(names, tensor, f"cannot be taken apart: {type(error).__name__}: {error}") from error
+            raise self._refused(
+                names, tensor, f"cannot be taken apart: {type(error).__name__}: {error}"
+            ) from error
         wrong = [n for n in inner if not isinstance(n, str) or not n or n == RECORD]
         if wrong or len(set(inner)) < len(inner):
             raise self._refused(names, tensor, f"names its inner tensors {inner}")
@@ -253,11 +265,15 @@ class _Nodes:
 
     def _refused(self, names: Names, tensor: torch.Tensor, why: str) -> UsageError:
         where = ".".join((self.label, *names))
-        return UsageError(f"{where} is a {_name_of(type(tensor))}, which {why}", hint=_hint_for(tensor))
+        return UsageError(
+            f"{where} is a {_name_of(type(tensor))}, which {why}", hint=_hint_for(tensor)
+        )
 
     def _find_views(self) -> None:
         """Find inner tensors that are the same view; UsageError if others share memory."""
-        for (a, first), (b, second) in combinations([(n, memory_of(t)) for n, t in self.tensors.items()], 2):
+        for (a, first), (b, second) in combinations(
+            [(n, memory_of(t)) for n, t in self.tensors.items()], 2
+        ):
             if a in self.same or b in self.same or not _overlap(first, second):
                 continue
             if _view(first) != _view(second):
@@ -304,14 +320,18 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("cpu", copy=True)
     names, context = tensor.__tensor_flatten__()
     inner = {name: copy_to_host(getattr(tensor, name)) for name in names}
-    copied: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    copied: torch.Tensor = type(tensor).__tensor_unflatten__(
+        inner, context, tensor.shape, tensor.stride()
+    )
     return copied
 
 
 class _Splits:
     """How the shards of a DTensor split what is inside its local tensor, a wrapper."""
 
-    def __init__(self, label: str, outer: DTensor | None, local: torch.Tensor, nodes: _Nodes) -> None:
+    def __init__(
+        self, label: str, outer: DTensor | None, local: torch.Tensor, nodes: _Nodes
+    ) -> None:
         self.label, self.outer, self.local, self.nodes = label, outer, local, nodes
         self.dims: list[int] = []
         if outer is None:
@@ -327,7 +347,9 @@ class _Splits:
     def _slice(self, dim: int) -> tuple[int, dict[Names, tuple[int, ...]]] | None:
         """The shapes of what is inside if the class slices the wrapper, and to how many indices; None if it cannot."""
         size = self.local.shape[dim]
-        counts = dict.fromkeys([*(size >> n for n in range(1, size.bit_length())), 0]) if size else ()
+        counts = (
+            dict.fromkeys([*(size >> n for n in range(1, size.bit_length())), 0]) if size else ()
+        )
         for count in counts:
             try:
                 with torch.no_grad():
@@ -335,7 +357,11 @@ class _Splits:
                     found = _Nodes(self.label, part) if type(part) is type(self.local) else None
             except Exception:  # noqa: BLE001, S112 - the class does not do that
                 continue
-            if found is None or part.shape[dim] != count or _shapes(found).keys() != _shapes(self.nodes).keys():
+            if (
+                found is None
+                or part.shape[dim] != count
+                or _shapes(found).keys() != _shapes(self.nodes).keys()
+            ):
                 continue
             return count, _shapes(found)
         return None
@@ -345,19 +371,25 @@ class _Splits:
         if self.outer is None:
             return tensor
         if isinstance(tensor, DTensor):
-            raise LayoutError(f"{self.label}.{'.'.join(names)} is a DTensor inside the local tensor of another one")
+            raise LayoutError(
+                f"{self.label}.{'.'.join(names)} is a DTensor inside the local tensor of another one"
+            )
         shape = tuple(tensor.shape)
         along = self.along(names, shape)
         return InnerTensor(self.outer, tensor, self.whole(names, shape, along), along)
 
-    def whole(self, names: Names, shape: tuple[int, ...], along: Mapping[int, tuple[int, Fraction]]) -> tuple[int, ...]:
+    def whole(
+        self, names: Names, shape: tuple[int, ...], along: Mapping[int, tuple[int, Fraction]]
+    ) -> tuple[int, ...]:
         """The shape on one rank of what has a shape on this one."""
         out = list(shape)
         for dim, (inner, ratio) in along.items():
             assert self.outer is not None  # noqa: S101 - nothing is sharded otherwise
             size = self.outer.shape[dim] * ratio
             if size.denominator != 1:
-                raise self._unknown(names, shape, f"a shard has {ratio} of its indices for each of its own")
+                raise self._unknown(
+                    names, shape, f"a shard has {ratio} of its indices for each of its own"
+                )
             out[inner] = size.numerator
         return tuple(out)
 
@@ -373,24 +405,34 @@ class _Splits:
                 out[dim] = found
         return out
 
-    def _from_slice(self, names: Names, shape: tuple[int, ...], dim: int) -> tuple[int, Fraction] | None:
+    def _from_slice(
+        self, names: Names, shape: tuple[int, ...], dim: int
+    ) -> tuple[int, Fraction] | None:
         count, shapes = self._sliced[dim]
         part, size = shapes[names], self.local.shape[dim]
         if part == shape:
             return None
         differ = [d for d, (a, b) in enumerate(zip(part, shape, strict=True)) if a != b]
         if len(differ) != 1 or part[differ[0]] * size != shape[differ[0]] * count:
-            raise self._unknown(names, shape, f"its class makes it {list(part)} in a slice of {count} of {size}")
+            raise self._unknown(
+                names, shape, f"its class makes it {list(part)} in a slice of {count} of {size}"
+            )
         return differ[0], Fraction(shape[differ[0]], size)
 
-    def _from_shape(self, names: Names, shape: tuple[int, ...], dim: int) -> tuple[int, Fraction] | None:
+    def _from_shape(
+        self, names: Names, shape: tuple[int, ...], dim: int
+    ) -> tuple[int, Fraction] | None:
         """What follows from the shape: it is that of the wrapper, or has one index for several of a dim, or is one."""
         outer = tuple(self.local.shape)
         if shape == outer:
             return dim, Fraction(1)
         if math.prod(shape) == 1 and len(shape) != len(outer):
             return None
-        if not outer[dim] or len(shape) != len(outer) or any(not n or m % n for m, n in zip(outer, shape, strict=True)):
+        if (
+            not outer[dim]
+            or len(shape) != len(outer)
+            or any(not n or m % n for m, n in zip(outer, shape, strict=True))
+        ):
             raise self._unknown(names, shape, f"its class does not slice dim {dim}")
         whole = shape[dim] == 1 and outer[dim] > 1
         return None if whole else (dim, Fraction(shape[dim], outer[dim]))
@@ -407,7 +449,9 @@ def _shapes(nodes: _Nodes) -> dict[Names, tuple[int, ...]]:
     return {names: tuple(t.shape) for names, t in [*nodes.wrappers.items(), *nodes.tensors.items()]}
 
 
-def _record(label: str, names: Names, wrapper: torch.Tensor, nodes: _Nodes, splits: _Splits) -> dict[str, Any]:
+def _record(
+    label: str, names: Names, wrapper: torch.Tensor, nodes: _Nodes, splits: _Splits
+) -> dict[str, Any]:
     """What makes a wrapper besides its inner tensors, in JSON form; the same under each layout."""
     shape = tuple(wrapper.shape)
     whole = splits.whole(names, shape, splits.along(names, shape)) if splits.dims else shape
@@ -455,7 +499,10 @@ def _plain(value: Any, shape: tuple[int, ...], whole: tuple[int, ...]) -> Any:
         return {"set": sorted((inner(v) for v in value), key=repr)}
     fields = _fields(value)
     if fields is not None:
-        return {"class": _name_of(type(value)), "fields": {n: inner(getattr(value, n)) for n in fields}}
+        return {
+            "class": _name_of(type(value)),
+            "fields": {n: inner(getattr(value, n)) for n in fields},
+        }
     raise TypeError(f"a {_name_of(type(value))}")
 
 
@@ -464,7 +511,9 @@ def _fields(value: Any) -> Sequence[str] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return tuple(value._fields)
     names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else None
-    return names if names is not None and set(getattr(value, "__dict__", ())) <= set(names) else None
+    return (
+        names if names is not None and set(getattr(value, "__dict__", ())) <= set(names) else None
+    )
 
 
 def _imported_name(value: Any) -> str:
