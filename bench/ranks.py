@@ -208,7 +208,7 @@ def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
     again = time.process_time()
     if not stated.is_of(
         [replace(i) for i in stated.items],
-        list(stated._distributions),
+        list(stated._distributions),  # noqa: SLF001
         stated.facts,
     ):
         raise SystemExit(f"{name}: an equal state is not found to be equal")

@@ -167,9 +167,9 @@ def register(
 
 def _estimate(
     places: tuple[str, ...],
-    rescan: bool,
+    rescan: bool,  # noqa: FBT001
     options: dict[str, Any] | None,
-    out: Output,  # noqa: FBT001
+    out: Output,
 ) -> None:
     import ucformat
     from ucformat.errors import NotFound

@@ -135,8 +135,8 @@ class FlatGroup:
         self,
         infos: Mapping[str, TensorInfo],
         rank: int,
-        fill: bool,
-        spare: int = 0,  # noqa: FBT001
+        fill: bool,  # noqa: FBT001
+        spare: int = 0,
     ) -> SavedTensor:
         """A data-parallel rank's partition."""
         size = self.buffer.size - spare

@@ -178,9 +178,9 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self,
         metadata: Metadata,
-        is_coordinator: bool,
+        is_coordinator: bool,  # noqa: FBT001
         *args: Any,
-        **kwargs: Any,  # noqa: FBT001
+        **kwargs: Any,
     ) -> None:
         """Do nothing, since the checkpoint is open, except for a checkpoint with stream extensions.
 
