@@ -245,7 +245,7 @@ DESCRIBED: dict[str, Any] = {
 
 def described_rows() -> tuple[Columns, Files]:
     """Each tensor as a mesh has stored it: whole, cut along both dims, in parts of a flat buffer, without elements."""
-    from ucformat.format.distribution import Cut, Distribution, RankMesh
+    from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 
     columns: Columns = {name: [] for name in (*ROWS, *DIMS)}
     more: Columns = {

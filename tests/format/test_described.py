@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from tests.format.test_distribution import distributed
+from tests.geometry.test_distribution import distributed
 from ucformat.errors import IntegrityError, LayoutError
 from ucformat.format.chunking import Tiling
 from ucformat.format.described import ALIGNMENT, Described, DescribedRow, file_order, packed_file
-from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.format.extents import blocks_of
 from ucformat.format.sidecar import Columns, decode, encode_columns
 from ucformat.geometry.box import Box
+from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import TensorInfo, single_extents
 from ucformat.schema.tensors import TensorDoc, TensorTable
 

@@ -17,8 +17,8 @@ from ucformat.errors import ChecksumError
 from ucformat.format import described
 from ucformat.format.chunking import Tiling
 from ucformat.format.described import ALIGNMENT, Described, DescribedRow, packed_file
-from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import FileRun, Piece, TensorInfo, single_extents
 from ucformat.reading.execute import execute, place_checksum
 from ucformat.reading.plan import ReadItem, make_plan

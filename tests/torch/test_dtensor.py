@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ucformat.errors import LayoutError, UsageError
-from ucformat.format.distribution import Distribution, RankMesh
+from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.torch.saving.assignment import WriteItem, merge_items
 from ucformat.torch.state.elements import elements_of, host_memory, row_major_bytes
 from ucformat.torch.state.local import LocalShard, _dims_candidates, local_of, mesh_of, pieces_in

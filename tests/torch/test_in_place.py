@@ -23,8 +23,8 @@ from ucformat.errors import NotFound, UsageError
 from ucformat.exporters.safetensors import files_of
 from ucformat.format.chunking import Tiling
 from ucformat.format.described import Described, DescribedRow, file_order
-from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.box import Box
+from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs import weight_files
 from ucformat.storage.in_place import PartsWriter

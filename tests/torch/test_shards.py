@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.torch.test_deal import everybody_is_done, received, slices
 from ucformat.format.chunking import Grid
-from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.box import Box
+from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.saving import shards
 from ucformat.torch.saving.agree import merge_offers

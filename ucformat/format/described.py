@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.format.distribution import Distribution, Line
+    from ucformat.geometry.distribution import Distribution, Line
     from ucformat.geometry.tensor import TensorInfo, Tiles
     from ucformat.schema.documents import DescribedDoc
 

@@ -25,9 +25,9 @@ from ucformat.errors import (
 )
 from ucformat.format.chunking import Tiling
 from ucformat.format.described import Described, DescribedRow, kind_of, without_position
-from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.format.stored_tensors import StoredTensors
 from ucformat.geometry.box import Box
+from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import DescribedDoc, DistributionDoc, MeshDoc

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.format.distribution import Distribution, RankMesh
+from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.geometry.flat_buffer import FlatBuffer, part_range
 
 if TYPE_CHECKING:

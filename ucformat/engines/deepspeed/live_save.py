@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from os import PathLike
 
-    from ucformat.format.distribution import Distribution
+    from ucformat.geometry.distribution import Distribution
     from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.saving.save import Saved
 

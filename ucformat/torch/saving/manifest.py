@@ -21,12 +21,12 @@ from ucformat.errors import UsageError
 from ucformat.format.arrays import array_doc, grid_doc
 from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest, check_values
-from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.format.extents import put_sidecar
 from ucformat.format.objects import encode_range, put_objects, put_ranges
 from ucformat.format.sidecar import encode_columns, joined
 from ucformat.format.structure import per_rank_problems, refuse
 from ucformat.format.universal import group_doc
+from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.jobs.weight_files import put_assets
 from ucformat.reading.garbage import gc_paused

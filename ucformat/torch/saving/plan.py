@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
-    from ucformat.format.distribution import Distribution
+    from ucformat.geometry.distribution import Distribution
     from ucformat.geometry.tensor import Key
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group

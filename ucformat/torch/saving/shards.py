@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.format.chunking import Grid
-    from ucformat.format.distribution import Distribution
     from ucformat.geometry.box import Box
+    from ucformat.geometry.distribution import Distribution
     from ucformat.torch.saving.statement import Exceptions, Statement
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ucformat.format.arrays import own_folder
 from ucformat.format.described import file_order
-from ucformat.format.distribution import Distribution, RankMesh
+from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import StatePath as Path

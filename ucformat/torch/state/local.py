@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ucformat.errors import LayoutError, UsageError
-from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.box import row_major
+from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.local import Dim, Run, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import Place, json_key
