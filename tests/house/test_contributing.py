@@ -15,7 +15,7 @@ from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-TASKS = ["Add a source", "Add a store", "Add a command"]
+TASKS = ["Add a source", "Add a store", "Add a command", "Add a catalog field"]
 
 
 def blocks(task: str) -> list[tuple[str, str]]:

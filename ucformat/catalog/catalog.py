@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 
 from ucformat.catalog import find_dependents, labels, on_change, recording
-from ucformat.catalog.entries import load_entries
 from ucformat.catalog.labels import ANY
+from ucformat.catalog.loading import load_entries
 from ucformat.catalog.models import Checkpoint
 from ucformat.catalog.reader import CatalogReader
 from ucformat.catalog.recording import Found

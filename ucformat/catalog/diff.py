@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ucformat.catalog.content import load_tensors
-from ucformat.catalog.entries import load_entries
+from ucformat.catalog.loading import load_entries
 
 if TYPE_CHECKING:
     from datetime import datetime

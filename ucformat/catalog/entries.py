@@ -1,56 +1,21 @@
-"""The values that queries of the catalog return, and the queries that load them."""
+"""The values that queries of the catalog return, and the table of their keys.
+
+The keys are those of the filter language, of `ucp ls --columns` and of docs/filters.md. An
+attribute of `Entry` that is a column of the same name in the table `checkpoint` is loaded without
+more, and is part of the JSON of every command.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-import sqlalchemy as sa
-
-from ucformat.catalog.lines import load_continuations
-from ucformat.catalog.models import (
-    Alias,
-    AliasMove,
-    Checkpoint,
-    Config,
-    Hold,
-    Location,
-    Metric,
-    Note,
-    Run,
-    Tag,
-    Verification,
-)
-from ucformat.catalog.rows import MAX_IN_LIST
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from datetime import datetime
 
-    from sqlalchemy import BindParameter, Connection, Row
-
-
-_SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
-_TABLE_ORDER: dict[Any, Any] = {
-    Alias: Alias.name,
-    Hold: Hold.id,
-    Location: Location.id,
-    Metric: Metric.name,
-    Note: Note.id,
-    Tag: Tag.name,
-    Verification: Verification.id,
-}
-#: Built once: SQLAlchemy takes longer to build a query than the database to answer it.
-_ROWS = {
-    t: sa.select(t.__table__).where(t.checkpoint.in_(_SERIALS)).order_by(o)
-    for t, o in _TABLE_ORDER.items()
-}
-_CHECKPOINTS = (
-    sa.select(Checkpoint.__table__, Run.name.label("run"), Config.document.label("config"))
-    .outerjoin(Run, Run.id == Checkpoint.run_id)
-    .outerjoin(Config, Config.id == Checkpoint.config_id)
-    .where(Checkpoint.serial.in_(_SERIALS))
-)
+    from ucformat.schema.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +70,7 @@ class Entry:
     run: str | None
     step: int | None
     commits: int | None
+    launch: str | None
     created: datetime
     recorded: datetime
     deleted: datetime | None
@@ -124,9 +90,8 @@ class Entry:
     aliases: tuple[str, ...] = ()
     holds: tuple[HoldEntry, ...] = ()
     notes: tuple[NoteEntry, ...] = ()
-    verified: VerificationEntry | None = None
     from_documents: tuple[str, ...] = ()
-    launch: str | None = None
+    verified: VerificationEntry | None = None
     continues: Mapping[str, int] = field(default_factory=dict)
     family: str | None = None
 
@@ -153,100 +118,6 @@ class LineEntry:
     nbytes: int
 
 
-def load_entries(connection: Connection, serials: Sequence[int], now: datetime) -> list[Entry]:
-    """Load the entries of checkpoints."""
-    found: dict[int, Entry] = {}
-    for at in range(0, len(serials), MAX_IN_LIST):
-        found |= _load_page(connection, serials[at : at + MAX_IN_LIST], now)
-    return [found[s] for s in serials]
-
-
-def load_by_id(connection: Connection, ids: Sequence[str], now: datetime) -> list[Entry]:
-    """As `load_entries`, by id."""
-    serials: dict[str, int] = {}
-    for at in range(0, len(ids), MAX_IN_LIST):
-        page = Checkpoint.id.in_(ids[at : at + MAX_IN_LIST])
-        serials |= dict(
-            connection.execute(sa.select(Checkpoint.id, Checkpoint.serial).where(page)).all()
-        )
-    return load_entries(connection, [serials[i] for i in ids], now)
-
-
-def _load_page(connection: Connection, serials: Sequence[int], now: datetime) -> dict[int, Entry]:
-    documented: dict[int, list[str]] = {}
-
-    def many(
-        table: Any, name: str | None, value: Callable[[Row[Any]], Any]
-    ) -> dict[int, list[Any]]:
-        grouped: dict[int, list[Any]] = {}
-        for row in connection.execute(_ROWS[table], {"serials": serials}):
-            grouped.setdefault(row.checkpoint, []).append(value(row))
-            if name is not None and row.document_url is not None:
-                documented.setdefault(row.checkpoint, []).append(
-                    f"{table.__tablename__} {getattr(row, name)}"
-                )
-        return grouped
-
-    metrics = many(Metric, "name", lambda r: (r.name, float("nan") if r.value is None else r.value))
-    tags = many(Tag, "name", lambda r: r.name)
-    aliases = many(Alias, "name", lambda r: r.name)
-    urls = many(Location, None, lambda r: r.url)
-    holds = many(Hold, "id", lambda r: r)
-    notes = many(Note, "text", lambda r: NoteEntry(r.text, r.created, r.who))
-    verified = many(Verification, None, _verification)
-    rows = connection.execute(_CHECKPOINTS, {"serials": serials}).all()
-    launches = load_continuations(connection, {r.launch_id for r in rows})
-    return {
-        r.serial: Entry(
-            id=r.id,
-            kind=r.kind,
-            state=r.state,
-            run=r.run,
-            step=r.step,
-            commits=r.commits,
-            created=r.created,
-            recorded=r.recorded,
-            deleted=r.deleted,
-            purge_after=r.purge_after,
-            tensors=r.tensors,
-            nbytes=r.nbytes,
-            files=r.files,
-            files_nbytes=r.files_nbytes,
-            format_version=r.format_version,
-            engine=r.engine,
-            producer=r.producer,
-            topology=r.topology,
-            config=r.config or {},
-            urls=_tuple(urls.get(r.serial)),
-            metrics=dict(metrics.get(r.serial, ())),
-            tags=_tuple(tags.get(r.serial)),
-            aliases=_tuple(aliases.get(r.serial)),
-            holds=tuple(
-                HoldEntry(h.id, h.reason, h.until, h.created, h.who)
-                for h in holds.get(r.serial, ())
-                if h.released is None and (h.until is None or h.until > now)
-            ),
-            notes=_tuple(notes.get(r.serial)),
-            verified=verified[r.serial][-1] if r.serial in verified else None,
-            from_documents=tuple(sorted(documented.get(r.serial, ()))),
-            launch=launches[r.launch_id][0],
-            family=launches[r.launch_id][1],
-            continues=launches[r.launch_id][2],
-        )
-        for r in rows
-    }
-
-
-def _tuple(found: Iterable[Any] | None) -> tuple[Any, ...]:
-    return tuple(found or ())
-
-
-def _verification(r: Row[Any]) -> VerificationEntry:
-    return VerificationEntry(
-        r.at, r.ok, r.url, r.bytes_verified, r.bytes_unverified, tuple(r.problems), r.tool
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class AliasEntry:
     """An alias and the id of the checkpoint that it points to."""
@@ -269,31 +140,148 @@ class MoveEntry:
     who: str
 
 
-def load_aliases(connection: Connection) -> list[AliasEntry]:
-    """All aliases, sorted by name."""
-    rows = connection.execute(
-        sa.select(Alias.name, Checkpoint.id, Alias.version, Alias.moved)
-        .join(Checkpoint, Checkpoint.serial == Alias.checkpoint)
-        .order_by(Alias.name)
-    )
-    return [AliasEntry(*r) for r in rows]
+class Kind(Enum):
+    """The type of a key's values; the text describes what it can be compared with."""
+
+    TEXT = "text in quotes, such as 'good'"
+    INTEGER = "a number"
+    SIZE = "a number of bytes, or a size such as 10GB"
+    FLOAT = "a number, such as 2.1 or 1e-4"
+    TIME = "a time in quotes, such as '2026-11-01' or '2026-11-01T12:00:00+02:00'"
+    AGE = "an age, such as 7d or 36h"
+    BOOLEAN = "true or false"
+    JSON = "text in quotes, a number, true or false"
 
 
-def load_alias_history(connection: Connection, name: str) -> list[MoveEntry]:
-    """The moves of an alias, oldest first."""
-    source, target = Checkpoint.__table__.alias(), Checkpoint.__table__.alias()
-    rows = connection.execute(
-        sa.select(
-            AliasMove.name,
-            AliasMove.version,
-            source.c.id,
-            target.c.id,
-            AliasMove.moved,
-            AliasMove.who,
-        )
-        .outerjoin(source, source.c.serial == AliasMove.source)
-        .outerjoin(target, target.c.serial == AliasMove.target)
-        .where(AliasMove.name == name)
-        .order_by(AliasMove.version)
-    )
-    return [MoveEntry(*r) for r in rows]
+@dataclass(frozen=True, slots=True)
+class EntryKey:
+    """A key of checkpoints, in filters and as a column of `ucp ls`.
+
+    Args:
+        name: as it is written; a part in capitals stands for any name.
+        kind: the type of its values (None: filters do not have it).
+        about: its value, for docs/filters.md.
+        column: `table.column` in the database (default: of the table `checkpoint`).
+        shown: what `ucp ls` shows of a checkpoint (default: the attribute of this name).
+        many: whether a checkpoint may have any number of values.
+        indexed: whether the database has an index by its values.
+        whole: whether `ucp ls` never shortens it.
+        recorded: the value of the column for a new checkpoint, from its manifest (default: it is
+            not from there alone).
+    """
+
+    name: str
+    kind: Kind | None
+    about: str
+    column: str = ""
+    shown: Callable[[Entry], Any] | None = None
+    many: bool = False
+    indexed: bool = False
+    whole: bool = False
+    recorded: Callable[[Manifest], Any] | None = None
+
+    @property
+    def root(self) -> str:
+        """Its first part."""
+        return self.name.partition(".")[0]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The table and the column of the database."""
+        table, _, column = (self.column or f"checkpoint.{self.root}").partition(".")
+        return table, column
+
+    def value(self, entry: Entry) -> Any:
+        """What `ucp ls` shows; of a key with a path, all that paths lead to."""
+        return getattr(entry, self.root) if self.shown is None else self.shown(entry)
+
+
+#: All keys, in the order of docs/filters.md. CONTRIBUTING.md tells how to add one.
+KEYS = (
+    EntryKey("id", Kind.TEXT, "its id", indexed=True, whole=True),
+    EntryKey("name", None, "its short name, such as `run7@1000`"),
+    EntryKey("kind", Kind.TEXT, "`ucformat`, or the engine that wrote it", whole=True),
+    EntryKey("state", Kind.TEXT, "committed, deleted, purging, purged or replaced", whole=True),
+    EntryKey("run", Kind.TEXT, "its run", "run.name", indexed=True),
+    EntryKey("launch", None, "the launch that saved it, or its folder"),
+    EntryKey(
+        "engine",
+        Kind.TEXT,
+        "the engine that it or its source is from",
+        recorded=lambda m: m.producer.get("engine.name"),
+    ),
+    EntryKey("step", Kind.INTEGER, "the training step", recorded=lambda m: m.step),
+    EntryKey("tensors", Kind.INTEGER, "number of tensors", recorded=lambda m: len(m.tensors)),
+    EntryKey("format_version", Kind.INTEGER, "the format version; none if an engine wrote it"),
+    EntryKey(
+        "size",
+        Kind.SIZE,
+        "bytes of its tensors",
+        "checkpoint.nbytes",
+        lambda e: e.nbytes,
+        recorded=lambda m: m.tensors.nbytes,
+    ),
+    EntryKey("created", Kind.TIME, "when it was created"),
+    EntryKey("recorded", Kind.TIME, "when the catalog recorded it first"),
+    EntryKey("deleted", Kind.TIME, "when it was deleted"),
+    EntryKey(
+        "age", Kind.AGE, "time since it was created", "checkpoint.created", lambda e: e.created
+    ),
+    EntryKey("url", Kind.TEXT, "its locations", "location.url", many=True, indexed=True),
+    EntryKey("tag", Kind.TEXT, "its tags", "tag.name", lambda e: e.tags, many=True, indexed=True),
+    EntryKey(
+        "alias",
+        Kind.TEXT,
+        "its aliases",
+        "alias.name",
+        lambda e: e.aliases,
+        many=True,
+        indexed=True,
+    ),
+    EntryKey(
+        "note", Kind.TEXT, "its notes", "note.text", lambda e: [n.text for n in e.notes], many=True
+    ),
+    EntryKey(
+        "hold",
+        Kind.BOOLEAN,
+        "whether a hold is in force now",
+        "hold.reason",
+        lambda e: [hold.reason for hold in e.holds],
+    ),
+    EntryKey(
+        "verified",
+        Kind.BOOLEAN,
+        "result of the last `ucp verify`; no value if there was none",
+        "verification.ok",
+        lambda e: None if e.verified is None else e.verified.ok,
+        whole=True,
+    ),
+    EntryKey(
+        "metrics",
+        None,
+        "all its metrics",
+        shown=lambda e: [f"{name}={value:.6g}" for name, value in sorted(e.metrics.items())],
+    ),
+    EntryKey(
+        "metric.NAME",
+        Kind.FLOAT,
+        "a metric; NaN is no value",
+        "metric.value",
+        lambda e: e.metrics,
+        indexed=True,
+    ),
+    EntryKey(
+        "config.PATH", Kind.JSON, "a value in the configuration", "config.document", indexed=True
+    ),
+    EntryKey("topology.PATH", Kind.JSON, "a value in the layout that it was saved in"),
+    EntryKey("producer.PATH", Kind.JSON, "a value of the tool that made it"),
+    EntryKey("tensor.name", Kind.TEXT, "name of any of its tensors", "tensor.name"),
+    EntryKey("tensor.state", Kind.TEXT, "state of one", "tensor.state"),
+    EntryKey("tensor.dtype", Kind.TEXT, "dtype of one", "tensor.dtype"),
+    EntryKey("tensor.shape", Kind.TEXT, "shape of one, such as `4096,1024`", "tensor.shape"),
+    EntryKey("tensor.digest", Kind.TEXT, "digest of one", "digest.digest"),
+    EntryKey("tensor.size", Kind.SIZE, "bytes of one", "tensor.nbytes"),
+)
+
+#: Those with a path into a mapping are here by its name, such as `metric`.
+BY_NAME = {key.root if key.name.endswith(("NAME", "PATH")) else key.name: key for key in KEYS}

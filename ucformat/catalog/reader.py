@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Self
 
-from ucformat.catalog import content, entries, find_dependents, refs, search, stamp
+from ucformat.catalog import content, find_dependents, loading, refs, search, stamp
 from ucformat.catalog.database import Database
-from ucformat.catalog.entries import LineEntry, load_entries
+from ucformat.catalog.entries import LineEntry
+from ucformat.catalog.loading import load_entries
 from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.catalog.rows import load_events
 from ucformat.catalog.stamp import GRACE
@@ -222,12 +223,12 @@ class CatalogReader:
     def aliases(self) -> list[AliasEntry]:
         """All aliases, sorted by name."""
         with self._database.reading() as c:
-            return entries.load_aliases(c)
+            return loading.load_aliases(c)
 
     def alias_history(self, name: str) -> list[MoveEntry]:
         """The moves of an alias, oldest first."""
         with self._database.reading() as c:
-            return entries.load_alias_history(c, name)
+            return loading.load_alias_history(c, name)
 
     def protections(
         self, checkpoint: str, url: str, *, annotations: bool = True

@@ -17,6 +17,7 @@ from ucformat.catalog.content import (
     remove_digests,
     tensor_sets,
 )
+from ucformat.catalog.entries import KEYS
 from ucformat.catalog.lineage import insert_edges, parent_names
 from ucformat.catalog.lines import folder_launch, link_launches, record_continued
 from ucformat.catalog.models import (
@@ -56,6 +57,10 @@ if TYPE_CHECKING:
     from ucformat.catalog.refs import LocationEntry
     from ucformat.catalog.stamp import Stamp
     from ucformat.schema.manifest import Manifest
+
+
+#: How columns are made from the manifest.
+_FROM_MANIFEST = {key.place[1]: key.recorded for key in KEYS if key.recorded is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +162,15 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
             "state": "committed",
             "run_id": runs.get(names[i] or ""),
             "launch_id": launches[i],
-            "step": f.manifest.step,
+            **{column: recorded(f.manifest) for column, recorded in _FROM_MANIFEST.items()},
             "commits": f.manifest.commits,
             "created": _created(f.manifest),
             "recorded": stamp.now,
-            "tensors": len(f.manifest.tensors),
-            "nbytes": f.manifest.tensors.nbytes,
             "files": None if f.files is None else f.files[0],
             "files_nbytes": None if f.files is None else f.files[1],
             "format_version": f.manifest.version if f.kind == "ucformat" else None,
             "content": manifest_content(f.manifest) if f.kind == "ucformat" else None,
             "attempt": f.manifest.attempt or None,
-            "engine": f.manifest.producer.get("engine.name"),
             "producer": storable_json(f.manifest.producer),
             "topology": storable_json(f.manifest.layout),
             "config_id": config,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.catalog.entries import load_by_id
+from ucformat.catalog.loading import load_by_id
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.stamp import now
 from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError

@@ -1,9 +1,9 @@
 """Revisions of the catalog's tables, by Alembic, for SQLite and PostgreSQL alike.
 
 An empty database gets today's tables from `catalog/models.py` and is stamped with the last
-revision; revisions only upgrade databases of earlier releases. To add one: change the models, write
-a file in `versions/`, and add its number to `KNOWN`. Revisions never import the models, which
-change after them.
+revision; revisions only upgrade databases of earlier releases. To add one: change the models, and
+write a file in `versions/` whose name begins with its number. Revisions never import the models,
+which change after them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["HEAD", "KNOWN", "configuration"]
 
 #: The revisions, oldest first, and the last of them: what this version of ucformat works with.
-KNOWN = ("1",)
+KNOWN = tuple(
+    str(int(file.name[:4])) for file in sorted(Path(__file__).parent.glob("versions/[0-9]*.py"))
+)
 HEAD = KNOWN[-1]
 
 

@@ -19,7 +19,7 @@ from tests.catalog.filter.world import (
     TIMES,
     WORLDS,
 )
-from ucformat.catalog.filter.check import DOCUMENTS, MULTIPLE, SCALARS, TENSOR, Kind
+from ucformat.catalog.entries import KEYS, Kind
 from ucformat.catalog.filter.syntax import (
     Age,
     And,
@@ -118,7 +118,7 @@ FOUND = [
 
 paths = st.builds(
     lambda root, path: Key((root, *path)),
-    st.sampled_from(DOCUMENTS),
+    st.sampled_from([key.root for key in KEYS if key.kind is Kind.JSON]),
     st.lists(st.sampled_from(NAMES), min_size=1, max_size=3),
 )
 metrics = st.sampled_from(METRICS).map(lambda name: Key(("metric", name)))
@@ -127,12 +127,9 @@ metrics = st.sampled_from(METRICS).map(lambda name: Key(("metric", name)))
 Subject = tuple[Kind, st.SearchStrategy[tuple[Key, st.SearchStrategy[Any]]]]
 SUBJECTS: dict[str, Subject] = {
     **{
-        name: (kind, st.just((Key((name,)), LITERALS[kind])))
-        for name, kind in (SCALARS | MULTIPLE).items()
-    },
-    **{
-        f"tensor.{n}": (kind, st.just((Key(("tensor", n)), LITERALS[kind])))
-        for n, kind in TENSOR.items()
+        key.name: (key.kind, st.just((Key(tuple(key.name.split("."))), LITERALS[key.kind])))
+        for key in KEYS
+        if key.kind is not None and not key.name.endswith(("NAME", "PATH"))
     },
     "metric": (Kind.FLOAT, metrics.map(lambda key: (key, LITERALS[Kind.FLOAT]))),
     "paths": (Kind.JSON, paths.map(lambda key: (key, LITERALS[Kind.JSON]))),
@@ -181,7 +178,11 @@ atoms = st.sampled_from([*SUBJECTS.values(), *[SUBJECTS["found"], SUBJECTS["metr
 filters: st.SearchStrategy[Node] = st.recursive(atoms, joined, max_leaves=8)
 
 scalars = st.sampled_from(
-    [Key((name,)) for name, kind in SCALARS.items() if kind is not Kind.BOOLEAN]
+    [
+        Key((key.name,))
+        for key in KEYS
+        if key.kind not in {None, Kind.BOOLEAN} and "." not in key.name and not key.many
+    ]
 )
 sort_keys = scalars | metrics | paths | st.sampled_from(FOUND).map(lambda f: f[0])
 sorts = st.builds(

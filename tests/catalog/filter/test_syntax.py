@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.catalog.filter.strategies import OPERATORS, any_text, filters, sorts
+from ucformat.catalog.entries import KEYS, Kind
 from ucformat.catalog.filter import parse
-from ucformat.catalog.filter.check import MULTIPLE, SCALARS, TENSOR, used_keys, used_names
+from ucformat.catalog.filter.check import used_keys, used_names
 from ucformat.catalog.filter.parse import parse_sort
 from ucformat.catalog.filter.syntax import (
     Age,
@@ -114,11 +115,29 @@ def test_what_is_documented() -> None:
         parse(text)
     for text in [*re.findall(r'sort="(.+?)"', page), *re.findall(r"--sort=([^`]+)`", page)]:
         parse_sort(text)
-    keys = set(
-        re.findall(r"`([a-z_]+)`", page[page.index("## Keys") : page.index("Without `state`")])
-    )
-    assert {*SCALARS, *MULTIPLE} <= keys
-    assert all(f".{name}`" in page for name in TENSOR)
+
+
+#: What docs/filters.md calls the values that a key is compared with.
+COMPARED = {
+    Kind.TEXT: "text",
+    Kind.INTEGER: "a number",
+    Kind.SIZE: "a number, a size",
+    Kind.FLOAT: "a number",
+    Kind.TIME: "a time",
+    Kind.AGE: "an age",
+    Kind.BOOLEAN: "`true`, `false`",
+    Kind.JSON: "text, a number, `true`, `false`",
+}
+
+
+def test_the_table_of_keys_is_in_the_documents() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "filters.md").read_text()
+    table = page[page.index("## Keys") : page.index("Without `state`")]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert rows == [
+        f"| `{key.name}` | {key.about} | {'only a column' if key.kind is None else COMPARED[key.kind]} |"
+        for key in KEYS
+    ]
 
 
 def test_a_text_that_is_written_is_the_shortest_that_is_exact() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import insert
 
+from ucformat.catalog.entries import KEYS, Kind
 from ucformat.catalog.models import (
     Alias,
     Base,
@@ -63,6 +64,8 @@ NAMES = [
     "[0]", "%s", ":x", "?",
 ]  # fmt: skip
 METRICS = ["loss", "val_loss", "val/loss", "a.b", 'q"q', "é", "0"]
+#: Values of columns that have no rule of their own.
+ANY: dict[Kind | None, list[Any]] = {Kind.TEXT: TEXTS, Kind.INTEGER: INTEGERS}
 TIMES = [NOW + timedelta(hours=h) for h in (-1000, -168, -36, -24, -1, 0, 1, 24)] + [
     NOW - timedelta(microseconds=1)
 ]
@@ -150,6 +153,9 @@ def random_rows(random: Random, count: int) -> list[Row]:
             "format_version": maybe(1),
             "engine": maybe(random.choice(TEXTS)),
         }
+        for key in KEYS:
+            if key.place[0] == "checkpoint" and key.kind in ANY:
+                scalars.setdefault(key.name, maybe(random.choice(ANY[key.kind])))
         rows.append(
             Row(
                 serial,

@@ -6,9 +6,9 @@ import unicodedata
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from ucformat.catalog.entries import BY_NAME, Kind
 from ucformat.catalog.filter.syntax import (
     Age,
     Boolean,
@@ -27,6 +27,7 @@ from ucformat.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from ucformat.catalog.entries import EntryKey
     from ucformat.catalog.filter.syntax import Atom, Key, Node, Span, Value
 
 _MAX_MESSAGE = 400  # characters of a message, which may quote the filter
@@ -157,98 +158,44 @@ def _keys(node: Node | Sort) -> list[Key]:
     )
 
 
-class Kind(Enum):
-    """The type of a key's values; the text describes what it can be compared with."""
-
-    TEXT = "text in quotes, such as 'good'"
-    INTEGER = "a number"
-    SIZE = "a number of bytes, or a size such as 10GB"
-    FLOAT = "a number, such as 2.1 or 1e-4"
-    TIME = "a time in quotes, such as '2026-11-01' or '2026-11-01T12:00:00+02:00'"
-    AGE = "an age, such as 7d or 36h"
-    BOOLEAN = "true or false"
-    JSON = "text in quotes, a number, true or false"
-
-
-#: Keys with at most one value for each checkpoint.
-SCALARS = {
-    "id": Kind.TEXT,
-    "kind": Kind.TEXT,
-    "state": Kind.TEXT,
-    "run": Kind.TEXT,
-    "step": Kind.INTEGER,
-    "created": Kind.TIME,
-    "age": Kind.AGE,
-    "recorded": Kind.TIME,
-    "deleted": Kind.TIME,
-    "size": Kind.SIZE,
-    "tensors": Kind.INTEGER,
-    "format_version": Kind.INTEGER,
-    "engine": Kind.TEXT,
-    "hold": Kind.BOOLEAN,
-    "verified": Kind.BOOLEAN,
-}
-
-#: Keys with any number of values for each checkpoint.
-MULTIPLE = {"tag": Kind.TEXT, "alias": Kind.TEXT, "url": Kind.TEXT, "note": Kind.TEXT}
-
-#: One value for each tensor: `tensor.NAME`.
-TENSOR = {
-    "name": Kind.TEXT,
-    "state": Kind.TEXT,
-    "dtype": Kind.TEXT,
-    "shape": Kind.TEXT,
-    "digest": Kind.TEXT,
-    "size": Kind.SIZE,
-}
-
-#: A JSON document, with a path into it: `config.A.B`.
-DOCUMENTS = ("config", "topology", "producer")
-
-
 @dataclass(frozen=True)
 class Target:
     """A resolved key: `root` is its first part, `path` the rest."""
 
     root: str
     kind: Kind
-    path: tuple[str, ...] = ()
+    path: tuple[str, ...]
+    key: EntryKey
 
 
 def resolve(key: Key, text: str | None = None, *, more: Iterable[str] = ()) -> Target:
     """Resolve a key."""
     root, *path = key.parts
-    bare = SCALARS | MULTIPLE
+    written = f"tensor.{path[0]}" if root == "tensor" and path else root
+    entry_key = BY_NAME.get(written)
 
     def wrong(message: str, hint: str) -> UsageError:
         return pointing_error(message, text, key.at, hint=hint)
 
-    if root in DOCUMENTS:
-        if not path:
+    if entry_key is not None and entry_key.kind is not None:
+        kind = entry_key.kind
+        if kind is Kind.JSON and not path:
             raise wrong(f"{root} needs a path", f"such as {root}.a.b")
-        return Target(root, Kind.JSON, tuple(path))
-    if root == "metric":
-        if len(path) != 1:
+        if root == "metric" and len(path) != 1:
             name = '"' + ".".join(path).replace('"', '""') + '"' if path else "val_loss"
             raise wrong("metric takes the name of one metric", f"such as metric.{name}")
-        return Target(root, Kind.FLOAT, tuple(path))
-    if root == "tensor":
-        if len(path) != 1 or path[0] not in TENSOR:
-            known = [f"tensor.{name}" for name in TENSOR]
-            raise wrong(
-                f"unknown key {key}", nearest(str(key), known) or f"there are {', '.join(known)}"
-            )
-        return Target(root, TENSOR[path[0]], tuple(path))
-    if root in bare and not path:
-        return Target(root, bare[root])
-    if root in bare:
-        raise wrong(f"{root} takes no path", f"write {root} alone")
-    listed = ", ".join(
-        [*sorted(bare), "metric.NAME", "tensor.NAME", *(f"{d}.PATH" for d in DOCUMENTS)]
-    )
+        if entry_key.name == root and path:
+            raise wrong(f"{root} takes no path", f"write {root} alone")
+        if root != "tensor" or len(path) == 1:
+            return Target(root, kind, tuple(path), entry_key)
+    keys = {
+        name: k.name
+        for name, k in BY_NAME.items()
+        if k.kind is not None and (k.root == root or root != "tensor")
+    }
     tails = [name for name in more if name.endswith(f".{key}")]
-    offered = nearest(str(key), tails or [*bare, "metric", "tensor", *DOCUMENTS, *more])
-    raise wrong(f"unknown key {key}", offered or f"the keys are {listed}")
+    offered = nearest(str(key), tails or [*keys, *more])
+    raise wrong(f"unknown key {key}", offered or f"the keys are {', '.join(keys.values())}")
 
 
 _TAKES: dict[Kind, tuple[type, ...]] = {
@@ -324,7 +271,6 @@ def _check_value(atom: Atom, kind: Kind, value: Value, text: str | None) -> None
 
 
 def _check_sort(key: Key, target: Target, text: str | None) -> None:
-    single = target.root not in {"tensor", *MULTIPLE} and target.kind is not Kind.BOOLEAN
-    if not single:
+    if target.key.many or target.root == "tensor" or target.kind is Kind.BOOLEAN:
         hint = "sort by id, run, step, created, age, size, …, metric.NAME or config.PATH"
         raise pointing_error(f"{key} cannot be sorted by", text, key.at, hint=hint)

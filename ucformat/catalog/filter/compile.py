@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, false, not_, or_, select, true
 
+from ucformat.catalog.entries import Kind
 from ucformat.catalog.filter.check import (
-    Kind,
     Names,
     check,
     check_known,
@@ -47,16 +47,13 @@ from ucformat.catalog.filter.syntax import (
     Text,
 )
 from ucformat.catalog.models import (
-    Alias,
+    Base,
     Checkpoint,
     Config,
     Digest,
     Hold,
-    Location,
     Metric,
-    Note,
     Run,
-    Tag,
     Tensor,
     Verification,
 )
@@ -68,6 +65,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection, Select
 
+    from ucformat.catalog.entries import EntryKey
     from ucformat.catalog.filter.check import Target
     from ucformat.catalog.filter.documents import DocumentValue
     from ucformat.catalog.filter.syntax import Atom, Node, Sort, Value
@@ -83,33 +81,11 @@ class KeyColumn:
     lift: Lift
 
 
-_COLUMNS: dict[str, Any] = {
-    "id": Checkpoint.id,
-    "kind": Checkpoint.kind,
-    "state": Checkpoint.state,
-    "step": Checkpoint.step,
-    "created": Checkpoint.created,
-    "recorded": Checkpoint.recorded,
-    "deleted": Checkpoint.deleted,
-    "age": Checkpoint.created,
-    "size": Checkpoint.nbytes,
-    "tensors": Checkpoint.tensors,
-    "format_version": Checkpoint.format_version,
-    "engine": Checkpoint.engine,
-}
-_MULTIPLE: dict[str, tuple[Any, Any]] = {
-    "tag": (Tag.name, Tag.checkpoint),
-    "alias": (Alias.name, Alias.checkpoint),
-    "url": (Location.url, Location.checkpoint),
-    "note": (Note.text, Note.checkpoint),
-}
-_TENSOR: dict[str, Any] = {
-    "name": Tensor.name,
-    "state": Tensor.state,
-    "dtype": Tensor.dtype,
-    "shape": Tensor.shape,
-    "size": Tensor.nbytes,
-}
+def _stored(key: EntryKey) -> tuple[Any, Any]:
+    """The column of a key, and the one by which its table refers to checkpoints; None for other tables."""
+    name, column = key.place
+    table = Base.metadata.tables[name]
+    return table.c[column], table.c.get("checkpoint")
 
 
 def column_of(target: Target, *, each: bool = False) -> KeyColumn:
@@ -120,38 +96,32 @@ def column_of(target: Target, *, each: bool = False) -> KeyColumn:
             return lambda c: select(owner).where(owner == Checkpoint.serial, *more, c).exists()
         return lambda c: Checkpoint.serial.in_(select(owner).where(*more, c))
 
+    column, owner = _stored(target.key)
     match target.root:
         case "run":
             run = unindexed(Checkpoint.run_id) if each else Checkpoint.run_id
-            return KeyColumn(Run.name, lambda c: _and_there(run, run.in_(select(Run.id).where(c))))
+            return KeyColumn(column, lambda c: _and_there(run, run.in_(select(Run.id).where(c))))
         case "metric":
-            return KeyColumn(Metric.value, owned(Metric.checkpoint, Metric.name == target.path[0]))
+            return KeyColumn(column, owned(owner, Metric.name == target.path[0]))
         case "verified":
-            return KeyColumn(Verification.ok, _last_verified)
+            return KeyColumn(column, _last_verified)
         case "tensor" if target.path == ("digest",):
-            return KeyColumn(Digest.digest, _with_digest)
+            return KeyColumn(column, _with_digest)
         case "tensor":
-            column = _TENSOR[target.path[0]]
             structure = unindexed(Checkpoint.tensor_set_id) if each else Checkpoint.tensor_set_id
             return KeyColumn(column, lambda c: structure.in_(select(Tensor.tensor_set_id).where(c)))
-        case root if root in _MULTIPLE:
-            column, owner = _MULTIPLE[root]
+        case _ if target.key.many:
             return KeyColumn(column, owned(owner))
-        case root:
-            column = _COLUMNS[root]
-            return KeyColumn(column, lambda c: _and_there(column, c))
+    return KeyColumn(column, lambda c: _and_there(column, c))
 
 
-def document_column(root: str, *, each: bool = False) -> KeyColumn:
-    """The column of the JSON document that a key with this root points into; `each` as for `compile_filter`."""
-    if root == "config":
-        found: Any = unindexed(Checkpoint.config_id) if each else Checkpoint.config_id
-        return KeyColumn(
-            Config.document, lambda c: _and_there(found, found.in_(select(Config.id).where(c)))
-        )
-    return KeyColumn(
-        Checkpoint.topology if root == "topology" else Checkpoint.producer, lambda c: c
-    )
+def document_column(target: Target, *, each: bool = False) -> KeyColumn:
+    """The column of the JSON document that a key points into; `each` as for `compile_filter`."""
+    column, _ = _stored(target.key)
+    if target.root != "config":
+        return KeyColumn(column, lambda c: c)
+    config: Any = unindexed(Checkpoint.config_id) if each else Checkpoint.config_id
+    return KeyColumn(column, lambda c: _and_there(config, config.in_(select(Config.id).where(c))))
 
 
 def is_held(now: datetime) -> ColumnElement[bool]:
@@ -209,12 +179,10 @@ def compile_rows(node: Node, *, now: datetime) -> Select[Any] | None:
         return None
     target = resolve(node.key)
     equal = isinstance(node, In) or node.operator == "="
-    if target.root != "metric" and not (
-        equal and target.root in {"id", "run", "tag", "alias", "config", "url"}
-    ):
+    if not target.key.indexed or not (equal or target.root == "metric"):
         return None
-    if target.root == "metric" or target.root in _MULTIPLE:
-        column, owner = _MULTIPLE.get(target.root, (Metric.value, Metric.checkpoint))
+    column, owner = _stored(target.key)
+    if owner is not None:
         named = (Metric.name == target.path[0],) if target.root == "metric" else ()
         return select(owner).where(*named, _on_column(column, target.kind, node, now))
     return select(Checkpoint.serial).where(_atom(node, now, each=False))
@@ -250,7 +218,7 @@ def _atom(atom: Atom, now: datetime, *, each: bool) -> ColumnElement[bool]:
     if target.root == "hold":
         return _truth(is_held(now), atom)
     if target.kind is Kind.JSON:
-        source = document_column(target.root, each=each)
+        source = document_column(target, each=each)
         return source.lift(
             document_test(source.column, target.path, lambda found: _in_document(found, atom))
         )
@@ -375,7 +343,7 @@ def _sort_values(target: Target) -> list[ColumnElement[Any]]:
                 lambda value: select(value).where(own).correlate(Checkpoint).scalar_subquery(),
             )
         case "topology" | "producer":
-            return document_order(document_column(target.root).column, target.path)
+            return document_order(document_column(target).column, target.path)
         case "run":
             name = (
                 select(Run.name)

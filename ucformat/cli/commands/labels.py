@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import hold_data, instant, note_data, opened_catalog
+from ucformat.cli.ui.catalogs import data_of, instant, opened_catalog
 from ucformat.cli.ui.options import CATALOG, REF, command, parse_metric
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import moment, plural, table
@@ -90,7 +90,7 @@ def note(ref: str, text: str, out: Output) -> None:
         now = catalog.get(entry.id).notes
     out.result(
         lambda: [f"{entry.name}: {plural(len(now), 'note')}"],
-        lambda: _data(entry, notes=[note_data(n) for n in now]),
+        lambda: _data(entry, notes=[data_of(n) for n in now]),
     )
 
 
@@ -113,7 +113,7 @@ def hold(ref: str, reason: str, until: str | None, out: Output) -> None:
     time = "until it is released" if made.until is None else f"until {moment(made.until)}"
     out.result(
         lambda: [f"{entry.name}: hold {number}, {time}"],
-        lambda: _data(entry, hold=hold_data(made)),
+        lambda: _data(entry, hold=data_of(made)),
         lambda: [str(number)],
     )
 
@@ -164,7 +164,7 @@ def release(ref: str, number: int | None, out: Output) -> None:
         lambda: [
             f"{entry.name}: {plural(ended, 'hold')} released{f', {len(left)} left' if left else ''}"
         ],
-        lambda: _data(entry, released=ended, holds=[hold_data(h) for h in left]),
+        lambda: _data(entry, released=ended, holds=[data_of(h) for h in left]),
         lambda: [str(ended)],
     )
 

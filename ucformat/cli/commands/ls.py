@@ -8,123 +8,82 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ucformat.catalog.entries import BY_NAME, KEYS, Kind
 from ucformat.cli.ui.catalogs import entry_data, opened_catalog
 from ucformat.cli.ui.options import CATALOG, command
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import ago, bytes_text, count, moment, plural, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.entries import Entry
+    from ucformat.catalog.entries import Entry, EntryKey
     from ucformat.cli.ui.output import Output
 
 _ID_LENGTH = 12  # characters of an id that are shown to people
 
-#: The values of keys, besides metric.NAME and paths into config, topology and producer.
-KEYS: dict[str, Callable[[Entry], Any]] = {
-    "name": lambda e: e.name,
-    "id": lambda e: e.id,
-    "run": lambda e: e.run,
-    "step": lambda e: e.step,
-    "kind": lambda e: e.kind,
-    "engine": lambda e: e.engine,
-    "state": lambda e: e.state,
-    "size": lambda e: e.nbytes,
-    "tensors": lambda e: e.tensors,
-    "age": lambda e: e.created,
-    "created": lambda e: e.created,
-    "recorded": lambda e: e.recorded,
-    "deleted": lambda e: e.deleted,
-    "format_version": lambda e: e.format_version,
-    "url": lambda e: e.url,
-    "launch": lambda e: e.launch,
-    "metrics": lambda e: [f"{name}={value:.6g}" for name, value in sorted(e.metrics.items())],
-    "alias": lambda e: e.aliases,
-    "tag": lambda e: e.tags,
-    "hold": lambda e: [h.reason for h in e.holds],
-    "note": lambda e: [n.text for n in e.notes],
-    "verified": lambda e: None if e.verified is None else e.verified.ok,
-}
-
-_MAPPINGS: dict[str, Callable[[Entry], Mapping[str, Any]]] = {
-    "metric": lambda e: e.metrics,
-    "config": lambda e: e.config,
-    "topology": lambda e: e.topology,
-    "producer": lambda e: e.producer,
-}
-
 _PART = re.compile(r'"(?:[^"]|"")*"|[^.,"]+')
 _KEY = re.compile(rf"\s*((?:{_PART.pattern})(?:\.(?:{_PART.pattern}))*)\s*(?:,|$)")
-
-_RIGHT = ("step", "size", "tensors", "age")
-_WHOLE = (
-    "id",
-    "kind",
-    "state",
-    "created",
-    "recorded",
-    "deleted",
-    "verified",
-)  # short, or useless when shortened
 
 
 class Column:
     """A column of the table.
 
     Args:
-        value: returns the value of a checkpoint; None if it has none.
+        text: the key as it was given.
+        key: the key that it is, or begins with.
+        path: where its value is in that of the key.
     """
 
-    def __init__(self, key: str, value: Callable[[Entry], Any]) -> None:
-        self.key = key
-        self._value = value
+    def __init__(self, text: str, key: EntryKey, path: Sequence[str] = ()) -> None:
+        self.text = text
+        self.path = path
+        self._key = key
 
-    @property
-    def path(self) -> bool:
-        """Whether it is a metric or a path into a document, not a key of every checkpoint."""
-        return self.key not in KEYS
+    def value(self, entry: Entry) -> Any:
+        """The value of a checkpoint; None if it has none."""
+        return _reach(self._key.value(entry), self.path)
 
     @property
     def shrinks(self) -> bool:
         """Whether its cells may be shortened."""
-        return self.key not in (*_WHOLE, *_RIGHT)
+        return not (self._key.whole or self._key.kind in _FORMATS)
 
     def right(self, entries: Sequence[Entry]) -> bool:
         """Whether it is aligned right, as it has only numbers."""
-        values = [v for e in entries if (v := self._value(e)) is not None]
-        return self.key in _RIGHT or bool(
+        values = [v for e in entries if (v := self.value(e)) is not None]
+        return self._key.kind in (Kind.INTEGER, Kind.SIZE, Kind.AGE) or bool(
             values and all(isinstance(v, int | float) for v in values)
         )
 
     def empty(self, entries: Sequence[Entry]) -> bool:
         """Whether no checkpoint has a value."""
-        return not any(self._value(e) not in (None, (), []) for e in entries)
+        return not any(self.value(e) not in (None, (), []) for e in entries)
 
-    def text(self, entry: Entry, *, short: bool) -> str:
+    def cell(self, entry: Entry, *, short: bool) -> str:
         """Format the value of a checkpoint."""
-        value = self._value(entry)
-        match self.key:
-            case _ if value is None:
-                return "-"
+        value = self.value(entry)
+        if value is None:
+            return "-"
+        match self._key.name:
             case "id" if short:
                 return str(value)[:_ID_LENGTH]
             case "launch" if short:
                 from ucformat.catalog.lines import launch_label
 
                 return launch_label(value)
-            case "size":
-                return bytes_text(value)
-            case "step" | "tensors":
-                return count(value)
-            case "age":
-                return ago(value)
-            case "created" | "recorded" | "deleted":
-                return moment(value)
             case "verified":
                 return "ok" if value else "damaged"
-        return _text(value)
+        return _FORMATS[self._key.kind](value) if self._key.kind in _FORMATS else _text(value)
+
+
+_FORMATS: dict[Kind | None, Callable[[Any], str]] = {
+    Kind.INTEGER: count,
+    Kind.SIZE: bytes_text,
+    Kind.AGE: ago,
+    Kind.TIME: moment,
+}
 
 
 def _text(value: Any) -> str:
@@ -160,14 +119,13 @@ def _column(key: str) -> Column:
 
     from ucformat.errors import UsageError
 
-    if key in KEYS:
-        return Column(key, KEYS[key])
     root, *path = [_plain(part) for part in _PART.findall(key)]
-    if root in _MAPPINGS and path:
-        return Column(key, lambda e: _reach(_MAPPINGS[root](e), path))
-    near = get_close_matches(key, KEYS, 1, 0.5)
-    known = ", ".join([*KEYS, "metric.NAME", *(f"{m}.KEY.KEY" for m in _MAPPINGS if m != "metric")])
-    hint = f"did you mean {near[0]}?" if near else f"the columns are {known}"
+    known = BY_NAME.get(root)
+    if known is not None and (known.name != root) is bool(path):
+        return Column(key, known, path)
+    names = [k.name for k in KEYS if k.root != "tensor"]
+    near = get_close_matches(key, names, 1, 0.5)
+    hint = f"did you mean {near[0]}?" if near else f"the columns are {', '.join(names)}"
     raise UsageError(f"there is no column {key!r}", hint=hint)
 
 
@@ -253,7 +211,7 @@ def ls(
             total = (catalog.count if out.as_json else catalog.count_few)(where, deleted=deleted)
         for column in chosen or ():
             if column.path and column.empty(found):
-                _check_known(catalog, column.key, out)
+                _check_known(catalog, column.text, out)
     out.result(
         lambda: _table(found, chosen or _default(found, deleted=deleted)),
         lambda: {"checkpoints": [entry_data(e) for e in found], "total": total},
@@ -334,11 +292,11 @@ def _default(found: Sequence[Entry], *, deleted: bool) -> list[Column]:
     columns = [c for c in columns if not c.empty(found)]
     for key in ("url", "metrics"):  # the last to be shown where there is little room
         widths = (
-            max(len(text) for text in (c.key, *(c.text(e, short=True) for e in found)))
+            max(len(text) for text in (c.text, *(c.cell(e, short=True) for e in found)))
             for c in columns
         )
         if sum(widths) + 2 * (len(columns) - 1) > width:
-            columns = [c for c in columns if c.key != key]
+            columns = [c for c in columns if c.text != key]
     return columns
 
 
@@ -347,8 +305,8 @@ def _table(found: Sequence[Entry], columns: Sequence[Column]) -> Iterator[str]:
         return iter(("no checkpoints",))
     width = terminal_width()
     return table(
-        [c.key for c in columns],
-        [[c.text(e, short=width is not None) for c in columns] for e in found],
+        [c.text for c in columns],
+        [[c.cell(e, short=width is not None) for c in columns] for e in found],
         left=[i for i, c in enumerate(columns) if not c.right(found)],
         shrink=[i for i, c in enumerate(columns) if c.shrinks],
         width=width,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from ucformat.catalog.entries import HoldEntry
 from ucformat.cli.ui.text import bytes_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from datetime import datetime
     from pathlib import Path
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.entries import Entry, HoldEntry, NoteEntry, VerificationEntry
+    from ucformat.catalog.entries import Entry
     from ucformat.checkpoint import Checkpoint
     from ucformat.cli.ui.output import Output
 
@@ -73,70 +75,30 @@ def file_of(url: str) -> Path | None:
     return Path(url.partition("://")[2][1:].partition("?")[0]) if url.startswith("sqlite") else None
 
 
+_NAMES = {"nbytes": "bytes", "files_nbytes": "files_bytes"}
+
+
 def entry_data(entry: Entry) -> dict[str, Any]:
-    """The JSON of a checkpoint in the catalog, the same in all commands."""
-    return {
-        "id": entry.id,
-        "name": entry.name,
-        "kind": entry.kind,
-        "state": entry.state,
-        "run": entry.run,
-        "step": entry.step,
-        "commits": entry.commits,
-        "launch": entry.launch,
-        "created": instant(entry.created),
-        "recorded": instant(entry.recorded),
-        "deleted": instant(entry.deleted),
-        "purge_after": instant(entry.purge_after),
-        "tensors": entry.tensors,
-        "bytes": entry.nbytes,
-        "files": entry.files,
-        "files_bytes": entry.files_nbytes,
-        "format_version": entry.format_version,
-        "engine": entry.engine,
-        "topology": dict(entry.topology),
-        "config": dict(entry.config),
-        "urls": list(entry.urls),
-        "metrics": dict(entry.metrics),
-        "tags": list(entry.tags),
-        "aliases": list(entry.aliases),
-        "holds": [hold_data(h) for h in entry.holds],
-        "notes": [note_data(n) for n in entry.notes],
-        "from_documents": list(entry.from_documents),
-        "verified": None if entry.verified is None else _verified(entry.verified),
-    }
+    """The JSON of a checkpoint in the catalog, the same in all commands: all that `Entry` has, and the name."""
+    attributes: dict[str, Any] = data_of(entry)
+    return {"id": entry.id, "name": entry.name} | attributes
 
 
-def hold_data(hold: HoldEntry) -> dict[str, Any]:
-    """The JSON of a hold."""
-    return {
-        "number": hold.id,
-        "reason": hold.reason,
-        "until": instant(hold.until),
-        "created": instant(hold.created),
-        "who": hold.who,
-    }
-
-
-def note_data(note: NoteEntry) -> dict[str, Any]:
-    """The JSON of a note."""
-    return {"text": note.text, "created": instant(note.created), "who": note.who}
-
-
-def _verified(found: VerificationEntry) -> dict[str, Any]:
-    return {
-        "at": instant(found.at),
-        "ok": found.ok,
-        "url": found.url,
-        "bytes_verified": found.bytes_verified,
-        "bytes_unverified": found.bytes_unverified,
-        "problems": list(found.problems),
-        "tool": found.tool,
-    }
+def data_of(value: Any) -> Any:
+    """The JSON of a value of the catalog."""
+    match value:
+        case datetime():
+            return instant(value)
+        case tuple():
+            return [data_of(v) for v in value]
+        case _ if is_dataclass(value):
+            names = _NAMES | {"id": "number"} if isinstance(value, HoldEntry) else _NAMES
+            return {
+                names.get(f.name, f.name): data_of(getattr(value, f.name)) for f in fields(value)
+            }
+    return value
 
 
 def instant(at: datetime | None) -> str | None:
     """The JSON of a time: ISO 8601, in UTC."""
-    from datetime import UTC
-
     return None if at is None else at.astimezone(UTC).isoformat().replace("+00:00", "Z")

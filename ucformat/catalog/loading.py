@@ -1,0 +1,168 @@
+"""The queries that load the values of `catalog.entries`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from ucformat.catalog.entries import (
+    AliasEntry,
+    Entry,
+    HoldEntry,
+    MoveEntry,
+    NoteEntry,
+    VerificationEntry,
+)
+from ucformat.catalog.lines import load_continuations
+from ucformat.catalog.models import (
+    Alias,
+    AliasMove,
+    Checkpoint,
+    Config,
+    Hold,
+    Location,
+    Metric,
+    Note,
+    Run,
+    Tag,
+    Verification,
+)
+from ucformat.catalog.rows import MAX_IN_LIST
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import BindParameter, Connection, Row
+
+
+_SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
+_TABLE_ORDER: dict[Any, Any] = {
+    Alias: Alias.name,
+    Hold: Hold.id,
+    Location: Location.id,
+    Metric: Metric.name,
+    Note: Note.id,
+    Tag: Tag.name,
+    Verification: Verification.id,
+}
+#: Built once: SQLAlchemy takes longer to build a query than the database to answer it.
+_ROWS = {
+    t: sa.select(t.__table__).where(t.checkpoint.in_(_SERIALS)).order_by(o)
+    for t, o in _TABLE_ORDER.items()
+}
+_CHECKPOINTS = (
+    sa.select(Checkpoint.__table__, Run.name.label("run"), Config.document.label("config"))
+    .outerjoin(Run, Run.id == Checkpoint.run_id)
+    .outerjoin(Config, Config.id == Checkpoint.config_id)
+    .where(Checkpoint.serial.in_(_SERIALS))
+)
+#: The attributes of an entry that are columns of the same name.
+_COLUMNS = [f.name for f in fields(Entry) if f.name in Checkpoint.__table__.c]
+
+
+def load_entries(connection: Connection, serials: Sequence[int], now: datetime) -> list[Entry]:
+    """Load the entries of checkpoints."""
+    entries: dict[int, Entry] = {}
+    for at in range(0, len(serials), MAX_IN_LIST):
+        entries |= _load_page(connection, serials[at : at + MAX_IN_LIST], now)
+    return [entries[s] for s in serials]
+
+
+def load_by_id(connection: Connection, ids: Sequence[str], now: datetime) -> list[Entry]:
+    """As `load_entries`, by id."""
+    serials: dict[str, int] = {}
+    for at in range(0, len(ids), MAX_IN_LIST):
+        page = Checkpoint.id.in_(ids[at : at + MAX_IN_LIST])
+        serials |= dict(
+            connection.execute(sa.select(Checkpoint.id, Checkpoint.serial).where(page)).all()
+        )
+    return load_entries(connection, [serials[i] for i in ids], now)
+
+
+def _load_page(connection: Connection, serials: Sequence[int], now: datetime) -> dict[int, Entry]:
+    documented: dict[int, list[str]] = {}
+
+    def many(
+        table: Any, name: str | None, value: Callable[[Row[Any]], Any]
+    ) -> dict[int, list[Any]]:
+        grouped: dict[int, list[Any]] = {s: [] for s in serials}
+        for row in connection.execute(_ROWS[table], {"serials": serials}):
+            grouped[row.checkpoint].append(value(row))
+            if name is not None and row.document_url is not None:
+                documented.setdefault(row.checkpoint, []).append(
+                    f"{table.__tablename__} {getattr(row, name)}"
+                )
+        return grouped
+
+    metrics = many(Metric, "name", lambda r: (r.name, float("nan") if r.value is None else r.value))
+    tags = many(Tag, "name", lambda r: r.name)
+    aliases = many(Alias, "name", lambda r: r.name)
+    urls = many(Location, None, lambda r: r.url)
+    holds = many(Hold, "id", lambda r: r)
+    notes = many(Note, "text", lambda r: NoteEntry(r.text, r.created, r.who))
+    verified = many(Verification, None, _verification)
+    rows = connection.execute(_CHECKPOINTS, {"serials": serials}).all()
+    launches = load_continuations(connection, {r.launch_id for r in rows})
+    entries = {}
+    for r in rows:
+        launch, family, continues = launches[r.launch_id]
+        entries[r.serial] = Entry(
+            **{name: getattr(r, name) for name in _COLUMNS},
+            run=r.run,
+            launch=launch,
+            family=family,
+            continues=continues,
+            config=r.config or {},
+            urls=tuple(urls[r.serial]),
+            metrics=dict(metrics[r.serial]),
+            tags=tuple(tags[r.serial]),
+            aliases=tuple(aliases[r.serial]),
+            holds=tuple(
+                HoldEntry(h.id, h.reason, h.until, h.created, h.who)
+                for h in holds[r.serial]
+                if h.released is None and (h.until is None or h.until > now)
+            ),
+            notes=tuple(notes[r.serial]),
+            verified=next(reversed(verified[r.serial]), None),
+            from_documents=tuple(sorted(documented.get(r.serial, ()))),
+        )
+    return entries
+
+
+def _verification(r: Row[Any]) -> VerificationEntry:
+    return VerificationEntry(
+        r.at, r.ok, r.url, r.bytes_verified, r.bytes_unverified, tuple(r.problems), r.tool
+    )
+
+
+def load_aliases(connection: Connection) -> list[AliasEntry]:
+    """All aliases, sorted by name."""
+    rows = connection.execute(
+        sa.select(Alias.name, Checkpoint.id, Alias.version, Alias.moved)
+        .join(Checkpoint, Checkpoint.serial == Alias.checkpoint)
+        .order_by(Alias.name)
+    )
+    return [AliasEntry(*r) for r in rows]
+
+
+def load_alias_history(connection: Connection, name: str) -> list[MoveEntry]:
+    """The moves of an alias, oldest first."""
+    source, target = Checkpoint.__table__.alias(), Checkpoint.__table__.alias()
+    rows = connection.execute(
+        sa.select(
+            AliasMove.name,
+            AliasMove.version,
+            source.c.id,
+            target.c.id,
+            AliasMove.moved,
+            AliasMove.who,
+        )
+        .outerjoin(source, source.c.serial == AliasMove.source)
+        .outerjoin(target, target.c.serial == AliasMove.target)
+        .where(AliasMove.name == name)
+        .order_by(AliasMove.version)
+    )
+    return [MoveEntry(*r) for r in rows]
