@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -56,32 +57,30 @@ class Tree:
 
         self._parents = parents_of([str(rank // 8) for rank in range(ranks)])
         self._of: list[Any] = [None] * ranks  # the statement and checksums of each rank's group
-        self._offers: list[Any] = [None] * ranks
-        self.listed: set[Any] = set()  # tensors
+        self._summaries: list[Any] = [None] * ranks
         for members in groups_of(case, ranks).values():
             stated, sums, _ = statement_of(case, members[0], ranks)
-            self.listed |= stated.undescribed
             for rank in members:
                 stated.rank = rank
                 stated.coordinates = {mesh: mesh.coordinate(rank) for mesh in stated.coordinates}
-                self._offers[rank] = stated.offer(text, sums, ())
+                self._summaries[rank] = stated.summary(text, sums, NOTHING_KEPT)
                 self._of[rank] = (stated, sums)
 
     def merged(self, question: Any) -> tuple[list[bytes], int]:
         """The messages of the children of rank 0, the first or those after a question, and the bytes of all ranks."""
         from ucformat.torch.comm.wire import encode
-        from ucformat.torch.saving.agree import merge_more, merge_offers
-        from ucformat.torch.saving.statement import More, Offer
+        from ucformat.torch.saving.agree import merge_replies, merge_summaries
+        from ucformat.torch.saving.statement import Replies, Summary
 
-        kind, merge = (Offer, merge_offers) if question is None else (More, merge_more)
+        kind, merge = (Summary, merge_summaries) if question is None else (Replies, merge_replies)
         below: dict[int, list[Any]] = {}
         sent, first = 0, []
-        for rank in range(len(self._offers) - 1, 0, -1):
-            value = self._offers[rank]
+        for rank in range(len(self._summaries) - 1, 0, -1):
+            value = self._summaries[rank]
             if question is not None:
                 stated, sums = self._of[rank]
                 stated.rank = rank
-                value = stated.more(question.others.get(rank, question.common), sums)
+                value = stated.reply(question.others.get(rank, question.common), sums)
             for child in reversed(below.pop(rank, [])):
                 value = merge(value, child)
             data = encode(value, kind)
@@ -91,6 +90,9 @@ class Tree:
             else:
                 first.append(data)
         return first[::-1], sent
+
+
+NOTHING_KEPT: Any = (b"", SimpleNamespace(compared=(), left_out={}))
 
 
 def groups_of(case: Case, ranks: int) -> dict[int, list[int]]:
@@ -104,7 +106,6 @@ def groups_of(case: Case, ranks: int) -> dict[int, list[int]]:
 def serve(case: Case, ranks: int, text: str, pipe: Any) -> None:
     """Answer rank 0's requests for the messages of its children."""
     tree = Tree(case, ranks, text)
-    pipe.send(len(tree.listed))
     while (request := pipe.recv()) is not None:
         pipe.send(tree.merged(request[1]))
 
@@ -114,7 +115,6 @@ class RankZero:
 
     def __init__(self, ranks: int, pipe: Any) -> None:
         self.rank, self.size, self._pipe = 0, ranks, pipe
-        self.cache: dict[str, Any] = {}
         self.exchanged = 0
         self._question: Any = None
 
@@ -161,7 +161,9 @@ def warm_up() -> None:
     import torch
 
     import ucformat.torch  # noqa: F401
+    from ucformat.format import small
 
+    small.MOST_SMALL_ARRAYS = 1 << 60  # all tensors of the Zarr form are arrays here
     torch.set_num_threads(1)  # a fork would wait for the threads of its parent
     tensors_of(CASES[TP], 0, 16)
 
@@ -174,31 +176,33 @@ def in_fork(act: Callable[..., Any], *arguments: Any) -> Any:
 
 def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
     """The seconds of rank 0 for the first plan and the next one, its memory, the bytes exchanged, and the metadata."""
-    from ucformat.torch.saving.agree import agree
+    from ucformat.format.sidecar import encode_columns
+    from ucformat.torch.saving.agree import Coordinator, agree
     from ucformat.torch.saving.options import SaveOptions
-    from ucformat.torch.saving.plan import described_plan, write_plan
-    from ucformat.torch.saving.statement import Exceptions
-    from ucformat.torch.saving.write import sidecar_of
+    from ucformat.torch.saving.plan import own_part
+    from ucformat.torch.saving.write import packed_extents
 
     stated, sums, stating = statement_of(CASES[name], 0, ranks)
     group: Any = RankZero(ranks, pipe)
     memory = Memory()
     options = SaveOptions("", form)
-    known: list[Any] = []  # as `plan_save` keeps it
+    coordinator = Coordinator()
+    known: list[Any] = []  # as `SavePlanner` keeps it
+    text: Any = name  # the options of all ranks, which those of a form would be in a save
 
     def plan() -> tuple[Any, Any, bytes]:
-        answer, joined = agree(
-            group, stated, name, sums, lambda: ATTEMPT, equal=True, arrays=form == "zarr"
-        )
-        if answer.attempt is None or joined is None:
-            raise SystemExit(f"{name}: the descriptions do not fit each other")
-        if not known or known[0] is not joined:
-            part = write_plan(stated, answer.exceptions or Exceptions(), options)
-            known[:] = [joined, described_plan(joined, form), part]
-        found = known[1]
-        if form == "zarr":
-            return answer, found, b""
-        return answer, found, sidecar_of(found, f"data/{ATTEMPT}")
+        coordinator.begin(stated, options, lambda _: (ATTEMPT, None))
+        agree(group, stated, text, sums, NOTHING_KEPT, coordinator)
+        made = coordinator.plan
+        assert made is not None
+        if known != [made.digest]:
+            own_part(stated, made.exceptions, options)
+            known[:] = [made.digest]
+        if not made.packed.infos:
+            return made.exceptions, made, b""
+        begins = dict.fromkeys(range(ranks), 0)
+        extents = packed_extents(made.packed, f"data/{ATTEMPT}", begins)
+        return made.exceptions, made, encode_columns(*extents)
 
     begun = time.process_time()
     answer, found, sidecar = plan()
@@ -214,7 +218,8 @@ def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
         raise SystemExit(f"{name}: an equal state is not found to be equal")
     plan()
     again_s = time.process_time() - again
-    manifest = manifest_with(found.table or table_of(options.arrays(found.infos, ATTEMPT)), sidecar)
+    arrays = options.arrays(found.arrays.infos, ATTEMPT)
+    manifest = manifest_with(found.packed.table if sidecar else table_of(arrays), sidecar)
     row = {
         "first_s": stating + first - begun,
         "again_s": again_s,
@@ -222,7 +227,14 @@ def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
         "exchanged_mb": exchanged / 1e6,
         "metadata_mb": (len(sidecar) + len(manifest)) / 1e6,
     }
-    return {"row": row, "answer": answer, "manifest": manifest, "sidecar": sidecar}
+    listed = len(answer.listed)
+    return {
+        "row": row,
+        "exceptions": answer,
+        "manifest": manifest,
+        "sidecar": sidecar,
+        "listed": listed,
+    }
 
 
 def table_of(arrays: list[Any]) -> Any:
@@ -270,18 +282,17 @@ def manifest_with(tensors: Any, sidecar: bytes) -> bytes:
 
 
 def of_other(
-    name: str, rank: int, ranks: int, answers: dict[str, Any]
+    name: str, rank: int, ranks: int, found: dict[str, Any]
 ) -> dict[str, tuple[float, float]]:
     """The processor seconds of another rank, and its memory in MB, for each form."""
     from ucformat.torch.saving.options import SaveOptions
-    from ucformat.torch.saving.plan import write_plan
-    from ucformat.torch.saving.statement import Exceptions
+    from ucformat.torch.saving.plan import own_part
 
     stated, _, stating = statement_of(CASES[name], rank, ranks)
     out = {}
-    for form, answer in answers.items():
+    for form, exceptions in found.items():
         memory, begun = Memory(), time.process_time()
-        write_plan(stated, answer.exceptions or Exceptions(), SaveOptions("", form))  # type: ignore[arg-type]
+        own_part(stated, exceptions, SaveOptions("", form))  # type: ignore[arg-type]
         out[form] = (stating + time.process_time() - begun, memory.peak_mb())
     return out
 
@@ -355,8 +366,7 @@ def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
     from ucformat.format.described import ALIGNMENT
     from ucformat.format.universal import grid_of
     from ucformat.torch.saving.options import SaveOptions
-    from ucformat.torch.saving.plan import write_plan
-    from ucformat.torch.saving.statement import Exceptions
+    from ucformat.torch.saving.plan import own_part
 
     gc.disable()  # which would go through millions of pieces again and again
     extents: Counter[Any] = Counter()  # as written minus as read, and as sent minus as received
@@ -372,9 +382,7 @@ def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
     for rank in range(ranks):
         stated, _, _ = statement_of(CASES[name], rank, ranks)
         plans = {
-            form: write_plan(
-                stated, found[form]["answer"].exceptions or Exceptions(), SaveOptions("", form)
-            )
+            form: own_part(stated, found[form]["exceptions"], SaveOptions("", form))
             for form in ("packed", "zarr")
         }
         end = 0
@@ -411,7 +419,6 @@ def simulate(name: str, ranks: int) -> list[dict[str, Any]]:
     here, there = fork.Pipe()
     tree = fork.Process(target=serve, args=(case, ranks, name, there))
     tree.start()
-    listed = here.recv()
     found = {form: in_fork(of_rank_zero, name, form, ranks, here) for form in FORMS}
     here.send(None)
     tree.join()
@@ -420,8 +427,8 @@ def simulate(name: str, ranks: int) -> list[dict[str, Any]]:
     others = {r for g in some for r in (groups[g][0], groups[g][-1])} | set(
         chance.sample(range(ranks), 16)
     )
-    answers = {form: found[form]["answer"] for form in FORMS}
-    measured = [in_fork(of_other, name, rank, ranks, answers) for rank in sorted(others - {0})]
+    told = {form: found[form]["exceptions"] for form in FORMS}
+    measured = [in_fork(of_other, name, rank, ranks, told) for rank in sorted(others - {0})]
     differ = in_fork(differences, name, ranks, found) if ranks <= COMPARED else None
     rows = []
     for form in FORMS:
@@ -431,7 +438,7 @@ def simulate(name: str, ranks: int) -> list[dict[str, Any]]:
             **found[form]["row"],
             "other_s": max(m[form][0] for m in measured),
             "other_rss_mb": max(m[form][1] for m in measured),
-            "listed": listed,
+            "listed": found[form]["listed"],
             "differ": differ,
         }
         for under, layout in {"": name, **({"tp_": TP} if "405B" in name else {})}.items():

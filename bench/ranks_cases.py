@@ -217,9 +217,8 @@ class Stated(NamedTuple):
 def statement_of(case: Case, rank: int, ranks: int) -> Stated:
     """What a rank states, and the checksums of its pieces."""
     from ucformat.torch.saving.agree import checksums
-    from ucformat.torch.saving.assignment import WriteItem
     from ucformat.torch.saving.manifest import state_info
-    from ucformat.torch.saving.statement import Facts, Statement
+    from ucformat.torch.saving.statement import Facts, Statement, WriteItem
     from ucformat.torch.state.elements import elements_of, host_memory
     from ucformat.torch.state.local import LocalState, local_of
 

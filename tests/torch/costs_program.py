@@ -18,6 +18,7 @@ from ucformat.torch import PerRank, Rng, load, save
 from ucformat.torch.comm import bulk
 from ucformat.torch.comm.bulk import Links
 from ucformat.torch.comm.group import Group, group_of
+from ucformat.torch.saving.plan import SavePlanner
 from ucformat.torch.state.elements import SharedRange, write_shared
 
 MIB = 1 << 20
@@ -111,7 +112,7 @@ def twice_as_large(folder: Path) -> Any:
     """What is told for a state, and for one of the same tensors a hundred times as large."""
     out = []
     for n, size in enumerate((1000, 100_000)):
-        group_of().cache.clear()
+        group_of().links.kept.clear()
         with Sent() as sent:
             save(
                 {"a": torch.ones(size), "b": sharded(torch.ones(size), 0)},
@@ -287,8 +288,6 @@ def some_ranks(folder: Path, form: str) -> Any:
     parts = whole.chunk(size // 2)
     mine = DTensor.from_local(parts[rank // 2].clone(), meshes[parity], [Shard(0)], run_check=False)
     save({"mine": mine, "same": whole}, folder / f"{parity}", form=form, group=groups[parity])  # type: ignore[arg-type]
-    statement = group_of(groups[parity]).cache["statement"][1]
+    listed = group_of(groups[parity]).links.kept[SavePlanner].listed
     ck = ucformat.open(folder / f"{parity}")
-    return sorted(map(str, statement.undescribed | statement.listed)), ck[
-        "mine"
-    ].read().tolist() == whole.tolist()
+    return sorted(str(t.info.key) for t in listed), ck["mine"].read().tolist() == whole.tolist()

@@ -23,6 +23,7 @@ from ucformat.torch.comm.group import Group, connect_by_store
 from ucformat.torch.loading.load import load_local
 from ucformat.torch.saving.manifest import SaveMetadata
 from ucformat.torch.saving.options import Form, SaveOptions
+from ucformat.torch.saving.plan import SavePlanner
 from ucformat.torch.saving.save import save_in_group
 from ucformat.torch.state.elements import SharedMemory
 from ucformat.torch.state.local import local_of, local_state
@@ -200,7 +201,7 @@ def layouts(place: str, form: Form) -> Any:
             bool(report),
             report.unexpected,
             holds(state, seed),
-            "plan" in group.cache,
+            bool(group.links.kept[SavePlanner].listed),
         ]
     return out
 

@@ -27,7 +27,7 @@ from ucformat.reading.rank import item_for
 from ucformat.torch.loading import read as reading
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.loading.read import read
-from ucformat.torch.saving.assignment import WriteItem
+from ucformat.torch.saving.statement import WriteItem
 from ucformat.torch.state.local import LocalShard
 
 if TYPE_CHECKING:

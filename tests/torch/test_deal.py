@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from dataclasses import replace
@@ -17,13 +18,16 @@ from ucformat.format.chunking import Grid
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import TensorInfo
-from ucformat.torch.saving import assignment
-from ucformat.torch.saving.assignment import WriteItem, assign_pieces, assign_shards, merge_items
+from ucformat.torch.saving import shards
+from ucformat.torch.saving.agree import join, merge_summaries
+from ucformat.torch.saving.shards import plan_shards
+from ucformat.torch.saving.statement import Exceptions, Facts, Statement, WriteItem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucformat.torch.saving.assignment import Fragment, GlobalTensor, ShardBatch, Transfer
+    from ucformat.torch.saving.agree import GlobalPlan
+    from ucformat.torch.saving.shards import Fragment, ShardBatch, Transfer
 
 Claims = list[list[WriteItem]]
 
@@ -81,12 +85,28 @@ def worlds(draw: st.DrawFn) -> Claims:
     return items
 
 
-def grids_of(tensors: Sequence[GlobalTensor], chunk: int, shard: int) -> list[Grid]:
-    return [Grid.of(t.info.shape, t.info.itemsize, chunk, shard) for t in tensors]
+def agreed(items: Claims, form: str = "packed") -> tuple[list[Statement], GlobalPlan]:
+    """What ranks that know no distributions state, and the plan that follows."""
+    statements = [
+        Statement(rank, mine, [None] * len(mine), Facts({}, {})) for rank, mine in enumerate(items)
+    ]
+    sums = [[np.zeros(len(i.boxes), np.uint32) for i in mine] for mine in items]
+    summaries = [
+        s.summary("", own, (b"", Exceptions())) for s, own in zip(statements, sums, strict=True)
+    ]
+    encoded = {d: data for s in statements for d, data in s.encoded.items()}
+    return statements, join(functools.reduce(merge_summaries, summaries), encoded, form)
 
 
-def nbytes(tensors: Sequence[GlobalTensor], f: Fragment) -> int:
-    return f.box.size * tensors[f.tensor].info.itemsize
+def shards_of(
+    items: Claims, chunk: int, shard: int
+) -> list[tuple[tuple[ShardBatch, ...], tuple[Transfer, ...]]]:
+    statements, plan = agreed(items, "zarr")
+
+    def grid_of(info: TensorInfo) -> Grid:
+        return Grid.of(info.shape, info.itemsize, chunk, shard)
+
+    return [plan_shards(s, plan.exceptions, grid_of) for s in statements]
 
 
 def slices(box: Box, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
@@ -98,87 +118,19 @@ def slices(box: Box, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]
 
 @given(worlds())
 def test_every_element_of_every_piece_is_written_once(items: Claims) -> None:
-    tensors = merge_items(items)
-    dealt = assign_pieces(tensors, len(items))
-    counts = {t.info.key: np.zeros(t.info.shape, int) for t in tensors}
-    for mine, listed in zip(dealt, items, strict=True):
-        assert mine == sorted(mine)
-        for item, piece in mine:
-            box = listed[item].boxes[piece]
-            counts[listed[item].info.key][slices(box)] += 1
+    statements, plan = agreed(items)
+    counts = {i.key: np.zeros(i.shape, int) for i in plan.packed.infos}
+    for statement, mine in zip(statements, items, strict=True):
+        for item, piece in statement.pieces(plan.exceptions, "packed"):
+            counts[mine[item].info.key][slices(mine[item].boxes[piece])] += 1
     assert all((c == 1).all() for c in counts.values())
-
-
-@given(worlds(), st.sampled_from([16, 64, 10**6]), st.sampled_from([16, 200, 10**6]))
-def test_every_element_of_every_shard_is_written_once(
-    items: Claims, chunk: int, shard: int
-) -> None:
-    tensors = merge_items(items)
-    grids = grids_of(tensors, chunk, shard)
-    batches, _ = assign_shards(tensors, len(items), grids)
-    written = [(s.tensor, s.at) for mine in batches for b in mine for s in b.shards]
-    assert sorted(written) == [(n, at) for n, grid in enumerate(grids) for at in grid.shards()]
-    for s in (s for mine in batches for b in mine for s in b.shards):
-        box = grids[s.tensor].box(s.at)
-        count = np.zeros(box.shape, int)
-        for f in s.fragments:
-            assert f.tensor == s.tensor
-            assert items[f.sender][f.item].info == tensors[s.tensor].info
-            assert items[f.sender][f.item].boxes[f.piece].contains(f.box)
-            count[slices(f.box, box.start)] += 1
-        assert (count == 1).all()
+    assert {i.info for mine in items for i in mine} == set(plan.packed.infos)
 
 
 def received(batch: ShardBatch, owner: int) -> dict[int, list[Fragment]]:
     """What the owner of a batch waits for, by sender."""
     senders = {f.sender for s in batch.shards for f in s.fragments} - {owner}
     return {r: batch.sent_by(r) for r in senders}
-
-
-@given(
-    worlds(), st.sampled_from([16, 64]), st.sampled_from([16, 200]), st.sampled_from([100, 10**6])
-)
-def test_messages_are_what_owners_wait_for_and_no_byte_goes_twice(
-    items: Claims, chunk: int, shard: int, batch: int
-) -> None:
-    tensors = merge_items(items)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "BATCH_BYTES", batch)
-        batches, messages = assign_shards(tensors, len(items), grids_of(tensors, chunk, shard))
-    expected = [
-        (sender, owner, number, fragments)
-        for owner, mine in enumerate(batches)
-        for number, b in enumerate(mine)
-        for sender, fragments in received(b, owner).items()
-    ]
-    sent = [
-        (sender, m.to, m.number, list(m.fragments))
-        for sender, mine in enumerate(messages)
-        for m in mine
-    ]
-    assert sorted(sent, key=lambda s: s[:3]) == sorted(expected, key=lambda s: s[:3])
-    assert all(sender != to for sender, to, _, _ in sent)
-    counts = {n: np.zeros(t.info.shape, int) for n, t in enumerate(tensors)}
-    for f in (f for _, _, _, fragments in sent for f in fragments):
-        counts[f.tensor][slices(f.box)] += 1
-    assert all((c <= 1).all() for c in counts.values())
-    for owner, mine in enumerate(batches):  # and what the owner has is never sent to it
-        own = {n: np.zeros(t.info.shape, bool) for n, t in enumerate(tensors)}
-        number = {t.info.key: n for n, t in enumerate(tensors)}
-        for item in items[owner]:
-            for box in item.boxes:
-                own[number[item.info.key]][slices(box)] = True
-        assert not any(
-            own[f.tensor][slices(f.box)].any()
-            for b in mine
-            for fs in received(b, owner).values()
-            for f in fs
-        )
-    assert all(len(b.shards) == 1 or size_of(b, tensors) <= batch for mine in batches for b in mine)
-
-
-def size_of(batch: ShardBatch, tensors: Sequence[GlobalTensor]) -> int:
-    return sum(nbytes(tensors, f) for s in batch.shards for f in s.fragments)
 
 
 def everybody_is_done(
@@ -205,34 +157,24 @@ def everybody_is_done(
     return not any(outgoing) and all(a == len(mine) for a, mine in zip(at, batches, strict=True))
 
 
-@given(worlds(), st.sampled_from([16, 200]))
-def test_nobody_waits_for_ever(items: Claims, shard: int) -> None:
-    tensors = merge_items(items)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "BATCH_BYTES", 64)
-        batches, messages = assign_shards(tensors, len(items), grids_of(tensors, 16, shard))
-    assert all([m.number for m in mine] == sorted(m.number for m in mine) for mine in messages)
-    assert everybody_is_done(batches, messages)
-
-
 def test_the_worst_network_shows_an_order_that_waits_for_ever() -> None:
     """Two ranks that each send the second batch's part first: the simulation above finds it."""
     info = TensorInfo("t", "weight", "uint8", (64,))
     halves = [WriteItem(info, tuple(Box((a + 16 * k,), (8,)) for k in range(4))) for a in (0, 8)]
-    tensors = merge_items([[h] for h in halves])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "BATCH_BYTES", 16)
-        batches, messages = assign_shards(tensors, 2, grids_of(tensors, 16, 16))
+        patch.setattr(shards, "BATCH_BYTES", 16)
+        plans = shards_of([[h] for h in halves], 16, 16)
+    batches, messages = [b for b, _ in plans], [m for _, m in plans]
     assert [len(mine) for mine in messages] == [2, 2]
     assert everybody_is_done(batches, messages)
     assert not everybody_is_done(batches, [list(reversed(mine)) for mine in messages])
 
 
-def work_of(batches: Sequence[Sequence[ShardBatch]], tensors: Sequence[GlobalTensor]) -> list[int]:
+def work_of(batches: Sequence[Sequence[ShardBatch]], itemsize: int) -> list[int]:
     """Bytes that each rank writes, and those it receives for that."""
     return [
         sum(
-            nbytes(tensors, f) * (1 if f.sender == owner else 2)
+            f.box.size * itemsize * (1 if f.sender == owner else 2)
             for b in mine
             for s in b.shards
             for f in s.fragments
@@ -241,52 +183,27 @@ def work_of(batches: Sequence[Sequence[ShardBatch]], tensors: Sequence[GlobalTen
     ]  # fmt: skip
 
 
-@given(worlds(), st.sampled_from([16, 64]), st.sampled_from([16, 200]))
-def test_work_is_balanced(items: Claims, chunk: int, shard: int) -> None:
-    """No rank has more than the mean, a largest shard, and receiving that."""
-    tensors = merge_items(items)
-    grids = grids_of(tensors, chunk, shard)
-    batches, _ = assign_shards(tensors, len(items), grids)
-    work = work_of(batches, tensors)
-    largest = max((g.box(at).size * g.itemsize for g in grids for at in g.shards()), default=0)
-    assert max(work) <= sum(work) / len(work) + 2 * largest
-
-
 @given(st.integers(1, 6), st.lists(st.tuples(shapes, dtypes), max_size=12))
 def test_replicas_share_the_writing_by_bytes_and_send_nothing(
     ranks: int, kinds: list[tuple[tuple[int, ...], str]]
 ) -> None:
     infos = [TensorInfo(f"t{n}", "weight", dtype, shape) for n, (shape, dtype) in enumerate(kinds)]
-    tensors = merge_items([[WriteItem(i, (Box.whole(i.shape),)) for i in infos]] * ranks)
+    items = [[WriteItem(i, (Box.whole(i.shape),)) for i in infos]] * ranks
     total, largest = sum(i.nbytes for i in infos), max((i.nbytes for i in infos), default=0)
-    for mine in assign_pieces(tensors, ranks):
+    statements, plan = agreed(items)
+    for statement in statements:
+        mine = statement.pieces(plan.exceptions, "packed")
         assert sum(infos[item].nbytes for item, _ in mine) <= total / ranks + largest
-    grids = grids_of(tensors, 16, 64)
-    batches, messages = assign_shards(tensors, ranks, grids)
-    assert not any(messages)
-    unit = max((g.box(at).size * g.itemsize for g in grids for at in g.shards()), default=0)
-    assert max(work_of(batches, tensors)) <= total / ranks + unit
+    assert not any(messages for _, messages in shards_of(items, 16, 64))
 
 
 def test_who_holds_a_shard_writes_it() -> None:
     """Rows that end with a shard: nothing is sent, and each rank writes its own."""
     infos = [TensorInfo(f"t{n}", "weight", "float32", (64, 16)) for n in range(3)]
     items = [[WriteItem(i, (Box((16 * r, 0), (16, 16)),)) for i in infos] for r in range(4)]
-    tensors = merge_items(items)
-    batches, messages = assign_shards(tensors, 4, grids_of(tensors, 256, 512))
-    assert not any(messages)
-    assert work_of(batches, tensors) == [3 * 16 * 16 * 4] * 4
-
-
-def test_columns_are_sent_once_and_all_write() -> None:
-    """Columns of a row-wise grid: each rank writes a quarter, and sends three quarters of what it holds."""
-    info = TensorInfo("t", "weight", "float32", (64, 64))
-    items = [[WriteItem(info, (Box((0, 16 * r), (64, 16)),))] for r in range(4)]
-    tensors = merge_items(items)
-    batches, messages = assign_shards(tensors, 4, [Grid((64, 64), (4, 64), (4, 64), 4)])
-    assert work_of(batches, tensors) == [info.nbytes // 4 * 7 // 4] * 4
-    sent = [sum(f.box.size * 4 for m in mine for f in m.fragments) for mine in messages]
-    assert sent == [info.nbytes // 4 * 3 // 4] * 4
+    plans = shards_of(items, 256, 512)
+    assert not any(messages for _, messages in plans)
+    assert work_of([b for b, _ in plans], 4) == [3 * 16 * 16 * 4] * 4
 
 
 def test_many_small_tensors_go_in_few_messages() -> None:
@@ -294,10 +211,9 @@ def test_many_small_tensors_go_in_few_messages() -> None:
     items = [
         [WriteItem(i, (b,)) for i in infos] for b in (Box((0, 0), (6, 5)), Box((0, 5), (6, 5)))
     ]
-    tensors = merge_items(items)
-    batches, messages = assign_shards(tensors, 2, grids_of(tensors, 10**6, 10**6))
-    assert [len(mine) for mine in batches] == [1, 1]
-    assert [len(mine) for mine in messages] == [1, 1]
+    plans = shards_of(items, 10**6, 10**6)
+    assert [len(batches) for batches, _ in plans] == [1, 1]
+    assert [len(messages) for _, messages in plans] == [1, 1]
 
 
 INFO = TensorInfo("t", "weight", "float32", (4, 6))
@@ -309,9 +225,8 @@ def rows(a: int, n: int, info: TensorInfo = INFO) -> WriteItem:
 
 def test_tensors_come_in_the_order_of_the_first_rank_that_has_them() -> None:
     a, b, c = (WriteItem(replace(INFO, name=n), (Box.whole(INFO.shape),)) for n in "abc")
-    assert [t.info.name for t in merge_items([[b], [c, b, a], [a]])] == ["b", "c", "a"]
-    assert merge_items([]) == []
-    assert merge_items([[b], [b]])[0].holders == {Box.whole(INFO.shape): [(0, 0, 0), (1, 0, 0)]}
+    assert [i.name for i in agreed([[b], [c, b, a], [a]])[1].packed.infos] == ["b", "c", "a"]
+    assert agreed([[]])[1].packed.infos == ()
 
 
 @pytest.mark.parametrize("other", [replace(INFO, dtype="bfloat16"), replace(INFO, shape=(6, 4))])
@@ -319,7 +234,7 @@ def test_a_tensor_has_one_dtype_and_shape(other: TensorInfo) -> None:
     with pytest.raises(
         UsageError, match=r"t \(weight\) is float32 \(4, 6\) on rank 1, but .* on rank 3"
     ) as caught:
-        merge_items([[], [rows(0, 2)], [rows(2, 2)], [WriteItem(other, ())]])
+        agreed([[], [rows(0, 2)], [rows(2, 2)], [WriteItem(other, ())]])
     assert caught.value.hint is not None
     assert other.dtype in caught.value.message
     assert str(other.shape) in caught.value.message
@@ -327,7 +242,7 @@ def test_a_tensor_has_one_dtype_and_shape(other: TensorInfo) -> None:
 
 def test_a_rank_lists_a_tensor_once() -> None:
     with pytest.raises(UsageError, match=r"rank 1 saves two tensors as t \(weight\)"):
-        merge_items([[rows(0, 4)], [rows(0, 4), rows(0, 4)]])
+        agreed([[rows(0, 4)], [rows(0, 4), rows(0, 4)]])
 
 
 NOTHING = WriteItem(INFO, ())
@@ -346,13 +261,13 @@ NOTHING = WriteItem(INFO, ())
 )
 def test_holes_and_unequal_overlaps_are_errors(items: Claims, words: str) -> None:
     with pytest.raises(CoverageError, match=words) as caught:
-        merge_items(items)
+        agreed(items)
     assert "t (weight)" in caught.value.message
     assert caught.value.hint == "check that all ranks of the mesh take part in this save"
 
 
 def test_an_empty_tensor_needs_no_holder() -> None:
     info = TensorInfo("t", "weight", "float32", (0, 3))
-    tensors = merge_items([[WriteItem(info, ())], [WriteItem(info, (Box((0, 0), (0, 3)),))]])
-    assert [t.info for t in tensors] == [info]
-    assert assign_shards(tensors, 2, grids_of(tensors, 16, 16)) == ([[], []], [[], []])
+    items = [[WriteItem(info, ())], [WriteItem(info, (Box((0, 0), (0, 3)),))]]
+    assert agreed(items)[1].packed.infos == (info,)
+    assert shards_of(items, 16, 16) == [((), ()), ((), ())]

@@ -22,9 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.torch.test_deal import agreed
 from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.distribution import Distribution, RankMesh
-from ucformat.torch.saving.assignment import WriteItem, merge_items
+from ucformat.torch.saving.statement import WriteItem
 from ucformat.torch.state.elements import elements_of, host_memory, row_major_bytes
 from ucformat.torch.state.local import LocalShard, _dims_candidates, local_of, mesh_of, pieces_in
 from ucformat.torch.state.memory import dtype_name
@@ -189,8 +190,8 @@ def test_fsdp2_over_tensor_parallelism(size: int, dp: int, tp: int) -> None:
                 assert all(places_value(place, shape) == v for place, v in held(local))
             items.append([WriteItem(x.info, tuple(p.box for p in x.pieces)) for x in locals_])
             assert mesh_of(list(model.parameters())) == dict(zip(names, (dp, tp), strict=True))
-    tensors = merge_items(items)  # which proves that no element is missing
-    assert {t.info.name: t.info.shape for t in tensors} == {
+    infos = agreed(items)[1].packed.infos  # which proves that no element is missing
+    assert {i.name: i.shape for i in infos} == {
         "up.weight": (size, 5), "up.bias": (size,), "down.weight": (4, size), "down.bias": (4,)
     }  # fmt: skip
 

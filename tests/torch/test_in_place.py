@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +22,9 @@ from ucformat.errors import NotFound, UsageError
 from ucformat.exporters.safetensors import files_of
 from ucformat.format.chunking import Tiling
 from ucformat.format.described import Described, DescribedRow, file_order
+from ucformat.format.sidecar import encode_columns
 from ucformat.geometry.box import Box
-from ucformat.geometry.distribution import Cut, Distribution, RankMesh
+from ucformat.geometry.distribution import BoxList, Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs import weight_files
 from ucformat.storage.in_place import PartsWriter
@@ -32,10 +32,15 @@ from ucformat.storage.local import LocalStore
 from ucformat.storage.strided import checksum
 from ucformat.torch.saving import in_place
 from ucformat.torch.saving import in_place as parts
-from ucformat.torch.saving.assignment import GlobalPlan, GlobalTensor, WriteItem
-from ucformat.torch.saving.in_place import block_crcs, write_in_place
-from ucformat.torch.saving.plan import Held
-from ucformat.torch.saving.write import sidecar_of
+from ucformat.torch.saving.agree import StoredTensors
+from ucformat.torch.saving.in_place import (
+    WeightFilesPlan,
+    WeightPlanner,
+    block_crcs,
+    write_in_place,
+)
+from ucformat.torch.saving.statement import RankState, WriteItem
+from ucformat.torch.saving.write import packed_extents
 
 if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
@@ -175,10 +180,17 @@ def boxes_of(shape: tuple[int, ...], chance: random.Random) -> list[Box]:
     return [b for b in out if b.size]
 
 
+def told_of(infos: Any, described: Any, way: Way, uploads: tuple[str, ...]) -> WeightFilesPlan:
+    infos = tuple(infos)
+    stored = StoredTensors(infos, ((),) * len(infos), described=described)
+    sidecar = encode_columns(*packed_extents(stored, "data/w", {}))
+    return WeightFilesPlan(infos, sidecar, {}, "data/w", way, uploads)
+
+
 def any_weights(
     chance: random.Random, ranks: int
-) -> tuple[list[TensorInfo], GlobalPlan, list[list[Box]]]:
-    """Weights, of which the first are described, the plan of all, and what each rank provides of each."""
+) -> tuple[list[TensorInfo], Described | None, dict[Key, BoxList], list[list[WriteItem]]]:
+    """Weights, of which the first are described, those that are listed, and what each rank provides of each."""
     shapes = [
         tuple(chance.randrange(1, 9) for _ in range(chance.randrange(4)))
         for _ in range(chance.randrange(1, 6))
@@ -217,19 +229,15 @@ def any_weights(
                 found[chance.randrange(ranks)].append(box)
         held.append(found)
     items = [
-        tuple(WriteItem(i, tuple(of[rank])) for i, of in zip(infos, held, strict=True))
+        [WriteItem(i, tuple(of[rank])) for i, of in zip(infos, held, strict=True)]
         for rank in range(ranks)
     ]
-    pieces = [
-        tuple((n, p) for n, item in enumerate(mine) for p in range(len(item.boxes)))
-        for mine in items
-    ]
-    listed = tuple(GlobalTensor(info, {}) for info in infos[len(rows) :])
-    own = [tuple(p for p in mine if p[0] >= len(rows)) for mine in pieces]
-    plan = GlobalPlan(
-        tuple(infos), ((),) * len(infos), listed, tuple(items), tuple(own), described=described
-    )
-    return infos, plan, [[box for of in held for box in of[rank]] for rank in range(ranks)]
+    listed = {}
+    for info, of in list(zip(infos, held, strict=True))[len(rows) :]:
+        both = [(box, rank) for rank, boxes in enumerate(of) for box in boxes]
+        mesh = RankMesh((ranks,), 0, (1,))
+        listed[info.key] = BoxList(mesh, tuple(b for b, _ in both), tuple(r for _, r in both))
+    return infos, described, listed, items
 
 
 class Mail:
@@ -290,7 +298,7 @@ def test_any_boxes_of_any_ranks(seed: int, tmp_path_factory: pytest.TempPathFact
     """Whoever provides which box, the bytes are those of the export, and the checksums those of the bytes."""
     chance, folder = random.Random(seed), tmp_path_factory.mktemp("boxes")
     ranks = chance.randrange(1, 5)
-    infos, plan, _ = any_weights(chance, ranks)
+    infos, described, listed, all_items = any_weights(chance, ranks)
     values = [
         np.frombuffer(chance.randbytes(i.nbytes), f"u{i.itemsize}").reshape(i.shape) for i in infos
     ]
@@ -305,13 +313,10 @@ def test_any_boxes_of_any_ranks(seed: int, tmp_path_factory: pytest.TempPathFact
         patch.setattr(parts, "BATCH_BYTES", 4 * least)
         patch.setattr(in_place, "exchange", mail.exchange)
         patch.setattr(PartsWriter, "_multipart", uploads)
-        described = sidecar_of(replace(plan, tensors=(), items=(), pieces=(), begins=()), "data/w")
-        found = in_place._Weights(
-            tuple(infos), described, in_place._listed(plan), {}, "data/w", way, ("id",) * 99
-        )
+        told = told_of(infos, described, way, ("id",) * 99)
         all_ranks = []
         for rank in range(ranks):
-            items = plan.items[rank]
+            items = all_items[rank]
             pieces = [(n, p) for n, item in enumerate(items) for p in range(len(item.boxes))]
 
             def elements(item: int, piece: int, items: Any = items) -> Any:
@@ -321,24 +326,23 @@ def test_any_boxes_of_any_ranks(seed: int, tmp_path_factory: pytest.TempPathFact
                 ]
                 return np.asarray(part) if seed % 2 or not box.shape else np.asfortranarray(part)
 
-            held, group = (
-                Held(items, [None] * len(items), {}, {}, elements),
-                SimpleNamespace(rank=rank, size=ranks, cache={}),
-            )
-            all_ranks.append((group, in_place._planned(group, held, pieces, found, None)))  # type: ignore[arg-type]
+            state = RankState(items, [None] * len(items), {}, {}, elements)
+            group: Any = SimpleNamespace(rank=rank, size=ranks)
+            weights = WeightPlanner().plan(group, items, pieces, told, listed)
+            all_ranks.append((group, state, weights))
         for mail.receiving in (False, True):
-            for group, weights in all_ranks:
+            for group, state, weights in all_ranks:
                 store = LocalStore(folder)
                 if not mail.receiving:
                     patch.setattr(PartsWriter, "write", lambda *_: None)
-                written = write_in_place(store, weights, group, lambda _: None)  # type: ignore[arg-type]
+                written = write_in_place(store, weights, state, group, lambda _: None)
                 store.flush()
                 sums.append(written.sums if mail.receiving else b"")
             patch.undo()
             patch.setattr(in_place, "exchange", mail.exchange)
             patch.setattr(PartsWriter, "_multipart", uploads)
     assert not any(mail.sent.values())  # all was received
-    files = all_ranks[0][1].files
+    files = all_ranks[0][2].files
     crcs = block_crcs(files, b"".join(sums))
     for number, target in enumerate(files.files):
         if way == "parts":
@@ -365,25 +369,15 @@ def test_plans_do_not_grow_with_ranks(dim: int, ranks: int) -> None:
     infos = tuple(TensorInfo(f"t{n}", "weight", "float32", (8192, 4096)) for n in range(8))
     d = Distribution(RankMesh.of((ranks,), list(range(ranks))), (Cut(dim, 0),))
     rows = [DescribedRow(n, d, 0, Tiling.of(i.shape, i.itemsize).tile) for n, i in enumerate(infos)]
-    described = sidecar_of(
-        GlobalPlan(infos, ((),) * len(infos), described=Described(rows, infos, "")), "data/w"
-    )
-    assert len(described) < 8 << 10
+    described = Described(rows, infos, "")
+    assert len(told_of(infos, described, "parts", ()).described) < 8 << 10
     items = [WriteItem(i, d.boxes(i.shape, (ranks // 2,))) for i in infos]
     ways: tuple[Way, ...] = ("in place", "parts")
     for way in ways:
-        found = in_place._Weights(infos, described, (), {}, "data/w", way, ())
-        held, group = (
-            Held(items, [d] * len(items), {}, {}, lambda *_: np.empty(0)),
-            SimpleNamespace(rank=ranks // 2, size=ranks, cache={}),
-        )
-        plan = in_place._planned(
-            group,  # type: ignore[arg-type]
-            held,
-            [(n, 0) for n in range(len(items))],
-            found,
-            None,
-        ).exchanged
+        group: Any = SimpleNamespace(rank=ranks // 2, size=ranks)
+        told = told_of(infos, described, way, ())
+        pieces = [(n, 0) for n in range(len(items))]
+        plan = WeightPlanner().plan(group, items, pieces, told, {}).exchanged
         sent = sum(len(m.fragments) for m in plan.messages)
         received = sum(len(task.fragments) for batch in plan.batches for task in batch.shards)
         assert bool(plan.parts) == (way == "parts" or dim == 1)

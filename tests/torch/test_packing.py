@@ -13,20 +13,23 @@ from hypothesis import strategies as st
 
 import ucformat
 from tests.fakes import random_array, same
-from tests.torch.test_deal import shapes, slices, worlds
+from tests.torch.test_deal import agreed, shapes, slices, worlds
 from ucformat.errors import ChecksumError
 from ucformat.format import chunking
 from ucformat.format.arrays import put_file
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.described import packed_file
 from ucformat.format.digest import bytes_digest
+from ucformat.format.sidecar import encode_columns
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import TensorInfo, single_extents
 from ucformat.schema.manifest import Manifest, SidecarDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.memory import MemoryStore
-from ucformat.torch.saving.assignment import GlobalPlan, WriteItem, assign_pieces, merge_items
-from ucformat.torch.saving.write import sidecar_of, write_packed
+from ucformat.torch.saving.options import SaveOptions
+from ucformat.torch.saving.plan import own_part
+from ucformat.torch.saving.statement import WriteItem
+from ucformat.torch.saving.write import packed_extents, write_packed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,23 +37,24 @@ if TYPE_CHECKING:
 
     from tests.torch.test_deal import Claims
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.saving.assignment import GlobalTensor
 
 count = iter(range(10**6))
 
 
 def packed(
     items: Claims, arrays: Mapping[str, Any], name: str
-) -> tuple[Checkpoint, list[GlobalTensor], MemoryStore]:
+) -> tuple[Checkpoint, list[TensorInfo], MemoryStore]:
     """What the ranks of these items would save, written by each in turn."""
     store = MemoryStore(f"packing-{name}-{next(count)}")
     attempt = begin(store, {"packing": name}, overwrite=False)
     data = f"data/{attempt.id}"
-    tensors = merge_items(items)
-    dealt, told = assign_pieces(tensors, len(items)), 0
-    for rank, mine in enumerate(dealt):
+    statements, plan = agreed(items)
+    told, begins = 0, {}
+    for rank, statement in enumerate(statements):
+        part = own_part(statement, plan.exceptions, SaveOptions("", "packed"))
+        begins[rank] = part.listed_at
         parts = []
-        for item, piece in mine:
+        for item, piece in part.pieces:
             held = items[rank][item]
             box = held.boxes[piece]
             raw = arrays[held.info.name].view(f"V{held.info.itemsize}")  # elements have no dtype
@@ -58,12 +62,9 @@ def packed(
         written: list[int] = []
         write_packed(store, packed_file(data, rank), parts, written.append)
         told += sum(written)
-    assert told == sum(t.info.nbytes for t in tensors)
-    infos, pieces = tuple(t.info for t in tensors), tuple(map(tuple, dealt))
-    plan = GlobalPlan(
-        infos, (), tuple(tensors), tuple(map(tuple, items)), pieces, (0,) * len(items)
-    )
-    sidecar = sidecar_of(plan, data)
+    infos = plan.packed.infos
+    assert told == sum(i.nbytes for i in infos)
+    sidecar = encode_columns(*packed_extents(plan.packed, data, begins))
     doc = put_file(store, f"{data}/extents.safetensors", sidecar)
     manifest = Manifest(
         id=new_id(),
@@ -73,7 +74,7 @@ def packed(
         tensors=TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in infos),
     )
     commit(store, attempt, manifest)
-    return ucformat.open(store), tensors, store
+    return ucformat.open(store), list(infos), store
 
 
 @settings(max_examples=40)
@@ -90,8 +91,8 @@ def test_what_ranks_pack_opens_as_what_they_held(items: Claims, block: int) -> N
         report = ucformat.verify(ck)
         assert report
         assert report.bytes_unverified == 0
-        for t in tensors:
-            for e in single_extents(ck.source.extents(t.info.key)):
+        for info in tensors:
+            for e in single_extents(ck.source.extents(info.key)):
                 assert e.block is not None
                 stored = store.read(e.file, e.block.offset, e.block.nbytes + 4)
                 place = "/".join(e.file.split("/")[1:]).encode() + e.block.offset.to_bytes(
@@ -100,7 +101,7 @@ def test_what_ranks_pack_opens_as_what_they_held(items: Claims, block: int) -> N
                 assert crc32c(place + stored[:-4]) == int.from_bytes(stored[-4:], "little")
                 assert e.block.placed
                 assert e.block.crc32c is None
-                assert e.block.nbytes <= max(block, t.info.itemsize)
+                assert e.block.nbytes <= max(block, info.itemsize)
 
 
 @given(

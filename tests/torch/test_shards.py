@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -14,20 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.torch.test_deal import everybody_is_done, received, slices
+from tests.torch.test_deal import worlds as listed_worlds
 from ucformat.format.chunking import Grid
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.saving import shards
-from ucformat.torch.saving.agree import merge_offers
-from ucformat.torch.saving.assignment import WriteItem
+from ucformat.torch.saving.agree import join, merge_summaries
 from ucformat.torch.saving.shards import plan_shards
-from ucformat.torch.saving.statement import Exceptions, Facts, Statement
+from ucformat.torch.saving.statement import Exceptions, Facts, Statement, WriteItem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucformat.torch.saving.assignment import ShardBatch, Transfer
+    from tests.torch.test_deal import Claims
+    from ucformat.torch.saving.shards import ShardBatch, Transfer
 
 Held = list[tuple[TensorInfo, Distribution]]
 
@@ -83,29 +83,41 @@ def worlds(draw: st.DrawFn) -> list[Statement]:
 
 
 def exceptions_of(statements: Sequence[Statement]) -> Exceptions:
-    offers = [
-        s.offer("", [np.zeros(len(i.boxes), np.uint32) for i in s.items], ()) for s in statements
+    summaries = [
+        s.summary("", [np.zeros(len(i.boxes), np.uint32) for i in s.items], (b"", Exceptions()))
+        for s in statements
     ]
-    ranges = functools.reduce(merge_offers, offers).stated
-    whole = {digest for s in statements for digest, d in s.descriptions.items() if d.mesh is None}
-    return Exceptions(whole={digest: ranges[digest] for digest in whole})
+    encoded = {d: data for s in statements for d, data in s.encoded.items()}
+    return join(functools.reduce(merge_summaries, summaries), encoded, "zarr").exceptions
 
 
 def planned(
     statements: Sequence[Statement],
 ) -> list[tuple[tuple[ShardBatch, ...], tuple[Transfer, ...]]]:
     exceptions = exceptions_of(statements)
-    return [plan_shards(s, exceptions, [grid_of(i.info) for i in s.items]) for s in statements]
+    return [plan_shards(s, exceptions, grid_of) for s in statements]
 
 
 def grid_of(info: TensorInfo) -> Grid:
     return Grid.of(info.shape, info.itemsize, 8, 16)
 
 
+@given(listed_worlds(), st.sampled_from([16, 64, 10**6]))
+def test_the_plans_of_ranks_that_list_boxes_fit_each_other(items: Claims, batch_bytes: int) -> None:
+    check_plans(
+        [Statement(rank, own, [None] * len(own), Facts({}, {})) for rank, own in enumerate(items)],
+        batch_bytes,
+    )
+
+
 @given(worlds(), st.sampled_from([16, 64, 10**6]))
 def test_the_plans_of_all_ranks_fit_each_other(
     statements: list[Statement], batch_bytes: int
 ) -> None:
+    check_plans(statements, batch_bytes)
+
+
+def check_plans(statements: list[Statement], batch_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "BATCH_BYTES", batch_bytes)
         plans = planned(statements)
@@ -128,7 +140,7 @@ def test_the_plans_of_all_ranks_fit_each_other(
             ).items():  # the sender's next message to the owner is just this
                 message = next(m for m in outgoing[sender] if m.to == owner)
                 outgoing[sender].remove(message)
-                numbered[sender][plans[sender][1].index(message)] = replace(message, number=number)
+                numbered[sender][plans[sender][1].index(message)] = message._replace(number=number)
                 its = statements[sender].items
                 sent = [(its[f.item].info, f.box) for f in message.fragments]
                 assert sent == [(statements[owner].items[f.tensor].info, f.box) for f in wanted]
@@ -137,7 +149,7 @@ def test_the_plans_of_all_ranks_fit_each_other(
                      for s in batch.shards for f in s.fragments]  # fmt: skip
             assert len(batch.shards) == 1 or sum(sizes) <= batch_bytes
     assert not any(outgoing)
-    assert set(written) == {i.info for s in statements for i in s.items}
+    assert set(written) == {i.info for s in statements for i in s.items if i.info.size}
     assert all((count == 1).all() for count in written.values())
     assert everybody_is_done([b for b, _ in plans], numbered)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
@@ -25,22 +25,24 @@ from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch.comm.wire import Addressed, decode, encode
 from ucformat.torch.saving import shards
-from ucformat.torch.saving.assignment import WriteItem
 from ucformat.torch.saving.manifest import (
     RankReport,
     SaveMetadata,
     StateInfo,
     WriteReport,
+    Written,
     merge_reports,
     numbered_mesh,
     slowest,
     write_report,
 )
 from ucformat.torch.saving.options import SaveOptions
+from ucformat.torch.saving.plan import SavePlanner
 from ucformat.torch.saving.save import write_checkpoint
+from ucformat.torch.saving.statement import WriteItem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
 count = iter(range(10**6))
@@ -117,18 +119,14 @@ class OneRank:
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self._ranks, self.rank, self.size = ranks, rank, ranks.size
-        self.cache: dict[str, Any] = {}
+        self.planners: dict[type, Any] = {}
+
+    @contextmanager
+    def kept(self, kind: type) -> Iterator[Any]:
+        yield self.planners.setdefault(kind, kind())
 
     def sharing_errors(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def gather_scatter(
-        self, value: Any, compute: Any, kind: Any = Any, answer_kind: Any = Any
-    ) -> Any:
-        def answer(values: list[Any]) -> list[Any]:
-            return list(compute([decode(encode(v, kind), kind) for v in values]))
-
-        return self._ranks.exchange(self.rank, value, answer)
 
     def send_bulk(self, messages: Iterable[tuple[int, Callable[[], Sequence[Any]]]]) -> None:
         for to, parts in messages:
@@ -137,9 +135,6 @@ class OneRank:
     def receive_bulk(self, shared: Any, slots: Mapping[int, tuple[int, int]]) -> None:
         for sender, (begin, end) in slots.items():
             shared.memory[begin:end] = np.frombuffer(self._ranks.take(sender, self.rank), np.uint8)
-
-    def for_call(self, _: str) -> OneRank:
-        return OneRank(self._ranks, self.rank)
 
     def combine(
         self,
@@ -261,16 +256,9 @@ def save(
             before = ranks.collectives
             write_checkpoint(state, memories, options, SaveMetadata(), group)
             told = ranks.collectives - before
-            listed = "plan" in group.cache
-            if again and not group.rank and form != "mixed":
-                assert told == 2 + listed + (
-                    form == "zarr"
-                )  # nothing new is told; arrays: how many are small
-        if group.rank:
-            return None
-        if "joint plan" in group.cache:
-            return group.cache["joint plan"][-1]
-        return group.cache["plan"][1] if listed else group.cache["described plan"][-1]
+            if again and not group.rank:
+                assert told == 2  # nothing new is told
+        return None if group.rank else group.planners[SavePlanner].plan
 
     return ranks.each(act)
 
@@ -303,10 +291,11 @@ def test_what_ranks_describe_opens_as_what_they_held(case: Any, batch: int, form
         return
     alone = [i for of_rank in held for i, d in of_rank if d is None and i.info.size]
     listed = {i.info.name for i in alone if [b.shape for b in i.boxes] != [i.info.shape]}
-    assert {t.info.name for t in plan.tensors} == listed
-    assert {i.name for i in plan.infos} == arrays.keys()
+    assert {t.info.name for t in plan.exceptions.listed} == listed
+    stored = plan.packed if form == "packed" else plan.arrays
+    assert {i.name for i in stored.infos} == arrays.keys()
     if form == "packed":
-        assert len(plan.described.rows if plan.described else ()) == len(arrays) - len(listed)
+        assert len(stored.described.rows if stored.described else ()) == len(arrays) - len(listed)
 
 
 def mesh_of_four() -> list[list[tuple[WriteItem, Distribution | None]]]:
@@ -345,7 +334,7 @@ def test_a_tensor_without_elements_has_no_boxes_to_list(form: str) -> None:
         held[rank].append((WriteItem(TensorInfo("none", "weight", "float32", (0, 3)), ()), None))
     arrays = {**ARRAYS, "none": np.zeros((0, 3), np.float32)}
     plan, *_ = save(4, held, arrays, url := f"memory://statements-{next(count)}", form=form)
-    assert not plan.tensors
+    assert not plan.exceptions.listed
     assert ucformat.open(url)["none"].shape == (0, 3)
 
 
@@ -354,16 +343,14 @@ def test_what_is_the_same_on_ranks_is_reported_once() -> None:
         write_report(
             rank,
             StateInfo((), {}, {"rng": rank}, ({"params": ["a"]},), {}, {}, {}),
-            [],
-            {},
-            0,
+            Written([], {}, 0),
             1.0,
             0.5,
         )
         for rank in range(9)
     ]
     odd = StateInfo((), {}, {}, ({"params": ["b"]},), {}, {}, {})
-    reports.insert(4, write_report(9, odd, [], {"step": 1}, 0, 1.0, 0.5))
+    reports.insert(4, write_report(9, odd, Written([], {"step": 1}, 0), 1.0, 0.5))
     merged = functools.reduce(merge_reports, reports)
     assert len({r.state for r in merged.ranks}) == 2
     assert len(merged.states) == 2
@@ -387,16 +374,16 @@ def test_a_mesh_of_which_a_rank_is_missing_is_listed() -> None:
     plan, *_ = save(
         4, held, ARRAYS, f"memory://statements-{next(count)}"
     )  # rank 1 has the same part
-    assert [t.info.name for t in plan.tensors] == ["cut"]
-    assert [plan.infos[row.tensor].name for row in plan.described.rows] == ["whole"]
+    assert [t.info.name for t in plan.exceptions.listed] == ["cut"]
+    assert [plan.packed.infos[row.tensor].name for row in plan.packed.described.rows] == ["whole"]
 
 
 def test_a_tensor_that_one_rank_cannot_describe_is_listed_by_all() -> None:
     held = mesh_of_four()
     held[2][0] = (held[2][0][0], None)
     plan, *_ = save(4, held, ARRAYS, f"memory://statements-{next(count)}")
-    assert [t.info.name for t in plan.tensors] == ["cut"]
-    assert [plan.infos[row.tensor].name for row in plan.described.rows] == ["whole"]
+    assert [t.info.name for t in plan.exceptions.listed] == ["cut"]
+    assert [plan.packed.infos[row.tensor].name for row in plan.packed.described.rows] == ["whole"]
 
 
 def test_boxes_that_do_not_follow_from_the_distribution_are_listed() -> None:
@@ -414,7 +401,7 @@ def test_tensors_of_several_descriptions_are_written_once_and_compared() -> None
         held[rank].append((WriteItem(extra, (Box.whole((2,)),)), None))
     arrays = {**ARRAYS, "extra": random_array((2,), "float32", 3)}
     plan, *_ = save(4, held, arrays, f"memory://statements-{next(count)}")
-    assert len(plan.described.rows) == 3
+    assert len(plan.packed.described.rows) == 3
     for error in save(4, held, arrays, f"memory://statements-{next(count)}", changed=3):
         assert isinstance(error, UsageError)
 

@@ -18,17 +18,10 @@ from ucformat.reading.readable import IntKey, Place
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.comm.connections import Node
 from ucformat.torch.comm.wire import decode, encode
-from ucformat.torch.saving.assignment import (
-    Fragment,
-    ShardBatch,
-    ShardTask,
-    Transfer,
-    WriteItem,
-    WritePlan,
-)
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import Saved
+from ucformat.torch.saving.statement import Description, Exceptions, ListedTensor, Row, WriteItem
 from ucformat.torch.saving.worker import (
     Command,
     Heartbeat,
@@ -43,7 +36,6 @@ from ucformat.torch.saving.worker import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-FRAGMENTS = (Fragment(1, 2, 3, 4, BOX), Fragment(0, 0, 0, 0, Box((), ())))
 LISTING = StateInfo(
     tensors=(
         (INFO, (Piece(BOX, 3, (4, 1)), Piece(BOX, 0, (1, 1), "flat"))),
@@ -63,13 +55,12 @@ LISTING = StateInfo(
 TOLD: list[tuple[Any, Any]] = [
     ((WriteItem(INFO, (BOX, BOX), (("m", 1),)), WriteItem(INFO, ())), tuple[WriteItem, ...]),
     (
-        WritePlan(
-            (INFO,),
-            ((1, 2),),
-            (ShardBatch((ShardTask(1, (0, 1), FRAGMENTS),)),),
-            (Transfer(1, 0, FRAGMENTS),),
-        ),
-        WritePlan | None,
+        Description(None, (), (Row(INFO, -1, weight=True), Row(INFO, -1)), ((BOX, BOX), ())),
+        Description,
+    ),
+    (
+        Exceptions("small", (INFO.key,), {}, {b"d": (1,)}, {}, (ListedTensor(INFO, (BOX,), (3,)),)),
+        Exceptions | None,
     ),
     (SaveOptions("s3://x", "zarr", True, "first", None, 7), SaveOptions),
     (LISTING, StateInfo),
@@ -107,7 +98,7 @@ def test_no_changed_byte_does_anything(value: Any, kind: Any) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [Command, Reply, WorkerStart, SaveOptions, WritePlan | None, tuple[WriteItem, ...]],
+    [Command, Reply, WorkerStart, SaveOptions, Exceptions | None, tuple[WriteItem, ...]],
     ids=str,
 )
 def test_pickles_are_refused_and_not_run(tmp_path: Path, kind: Any) -> None:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -229,6 +229,11 @@ class Distribution:
         start, stop = (min(max(0, x), local.size) for x in (begin, begin + self.part))
         return tuple(box.shift(local.start) for box in flat_boxes(local.shape, start, stop))
 
+    def contiguous(self, shape: tuple[int, ...]) -> bool:
+        """Whether each box is one range of the row-major tensor; not known of flat buffers, whose boxes all are."""
+        first = next((d for d, n in enumerate(shape) if n > 1), 0)
+        return all(cut.dim <= first for cut in self.cuts)
+
     def by_axis(self, parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """The product of the values of a coordinate's parts, as an array of one dim for each axis of the mesh.
 
@@ -340,6 +345,51 @@ class Distribution:
             for box in flat_boxes(local.shape, start, stop):
                 if (moved := box.shift(local.start)).intersect(common) is not None:
                     yield Holding((*at, part), moved)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxList:
+    """Which rank holds each box of a tensor, as a list: a distribution for what no cuts describe.
+
+    The mesh has one axis, and the rank of each coordinate is its index. Each box is held by one rank.
+    """
+
+    mesh: RankMesh
+    listed: tuple[Box, ...]
+    ranks: tuple[int, ...]
+    axes: ClassVar[tuple[int, ...]] = (0,)
+    replicas: ClassVar[tuple[int, ...]] = ()
+    copies: ClassVar[int] = 1
+
+    def coordinate(self, at: tuple[int, ...], _copy: int) -> tuple[int, ...]:
+        """As `Distribution.coordinate`."""
+        return at
+
+    def boxes(self, _shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:
+        """As `Distribution.boxes`."""
+        return tuple(b for b, r in zip(self.listed, self.ranks, strict=True) if r == coordinate[0])
+
+    def holdings(self, _shape: tuple[int, ...], within: Box) -> Iterator[Holding]:
+        """As `Distribution.holdings`."""
+        for box, rank in zip(self.listed, self.ranks, strict=True):
+            if box.intersect(within) is not None:
+                yield Holding((rank,), box)
+
+    def overlap(self, _shape: tuple[int, ...], within: Box) -> NDArray[np.int64]:
+        """As `Distribution.overlap`."""
+        out = np.zeros(self.mesh.size, np.int64)
+        for box, rank in zip(self.listed, self.ranks, strict=True):
+            if (common := box.intersect(within)) is not None:
+                out[rank] += common.size
+        return out
+
+    def contiguous(self, shape: tuple[int, ...]) -> bool:
+        """As `Distribution.contiguous`."""
+        steps = row_major(shape)
+        spans = (
+            1 + sum((n - 1) * s for n, s in zip(b.shape, steps, strict=True)) for b in self.listed
+        )
+        return all(span == box.size for span, box in zip(spans, self.listed, strict=True))
 
 
 def _meeting(bounds: Sequence[NDArray[np.int64]], within: Box) -> list[range]:

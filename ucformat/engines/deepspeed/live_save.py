@@ -309,6 +309,14 @@ def save(
             steps = int(engine.global_steps) if step is None else step
             if config is None:
                 config = program_config(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
-            metadata = SaveMetadata.of(steps, run, metrics, config, lineage)
+            metadata = SaveMetadata.of(
+                {
+                    "step": steps,
+                    "run": run,
+                    "metrics": metrics,
+                    "config": config,
+                    "lineage": lineage,
+                }
+            )
             options = SaveOptions(str(url), form, overwrite)
         return save_in_group(state, options, metadata, ranks)

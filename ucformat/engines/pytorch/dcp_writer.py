@@ -159,7 +159,15 @@ class Writer(StorageWriter, BlockingAsyncStager):
         if thread_count < 1:
             raise UsageError(f"thread_count must be at least 1, not {thread_count}")
         self.checkpoint_id = None if path is None else str(path)
-        self.metadata = SaveMetadata.of(step, run, metrics, config, lineage)
+        self.metadata = SaveMetadata.of(
+            {
+                "step": step,
+                "run": run,
+                "metrics": metrics,
+                "config": config,
+                "lineage": lineage,
+            }
+        )
         self.saved: Saved | None = (
             None  #: the last committed checkpoint, in the process that wrote it
         )

@@ -130,7 +130,7 @@ class Connections(ABC):
         self.intact = True
         self.broken: UcformatError | None = None  # the first failure
         self.breaking = threading.Lock()
-        self.cache: dict[str, Any] = {}
+        self.kept: dict[type, Any] = {}
         self.opening = threading.Lock()
         self.below: dict[int, frozenset[int]] = {}  # by child, the ranks of its subtree
         self._neighbours = ([self.parent] if self.rank else []) + list(self.children)

@@ -22,7 +22,7 @@ from ipaddress import ip_address
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ucformat.errors import IntegrityError, UcformatError, UsageError
 from ucformat.torch.comm.bulk import Links
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     _Merge = Callable[[Any, Any], Any] | None
     _Then = Callable[[Any], Any] | None
 
+
+T = TypeVar("T")
 
 #: The most children of a rank on its own host, and on other hosts.
 FAN_OUT = 8
@@ -325,9 +327,6 @@ class Group:
         self.links, self._place, self.call, self._number = links, place, call, number
         self._channels = channels  # by name; shared by all channels of these connections
         self.rank, self.size, self.timeout = place.rank, place.size, links.timeout
-        self.cache = (
-            links.cache
-        )  # what callers keep from one call to the next, as long as the connections exist
         self._turn, self._counting = threading.Lock(), threading.Lock()
         self._users, self._contested = 0, False
         return self
@@ -371,6 +370,20 @@ class Group:
                 )
                 self._channels[name] = made
             return self._channels[name]
+
+    def shared(self, kind: type[T]) -> T:
+        """Return the one object of a type that all callers share as long as the connections exist."""
+        one: T = self.links.kept.setdefault(kind, kind())
+        return one
+
+    @contextmanager
+    def kept(self, kind: type[T]) -> Iterator[T]:
+        """Use an object of a type that is kept for the next call; a concurrent call uses one of its own."""
+        one: T = self.links.kept.pop(kind, None) or kind()
+        try:
+            yield one
+        finally:
+            self.links.kept[kind] = one
 
     @contextmanager
     def exclusive(self) -> Iterator[Group]:

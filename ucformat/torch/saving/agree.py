@@ -1,49 +1,71 @@
-"""What must be equal on all ranks that save together: replicas, objects, and the names of what is at a path."""
+"""How all ranks agree on who writes what, and on what must be equal on them: replicas, objects, names of paths.
+
+What ranks state is merged on the way to rank 0, which asks for each distinct description once, and joins them to
+the plan of all.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import zlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ucformat.errors import UsageError
+from ucformat.errors import CoverageError, UsageError
 from ucformat.format.arrays import array_folders, own_folder
-from ucformat.geometry.box import Box
+from ucformat.format.chunking import Tiling
+from ucformat.format.described import Described, DescribedRow, file_order
+from ucformat.format.small import packed_keys
+from ucformat.geometry.box import Box, prove
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Key
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import path_to_json
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.sources.state_names import dotted
 from ucformat.storage.strided import checksum
-from ucformat.torch.comm.wire import Addressed, decode
+from ucformat.torch.comm.wire import Addressed, decode, encode, message
+from ucformat.torch.saving.in_place import OTHER_FORMS, WeightFilesPlan
 from ucformat.torch.saving.statement import (
     HASHES,
-    Agreement,
     Description,
     Exceptions,
     Facts,
-    More,
-    Offer,
+    ListedTensor,
     Question,
-    Statement,
-    WrittenRow,
+    Replies,
+    Row,
+    Summary,
     written_rows,
 )
 from ucformat.torch.state.elements import elements_within, row_major_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import StatePath as Path
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.assignment import GlobalTensor, WriteItem
-    from ucformat.torch.saving.statement import Ranges, Row, Sums
+    from ucformat.torch.saving.options import SaveOptions
+    from ucformat.torch.saving.statement import (
+        Ranges,
+        Statement,
+        StoredAs,
+        Sums,
+        WriteItem,
+        WrittenRow,
+    )
     from ucformat.torch.state.elements import Elements
 
+    Paths = tuple[tuple[str | int, ...], ...]
 
 _DIFFERS = (
     "save per-rank values as ucformat.torch.PerRank(value), or pass "
@@ -90,30 +112,10 @@ def _sum_of_samples(elements: Elements) -> int:
     )
 
 
-def check_replicas(
-    tensors: Sequence[GlobalTensor],
-    items: Sequence[Sequence[WriteItem]],
-    found: Sequence[NDArray[np.uint32]],
-) -> None:
-    """Check that the replicas of each box have equal checksums."""
-    starts = [np.cumsum([0, *(len(c.boxes) for c in of_rank)]) for of_rank in items]
-    for tensor in tensors:
-        for holders in tensor.holders.values():
-            if len(holders) < 2:
-                continue
-            sums = [found[r][starts[r][item] + piece] for r, item, piece in holders]
-            other = next((i for i, s in enumerate(sums) if s != sums[0]), None)
-            if other is not None:
-                raise UsageError(
-                    f"{tensor.info.key} has a different value on rank {holders[other][0]} than on rank {holders[0][0]}",
-                    hint=_DIFFERS,
-                )
-
-
 def object_owners(
     objects: Iterable[tuple[int, Mapping[str, str]]], *, equal: bool
 ) -> dict[str, int]:
-    """Return the rank that provides each object: the first that has it.
+    """The rank that provides each object: the first that has it.
 
     Args:
         objects: ranks, ascending, and the digests of their objects by name.
@@ -133,13 +135,13 @@ def object_owners(
 
 def manifest_paths(
     infos: Sequence[TensorInfo], by_key: Mapping[Key, Sequence[Path]]
-) -> tuple[tuple[tuple[str | int, ...], ...], ...]:
+) -> tuple[Paths, ...]:
     """Return the paths of each tensor in the form of manifests."""
     return tuple(tuple(tuple(path_to_json(p)) for p in by_key.get(i.key, ())) for i in infos)
 
 
 def paths_by_key(
-    items: Iterable[tuple[int, Sequence[WriteItem | Row]]], aliases: Mapping[str, str]
+    items: Iterable[tuple[int, Sequence[Row]]], aliases: Mapping[str, str]
 ) -> dict[Key, list[Path]]:
     """Return the paths of each tensor on any rank."""
     first: dict[Path, tuple[Key, int]] = {}
@@ -159,216 +161,398 @@ def paths_by_key(
     return out
 
 
-# Agreement of all ranks on who writes what, by descriptions.
-#
-# What ranks state is merged on the way to rank 0, which asks for each distinct description once.
+@dataclass(frozen=True)
+class StoredTensors:
+    """Tensors that are stored in one way, in the order of rank 0, then of further ranks; listed ones come last.
+
+    Attributes:
+        paths: of each tensor, in the form of manifests.
+        described: those that are described, unless they are arrays.
+    """
+
+    infos: tuple[TensorInfo, ...]
+    paths: tuple[Paths, ...]
+    listed: tuple[ListedTensor, ...] = ()
+    described: Described | None = None
+
+    @cached_property
+    def table(self) -> TensorTable:
+        """The tensors as in the manifest, if they are no arrays."""
+        return TensorTable.of(self.docs())
+
+    def docs(self) -> Iterator[TensorDoc]:
+        """The rows of `table`."""
+        rows = zip(self.infos, self.paths, strict=True)
+        return (TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in rows)
 
 
-class Joined(NamedTuple):
-    """All descriptions together, on rank 0: each row with the first rank that states it, and its item there."""
+class GlobalPlan(NamedTuple):
+    """The plan of all ranks, kept on rank 0. `digest` is that of the exceptions, `aliases` are the tied names."""
 
-    rows: list[tuple[tuple[int, int], WrittenRow]]
-    stated: list[tuple[int, Description]]  # by first rank
+    exceptions: Exceptions
+    digest: bytes
+    aliases: Mapping[str, str]
+    arrays: StoredTensors
+    packed: StoredTensors
+    weights: StoredTensors
+
+
+@message
+class Agreement:
+    """What rank 0 answers to all ranks at last.
+
+    Attributes:
+        providers: the rank that provides each object.
+        exceptions: None: those that all ranks have kept from the last save.
+        weights: of the safetensors form.
+    """
+
+    attempt: str
+    providers: Mapping[str, int]
+    exceptions: Exceptions | None
+    weights: WeightFilesPlan | None
+
+
+def digest_of(exceptions: Exceptions) -> bytes:
+    """The digest by which ranks tell whether they have kept the same exceptions."""
+    return hashlib.sha256(encode(exceptions, Exceptions)).digest()[:16]
+
+
+class Coordinator:
+    """Rank 0's part of the agreement; it keeps descriptions, and the plan, for the next save."""
+
+    def __init__(self) -> None:
+        self.plan: GlobalPlan | None = None
+        self._planned_from: tuple[Any, ...] = ()
+        self._encoded: dict[bytes, bytes] = {}
+        self._summary: Summary | None = None
+        self._sums: dict[tuple[Key, Box], Sums] = {}
+        self._asked: Question | None = None
+
+    def begin(
+        self,
+        statement: Statement,
+        options: SaveOptions,
+        start: Callable[[GlobalPlan], tuple[str, WeightFilesPlan | None]],
+    ) -> None:
+        """Prepare for what all ranks state.
+
+        Args:
+            start: begins the attempt, and returns its id, and how the weights of the safetensors form are written.
+        """
+        self._encoded |= statement.encoded
+        self._options, self._start = options, start
+        self._summary, self._asked = None, None
+
+    def answer(self, summary: Summary) -> Question | Agreement | Addressed:
+        """The answer to what all ranks state together."""
+        self._summary, self._sums = summary, {}
+        if len(summary.options) > 1:
+            (mine, _), (other, rank), *_ = sorted(summary.options.items(), key=itemgetter(1))
+            raise UsageError(
+                f"rank {rank} saves with {other}, rank 0 with {mine}",
+                hint="give all ranks the same arguments",
+            )
+        used = summary.stated.keys() | summary.facts.keys()
+        self._encoded = {d: data for d, data in self._encoded.items() if d in used}
+        return self.add(Replies({}, summary.boxes))
+
+    def add(self, replies: Replies) -> Question | Agreement | Addressed:
+        """The answer to what all ranks have said since."""
+        summary = self._summary
+        assert summary is not None  # noqa: S101 - it comes first
+        self._encoded |= {digest: zlib.decompress(data) for digest, data in replies.sent.items()}
+        self._sums = _merged(self._sums, replies.sums, _distinct)
+        first = {**summary.facts, **{d: ranges[0][0] for d, ranges in summary.stated.items()}}
+        asked: dict[int, tuple[bytes, ...]] = {}
+        for digest in first.keys() - self._encoded.keys():
+            asked[first[digest]] = (*asked.get(first[digest], ()), digest)
+        if asked:
+            others = {rank: Question(digests) for rank, digests in asked.items()}
+            return Addressed(Question(), others)
+        planned_from = (summary.stated, summary.facts, self._options.form)
+        if self.plan is None or self._planned_from != planned_from:
+            self.plan = join(summary, self._encoded, self._options.form)
+            self._planned_from = planned_from
+        plan, same = self.plan, summary.kept.keys() == {self.plan.digest}
+        if self._options.replicas == "equal":
+            question = self._compared(summary, plan.exceptions.compared, same=same)
+            if question is not None and question != self._asked:
+                self._asked = question
+                return question
+            check_replicas(self._sums)
+        objects = sorted((rank, digest) for digest, rank in summary.facts.items())
+        providers = object_owners(
+            ((rank, decode(self._encoded[digest], Facts).objects) for rank, digest in objects),
+            equal=self._options.replicas == "equal",
+        )
+        attempt, weights = self._start(plan)
+        return Agreement(attempt, providers, None if same else plan.exceptions, weights)
+
+    def _compared(
+        self, summary: Summary, compared: tuple[Key, ...], *, same: bool
+    ) -> Question | None:
+        """What rank 0 has to ask before it knows that replicas are equal, or which ones differ."""
+        if summary.balance or any(len(sums) > 1 for sums in summary.sums.values()):
+            return Question(everything=True)
+        return Question((), compared) if compared and not same else None
 
 
 def agree(
     group: Group,
     statement: Statement,
-    options: str,
+    options: SaveOptions,
     sums: Sequence[NDArray[np.uint32]],
-    begin: Callable[[], str],
-    *,
-    equal: bool,
-    arrays: bool,
-) -> tuple[Agreement, Joined | None]:
+    kept: tuple[bytes, Exceptions],
+    coordinator: Coordinator,
+) -> Agreement:
     """Agree on who writes what; all ranks call this together.
 
     Args:
-        options: of the save, as text, which must be the same on all ranks.
-        arrays: whether tensors get folders, whose names may not differ only in case.
-
-    Returns:
-        the answer of rank 0, which has an attempt unless ranks have to list boxes; on rank 0 all
-        descriptions.
+        kept: the exceptions of the last save, and their digest.
+        coordinator: rank 0's.
     """
-    joiner: _Joiner = (
-        group.cache.pop("joiner", None) or _Joiner()
-    )  # a save of another thread gets one of its own
-    compared: tuple[Key, ...] = group.cache.get(
-        "compared", ()
-    )  # equal on all ranks, or the options are not
-    if not group.rank:
-        joiner.begin(statement, compared, begin, equal=equal, arrays=arrays)
-    offer = statement.offer(options, sums, compared)
+    summary = statement.summary(str(options), sums, kept)
+    kinds = Question | Agreement
     answer: Question | Agreement = group.combine(
-        offer, merge_offers, Offer, joiner.answer, Question | Agreement
+        summary, merge_summaries, Summary, coordinator.answer, kinds
     )
     while isinstance(answer, Question):
-        compared = answer.compared or compared
-        answer = group.combine(
-            statement.more(answer, sums), merge_more, More, joiner.add, Question | Agreement
-        )
-    # Where several threads save, ranks may keep those of different saves: without an attempt, all
-    # begin anew.
-    group.cache["compared"] = () if answer.attempt is None else compared
-    group.cache["joiner"] = joiner
-    return answer, joiner.joined
+        reply = statement.reply(answer, sums)
+        answer = group.combine(reply, merge_replies, Replies, coordinator.add, kinds)
+    return answer
 
 
-class _Joiner:
-    """Rank 0's part of `agree`; it keeps descriptions for the next save."""
-
-    def __init__(self) -> None:
-        self._seen: dict[bytes, bytes] = {}
-        self._offer: Offer | None = None
-        self._plan: tuple[Any, Exceptions | tuple[Key, ...]] | None = None
-        self._compared: tuple[Key, ...] = ()
-        self._listed: tuple[Key, ...] = ()
-        self._begin: Callable[[], str] = str
-        self._equal, self._arrays = True, False
-        self.joined: Joined | None = None
-
-    def begin(
-        self,
-        statement: Statement,
-        compared: tuple[Key, ...],
-        begin: Callable[[], str],
-        *,
-        equal: bool,
-        arrays: bool,
-    ) -> None:
-        """Prepare for the offers of a save; see `agree`."""
-        self._seen |= statement.encoded
-        self._listed = tuple(sorted(statement.listed))
-        self._compared, self._begin, self._equal, self._arrays = compared, begin, equal, arrays
-
-    def answer(self, offer: Offer) -> Question | Agreement | Addressed:
-        """The answer to the offers of all ranks."""
-        self._offer = offer
-        self._seen = {
-            d: data for d, data in self._seen.items() if d in offer.stated or d in offer.facts
-        }
-        return self.add(More({}, offer.sums))
-
-    def add(self, more: More) -> Question | Agreement | Addressed:
-        """The answer to what all ranks have said since their offers."""
-        offer = self._offer
-        assert offer is not None  # noqa: S101 - it comes first
-        if not offer.unambiguous or len(offer.options) > 1:
-            return Agreement()
-        if offer.undescribed:
-            return Agreement(listed=(*self._listed, *sorted(offer.undescribed)))
-        self._seen |= {digest: zlib.decompress(data) for digest, data in more.sent.items()}
-        first = {**offer.facts, **{digest: ranges[0][0] for digest, ranges in offer.stated.items()}}
-        asked: dict[int, tuple[bytes, ...]] = {}
-        for digest in first.keys() - self._seen.keys():
-            asked[first[digest]] = (*asked.get(first[digest], ()), digest)
-        if asked:
-            return Addressed(
-                Question(), {rank: Question(digests) for rank, digests in asked.items()}
+def check_replicas(sums: Mapping[tuple[Key, Box], Sums]) -> None:
+    """Check that the replicas of each box have equal checksums."""
+    for (key, _), distinct in sums.items():
+        if len(distinct) > 1:
+            (_, rank), (_, other), *_ = sorted(distinct, key=itemgetter(1))
+            raise UsageError(
+                f"{key} has a different value on rank {other} than on rank {rank}", hint=_DIFFERS
             )
-        key = (offer.stated, offer.facts, self._listed, self._arrays)
-        if self._plan is None or self._plan[0] != key:
-            self._plan = (key, self._join(offer))
-        plan = self._plan[1]
-        if isinstance(plan, tuple):
-            return Agreement(listed=(*self._listed, *plan))
-        if self._equal and (
-            offer.balance or any(len(s) > 1 for s in (*offer.sums.values(), *more.sums.values()))
-        ):
-            return Agreement()  # where boxes are listed, the error says what differs on which ranks
-        if plan.compared and plan.compared != self._compared:
-            self._compared = plan.compared
-            return Question((), plan.compared)
-        stating = sorted((rank, digest) for digest, rank in offer.facts.items())
-        objects = [(rank, decode(self._seen[digest], Facts).objects) for rank, digest in stating]
-        providers = object_owners(objects, equal=self._equal)
-        return Agreement(self._begin(), providers, None if plan == Exceptions() else plan)
 
-    def _join(self, offer: Offer) -> Exceptions | tuple[Key, ...]:
-        """The exceptions; or the tensors whose descriptions do not fit each other."""
-        stated = sorted(
-            (
-                (ranges[0][0], digest, decode(self._seen[digest], Description))
-                for digest, ranges in offer.stated.items()
-            ),
-            key=lambda s: s[:2],
+
+@gc_paused()
+def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalPlan:
+    """The plan of all ranks, from all that they state.
+
+    Tensors whose descriptions do not fit each other, and those of which some rank lists its boxes, are listed.
+    """
+    stated = sorted(
+        ((r[0][0], d, decode(encoded[d], Description)) for d, r in summary.stated.items()),
+        key=itemgetter(0, 1),
+    )
+    facts = sorted(
+        ((rank, decode(encoded[d], Facts)) for d, rank in summary.facts.items()), key=itemgetter(0)
+    )
+    aliases = {alias: name for _, one in facts for alias, name in one.aliases.items()}
+    order: dict[bytes, tuple[int, ...]] = {}
+    for _, one in facts:
+        order = {**one.order, **order}
+    rows, apart = _distinct_rows(stated, summary, aliases)
+    place = {
+        row.info.key: (rank, order[digest][number])
+        for rank, digest, d in reversed(stated)
+        for number, row in enumerate(d.rows)
+    }
+    holders, left_out = _split_rows(stated, summary, apart)
+    infos = [row.info for key, (_, row, _) in rows.items() if key.name not in aliases]
+    if form == "packed":
+        packed: Any = "all"
+    else:
+        beside = (i for i in infos if not rows[i.key][1].weight)
+        packed = "small" if packed_keys(beside) else "none"
+    exceptions = Exceptions(
+        packed,
+        tuple(sorted({key for key, (_, _, count) in rows.items() if count > 1} | apart)),
+        {
+            digest: summary.stated[digest]
+            for _, digest, d in stated
+            if d.mesh is None and not d.boxes
+        },
+        left_out,
+        {},
+        _listed(
+            {key: rows[key][1] for key in sorted(holders, key=place.__getitem__)}, holders, aliases
+        ),
+    )
+    arrays = [i.key for i in infos if exceptions.stored_as(rows[i.key][1]) == "array"]
+    folders = {k: folder for k, folder in array_folders(arrays).items() if folder != own_folder(k)}
+    exceptions = replace(exceptions, folders=folders)
+    paths = paths_by_key(((rank, d.rows) for rank, _, d in stated), aliases)
+
+    def stored(kind: StoredAs) -> StoredTensors:
+        described = [
+            w
+            for _, digest, d in stated
+            if not d.boxes
+            for w in written_rows(d, digest, exceptions, kind)
+        ]
+        listed = tuple(t for t in exceptions.listed if exceptions.stored_as(t) == kind)
+        own = sorted((w.row.info for w in described), key=lambda info: place[info.key])
+        both = (*own, *(t.info for t in listed))
+        found = None if kind == "array" else _described(described, both)
+        return StoredTensors(both, manifest_paths(both, paths), listed, found)
+
+    parts = (stored("array"), stored("packed"), stored("weight"))
+    return GlobalPlan(exceptions, digest_of(exceptions), aliases, *parts)
+
+
+def _distinct_rows(
+    stated: Sequence[tuple[int, bytes, Description]], summary: Summary, aliases: Mapping[str, str]
+) -> tuple[dict[Key, tuple[int, Row, int]], set[Key]]:
+    """Each tensor with the first rank that states it, and how many descriptions have it; and those to list."""
+    rows: dict[Key, tuple[int, Row, int]] = {}
+    apart: set[Key] = set()
+    for rank, digest, description in stated:
+        mesh, ranks = description.mesh, _each(summary.stated[digest])
+        fits = mesh is None or np.array_equal(np.sort(mesh.ranks, axis=None), ranks)
+        for row in description.rows:
+            key = row.info.key
+            other, first, count = rows.get(key, (rank, row, 0))
+            _check_same(row, rank, first, other)
+            rows[key] = (other, first, count + 1)
+            if description.boxes or not fits or key.name in aliases:
+                apart.add(key)
+    return rows, apart
+
+
+def _split_rows(
+    stated: Sequence[tuple[int, bytes, Description]], summary: Summary, apart: set[Key]
+) -> tuple[dict[Key, dict[Box, list[int]]], dict[bytes, tuple[int, ...]]]:
+    """The ranks that hold each box of the tensors to list; and the rows that another description writes."""
+    holders: dict[Key, dict[Box, list[int]]] = {}
+    left_out: dict[bytes, tuple[int, ...]] = {}
+    written: set[Key] = set()
+    for _, digest, description in stated:
+        out = []
+        for number, row in enumerate(description.rows):
+            key = row.info.key
+            if key in apart:
+                boxes = holders.setdefault(key, {})
+                for rank, box in _held(description, number, _each(summary.stated[digest])):
+                    boxes.setdefault(box, []).append(rank)
+            if key in apart or key in written:
+                out.append(number)
+            written.add(key)
+        if out and not description.boxes:
+            left_out[digest] = tuple(out)
+    return holders, left_out
+
+
+def _each(ranges: Ranges) -> list[int]:
+    return [rank for a, b in ranges for rank in range(a, b)]
+
+
+def _check_same(row: Row, rank: int, first: Row, other: int) -> None:
+    """Check that two ranks mean the same tensor."""
+    info = row.info
+    if first.info != info:
+        raise UsageError(
+            f"{info.key} is {first.info.dtype} {first.info.shape} on rank {other}, but {info.dtype} "
+            f"{info.shape} on rank {rank}",
+            hint="save a value that differs between ranks as ucformat.torch.PerRank(value)",
         )
-        stating = [
-            (rank, decode(self._seen[digest], Facts)) for digest, rank in offer.facts.items()
-        ]
-        tied = {alias for _, facts in stating for alias in facts.aliases}
-        first: dict[Key, tuple[int, TensorInfo]] = {}
-        left_out: dict[bytes, tuple[int, ...]] = {}
-        several: set[Key] = set()
-        unfit: set[Key] = set()
-        for rank, digest, description in stated:
-            ranks = np.concatenate([np.arange(a, b) for a, b in offer.stated[digest]])
-            if description.mesh is not None and not np.array_equal(
-                np.sort(description.mesh.ranks, axis=None), ranks
-            ):
-                unfit.update(row.info.key for row in description.rows)
-            out = []
-            for number, row in enumerate(description.rows):
-                other, info = first.setdefault(row.info.key, (rank, row.info))
-                if info != row.info:
-                    raise UsageError(
-                        f"{info.key} is {info.dtype} {info.shape} on rank {other}, but {row.info.dtype} "
-                        f"{row.info.shape} on rank {rank}",
-                        hint="save a value that differs between ranks as ucformat.torch.PerRank(value)",
-                    )
-                if info is not row.info:
-                    several.add(info.key)
-                    out.append(number)
-            if out:
-                left_out[digest] = tuple(out)
-        if unfit := unfit | {
-            key for key in first if key.name in tied
-        }:  # some ranks do not know that it is tied
-            return tuple(sorted(unfit))
-        whole = {digest: offer.stated[digest] for _, digest, d in stated if d.mesh is None}
-        folders = array_folders((*first, *self._listed)) if self._arrays else {}
-        folders = {key: folder for key, folder in folders.items() if folder != own_folder(key)}
-        plan = Exceptions(tuple(sorted(several)), whole, left_out, folders)
-        order: dict[bytes, tuple[int, ...]] = {}
-        for _, facts in sorted(stating, key=lambda f: f[0]):
-            order = {**facts.order, **order}
-        rows = [
-            ((rank, order[digest][found.number]), found)
-            for rank, digest, d in stated
-            for found in written_rows(d, digest, plan)
-        ]
-        self.joined = Joined(rows, [(rank, d) for rank, _, d in stated])
-        return plan
+    if first.weight != row.weight:
+        raise UsageError(
+            f"{info.key} is a weight on some ranks, and on others there is another weight",
+            hint=OTHER_FORMS,
+        )
 
 
-def merge_offers(a: Offer, b: Offer) -> Offer:
-    """Return what consecutive ranks state together."""
-    return Offer(
+def _held(description: Description, number: int, ranks: Sequence[int]) -> Iterator[tuple[int, Box]]:
+    """What the ranks that state a description hold of one of its rows: each with a box that has elements."""
+    row, mesh = description.rows[number], description.mesh
+    for rank in ranks:
+        if description.boxes:
+            boxes = description.boxes[number]
+        elif mesh is None:
+            boxes = (Box.whole(row.info.shape),)
+        else:
+            at = mesh.coordinate(rank)
+            assert at is not None  # noqa: S101 - it has stated the description
+            boxes = description.distributions[row.distribution].boxes(row.info.shape, at)
+        yield from ((rank, box) for box in boxes if box.size)
+
+
+def _listed(
+    rows: Mapping[Key, Row],
+    holders: Mapping[Key, Mapping[Box, Sequence[int]]],
+    aliases: Mapping[str, str],
+) -> tuple[ListedTensor, ...]:
+    """The tensors that are listed: each box once, balanced by bytes over the ranks that hold it."""
+    for key, boxes in holders.items():
+        if key.name in aliases and boxes:  # a rank with an empty shard cannot know that it is tied
+            raise UsageError(
+                f"{key} is tied to another tensor on some ranks, and on others it is not"
+            )
+        try:
+            if key.name not in aliases:
+                prove(rows[key].info, ((ranks[0], box) for box, ranks in boxes.items()))
+        except CoverageError as error:
+            raise CoverageError(
+                error.message, hint="check that all ranks of the mesh take part in this save"
+            ) from None
+    load: Counter[int] = Counter()
+    provider: dict[tuple[Key, Box], int] = {}
+    sizes = [
+        (box.size * rows[key].info.itemsize, key, box)
+        for key, boxes in holders.items()
+        for box in boxes
+    ]
+    for nbytes, key, box in sorted(sizes, key=lambda s: -s[0]):
+        rank = provider[key, box] = min(holders[key][box], key=load.__getitem__)
+        load[rank] += nbytes
+    return tuple(
+        ListedTensor(
+            row.info,
+            tuple(holders[key]),
+            tuple(provider[key, box] for box in holders[key]),
+            row.weight,
+        )
+        for key, row in rows.items()
+        if key.name not in aliases
+    )
+
+
+def _described(written: Sequence[WrittenRow], infos: Sequence[TensorInfo]) -> Described | None:
+    number = {info.key: n for n, info in enumerate(infos)}
+    rows = [
+        DescribedRow(number[i.key], w.distribution, w.writer, Tiling.of(i.shape, i.itemsize).tile)
+        for w in sorted(written, key=lambda w: file_order(w.row.info, w.distribution))
+        for i in (w.row.info,)
+    ]
+    return Described(rows, infos, "") if rows else None
+
+
+def merge_summaries(a: Summary, b: Summary) -> Summary:
+    """What consecutive ranks state together."""
+    return Summary(
         options={**b.options, **a.options},
+        kept={**b.kept, **a.kept},
         stated=_merged(a.stated, b.stated, _adjoined),
         facts={**b.facts, **a.facts},
         balance=(a.balance + b.balance) % HASHES,
-        unambiguous=a.unambiguous and b.unambiguous,
-        undescribed=a.undescribed | b.undescribed,
         sums=_merged(a.sums, b.sums, _distinct),
+        boxes=_merged(a.boxes, b.boxes, _distinct),
     )
 
 
-def merge_more(a: More, b: More) -> More:
-    """Return what consecutive ranks answer together."""
-    return More({**b.sent, **a.sent}, _merged(a.sums, b.sums, _distinct))
+def merge_replies(a: Replies, b: Replies) -> Replies:
+    """What consecutive ranks answer together."""
+    return Replies({**b.sent, **a.sent}, _merged(a.sums, b.sums, _distinct))
 
 
 def _distinct(a: Sums, b: Sums) -> Sums:
-    known = {found for found, _ in a}
-    return (*a, *(s for s in b if s[0] not in known))
+    values = {value for value, _ in a}
+    return (*a, *(s for s in b if s[0] not in values))
 
 
 def _merged(
-    a: Mapping[bytes, Any], b: Mapping[bytes, Any], join: Callable[[Any, Any], Any]
-) -> dict[bytes, Any]:
-    return {**b, **{k: join(v, b[k]) if k in b else v for k, v in a.items()}}
+    a: Mapping[Any, Any], b: Mapping[Any, Any], join_values: Callable[[Any, Any], Any]
+) -> dict[Any, Any]:
+    return {**b, **{k: join_values(v, b[k]) if k in b else v for k, v in a.items()}}
 
 
 def _adjoined(a: Ranges, b: Ranges) -> Ranges:

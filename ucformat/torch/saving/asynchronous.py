@@ -6,26 +6,23 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
-from ucformat.storage.url import path_text
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, is_live
 from ucformat.torch.comm.wire import message
-from ucformat.torch.saving.assets import assets_of
 from ucformat.torch.saving.background import BackgroundWriter, close_writer, writers
-from ucformat.torch.saving.manifest import SaveMetadata
-from ucformat.torch.saving.options import SaveOptions
-from ucformat.torch.state.local import local_state
+from ucformat.torch.saving.save import prepare, saving_group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from os import PathLike
 
     import torch.distributed as dist
 
-    from ucformat.schema.manifest import LaunchDoc, LineageDoc
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.background import SaveHandle
+    from ucformat.torch.saving.manifest import SaveMetadata
+    from ucformat.torch.saving.options import SaveArguments, SaveOptions
     from ucformat.torch.state.local import LocalState
 
 __all__ = ["async_save", "async_save_local"]
@@ -83,7 +80,7 @@ def background_writer(ranks: Group, in_flight: int) -> Iterator[BackgroundWriter
     all: all this takes one collective. The processes of groups that do not exist any more are
     closed.
     """
-    turns: _Turns = ranks.cache.setdefault("turns", _Turns()) if ranks.size > 1 else _single_process
+    turns = ranks.shared(_Turns) if ranks.size > 1 else _single_process
     for key, old in list(writers.items()):
         if key is not None and not is_live(key):
             close_writer(old)
@@ -129,22 +126,8 @@ def async_save(
     state: Mapping[str, Any],
     url: str | PathLike[str],
     *,
-    step: int | None = None,
-    run: str | None = None,
-    metrics: Mapping[str, float] | None = None,
-    config: Mapping[str, Any] | None = None,
-    form: Literal["zarr", "packed", "safetensors"] = "zarr",
-    assets: str | PathLike[str] | None = None,
-    overwrite: bool = False,
-    lineage: Sequence[LineageDoc] = (),
-    after: int | None = None,
-    launch: LaunchDoc | None = None,
-    replicas: Literal["equal", "first"] = "equal",
-    chunk_bytes: int | None = None,
-    shard_bytes: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    timeout: float = TIMEOUT,
     in_flight: int = 1,
+    **arguments: Unpack[SaveArguments],
 ) -> SaveHandle:
     """Save a training state in the background; all ranks call this together.
 
@@ -155,23 +138,9 @@ def async_save(
     Args:
         state: as for `save`.
         url: as for `save`.
-        step: as for `save`.
-        run: as for `save`.
-        metrics: as for `save`.
-        config: as for `save`.
-        form: as for `save`.
-        assets: as for `save`.
-        overwrite: as for `save`.
-        lineage: as for `save`.
-        after: as for `save`.
-        launch: as for `save`.
-        replicas: as for `save`.
-        chunk_bytes: as for `save`.
-        shard_bytes: as for `save`.
-        group: as for `save`.
-        timeout: as for `save`.
         in_flight: how many saves may be in flight at once, each with host memory for a copy of the
             state; another one waits for the oldest.
+        arguments: as for `save`.
 
     Returns:
         a handle, whose `wait` returns when the checkpoint is committed.
@@ -182,17 +151,11 @@ def async_save(
             handle on some rank. Every rank gets the same error.
     """
     begun = time.monotonic()
-    with group_for_call(group, timeout, "async_save", url) as ranks:
+    with saving_group(url, "async_save", arguments) as ranks:
         with ranks.sharing_errors():
-            options = SaveOptions(
-                path_text(url), form, overwrite, replicas, chunk_bytes, shard_bytes
-            )
-            beside = {} if ranks.rank else assets_of(state, assets, form)
-            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside, launch)
-            held = local_state(state)
-            options.check(held)
+            local, options, metadata = prepare(state, url, ranks, arguments)
         with background_writer(ranks, in_flight) as writer:
-            return writer.save(held, options, metadata, begun)
+            return writer.save(local, options, metadata, begun)
 
 
 def async_save_local(

@@ -14,15 +14,12 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ucformat.errors import IntegrityError, UcformatError, UsageError
-from ucformat.exporters.base import weights_of
-from ucformat.format.sidecar import decode
-from ucformat.geometry.box import Box, row_major
+from ucformat.format.sidecar import decode, encode_columns
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs.weight_files import WeightFiles, weights_folder
 from ucformat.schema.tensors import TensorDoc, TensorTable
@@ -30,9 +27,8 @@ from ucformat.storage.in_place import PartsWriter, Way, way_of
 from ucformat.storage.strided import CRC32C_SHIFT, checksum, copy
 from ucformat.storage.upload import unit_for
 from ucformat.torch.comm.wire import message
-from ucformat.torch.saving.assignment import BATCH_BYTES, Fragment, ShardBatch, ShardTask, Transfer
-from ucformat.torch.saving.plan import Held, plan_save
-from ucformat.torch.saving.write import exchange, sidecar_of
+from ucformat.torch.saving.shards import BATCH_BYTES, Fragment, ShardBatch, ShardTask, Transfer
+from ucformat.torch.saving.write import exchange, packed_extents
 from ucformat.torch.state.elements import elements_within, row_major_bytes
 
 if TYPE_CHECKING:
@@ -40,24 +36,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.format.commit import Attempt
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.distribution import BoxList, Distribution
     from ucformat.geometry.tensor import Key
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.assignment import GlobalPlan
-    from ucformat.torch.saving.options import SaveOptions
+    from ucformat.torch.saving.agree import GlobalPlan
+    from ucformat.torch.saving.statement import RankState, WriteItem
     from ucformat.torch.state.elements import Elements
 
 
 PART_BYTES = 8 << 20  # an upload takes at least 5 MiB, and a block is at most 1 MiB
-
-
-@message
-class ListedBoxes:
-    """The boxes of a weight that the ranks cannot describe, and the rank that provides each."""
-
-    ranks: tuple[int, ...]
-    boxes: tuple[Box, ...]
 
 
 class Part(NamedTuple):
@@ -87,40 +76,29 @@ class Providers:
     """Which rank provides each box of a weight; each element is provided by one rank.
 
     Args:
-        listed: the boxes of the other ones, which are the last.
+        listed: the weights that are not described.
     """
 
     def __init__(
-        self, infos: Sequence[TensorInfo], described: bytes, listed: Sequence[ListedBoxes]
+        self, infos: Sequence[TensorInfo], described: bytes, listed: Mapping[Key, BoxList]
     ) -> None:
         table = TensorTable.of(TensorDoc(*i.key, i.dtype, i.shape) for i in infos)
-        self._infos, self._listed, self._first = infos, listed, len(infos) - len(listed)
-        found = decode(described, table, "the plan of the weights").described
-        self._rows = {row.tensor: row for row in (found.rows if found else ())}
+        self._infos, decoded = infos, decode(described, table, "the plan of the weights").described
+        self._held: dict[int, tuple[Distribution | BoxList, int]] = {
+            n: (listed[i.key], 0) for n, i in enumerate(infos) if i.key in listed
+        }
+        for row in decoded.rows if decoded else ():
+            self._held[row.tensor] = (row.distribution, row.writer)
 
     def of(self, number: int, within: Box) -> list[tuple[Box, int]]:
         """The boxes that intersect a box of a weight, in order, each with the rank that provides it."""
-        if number < self._first:
-            _, d, writer, _ = self._rows[number]
-            held = d.holdings(self._infos[number].shape, within)
-            return sorted((box, int(d.mesh.ranks[d.coordinate(at, writer)])) for at, box in held)
-        listed = self._listed[number - self._first]
-        found = zip(listed.boxes, listed.ranks, strict=True)
-        return sorted((box, rank) for box, rank in found if box.intersect(within) is not None)
+        d, writer = self._held[number]
+        held = d.holdings(self._infos[number].shape, within)
+        return sorted((box, int(d.mesh.ranks[d.coordinate(at, writer)])) for at, box in held)
 
     def contiguous(self, number: int) -> bool:
         """Whether each box of a weight is known to be one range of the file."""
-        shape = self._infos[number].shape
-        if number < self._first:
-            first = next((d for d, n in enumerate(shape) if n > 1), 0)
-            return all(cut.dim <= first for cut in self._rows[number].distribution.cuts)
-        return all(_is_range(box, shape) for box in self._listed[number - self._first].boxes)
-
-
-def _is_range(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether the elements of a box follow each other in row-major order."""
-    between = sum((n - 1) * step for n, step in zip(box.shape, row_major(shape), strict=True))
-    return between + 1 == box.size or not box.size
+        return self._held[number][0].contiguous(self._infos[number].shape)
 
 
 def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[Part]:
@@ -254,21 +232,15 @@ class InPlace(NamedTuple):
     """The weights of a save.
 
     Attributes:
-        held: what this rank holds of them.
-        pieces: the (item, piece) that it writes itself.
+        pieces: the (item, piece) that this rank writes itself.
         exchanged: what it writes and sends of other weights.
-        uploads: the id of each file's upload, if they are written in parts.
-        plan: of all ranks, on rank 0.
+        told: what all ranks know.
     """
 
-    held: Held
     pieces: tuple[tuple[int, int], ...]
     files: WeightFiles
     exchanged: PartPlan
-    infos: tuple[TensorInfo, ...]
-    way: Way
-    uploads: tuple[str, ...] = ()
-    plan: GlobalPlan | None = None
+    told: WeightFilesPlan
 
 
 @message
@@ -289,173 +261,120 @@ class WrittenParts:
 
 
 @message
-class _Weights:
-    """All weights in the order of the files, who provides them, the tied names, the folder, and how it is written."""
+class WeightFilesPlan:
+    """What rank 0 tells all ranks of the weights.
+
+    Attributes:
+        infos: of all weights, in the order of the files.
+        described: who provides those that are described, as a sidecar.
+        folder: of the files.
+        uploads: the id of each file's upload, if they are written in parts.
+    """
 
     infos: tuple[TensorInfo, ...]
     described: bytes
-    listed: tuple[ListedBoxes, ...]
     tied: Mapping[str, str]
     folder: str
     way: Way
     uploads: tuple[str, ...]
 
 
-class _Known(NamedTuple):
-    """The plan of a save, for the next one.
-
-    Attributes:
-        own: the weights that are not exchanged.
-        provided: what this rank provides of these.
-    """
-
-    told: tuple[object, ...]
-    own: set[Key]
-    planner: PartPlanner
-    provided: Mapping[tuple[int, Box], tuple[int, int]] = MappingProxyType({})
-    plan: PartPlan | None = None
+OTHER_FORMS = 'save with form="zarr" or form="packed"'
 
 
-def split(held: Held) -> tuple[Held, Held]:
-    """What a rank holds of weights, and everything else."""
-    chosen = {info.key for info in weights_of(item.info for item in held.items)}
-    numbers: tuple[list[int], list[int]] = ([], [])
-    for number, item in enumerate(held.items):
-        numbers[item.info.key not in chosen].append(number)
-    return held.part(numbers[0], {}), held.part(numbers[1], held.objects)
-
-
-def plan_in_place(
-    group: Group,
-    options: SaveOptions,
-    store: Store,
-    weights: Held,
-    others: GlobalPlan | None,
-    attempt: Attempt | None,
-) -> InPlace:
-    """Plan the files of the weights; all ranks call this together, after the plan of everything else."""
-    part = group.for_call(group.call)
-    part.cache = group.cache.setdefault("weights", {})
-    assignment, _, plan = plan_save(part, replace(options, form="packed"), store, weights, attempt)
+def begin_weights(store: Store, attempt: str, plan: GlobalPlan) -> WeightFilesPlan:
+    """Plan the files of the weights on rank 0, and begin their uploads."""
+    infos, others = plan.weights.infos, (*plan.arrays.infos, *plan.packed.infos)
+    if not infos:
+        raise UsageError(
+            "the state has no weights, and so there are none for safetensors files",
+            hint=OTHER_FORMS,
+        )
+    if len({i.name for i in infos}) < len(infos):
+        raise UsageError(
+            "masters are a weight on some ranks, and on others there is another weight",
+            hint=OTHER_FORMS,
+        )
+    folder = weights_folder(attempt, {i.state for i in others})
+    files = WeightFiles(infos, plan.aliases, folder)  # raises if there can be none
+    described = encode_columns(*packed_extents(replace(plan.weights, listed=()), "data/plan", {}))
+    way, uploads = way_of(store)
     begun: list[tuple[str, str]] = []
-
-    def answer(tied: Mapping[str, str]) -> _Weights:
-        assert plan is not None  # noqa: S101 - rank 0 has them
-        assert others is not None  # noqa: S101
-        if not plan.infos:
-            raise UsageError(
-                "the state has no weights, and so there are none for safetensors files", hint=_OTHER
-            )
-        both = {i.key for i in plan.infos} & {i.key for i in others.infos}
-        if both or len({i.name for i in plan.infos}) < len(plan.infos):
-            named = f"{min(both)} is" if both else "masters are"
-            raise UsageError(
-                f"{named} a weight on some ranks, and on others there is another weight",
-                hint=_OTHER,
-            )
-        folder = weights_folder(assignment.attempt, {i.state for i in others.infos})
-        files = WeightFiles(plan.infos, tied, folder)  # raises if there can be none
-        way, uploads = way_of(store)
+    try:
         for file in files.files if uploads is not None else ():
             assert uploads is not None  # noqa: S101 - see above
             begun.append((file.key, uploads.begin(file.key)))
-        described = sidecar_of(
-            replace(plan, tensors=(), items=(), pieces=(), begins=()), "data/plan"
-        )
-        return _Weights(
-            plan.infos,
-            described,
-            _listed(plan),
-            tied,
-            folder,
-            way,
-            tuple(upload for _, upload in begun),
-        )
-
-    try:
-        found: _Weights = group.combine(
-            weights.aliases, lambda a, b: {**b, **a}, Mapping[str, str], answer, _Weights
-        )
-        with group.sharing_errors():
-            return _planned(part, weights, assignment.part.pieces, found, plan)
     except BaseException:
         _abort(store, begun)
         raise
+    ids = tuple(upload for _, upload in begun)
+    return WeightFilesPlan(infos, described, plan.aliases, folder, way, ids)
 
 
-_OTHER = 'save with form="zarr" or form="packed"'
+class WeightPlanner:
+    """Plans what a rank writes and sends of the weights; it keeps the plan for the next save."""
 
+    def __init__(self) -> None:
+        self._planned_from: tuple[object, ...] = ()
+        self._own: set[Key] = set()  # the weights that are not exchanged
+        self._planner: PartPlanner | None = None
+        self._provided: Mapping[tuple[int, Box], tuple[int, int]] | None = None
+        self._plan: PartPlan | None = None
 
-def _listed(plan: GlobalPlan) -> tuple[ListedBoxes, ...]:
-    """Who provides the weights that ranks cannot describe."""
-    found: dict[TensorInfo, list[tuple[int, Box]]] = {tensor.info: [] for tensor in plan.tensors}
-    for rank, (pieces, items) in enumerate(zip(plan.pieces, plan.items, strict=True)):
+    def plan(
+        self,
+        group: Group,
+        items: Sequence[WriteItem],
+        pieces: Sequence[tuple[int, int]],
+        told: WeightFilesPlan,
+        listed: Mapping[Key, BoxList],
+    ) -> InPlace:
+        """Plan the pieces that a rank provides: it writes them, or sends them to others."""
+        files = WeightFiles(told.infos, told.tied, told.folder)
+        planned_from = (told.infos, told.described, told.tied, told.way, listed)
+        if self._planner is None or self._planned_from != planned_from:
+            self._planned_from, self._plan = planned_from, None
+            providers = Providers(told.infos, told.described, listed)
+            self._own = {
+                info.key
+                for n, info in enumerate(told.infos)
+                if told.way == "in place" and providers.contiguous(n)
+            }
+            chosen = np.full(files.count, told.way != "in place")
+            for key, placed in files.tensors.items():
+                chosen[placed.first : placed.first + placed.count] = key not in self._own
+            parts = parts_of(files, chosen)
+            count = len(files.files) if told.way == "whole" else None
+            owners = owners_of(parts, group.size, count)
+            self._planner = PartPlanner(files, told.infos, providers, parts, owners)
+        number = {info.key: n for n, info in enumerate(told.infos)}
+        mine: list[tuple[int, int]] = []
+        provided: dict[tuple[int, Box], tuple[int, int]] = {}
         for item, piece in pieces:
-            info, box = items[item].info, items[item].boxes[piece]
-            if box.size:
-                found[info].append((rank, box))
-    return tuple(
-        ListedBoxes(tuple(r for r, _ in of), tuple(b for _, b in of)) for of in found.values()
-    )
-
-
-def _planned(
-    group: Group,
-    held: Held,
-    pieces: Sequence[tuple[int, int]],
-    found: _Weights,
-    plan: GlobalPlan | None,
-) -> InPlace:
-    """The plan of this rank, which writes the pieces, or sends them to others; kept for the next save."""
-    files = WeightFiles(found.infos, found.tied, found.folder)
-    known: _Known | None = group.cache.get("parts")
-    told = (found.infos, found.described, found.listed, found.tied, found.way)
-    if known is None or known.told != told:
-        providers = Providers(found.infos, found.described, found.listed)
-        own = {
-            info.key
-            for n, info in enumerate(found.infos)
-            if found.way == "in place" and providers.contiguous(n)
-        }
-        chosen = np.full(files.count, found.way != "in place")
-        for key, placed in files.tensors.items():
-            chosen[placed.first : placed.first + placed.count] = key not in own
-        parts = parts_of(files, chosen)
-        owners = owners_of(parts, group.size, len(files.files) if found.way == "whole" else None)
-        known = _Known(told, own, PartPlanner(files, found.infos, providers, parts, owners))
-    number = {info.key: n for n, info in enumerate(found.infos)}
-    mine: list[tuple[int, int]] = []
-    provided: dict[tuple[int, Box], tuple[int, int]] = {}
-    for item, piece in pieces:
-        key, box = held.items[item].info.key, held.items[item].boxes[piece]
-        if key in known.own:
-            mine.append((item, piece))
-        elif box.size:
-            provided[number[key], box] = (item, piece)
-    if known.plan is None or known.provided != provided:
-        known = known._replace(provided=provided, plan=known.planner.plan(group.rank, provided))
-    assert known.plan is not None  # noqa: S101 - see above
-    group.cache["parts"] = known
-    return InPlace(
-        held, tuple(mine), files, known.plan, found.infos, found.way, found.uploads, plan
-    )
+            key, box = items[item].info.key, items[item].boxes[piece]
+            if key in self._own:
+                mine.append((item, piece))
+            elif box.size:
+                provided[number[key], box] = (item, piece)
+        if self._plan is None or self._provided != provided:
+            self._provided, self._plan = provided, self._planner.plan(group.rank, provided)
+        return InPlace(tuple(mine), files, self._plan, told)
 
 
 def write_in_place(
-    store: Store, weights: InPlace, group: Group, progress: Callable[[int], None], threads: int = 1
+    store: Store,
+    weights: InPlace,
+    state: RankState,
+    group: Group,
+    progress: Callable[[int], None],
+    threads: int = 1,
 ) -> WrittenParts:
     """Write this rank's part of the files; on a file system rank 0 also writes their headers, and the index."""
-    files, (parts, batches, messages) = weights.files, weights.exchanged
+    files, (parts, batches, messages), told = weights.files, weights.exchanged, weights.told
     targets = [(file.key, file.nbytes) for file in files.files]
     fixed = {block.number: block for block in files.fixed}
-    threads = {"in place": threads, "parts": _SENT_AT_ONCE, "whole": 1}[weights.way]
-
-    def elements(f: Fragment) -> Elements:
-        return elements_within(
-            weights.held.elements(f.item, f.piece), weights.held.items[f.item].boxes[f.piece], f.box
-        )
-
-    with PartsWriter(store, targets, weights.way, weights.uploads) as out:
+    threads = {"in place": threads, "parts": _SENT_AT_ONCE, "whole": 1}[told.way]
+    with PartsWriter(store, targets, told.way, told.uploads) as out:
 
         def write(task: ShardTask, found: Sequence[Elements]) -> list[tuple[int, int, int]]:
             part = parts[task.tensor]
@@ -464,7 +383,7 @@ def write_in_place(
                 data = fixed[part.blocks.start].data
                 raw[: len(data)], filled = np.frombuffer(data, np.uint8), len(data)
             for f, source in zip(task.fragments, found, strict=True):
-                placed = files.tensors[weights.infos[f.tensor].key]
+                placed = files.tensors[told.infos[f.tensor].key]
                 at = placed.at(f.box.start) - part.begin
                 copy(np.ndarray(source.shape, source.dtype, raw, at, placed.strides), source)
                 filled += source.nbytes
@@ -485,20 +404,25 @@ def write_in_place(
 
         written = {parts[task.tensor].file for batch in batches for task in batch.shards}
         sizes = {file: files.block_sizes(file).tolist() for file in written}
-        itemsizes = [info.itemsize for info in weights.infos]
+        itemsizes = [info.itemsize for info in told.infos]
         sums = [
             s
-            for of in exchange(group, itemsizes, batches, messages, elements, write, threads)
+            for of in exchange(group, itemsizes, batches, messages, state.within, write, threads)
             for s in of
         ]
-        if weights.way == "in place":
-            sums += _write_own(weights, out, progress, headers=not group.rank)
+        if told.way == "in place":
+            sums += _write_own(weights, state, out, progress, headers=not group.rank)
     etags = tuple((file, part, tag) for (file, part), tag in out.etags.items())
     return WrittenParts(np.array(sums, "<u4").tobytes(), etags)
 
 
 def _write_own(
-    weights: InPlace, out: PartsWriter, progress: Callable[[int], None], *, headers: bool
+    weights: InPlace,
+    state: RankState,
+    out: PartsWriter,
+    progress: Callable[[int], None],
+    *,
+    headers: bool,
 ) -> list[tuple[int, int, int]]:
     """Write the pieces that are ranges of a file, and the headers."""
     files, sums = weights.files, []
@@ -507,8 +431,8 @@ def _write_own(
         sums.append((fixed.number, len(fixed.data), _linear(memoryview(fixed.data), 0)))
         progress(len(fixed.data))
     for item, piece in weights.pieces:
-        info, box = weights.held.items[item].info, weights.held.items[item].boxes[piece]
-        placed, elements = files.tensors[info.key], weights.held.elements(item, piece)
+        info, box = state.items[item].info, state.items[item].boxes[piece]
+        placed, elements = files.tensors[info.key], state.elements(item, piece)
         for number, block in placed.blocks(box):
             common = box.intersect(block)
             assert common is not None  # noqa: S101 - it is one of those that intersect
@@ -551,11 +475,11 @@ def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
 def complete_uploads(store: Store, weights: InPlace, etags: Sequence[tuple[int, int, str]]) -> None:
     """Make the files visible that were written in parts of uploads, if any; rank 0 calls this before the commit."""
     found = {(file, part): tag for file, part, tag in etags}
-    _, uploads = way_of(store) if weights.uploads else (None, None)
-    tags: list[list[str]] = [[] for _ in weights.uploads]
+    _, uploads = way_of(store) if weights.told.uploads else (None, None)
+    tags: list[list[str]] = [[] for _ in weights.told.uploads]
     for part in weights.exchanged.parts if uploads is not None else ():
         tags[part.file].append(found[part.file, part.number])
-    for file, upload, of_file in zip(weights.files.files, weights.uploads, tags, strict=False):
+    for file, upload, of_file in zip(weights.files.files, weights.told.uploads, tags, strict=False):
         assert uploads is not None  # noqa: S101 - they were begun
         uploads.complete(file.key, upload, of_file, file.nbytes)
 
@@ -564,7 +488,10 @@ def abort_uploads(store: Store, weights: InPlace) -> None:
     """Discard the uploads of a save that failed, if there are any."""
     _abort(
         store,
-        [(f.key, upload) for f, upload in zip(weights.files.files, weights.uploads, strict=False)],
+        [
+            (f.key, upload)
+            for f, upload in zip(weights.files.files, weights.told.uploads, strict=False)
+        ],
     )
 
 

@@ -14,7 +14,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucformat._version import __version__
 from ucformat.errors import UsageError
@@ -42,21 +42,20 @@ from ucformat.schema.manifest import (
     RangesDoc,
     WriterDoc,
 )
-from ucformat.schema.tensors import TensorDoc, TensorTable
+from ucformat.schema.tensors import TensorTable
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.saving.in_place import WrittenParts, block_crcs
-from ucformat.torch.saving.write import Leaves, packed_extents, sidecar_of
+from ucformat.torch.saving.write import Leaves, packed_extents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucformat.format.arrays import Array
-    from ucformat.format.commit import Attempt
     from ucformat.format.sidecar import Columns
     from ucformat.storage.base import Store
-    from ucformat.torch.saving.assignment import GlobalPlan
+    from ucformat.torch.saving.agree import GlobalPlan
     from ucformat.torch.saving.in_place import InPlace
-    from ucformat.torch.saving.options import SaveOptions
+    from ucformat.torch.saving.options import SaveArguments, SaveOptions
+    from ucformat.torch.saving.plan import Begun, RankPlan
     from ucformat.torch.state.local import LocalState
 
 
@@ -153,28 +152,25 @@ class SaveMetadata:
 
     @classmethod
     def of(
-        cls,
-        step: int | None,
-        run: str | None,
-        metrics: Mapping[str, float] | None,
-        config: Mapping[str, Any] | None,
-        lineage: Sequence[LineageDoc],
-        after: int | None = None,
-        assets: Mapping[str, bytes] | None = None,
-        launch: LaunchDoc | None = None,
+        cls, arguments: SaveArguments, assets: Mapping[str, bytes] | None = None
     ) -> SaveMetadata:
-        """Create it from arguments of `save`."""
-        about = {"run": run, "config": dict(config or {}), "metrics": dict(metrics or {})}
+        """Create it from the arguments of `save`."""
+        step = arguments.get("step")
+        run, config, metrics = (
+            arguments.get("run"),
+            dict(arguments.get("config") or {}),
+            dict(arguments.get("metrics") or {}),
+        )
+        about = {"run": run, "config": config, "metrics": metrics}
         check_values(about, "the checkpoint", MAX_DEPTH + 1)
         if step is not None and abs(step) > MAX_INTEGER:
             raise UsageError(
                 f"step={step} is beyond the limit of {MAX_INTEGER:,}",
                 hint="give the number of a step",
             )
-        held = dict(assets or {})
-        return cls(
-            step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after, held, launch
-        )
+        lineage, after = tuple(arguments.get("lineage", ())), arguments.get("after")
+        launch = arguments.get("launch")
+        return cls(step, run, metrics, config, lineage, after, dict(assets or {}), launch)
 
 
 @message
@@ -258,7 +254,9 @@ def numbered_mesh(mesh: RankMesh, number_of: Mapping[int, int]) -> RankMesh | No
 class RankReport:
     """What one rank reports that differs between ranks: bytes and seconds.
 
-    `state` is the digest of what it reports besides, which is the same on most ranks.
+    Attributes:
+        state: the digest of what it reports besides, which is the same on most ranks.
+        listed_at: the byte of its packed file at which listed tensors begin.
     """
 
     rank: int
@@ -266,6 +264,23 @@ class RankReport:
     nbytes: int
     seconds: float
     stall: float
+    listed_at: int = 0
+
+
+class Written(NamedTuple):
+    """What one rank has written.
+
+    Attributes:
+        leaves: of the Zarr form: digests of chunks.
+        parts: of the safetensors form: parts of files.
+        listed_at: as in `RankReport`.
+    """
+
+    leaves: Leaves
+    objects: Mapping[str, Any]
+    nbytes: int
+    parts: WrittenParts = WrittenParts()
+    listed_at: int = 0
 
 
 @message
@@ -273,10 +288,8 @@ class WriteReport:
     """What some ranks report to rank 0 when their data is durable.
 
     Attributes:
-        leaves: of the Zarr form: digests of chunks.
         states: what is the same on several ranks, by its digest.
         values: those that each rank has as its own.
-        parts: of the safetensors form: parts of files.
     """
 
     leaves: Leaves
@@ -288,25 +301,18 @@ class WriteReport:
 
 
 def write_report(
-    rank: int,
-    state: StateInfo,
-    leaves: Leaves,
-    objects: Mapping[str, Any],
-    nbytes: int,
-    seconds: float,
-    stall: float,
-    parts: WrittenParts = WrittenParts(),  # noqa: B008 - it is immutable
+    rank: int, state: StateInfo, written: Written, seconds: float, stall: float
 ) -> WriteReport:
     """Return the report of one rank."""
     shared = StateInfo(
         (), {}, {}, state.groups, state.aliases, state.layout, state.engine, places=state.places
     )  # without what the plan or rank 0 has anyway
     digest = hashlib.sha256(encode(shared, StateInfo)).digest()[:16]
-    mine, values = (
-        RankReport(rank, digest, nbytes, seconds, stall),
-        RankValues.of(rank, state.ranks),
+    own = RankReport(rank, digest, written.nbytes, seconds, stall, written.listed_at)
+    values = RankValues.of(rank, state.ranks)
+    return WriteReport(
+        written.leaves, written.objects, {digest: shared}, (own,), values, written.parts
     )
-    return WriteReport(leaves, objects, {digest: shared}, (mine,), values, parts)
 
 
 def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
@@ -325,38 +331,23 @@ def manifest_of(
     store: Store,
     options: SaveOptions,
     metadata: SaveMetadata,
-    attempt: Attempt,
-    plan: GlobalPlan,
-    arrays: Sequence[Array],
+    own: RankPlan,
+    begun: Begun,
     written: WriteReport,
-    weights: InPlace | None = None,
-    small: GlobalPlan | None = None,
 ) -> Manifest:
     """Write the sidecar and the objects, and return the manifest; all other files must be durable."""
-    data, sidecar, grid = f"data/{attempt.id}", None, None
-    if options.form == "packed":
-        sidecar = sidecar_of(plan, data)
-        tensors = plan.table or TensorTable.of(())
-    else:
-        others = [
-            one for one in (small, None if weights is None else weights.plan) if one is not None
-        ]
-        if others:
-            _check_distinct(plan, *others)
-        listed = [row for one in others for row in zip(one.infos, one.paths, strict=True)]
-        in_files = [TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in listed]
-        if in_files:
-            sidecar = _extents_beside(small, weights, written, data)
-        grid = (
-            grid_doc(options.chunk_bytes, options.shard_bytes) if arrays or not in_files else None
-        )
+    attempt, plan, arrays = begun.attempt, begun.plan, begun.arrays
+    data, tensors, grid = f"data/{attempt.id}", plan.packed.table, None
+    sidecar = _sidecar(plan, own.weights, written, data)
+    if options.form != "packed":
+        if arrays or sidecar is None:
+            grid = grid_doc(options.chunk_bytes, options.shard_bytes)
         leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
-        for key, at, found in written.leaves:
-            leaves[key][at] = found
-        rows = zip(arrays, plan.paths, strict=True)
-        tensors = TensorTable.of(
-            [*in_files, *(replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows)]
-        )
+        for key, at, digests in written.leaves:
+            leaves[key][at] = digests
+        rows = zip(arrays, plan.arrays.paths, strict=True)
+        docs = [replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows]
+        tensors = TensorTable.of([*plan.packed.docs(), *plan.weights.docs(), *docs])
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
     objects = f"objects/{attempt.id}"
@@ -389,7 +380,7 @@ def manifest_of(
         objects=put_objects(store, objects, written.objects),
         per_rank=_per_rank(store, objects, written.values, len(ranks)),
         assets=put_assets(
-            store, attempt.id, None if weights is None else weights.files.folder, metadata.assets
+            store, attempt.id, own.weights and own.weights.files.folder, metadata.assets
         ),
         sidecar=None if sidecar is None else put_sidecar(store, data, sidecar, tensors),
         grid=grid,
@@ -401,38 +392,17 @@ def manifest_of(
     )
 
 
-def _check_distinct(*plans: GlobalPlan) -> None:
-    """Raise UsageError if a tensor is in two parts, because ranks disagree on its size, or two have one path."""
-    seen: set[Key] = set()
-    paths: set[Path] = set()
-    for plan in plans:
-        keys, at = {info.key for info in plan.infos}, {path for of in plan.paths for path in of}
-        if both := seen & keys:
-            raise UsageError(
-                f"{min(both)} has different shapes or dtypes on the ranks",
-                hint="give each tensor one name of its own",
-            )
-        if same := paths & at:
-            raise UsageError(
-                f"{min('.'.join(map(str, path)) for path in same)} is not the same tensor on all ranks",
-                hint='use the same keys on all ranks, and keep the model under "model"',
-            )
-        seen |= keys
-        paths |= at
-
-
-def _extents_beside(
-    small: GlobalPlan | None, weights: InPlace | None, written: WriteReport, folder: str
-) -> bytes:
-    """The sidecar of the tensors that are no arrays: small ones, then weights."""
-    parts: list[tuple[Columns, Sequence[str]]] = []
-    described, first = None, 0
-    if small is not None:
-        columns, files, described = packed_extents(small, folder)
-        parts.append((columns, files))
-        first = len(small.infos)
-    if weights is not None and weights.plan is not None:
-        number = {info.key: n for n, info in enumerate(weights.plan.infos, first)}
+def _sidecar(
+    plan: GlobalPlan, weights: InPlace | None, written: WriteReport, folder: str
+) -> bytes | None:
+    """The sidecar of the tensors that are no arrays: packed ones, then weights; None if all are arrays."""
+    if plan.exceptions.packed != "all" and not plan.packed.infos and weights is None:
+        return None
+    begins = {r.rank: r.listed_at for r in written.ranks}
+    columns, files, described = packed_extents(plan.packed, folder, begins)
+    parts: list[tuple[Columns, Sequence[str]]] = [(columns, files)]
+    if weights is not None:
+        number = {info.key: n for n, info in enumerate(weights.told.infos, len(plan.packed.infos))}
         parts.append(weights.files.columns(number, block_crcs(weights.files, written.parts.sums)))
     return encode_columns(*joined(parts), described)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from ucformat.errors import UsageError
 from ucformat.format.arrays import lay_out
@@ -10,13 +11,69 @@ from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from os import PathLike
+
+    import torch.distributed as dist
 
     from ucformat.format.arrays import Array
     from ucformat.geometry.tensor import Key, TensorInfo
+    from ucformat.schema.manifest import LaunchDoc, LineageDoc
     from ucformat.torch.state.local import LocalState
 
 #: How tensors are stored.
 Form = Literal["zarr", "packed", "safetensors"]
+
+
+class SaveArguments(TypedDict, total=False):
+    """The arguments of `save` and `async_save`, besides the state and the url.
+
+    Attributes:
+        step: the training step.
+        run: name of the training run, for the catalog.
+        metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
+        config: configuration of the training, JSON values.
+        form: `zarr` (the default) writes arrays, for which ranks send each other parts of shards; `packed`
+            writes one file per rank without communication, which can be opened alike, and which `ucp
+            materialize` converts to arrays; `safetensors` writes the weights to files that Hugging
+            Face's tools load (`Checkpoint.hf_url`), each rank its own parts, and everything else as
+            arrays. Tensors below 256 KiB are packed instead of arrays if there are more than 1,000
+            of them, since each array is two files.
+        assets: a folder whose `config.json`, tokenizer and similar files are stored, too. The
+            `config.json` of a model of transformers in the state, or the `adapter_config.json` of
+            PEFT's, is stored by default.
+        overwrite: replace an existing checkpoint, which stays intact until the new one is
+            committed (default: no).
+        lineage: the checkpoints that this one was derived from.
+        after: the greatest commit count of the run's checkpoints, 0 if there are none; `Manager`
+            passes it. This checkpoint gets the next count after that and those in `lineage`. With
+            neither it gets none, and its step determines how new it is.
+        launch: the launch of the training; `Manager` passes it. The checkpoints of a folder without
+            it count as those of one launch.
+        replicas: `equal` (the default) requires replicas to be equal on all ranks: it compares objects,
+            tensors up to 64 KiB, and samples of larger tensors that ranks hold whole. `first` saves the
+            value of the first rank unchecked.
+        chunk_bytes: the maximum size of a chunk of the Zarr form (default 1 MiB).
+        shard_bytes: the maximum size of a shard of the Zarr form (default 128 MiB).
+        group: the ranks that take part (default: all). Threads that save to the same url at once
+            need different ones.
+        timeout: seconds after which an unresponsive rank is considered dead (default 1800).
+    """
+
+    step: int | None
+    run: str | None
+    metrics: Mapping[str, float] | None
+    config: Mapping[str, Any] | None
+    form: Form
+    assets: str | PathLike[str] | None
+    overwrite: bool
+    lineage: Sequence[LineageDoc]
+    after: int | None
+    launch: LaunchDoc | None
+    replicas: Literal["equal", "first"]
+    chunk_bytes: int | None
+    shard_bytes: int | None
+    group: dist.ProcessGroup | None
+    timeout: float
 
 
 @message
@@ -30,15 +87,29 @@ class SaveOptions:
     chunk_bytes: int | None = None
     shard_bytes: int | None = None
 
+    @classmethod
+    def of(cls, url: str, arguments: SaveArguments) -> SaveOptions:
+        """Create them from the arguments of `save`."""
+        names = {field.name for field in fields(cls)}
+        return cls(url, **{name: given for name, given in arguments.items() if name in names})  # type: ignore[arg-type]
+
     def __post_init__(self) -> None:
-        for name, known in (("form", get_args(Form)), ("replicas", ("equal", "first"))):
-            if getattr(self, name) not in known:
-                listed = " or ".join(f'"{value}"' for value in known)
+        for name, allowed in (("form", get_args(Form)), ("replicas", ("equal", "first"))):
+            if getattr(self, name) not in allowed:
+                listed = " or ".join(f'"{value}"' for value in allowed)
                 raise UsageError(f"{name}={getattr(self, name)!r} is not supported", hint=listed)
         for name in ("chunk_bytes", "shard_bytes"):
             given = getattr(self, name)
             if given is not None and given < 1:
                 raise UsageError(f"{name} must be at least 1, not {given}")
+
+    def stored_like(self, other: SaveOptions) -> bool:
+        """Return whether tensors are stored alike with other options."""
+        return (self.form, self.chunk_bytes, self.shard_bytes) == (
+            other.form,
+            other.chunk_bytes,
+            other.shard_bytes,
+        )
 
     def check(self, state: LocalState) -> None:
         """Check whether a state can be saved with these options."""

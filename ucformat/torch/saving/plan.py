@@ -1,231 +1,187 @@
-"""Planning of a save by all ranks together: which rank writes what, cached from step to step, and the attempt."""
+"""The plan of a save on each rank, which keeps what it needs for the next one: then almost nothing is told."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
+from ucformat.exporters.base import weights_of
 from ucformat.format.chunking import Grid, Tiling
-from ucformat.format.commit import begin
-from ucformat.format.described import Described, DescribedRow, file_order
+from ucformat.format.commit import begin, discard
+from ucformat.format.described import ALIGNMENT
 from ucformat.format.digest import document_digest
+from ucformat.geometry.flat_buffer import align_up
 from ucformat.reading.garbage import gc_paused
-from ucformat.torch.saving.agree import agree, checksums, manifest_paths, paths_by_key
-from ucformat.torch.saving.assignment import GlobalPlan, WriteItem, WritePlan, table_of
-from ucformat.torch.saving.listed import plan_listed
+from ucformat.torch.saving.agree import Coordinator, agree, digest_of
+from ucformat.torch.saving.in_place import WeightPlanner, begin_weights
 from ucformat.torch.saving.shards import plan_shards
 from ucformat.torch.saving.statement import Exceptions, Facts, Statement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
-    from ucformat.geometry.distribution import Distribution
-    from ucformat.geometry.tensor import Key
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.agree import Joined
-    from ucformat.torch.saving.options import Form, SaveOptions
-    from ucformat.torch.state.elements import Elements
+    from ucformat.torch.saving.agree import GlobalPlan
+    from ucformat.torch.saving.in_place import InPlace, WeightFilesPlan
+    from ucformat.torch.saving.options import SaveOptions
+    from ucformat.torch.saving.shards import ShardBatch, Transfer
+    from ucformat.torch.saving.statement import ListedTensor, RankState
 
 
-class Held(NamedTuple):
-    """What one rank saves.
+class OwnPart(NamedTuple):
+    """What follows from descriptions for one rank.
 
     Attributes:
-        distributions: of each item; None if it is not known.
-        elements: returns the array of an (item, piece).
+        pieces: the (item, piece) of its packed file, in order.
+        listed_at: the byte of this file at which the boxes of listed tensors begin.
+        batches: the shards of arrays that it writes.
+        messages: the fragments that it sends.
+        weights: the (item, piece) that it provides of weights.
     """
 
-    items: Sequence[WriteItem]
-    distributions: Sequence[Distribution | None]
-    aliases: Mapping[str, str]
-    objects: Mapping[str, Any]
-    elements: Callable[[int, int], Elements]
-
-    def part(self, numbers: Sequence[int], objects: Mapping[str, Any]) -> Held:
-        """Return what the rank saves of some items."""
-        return Held(
-            [self.items[n] for n in numbers],
-            [self.distributions[n] for n in numbers],
-            self.aliases,
-            objects,
-            lambda item, piece: self.elements(numbers[item], piece),
-        )
+    pieces: tuple[tuple[int, int], ...]
+    listed_at: int
+    batches: tuple[ShardBatch, ...]
+    messages: tuple[Transfer, ...]
+    weights: tuple[tuple[int, int], ...]
 
 
-class Assignment(NamedTuple):
-    """This rank's assignment: its part of the plan, the attempt, and the names of the objects that it provides."""
+class Begun(NamedTuple):
+    """A save as rank 0 has begun it."""
+
+    attempt: Attempt
+    plan: GlobalPlan
+    arrays: Sequence[Array]
+
+
+class RankPlan(NamedTuple):
+    """The plan of a save as one rank knows it.
+
+    Attributes:
+        attempt: its id.
+        arrays: of which it writes or sends something, by the number of its item.
+        objects: the names of the objects that this rank provides.
+        packed: whether ranks write packed files.
+        weights: of the safetensors form.
+        begun: on rank 0, the plan of all ranks.
+    """
 
     attempt: str
-    part: WritePlan
-    object_names: frozenset[str]
-
-    def arrays(self, options: SaveOptions) -> list[Array]:
-        """Return the arrays of the Zarr form to which this rank's part refers."""
-        return options.arrays(self.part.infos, self.attempt, self.part.folders)
-
-
-def plan_save(
-    group: Group, options: SaveOptions, store: Store, held: Held, attempt: Attempt | None = None
-) -> tuple[Assignment, Attempt | None, GlobalPlan | None]:
-    """Plan a save in one small collective, if nothing but values has changed since the last one.
-
-    All ranks call this together. They describe their tensors, and list the boxes of those that some
-    rank cannot describe.
-
-    Args:
-        attempt: on rank 0, the attempt that this is a part of (None: one is begun).
-
-    Returns:
-        the assignment of this rank; on rank 0 also the attempt and the plan of all ranks.
-
-    Raises:
-        Conflict: a checkpoint exists, and is not to be replaced or is protected.
-    """
-
-    def start() -> Attempt:
-        return attempt or begin(store, {"save": uuid4().hex}, overwrite=options.overwrite)
-
-    with group.sharing_errors():
-        sums = checksums(held.items, held.elements)
-        digests = {k: document_digest(v) for k, v in held.objects.items()}
-    described = _plan_described(group, options, start, held, sums, digests)
-    if described is None:
-        dealt = plan_listed(group, options, start, held.items, sums, held.aliases, digests)
-        return Assignment(dealt.attempt, dealt.part, dealt.object_names), dealt.begun, dealt.plan
-    listed, first = described.statement.listed, described.assignment
-    if not listed:
-        return first, described.attempt, described.plan
-    numbers = [n for n, item in enumerate(held.items) if item.info.key in listed]
-    items, begin_at = [held.items[n] for n in numbers], first.part.nbytes(held.items)
-    dealt = plan_listed(
-        group,
-        options,
-        start,
-        items,
-        [sums[n] for n in numbers],
-        held.aliases,
-        {},
-        begin_at,
-        described.plan,
-    )
-    joint: tuple[WritePlan, WritePlan, WritePlan] | None = group.cache.get("joint part")
-    if joint is None or joint[0] is not first.part or joint[1] is not dealt.part:
-        both = first.part.followed_by(dealt.part, numbers, group.rank, described.exceptions.folder)
-        joint = group.cache["joint part"] = (first.part, dealt.part, both)
-    return Assignment(dealt.attempt, joint[2], first.object_names), dealt.begun, dealt.plan
+    part: OwnPart
+    arrays: dict[int, Array]
+    objects: frozenset[str]
+    packed: bool
+    weights: InPlace | None
+    begun: Begun | None
 
 
-class _Described(NamedTuple):
-    """What follows from descriptions, without an attempt if boxes of other tensors are listed."""
+class SavePlanner:
+    """Plans the saves of one rank; all ranks agree in one small collective, if nothing but values has changed."""
 
-    statement: Statement
-    exceptions: Exceptions
-    assignment: Assignment
-    attempt: Attempt | None
-    plan: GlobalPlan | None
+    def __init__(self) -> None:
+        self._statement: tuple[SaveOptions, Statement] | None = None
+        self._exceptions = (b"", Exceptions())  # of the last save, and their digest
+        self._part: tuple[Statement, bytes, OwnPart] | None = None
+        self._weights = WeightPlanner()
+        self._coordinator = Coordinator()  # used on rank 0
 
+    @property
+    def listed(self) -> tuple[ListedTensor, ...]:
+        """The tensors of the last save that some rank could not describe."""
+        return self._exceptions[1].listed
 
-def _plan_described(
-    group: Group,
-    options: SaveOptions,
-    start: Callable[[], Attempt],
-    held: Held,
-    sums: Sequence[NDArray[np.uint32]],
-    digests: Mapping[str, str],
-) -> _Described | None:
-    """The plan of the tensors that all ranks can describe; None if boxes of all tensors have to be listed."""
-    arrays, grid = (
-        options.form != "packed",
-        (options.form, options.chunk_bytes, options.shard_bytes),
-    )
-    listed: frozenset[Key] = group.cache.get(
-        "listed", frozenset()
-    )  # equal on all ranks, or the options are not
-    attempt: Attempt | None = None
+    @property
+    def plan(self) -> GlobalPlan | None:
+        """On rank 0, the last plan of all ranks."""
+        return self._coordinator.plan
 
-    def begun() -> str:
-        nonlocal attempt
-        if not listed:
-            attempt = start()
-        return attempt.id if attempt else ""
-
-    while True:
-        with group.sharing_errors():
-            facts = Facts(held.aliases, digests)
-            stated: tuple[Any, Statement] | None = group.cache.get("statement")
-            if (
-                stated is None
-                or stated[0] != grid
-                or not stated[1].is_of(held.items, held.distributions, facts, listed)
+    def state(self, rank: int, options: SaveOptions, state: RankState) -> Statement:
+        """What a rank states."""
+        facts = Facts(state.aliases, {k: document_digest(v) for k, v in state.objects.items()})
+        if self._statement is not None:
+            last_options, last = self._statement
+            if last_options.stored_like(options) and last.is_of(
+                state.items, state.distributions, facts
             ):
-                if arrays:  # which raises if a tensor cannot be an array
-                    options.arrays([i.info for i in held.items], "")
-                made = Statement(group.rank, held.items, held.distributions, facts, listed)
-                stated = group.cache["statement"] = (grid, made)
-        statement = stated[1]
-        equal = options.replicas == "equal"
-        answer, joined = agree(
-            group, statement, str(options), sums, begun, equal=equal, arrays=arrays
-        )
-        if answer.attempt is not None:
-            break
-        listed = group.cache["listed"] = frozenset(answer.listed)
-        if not listed:
-            return None
-    objects = frozenset(name for name, rank in answer.providers.items() if rank == group.rank)
-    exceptions = answer.exceptions or Exceptions()
-    part: tuple[Statement, Exceptions, WritePlan] | None = group.cache.get("described part")
-    if part is None or part[0] is not statement or part[1] != exceptions:
-        part = group.cache["described part"] = (
-            statement,
-            exceptions,
-            write_plan(statement, exceptions, options),
-        )
-    assignment = Assignment(answer.attempt, part[2], objects)
-    if joined is None:
-        return _Described(statement, exceptions, assignment, attempt, None)
-    plan: tuple[Joined, str, GlobalPlan] | None = group.cache.get("described plan")
-    if plan is None or plan[0] is not joined or plan[1] != options.form:
-        plan = group.cache["described plan"] = (
-            joined,
-            options.form,
-            described_plan(joined, options.form),
-        )
-    return _Described(statement, exceptions, assignment, attempt, plan[2])
+                return last
+        in_files = options.form == "safetensors"
+        weights = weights_of(item.info for item in state.items) if in_files else ()
+        keys = frozenset(info.key for info in weights)
+        statement = Statement(rank, state.items, state.distributions, facts, keys)
+        self._statement = (options, statement)
+        return statement
+
+    def agree(
+        self,
+        group: Group,
+        options: SaveOptions,
+        store: Store,
+        statement: Statement,
+        sums: Sequence[NDArray[np.uint32]],
+    ) -> RankPlan:
+        """Agree with all ranks on who writes what, and begin the attempt; all ranks call this together.
+
+        Raises:
+            Conflict: a checkpoint exists, and is not to be replaced or is protected.
+        """
+        begun: Begun | None = None
+
+        def start(plan: GlobalPlan) -> tuple[str, WeightFilesPlan | None]:
+            nonlocal begun
+            options.arrays(plan.arrays.infos, "")  # raises if a tensor cannot be an array
+            attempt = begin(store, {"save": uuid4().hex}, overwrite=options.overwrite)
+            try:
+                begun = Begun(attempt, plan, options.arrays(plan.arrays.infos, attempt.id))
+                in_files = options.form == "safetensors"
+                return attempt.id, begin_weights(store, attempt.id, plan) if in_files else None
+            except BaseException:
+                discard(store, attempt.id)
+                raise
+
+        if not group.rank:
+            self._coordinator.begin(statement, options, start)
+        answer = agree(group, statement, options, sums, self._exceptions, self._coordinator)
+        with group.sharing_errors():
+            if answer.exceptions is not None:
+                self._exceptions = (digest_of(answer.exceptions), answer.exceptions)
+            digest, exceptions = self._exceptions
+            if self._part is None or self._part[:2] != (statement, digest):
+                self._part = (statement, digest, own_part(statement, exceptions, options))
+            part, weights = self._part[2], None
+            if answer.weights is not None:
+                listed = {t.info.key: boxes for t, boxes in exceptions.box_lists("weight")}
+                weights = self._weights.plan(
+                    group, statement.items, part.weights, answer.weights, listed
+                )
+            used = {f.tensor for m in part.messages for f in m.fragments}
+            used |= {task.tensor for batch in part.batches for task in batch.shards}
+            infos = {n: statement.items[n].info for n in sorted(used)}
+            folders = {i.key: exceptions.folder(i.key) for i in infos.values()}
+            arrays = options.arrays([*infos.values()], answer.attempt, folders)
+            objects = frozenset(n for n, rank in answer.providers.items() if rank == group.rank)
+        by_item, packed = dict(zip(infos, arrays, strict=True)), exceptions.packed != "none"
+        return RankPlan(answer.attempt, part, by_item, objects, packed, weights, begun)
 
 
 @gc_paused()
-def write_plan(statement: Statement, exceptions: Exceptions, options: SaveOptions) -> WritePlan:
+def own_part(statement: Statement, exceptions: Exceptions, options: SaveOptions) -> OwnPart:
     """Return the part of one rank, which follows from what it states."""
-    if options.form == "packed":
-        return WritePlan(pieces=tuple(statement.pieces(exceptions)))
-    infos = tuple(item.info for item in statement.items)
-    folders = {i.key: exceptions.folder(i.key) for i in infos}
-    grids = [Grid.of(i.shape, i.itemsize, options.chunk_bytes, options.shard_bytes) for i in infos]
-    batches, messages = plan_shards(statement, exceptions, grids)
-    return WritePlan(infos, batches=batches, messages=messages, folders=folders)
-
-
-@gc_paused()
-def described_plan(joined: Joined, form: Form) -> GlobalPlan:
-    """Return the plan of described tensors, in the order of rank 0, then of further ranks."""
-    infos = tuple(w.row.info for _, w in sorted(joined.rows, key=lambda r: r[0]))
-    paths = manifest_paths(infos, paths_by_key(((rank, d.rows) for rank, d in joined.stated), {}))
-    if form != "packed":
-        return GlobalPlan(infos, paths)
-    number = {info.key: n for n, info in enumerate(infos)}
-    written = sorted(
-        (w for _, w in joined.rows), key=lambda w: file_order(w.row.info, w.distribution)
+    pieces, listed_at = statement.pieces(exceptions, "packed"), 0
+    described = len(pieces) - len(statement.listed_pieces(exceptions, "packed"))
+    for item, piece in pieces[:described]:
+        info, box = statement.items[item].info, statement.items[item].boxes[piece]
+        tiling = Tiling.of(info.shape, info.itemsize)
+        listed_at = align_up(listed_at, ALIGNMENT) + tiling.nbytes(box)
+    batches, messages = plan_shards(
+        statement,
+        exceptions,
+        lambda i: Grid.of(i.shape, i.itemsize, options.chunk_bytes, options.shard_bytes),
     )
-    rows = [
-        DescribedRow(number[i.key], w.distribution, w.writer, Tiling.of(i.shape, i.itemsize).tile)
-        for w, i in ((w, w.row.info) for w in written)
-    ]
-    described = Described(rows, infos, "") if rows else None
-    return GlobalPlan(infos, paths, described=described, table=table_of(infos, paths))
+    weights = tuple(statement.pieces(exceptions, "weight"))
+    return OwnPart(tuple(pieces), listed_at, batches, messages, weights)

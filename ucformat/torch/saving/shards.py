@@ -11,32 +11,77 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ucformat.torch.saving.assignment import BATCH_BYTES, Fragment, ShardBatch, ShardTask, Transfer
-from ucformat.torch.saving.statement import distributions_of
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.format.chunking import Grid
     from ucformat.geometry.box import Box
-    from ucformat.geometry.distribution import Distribution
-    from ucformat.torch.saving.statement import Exceptions, Statement
+    from ucformat.geometry.distribution import BoxList, Distribution
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.torch.saving.statement import Exceptions, SharedRow, Statement
+
+#: Small shards of one rank are batched up to this many bytes; each sender sends one message per
+#: batch.
+BATCH_BYTES = 32 << 20
+
+
+class Fragment(NamedTuple):
+    """A box of tensor number `tensor`, which the sender holds in piece `piece` of its item `item`.
+
+    The number of a tensor is that of the rank's own item. Only the sender knows its item and piece;
+    for others they are -1.
+    """
+
+    sender: int
+    tensor: int
+    item: int
+    piece: int
+    box: Box
+
+
+class ShardTask(NamedTuple):
+    """A shard to write: of tensor number `tensor`, at index `at` of its grid of shards."""
+
+    tensor: int
+    at: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+
+
+class ShardBatch(NamedTuple):
+    """Shards that one rank writes in order. Each sender sends all its fragments of a batch in one message, in order."""
+
+    shards: tuple[ShardTask, ...]
+
+    def sent_by(self, rank: int) -> list[Fragment]:
+        """Return the fragments that a rank sends for this batch, in the order of the message."""
+        return [f for s in self.shards for f in s.fragments if f.sender == rank]
+
+
+class Transfer(NamedTuple):
+    """The message that a rank sends for a batch of another rank: number `number` of those that are dealt together.
+
+    The receiver takes the messages of each sender in the order in which they are sent.
+    """
+
+    to: int
+    number: int
+    fragments: tuple[Fragment, ...]
 
 
 class _Shards(NamedTuple):
     """The shards at one index of the grid, of all rows that one distribution holds in one shape and item size."""
 
-    distribution: Distribution
+    distribution: Distribution | BoxList
     shape: tuple[int, ...]
-    rows: list[int]
+    rows: list[int]  # the rank's items
     at: tuple[int, ...]
     box: Box
     nbytes: int  # of each
 
 
-class _Dealt(NamedTuple):
+class _Owners(NamedTuple):
     """The shards of a description, and for each of their rows, in this order, who writes it."""
 
     shards: list[_Shards]
@@ -46,75 +91,68 @@ class _Dealt(NamedTuple):
 
 
 def plan_shards(
-    statement: Statement, exceptions: Exceptions, grids: Sequence[Grid]
+    statement: Statement, exceptions: Exceptions, grid_of: Callable[[TensorInfo], Grid]
 ) -> tuple[tuple[ShardBatch, ...], tuple[Transfer, ...]]:
     """Return the batches of shards that a rank writes, and the messages that it sends, both in order.
 
     A shard is written by one of the ranks that hold some of it, balanced by the bytes that they
     write and receive. Of replicas, those with the owner's indices send. All ranks take descriptions
-    in the order of their digests, then batches in the order of their numbers, so there are no
-    deadlocks.
+    in the same order, then batches in the order of their numbers, so there are no deadlocks.
     """
     batches: list[ShardBatch] = []
     messages: list[Transfer] = []
-    for digest in sorted(statement.descriptions):
-        mine = _Mine(statement, digest, exceptions, grids)
-        batches += mine.batches()
-        messages += mine.messages()
+    for rows in statement.shared(exceptions, "array"):
+        if rows and (at := rows[0].distribution.mesh.coordinate(statement.rank)) is not None:
+            own = _OwnShards(statement, rows, at, grid_of)
+            batches += own.batches()
+            messages += own.messages()
     return tuple(batches), tuple(messages)
 
 
-class _Mine:
-    """One rank's part of a description; arguments as for `plan_shards`."""
+class _OwnShards:
+    """One rank's part of a description, whose rows have one mesh; `at` is its coordinate."""
 
     def __init__(
-        self, statement: Statement, digest: bytes, exceptions: Exceptions, grids: Sequence[Grid]
+        self,
+        statement: Statement,
+        rows: Sequence[SharedRow],
+        at: tuple[int, ...],
+        grid_of: Callable[[TensorInfo], Grid],
     ) -> None:
-        description = statement.descriptions[digest]
-        distributions = distributions_of(description, digest, exceptions)
-        left_out = set(exceptions.left_out.get(digest, ()))
-        self._items, self._order = statement.items, statement.order[digest]
-        self._mesh = distributions[-1].mesh
-        at = self._mesh.coordinate(statement.rank)
-        assert at is not None  # noqa: S101 - the rank holds what it states
-        self._at, self._rank = at, statement.rank
+        self._items, self._rank, self._at = statement.items, statement.rank, at
+        self._mesh = rows[0].distribution.mesh
         self._me = int(np.ravel_multi_index(at, self._mesh.sizes))
-        rows: dict[tuple[Distribution, Grid], list[int]] = {}
-        for number, row in enumerate(description.rows):
-            if number not in left_out:
-                key = (distributions[row.distribution], grids[self._order[number]])
-                rows.setdefault(key, []).append(number)
-        self._dealt = _deal(rows, self._mesh.size)
-
-    def _item(self, shards: _Shards, row: int) -> int:
-        return self._order[shards.rows[row]]
+        alike: dict[tuple[Distribution | BoxList, Grid], list[int]] = {}
+        for item, info, distribution in rows:
+            alike.setdefault((distribution, grid_of(info)), []).append(item)
+        self._shards = _deal(alike, self._mesh.size)
 
     def batches(self) -> list[ShardBatch]:
         """The batches that this rank writes."""
-        dealt = self._dealt
+        dealt = self._shards
         mine = np.flatnonzero(dealt.owner == self._me)
-        of = np.searchsorted(dealt.first, mine, "right") - 1
-        held: dict[
+        kinds = np.searchsorted(dealt.first, mine, "right") - 1
+        senders: dict[
             int, list[tuple[int, Box, Box]]
-        ] = {}  # sender, box that it holds, box that it sends
+        ] = {}  # rank, box that it holds, that it sends
         out: dict[int, list[ShardTask]] = {}
         for number, kind, batch in zip(
-            mine.tolist(), of.tolist(), dealt.batch[mine].tolist(), strict=True
+            mine.tolist(), kinds.tolist(), dealt.batch[mine].tolist(), strict=True
         ):
             shards = dealt.shards[kind]
-            if kind not in held:
-                held[kind] = self._held(shards)
-            item = self._item(shards, number - int(dealt.first[kind]))
+            if kind not in senders:
+                senders[kind] = self._senders(shards)
+            item = shards.rows[number - int(dealt.first[kind])]
             fragments = (
                 self._own(item, box, part)
                 if sender == self._rank
                 else Fragment(sender, item, -1, -1, part)
-                for sender, box, part in held[kind]
+                for sender, box, part in senders[kind]
             )
             out.setdefault(batch, []).append(ShardTask(item, shards.at, tuple(fragments)))
         return [ShardBatch(tuple(tasks)) for _, tasks in sorted(out.items())]
 
-    def _held(self, shards: _Shards) -> list[tuple[int, Box, Box]]:
+    def _senders(self, shards: _Shards) -> list[tuple[int, Box, Box]]:
         """Who sends this rank what of a shard; it is among them."""
         d, ranks, out = shards.distribution, self._mesh.ranks, []
         axes, coordinate = d.axes, list(self._at)
@@ -130,7 +168,7 @@ class _Mine:
 
     def messages(self) -> list[Transfer]:
         """The messages that this rank sends."""
-        dealt, ranks = self._dealt, self._mesh.ranks.reshape(-1)
+        dealt, ranks = self._shards, self._mesh.ranks.reshape(-1)
         out: dict[tuple[int, int], list[Fragment]] = {}  # by batch and owner
         for shards, first in zip(dealt.shards, dealt.first.tolist(), strict=True):
             d = shards.distribution
@@ -144,7 +182,7 @@ class _Mine:
             told = (copies[owners] == copies[self._me]) & (owners != self._me)
             for row in np.flatnonzero(told).tolist() if sent else ():
                 key = (int(dealt.batch[first + row]), int(owners[row]))
-                item = self._item(shards, row)
+                item = shards.rows[row]
                 out.setdefault(key, []).extend(self._own(item, box, part) for box, part in sent)
         return [
             Transfer(int(ranks[owner]), batch, tuple(sent))
@@ -155,17 +193,17 @@ class _Mine:
         return Fragment(self._rank, item, item, self._items[item].boxes.index(box), part)
 
 
-def _copies(d: Distribution) -> NDArray[np.int64]:
+def _copies(d: Distribution | BoxList) -> NDArray[np.int64]:
     """Which replica each coordinate of the mesh is, in row-major order of coordinates."""
     sizes = [n if axis in d.replicas else 1 for axis, n in enumerate(d.mesh.sizes)]
     return np.broadcast_to(np.arange(d.copies).reshape(sizes), d.mesh.sizes).reshape(-1)
 
 
-def _deal(rows: dict[tuple[Distribution, Grid], list[int]], size: int) -> _Dealt:
+def _deal(rows: dict[tuple[Distribution | BoxList, Grid], list[int]], size: int) -> _Owners:
     """Deal the shards of a description to the coordinates of its mesh, the largest first."""
     shards = [
-        _Shards(d, grid.shape, found, at, box, box.size * grid.itemsize)
-        for (d, grid), found in rows.items()
+        _Shards(d, grid.shape, items, at, box, box.size * grid.itemsize)
+        for (d, grid), items in rows.items()
         for at in grid.shards()
         for box in (grid.box(at),)
     ]
@@ -174,7 +212,7 @@ def _deal(rows: dict[tuple[Distribution, Grid], list[int]], size: int) -> _Dealt
     loads = np.zeros(size, np.int64)  # bytes written and received
     owner = np.array([o for s in shards for o in _owners(s, loads)], np.int64)
     nbytes = np.repeat(np.array([s.nbytes for s in shards], np.int64), counts)
-    return _Dealt(shards, np.cumsum(counts) - counts, owner, _batches(owner, nbytes))
+    return _Owners(shards, np.cumsum(counts) - counts, owner, _batches(owner, nbytes))
 
 
 def _owners(shards: _Shards, loads: NDArray[np.int64]) -> list[int]:

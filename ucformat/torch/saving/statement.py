@@ -1,6 +1,7 @@
-"""What a rank states about the tensors that it holds: how a mesh holds them, instead of which boxes it holds itself.
+"""What a rank states about the tensors that it saves: how the ranks of a mesh hold them, or else its own boxes.
 
-Ranks with equal descriptions state equal digests. Who writes a tensor follows from its description.
+Ranks with equal descriptions state equal digests. Who writes a tensor follows from its description,
+which of tensors that some rank cannot describe is a list of all boxes, each with the rank that provides it.
 """
 
 from __future__ import annotations
@@ -8,33 +9,67 @@ from __future__ import annotations
 import hashlib
 import heapq
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from ucformat.errors import UsageError
 from ucformat.format.arrays import own_folder
 from ucformat.format.described import file_order
-from ucformat.geometry.distribution import Distribution, RankMesh
+from ucformat.format.small import is_small
+from ucformat.geometry.box import Box
+from ucformat.geometry.distribution import BoxList, Distribution, RankMesh
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import StatePath as Path
 from ucformat.torch.comm.wire import encode, message
+from ucformat.torch.state.elements import elements_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from ucformat.geometry.box import Box
-    from ucformat.torch.saving.assignment import WriteItem
+    from ucformat.torch.saving.shards import Fragment
+    from ucformat.torch.state.elements import Elements
 
 #: Hashes are below this, so that they fit in a signed integer of 64 bits.
 HASHES = 1 << 62
 
 Ranges = tuple[tuple[int, int], ...]  # of ranks, [start, stop), ascending
 Sums = tuple[tuple[int, int], ...]  # distinct checksums, and the first rank that has each
+StoredAs = Literal["array", "packed", "weight"]
+
+
+@message
+class WriteItem:
+    """The boxes of a tensor that one rank holds, and the paths of the tensor in the state of the program."""
+
+    info: TensorInfo
+    boxes: tuple[Box, ...]
+    paths: tuple[Path, ...] = ()
+
+
+class RankState(NamedTuple):
+    """What one rank saves.
+
+    Attributes:
+        distributions: of each item; None if it is not known.
+        elements: returns the array of an (item, piece).
+    """
+
+    items: Sequence[WriteItem]
+    distributions: Sequence[Distribution | None]
+    aliases: Mapping[str, str]
+    objects: Mapping[str, Any]
+    elements: Callable[[int, int], Elements]
+
+    def within(self, part: Fragment) -> Elements:
+        """Return the elements of a fragment that this rank sends or writes."""
+        box = self.items[part.item].boxes[part.piece]
+        return elements_within(self.elements(part.item, part.piece), box, part.box)
 
 
 @message
@@ -53,20 +88,41 @@ class Facts:
 
 @message
 class Row:
-    """A tensor of a description, and the number of its distribution; -1: ranks hold it whole."""
+    """A tensor of a description.
+
+    Attributes:
+        distribution: its number; -1: ranks hold the tensor whole, or list its boxes.
+        weight: whether it is one of the weights of the safetensors form.
+    """
 
     info: TensorInfo
     distribution: int
     paths: tuple[Path, ...] = ()
+    weight: bool = False
 
 
 @message
 class Description:
-    """How the ranks of a mesh hold tensors; without a mesh, the ranks that state it hold them whole."""
+    """How the ranks of a mesh hold tensors; without a mesh, the ranks that state it hold them whole.
+
+    Attributes:
+        boxes: of each row, those of the one rank that states it, if it knows no distribution.
+    """
 
     mesh: RankMesh | None
     distributions: tuple[Distribution, ...]
     rows: tuple[Row, ...]
+    boxes: tuple[tuple[Box, ...], ...] = ()
+
+
+@message
+class ListedTensor:
+    """A tensor that some rank cannot describe: all its boxes, each with the rank that provides it."""
+
+    info: TensorInfo
+    boxes: tuple[Box, ...]
+    ranks: tuple[int, ...]
+    weight: bool = False
 
 
 @message
@@ -74,77 +130,85 @@ class Exceptions:
     """What is not the same for all tensors and ranks.
 
     Attributes:
+        packed: which tensors are packed: all, small ones because they are too many for arrays, or none.
         compared: tensors in several descriptions, whose checksums ranks state.
         whole: the ranks that state each description without a mesh, by its digest.
-        left_out: the rows of descriptions that the ranks of another one write.
+        left_out: the rows of descriptions that are written by another one.
         folders: of arrays whose folders do not follow from their names alone.
+        listed: tensors that no description covers.
     """
 
+    packed: Literal["all", "small", "none"] = "none"
     compared: tuple[Key, ...] = ()
     whole: Mapping[bytes, Ranges] = field(default_factory=dict)
     left_out: Mapping[bytes, tuple[int, ...]] = field(default_factory=dict)
     folders: Mapping[Key, str] = field(default_factory=dict)
+    listed: tuple[ListedTensor, ...] = ()
+
+    def stored_as(self, tensor: Row | ListedTensor) -> StoredAs:
+        """Return how a tensor is stored."""
+        if tensor.weight:
+            return "weight"
+        packed = self.packed == "all" or (self.packed == "small" and is_small(tensor.info))
+        return "packed" if packed else "array"
 
     def folder(self, key: Key) -> str:
         """Return the folder of an array, below the attempt's `data` folder."""
         return self.folders.get(key) or own_folder(key)
 
-
-@message
-class Agreement:
-    """What rank 0 answers to all ranks at last.
-
-    Attributes:
-        attempt: what `begin` has returned; None if ranks have to list boxes: those of `listed`, and
-            describe the other tensors again; without `listed`, those of all tensors.
-        providers: the rank that provides each object.
-        listed: tensors that some rank cannot describe, or whose descriptions do not fit each other.
-    """
-
-    attempt: str | None = None
-    providers: Mapping[str, int] = field(default_factory=dict)
-    exceptions: Exceptions | None = None
-    listed: tuple[Key, ...] = ()
+    def box_lists(self, kind: StoredAs) -> list[tuple[ListedTensor, BoxList]]:
+        """Return the listed tensors of a kind, with distributions over one mesh."""
+        mesh = RankMesh((1 + max((max(t.ranks) for t in self.listed), default=0),), 0, (1,))
+        return [
+            (t, BoxList(mesh, t.boxes, t.ranks)) for t in self.listed if self.stored_as(t) == kind
+        ]
 
 
 @message
 class Question:
-    """What rank 0 asks a rank for: what has these digests, and the checksums of tensors in several descriptions."""
+    """What rank 0 asks a rank for.
+
+    Attributes:
+        digests: of descriptions and facts.
+        compared: the tensors of which it wants checksums.
+        everything: whether it wants those of all tensors, to tell which one differs.
+    """
 
     digests: tuple[bytes, ...] = ()
     compared: tuple[Key, ...] = ()
+    everything: bool = False
 
 
 @message
-class More:
-    """The answers of some consecutive ranks: compressed descriptions and facts by digest, checksums by label."""
+class Replies:
+    """The answers of some consecutive ranks: compressed descriptions and facts by digest, checksums by box."""
 
     sent: Mapping[bytes, bytes] = field(default_factory=dict)
-    sums: Mapping[bytes, Sums] = field(default_factory=dict)
+    sums: Mapping[tuple[Key, Box], Sums] = field(default_factory=dict)
 
 
 @message
-class Offer:
+class Summary:
     """What some consecutive ranks state.
 
     Attributes:
-        options: the first rank with these options and `compared`, by a digest of both.
+        options: the first rank with these options.
+        kept: the first rank that has kept exceptions of this digest, and sends the checksums that they ask for.
         stated: the ranks that state a description, by its digest.
         facts: the first rank that states these facts, by their digest.
         balance: a sum over ranks, which is 0 over all ranks of a mesh if its replicas have equal
             checksums.
-        unambiguous: whether no rank holds two tensors of one name and state.
-        undescribed: tensors that some of them can only list.
-        sums: checksums of what is to be equal, by a label of it.
+        sums: checksums of what ranks hold whole, by the digest of its description.
+        boxes: those of boxes of tensors in several descriptions.
     """
 
-    options: Mapping[bytes, int]
+    options: Mapping[str, int]
+    kept: Mapping[bytes, int]
     stated: Mapping[bytes, Ranges]
     facts: Mapping[bytes, int]
     balance: int
-    unambiguous: bool
-    undescribed: frozenset[Key]
     sums: Mapping[bytes, Sums]
+    boxes: Mapping[tuple[Key, Box], Sums]
 
 
 class WrittenRow(NamedTuple):
@@ -156,14 +220,22 @@ class WrittenRow(NamedTuple):
     writer: int
 
 
+class SharedRow(NamedTuple):
+    """A tensor that ranks write together: this rank's item, -1 if it has none, and who holds what."""
+
+    item: int
+    info: TensorInfo
+    distribution: Distribution | BoxList
+
+
 class Statement:
-    """What one rank states: a description for each mesh, and one for whole tensors.
+    """What one rank states: a description for each mesh, one for whole tensors, and a list of other boxes.
 
     A distribution is stated only if its boxes on this rank are those of the item.
 
     Args:
         distributions: of each item; None if it is not known.
-        listed: tensors whose boxes all ranks list, so they are not stated.
+        weights: the weights of the safetensors form.
     """
 
     @gc_paused()
@@ -173,44 +245,45 @@ class Statement:
         items: Sequence[WriteItem],
         distributions: Sequence[Distribution | None],
         facts: Facts,
-        listed: frozenset[Key] = frozenset(),
+        weights: frozenset[Key] = frozenset(),
     ) -> None:
-        self.rank, self.items, self.facts, self._distributions = (
-            rank,
-            items,
-            facts,
-            list(distributions),
-        )
-        self.listed = listed
-        self.unambiguous = len({item.info.key for item in items}) == len(
-            items
-        )  # else merging of boxes reports it
-        self.undescribed: set[Key] = set()
+        self.rank, self.items, self.facts = rank, items, facts
+        self._distributions = list(distributions)
         self.coordinates: dict[RankMesh, tuple[int, ...] | None] = {}
-        rows: dict[RankMesh | None, list[tuple[int, Row]]] = {}
-        known: dict[RankMesh | None, dict[Distribution, int]] = {None: {}}
+        self._number = {item.info.key: number for number, item in enumerate(items)}
+        if len(self._number) < len(items):
+            twice = next(i.info.key for n, i in enumerate(items) if self._number[i.info.key] != n)
+            raise UsageError(
+                f"rank {rank} saves two tensors as {twice}", hint="give them different names"
+            )
+        rows: dict[RankMesh | Literal["whole", "listed"], list[tuple[int, Row]]] = {}
+        numbers: dict[RankMesh, dict[Distribution, int]] = {}
         for number, (item, d) in enumerate(zip(items, distributions, strict=True)):
-            if listed and item.info.key in listed:
-                continue
-            if d is not None and self._holds(item, d):
-                of_mesh = known.setdefault(d.mesh, {})
+            mesh: RankMesh | Literal["whole", "listed"] = "listed"
+            at = -1
+            if d is not None and self._follows(item, d):
+                mesh = d.mesh
+                of_mesh = numbers.setdefault(mesh, {})
                 at = of_mesh.setdefault(d, len(of_mesh))
-                rows.setdefault(d.mesh, []).append((number, Row(item.info, at, item.paths)))
             elif not item.info.size or [b.shape for b in item.boxes] == [item.info.shape]:
-                rows.setdefault(None, []).append((number, Row(item.info, -1, item.paths)))
-            else:
-                self.undescribed.add(item.info.key)
-        self.descriptions: dict[bytes, Description] = {}
+                mesh = "whole"
+            row = Row(item.info, at, item.paths, item.info.key in weights)
+            rows.setdefault(mesh, []).append((number, row))
+        self.descriptions: dict[bytes, Description] = {}  # of meshes, and of whole tensors
         self.encoded: dict[bytes, bytes] = {}
         self.order: dict[bytes, tuple[int, ...]] = {}
         for mesh, numbered in rows.items():
-            description = Description(mesh, tuple(known[mesh]), tuple(row for _, row in numbered))
+            boxes = tuple(items[n].boxes for n, _ in numbered) if mesh == "listed" else ()
+            known = None if isinstance(mesh, str) else mesh
+            distinct = () if known is None else tuple(numbers[known])
+            description = Description(known, distinct, tuple(r for _, r in numbered), boxes)
             digest = self._keep(encode(description, Description))
-            self.descriptions[digest] = description
             self.order[digest] = tuple(number for number, _ in numbered)
+            if mesh != "listed":
+                self.descriptions[digest] = description
         self._facts = self._keep(encode(replace(facts, order=self.order), Facts))
         self._replicated = [
-            (digest, d, [self.order[digest][n] for n in numbers])
+            (digest, d, numbers)
             for digest, description in self.descriptions.items()
             for d, numbers in _replicated(description)
         ]
@@ -220,117 +293,132 @@ class Statement:
         items: Sequence[WriteItem],
         distributions: Sequence[Distribution | None],
         facts: Facts,
-        listed: frozenset[Key] = frozenset(),
     ) -> bool:
         """Whether another statement with these arguments would be equal."""
-        return (self.facts, self.listed, self._distributions, self.items) == (
-            facts,
-            listed,
-            [*distributions],
-            items,
-        )
+        return (self.facts, self._distributions, self.items) == (facts, [*distributions], items)
 
     def _keep(self, data: bytes) -> bytes:
         digest = _digest(data)
         self.encoded[digest] = data
         return digest
 
-    def _holds(self, item: WriteItem, d: Distribution) -> bool:
+    def _follows(self, item: WriteItem, d: Distribution) -> bool:
         """Whether this rank's boxes of an item follow from a distribution."""
-        if d.mesh not in self.coordinates:
-            self.coordinates[d.mesh] = d.mesh.coordinate(self.rank)
-        at, shape = self.coordinates[d.mesh], item.info.shape
+        at, shape = self._coordinate(d.mesh), item.info.shape
         return (
             at is not None
             and d.fits(shape)
             and d.boxes(shape, at) == tuple(b for b in item.boxes if b.size)
         )
 
-    def offer(
-        self, options: str, sums: Sequence[NDArray[np.uint32]], compared: tuple[Key, ...]
-    ) -> Offer:
+    def _coordinate(self, mesh: RankMesh) -> tuple[int, ...] | None:
+        if mesh not in self.coordinates:
+            self.coordinates[mesh] = mesh.coordinate(self.rank)
+        return self.coordinates[mesh]
+
+    def summary(
+        self, options: str, sums: Sequence[NDArray[np.uint32]], kept: tuple[bytes, Exceptions]
+    ) -> Summary:
         """What this rank sends to rank 0 first.
 
         Args:
-            compared: tensors in several descriptions, as far as ranks know them from the last save.
+            kept: the exceptions of the last save, and their digest.
         """
-        found: dict[bytes, Sums] = {
+        whole = {
             digest: ((_hash(*(sums[n] for n in self.order[digest])), self.rank),)
             for digest, d in self.descriptions.items()
             if d.mesh is None
         }
-        return Offer(
-            options={
-                _digest(
-                    repr((options, compared, sorted(self.listed))).encode(errors="surrogatepass")
-                ): self.rank
-            },
-            stated=dict.fromkeys(self.descriptions, ((self.rank, self.rank + 1),)),
+        return Summary(
+            options={options: self.rank},
+            kept={kept[0]: self.rank},
+            stated=dict.fromkeys(self.order, ((self.rank, self.rank + 1),)),
             facts={self._facts: self.rank},
-            balance=self._balance(sums),
-            unambiguous=self.unambiguous,
-            undescribed=frozenset(self.undescribed),
-            sums={**found, **self.more(Question((), compared), sums).sums},
+            balance=self._balance(sums, kept[1].left_out),
+            sums=whole,
+            boxes=self.reply(Question((), kept[1].compared), sums).sums,
         )
 
-    def more(self, question: Question, sums: Sequence[NDArray[np.uint32]]) -> More:
+    def reply(self, question: Question, sums: Sequence[NDArray[np.uint32]]) -> Replies:
         """What this rank answers to a question of rank 0."""
-        compared = set(question.compared)
-        held = (
-            [(i, s) for i, s in zip(self.items, sums, strict=True) if i.info.key in compared]
-            if compared
-            else []
-        )
-        return More(
+        keys = self._number.keys() if question.everything else question.compared
+        return Replies(
             sent={digest: zlib.compress(self.encoded[digest], 1) for digest in question.digests},
             sums={
-                _label(item.info, box): ((int(s), self.rank),)
-                for item, found in held
-                for box, s in zip(item.boxes, found, strict=True)
+                (key, box): ((int(checksum), self.rank),)
+                for key in keys
+                if (number := self._number.get(key)) is not None
+                for box, checksum in zip(self.items[number].boxes, sums[number], strict=True)
             },
         )
 
-    def _balance(self, sums: Sequence[NDArray[np.uint32]]) -> int:
+    def _balance(
+        self, sums: Sequence[NDArray[np.uint32]], left_out: Mapping[bytes, tuple[int, ...]]
+    ) -> int:
         """The hashes of what this rank holds as a replica, negative and multiplied for the first one."""
         total = 0
         for digest, d, numbers in self._replicated:
-            at = self.coordinates[d.mesh]
+            at = self._coordinate(d.mesh)
             assert at is not None  # noqa: S101 - this rank holds what it states
+            out, order = left_out.get(digest, ()), self.order[digest]
+            written = [sums[order[n]] for n in numbers if n not in out]
+            if not written:  # a mesh of which a rank is missing has no balance
+                continue
             part = np.array([-1 if axis in d.replicas else i for axis, i in enumerate(at)])
-            found = _hash(np.frombuffer(digest, np.uint8), part, *(sums[n] for n in numbers))
-            total += found * (1 if d.copy_of(at) else 1 - d.copies)
+            own = _hash(np.frombuffer(digest, np.uint8), part, *written)
+            total += own * (1 if d.copy_of(at) else 1 - d.copies)
         return total % HASHES
 
-    def pieces(self, exceptions: Exceptions) -> list[tuple[int, int]]:
-        """The (item, piece) that this rank writes, in the order of its file."""
+    def pieces(self, exceptions: Exceptions, kind: StoredAs) -> list[tuple[int, int]]:
+        """The (item, piece) of one kind that this rank writes, in the order of its file: described ones first."""
         mine: list[tuple[int, WrittenRow]] = []
-        for digest, d in self.descriptions.items():
-            for found in written_rows(d, digest, exceptions):
-                mesh = found.distribution.mesh
-                at = (
-                    self.coordinates[mesh]
-                    if mesh in self.coordinates
-                    else mesh.coordinate(self.rank)
-                )
-                if at is not None and found.distribution.copy_of(at) == found.writer:
-                    mine.append((self.order[digest][found.number], found))
+        for digest, description in self.descriptions.items():
+            for written in written_rows(description, digest, exceptions, kind):
+                d = written.distribution
+                at = self._coordinate(d.mesh)
+                if at is not None and d.copy_of(at) == written.writer:
+                    mine.append((self.order[digest][written.number], written))
         mine.sort(key=lambda m: file_order(m[1].row.info, m[1].distribution))
-        return [
+        described = [
             (item, p) for item, _ in mine for p, b in enumerate(self.items[item].boxes) if b.size
+        ]
+        return described + self.listed_pieces(exceptions, kind)
+
+    def listed_pieces(self, exceptions: Exceptions, kind: StoredAs) -> list[tuple[int, int]]:
+        """The (item, piece) of listed tensors that this rank writes, which come last in its file."""
+        return [
+            (number, self.items[number].boxes.index(box))
+            for tensor, boxes in exceptions.box_lists(kind)
+            for number in (self._number.get(tensor.info.key, -1),)
+            for box in boxes.boxes(tensor.info.shape, (self.rank,))
+        ]
+
+    def shared(self, exceptions: Exceptions, kind: StoredAs) -> Iterator[list[SharedRow]]:
+        """The tensors of each description, in an order that is the same on all ranks; then the listed ones."""
+        for digest in sorted(self.descriptions):
+            description, order = self.descriptions[digest], self.order[digest]
+            distributions = of_mesh_of(description, digest, exceptions)
+            yield [
+                SharedRow(order[number], row.info, distributions[row.distribution])
+                for number, row in chosen_rows(description, digest, exceptions, kind)
+            ]
+        yield [
+            SharedRow(self._number.get(tensor.info.key, -1), tensor.info, boxes)
+            for tensor, boxes in exceptions.box_lists(kind)
         ]
 
 
 def _replicated(description: Description) -> Iterable[tuple[Distribution, list[int]]]:
     """The rows of a mesh that are replicated over the same axes, and a distribution that is."""
-    found: dict[tuple[int, ...], tuple[Distribution, list[int]]] = {}
+    by_axes: dict[tuple[int, ...], tuple[Distribution, list[int]]] = {}
     for number, row in enumerate(description.rows if description.mesh else ()):
         d = description.distributions[row.distribution]
         if d.copies > 1:
-            found.setdefault(d.replicas, (d, []))[1].append(number)
-    return found.values()
+            by_axes.setdefault(d.replicas, (d, []))[1].append(number)
+    return by_axes.values()
 
 
-def distributions_of(
+def of_mesh_of(
     description: Description, digest: bytes, exceptions: Exceptions
 ) -> tuple[Distribution, ...]:
     """The distributions of a description; without a mesh one, in which all ranks that state it are replicas."""
@@ -340,28 +428,36 @@ def distributions_of(
     return (Distribution(RankMesh.of((len(ranks),), ranks)),)
 
 
-def written_rows(
-    description: Description, digest: bytes, exceptions: Exceptions
-) -> Iterator[WrittenRow]:
-    """The rows that the ranks of a description write, balanced by bytes over the replicas of each part."""
+def chosen_rows(
+    description: Description, digest: bytes, exceptions: Exceptions, kind: StoredAs
+) -> list[tuple[int, Row]]:
+    """The rows of one kind that the ranks of a description write, with their numbers."""
     left_out = set(exceptions.left_out.get(digest, ()))
-    distributions = distributions_of(description, digest, exceptions)
-    loads: dict[
-        tuple[int, ...], list[tuple[int, int]]
-    ] = {}  # of replicas over these axes: (bytes, replica)
+    return [
+        (number, row)
+        for number, row in enumerate(description.rows)
+        if number not in left_out and exceptions.stored_as(row) == kind
+    ]
+
+
+def written_rows(
+    description: Description, digest: bytes, exceptions: Exceptions, kind: StoredAs
+) -> Iterator[WrittenRow]:
+    """The rows of one kind that the ranks of a description write, balanced by bytes over the replicas of each part."""
+    distributions = of_mesh_of(description, digest, exceptions)
+    loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by axes of replicas: bytes, replica
     for d in distributions:
         if d.replicas not in loads:
             loads[d.replicas] = [(0, replica) for replica in range(d.copies)]
-    known = [(d, loads[d.replicas], d.copies) for d in distributions]
+    of_number = [(d, loads[d.replicas], d.copies) for d in distributions]
 
     def largest_first(numbered: tuple[int, Row]) -> tuple[int, str, str]:
         info = numbered[1].info
         return (-info.nbytes, info.name, info.state)
 
-    for number, row in sorted(enumerate(description.rows), key=largest_first):
-        if number in left_out:
-            continue
-        d, heap, copies = known[row.distribution]
+    rows = chosen_rows(description, digest, exceptions, kind)
+    for number, row in sorted(rows, key=largest_first):
+        d, heap, copies = of_number[row.distribution]
         nbytes, writer = heap[0]
         if copies > 1:
             heapq.heapreplace(heap, (nbytes + row.info.nbytes * copies // d.mesh.size, writer))
@@ -373,11 +469,6 @@ def _hash(*parts: NDArray[Any]) -> int:
     for part in parts:
         state.update(np.ascontiguousarray(part).data)
     return int.from_bytes(state.digest()[:8], "little") % HASHES
-
-
-def _label(info: TensorInfo, box: Box) -> bytes:
-    """What identifies a box of a tensor."""
-    return _digest(repr((*info.key, box.start, box.shape)).encode(errors="surrogatepass"))
 
 
 def _digest(data: bytes) -> bytes:

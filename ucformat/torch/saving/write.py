@@ -18,8 +18,9 @@ from ucformat.format.arrays import shard_key
 from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.format.described import ALIGNMENT, packed_file
 from ucformat.format.shard import BAND_BYTES, write_shard
-from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
+from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns
 from ucformat.geometry.box import row_major
+from ucformat.geometry.flat_buffer import align_up
 from ucformat.geometry.tensor import Key
 from ucformat.reading.execute import place_checksum
 from ucformat.storage.strided import checksum, copy
@@ -34,7 +35,7 @@ from ucformat.torch.state.elements import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -45,13 +46,9 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.assignment import (
-        Fragment,
-        GlobalPlan,
-        ShardBatch,
-        ShardTask,
-        Transfer,
-    )
+    from ucformat.torch.saving.agree import StoredTensors
+    from ucformat.torch.saving.plan import OwnPart
+    from ucformat.torch.saving.shards import Fragment, ShardBatch, ShardTask, Transfer
     from ucformat.torch.state.elements import Elements, Memory
 
 T = TypeVar("T")
@@ -119,34 +116,28 @@ def write_packed(
         out.write(band[:used].data)
 
 
-def sidecar_of(plan: GlobalPlan, folder: str) -> bytes:
-    """Return the encoded sidecar of the packed form."""
-    return encode_columns(*packed_extents(plan, folder))
+def packed_extents(
+    plan: StoredTensors, folder: str, begins: Mapping[int, int]
+) -> tuple[Columns, list[str], Described | None]:
+    """Return the extents of the packed form that are listed, the files that they number, and what is described.
 
-
-def packed_extents(plan: GlobalPlan, folder: str) -> tuple[Columns, list[str], Described | None]:
-    """Return the extents of the packed form that are listed, the files that they number, and what is described."""
+    Args:
+        begins: for each rank, the byte of its file at which listed tensors begin.
+    """
     described = plan.described and plan.described.in_folder(folder)
-    have_files = set(described.ranks.tolist() if described and plan.pieces else ())
-    number = {
-        tensor.info.key: n
-        for n, tensor in enumerate(plan.tensors, len(plan.infos) - len(plan.tensors))
-    }
-    tilings = {n: Tiling.of(plan.infos[n].shape, plan.infos[n].itemsize) for n in number.values()}
+    number = {info.key: n for n, info in enumerate(plan.infos)}
+    tilings = {number[t.info.key]: Tiling.of(t.info.shape, t.info.itemsize) for t in plan.listed}
+    ranks = sorted({rank for tensor in plan.listed for rank in tensor.ranks})
+    ends = {rank: begins[rank] for rank in ranks}
+    file = {rank: n for n, rank in enumerate(ranks)}
+    files = [packed_file(folder, rank) for rank in ranks]
     found: list[tuple[int, int, int, Box]] = []  # tensor, file, offset, box
-    files: list[str] = []
-    for rank, (mine, items, end) in enumerate(
-        zip(plan.pieces, plan.items, plan.begins, strict=True)
-    ):
-        if not mine and rank in have_files:
-            continue
-        for item, piece in mine:
-            tensor, box = number[items[item].info.key], items[item].boxes[piece]
-            end += -end % ALIGNMENT  # noqa: PLW2901 - of this file
-            if box.size:
-                found.append((tensor, len(files), end, box))
-            end += tilings[tensor].nbytes(box)  # noqa: PLW2901
-        files.append(packed_file(folder, rank))
+    for tensor in plan.listed:
+        n = number[tensor.info.key]
+        for box, rank in zip(tensor.boxes, tensor.ranks, strict=True):
+            offset = align_up(ends[rank], ALIGNMENT)
+            found.append((n, file[rank], offset, box))
+            ends[rank] = offset + tilings[n].nbytes(box)
     found.sort(key=lambda f: (f[0], f[3].start))
     stored = [
         (box, tilings[n].itemsize, tilings[n].tile, tilings[n].count(box) == 1)
@@ -184,9 +175,8 @@ Leaves = list[tuple[Key, tuple[int, ...], bytes]]
 def write_shards(
     store: Store,
     group: Group,
-    arrays: Sequence[Array],
-    batches: Sequence[ShardBatch],
-    messages: Sequence[Transfer],
+    arrays: Mapping[int, Array],
+    part: OwnPart,
     elements: Callable[[Fragment], Elements],
     progress: Callable[[int], None],
     threads: int = 1,
@@ -204,14 +194,13 @@ def write_shards(
         array = arrays[shard.tensor]
         return array.info.key, shard.at, _write(store, array, shard, parts, progress)
 
-    return exchange(
-        group, [a.info.itemsize for a in arrays], batches, messages, elements, write, threads
-    )
+    itemsizes = {number: array.info.itemsize for number, array in arrays.items()}
+    return exchange(group, itemsizes, part.batches, part.messages, elements, write, threads)
 
 
 def exchange(
     group: Group,
-    itemsizes: Sequence[int],
+    itemsizes: Sequence[int] | Mapping[int, int],
     batches: Sequence[ShardBatch],
     messages: Sequence[Transfer],
     elements: Callable[[Fragment], Elements],
@@ -312,7 +301,7 @@ def _bytes_of(
 
 
 def _receive(
-    group: Group, itemsizes: Sequence[int], batch: ShardBatch, buffer: _Buffer
+    group: Group, itemsizes: Sequence[int] | Mapping[int, int], batch: ShardBatch, buffer: _Buffer
 ) -> dict[Fragment, Memory]:
     """The bytes of the fragments of a batch that other ranks hold, in a buffer."""
     by_sender: dict[int, list[Fragment]] = {}
