@@ -17,7 +17,7 @@ from tests.geometry.strategies import _shard, shapes
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import row_major
 from ucformat.geometry.flat_buffer import flat_boxes
-from ucformat.geometry.local import Cut, keep_rows, local_dims, regions_of, strided_regions
+from ucformat.geometry.local import ShardAt, keep_rows, local_dims, regions_of, strided_regions
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.geometry.view import Part, View
@@ -63,7 +63,7 @@ def test_flat_ranges_of_sharded_tensors_are_boxes_of_the_whole(
     parts: list[tuple[Key, Part]] = []
     spare: list[Part] = []
     for at in range(degree):
-        dims = local_dims(shape, (Cut(shard, degree, at),))
+        dims = local_dims(shape, (ShardAt(shard, degree, at),))
         local = np.full([d.size for d in dims], -2, np.int32)
         regions, padding = regions_of(dims)
         fill(local, regions, whole)
@@ -94,7 +94,7 @@ def test_rows_of_padding_are_kept_apart(columns: int, rows: int, widths: list[in
     shard = Shard(0, "tp", sizes=tuple(widths))
     for t, n in enumerate(widths):
         local = whole[at : at + n]
-        dims = local_dims((total, columns), (Cut(shard, len(widths), t),))
+        dims = local_dims((total, columns), (ShardAt(shard, len(widths), t),))
         a, b = keep_rows(regions_of(dims)[0], rows)
         kept += ((Key(str(t), ""), r) for r in a)
         spare += ((Key(str(t), ""), r) for r in b)

@@ -21,7 +21,7 @@ from ucformat.cli.main import ucp
 from ucformat.engines.deepspeed.inference import ModelSizes, as_its_weight
 from ucformat.errors import AmbiguousLayout, IntegrityError, UsageError
 from ucformat.geometry.tensor import Key
-from ucformat.sources.tp_merge import concatenate, replicate
+from ucformat.geometry.tp_sharding import concatenate, replicate
 
 if TYPE_CHECKING:
     from pathlib import Path

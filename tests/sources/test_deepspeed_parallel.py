@@ -17,7 +17,8 @@ from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.engines.deepspeed.zero import Slice
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.sources.tp_merge import LocalContents, sub_params
+from ucformat.geometry.tp_sharding import sub_params
+from ucformat.sources.tp_merge import LocalContents
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 

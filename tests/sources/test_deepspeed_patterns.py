@@ -21,10 +21,11 @@ from ucformat.errors import (
 )
 from ucformat.geometry.box import Box
 from ucformat.geometry.placement import Shard
-from ucformat.sources.tp_merge import Replica, shard
+from ucformat.geometry.tp_sharding import shard
+from ucformat.sources.tp_merge import Replica
 
 if TYPE_CHECKING:
-    from ucformat.sources.tp_merge import TPSharding
+    from ucformat.geometry.tp_sharding import TPSharding
 
 
 def numbered(*shape: int) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucformat.errors import LayoutError, TensorNotFound
 from ucformat.geometry.box import prove
 from ucformat.geometry.flat_buffer import FlatBuffer, join_flat
-from ucformat.geometry.local import Cut, Dim, local_dims, pieces_of
+from ucformat.geometry.local import Dim, ShardAt, local_dims, pieces_of
 from ucformat.geometry.patterns import compile_regex
 from ucformat.geometry.placement import Flat, axes_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo, TensorList
@@ -276,7 +276,9 @@ class BoundLayout:
 
 def _dims(info: TensorInfo, placed: Placed, at: Mapping[str, int]) -> tuple[Dim, ...]:
     mesh = placed.mesh
-    cuts = tuple(Cut(s, mesh.degree(axes_of(s)), mesh.index(axes_of(s), at)) for s in placed.shards)
+    cuts = tuple(
+        ShardAt(s, mesh.degree(axes_of(s)), mesh.index(axes_of(s), at)) for s in placed.shards
+    )
     try:
         return local_dims(info.shape, cuts)
     except LayoutError as e:

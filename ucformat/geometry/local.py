@@ -81,7 +81,7 @@ class Dim:
         return Dim(at, tuple(runs))
 
 
-class Cut(NamedTuple):
+class ShardAt(NamedTuple):
     """A shard of degree `degree`, for the coordinate at index `at`."""
 
     shard: Shard
@@ -90,7 +90,7 @@ class Cut(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 16)  # layers repeat: a model has few distinct (shape, cut)
-def local_dims(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Dim, ...]:
+def local_dims(shape: tuple[int, ...], cuts: tuple[ShardAt, ...]) -> tuple[Dim, ...]:
     """The dims of the local tensor after a sequence of shards.
 
     Args:

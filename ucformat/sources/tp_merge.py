@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ucformat.errors import IntegrityError, LayoutError, UsageError, option_text
+from ucformat.errors import IntegrityError, UsageError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.local import Cut, keep_rows, local_dims, regions_of
-from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import Key
-from ucformat.geometry.view import Part
+from ucformat.geometry.tp_sharding import TP
 from ucformat.sources.index import TensorIndex
 
 if TYPE_CHECKING:
@@ -214,180 +211,8 @@ def _by_sums(copies: Sequence[Replica]) -> bool | None:
     return len(set(sums)) == 1 if all(sums) else None
 
 
-# How a parameter is sharded across the tensor-parallel ranks: its global shape, and the regions of
-# each rank.
-#
-# A caller may also specify it by one word for each pattern of names (`cuts`), which becomes a
-# layout.
-
-TP = "tp"  # the axis of layouts
-_MAX_PARTS = 1 << 16
-
-Shapes = tuple[tuple[int, ...], ...]  # of the local tensors, by tensor-parallel rank
-
-
-@dataclass(frozen=True, slots=True)
-class TPSharding:
-    """A global tensor and its regions: the parts of it that are stored in each tensor-parallel rank's local tensor.
-
-    Equal boxes of several ranks are replicas. `padding`: regions of rows that files hold beyond the
-    end of the tensor. `mean`: the tensor is the mean of the ranks' values. `scaled`: stored values
-    must be multiplied by a factor.
-    """
-
-    shape: tuple[int, ...]
-    regions: tuple[tuple[Part, ...], ...]
-    padding: tuple[tuple[Part, ...], ...] = ()
-    padding_rows: int = 0
-    mean: bool = False
-    scaled: bool = False
-    why: str = ""
-
-    def because(self, why: str) -> TPSharding:
-        """A copy with this reason."""
-        return replace(self, why=why)
-
-    def strip(self, rows: int) -> TPSharding:
-        """A copy whose trailing rows are padding."""
-        if not self.shape or rows >= self.shape[0]:
-            return self
-        cut = [keep_rows(regions, rows) for regions in self.regions]
-        return replace(
-            self,
-            shape=(rows, *self.shape[1:]),
-            regions=tuple(kept for kept, _ in cut),
-            padding=tuple(spare for _, spare in cut),
-            padding_rows=self.shape[0] - rows,
-        )
-
-    @property
-    def padding_shape(self) -> tuple[int, ...]:
-        """The shape of the padding tensor."""
-        return (self.padding_rows, *self.shape[1:])
-
-
-def replicate(shapes: Shapes) -> TPSharding:
-    """Every rank holds the whole tensor."""
-    if len(set(shapes)) > 1:
-        raise LayoutError(f"its parts have the shapes {_list(shapes)}, so they cannot be replicas")
-    whole = Box.whole(shapes[0])
-    return TPSharding(shapes[0], ((Part.aligned(whole, whole),),) * len(shapes))
-
-
-def mean(shapes: Shapes) -> TPSharding:
-    """The tensor is the mean of the ranks' values."""
-    return replace(replicate(shapes), mean=len(shapes) > 1)
-
-
-def concatenate(shapes: Shapes, dim: int) -> TPSharding:
-    """The ranks' parts are concatenated along a dim, in which they may differ."""
-    d = dim + len(shapes[0]) if dim < 0 else dim
-    if not 0 <= d < len(shapes[0]):
-        raise LayoutError(
-            f"its parts of the shape {list(shapes[0])} cannot be joined along dim {dim}"
-        )
-    return shard(shapes, Shard(d, TP, sizes=tuple(s[d] if d < len(s) else 0 for s in shapes)))
-
-
-def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
-    """The ranks' parts are those of a `Shard`.
-
-    Args:
-        size: global size of the dim; None: the sum of the parts, which include any padding.
-    """
-    ndim = len(shapes[0])
-    d = how.dim + ndim if how.dim < 0 else how.dim
-    if not 0 <= d < ndim or any(len(s) != ndim for s in shapes):
-        raise LayoutError(
-            f"its parts have the shapes {_list(shapes)}, which cannot be joined along dim {how.dim}"
-        )
-    if (
-        how.sizes is None and how.parts is None and how.pad_to is None
-    ):  # the widths are those of the files
-        how = replace(how, sizes=tuple(s[d] for s in shapes))
-    total = sum(s[d] for s in shapes) if size is None else size
-    whole = (*shapes[0][:d], total, *shapes[0][d + 1 :])
-    regions, padding = [], []
-    for at, shape in enumerate(shapes):
-        dims = local_dims(whole, (Cut(how, len(shapes), at),))
-        found = tuple(n.size for n in dims)
-        if found != shape:
-            raise LayoutError(
-                f"the part of tensor-parallel rank {at} has the shape {list(shape)}, where {_shard_text(how)} of "
-                f"{list(whole)} gives {list(found)}"
-            )
-        kept, spare = regions_of(dims)
-        regions.append(kept)
-        padding.append(spare)
-    rows = -total % how.pad_to if how.pad_to else 0
-    if rows and d:
-        raise LayoutError(f"{_shard_text(how)} pads dim {d}; padding is supported along dim 0 only")
-    return TPSharding(whole, tuple(regions), tuple(padding) if rows else (), rows)
-
-
-def sub_params(
-    shapes: Shapes, view: Sequence[int | Sequence[int]], dim: int, widths: Sequence[Sequence[int]]
-) -> TPSharding:
-    """Several tensors, concatenated along a dim of a view, are each cut separately.
-
-    Args:
-        view: shape of the global tensor as a view, which may have more dims; -1: the remaining
-            elements.
-    """
-    sizes: list[int] = [n if isinstance(n, int) else sum(n) for n in view]
-    if not 0 <= dim < len(sizes):
-        raise LayoutError(f"its sub-parameters are along dim {dim} of a view of {len(sizes)} dims")
-    if any(len(w) != len(shapes) for w in widths):
-        raise LayoutError(f"its sub-parameters are not cut for {len(shapes)} ranks")
-    sizes[dim] = sum(sum(w) for w in widths)
-    total = sum(math.prod(s) for s in shapes)
-    free = [i for i, n in enumerate(sizes) if n < 0]
-    known = math.prod(n for n in sizes if n >= 0)
-    if free and known:
-        sizes[free[0]] = total // known
-    if len(free) > 1 or math.prod(sizes) != total:
-        raise LayoutError(
-            f"its parts of the shapes {_list(shapes)} are not {total} elements of the view {sizes}"
-        )
-    of, outer, inner = _dim_of(shapes[0], sizes, dim)
-    if outer * len(widths) > _MAX_PARTS:
-        raise LayoutError(f"it would be split into {outer * len(widths):,} parts")
-    parts = tuple(tuple(w * inner for w in part) for part in widths) * outer
-    return shard(shapes, Shard(of, TP, parts=parts))
-
-
-def _dim_of(shape: tuple[int, ...], view: list[int], dim: int) -> tuple[int, int, int]:
-    """The dim of the tensor that a dim of its view is in, and the product of those before and after it in there."""
-    for d in range(len(shape)):
-        for first in range(dim + 1):
-            for last in range(dim + 1, len(view) + 1):
-                if _splits(view[:first], shape[:d]) and _splits(view[last:], shape[d + 1 :]):
-                    return d, math.prod(view[first:dim]), math.prod(view[dim + 1 : last])
-    raise LayoutError(
-        f"the view {view} of its sub-parameters does not split the dims of {list(shape)}"
-    )
-
-
-def _splits(view: list[int], shape: tuple[int, ...]) -> bool:
-    """Whether a view is of this shape, each dim perhaps split into several."""
-    rest = list(view)
-    for size in shape:
-        product = 1
-        while rest and (product < size or rest[0] == 1):
-            product *= rest.pop(0)
-        if product != size:
-            return False
-    return not rest
-
-
-def _shard_text(how: Shard) -> str:
-    given = {"sizes": how.sizes, "parts": how.parts, "pad_to": how.pad_to}
-    return f"shard {how.dim}" + "".join(f" {k} {v}" for k, v in given.items() if v is not None)
-
-
-def _list(shapes: Shapes) -> str:
-    return ", ".join(str(list(s)) for s in shapes[:8]) + (", …" if len(shapes) > 8 else "")
-
+# A caller may specify how parameters are sharded by one word for each pattern of names (`cuts`), which
+# becomes a layout.
 
 #: By the words that callers give; any number is a dim along which the ranks' parts are joined.
 CUTS: dict[str, list[Any]] = {

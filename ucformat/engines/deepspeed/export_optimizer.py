@@ -26,11 +26,11 @@ from ucformat.exporters.pickle import SavedTensor, Storage
 from ucformat.exporters.values import whole
 from ucformat.geometry.flat_buffer import FlatBuffer, align_up, part_size, round_robin_order
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.local import Cut, Dim, local_dims, pieces_of
+from ucformat.geometry.local import Dim, ShardAt, local_dims, pieces_of
 from ucformat.geometry.placement import axes_of
 from ucformat.geometry.tensor import TensorInfo, TensorList
+from ucformat.geometry.tp_sharding import TP
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.tp_merge import TP
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Shards:
         placed = self._bound.placed(self._keys[name])
         at = placed.mesh.coordinate(rank)
         cuts = tuple(
-            Cut(s, placed.mesh.degree(axes_of(s)), placed.mesh.index(axes_of(s), at))
+            ShardAt(s, placed.mesh.degree(axes_of(s)), placed.mesh.index(axes_of(s), at))
             for s in placed.shards
         )
         return local_dims(shape, cuts)

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.geometry.box import Box
+from ucformat.geometry.tp_sharding import Shapes, TPSharding, concatenate, replicate
 from ucformat.geometry.view import Part
 from ucformat.sources.pickle.stand_ins import Inert
-from ucformat.sources.tp_merge import CUTS, Shapes, TPSharding, concatenate, cuts_option, replicate
+from ucformat.sources.tp_merge import CUTS, cuts_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -7,17 +7,10 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
+from ucformat.geometry.tp_sharding import Shapes, TPSharding, replicate
 from ucformat.geometry.view import View
 from ucformat.sources.index import Group, TensorIndex
-from ucformat.sources.tp_merge import (
-    Replica,
-    Shapes,
-    TPSharding,
-    Verdict,
-    compare,
-    must_agree,
-    replicate,
-)
+from ucformat.sources.tp_merge import Replica, Verdict, compare, must_agree
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

@@ -29,7 +29,7 @@ from ucformat.geometry.local import strided_regions
 from ucformat.geometry.patterns import Pattern, compile_pattern
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import TensorInfo
-from ucformat.sources.tp_merge import (
+from ucformat.geometry.tp_sharding import (
     TP,
     Shapes,
     TPSharding,

@@ -21,17 +21,9 @@ from ucformat.engines.deepspeed.patterns import TensorParallelInfo
 from ucformat.errors import AmbiguousLayout, LayoutError, UsageError, option_text
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.placement import axes_of, place
+from ucformat.geometry.tp_sharding import TP, Shapes, TPSharding, mean, replicate, shard
 from ucformat.sources.pickle.stand_ins import Inert
-from ucformat.sources.tp_merge import (
-    TP,
-    Shapes,
-    TPSharding,
-    cuts_option,
-    layout_of_cuts,
-    mean,
-    replicate,
-    shard,
-)
+from ucformat.sources.tp_merge import cuts_option, layout_of_cuts
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:

@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from ucformat.engines.deepspeed.patterns import TensorParallelInfo
     from ucformat.engines.deepspeed.zero import Slice
     from ucformat.geometry.tensor import Extent
+    from ucformat.geometry.tp_sharding import Shapes
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.index import Locate
-    from ucformat.sources.tp_merge import Shapes
     from ucformat.storage.base import Store
 
 

@@ -14,20 +14,10 @@ from ucformat.engines.megatron.stacked import add_tensor, joined
 from ucformat.errors import AmbiguousLayout, IntegrityError, LayoutError, option_text
 from ucformat.geometry.placement import Replicate, Shard
 from ucformat.geometry.tensor import Key
+from ucformat.geometry.tp_sharding import TP, Shapes, TPSharding, concatenate, replicate, shard
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.index import Group, TensorIndex
-from ucformat.sources.tp_merge import (
-    TP,
-    LocalContents,
-    Shapes,
-    TPSharding,
-    compare,
-    concatenate,
-    cuts_option,
-    layout_of_cuts,
-    replicate,
-    shard,
-)
+from ucformat.sources.tp_merge import LocalContents, compare, cuts_option, layout_of_cuts
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
