@@ -19,7 +19,7 @@ from ucformat.sources.state_names import dotted
 from ucformat.torch import PerRank, Rng
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.local import local_state
-from ucformat.torch.state.objects import Parts
+from ucformat.torch.state.objects import StateParts
 
 
 class Pair(NamedTuple):
@@ -354,7 +354,7 @@ def test_parts_are_one_entry() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     parts = [torch.nn.ModuleDict({str(n): layer}) for n, layer in enumerate(layers)]
     optimizers = [torch.optim.AdamW(part.parameters()) for part in parts]
-    together = collect({"model": Parts(parts), "optimizer": Parts(optimizers)})
+    together = collect({"model": StateParts(parts), "optimizer": StateParts(optimizers)})
     whole = collect({"model": layers, "optimizer": torch.optim.AdamW(layers.parameters())})
     assert together.keys == whole.keys
     (group,) = whole.groups["optimizer",]
@@ -362,4 +362,4 @@ def test_parts_are_one_entry() -> None:
         *group.params
     ]
     with pytest.raises(UsageError, match=r"two parts of model have the entry '0\.weight'"):
-        collect({"model": Parts([layers, layers])})
+        collect({"model": StateParts([layers, layers])})

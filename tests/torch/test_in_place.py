@@ -32,7 +32,7 @@ from ucformat.storage.local import LocalStore
 from ucformat.storage.strided import checksum
 from ucformat.torch.saving import in_place
 from ucformat.torch.saving import in_place as parts
-from ucformat.torch.saving.agree import StoredTensors
+from ucformat.torch.saving.agree import PlannedTensors
 from ucformat.torch.saving.in_place import (
     WeightFilesPlan,
     WeightPlanner,
@@ -182,7 +182,7 @@ def boxes_of(shape: tuple[int, ...], chance: random.Random) -> list[Box]:
 
 def told_of(infos: Any, described: Any, way: Way, uploads: tuple[str, ...]) -> WeightFilesPlan:
     infos = tuple(infos)
-    stored = StoredTensors(infos, ((),) * len(infos), described=described)
+    stored = PlannedTensors(infos, ((),) * len(infos), described=described)
     sidecar = encode_columns(*packed_extents(stored, "data/w", {}))
     return WeightFilesPlan(infos, sidecar, {}, "data/w", way, uploads)
 

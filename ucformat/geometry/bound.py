@@ -52,7 +52,7 @@ class LocalBuffer(NamedTuple):
     dtype: str
 
 
-class _Group:
+class _BufferGroup:
     """The tensors of one flat group in all states, and its geometry at each coordinate."""
 
     def __init__(self, name: str, flat: Flat, mesh: Mesh) -> None:
@@ -101,10 +101,10 @@ class BoundLayout:
         self.tensor_list = tensor_list
         self._placed = placed
         self._infos = {info.key: info for info in tensor_list.tensors}
-        groups: dict[tuple[str, Flat, Mesh], _Group] = {}
-        self._group: dict[Key, _Group] = {}
+        groups: dict[tuple[str, Flat, Mesh], _BufferGroup] = {}
+        self._group: dict[Key, _BufferGroup] = {}
         by_buffer: dict[
-            tuple[str, str], _Group
+            tuple[str, str], _BufferGroup
         ] = {}  # buffer name and state -> the group that fills it
         for key, info in self._infos.items():
             placement = placed[key]
@@ -115,7 +115,7 @@ class BoundLayout:
             if flat is None:
                 continue
             name = self._buffer_name(info, placement, flat)
-            group = groups.setdefault((name, flat, mesh), _Group(name, flat, mesh))
+            group = groups.setdefault((name, flat, mesh), _BufferGroup(name, flat, mesh))
             group.add(info, placement)
             self._group[key] = group
             if by_buffer.setdefault((name, key.state), group) is not group:
@@ -255,12 +255,12 @@ class BoundLayout:
                     hint="match frozen parameters by an earlier rule, or use another group",
                 )
             case regex:
-                found = compile_regex(regex).fullmatch(info.name)
-                if found is None or found[1] is None:
+                match = compile_regex(regex).fullmatch(info.name)
+                if match is None or match[1] is None:
                     raise LayoutError(
                         f"the flat group {regex} of {placed.rules[-1]} does not match {info.key}"
                     )
-                return prefix + found[1]
+                return prefix + match[1]
 
     def _check_dtypes(self) -> None:
         first: dict[tuple[str, str], TensorInfo] = {}

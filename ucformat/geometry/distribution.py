@@ -49,9 +49,9 @@ class RankMesh:
         strides = tuple(
             ranks[step] - ranks[0] if n > 1 else 0 for n, step in zip(sizes, below, strict=True)
         )
-        found = cls(sizes, ranks[0], strides)
-        follow = min(strides, default=0) >= 0 and np.array_equal(found.ranks.reshape(-1), ranks)
-        return found if follow else cls(sizes, listed=tuple(ranks))
+        regular = cls(sizes, ranks[0], strides)
+        follow = min(strides, default=0) >= 0 and np.array_equal(regular.ranks.reshape(-1), ranks)
+        return regular if follow else cls(sizes, listed=tuple(ranks))
 
     @property
     def size(self) -> int:
@@ -65,8 +65,8 @@ class RankMesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of a rank; None if the rank is not in the mesh."""
-        found = np.argwhere(self.ranks == rank)
-        return tuple(found[0].tolist()) if len(found) else None
+        indices = np.argwhere(self.ranks == rank)
+        return tuple(indices[0].tolist()) if len(indices) else None
 
 
 @lru_cache(maxsize=64)
@@ -239,13 +239,13 @@ class Distribution:
 
         Axes that cut no dim have one index.
         """
-        found = np.ones((), np.int64)
+        values_of = np.ones((), np.int64)
         for values in parts:
-            found = np.multiply.outer(found, values)
+            values_of = np.multiply.outer(values_of, values)
         cuts = sorted(
             self.cuts, key=lambda cut: cut.dim
         )  # the order in which the parts of all dims are numbered
-        by_cut = found.reshape([self.mesh.sizes[cut.axis] for cut in cuts])
+        by_cut = values_of.reshape([self.mesh.sizes[cut.axis] for cut in cuts])
         by_axis = by_cut.transpose(np.argsort([cut.axis for cut in cuts])) if cuts else by_cut
         cutting = {cut.axis for cut in cuts}
         return by_axis.reshape(
@@ -275,11 +275,11 @@ class Distribution:
 
     def holdings(self, shape: tuple[int, ...], within: Box) -> Iterator[Holding]:
         """The boxes of all ranks that intersect a box of the tensor, each once for all its replicas, not clipped."""
-        for found in self._locals(shape, within):
+        for local in self._locals(shape, within):
             if self.flat is None:
-                yield found
+                yield local
             else:
-                yield from self._parts(*found, within)
+                yield from self._parts(*local, within)
 
     def most_parts(self, shape: tuple[int, ...], within: Box) -> int:
         """About how many parts of any one dim a box intersects."""
@@ -294,11 +294,11 @@ class Distribution:
     def lines(self, shape: tuple[int, ...], within: Box) -> Iterator[Line]:
         """The boxes of `holdings`, if there is no flat buffer, those that follow each other along one dim together."""
         bounds = self.bounds(shape)
-        found = _meeting(bounds, within)
-        dim = max(range(len(shape)), key=lambda n: len(found[n]))
-        index = np.arange(found[dim].start, found[dim].stop)
-        edges = bounds[dim][found[dim].start : found[dim].stop + 1]
-        for parts in product(*(r[:1] if n == dim else r for n, r in enumerate(found))):
+        meeting = _meeting(bounds, within)
+        dim = max(range(len(shape)), key=lambda n: len(meeting[n]))
+        index = np.arange(meeting[dim].start, meeting[dim].stop)
+        edges = bounds[dim][meeting[dim].start : meeting[dim].stop + 1]
+        for parts in product(*(r[:1] if n == dim else r for n, r in enumerate(meeting))):
             by_dim = [
                 list(_unravel(index if n == dim else i, self.degrees(n)))
                 for n, i in enumerate(parts)

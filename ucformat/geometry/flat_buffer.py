@@ -173,8 +173,8 @@ class FlatBuffer:
 
     def on(self, rank: int) -> dict[str, tuple[int, int, int]]:
         """The tensors that a rank holds any element of, each with its part as `part_on` returns it."""
-        found = ((tensor, self.part_on(tensor, rank)) for tensor in self.slots)
-        return {tensor: (start, stop, at) for tensor, (start, stop, at) in found if start < stop}
+        parts = ((tensor, self.part_on(tensor, rank)) for tensor in self.slots)
+        return {tensor: (start, stop, at) for tensor, (start, stop, at) in parts if start < stop}
 
     def padding(self, rank: int) -> int:
         """Elements at the end of a rank's partition that belong to no tensor."""

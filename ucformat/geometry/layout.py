@@ -379,9 +379,9 @@ class Layout:
             out["meshes"] = [
                 {"name": name, **lift_mesh(mesh)} for name, mesh in self.meshes.items()
             ]
-        for section, found in self.sections.items():
-            if found:
-                out[section] = [lift_rule(rule) for rule in found]
+        for section, rules in self.sections.items():
+            if rules:
+                out[section] = [lift_rule(rule) for rule in rules]
         if self.view:
             out["view"] = [
                 step.model_dump(by_alias=True, exclude_defaults=True) for _, step in self.view
@@ -397,8 +397,8 @@ class Layout:
             name: name of the tensor in the source.
         """
         for pattern, to in self._renames:
-            if found := pattern.fullmatch(name):
-                return expand(found, to)
+            if match := pattern.fullmatch(name):
+                return expand(match, to)
         return name
 
     @property
@@ -413,13 +413,13 @@ class Layout:
             name: name of the tensor in the target.
             states: states of the tensor.
         """
-        found: dict[str, Rule] = {}
+        by_section: dict[str, Rule] = {}
         for candidates in self._matches(name).values():
             for state in states:
                 hit = next((rule for rule, _ in candidates if rule.has_state(state)), None)
                 if hit is not None:
-                    found[hit.label] = hit
-        return list(found.values())
+                    by_section[hit.label] = hit
+        return list(by_section.values())
 
     def bind(self, tensor_list: TensorList) -> BoundLayout:
         """Apply the rules to the tensors of a tensor list.
@@ -432,7 +432,7 @@ class Layout:
                 not fit a tensor's shape; the message names the tensor, its state and the rule.
         """
         placed: dict[Key, Placed] = {}
-        known: dict[tuple[object, ...], Placed] = {}
+        composed: dict[tuple[object, ...], Placed] = {}
         matches = {
             n: self._matches(n) for n in dict.fromkeys(info.name for info in tensor_list.tensors)
         }
@@ -440,24 +440,24 @@ class Layout:
         for info in tensor_list.tensors:
             if info.key in placed:
                 raise LayoutError(f"the tensor list lists {info.key} twice")
-            found = []
+            of_tensor = []
             for section, candidates in matches[info.name].items():
                 hit = next((c for c in candidates if c[0].has_state(info.state)), None)
                 if hit is None:
                     missing.setdefault(section, []).append(info.key)
                 else:
-                    found.append(hit)
+                    of_tensor.append(hit)
             if missing:
                 continue
             # Rules and captures determine the placement; thousands of tensors share a few
             # combinations.
-            combination = tuple((rule.label, match.re, match.groups()) for rule, match in found)
-            if combination not in known:
+            combination = tuple((rule.label, match.re, match.groups()) for rule, match in of_tensor)
+            if combination not in composed:
                 try:
-                    known[combination] = place(self._mesh_of(found), found)
+                    composed[combination] = place(self._mesh_of(of_tensor), of_tensor)
                 except LayoutError as e:
                     raise LayoutError(f"{info.key}: {e.message}", hint=e.hint) from e
-            placed[info.key] = known[combination]
+            placed[info.key] = composed[combination]
         for section, keys in missing.items():
             names = ", ".join(map(str, keys[:4])) + (
                 f" and {len(keys) - 4} more" if len(keys) > 4 else ""
@@ -475,9 +475,9 @@ class Layout:
             if rules
         }
 
-    def _mesh_of(self, found: list[tuple[Rule, re.Match[str]]]) -> Mesh:
+    def _mesh_of(self, matches: list[tuple[Rule, re.Match[str]]]) -> Mesh:
         """The one mesh that all placements of a tensor refer to."""
-        named = {rule.mesh: rule for rule, _ in found if rule.mesh is not None}
+        named = {rule.mesh: rule for rule, _ in matches if rule.mesh is not None}
         if len(named) > 1:
             raise LayoutError(" and ".join(map(str, named.values())) + " name different meshes")
         return self.meshes[next(iter(named))] if named else self.mesh

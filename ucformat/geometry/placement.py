@@ -389,7 +389,7 @@ class Placed:
         return tuple(a for a in self.mesh.axes if a in named)
 
 
-def place(mesh: Mesh, found: list[tuple[Rule, re.Match[str]]]) -> Placed:
+def place(mesh: Mesh, matches: list[tuple[Rule, re.Match[str]]]) -> Placed:
     """Compose the rules that matched one tensor.
 
     Args:
@@ -400,7 +400,7 @@ def place(mesh: Mesh, found: list[tuple[Rule, re.Match[str]]]) -> Placed:
     holders: list[Holder] = []
     flat: Flat | None = None
     partial: Partial | None = None
-    for rule, match in found:
+    for rule, match in matches:
         rule.check(mesh)
         for p in rule.place:
             for axis in axes_of(p):
@@ -429,7 +429,7 @@ def place(mesh: Mesh, found: list[tuple[Rule, re.Match[str]]]) -> Placed:
                 case Replicate():
                     pass
     return Placed(
-        mesh, tuple(shards), tuple(holders), flat, partial, tuple(rule for rule, _ in found)
+        mesh, tuple(shards), tuple(holders), flat, partial, tuple(rule for rule, _ in matches)
     )
 
 

@@ -265,13 +265,15 @@ class FileRun:
                 yield self.tiles(cut), ()
 
 
-def single_extents(found: Iterable[Extent | Tiles], within: Box | None = None) -> Iterator[Extent]:
+def single_extents(
+    extents: Iterable[Extent | Tiles], within: Box | None = None
+) -> Iterator[Extent]:
     """Extents of single chunks: each `Tiles` is expanded into one extent for each chunk.
 
     Args:
         within: of `Tiles`, only the chunks that intersect this box (None: all).
     """
-    for extent in found:
+    for extent in extents:
         if isinstance(extent, Tiles):
             yield from extent.extents(within)
         else:

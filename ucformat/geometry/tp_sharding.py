@@ -110,11 +110,11 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
     regions, padding = [], []
     for at, shape in enumerate(shapes):
         dims = local_dims(whole, (ShardAt(how, len(shapes), at),))
-        found = tuple(n.size for n in dims)
-        if found != shape:
+        expected = tuple(n.size for n in dims)
+        if expected != shape:
             raise LayoutError(
                 f"the part of tensor-parallel rank {at} has the shape {list(shape)}, where {_shard_text(how)} of "
-                f"{list(whole)} gives {list(found)}"
+                f"{list(whole)} gives {list(expected)}"
             )
         kept, spare = regions_of(dims)
         regions.append(kept)
@@ -142,18 +142,18 @@ def sub_params(
     sizes[dim] = sum(sum(w) for w in widths)
     total = sum(math.prod(s) for s in shapes)
     free = [i for i, n in enumerate(sizes) if n < 0]
-    known = math.prod(n for n in sizes if n >= 0)
-    if free and known:
-        sizes[free[0]] = total // known
+    given = math.prod(n for n in sizes if n >= 0)
+    if free and given:
+        sizes[free[0]] = total // given
     if len(free) > 1 or math.prod(sizes) != total:
         raise LayoutError(
             f"its parts of the shapes {_list(shapes)} are not {total} elements of the view {sizes}"
         )
-    of, outer, inner = _dim_of(shapes[0], sizes, dim)
+    own_dim, outer, inner = _dim_of(shapes[0], sizes, dim)
     if outer * len(widths) > _MAX_PARTS:
         raise LayoutError(f"it would be split into {outer * len(widths):,} parts")
     parts = tuple(tuple(w * inner for w in part) for part in widths) * outer
-    return shard(shapes, Shard(of, TP, parts=parts))
+    return shard(shapes, Shard(own_dim, TP, parts=parts))
 
 
 def _dim_of(shape: tuple[int, ...], view: list[int], dim: int) -> tuple[int, int, int]:

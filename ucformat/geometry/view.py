@@ -106,13 +106,13 @@ class View:
             if box is not None:
                 taken.setdefault(source, []).append(box)
         around = {source: bounding_box(boxes) for source, boxes in taken.items()}
-        known = {
+        stored = {
             source: list(source_extents(source, box))
             for source, box in around.items()
             if box is not None
         }
         for source, part, box in near:
-            for extent in known.get(source, ()) if box is not None else ():
+            for extent in stored.get(source, ()) if box is not None else ():
                 clip = extent.box.intersect(part.box)
                 if clip is not None:
                     yield _mapped(part, extent, clip, self.info.itemsize)

@@ -68,9 +68,9 @@ def __getattr__(name: str) -> object:
     """Load a public name when it is first used; the process that writes in the background does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ucformat.torch' has no attribute {name!r}")
-    found: object = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = found
-    return found
+    public: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = public
+    return public
 
 
 def __dir__() -> list[str]:

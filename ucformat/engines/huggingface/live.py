@@ -24,7 +24,7 @@ from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save
-from ucformat.torch.saving.launch import Launch
+from ucformat.torch.saving.launch import TrainingLaunch
 from ucformat.torch.saving.save import save
 from ucformat.torch.state.objects import Rng, decode
 
@@ -95,7 +95,7 @@ class UniversalTrainer(Trainer):
     save_in_background = False
     _resumed: Checkpoint | None = None
     _handle: SaveHandle | None = None
-    _launch: Launch
+    _launch: TrainingLaunch
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, optionally from a universal checkpoint.
@@ -111,7 +111,7 @@ class UniversalTrainer(Trainer):
         Raises:
             UnsupportedError: no Trainer has saved the checkpoint.
         """
-        self._launch = Launch()
+        self._launch = TrainingLaunch()
         if not resume_from_checkpoint:
             return self._finished(super().train(None, *args, **kwargs))
         url = (

@@ -23,7 +23,7 @@ from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_gr
 from ucformat.torch.loading.load import load, load_local
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
-from ucformat.torch.saving.launch import Launch
+from ucformat.torch.saving.launch import TrainingLaunch
 from ucformat.torch.saving.manifest import SaveMetadata
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save_in_group, save_local
@@ -68,7 +68,7 @@ class _Universal:
         super().__init__(**options)
         self._form, self._background, self._trust = form, background, trust
         self._handle: SaveHandle | None = None
-        self._launch = Launch()
+        self._launch = TrainingLaunch()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -191,7 +191,7 @@ class UniversalCheckpointIO(CheckpointIO):
 
     def __init__(self, form: Any = "zarr") -> None:
         self._form = form
-        self._launch = Launch()
+        self._launch = TrainingLaunch()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -271,7 +271,7 @@ class UniversalCheckpointIO(CheckpointIO):
 
 
 def _metadata(
-    checkpoint: Mapping[str, Any], launch: Launch, logged: Mapping[str, Any] | None = None
+    checkpoint: Mapping[str, Any], launch: TrainingLaunch, logged: Mapping[str, Any] | None = None
 ) -> SaveMetadata:
     """The metadata of a checkpoint: the step, hyper-parameters as config, and what was logged or callbacks monitor."""
     config = program_config(

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.save import Saved
     from ucformat.torch.state.elements import Memory
     from ucformat.torch.state.local import LocalShard
-    from ucformat.torch.state.subclasses import Taken
+    from ucformat.torch.state.subclasses import TakenApart
 
 
 __all__ = ["Writer"]
@@ -555,7 +555,7 @@ class _State:
         data = self.planner.resolve_data(WriteItem(index, kind))
         return _encoded(data.getvalue()) if isinstance(data, io.BytesIO) else data
 
-    def _taken(self, index: MetadataIndex) -> Taken | None:
+    def _taken(self, index: MetadataIndex) -> TakenApart | None:
         """A tensor of this rank taken apart, if it is a wrapper, or a DTensor of one."""
         if why_refused(self.look_up(index)) is None:
             return None

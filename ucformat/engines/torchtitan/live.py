@@ -10,7 +10,7 @@ import torch
 from ucformat.errors import NotFound, UsageError
 from ucformat.torch.manager.manager import Manager
 from ucformat.torch.manager.restore import folder_of
-from ucformat.torch.state.objects import Parts, PerRank, Rng
+from ucformat.torch.state.objects import PerRank, Rng, StateParts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -81,8 +81,8 @@ class CheckpointManager:
         self.states: dict[str, Any] = {
             **(states or {}),
             "rng": Rng(),
-            _MODEL: Parts(parts),
-            _OPTIMIZER: Parts(all_optimizers),
+            _MODEL: StateParts(parts),
+            _OPTIMIZER: StateParts(all_optimizers),
         }
         if lr_schedulers is not None:
             stateful = hasattr(lr_schedulers, "state_dict")

@@ -153,10 +153,10 @@ class Bulk(Connections):
             while True:
                 self._check(some)
                 asked = self._asked.get(tag, deque())
-                found = next((r for r in asked if r[0].other in others), None)
-                if found is not None:
-                    asked.remove(found)
-                    return found
+                request = next((r for r in asked if r[0].other in others), None)
+                if request is not None:
+                    asked.remove(request)
+                    return request
                 if time.monotonic() > end:
                     raise Lost("timed out", some, late=True)
                 self._change.wait(_CHECK_S)
@@ -308,7 +308,7 @@ class Bulk(Connections):
         """Ask a rank for its next bulk data with a tag; None if it has too many connections."""
         while True:
             connection = self._unused_to(other)
-            known = connection is not None
+            used_before = connection is not None
             if connection is None:
                 connection = self._call(other, end)
                 if connection is None:
@@ -323,19 +323,19 @@ class Bulk(Connections):
                 raise Lost("it accepts no data", other)
             except OSError as error:
                 self._end_call(connection, other, reuse=False)
-                if not known:
+                if not used_before:
                     raise Lost(str(error), other) from error
 
     def _unused_to(self, other: int) -> socket.socket | None:
         """A connection to a rank that is not used; if there is none, and no room for one, another one is closed."""
         with self._change:
-            found = next((c for c, to in self._unused.items() if to == other), None)
-            if found is None and self._unused and self._calls + len(self._unused) >= MOST_CALLS:
+            unused = next((c for c, to in self._unused.items() if to == other), None)
+            if unused is None and self._unused and self._calls + len(self._unused) >= MOST_CALLS:
                 self._close_one(next(iter(self._unused)))
-            if found is not None:
-                del self._unused[found]
+            if unused is not None:
+                del self._unused[unused]
                 self._calls += 1
-            return found
+            return unused
 
     def _call(self, other: int, end: float) -> socket.socket | None:
         """Connect to a rank; returns None if it has too many connections."""
@@ -402,17 +402,17 @@ class Links(Bulk):
     def join(self, meeting: Address | None, failure: UcformatError | None = None) -> None:
         """Connect to the parent and the children, and learn where all ranks listen; all ranks call this."""
         try:
-            found = self._join(meeting, failure)
+            directory = self._join(meeting, failure)
         except BaseException:
             self.end()
             raise
-        if found.error is not None:
+        if directory.error is not None:
             self.end()
-            raise found.error
+            raise directory.error
         self._directory = dict(
             zip(
-                found.ranks.tolist(),
-                zip(found.hosts, found.ports.tolist(), strict=True),
+                directory.ranks.tolist(),
+                zip(directory.hosts, directory.ports.tolist(), strict=True),
                 strict=True,
             )
         )

@@ -94,7 +94,7 @@ class Node(NamedTuple):
         )
 
 
-class Line:
+class NeighbourLine:
     """The connection to a neighbour in the tree, and the messages that were read and not yet taken."""
 
     def __init__(self, peer: socket.socket) -> None:
@@ -137,7 +137,7 @@ class Connections(ABC):
         self._secret = secret
         self._directory: dict[int, Address] = {}
         self._waiting: dict[int, tuple[int, ...]] = {}  # by thread, the ranks for which it waits
-        self._lines: dict[int, Line] = {}  # to the neighbours
+        self._lines: dict[int, NeighbourLine] = {}  # to the neighbours
         self._change = (
             threading.Condition()
         )  # of connections, of what is asked for over them, and of the alarm
@@ -204,15 +204,15 @@ class Connections(ABC):
     def accept_bulk(
         self, other: int, welcome: Callable[[bool], socket.socket | None]
     ) -> socket.socket | None:
-        """As `handshake.Owner.accept_bulk`."""
+        """As `handshake.ConnectionTaker.accept_bulk`."""
 
     @abstractmethod
     def arrived(self, connection: socket.socket) -> bool:
-        """As `handshake.Owner.arrived`."""
+        """As `handshake.ConnectionTaker.arrived`."""
 
     def _add(self, other: int, line: socket.socket) -> None:
         self._sockets.add(line)
-        self._lines[other] = Line(line)
+        self._lines[other] = NeighbourLine(line)
         self._change.notify_all()
 
     def _connect(self, other: int, address: Address, end: float) -> None:

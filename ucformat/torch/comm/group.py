@@ -123,10 +123,10 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
     store.set(f"host/{rank}", json.dumps(mine))
     if not rank:
         _assign_places(store, size, timeout)
-    found = _await(store, f"place/{rank}", 0, rank, timeout + _LATE_S)
-    if isinstance(found, str):
-        raise UcformatError(found, hint=_JOIN_HINT)
-    parent, children, others, here = found
+    told = _await(store, f"place/{rank}", 0, rank, timeout + _LATE_S)
+    if isinstance(told, str):
+        raise UcformatError(told, hint=_JOIN_HINT)
+    parent, children, others, here = told
     meeting, problem, listening = None, "", None
     if rank:
         meeting, problem = _await(store, f"address/{parent}", parent, rank, timeout + _LATE_S)
@@ -253,15 +253,15 @@ def _identity() -> str:
 def _route_to(host: str, port: int) -> str:
     """The address of the interface through which this host reaches another; "" if that is this one, or unknown."""
     try:
-        known = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM) if host else []
+        routes = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM) if host else []
     except OSError:  # a name that only other hosts can resolve
         return ""
-    for family, kind, protocol, _, address in known:
+    for family, kind, protocol, _, address in routes:
         with suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # UDP: nothing is sent, but the route is chosen
             here = str(probe.getsockname()[0])
             local = ip_address(here.partition("%")[0]).is_loopback or here in {
-                str(a[4][0]) for a in known
+                str(a[4][0]) for a in routes
             }
             return "" if local else here
     return ""
@@ -552,13 +552,15 @@ class Group:
     def _answer(self, compute: Callable[[], Sequence[Any]], kind: Any) -> Any:
         """Rank 0's part of a collective: compute the answers, and send them."""
         try:
-            found = compute()
+            answers = compute()
             if self.size == 1:
-                return found[0]
-            ((common, _),) = Counter(map(id, found[1:])).most_common(1)
-            encoded = {id(v): encode(v, kind) for v in {id(v): v for v in found[1:]}.values()}
+                return answers[0]
+            ((common, _),) = Counter(map(id, answers[1:])).most_common(1)
+            encoded = {id(v): encode(v, kind) for v in {id(v): v for v in answers[1:]}.values()}
             others = [
-                (rank, id(v)) for rank, v in enumerate(found[1:], self.rank + 1) if id(v) != common
+                (rank, id(v))
+                for rank, v in enumerate(answers[1:], self.rank + 1)
+                if id(v) != common
             ]
             records = [Record(rank, False, self.call, encoded[v]) for rank, v in others]
             records.append(Record(EVERYBODY, False, self.call, encoded[common]))
@@ -566,7 +568,7 @@ class Group:
             self._pass_on([Record(EVERYBODY, True, self.call, encode(error, BaseException))])
             raise
         self._pass_on(records)
-        return found[0]
+        return answers[0]
 
     def _answered(self, kind: Any) -> Any:
         """The answer for this rank; those for the ranks below are passed on."""

@@ -114,7 +114,7 @@ def ask(
         check: called now and then while this waits; raises to give up.
 
     Returns:
-        the answer of its `Owner.state`, with at most eight ranks.
+        the answer of its `ConnectionTaker.state`, with at most eight ranks.
     """
     with socket.create_connection(address, max(0.1, end - time.monotonic())) as connection:
         answer = _authenticate(
@@ -187,7 +187,7 @@ def _prepared(connection: socket.socket) -> socket.socket:
     return connection
 
 
-class Owner(Protocol):
+class ConnectionTaker(Protocol):
     """What answers the other ranks; called in the thread of the listener."""
 
     def accept(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> None:
@@ -221,7 +221,11 @@ class Listener:
     """
 
     def __init__(
-        self, listening: socket.socket, rank: int, secret: bytes, owner: Callable[[], Owner | None]
+        self,
+        listening: socket.socket,
+        rank: int,
+        secret: bytes,
+        owner: Callable[[], ConnectionTaker | None],
     ) -> None:
         self.address: Address = listening.getsockname()[:2]
         self._socket, self._rank, self._secret, self._owner = listening, rank, secret, owner

@@ -59,11 +59,11 @@ class ColumnWriter:
         """Append a column of integers, in the narrowest type that holds them all."""
         wide = array("q", values)
         if len(wide) >= _MIN_TO_NARROW:
-            found = np.frombuffer(wide, np.int64)
-            low, high = found.min(), found.max()
+            numbers = np.frombuffer(wide, np.int64)
+            low, high = numbers.min(), numbers.max()
             for narrow in _NARROW_DTYPES:
                 if np.iinfo(narrow).min <= low and high <= np.iinfo(narrow).max:
-                    self.put(np.dtype(narrow).char, found.astype(narrow).data)
+                    self.put(np.dtype(narrow).char, numbers.astype(narrow).data)
                     return
         elif wide and min(wide) >= -128 and max(wide) < 128:
             self.put("b", array("b", wide))
@@ -89,8 +89,8 @@ class ColumnReader:
     """Reads the columns of a message, each once and in order."""
 
     def __init__(self, data: memoryview, digest: bytes) -> None:
-        found, count, small = _HEADER.unpack_from(data)
-        if found != digest:
+        kind, count, small = _HEADER.unpack_from(data)
+        if kind != digest:
             raise ValueError("it contains values of another kind")
         begin = _HEADER.size + (2 if small else 9) * count
         sizes = np.frombuffer(
@@ -113,12 +113,12 @@ class ColumnReader:
 
     def integers(self, count: int, low: int = -(1 << 63), high: int = 1 << 63) -> list[int]:
         """Read a column of integers."""
-        found = self.take("bhiq")
-        if len(found) != count or (
-            count and not (low <= int(found.min()) and int(found.max()) < high)
+        numbers = self.take("bhiq")
+        if len(numbers) != count or (
+            count and not (low <= int(numbers.min()) and int(numbers.max()) < high)
         ):
             raise ValueError("a column does not have the expected integers")
-        return found.tolist()  # type: ignore[no-any-return]
+        return numbers.tolist()  # type: ignore[no-any-return]
 
     def lengths(self, count: int) -> list[int]:
         """Read a column of lengths."""
@@ -174,8 +174,8 @@ class Null(Codec):
 class Int(Codec):
     """Integers of 64 bits, in the narrowest type that holds them all."""
 
-    def __init__(self, of: type = int) -> None:
-        self.types, self.text = (of,), of.__name__
+    def __init__(self, made: type = int) -> None:
+        self.types, self.text = (made,), made.__name__
 
     def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         try:
@@ -184,8 +184,8 @@ class Int(Codec):
             raise UsageError(f"expected an integer of 64 bits: {error}") from None
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
-        found = source.integers(count)
-        return found if self.types == (int,) else list(map(self.types[0], found))
+        numbers = source.integers(count)
+        return numbers if self.types == (int,) else list(map(self.types[0], numbers))
 
 
 class Float(Codec):
@@ -200,10 +200,10 @@ class Float(Codec):
             raise UsageError(f"expected a number: {error}") from None
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
-        found = source.take("d")
-        if len(found) != count:
+        numbers = source.take("d")
+        if len(numbers) != count:
             raise ValueError("a column does not have the expected length")
-        return found.tolist()  # type: ignore[no-any-return]
+        return numbers.tolist()  # type: ignore[no-any-return]
 
 
 class Str(Codec):
@@ -230,8 +230,8 @@ class Str(Codec):
             raise ValueError("a column of strings is malformed")
         if count and not (int(codes.min()) >= 0 and int(codes.max()) < len(sizes)):
             raise ValueError("a column refers to a string that is missing")
-        known = [whole[a:b] for a, b in pairwise(ends)]
-        return [known[i] for i in codes.tolist()]
+        distinct = [whole[a:b] for a, b in pairwise(ends)]
+        return [distinct[i] for i in codes.tolist()]
 
 
 class RawBytes(Codec):
@@ -459,15 +459,15 @@ def name_rank(rank: int, error: BaseException, size: int) -> BaseException:
     return UcformatError(f"rank {rank}: {type(error).__name__}: {error}", hint=_SEE_LOG)
 
 
-def _literal(known: tuple[Any, ...]) -> Codec:
+def _literal(allowed: tuple[Any, ...]) -> Codec:
     """One of several strings."""
 
     def check(word: str) -> str:
-        if word not in known:
-            raise ValueError(f"{word!r} is not one of {known}")
+        if word not in allowed:
+            raise ValueError(f"{word!r} is not one of {allowed}")
         return word
 
-    return Converted((str,), _TEXT, lambda v: v, check, f"one of {known}")
+    return Converted((str,), _TEXT, lambda v: v, check, f"one of {allowed}")
 
 
 def _boolean(value: int) -> bool:
@@ -593,8 +593,8 @@ class Union(Codec):
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
         chosen = source.integers(count, 0, len(self.parts))
-        found = [iter(part.read(chosen.count(i), source)) for i, part in enumerate(self.parts)]
-        return [next(found[i]) for i in chosen]
+        by_part = [iter(part.read(chosen.count(i), source)) for i, part in enumerate(self.parts)]
+        return [next(by_part[i]) for i in chosen]
 
 
 @cache

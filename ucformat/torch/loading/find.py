@@ -27,7 +27,7 @@ _SHOWN = 4
 _WRAPPERS = ("module", "_orig_mod", "module._orig_mod", "_orig_mod.module", "module.module")
 
 
-def find_tensors(found: CollectedState, recorded: SavedState) -> Problems:
+def find_tensors(collected: CollectedState, recorded: SavedState) -> Problems:
     """Set the key of each tensor of a state to that of the stored tensor which is meant.
 
     What the user has renamed to the path or the name of a tensor comes first, then what is stored
@@ -39,26 +39,26 @@ def find_tensors(found: CollectedState, recorded: SavedState) -> Problems:
     names = recorded.names
     renamed = {new for new, stored in names.items() if recorded.unrenamed.get(new) != stored}
     missed: dict[Path, None] = {}  # the paths of modules
-    for path, key in found.keys.items():
+    for path, key in collected.keys.items():
         text = dotted(path)
         if text in renamed and key.state == "weight":
-            found.keys[path] = Key(text, "weight")
+            collected.keys[path] = Key(text, "weight")
         elif (stored := recorded.tensors.get(text)) is not None:
-            found.keys[path] = stored
+            collected.keys[path] = stored
         elif key.state == "weight" and key.name not in renamed:
-            missed[module_of(found, path)] = None
+            missed[module_of(collected, path)] = None
     if not missed:
         return Problems()
-    search = _Search(found, recorded, renamed)
+    search = _NameSearch(collected, recorded, renamed)
     others = [line for module in missed for line in search.find(module)]
     for path in search.without:
-        found.drop(path)
+        collected.drop(path)
     return Problems(missing=tuple(map(str, search.missing)), others=tuple(others))
 
 
-def module_of(found: CollectedState, path: Path) -> Path:
+def module_of(collected: CollectedState, path: Path) -> Path:
     """Return the path of the module, or mapping, that has a tensor, perhaps inside a wrapper."""
-    return found.wrapper_of.get(path, path)[:-1]
+    return collected.wrapper_of.get(path, path)[:-1]
 
 
 def prefixes_of(texts: Iterable[str]) -> set[str]:
@@ -70,20 +70,22 @@ def prefixes_of(texts: Iterable[str]) -> set[str]:
     return out
 
 
-class _Search:
+class _NameSearch:
     def __init__(
-        self, found: CollectedState, recorded: SavedState, renamed: Collection[str]
+        self, collected: CollectedState, recorded: SavedState, renamed: Collection[str]
     ) -> None:
-        self.found, self.recorded = found, recorded
+        self.collected, self.recorded = collected, recorded
         self.missing: list[Key] = []
         self.without: list[
             Path
         ] = []  # the weights that nothing stored is meant for, though it has their names
         #: The stored weight at each path, which is its name if no path is recorded.
         self.places: dict[str, Key] = dict(recorded.tensors)
-        known = set(recorded.tensors.values())
+        stored_keys = set(recorded.tensors.values())
         for name, stored in recorded.names.items():
-            if name not in renamed and not any(Key(stored, state) in known for state in PARAMETER):
+            if name not in renamed and not any(
+                Key(stored, state) in stored_keys for state in PARAMETER
+            ):
                 self.places.setdefault(name, Key(name, "weight"))
         self.firsts = prefixes_of(recorded.tensors)
         self.by_last: dict[str, list[str]] = defaultdict(list)
@@ -92,15 +94,15 @@ class _Search:
         self.below: dict[Path, list[Path]] = defaultdict(
             list
         )  # the weights of the state below each path
-        for path, key in found.keys.items():
+        for path, key in collected.keys.items():
             if key.state in PARAMETER and dotted(path) not in renamed and key.name not in renamed:
                 for i in range(len(path)):
                     self.below[path[:i]].append(path)
 
     def find(self, module: Path) -> list[str]:
         """Find the weights directly below a path; returns what is ambiguous."""
-        keys = self.found.keys
-        weights = [p for p in self.below[module] if module_of(self.found, p) == module]
+        keys = self.collected.keys
+        weights = [p for p in self.below[module] if module_of(self.collected, p) == module]
         exact = {p: self.places.get(dotted(p)) for p in weights}
         wrapped = next(
             (w for i in range(1, len(module) + 1) if (w := self._wrapped(module[:i], weights))), {}
@@ -130,14 +132,14 @@ class _Search:
         every = self.below[mount]
         for wrapper in _WRAPPERS:
             head = f"{dotted(mount)}.{wrapper}."
-            found = {p: self.places.get(head + dotted(p[len(mount) :])) for p in every}
-            if all(found.values()) or (len(every) == len(weights) and any(found.values())):
-                return {p: found[p] for p in weights}
+            fitting = {p: self.places.get(head + dotted(p[len(mount) :])) for p in every}
+            if all(fitting.values()) or (len(every) == len(weights) and any(fitting.values())):
+                return {p: fitting[p] for p in weights}
         return {}
 
     def _ambiguous(self, module: Path, weights: Sequence[Path]) -> list[str]:
         """Check that no other module of the checkpoint has the names and shapes of a module that is found by names."""
-        names, keys, tensors = self.recorded.names, self.found.keys, self.found.tensors
+        names, keys, tensors = self.recorded.names, self.collected.keys, self.collected.tensors
         if (
             not module
             or module[-1] in MODEL_KEYS
@@ -153,12 +155,12 @@ class _Search:
             if text == longest or text.endswith(f".{longest}")
         ]
         fitting = {head: self._stored(head, shapes) for head in heads}
-        mine = [head for head, of in fitting.items() if of == stored]
+        mine = [head for head, fits in fitting.items() if fits == stored]
         others = [
             head
-            for head, of in fitting.items()
-            if of is not None
-            and of != stored
+            for head, fits in fitting.items()
+            if fits is not None
+            and fits != stored
             and not any(own and head.startswith(own) for own in mine)
         ]
         if not others:
@@ -192,14 +194,14 @@ class _Search:
 _FLAT = ""
 
 
-def asked_entries(found: CollectedState, recorded: SavedState) -> tuple[str, ...]:
+def asked_entries(collected: CollectedState, recorded: SavedState) -> tuple[str, ...]:
     """Return the top-level entries of the saved state that are asked for.
 
     These have the keys of the state; where a tensor was saved under another key, that entry is
     asked for, too.
     """
-    out = dict.fromkeys(found.entries)
-    for path, key in found.keys.items():
+    out = dict.fromkeys(collected.entries)
+    for path, key in collected.keys.items():
         if dotted(path) in recorded.tensors:
             saved: Sequence[Path] = [recorded.paths[dotted(path)]]
         else:
@@ -207,7 +209,7 @@ def asked_entries(found: CollectedState, recorded: SavedState) -> tuple[str, ...
         out |= {
             _FLAT if len(p) == 1 else str(p[0]): None for p in saved if len(p) > 1 or len(path) > 1
         }
-    if all(len(path) == 1 for path in found.tensors):
+    if all(len(path) == 1 for path in collected.tensors):
         out |= {_FLAT: None}
     return tuple(out)
 
@@ -240,17 +242,23 @@ def fits(text: str, pattern: str) -> bool:
 
 
 def left_values(
-    found: CollectedState, recorded: SavedState, entries: Sequence[str], leave: Sequence[str]
+    collected: CollectedState, recorded: SavedState, entries: Sequence[str], leave: Sequence[str]
 ) -> tuple[str, ...]:
     """Return a line for each plain value that was saved in the entries, and that no pattern names."""
     records = (
         (*path, *names, RECORD)
-        for path, (_, taken) in found.wrappers.items()
+        for path, (_, taken) in collected.wrappers.items()
         for names in taken.records
     )
     wanted = {
         dotted(path)
-        for path in (*found.leaves, *found.tensors, *found.ranks, *found.group_entries, *records)
+        for path in (
+            *collected.leaves,
+            *collected.tensors,
+            *collected.ranks,
+            *collected.group_entries,
+            *records,
+        )
     }
     parents = prefixes_of(wanted)
 

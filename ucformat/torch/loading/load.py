@@ -183,35 +183,37 @@ def load(
     ) as ranks:
         ck = open_together(url, ranks)
         with ranks.sharing_errors():
-            found = collect(state)
+            collected = collect(state)
             names = stored_names(ck, rename)
             recorded = SavedState(ck, names)
             leave = (leave,) if isinstance(leave, str) else tuple(leave)
-            problems = Problems(others=tuple(found.unloadable))
-            problems |= place_states(found, recorded) | find_tensors(found, recorded)
-            problems |= fit_wrappers(found, recorded)
-            for path, tensor in found.tensors.items():
+            problems = Problems(others=tuple(collected.unloadable))
+            problems |= place_states(collected, recorded) | find_tensors(collected, recorded)
+            problems |= fit_wrappers(collected, recorded)
+            for path, tensor in collected.tensors.items():
                 if not isinstance(tensor, ShardedTensor):
-                    check_fillable(str(found.keys[path]), memory_of(tensor))
-            take_values(found, recorded)
-            resize_extra_states(found, recorded)
-            asked = asked_entries(found, recorded)
-            aliases, targets = without_ties(locals_of(found))
-            objects, put_objects = fit_objects(found, recorded, ranks, trust=trust, cast=cast)
+                    check_fillable(str(collected.keys[path]), memory_of(tensor))
+            take_values(collected, recorded)
+            resize_extra_states(collected, recorded)
+            asked = asked_entries(collected, recorded)
+            aliases, targets = without_ties(locals_of(collected))
+            objects, put_objects = fit_objects(collected, recorded, ranks, trust=trust, cast=cast)
             groups, put_groups = fit_groups(
-                found,
+                collected,
                 recorded,
                 lambda text: any(fits(text, pattern) for pattern in leave),
                 trust=trust,
             )
             problems |= (
-                objects | groups | Problems(unexpected=left_values(found, recorded, asked, leave))
+                objects
+                | groups
+                | Problems(unexpected=left_values(collected, recorded, asked, leave))
             )
 
         def put() -> None:
             put_objects()
             put_groups()
-            for finish in found.finish:
+            for finish in collected.finish:
                 finish()
 
         return load_local(
@@ -230,9 +232,9 @@ def load(
             asked=asked,
             leave=leave,
             then=put,
-            layout=mesh_of(found.tensors.values()),
-            stateful=len(groups.missing) < sum(map(len, found.groups.values())),
-            optimizer=bool(found.groups or found.optimizer_dicts),
+            layout=mesh_of(collected.tensors.values()),
+            stateful=len(groups.missing) < sum(map(len, collected.groups.values())),
+            optimizer=bool(collected.groups or collected.optimizer_dicts),
         )
 
 
@@ -269,7 +271,7 @@ def load_local(
         verify = check_verify(verify)
         names = names or stored_names(ck, None)
         entries = asked or ()
-        matched, found, lacking = match(
+        matched, mismatches, lacking = match(
             targets,
             aliases or {},
             ck,
@@ -279,7 +281,7 @@ def load_local(
             inside=lambda key: is_inside(ck, key, entries),
         )
         stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
-        others = found | (problems or Problems())
+        others = mismatches | (problems or Problems())
     mine = _RankReport(
         ranks.rank,
         others,
@@ -302,8 +304,8 @@ def load_local(
         if key.name in reachable and (joined.asked is None or is_asked(ck, key, joined.asked))
     ]
     values = joined.problems.unexpected
-    found = replace(joined.problems, unexpected=(*unexpected.values(), *values))
-    raise_for(found, strict, ck.url)
+    mismatches = replace(joined.problems, unexpected=(*unexpected.values(), *values))
+    raise_for(mismatches, strict, ck.url)
     amount, failure = ReadAmount(), None
     try:
         share = (
@@ -334,7 +336,7 @@ def load_local(
         now,
         lineage,
         launch,
-        found,
+        mismatches,
         (*left, *values),
     )
 
@@ -451,22 +453,22 @@ def _chosen(weights: Mapping[str, str], patterns: Sequence[str] | None, url: str
     """The weights that patterns select, in the order of the checkpoint."""
     if patterns is None:
         return dict(weights)
-    found: set[str] = set()
+    keys: set[str] = set()
     for pattern in patterns:
         fitting = {pattern} & weights.keys() or {name for name in weights if fits(name, pattern)}
         if not fitting:
             raise TensorNotFound(
                 f"{url} has no weight {pattern!r}", hint=_nearest(pattern, weights)
             )
-        found |= fitting
-    return {name: stored for name, stored in weights.items() if name in found}
+        keys |= fitting
+    return {name: stored for name, stored in weights.items() if name in keys}
 
 
 def _nearest(pattern: str, weights: Iterable[str]) -> str:
     from difflib import get_close_matches
 
-    known = list(weights)
-    near = get_close_matches(pattern, known, _SUGGESTIONS, 0.5) or known[:_SUGGESTIONS]
+    names = list(weights)
+    near = get_close_matches(pattern, names, _SUGGESTIONS, 0.5) or names[:_SUGGESTIONS]
     return (
         f"there are, among others: {', '.join(near)}"
         if near

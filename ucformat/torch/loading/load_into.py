@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ucformat.reading.plan import Verify
     from ucformat.torch.loading.match import Rename
     from ucformat.torch.state.local import LocalShard
-    from ucformat.torch.state.subclasses import Taken
+    from ucformat.torch.state.subclasses import TakenApart
 
 __all__ = ["LoadedKeys", "load_into"]
 
@@ -139,12 +139,12 @@ def load_into(
             if k.name not in of_bad
         )
     )
-    found = {m.target.info.name for m in matched}
+    loaded = {m.target.info.name for m in matched}
     labels = {*problems.missing}
     missing = [
         n
         for w in fitting
-        if str(w.target.key) in labels and w.slot.name not in found
+        if str(w.target.key) in labels and w.slot.name not in loaded
         for n in w.slot.names
     ]
     problems = replace(
@@ -166,7 +166,7 @@ def load_into(
         read(ck, matched, verify, threads)
         check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
     for w in fitting:
-        if w.slot.name in found:
+        if w.slot.name in loaded:
             w.put()
     if absent:
         _compute_buffers(model, absent, torch.device(device))
@@ -198,18 +198,18 @@ def _slots(model: torch.nn.Module) -> list[_Slot]:
     tie = getattr(model, "tie_weights", None)
     if callable(tie) and any(p.is_meta for p in model.parameters()):
         tie()  # accelerate's init_empty_weights makes separate parameters of tied ones
-    entries: list[_Entry] = []
+    entries: list[_LoadedEntry] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         below = f"{prefix}." if prefix else ""
         stored = set(module._buffers) - module._non_persistent_buffers_set  # noqa: SLF001 - as Module.state_dict does
-        for held in (module._parameters, module._buffers):  # noqa: SLF001
-            for attribute, tensor in held.items():
-                if tensor is not None and (held is module._parameters or attribute in stored):  # noqa: SLF001
-                    entries += _entries(f"{below}{attribute}", tensor, (held, attribute))
+        for tensors in (module._parameters, module._buffers):  # noqa: SLF001
+            for attribute, tensor in tensors.items():
+                if tensor is not None and (tensors is module._parameters or attribute in stored):  # noqa: SLF001
+                    entries += _entries(f"{below}{attribute}", tensor, (tensors, attribute))
     memory = ((e.name, memory_of(e.tensor), e.tensor.shape) for e in entries)
     same = tied_names((n, t, (shape,)) for n, t, shape in memory if not t.is_meta and t.numel())
     first: dict[int, str] = {}
-    groups: dict[str, list[_Entry]] = {}
+    groups: dict[str, list[_LoadedEntry]] = {}
     for entry in entries:
         name = first.setdefault(id(entry.tensor), same.get(entry.name, entry.name))
         groups.setdefault(name, []).append(entry)
@@ -224,10 +224,10 @@ class _Wrapper(NamedTuple):
 
     name: str
     tensor: torch.Tensor
-    taken: Taken
+    taken: TakenApart
 
 
-class _Entry(NamedTuple):
+class _LoadedEntry(NamedTuple):
     """A parameter or buffer, or a tensor inside one that is a wrapper, and the module that has it."""
 
     name: str
@@ -236,16 +236,16 @@ class _Entry(NamedTuple):
     wrapper: _Wrapper | None = None
 
 
-def _entries(name: str, tensor: torch.Tensor, holder: _Holder) -> list[_Entry]:
+def _entries(name: str, tensor: torch.Tensor, holder: _Holder) -> list[_LoadedEntry]:
     """What is filled of a parameter or buffer: the tensor, or of a wrapper what is inside."""
     local = memory_of(tensor)
     taken = take_apart(name, tensor) if not local.is_meta or is_subclass(local) else None
     if taken is None:
-        return [_Entry(name, tensor, holder)]
+        return [_LoadedEntry(name, tensor, holder)]
     check_live(name, tensor, taken)
     wrapper = _Wrapper(name, tensor, taken)
     return [
-        _Entry(".".join((name, *names)), inner, holder, wrapper)
+        _LoadedEntry(".".join((name, *names)), inner, holder, wrapper)
         for names, inner in taken.tensors.items()
     ]
 
@@ -286,8 +286,8 @@ class _Wanted:
             needs_grad = old.requires_grad and new.dtype.is_floating_point
             new = torch.nn.Parameter(new, requires_grad=needs_grad)
             new.__dict__.update(old.__dict__)
-        for held, attribute in self.slot.holders:
-            held[attribute] = new
+        for holder, attribute in self.slot.holders:
+            holder[attribute] = new
 
 
 def _wanted(
@@ -309,9 +309,9 @@ def _wanted(
         return _Wanted(slot, target, old, problem)
     stored = next(
         (
-            found
+            in_checkpoint
             for n in slot.names
-            if n in names and (found := weight_of(names[n], ck)) is not None
+            if n in names and (in_checkpoint := weight_of(names[n], ck)) is not None
         ),
         None,
     )
@@ -327,14 +327,14 @@ def _wanted(
         return _Wanted(slot, target, tensor)
     local = parts.of(Key(stored.name, stored.state))
     if local is None or local.shape != tuple(old.shape) or local.buffer is not None:
-        held = (
+        place = (
             "nothing"
             if local is None
             else "a part of a flat buffer"
             if local.buffer
             else str(list(local.shape))
         )
-        problem = f"{slot.name} is {list(old.shape)}, and rank {parts.rank} of the layout has {held} of it"
+        problem = f"{slot.name} is {list(old.shape)}, and rank {parts.rank} of the layout has {place} of it"
         return _Wanted(slot, target, tensor, problem)
     info = replace(target.info, shape=stored.shape)
     return _Wanted(
@@ -391,17 +391,17 @@ def _meta_buffers(module: torch.nn.Module) -> Iterator[str]:
 
 def _buffers_to_compute(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules with buffers that no checkpoint contains and that have no values."""
-    found = [
+    modules = [
         (prefix, module) for prefix, module in model.named_modules() if any(_meta_buffers(module))
     ]
-    if found and not callable(getattr(model, "initialize_weights", None)):
-        prefix, module = found[0]
+    if modules and not callable(getattr(model, "initialize_weights", None)):
+        prefix, module = modules[0]
         name = f"{prefix}.{next(_meta_buffers(module))}".lstrip(".")
         raise UsageError(
             f"the buffer {name} is on the meta device and not persistent: no checkpoint contains it",
             hint="make the model `with accelerate.init_empty_weights():`, which gives buffers values, or assign it",
         )
-    return [module for _, module in found]
+    return [module for _, module in modules]
 
 
 def _compute_buffers(

@@ -160,7 +160,7 @@ class Problems:
     inexact: tuple[str, ...] = ()
 
     @classmethod
-    def joined(cls, found: Sequence[Problems]) -> Problems:
+    def joined(cls, parts: Sequence[Problems]) -> Problems:
         """Return all problems, each once.
 
         Args:
@@ -168,7 +168,7 @@ class Problems:
         """
         return cls(
             **{
-                f.name: tuple(dict.fromkeys(x for p in found for x in getattr(p, f.name)))
+                f.name: tuple(dict.fromkeys(x for p in parts for x in getattr(p, f.name)))
                 for f in fields(cls)
             }
         )
@@ -229,8 +229,8 @@ def _by_regex(rules: Mapping[str, str]) -> Callable[[str], str]:
     compiled = [(compile_pattern(pattern), to) for pattern, to in rules.items()]
 
     def rename(name: str) -> str:
-        found = next(((m, to) for pattern, to in compiled if (m := pattern.fullmatch(name))), None)
-        return expand(*found) if found else name
+        pair = next(((m, to) for pattern, to in compiled if (m := pattern.fullmatch(name))), None)
+        return expand(*pair) if pair else name
 
     return rename
 
@@ -259,7 +259,7 @@ def match(
         the matches, all mismatches but what is unexpected, and of each tensor of the checkpoint
         whether it is that.
     """
-    found: list[Matched] = []
+    matched: list[Matched] = []
     missing, shapes, dtypes, others = [], [], [], []
     wanted: set[Key] = set()
     aliases_of: dict[str, list[str]] = {}
@@ -300,29 +300,29 @@ def match(
                 f"{info.key} is {info.dtype}, in the checkpoint {stored.dtype} ({stored.state})"
             )
         else:
-            found.append(Matched(target, stored))
-    found = _whole_wrappers(found, targets)
+            matched.append(Matched(target, stored))
+    matched = _whole_wrappers(matched, targets)
     for alias, name in aliases.items():
         mine, first = names.get(alias), names.get(name)
         if mine is not None and first is not None and mine != first:
-            held = [
+            boxes = [
                 p.box
                 for t in targets
                 if t.info.name == name and t.info.state in PARAMETER
                 for p in t.pieces
             ]
-            if not _equal(ck, mine, first, held):
+            if not _equal(ck, mine, first, boxes):
                 others.append(
                     f"tied here: {alias} is {name}, but the checkpoint has two tensors, which differ"
                 )
         if mine is not None:
             wanted |= {Key(mine, s) for s in PARAMETER}
-    shared = overlaps([m.target for m in found], [m.stored for m in found], ck)
+    shared = overlaps([m.target for m in matched], [m.stored for m in matched], ck)
     others += shared.values()
-    found = [m for n, m in enumerate(found) if not any(n in pair for pair in shared)]
+    matched = [m for n, m in enumerate(matched) if not any(n in pair for pair in shared)]
     problems = Problems(tuple(missing), (), tuple(shapes), tuple(dtypes), tuple(others))
     kinds = {t.info.state not in PARAMETER for t in targets} | ({True} if optimizer else set())
-    return found, problems, _unexpected(wanted, kinds, inside, ck)
+    return matched, problems, _unexpected(wanted, kinds, inside, ck)
 
 
 def overlaps(
@@ -348,11 +348,11 @@ def overlaps(
     return out
 
 
-def _whole_wrappers(found: list[Matched], targets: Sequence[LocalShard]) -> list[Matched]:
+def _whole_wrappers(matched: list[Matched], targets: Sequence[LocalShard]) -> list[Matched]:
     """The matches without those inside a wrapper of which another tensor has none."""
-    fitting = {id(m.target) for m in found}
+    fitting = {id(m.target) for m in matched}
     partial = {t.wrapper for t in targets if t.wrapper and id(t) not in fitting}
-    return [m for m in found if m.target.wrapper not in partial] if partial else found
+    return [m for m in matched if m.target.wrapper not in partial] if partial else matched
 
 
 def weight_of(name: str, ck: Checkpoint) -> TensorInfo | None:
@@ -375,17 +375,17 @@ def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> Tenso
     return next((i for i in have if i.dtype == info.dtype), have[0] if have else None)
 
 
-def _equal(ck: Checkpoint, a: str, b: str, held: Sequence[Box]) -> bool:
+def _equal(ck: Checkpoint, a: str, b: str, boxes: Sequence[Box]) -> bool:
     """Whether two stored weights are equal: by their digests, or without these in the boxes that this rank holds."""
     both = [
         {s: i for s in PARAMETER if (i := ck.tensors.get(Key(n, s))) is not None} for n in (a, b)
     ]
     if both[0].keys() != both[1].keys():
         return False
-    return all(_equal_values(ck, one, both[1][state], held) for state, one in both[0].items())
+    return all(_equal_values(ck, one, both[1][state], boxes) for state, one in both[0].items())
 
 
-def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, held: Sequence[Box]) -> bool:
+def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, boxes: Sequence[Box]) -> bool:
     """Whether two stored tensors are equal, as for `_equal`."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
@@ -397,7 +397,7 @@ def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, held: Sequence[B
     if one.digest and (one.chunk, one.digest) == (other.chunk, other.digest):
         return True
     tensors = ck[a.name, a.state], ck[b.name, b.state]
-    for box in held:
+    for box in boxes:
         for block in blocks_of(box, a.itemsize):
             where = tuple(slice(x, x + n) for x, n in zip(block.start, block.shape, strict=True))
             if tensors[0][where].tobytes() != tensors[1][where].tobytes():

@@ -20,7 +20,7 @@ from ucformat.reading.readable import IntKey
 from ucformat.sources.state_names import GROUPS, dotted, split_state
 from ucformat.torch.loading.find import prefixes_of
 from ucformat.torch.loading.match import PARAMETER, Problems
-from ucformat.torch.state.collect import GroupOptions, OptimizerGroup, ValueSlot, collect_made
+from ucformat.torch.state.collect import CollectedGroup, GroupOptions, ValueSlot, collect_made
 from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import decode
 from ucformat.torch.state.subclasses import RECORD
@@ -38,7 +38,7 @@ _STATE = "state"
 _EAGER = (torch.optim.Adagrad,)
 
 
-def place_states(found: CollectedState, recorded: SavedState) -> Problems:
+def place_states(collected: CollectedState, recorded: SavedState) -> Problems:
     """Make a state ready for the optimizer states that a checkpoint has.
 
     Parameters that have states in the checkpoint get a tensor or a slot for each, parameters that
@@ -48,13 +48,13 @@ def place_states(found: CollectedState, recorded: SavedState) -> Problems:
     Returns:
         the states for which no place can be made.
     """
-    placing = _Placing(found, recorded)
-    for root, lives in found.optimizers.items():
+    placing = _Placing(collected, recorded)
+    for root, lives in collected.optimizers.items():
         for live in lives:
             placing.live(root, live)
-    for root, entries in found.optimizer_dicts.items():
+    for root, entries in collected.optimizer_dicts.items():
         placing.entries(root, entries)
-    found.finish[:0] = placing.finish
+    collected.finish[:0] = placing.finish
     return Problems(others=tuple(placing.others))
 
 
@@ -82,15 +82,15 @@ class _Stored:
 
 
 class _Placing:
-    def __init__(self, found: CollectedState, recorded: SavedState) -> None:
-        self.found, self.recorded = found, recorded
+    def __init__(self, collected: CollectedState, recorded: SavedState) -> None:
+        self.collected, self.recorded = collected, recorded
         self.finish: list[Callable[[], Any]] = []
         self.others: list[str] = []
 
     def live(self, root: Path, live: LiveOptimizer) -> None:
         """Prepare an optimizer itself."""
-        found, optimizer = self.found, live.optimizer
-        prefix = found.prefixes.get(root, "")
+        collected, optimizer = self.collected, live.optimizer
+        prefix = collected.prefixes.get(root, "")
         stored = self._stored(root, prefix, live.params)
         group_of = self.recorded.find_group(dotted(root), prefix)
         fresh = {
@@ -106,41 +106,41 @@ class _Placing:
             return
         for name, param in live.params.items():
             where = (*root, _STATE, name)
-            held = optimizer.state.get(param) or made.get(name) or {}
+            states = optimizer.state.get(param) or made.get(name) or {}
             if not stored.kinds(name):
-                if held and group_of(name) is not None and not isinstance(optimizer, _EAGER):
+                if states and group_of(name) is not None and not isinstance(optimizer, _EAGER):
                     self._forget(held_paths.get(name, ()))
                     self.finish.append(partial(optimizer.state.pop, param))
                 continue
             have = held_paths.get(name, [])
             if name in made:
-                have = collect_made(found, where, prefix + name, held)
+                have = collect_made(collected, where, prefix + name, states)
             other = _of_other_structure(
-                {p[len(where) :]: p in found.tensors for p in have}, stored.kinds(name)
+                {p[len(where) :]: p in collected.tensors for p in have}, stored.kinds(name)
             )
             self._forget(path for path in have if path[len(where)] in other)
             have = [path for path in have if path[len(where)] not in other]
             anew: dict[Any, Any] = {}
             self._check_wrappers(where, stored.wrappers.get(name, ()))
             for below, key in _lacking(where, have, stored, name).items():
-                self._add(where, below, key, anew if below[0] in other else held, below, param)
+                self._add(where, below, key, anew if below[0] in other else states, below, param)
             if other:
-                self.finish.append(partial(held.update, anew))
+                self.finish.append(partial(states.update, anew))
             if name in fresh:
-                self.finish.append(partial(optimizer.state.__setitem__, param, held))
+                self.finish.append(partial(optimizer.state.__setitem__, param, states))
 
     def entries(self, root: Path, entries: MutableMapping[str, Any]) -> None:
         """Prepare the state dict of an optimizer."""
-        found = self.found
-        prefix = found.prefixes.get(root, "")
-        groups = found.groups.get(root, ())
+        collected = self.collected
+        prefix = collected.prefixes.get(root, "")
+        groups = collected.groups.get(root, ())
         flattened = any(g.flattened for g in groups)
         names = dict.fromkeys(name for g in groups for name in g.params)
         stored = self._stored(root, prefix, names)
         group_of = self.recorded.find_group(dotted(root), prefix)
         weights = {
-            key.name: found.tensors[path]
-            for path, key in found.keys.items()
+            key.name: collected.tensors[path]
+            for path, key in collected.keys.items()
             if key.state == "weight"
         }
         held_paths = self._held(root, names)
@@ -165,7 +165,7 @@ class _Placing:
 
         The n-th parameter of a group is the n-th one of the group that was saved.
         """
-        found = self.found
+        collected = self.collected
         saved = self.recorded.optimizers.get(dotted(root), [])
         groups = entries.get(GROUPS)
         if not saved or not isinstance(groups, list) or not all(map(_is_numbered, groups)):
@@ -176,25 +176,25 @@ class _Placing:
                 "name; pass the optimizer itself, or its state dict by name (get_optimizer_state_dict)"
             )
             return True
-        found.leaves.pop((*root, GROUPS), None)
-        found.groups[root] = [
-            OptimizerGroup(place.names, GroupOptions(g))
+        collected.leaves.pop((*root, GROUPS), None)
+        collected.groups[root] = [
+            CollectedGroup(place.names, GroupOptions(g))
             for g, (_, place) in zip(groups, saved, strict=True)
         ]
         names = [name for _, place in saved for name in place.names]
         stored = self._stored(root, "", names)
         weights = {
-            key.name: found.tensors[path]
-            for path, key in found.keys.items()
+            key.name: collected.tensors[path]
+            for path, key in collected.keys.items()
             if key.state == "weight"
         }
-        have = {dotted(p) for p in (*found.tensors, *found.leaves)}
+        have = {dotted(p) for p in (*collected.tensors, *collected.leaves)}
         for number, name in zip((n for g in groups for n in g["params"]), names, strict=True):
             for below, key in _lacking((), (), stored, name).items():
                 inside: Path = (_STATE, IntKey(number), *below)
                 if dotted((*root, *inside)) in have:
                     if key is not None:
-                        found.keys[(*root, *inside)] = key
+                        collected.keys[(*root, *inside)] = key
                     continue
                 self._add(
                     root,
@@ -209,7 +209,7 @@ class _Placing:
     def _numbered(self, root: Path, entries: MutableMapping[str, Any]) -> None:
         """Prepare a state dict that numbers its parameters: it gets what was saved under its path."""
         head = _head(root)
-        have = {dotted(p) for p in (*self.found.tensors, *self.found.leaves)}
+        have = {dotted(p) for p in (*self.collected.tensors, *self.collected.leaves)}
         saved = {
             text: (path, self.recorded.tensors[text]) for text, path in self.recorded.paths.items()
         }
@@ -251,7 +251,7 @@ class _Placing:
         return _Stored(tensors, values, wrappers, whole)
 
     def _options(
-        self, groups: Iterable[OptimizerGroup], group_of: Callable[[str], GroupDoc | None]
+        self, groups: Iterable[CollectedGroup], group_of: Callable[[str], GroupDoc | None]
     ) -> list[dict[str, Any]]:
         """The hyper-parameters that each group will have."""
         out = []
@@ -288,7 +288,7 @@ class _Placing:
         """The paths of the states that the program has, by the name of the parameter."""
         head = _head(root)
         out: dict[str, list[Path]] = {}
-        for path in (*self.found.tensors, *self.found.leaves):
+        for path in (*self.collected.tensors, *self.collected.leaves):
             text = dotted(path)
             split = split_state(text[len(head) :], names) if text.startswith(head) else None
             if split is not None and split[0] in names:
@@ -297,7 +297,7 @@ class _Placing:
 
     def _check_wrappers(self, where: Path, wrappers: Iterable[Path]) -> None:
         """Refuse what only the optimizer could make, and has not."""
-        made = self.found.wrappers
+        made = self.collected.wrappers
         for path in ((*where, *wrapper) for wrapper in wrappers):
             heads = (path[:i] for i in range(len(where) + 1, len(path) + 1))
             if not any(
@@ -317,9 +317,9 @@ class _Placing:
         param: torch.Tensor | None,
     ) -> None:
         """Add a tensor, or without a key a value, which is put into the holder when it is loaded."""
-        found, path = self.found, (*where, *below)
+        collected, path = self.collected, (*where, *below)
         if key is None:
-            found.leaves[path] = ValueSlot(None, lambda value: _insert(holder, inside, value))
+            collected.leaves[path] = ValueSlot(None, lambda value: _insert(holder, inside, value))
             return
         info = self.recorded.ck.tensors[Key(self.recorded.names.get(key.name, key.name), key.state)]
         tensor = _empty(
@@ -334,25 +334,25 @@ class _Placing:
                 f"{dotted(path)}: the program has no tensor for it, and its shape does not tell how it is sharded"
             )
             return
-        found.tensors[path] = tensor
-        found.keys[path] = key
+        collected.tensors[path] = tensor
+        collected.keys[path] = key
         self.finish.append(lambda: _insert(holder, inside, tensor))
 
     def _is_sharded(self) -> bool:
-        return any(isinstance(t, DTensor | ShardedTensor) for t in self.found.tensors.values())
+        return any(isinstance(t, DTensor | ShardedTensor) for t in self.collected.tensors.values())
 
     def _forget(self, paths: Iterable[Path]) -> None:
         """Take the states of a parameter out of the state."""
         for path in paths:
-            self.found.drop(path)
+            self.collected.drop(path)
 
 
 def _lacking(
     where: Path, have: Iterable[Path], stored: _Stored, name: str
 ) -> dict[Path, Key | None]:
     """What the checkpoint has of a parameter's states, and can be made, and the program has nothing in its place."""
-    known = set(map(dotted, have))
-    known |= prefixes_of(known)
+    names = set(map(dotted, have))
+    names |= prefixes_of(names)
     out: dict[Path, Key | None] = {
         **stored.tensors.get(name, {}),
         **dict.fromkeys(stored.values.get(name, ())),
@@ -361,7 +361,7 @@ def _lacking(
     return {
         below: key
         for below, key in out.items()
-        if dotted((*where, *below)) not in known and not any(below[: len(w)] == w for w in wrappers)
+        if dotted((*where, *below)) not in names and not any(below[: len(w)] == w for w in wrappers)
     }
 
 

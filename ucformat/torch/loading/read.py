@@ -128,15 +128,15 @@ def _staged(
             need = sum(map(room, batch))
             for event in copied[turn]:
                 event.synchronize()
-            held = buffers[turn]
-            if held is None or held.numel() < need:
-                buffers[turn] = held = _host_buffer(max(need, STAGED_BYTES), devices)
+            buffer = buffers[turn]
+            if buffer is None or buffer.numel() < need:
+                buffers[turn] = buffer = _host_buffer(max(need, STAGED_BYTES), devices)
             starts = accumulate(map(room, batch), initial=0)
-            stored = [stored_in(held, at, part) for at, part in zip(starts, batch, strict=False)]
+            stored = [stored_in(buffer, at, part) for at, part in zip(starts, batch, strict=False)]
             total = total.plus(_read_straight(ck, stored, verify, threads, progress))
-            for part, found in zip(batch, stored, strict=True):
+            for part, sources in zip(batch, stored, strict=True):
                 target = target_of(part)
-                target.copy_(found.target.tensor, non_blocking=target.device in devices)
+                target.copy_(sources.target.tensor, non_blocking=target.device in devices)
             copied[turn] = record_events(
                 d for d in devices if any(p.target.tensor.device == d for p in batch)
             )
@@ -187,8 +187,8 @@ def _cut(ck: Checkpoint, stored: TensorInfo, piece: Piece) -> Iterator[Box]:
     if box.size * itemsize <= STAGED_BYTES or not box.shape:
         yield from blocks_of(box, itemsize, STAGED_BYTES)
         return
-    found = item_for(ck.source, stored, [(0, piece)]).extents
-    runs = [(e.box, e.first if isinstance(e, FileRun) else e) for e in found]
+    extents = item_for(ck.source, stored, [(0, piece)]).extents
+    runs = [(e.box, e.first if isinstance(e, FileRun) else e) for e in extents]
     tiled = [(box, tiles.chunk[0]) for box, tiles in runs if isinstance(tiles, Tiles)]
     ends = sorted({n for box, edge in tiled for n in range(box.start[0], box.stop[0] + 1, edge)})
     rows = max(1, STAGED_BYTES // (box.size // box.shape[0] * itemsize))
@@ -211,12 +211,12 @@ def room(part: Matched) -> int:
 def stored_in(buffer: torch.Tensor, at: int, part: Matched) -> Matched:
     """Return a place in a buffer as the target of a part, row-major and in the stored dtype."""
     (piece,) = part.target.pieces
-    held = buffer[at : at + piece.box.size * part.stored.itemsize].view(
+    own = buffer[at : at + piece.box.size * part.stored.itemsize].view(
         torch_dtype(part.stored.dtype)
     )
     info = replace(part.target.info, dtype=part.stored.dtype)
     dense = Piece(piece.box, 0, row_major(piece.box.shape))
-    return Matched(LocalShard(info, (dense,), held.view(piece.box.shape)), part.stored)
+    return Matched(LocalShard(info, (dense,), own.view(piece.box.shape)), part.stored)
 
 
 def target_of(part: Matched) -> torch.Tensor:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ucformat.torch.loading.match import Matched
 
 
-class Question(NamedTuple):
+class StoreCall(NamedTuple):
     """A request to a store.
 
     Attributes:
@@ -77,7 +77,7 @@ class RememberingStore(WatchedStore):
     that has read them.
     """
 
-    def __init__(self, inner: Store, answers: dict[Question, Answer]) -> None:
+    def __init__(self, inner: Store, answers: dict[StoreCall, Answer]) -> None:
         super().__init__(inner)
         self._answers = answers
         self._keeps_bytes = True
@@ -89,16 +89,16 @@ class RememberingStore(WatchedStore):
 
     def info(self, key: str) -> Info:
         """See Store."""
-        question = Question(self.url, "info", key)
+        question = StoreCall(self.url, "info", key)
         if question not in self._answers:
             try:
                 self._answers[question] = (super().info(key),)
             except NotFound:
                 self._answers[question] = None
-        found = self._answers[question]
-        if not isinstance(found, tuple):
+        answer = self._answers[question]
+        if not isinstance(answer, tuple):
             raise NotFound(f"{self.url}/{key} does not exist")
-        return self._known(found[0])
+        return self._known(answer[0])
 
     def _known(self, info: Info) -> Info:
         """Keep the version of a file as one that was listed, unless each host may have a disk of its own."""
@@ -108,31 +108,31 @@ class RememberingStore(WatchedStore):
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """See Store."""
-        whole, begin = Question(self.url, "list", prefix), Question(self.url, "begin", prefix)
+        whole, begin = StoreCall(self.url, "list", prefix), StoreCall(self.url, "begin", prefix)
         answers = self._answers
-        known = answers.get(whole, answers.get(begin))
-        known = known if isinstance(known, tuple) else ()
-        yield from map(self._known, known)
+        first = answers.get(whole, answers.get(begin))
+        first = first if isinstance(first, tuple) else ()
+        yield from map(self._known, first)
         if whole in answers:
             return
-        keys, found, question = {info.key for info in known}, [], begin
+        keys, listed, question = {info.key for info in first}, [], begin
         try:
             for info in super().list(prefix):
-                found.append(info)
+                listed.append(info)
                 if info.key not in keys:
                     yield info
             question = whole
         finally:
-            answers[question] = tuple(found)
+            answers[question] = tuple(listed)
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """See Store."""
         if not self._keeps_bytes:
             return super().read(key, offset, nbytes)
-        question = Question(self.url, "read", key, offset, -1 if nbytes is None else nbytes)
-        known = self._answers.get(question)
-        if isinstance(known, bytes):
-            return known
+        question = StoreCall(self.url, "read", key, offset, -1 if nbytes is None else nbytes)
+        answer = self._answers.get(question)
+        if isinstance(answer, bytes):
+            return answer
         data = self._answers[question] = super().read(key, offset, nbytes)
         return data
 
@@ -156,7 +156,7 @@ class _Opened:
     """
 
     place: str
-    answers: Mapping[Question, Answer]
+    answers: Mapping[StoreCall, Answer]
 
 
 def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Checkpoint:
@@ -170,14 +170,14 @@ def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Chec
     named = None if isinstance(place, Checkpoint) else path_text(place)
     if isinstance(place, PathLike) and not Path(place).is_absolute():
         named = f"./{named}"  # and no reference to the catalog
-    found: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
 
     def read(common: str | None) -> _Opened | None:
-        nonlocal found
+        nonlocal checkpoint
         if common is None:
             return None
-        answers: dict[Question, Answer] = {}
-        found, url = _open(common, answers)
+        answers: dict[StoreCall, Answer] = {}
+        checkpoint, url = _open(common, answers)
         return _Opened(url, answers)
 
     if ranks.size == 1:
@@ -186,25 +186,25 @@ def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Chec
     failure = None
     try:
         if opened is None:
-            found = place if isinstance(place, Checkpoint) else open_reference(place)
+            checkpoint = place if isinstance(place, Checkpoint) else open_reference(place)
         elif ranks.rank:
-            found, _ = _open(opened.place, dict(opened.answers))
+            checkpoint, _ = _open(opened.place, dict(opened.answers))
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = error
     ranks.combine(failure)
-    assert found is not None  # noqa: S101 - no rank failed
-    return found
+    assert checkpoint is not None  # noqa: S101 - no rank failed
+    return checkpoint
 
 
 def _same(a: str | None, b: str | None) -> str | None:
     return a if a == b else None
 
 
-def _open(place: str, answers: dict[Question, Answer]) -> tuple[Checkpoint, str]:
+def _open(place: str, answers: dict[StoreCall, Answer]) -> tuple[Checkpoint, str]:
     return read_consistently(lambda: _read_documents(place, answers), optimistic=False)
 
 
-def _read_documents(place: str, answers: dict[Question, Answer]) -> tuple[Checkpoint, str]:
+def _read_documents(place: str, answers: dict[StoreCall, Answer]) -> tuple[Checkpoint, str]:
     stores: list[RememberingStore] = []
 
     def watch(store: Store) -> RememberingStore:
@@ -254,7 +254,7 @@ class _Wants:
 
 
 @message
-class _Dealt:
+class _SharedParts:
     """The shared parts in the order in which they are read: digest, bytes in a buffer, and the rank that reads it."""
 
     digests: bytes
@@ -312,7 +312,7 @@ def read_shared(
     mine = {digest: part for parts in cut for digest, part in parts.items()}
     least = 2 if replicas is None else ranks.size
     dealt = ranks.combine(
-        _wants(mine, ranks.rank), _joined, _Wants, lambda wants: _deal(wants, least), _Dealt
+        _wants(mine, ranks.rank), _joined, _Wants, lambda wants: _deal(wants, least), _SharedParts
     )
     rounds = list(_rounds(dealt, mine, _ROUND_BYTES * ranks.size))
     exchange: _Exchange | None = (
@@ -421,26 +421,28 @@ def _split(digests: bytes) -> list[bytes]:
     return [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
 
 
-def _deal(wants: _Wants, least: int) -> _Dealt:
+def _deal(wants: _Wants, least: int) -> _SharedParts:
     """Deal the parts that at least so many ranks want, in the order in which the first of these has them."""
     rows: dict[bytes, list[int]] = {}
     for row, digest in enumerate(_split(wants.digests)):
         rows.setdefault(digest, []).append(row)
     nbytes, ranks = wants.nbytes.tolist(), wants.ranks.tolist()
-    shared = {digest: held for digest, held in rows.items() if len(held) >= least}
+    shared = {digest: wanted for digest, wanted in rows.items() if len(wanted) >= least}
     order = sorted(shared, key=lambda digest: wants.positions[shared[digest][0]])
     loads: Counter[int] = Counter()
     readers = []
     for digest in order:
-        first, *_ = held = shared[digest]
-        reader = min((ranks[row] for row in held), key=lambda r: loads[r] // _TURN_BYTES)
+        first, *_ = wanted = shared[digest]
+        reader = min((ranks[row] for row in wanted), key=lambda r: loads[r] // _TURN_BYTES)
         loads[reader] += nbytes[first]
         readers.append(reader)
     sizes = [nbytes[shared[digest][0]] for digest in order]
-    return _Dealt(b"".join(order), np.array(sizes, np.int64), np.array(readers, np.int32))
+    return _SharedParts(b"".join(order), np.array(sizes, np.int64), np.array(readers, np.int32))
 
 
-def _rounds(dealt: _Dealt, mine: Mapping[bytes, Matched], most: int) -> Iterator[list[_Shared]]:
+def _rounds(
+    dealt: _SharedParts, mine: Mapping[bytes, Matched], most: int
+) -> Iterator[list[_Shared]]:
     """The parts of each round, of at most so many bytes unless one part is larger."""
     shared: list[_Shared] = []
     for digest, nbytes, reader in zip(

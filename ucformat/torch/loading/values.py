@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import StatePath as Path
     from ucformat.schema.manifest import GroupDoc
     from ucformat.torch.comm.group import Group as Ranks
-    from ucformat.torch.state.collect import CollectedState, OptimizerGroup
+    from ucformat.torch.state.collect import CollectedGroup, CollectedState
     from ucformat.torch.state.objects import PerRank
-    from ucformat.torch.state.subclasses import Taken
+    from ucformat.torch.state.subclasses import TakenApart
 
 ABSENT = object()
 
@@ -74,8 +74,8 @@ class SavedState:
 
     def value(self, path: Path) -> Any:
         """Return the JSON form of a value, or of hyper-parameters; `ABSENT` if there is none."""
-        found = find_object(self.ck.objects, path)
-        return found if found is not ABSENT else self._of_groups(dotted(path))
+        value = find_object(self.ck.objects, path)
+        return value if value is not ABSENT else self._of_groups(dotted(path))
 
     def _of_groups(self, text: str) -> Any:
         """The groups of an optimizer, or a part of them, as in the state that was saved."""
@@ -92,12 +92,12 @@ class SavedState:
                     }
                 else:
                     as_saved.setdefault(GROUPS, []).append({"params": list(place.names), **options})
-            if (found := value_at(as_saved, below)) is not ABSENT:
-                return found
+            if (value := value_at(as_saved, below)) is not ABSENT:
+                return value
         return ABSENT
 
     def other_wrapper(
-        self, path: Path, keys: Mapping[tuple[str, ...], Key], taken: Taken
+        self, path: Path, keys: Mapping[tuple[str, ...], Key], taken: TakenApart
     ) -> str | None:
         """Say how a wrapper of the state differs from the one that was saved; None if it does not."""
         places = [path]
@@ -107,8 +107,8 @@ class SavedState:
             places += [p[: len(p) - len(names)] for p in mine if p[len(p) - len(names) :] == names]
             break
         for names, record in taken.records.items():
-            found = (find_object(self.ck.objects, (*place, *names, RECORD)) for place in places)
-            data = next((d for d in found if d is not ABSENT), ABSENT)
+            records = (find_object(self.ck.objects, (*place, *names, RECORD)) for place in places)
+            data = next((d for d in records if d is not ABSENT), ABSENT)
             inside = f"its {'.'.join(names)} " if names else ""
             if data is ABSENT:
                 return f"{inside}is a {record['class']}, in the checkpoint it is not"
@@ -179,9 +179,9 @@ def value_at(node: Any, text: str) -> Any:
         at = len(text) if at < 0 else at
         inner = _item(node, text[:at])
         if inner is not ABSENT:
-            found = inner if at == len(text) else value_at(inner, text[at + 1 :])
-            if found is not ABSENT:
-                return found
+            value = inner if at == len(text) else value_at(inner, text[at + 1 :])
+            if value is not ABSENT:
+                return value
     return ABSENT
 
 
@@ -230,7 +230,12 @@ def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
 
 
 def fit_objects(
-    found: CollectedState, recorded: SavedState, ranks: Ranks, *, trust: bool, cast: bool = False
+    collected: CollectedState,
+    recorded: SavedState,
+    ranks: Ranks,
+    *,
+    trust: bool,
+    cast: bool = False,
 ) -> tuple[Problems, Callable[[], None]]:
     """Match the plain values of a state with stored objects.
 
@@ -242,7 +247,7 @@ def fit_objects(
     missing: list[str] = []
     inexact: list[str] = []
     fitting: list[tuple[ValueSlot, Any]] = []
-    for path, leaf in found.leaves.items():
+    for path, leaf in collected.leaves.items():
         data = with_empty(recorded.value(path), leaf.value)
         if data is ABSENT:
             missing.append(f"the object {dotted(path)}")
@@ -262,7 +267,7 @@ def fit_objects(
         dtypes += [f"the object {dotted(path)} is {d}" for d in dtype]
         if not wrong and not dtype:
             fitting.append((leaf, value))
-    problems, put_ranks = _fit_ranks(found, recorded.ck.per_rank, ranks, trust=trust)
+    problems, put_ranks = _fit_ranks(collected, recorded.ck.per_rank, ranks, trust=trust)
 
     def put() -> None:
         for leaf, value in fitting:
@@ -276,14 +281,14 @@ def fit_objects(
 
 
 def _fit_ranks(
-    found: CollectedState, per_rank: Mapping[str, Sequence[Any]], ranks: Ranks, *, trust: bool
+    collected: CollectedState, per_rank: Mapping[str, Sequence[Any]], ranks: Ranks, *, trust: bool
 ) -> tuple[Problems, Callable[[], None]]:
     """The same for per-rank values."""
     others: list[str] = []
     missing: list[str] = []
     inexact: list[str] = []
     fitting: list[tuple[ValueSlot, Any]] = []
-    for path, (wanted, leaf) in found.ranks.items():
+    for path, (wanted, leaf) in collected.ranks.items():
         saved = per_rank.get(dotted(path))
         if saved is None:
             missing.append(f"the per-rank value {dotted(path)}")
@@ -331,46 +336,46 @@ def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
     )
 
 
-def fit_wrappers(found: CollectedState, recorded: SavedState) -> Problems:
+def fit_wrappers(collected: CollectedState, recorded: SavedState) -> Problems:
     """Match the wrappers of a state with those that were saved, and leave out those that do not fit."""
     problems: list[str] = []
-    for path, (tensor, taken) in found.wrappers.items():
+    for path, (tensor, taken) in collected.wrappers.items():
         check_live(dotted(path), tensor, taken)
-        keys = {names: found.keys[*path, *names] for names in taken.tensors}
+        keys = {names: collected.keys[*path, *names] for names in taken.tensors}
         wrong = recorded.other_wrapper(path, keys, taken)
         if wrong is not None:
             problems.append(f"{dotted(path)} {wrong}")
             for names in taken.tensors:
-                del found.tensors[*path, *names], found.keys[*path, *names]
+                del collected.tensors[*path, *names], collected.keys[*path, *names]
     return Problems(others=tuple(problems))
 
 
-def take_values(found: CollectedState, recorded: SavedState) -> None:
+def take_values(collected: CollectedState, recorded: SavedState) -> None:
     """Treat tensors that the checkpoint stores inside a value, as DCP does in tuples, as plain values of the state."""
-    for path, tensor in list(found.tensors.items()):
-        if dotted(path) in recorded.tensors or found.keys[path].name in recorded.names:
+    for path, tensor in list(collected.tensors.items()):
+        if dotted(path) in recorded.tensors or collected.keys[path].name in recorded.names:
             continue
-        if path in found.wrapper_of:
+        if path in collected.wrapper_of:
             continue
         data = recorded.value(path)
         if type(tensor) is torch.Tensor and isinstance(data, dict) and set(data) == {"$tensor"}:
-            found.leaves[path] = ValueSlot(tensor, tensor.copy_)
-            del found.tensors[path]
+            collected.leaves[path] = ValueSlot(tensor, tensor.copy_)
+            del collected.tensors[path]
 
 
-def resize_extra_states(found: CollectedState, recorded: SavedState) -> None:
+def resize_extra_states(collected: CollectedState, recorded: SavedState) -> None:
     """Give the extra states of modules, which are loaded as a whole, the shapes and dtypes that were saved."""
-    for path, put in found.extra_states.items():
-        name, state = found.keys.get(path, ("", ""))
+    for path, put in collected.extra_states.items():
+        name, state = collected.keys.get(path, ("", ""))
         stored = recorded.ck.tensors.get(Key(recorded.names.get(name, name), state))
-        tensor = found.tensors.get(path)
+        tensor = collected.tensors.get(path)
         if stored is None or tensor is None:
             continue
         if tuple(tensor.shape) != stored.shape or dtype_name(tensor.dtype) != stored.dtype:
-            found.tensors[path] = torch.empty(
+            collected.tensors[path] = torch.empty(
                 stored.shape, dtype=torch_dtype(stored.dtype), device=tensor.device
             )
-            put(found.tensors[path])
+            put(collected.tensors[path])
 
 
 def with_empty(data: Any, template: Any) -> Any:
@@ -398,7 +403,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def fit_groups(
-    found: CollectedState,
+    collected: CollectedState,
     recorded: SavedState,
     may_leave: Callable[[str], bool] = lambda _: False,
     *,
@@ -413,9 +418,9 @@ def fit_groups(
         what is missing or does not fit, and a function that sets the hyper-parameters.
     """
     fit = _GroupFit(trust, may_leave)
-    for path, groups in found.groups.items():
+    for path, groups in collected.groups.items():
         root = dotted(path)
-        group_of = recorded.find_group(root, found.prefixes.get(path, ""))
+        group_of = recorded.find_group(root, collected.prefixes.get(path, ""))
         saved = [group for group, _ in recorded.optimizers.get(root, ())]
         for number, group in enumerate(groups):
             label, text = f"group {number} of {root}", f"{root}.{GROUPS}.{number}"
@@ -457,10 +462,10 @@ class _GroupFit:
         self.others: list[str] = []
         self.left: list[str] = []
         self.inexact: list[str] = []
-        self.fitting: list[tuple[OptimizerGroup, dict[str, Any]]] = []
+        self.fitting: list[tuple[CollectedGroup, dict[str, Any]]] = []
 
     def take(
-        self, label: str, text: str, group: OptimizerGroup, doc: GroupDoc, saved: Sequence[GroupDoc]
+        self, label: str, text: str, group: CollectedGroup, doc: GroupDoc, saved: Sequence[GroupDoc]
     ) -> None:
         """Give a group what was saved of a group, of which some belong to the same optimizer."""
         options = _settable(group, doc, saved)
@@ -491,7 +496,7 @@ _NO_OPTIONS = ("param_names", "state")  # entries of stored groups that are no h
 
 
 def _settable(
-    group: OptimizerGroup, saved: GroupDoc, recorded: Sequence[GroupDoc]
+    group: CollectedGroup, saved: GroupDoc, recorded: Sequence[GroupDoc]
 ) -> dict[str, Any]:
     """The stored hyper-parameters that a group takes.
 

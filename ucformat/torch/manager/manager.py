@@ -24,7 +24,7 @@ from ucformat.torch.manager.restore import (
     restore_newest,
 )
 from ucformat.torch.saving.asynchronous import async_save
-from ucformat.torch.saving.launch import Launch
+from ucformat.torch.saving.launch import TrainingLaunch
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save
 
@@ -147,7 +147,7 @@ class Manager:
             None  # the last step given to `should_save`, and the answer
         )
         self._last_step: int | None = None  # the step that was saved or restored last
-        self._launch = Launch()
+        self._launch = TrainingLaunch()
         self._listed: RunContents | None = (
             None  # the checkpoints in this folder when the launch began
         )
@@ -282,17 +282,17 @@ class Manager:
             raise UsageError(f"verify={verify!r} is not supported", hint='"full" or "quick"')
         self._settle()
         options |= {"group": self._group, "timeout": self._timeout}
-        found = restore_newest(self.url, state, verify, self._ranks(), options)
-        if found is None:
+        restored = restore_newest(self.url, state, verify, self._ranks(), options)
+        if restored is None:
             return None
         self._last_step, self._later_steps, self._damaged_urls = (
-            found.step.step,
-            set(found.later_steps),
-            found.damaged,
+            restored.step.step,
+            set(restored.later_steps),
+            restored.damaged,
         )
-        self._launch.begin(found.report)
-        self._listed, self._begun = found.listed, False
-        return found.report
+        self._launch.begin(restored.report)
+        self._listed, self._begun = restored.listed, False
+        return restored.report
 
     def load(
         self, state: Mapping[str, Any], url: str | PathLike[str] | Checkpoint, **options: Any
@@ -426,8 +426,8 @@ class Manager:
                 None, then=lambda _: list_steps(self.url), answer_kind=RunContents
             )
         run = self._options["run"]
-        known = ranks.combine(None, then=lambda _: _known_commits(self.url, run), answer_kind=int)
-        self._launch.commits = max(self._launch.commits, self._listed.commits, known)
+        commits = ranks.combine(None, then=lambda _: _known_commits(self.url, run), answer_kind=int)
+        self._launch.commits = max(self._launch.commits, self._listed.commits, commits)
         self._launch.continues |= continued_here(self._listed.steps)
         self._listed, self._begun = None, True
 

@@ -103,8 +103,8 @@ def folder_of(step: int, again: int = 0) -> str:
 
 def step_of(folder: str) -> int | None:
     """The step of a folder's name; None for other names."""
-    found = _FOLDER.fullmatch(folder)
-    return int(found[1]) if found else None
+    match = _FOLDER.fullmatch(folder)
+    return int(match[1]) if match else None
 
 
 def list_steps(root: str) -> RunContents:
@@ -113,27 +113,27 @@ def list_steps(root: str) -> RunContents:
     Lists all files below `root`, and reads the manifest of each checkpoint.
     """
     store = open_store(root)
-    found: dict[str, int] = {}
+    folders: dict[str, int] = {}
     being_purged: list[str] = []
     for info in store.list():
         folder, _, file = info.key.partition("/")
         step = step_of(folder)
         if file == MANIFEST and step is not None:
-            found[f"{store.url}/{folder}"] = step
+            folders[f"{store.url}/{folder}"] = step
         elif file == TOMBSTONE and step is not None:
             being_purged.append(f"{store.url}/{folder}")
 
     def read(url: str) -> RunStep | str | None:
         try:
-            return read_step(url, found[url])
+            return read_step(url, folders[url])
         except NotACheckpoint:
             return None
         except (IntegrityError, UpgradeNeeded) as error:
             return error.message
 
-    answers = dict(zip(found, map_io(read, found), strict=True))
+    answers = dict(zip(folders, map_io(read, folders), strict=True))
     steps = newest_first(s for s in answers.values() if isinstance(s, RunStep))
-    unreadable = tuple((u, found[u], why) for u, why in answers.items() if isinstance(why, str))
+    unreadable = tuple((u, folders[u], why) for u, why in answers.items() if isinstance(why, str))
     commits = max((s.commits for s in steps if s.commits is not None), default=0)
     return RunContents(tuple(steps), unreadable, tuple(being_purged), commits)
 
@@ -153,7 +153,7 @@ def continued_here(steps: Sequence[RunStep]) -> dict[str, int]:
 
     A folder has one training at a time, which counts on from all that is there.
     """
-    found: dict[str, int] = {}
+    launches: dict[str, int] = {}
     for step in steps:
         here = (
             step.continues
@@ -161,8 +161,8 @@ def continued_here(steps: Sequence[RunStep]) -> dict[str, int]:
             else {**step.continues, step.launch: step.commits or 0}
         )
         for launch, count in here.items():
-            found[launch] = max(count, found.get(launch, 0))
-    return {launch: count for launch, count in found.items() if count}
+            launches[launch] = max(count, launches.get(launch, 0))
+    return {launch: count for launch, count in launches.items() if count}
 
 
 _log = logging.getLogger("ucformat")
@@ -245,11 +245,11 @@ def verify_on_all_ranks(
         ck = open_together(step.url, ranks)
         if ck.id != step.id:
             raise MissingData(f"{step.url} now contains another checkpoint")  # noqa: TRY301 - one of several kinds of damage
-        found: _CheckResult | Exception = _verify(ck, mode, ranks, threads)
+        result: _CheckResult | Exception = _verify(ck, mode, ranks, threads)
     except _DAMAGE as error:
-        found = _CheckResult([Problem(MANIFEST, error.message)])
+        result = _CheckResult([Problem(MANIFEST, error.message)])
     except Exception as error:  # noqa: BLE001 - raised on all ranks
-        found = error
+        result = error
 
     def report_all(all_found: Sequence[_CheckResult]) -> list[Report]:
         problems = {str(p): p for f in all_found for p in f.problems}
@@ -264,7 +264,7 @@ def verify_on_all_ranks(
         )
         return [report] * ranks.size
 
-    report: Report = ranks.gather_scatter(found, report_all, _CheckResult, Report)
+    report: Report = ranks.gather_scatter(result, report_all, _CheckResult, Report)
     return ck, report
 
 
@@ -277,13 +277,13 @@ def _verify(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _C
     tasks = sorted(
         _full_checks(source) if mode == "full" else _quick_checks(source), key=lambda t: -t.nbytes
     )
-    found = _CheckResult()
+    result = _CheckResult()
     mine = tasks[ranks.rank :: ranks.size]
     for task, (leaves, problems) in run(lambda t: t.run(), mine, threads):
-        found.problems.extend(problems)
+        result.problems.extend(problems)
         if task.key is not None and task.shard is not None:
-            found.leaves.append((task.key, task.shard, leaves))
-    return _CheckResult(found.problems, found.leaves, sum(t.nbytes for t in mine))
+            result.leaves.append((task.key, task.shard, leaves))
+    return _CheckResult(result.problems, result.leaves, sum(t.nbytes for t in mine))
 
 
 def _full_checks(source: Universal) -> Iterator[Check]:
@@ -363,12 +363,12 @@ def restore_newest(
     for url, _, why in listed.unreadable:
         skip(url, why)
     for step in listed.steps:
-        ck, found = verify_on_all_ranks(step, verify, ranks, options.get("threads"))
+        ck, checked = verify_on_all_ranks(step, verify, ranks, options.get("threads"))
         if verify == "full" and ck is not None and not ranks.rank:
-            record_verification(ck, found)
-        if ck is None or not found:
-            more = len(found.problems) - 1
-            skip(step.url, str(found.problems[0]) + (f", and {more} more" if more else ""))
+            record_verification(ck, checked)
+        if ck is None or not checked:
+            more = len(checked.problems) - 1
+            skip(step.url, str(checked.problems[0]) + (f", and {more} more" if more else ""))
             continue
         try:
             report = load(state, ck, verify="whole" if verify == "full" else "always", **options)

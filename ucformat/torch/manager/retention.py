@@ -133,8 +133,8 @@ class RunRetention:
             ):  # the catalog may be newer than the run, or have missed a commit
                 register([self.root], catalog, recursive=True)
                 self._registered = True
-            found = catalog.find(below)
-            copied = [e.id for e in found if any(not u.startswith(f"{root}/") for u in e.urls)]
+            entries = catalog.find(below)
+            copied = [e.id for e in entries if any(not u.startswith(f"{root}/") for u in e.urls)]
             scope = below if self.policy.scope is None else f"({self.policy.scope}) and {below}"
             if copied:  # deleting such a checkpoint would delete the copy elsewhere
                 scope += f" and id not in ({', '.join(map(repr, copied))})"
@@ -172,8 +172,8 @@ class RunRetention:
                 _log.warning("not purged: %s: %s", checkpoint, error.message)
         return purged
 
-    def _in_folder(self, known: dict[str, RunStep]) -> list[str]:
-        steps = list(known.values())
+    def _in_folder(self, by_id: dict[str, RunStep]) -> list[str]:
+        steps = list(by_id.values())
         plan = plan_retention(
             self.policy, [_row(s, n, self.root) for n, s in enumerate(steps)], now()
         )
@@ -185,7 +185,7 @@ class RunRetention:
                 continue
             if remove(open_store(step.url), step.id):  # protected in the meantime
                 continue
-            del known[step.url]
+            del by_id[step.url]
             removed.append(step.id)
         return removed
 
@@ -231,10 +231,10 @@ def deleted_ids(root: str) -> frozenset[str]:
 
     try:
         with Catalog(url, read_only=True) as catalog:
-            found = catalog.find(
+            entries = catalog.find(
                 f"state != 'committed' and url like '{_literal(same_url(root))}/step-%'"
             )
-            return frozenset(e.id for e in found)
+            return frozenset(e.id for e in entries)
     except NotFound:  # no catalog yet
         pass
     except Exception as error:  # noqa: BLE001 - of the database

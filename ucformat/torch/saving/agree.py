@@ -34,11 +34,11 @@ from ucformat.torch.comm.wire import Addressed, decode, encode, message
 from ucformat.torch.saving.in_place import OTHER_FORMS, WeightFilesPlan
 from ucformat.torch.saving.statement import (
     HASHES,
+    AskedOfRanks,
     Description,
     Exceptions,
     Facts,
     ListedTensor,
-    Question,
     Replies,
     Row,
     Summary,
@@ -162,7 +162,7 @@ def paths_by_key(
 
 
 @dataclass(frozen=True)
-class StoredTensors:
+class PlannedTensors:
     """Tensors that are stored in one way, in the order of rank 0, then of further ranks; listed ones come last.
 
     Attributes:
@@ -192,9 +192,9 @@ class GlobalPlan(NamedTuple):
     exceptions: Exceptions
     digest: bytes
     aliases: Mapping[str, str]
-    arrays: StoredTensors
-    packed: StoredTensors
-    weights: StoredTensors
+    arrays: PlannedTensors
+    packed: PlannedTensors
+    weights: PlannedTensors
 
 
 @message
@@ -227,7 +227,7 @@ class Coordinator:
         self._encoded: dict[bytes, bytes] = {}
         self._summary: Summary | None = None
         self._sums: dict[tuple[Key, Box], Sums] = {}
-        self._asked: Question | None = None
+        self._asked: AskedOfRanks | None = None
 
     def begin(
         self,
@@ -244,7 +244,7 @@ class Coordinator:
         self._options, self._start = options, start
         self._summary, self._asked = None, None
 
-    def answer(self, summary: Summary) -> Question | Agreement | Addressed:
+    def answer(self, summary: Summary) -> AskedOfRanks | Agreement | Addressed:
         """The answer to what all ranks state together."""
         self._summary, self._sums = summary, {}
         if len(summary.options) > 1:
@@ -257,7 +257,7 @@ class Coordinator:
         self._encoded = {d: data for d, data in self._encoded.items() if d in used}
         return self.add(Replies({}, summary.boxes))
 
-    def add(self, replies: Replies) -> Question | Agreement | Addressed:
+    def add(self, replies: Replies) -> AskedOfRanks | Agreement | Addressed:
         """The answer to what all ranks have said since."""
         summary = self._summary
         assert summary is not None  # noqa: S101 - it comes first
@@ -268,8 +268,8 @@ class Coordinator:
         for digest in first.keys() - self._encoded.keys():
             asked[first[digest]] = (*asked.get(first[digest], ()), digest)
         if asked:
-            others = {rank: Question(digests) for rank, digests in asked.items()}
-            return Addressed(Question(), others)
+            others = {rank: AskedOfRanks(digests) for rank, digests in asked.items()}
+            return Addressed(AskedOfRanks(), others)
         planned_from = (summary.stated, summary.facts, self._options.form)
         if self.plan is None or self._planned_from != planned_from:
             self.plan = join(summary, self._encoded, self._options.form)
@@ -291,11 +291,11 @@ class Coordinator:
 
     def _compared(
         self, summary: Summary, compared: tuple[Key, ...], *, same: bool
-    ) -> Question | None:
+    ) -> AskedOfRanks | None:
         """What rank 0 has to ask before it knows that replicas are equal, or which ones differ."""
         if summary.balance or any(len(sums) > 1 for sums in summary.sums.values()):
-            return Question(everything=True)
-        return Question((), compared) if compared and not same else None
+            return AskedOfRanks(everything=True)
+        return AskedOfRanks((), compared) if compared and not same else None
 
 
 def agree(
@@ -313,11 +313,11 @@ def agree(
         coordinator: rank 0's.
     """
     summary = statement.summary(str(options), sums, kept)
-    kinds = Question | Agreement
-    answer: Question | Agreement = group.combine(
+    kinds = AskedOfRanks | Agreement
+    answer: AskedOfRanks | Agreement = group.combine(
         summary, merge_summaries, Summary, coordinator.answer, kinds
     )
-    while isinstance(answer, Question):
+    while isinstance(answer, AskedOfRanks):
         reply = statement.reply(answer, sums)
         answer = group.combine(reply, merge_replies, Replies, coordinator.add, kinds)
     return answer
@@ -382,7 +382,7 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
     exceptions = replace(exceptions, folders=folders)
     paths = paths_by_key(((rank, d.rows) for rank, _, d in stated), aliases)
 
-    def stored(kind: StoredAs) -> StoredTensors:
+    def stored(kind: StoredAs) -> PlannedTensors:
         described = [
             w
             for _, digest, d in stated
@@ -392,8 +392,8 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
         listed = tuple(t for t in exceptions.listed if exceptions.stored_as(t) == kind)
         own = sorted((w.row.info for w in described), key=lambda info: place[info.key])
         both = (*own, *(t.info for t in listed))
-        found = None if kind == "array" else _described(described, both)
-        return StoredTensors(both, manifest_paths(both, paths), listed, found)
+        as_described = None if kind == "array" else _described(described, both)
+        return PlannedTensors(both, manifest_paths(both, paths), listed, as_described)
 
     parts = (stored("array"), stored("packed"), stored("weight"))
     return GlobalPlan(exceptions, digest_of(exceptions), aliases, *parts)

@@ -25,7 +25,7 @@ def assets_of(
     Args:
         folder: with `config.json`, tokenizer and similar files (None: there is none).
     """
-    models = [found for value in state.values() if (found := _model(value)) is not None]
+    models = [model for value in state.values() if (model := _model(value)) is not None]
     if form == "safetensors" and any(map(_adapters, models)):
         raise UnsupportedError(
             "PEFT has wrapped the model: its tensors have other names than those that Hugging Face's tools load",
@@ -56,8 +56,8 @@ def _model(value: Any) -> Any:
 
 def _adapters(model: Any) -> dict[str, Any]:
     """The configurations of the adapters that PEFT has added to a model, by name."""
-    found = getattr(model, "peft_config", None)
-    return found if isinstance(found, dict) else {}
+    adapters = getattr(model, "peft_config", None)
+    return adapters if isinstance(adapters, dict) else {}
 
 
 def _configuration(model: Any) -> dict[str, bytes]:
@@ -70,11 +70,11 @@ def _configuration(model: Any) -> dict[str, bytes]:
     ]  # the class that `fully_shard` makes of it
     if hasattr(config, "dtype"):
         config.dtype = model.dtype
-    found = {"config.json": config.to_json_string().encode()}
+    files = {"config.json": config.to_json_string().encode()}
     generation = getattr(model, "generation_config", None)
     if generation is not None:
-        found["generation_config.json"] = generation.to_json_string().encode()
-    return found
+        files["generation_config.json"] = generation.to_json_string().encode()
+    return files
 
 
 def _adapter_config(model: Any, config: Any) -> dict[str, bytes]:

@@ -85,16 +85,16 @@ def background_writer(ranks: Group, in_flight: int) -> Iterator[BackgroundWriter
         if key is not None and not is_live(key):
             close_writer(old)
     key = ranks.links if ranks.size > 1 else None
-    generation, found = turns.generation, writers.get(key)
+    generation, writer = turns.generation, writers.get(key)
     error: BaseException | None = None
-    if found is not None:
+    if writer is not None:
         try:
-            found.make_room(in_flight)
+            writer.make_room(in_flight)
         except Exception as failed:  # noqa: BLE001 - raised on all ranks
             error = failed
     try:
         state: _WriterState = ranks.combine(
-            _WriterState(-1 if found is not None and found.usable else generation, error, 0),
+            _WriterState(-1 if writer is not None and writer.usable else generation, error, 0),
             lambda a, b: _WriterState(max(a.lost, b.lost), a.error or b.error, 0),
             _WriterState,
             lambda all_ranks: replace(all_ranks, turn=turns.take()),

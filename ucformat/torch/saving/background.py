@@ -139,15 +139,15 @@ def stage(
     Returns:
         the tensors with the pieces that describe them in the buffer, and their slots.
     """
-    held = [t.tensor for t in state.tensors]
-    synchronize(held)
-    devices = devices_of(held)
+    tensors = [t.tensor for t in state.tensors]
+    synchronize(tensors)
+    devices = devices_of(tensors)
     if devices and devices[0].type == "cuda":
         buffer.pin(devices[0])
     try:
         return _copy_all(state, buffer, pool, devices)
     finally:  # also if a copy failed: the buffer may be reused
-        synchronize(held)
+        synchronize(tensors)
 
 
 def _copy_all(

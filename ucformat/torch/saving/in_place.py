@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 PART_BYTES = 8 << 20  # an upload takes at least 5 MiB, and a block is at most 1 MiB
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Consecutive blocks of a file.
 
     Attributes:
@@ -67,7 +67,7 @@ class Part(NamedTuple):
 class PartPlan(NamedTuple):
     """One rank's part of the plan; a task's `tensor` is the number of the part that it writes."""
 
-    parts: Sequence[Part]
+    parts: Sequence[FilePart]
     batches: tuple[ShardBatch, ...] = ()
     messages: tuple[Transfer, ...] = ()
 
@@ -93,17 +93,17 @@ class Providers:
     def of(self, number: int, within: Box) -> list[tuple[Box, int]]:
         """The boxes that intersect a box of a weight, in order, each with the rank that provides it."""
         d, writer = self._held[number]
-        held = d.holdings(self._infos[number].shape, within)
-        return sorted((box, int(d.mesh.ranks[d.coordinate(at, writer)])) for at, box in held)
+        holdings = d.holdings(self._infos[number].shape, within)
+        return sorted((box, int(d.mesh.ranks[d.coordinate(at, writer)])) for at, box in holdings)
 
     def contiguous(self, number: int) -> bool:
         """Whether each box of a weight is known to be one range of the file."""
         return self._held[number][0].contiguous(self._infos[number].shape)
 
 
-def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[Part]:
+def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[FilePart]:
     """Cut files into parts, of which all but the last of a file have at least 7 MiB if all blocks are chosen."""
-    out: list[Part] = []
+    out: list[FilePart] = []
     for file, target in enumerate(files.files):
         sizes, numbers, before = files.block_sizes(file), files.numbers(file), len(out)
         if not len(sizes):
@@ -119,11 +119,11 @@ def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[Part]:
             if mask[first]:
                 blocks = range(numbers.start + first, numbers.start + stop)
                 nbytes = int(sizes[first:stop].sum())
-                out.append(Part(file, len(out) - before, blocks, int(begin[first]), nbytes))
+                out.append(FilePart(file, len(out) - before, blocks, int(begin[first]), nbytes))
     return out
 
 
-def owners_of(parts: Sequence[Part], ranks: int, files: int | None = None) -> NDArray[np.int64]:
+def owners_of(parts: Sequence[FilePart], ranks: int, files: int | None = None) -> NDArray[np.int64]:
     """The rank that writes each part: consecutive parts are written by one rank, and all ranks write as many."""
     if files is not None:
         return np.array([part.file for part in parts], np.int64) * ranks // max(files, 1)
@@ -138,7 +138,7 @@ class PartPlanner:
         files: WeightFiles,
         infos: Sequence[TensorInfo],
         providers: Providers,
-        parts: Sequence[Part],
+        parts: Sequence[FilePart],
         owners: NDArray[np.int64],
     ) -> None:
         self._infos, self._files, self._providers, self._parts, self._owners = (
@@ -162,7 +162,7 @@ class PartPlanner:
         batches = tuple(ShardBatch(tuple(tasks[n : n + step])) for n in range(0, len(tasks), step))
         return PartPlan(self._parts, batches, self._messages(rank, provided))
 
-    def _boxes(self, part: Part) -> Iterator[tuple[int, Box]]:
+    def _boxes(self, part: FilePart) -> Iterator[tuple[int, Box]]:
         """The boxes of weights that a part consists of, in order."""
         for n in range(
             max(bisect_right(self._firsts, part.blocks.start) - 1, 0), len(self._placed)
@@ -176,40 +176,40 @@ class PartPlanner:
     def _task(
         self, number: int, rank: int, provided: Mapping[tuple[int, Box], tuple[int, int]]
     ) -> ShardTask:
-        found = []
+        fragments = []
         for tensor, box in self._boxes(self._parts[number]):
-            for held, sender in self._providers.of(tensor, box):
-                common = held.intersect(box)
+            for box_there, sender in self._providers.of(tensor, box):
+                common = box_there.intersect(box)
                 assert common is not None  # noqa: S101 - it is one of those that intersect
-                item, piece = provided[tensor, held] if sender == rank else (-1, -1)
-                found.append(Fragment(sender, tensor, item, piece, common))
-        return ShardTask(number, (), tuple(found))
+                item, piece = provided[tensor, box_there] if sender == rank else (-1, -1)
+                fragments.append(Fragment(sender, tensor, item, piece, common))
+        return ShardTask(number, (), tuple(fragments))
 
     def _messages(
         self, rank: int, provided: Mapping[tuple[int, Box], tuple[int, int]]
     ) -> tuple[Transfer, ...]:
         """What the rank sends, in the order in which the owners of parts expect it."""
         sent: dict[tuple[int, int], list[tuple[tuple[int, int, int, Box], Fragment]]] = {}
-        for (number, held), (item, piece) in provided.items():
+        for (number, own), (item, piece) in provided.items():
             tensor = self._files.tensors[self._infos[number].key]
-            blocks = tensor.blocks_around(held)
+            blocks = tensor.blocks_around(own)
             first = max(bisect_right(self._starts, blocks.start) - 1, 0)
             for n in range(first, bisect_right(self._starts, blocks.stop - 1)):
                 if self._owners[n] == rank:
                     continue
-                of = sent.setdefault((int(self._batch[n]), int(self._owners[n])), [])
+                sorted_parts = sent.setdefault((int(self._batch[n]), int(self._owners[n])), [])
                 for k, box in enumerate(tensor.boxes(self._parts[n].blocks)):
-                    if (common := held.intersect(box)) is not None:
-                        of.append(
+                    if (common := own.intersect(box)) is not None:
+                        sorted_parts.append(
                             (
-                                (n, tensor.first, k, held),
+                                (n, tensor.first, k, own),
                                 Fragment(rank, number, item, piece, common),
                             )
                         )
         return tuple(
-            Transfer(owner, number, tuple(f for _, f in sorted(found, key=itemgetter(0))))
-            for (number, owner), found in sorted(sent.items())
-            if found
+            Transfer(owner, number, tuple(f for _, f in sorted(parts, key=itemgetter(0))))
+            for (number, owner), parts in sorted(sent.items())
+            if parts
         )
 
 
@@ -376,13 +376,13 @@ def write_in_place(
     threads = {"in place": threads, "parts": _SENT_AT_ONCE, "whole": 1}[told.way]
     with PartsWriter(store, targets, told.way, told.uploads) as out:
 
-        def write(task: ShardTask, found: Sequence[Elements]) -> list[tuple[int, int, int]]:
+        def write(task: ShardTask, sources: Sequence[Elements]) -> list[tuple[int, int, int]]:
             part = parts[task.tensor]
             raw, filled = np.empty(part.nbytes, np.uint8), 0
             if part.blocks.start in fixed:
                 data = fixed[part.blocks.start].data
                 raw[: len(data)], filled = np.frombuffer(data, np.uint8), len(data)
-            for f, source in zip(task.fragments, found, strict=True):
+            for f, source in zip(task.fragments, sources, strict=True):
                 placed = files.tensors[told.infos[f.tensor].key]
                 at = placed.at(f.box.start) - part.begin
                 copy(np.ndarray(source.shape, source.dtype, raw, at, placed.strides), source)
@@ -407,8 +407,10 @@ def write_in_place(
         itemsizes = [info.itemsize for info in told.infos]
         sums = [
             s
-            for of in exchange(group, itemsizes, batches, messages, state.within, write, threads)
-            for s in of
+            for of_part in exchange(
+                group, itemsizes, batches, messages, state.within, write, threads
+            )
+            for s in of_part
         ]
         if told.way == "in place":
             sums += _write_own(weights, state, out, progress, headers=not group.rank)
@@ -474,11 +476,11 @@ def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
 
 def complete_uploads(store: Store, weights: InPlace, etags: Sequence[tuple[int, int, str]]) -> None:
     """Make the files visible that were written in parts of uploads, if any; rank 0 calls this before the commit."""
-    found = {(file, part): tag for file, part, tag in etags}
+    by_part = {(file, part): tag for file, part, tag in etags}
     _, uploads = way_of(store) if weights.told.uploads else (None, None)
     tags: list[list[str]] = [[] for _ in weights.told.uploads]
     for part in weights.exchanged.parts if uploads is not None else ():
-        tags[part.file].append(found[part.file, part.number])
+        tags[part.file].append(by_part[part.file, part.number])
     for file, upload, of_file in zip(weights.files.files, weights.told.uploads, tags, strict=False):
         assert uploads is not None  # noqa: S101 - they were begun
         uploads.complete(file.key, upload, of_file, file.nbytes)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ucformat.torch.loading.load import LoadReport
 
 
-class Launch:
+class TrainingLaunch:
     """A training from its start, or from a load, to its end; its id counts on rank 0, which writes manifests.
 
     `commits` is the greatest commit count that it knows.

@@ -147,8 +147,10 @@ class SaveMetadata:
     @property
     def commits(self) -> int | None:
         """The commit count of the checkpoint: one more than the greatest known one; None if none is known."""
-        known = [n for n in (self.after, *(edge.commits for edge in self.lineage)) if n is not None]
-        return min(max(known) + 1, MOST_COMMITS) if known else None
+        counts = [
+            n for n in (self.after, *(edge.commits for edge in self.lineage)) if n is not None
+        ]
+        return min(max(counts) + 1, MOST_COMMITS) if counts else None
 
     @classmethod
     def of(
@@ -217,14 +219,14 @@ def state_info(
     if members is not None:
         number_of = {rank: number for number, rank in enumerate(members)}
         meshes = {mesh: numbered_mesh(mesh, number_of) for mesh in {d.mesh for d in distributions}}
-        known = [
+        renumbered = [
             None if (mesh := meshes[d.mesh]) is None else replace(d, mesh=mesh)
             for d in distributions
         ]
-        distributions = tuple(d for d in known if d is not None)
+        distributions = tuple(d for d in renumbered if d is not None)
         order: dict[Distribution | None, int] = {d: n for n, d in enumerate(distributions)}
         numbers = {
-            old: order.get(new, -1) for old, new in zip(numbers, [None, *known], strict=True)
+            old: order.get(new, -1) for old, new in zip(numbers, [None, *renumbered], strict=True)
         }
     return StateInfo(
         tensors=tuple((t.info, t.pieces) for t in state.tensors) if tensors is None else tensors,
@@ -267,7 +269,7 @@ class RankReport:
     listed_at: int = 0
 
 
-class Written(NamedTuple):
+class WrittenByRank(NamedTuple):
     """What one rank has written.
 
     Attributes:
@@ -301,7 +303,7 @@ class WriteReport:
 
 
 def write_report(
-    rank: int, state: StateInfo, written: Written, seconds: float, stall: float
+    rank: int, state: StateInfo, written: WrittenByRank, seconds: float, stall: float
 ) -> WriteReport:
     """Return the report of one rank."""
     shared = StateInfo(
@@ -425,14 +427,14 @@ def slowest(ranks: Sequence[RankReport]) -> list[RankReport]:
 
 def _groups(states: Sequence[StateInfo]) -> tuple[GroupDoc, ...]:
     """The optimizer groups of all ranks; those with equal place, number and hyper-parameters are merged."""
-    found: dict[str, tuple[dict[str, str], dict[str, Any], Place | None]] = {}
+    merged: dict[str, tuple[dict[str, str], dict[str, Any], Place | None]] = {}
     for state in states:
         for number, group in enumerate(state.groups):
             options = {k: v for k, v in group.items() if k != "params"}
             place = state.places[number] if state.places else None
             where = [path_to_json(place.path), place.flattened] if place else []
             digest = bytes_digest(json.dumps([number, options, where]).encode())
-            params, _, _ = found.setdefault(digest, ({}, options, place))
+            params, _, _ = merged.setdefault(digest, ({}, options, place))
             params.update(
                 zip(group["params"], place.names if place else group["params"], strict=True)
             )
@@ -440,5 +442,5 @@ def _groups(states: Sequence[StateInfo]) -> tuple[GroupDoc, ...]:
         group_doc(
             tuple(params), options, replace(place, names=tuple(params.values())) if place else None
         )
-        for params, options, place in found.values()
+        for params, options, place in merged.values()
     )

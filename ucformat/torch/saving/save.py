@@ -27,7 +27,7 @@ from ucformat.torch.saving.manifest import (
     SaveMetadata,
     StateInfo,
     WriteReport,
-    Written,
+    WrittenByRank,
     manifest_of,
     merge_reports,
     state_info,
@@ -97,17 +97,17 @@ def write_checkpoint(
             sums = checksums(own.items, own.elements)
         plan = planner.agree(group, options, store, statement, sums)
     planned = time.monotonic()
-    written: Written | Exception
+    written: WrittenByRank | Exception
     try:
         written = _write(plan, own, store, group, progress, threads)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         written = error
     now = time.monotonic()
     report: Any = written
-    if isinstance(written, Written):
+    if isinstance(written, WrittenByRank):
         report = write_report(group.rank, state, written, now - planned, state.stall or now - begun)
     done = _commit(plan, report, options, metadata, store, group)
-    assert isinstance(written, Written)  # noqa: S101 - all ranks would have raised its error
+    assert isinstance(written, WrittenByRank)  # noqa: S101 - all ranks would have raised its error
     return Saved(options.url, done, written.nbytes, planned - begun, time.monotonic() - planned)
 
 
@@ -134,7 +134,7 @@ def _write(
     group: Group,
     progress: Callable[[int], None],
     threads: int,
-) -> Written:
+) -> WrittenByRank:
     """Write this rank's part of the checkpoint, and make it durable."""
     nbytes, counting = 0, threading.Lock()
 
@@ -164,7 +164,7 @@ def _write(
         write_packed(store, packed_file(f"data/{plan.attempt}", group.rank), boxes, wrote)
     store.flush()
     objects = {name: state.objects[name] for name in plan.objects}
-    return Written(leaves, objects, nbytes, in_files, part.listed_at)
+    return WrittenByRank(leaves, objects, nbytes, in_files, part.listed_at)
 
 
 def _commit(

@@ -219,9 +219,9 @@ def _owners(shards: _Shards, loads: NDArray[np.int64]) -> list[int]:
     """The owner of each of equal shards: in turn the holder that would finish first; adds to the loads."""
     d = shards.distribution
     itemsize = shards.nbytes // shards.box.size
-    held = np.broadcast_to(d.overlap(shards.shape, shards.box), d.mesh.sizes).reshape(-1)
-    holders = np.flatnonzero(held)
-    cost = 2 * shards.nbytes - held[holders] * itemsize
+    elements = np.broadcast_to(d.overlap(shards.shape, shards.box), d.mesh.sizes).reshape(-1)
+    holders = np.flatnonzero(elements)
+    cost = 2 * shards.nbytes - elements[holders] * itemsize
     finish = loads[holders] + cost
     best = np.argsort(finish, kind="stable")[: len(shards.rows)]  # no further ones can be needed
     heap = list(

@@ -165,7 +165,7 @@ class Exceptions:
 
 
 @message
-class Question:
+class AskedOfRanks:
     """What rank 0 asks a rank for.
 
     Attributes:
@@ -274,9 +274,9 @@ class Statement:
         self.order: dict[bytes, tuple[int, ...]] = {}
         for mesh, numbered in rows.items():
             boxes = tuple(items[n].boxes for n, _ in numbered) if mesh == "listed" else ()
-            known = None if isinstance(mesh, str) else mesh
-            distinct = () if known is None else tuple(numbers[known])
-            description = Description(known, distinct, tuple(r for _, r in numbered), boxes)
+            own_mesh = None if isinstance(mesh, str) else mesh
+            distinct = () if own_mesh is None else tuple(numbers[own_mesh])
+            description = Description(own_mesh, distinct, tuple(r for _, r in numbered), boxes)
             digest = self._keep(encode(description, Description))
             self.order[digest] = tuple(number for number, _ in numbered)
             if mesh != "listed":
@@ -336,10 +336,10 @@ class Statement:
             facts={self._facts: self.rank},
             balance=self._balance(sums, kept[1].left_out),
             sums=whole,
-            boxes=self.reply(Question((), kept[1].compared), sums).sums,
+            boxes=self.reply(AskedOfRanks((), kept[1].compared), sums).sums,
         )
 
-    def reply(self, question: Question, sums: Sequence[NDArray[np.uint32]]) -> Replies:
+    def reply(self, question: AskedOfRanks, sums: Sequence[NDArray[np.uint32]]) -> Replies:
         """What this rank answers to a question of rank 0."""
         keys = self._number.keys() if question.everything else question.compared
         return Replies(

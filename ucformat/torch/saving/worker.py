@@ -75,9 +75,12 @@ def prepare_start(group: Group) -> tuple[WorkerStart, socket.socket | None]:
     with group.sharing_errors():
         listener = listen_at(group.links.address[0])
 
-    def answer(found: list[tuple[int, Address]]) -> list[_Meeting]:
+    def answer(addresses: list[tuple[int, Address]]) -> list[_Meeting]:
         secret = secrets.token_bytes(32)
-        return [_Meeting(found[parent][1] if parent >= 0 else None, secret) for parent, _ in found]
+        return [
+            _Meeting(addresses[parent][1] if parent >= 0 else None, secret)
+            for parent, _ in addresses
+        ]
 
     mine = (group.links.place.parent, listener.getsockname()[:2])
     meeting: _Meeting = group.gather_scatter(mine, answer, tuple[int, Address], _Meeting)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.agree import StoredTensors
+    from ucformat.torch.saving.agree import PlannedTensors
     from ucformat.torch.saving.plan import OwnPart
     from ucformat.torch.saving.shards import Fragment, ShardBatch, ShardTask, Transfer
     from ucformat.torch.state.elements import Elements, Memory
@@ -95,12 +95,12 @@ def write_packed(
             used += nbytes
             return band[used - nbytes : used]
 
-        for (info, of, elements), tiling in zip(parts, tilings, strict=True):
+        for (info, whole, elements), tiling in zip(parts, tilings, strict=True):
             room_for(-end % ALIGNMENT)[:] = 0
-            for box in tiling.boxes(of):
+            for box in tiling.boxes(whole):
                 nbytes = box.size * info.itemsize
                 place = place_checksum(key, end)
-                tile = elements_within(elements, of, box)
+                tile = elements_within(elements, whole, box)
                 if tile.flags.c_contiguous and nbytes >= _DIRECT:
                     data = row_major_bytes(tile)
                     out.write(band[:used].data)
@@ -117,7 +117,7 @@ def write_packed(
 
 
 def packed_extents(
-    plan: StoredTensors, folder: str, begins: Mapping[int, int]
+    plan: PlannedTensors, folder: str, begins: Mapping[int, int]
 ) -> tuple[Columns, list[str], Described | None]:
     """Return the extents of the packed form that are listed, the files that they number, and what is described.
 
@@ -131,20 +131,20 @@ def packed_extents(
     ends = {rank: begins[rank] for rank in ranks}
     file = {rank: n for n, rank in enumerate(ranks)}
     files = [packed_file(folder, rank) for rank in ranks]
-    found: list[tuple[int, int, int, Box]] = []  # tensor, file, offset, box
+    rows: list[tuple[int, int, int, Box]] = []  # tensor, file, offset, box
     for tensor in plan.listed:
         n = number[tensor.info.key]
         for box, rank in zip(tensor.boxes, tensor.ranks, strict=True):
             offset = align_up(ends[rank], ALIGNMENT)
-            found.append((n, file[rank], offset, box))
+            rows.append((n, file[rank], offset, box))
             ends[rank] = offset + tilings[n].nbytes(box)
-    found.sort(key=lambda f: (f[0], f[3].start))
+    rows.sort(key=lambda f: (f[0], f[3].start))
     stored = [
         (box, tilings[n].itemsize, tilings[n].tile, tilings[n].count(box) == 1)
-        for n, _, _, box in found
+        for n, _, _, box in rows
     ]
     single = np.array([s for *_, s in stored], np.bool_)  # one block, recorded without tiles
-    table = np.array([f[:3] for f in found], np.int64).reshape(-1, 3)
+    table = np.array([f[:3] for f in rows], np.int64).reshape(-1, 3)
     nbytes = np.array([box.size * itemsize for box, itemsize, *_ in stored], np.int64)
 
     def joined(rows: Iterable[Sequence[int]]) -> Column:

@@ -18,14 +18,14 @@ from ucformat.errors import StateMismatch, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.state_names import GROUPS, dotted, name_state, optimizer_roots, split_option
-from ucformat.torch.state.objects import Parts, PerRank, Rng, encode
+from ucformat.torch.state.objects import PerRank, Rng, StateParts, encode
 from ucformat.torch.state.subclasses import RECORD, is_subclass, memory_of, own_memory, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ucformat.reading.readable import StatePath as Path
-    from ucformat.torch.state.subclasses import Taken
+    from ucformat.torch.state.subclasses import TakenApart
 
     Modules = list[tuple[Path, torch.nn.Module]]
 
@@ -39,7 +39,7 @@ class ValueSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerGroup:
+class CollectedGroup:
     """An optimizer group: the optimizer's names of its parameters, and its hyper-parameters, to be set in place."""
 
     params: tuple[str, ...]
@@ -50,13 +50,13 @@ class OptimizerGroup:
         """Whether the state dict has separate hyper-parameters for each parameter."""
         return isinstance(self.options, _FlatOptions)
 
-    def parts(self) -> list[OptimizerGroup]:
+    def parts(self) -> list[CollectedGroup]:
         """Return what can have its own hyper-parameters: each parameter of a flattened group, else the group itself."""
         if not isinstance(self.options, _FlatOptions):
             return [self]
         flat = self.options
         return [
-            OptimizerGroup((name,), _FlatOptions(flat.state, keys))
+            CollectedGroup((name,), _FlatOptions(flat.state, keys))
             for name, keys in zip(self.params, flat.keys_of, strict=True)
         ]
 
@@ -66,7 +66,7 @@ class LiveOptimizer:
     """An optimizer of a state, its groups, and its parameters by name, in the order of its groups."""
 
     optimizer: torch.optim.Optimizer
-    groups: Sequence[OptimizerGroup]
+    groups: Sequence[CollectedGroup]
     params: Mapping[str, torch.Tensor]
 
 
@@ -80,11 +80,11 @@ class CollectedState:
 
     entries: tuple[str, ...] = ()  # the keys of the state, but those of its own tensors
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
-    wrappers: dict[Path, tuple[torch.Tensor, Taken]] = field(default_factory=dict)
+    wrappers: dict[Path, tuple[torch.Tensor, TakenApart]] = field(default_factory=dict)
     wrapper_of: dict[Path, Path] = field(default_factory=dict)
     leaves: dict[Path, ValueSlot] = field(default_factory=dict)
     ranks: dict[Path, tuple[PerRank, ValueSlot]] = field(default_factory=dict)
-    groups: dict[Path, list[OptimizerGroup]] = field(default_factory=dict)
+    groups: dict[Path, list[CollectedGroup]] = field(default_factory=dict)
     group_entries: set[Path] = field(
         default_factory=set
     )  # entries that are optimizer groups or hyper-parameters
@@ -131,17 +131,19 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
             f"a training state is a mapping, not a {type(state).__name__}",
             hint='{"model": model, …}',
         )
-    found = CollectedState(
+    collected = CollectedState(
         tuple(str(k) for k, v in state.items() if not isinstance(v, torch.Tensor | ShardedTensor))
     )
-    _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
-    taken = {p: t for p, value in found.tensors.items() if (t := _taken(p, value)) is not None}
+    _walk(
+        collected, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)]
+    )
+    taken = {p: t for p, value in collected.tensors.items() if (t := _taken(p, value)) is not None}
     optimized = [
-        (found.owners[root], live.params)
-        for root, lives in found.optimizers.items()
+        (collected.owners[root], live.params)
+        for root, lives in collected.optimizers.items()
         for live in lives
     ]
-    seen = set(map(dotted, found.tensors))
+    seen = set(map(dotted, collected.tensors))
     hidden = {
         (*o, n): tuple(p.size())
         for o, params in optimized
@@ -150,20 +152,23 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
     }
     naming = name_state(
         hidden
-        | {p: tuple(t.size()) for p, t in found.tensors.items()},  # hooks may hide parameters
-        optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups),
-        found.owners,
+        | {p: tuple(t.size()) for p, t in collected.tensors.items()},  # hooks may hide parameters
+        optimizer_roots([*collected.tensors, *collected.leaves]) | set(collected.groups),
+        collected.owners,
         {
             root: [name for g in groups for name in g.params]
-            for root, groups in found.groups.items()
+            for root, groups in collected.groups.items()
         },
     )
-    found.keys, found.prefixes = {p: naming.keys[p] for p in found.tensors}, naming.prefixes
-    replace_wrappers(found, taken)
-    return found
+    collected.keys, collected.prefixes = (
+        {p: naming.keys[p] for p in collected.tensors},
+        naming.prefixes,
+    )
+    replace_wrappers(collected, taken)
+    return collected
 
 
-def _taken(path: Path, tensor: Any) -> Taken | None:
+def _taken(path: Path, tensor: Any) -> TakenApart | None:
     """A wrapper taken apart; None if it is plain; UsageError if it can be neither saved nor filled."""
     if isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
@@ -172,24 +177,24 @@ def _taken(path: Path, tensor: Any) -> Taken | None:
     return take_apart(dotted(path), tensor)
 
 
-def replace_wrappers(found: CollectedState, taken: Mapping[Path, Taken]) -> None:
+def replace_wrappers(collected: CollectedState, taken: Mapping[Path, TakenApart]) -> None:
     """Put the inner tensors of wrappers in their places; UsageError if two entries of the state have one name then."""
-    tensors, keys = dict(found.tensors), dict(found.keys)
-    found.tensors, found.keys = {}, {}
+    tensors, keys = dict(collected.tensors), dict(collected.keys)
+    collected.tensors, collected.keys = {}, {}
     for path, tensor in tensors.items():
         if path not in taken:
-            found.tensors[path], found.keys[path] = tensor, keys[path]
+            collected.tensors[path], collected.keys[path] = tensor, keys[path]
             continue
         if taken[path].records:
-            found.wrappers[path] = (tensor, taken[path])
+            collected.wrappers[path] = (tensor, taken[path])
         for names, inner in taken[path].tensors.items():
-            found.tensors[*path, *names], found.keys[*path, *names] = (
+            collected.tensors[*path, *names], collected.keys[*path, *names] = (
                 inner,
                 inner_key(keys[path], names),
             )
             if names:
-                found.wrapper_of[*path, *names] = path
-    _check_names(found)
+                collected.wrapper_of[*path, *names] = path
+    _check_names(collected)
 
 
 def inner_key(key: Key, names: tuple[str, ...]) -> Key:
@@ -199,15 +204,15 @@ def inner_key(key: Key, names: tuple[str, ...]) -> Key:
     return Key(key.name, ".".join((key.state, *names)))
 
 
-def _check_names(found: CollectedState) -> None:
+def _check_names(collected: CollectedState) -> None:
     """UsageError if two entries have the same dotted path."""
     seen: dict[str, Path] = {}
     records = [
         (*path, *names, RECORD)
-        for path, (_, taken) in found.wrappers.items()
+        for path, (_, taken) in collected.wrappers.items()
         for names in taken.records
     ]
-    for path in (*found.tensors, *records, *found.leaves, *found.ranks):
+    for path in (*collected.tensors, *records, *collected.leaves, *collected.ranks):
         if seen.setdefault(name := dotted(path), path) is not path:
             raise UsageError(
                 f"two entries of the state are named {name}: {list(seen[name])} and {list(path)}",
@@ -219,39 +224,44 @@ def _values(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """The values of nested mappings, with their paths."""
     if isinstance(state, Mapping):
         return [v for key, inner in state.items() for v in _values(inner, (*path, key))]
-    if isinstance(state, Parts):
+    if isinstance(state, StateParts):
         return [(path, part) for part in state.parts]
     return [(path, state)]
 
 
-def _walk(found: CollectedState, path: Path, value: Any, modules: Modules, put: Any = None) -> None:
+def _walk(
+    collected: CollectedState, path: Path, value: Any, modules: Modules, put: Any = None
+) -> None:
     if isinstance(value, torch.Tensor | ShardedTensor):
-        found.tensors[path] = value
+        collected.tensors[path] = value
     elif isinstance(value, torch.nn.Module):
-        _module(found, path, value)
+        _module(collected, path, value)
     elif isinstance(value, torch.optim.Optimizer):
-        _optimizer(found, path, value, modules)
-    elif isinstance(value, Parts):
+        _optimizer(collected, path, value, modules)
+    elif isinstance(value, StateParts):
         for part in value.parts:
-            _walk(found, path, part, modules)
+            _walk(collected, path, part, modules)
     elif isinstance(value, PerRank):
-        found.ranks[path] = (value, _leaf(value.value, lambda new: setattr(value, "value", new)))
+        collected.ranks[path] = (
+            value,
+            _leaf(value.value, lambda new: setattr(value, "value", new)),
+        )
     elif isinstance(value, Rng):
-        found.ranks[path] = (PerRank(value, value.merge), _leaf(value, put))
+        collected.ranks[path] = (PerRank(value, value.merge), _leaf(value, put))
     elif isinstance(value, torch.utils.data.DataLoader) and hasattr(value, "load_state_dict"):
-        found.ranks[path] = (PerRank(value), _leaf(value, put))
+        collected.ranks[path] = (PerRank(value), _leaf(value, put))
     elif isinstance(value, Mapping):
-        _mapping(found, path, value, modules, put)
+        _mapping(collected, path, value, modules, put)
     elif isinstance(value, list | tuple) and _holds_tensors(value):
-        _sequence(found, path, value, modules, put)
+        _sequence(collected, path, value, modules, put)
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        _stateful(found, path, value, modules)
+        _stateful(collected, path, value, modules)
     else:
-        found.leaves[path] = ValueSlot(value, put or NoPlace(path))
+        collected.leaves[path] = ValueSlot(value, put or NoPlace(path))
 
 
 def _mapping(
-    found: CollectedState, path: Path, value: Mapping[Any, Any], modules: Modules, put: Any
+    collected: CollectedState, path: Path, value: Mapping[Any, Any], modules: Modules, put: Any
 ) -> None:
     odd = [k for k in value if type(k) not in (str, int)]
     if odd and (_holds_tensors(value) or put is None):
@@ -260,26 +270,28 @@ def _mapping(
             hint="use a string as key, or a dictionary of plain values without tensors, which may have any keys",
         )
     if odd:  # one value as a whole
-        found.leaves[path] = ValueSlot(value, put)
+        collected.leaves[path] = ValueSlot(value, put)
         return
     groups = value.get(GROUPS)
     if isinstance(groups, list) and groups and all(map(is_group, groups)):
-        found.groups[path] = [OptimizerGroup(tuple(g["params"]), GroupOptions(g)) for g in groups]
+        collected.groups[path] = [
+            CollectedGroup(tuple(g["params"]), GroupOptions(g)) for g in groups
+        ]
         group_keys = {GROUPS}
     else:
         group_keys = {k for k in value if isinstance(k, str) and all(split_option(k))}
         if group_keys:
-            found.groups[path] = _flattened_groups(value, group_keys)
-    found.group_entries |= {(*path, k) for k in group_keys}
+            collected.groups[path] = _flattened_groups(value, group_keys)
+    collected.group_entries |= {(*path, k) for k in group_keys}
     if (group_keys or isinstance(groups, list)) and isinstance(value, MutableMapping):
-        found.optimizer_dicts[path] = value
+        collected.optimizer_dicts[path] = value
     if not value and put is not None:
-        found.leaves[path] = ValueSlot({}, _refill(value, put))
+        collected.leaves[path] = ValueSlot({}, _refill(value, put))
     for key, inner in value.items():
         if key not in group_keys:
             below = (*path, IntKey(key) if isinstance(key, int) else key)
             place = _setter(value, key) if isinstance(value, MutableMapping) else NoPlace(below)
-            _walk(found, below, inner, modules, place)
+            _walk(collected, below, inner, modules, place)
 
 
 def is_group(group: Any) -> bool:
@@ -307,20 +319,20 @@ class GroupOptions(dict[str, Any]):
         self.group[key] = value
 
 
-def _flattened_groups(value: Any, keys: set[str]) -> list[OptimizerGroup]:
+def _flattened_groups(value: Any, keys: set[str]) -> list[CollectedGroup]:
     """The groups of a flattened optimizer state dict: parameters with equal hyper-parameters form a group."""
     options: dict[str, dict[str, str]] = {}  # name -> option -> key
     for key in (k for k in value if k in keys):
         name, option = split_option(key)
         options.setdefault(name, {})[option] = key
-    groups: dict[str, OptimizerGroup] = {}
+    groups: dict[str, CollectedGroup] = {}
     for name, by_option in options.items():
         same = json.dumps(encode({o: value[k] for o, k in by_option.items()}), sort_keys=True)
         if (group := groups.get(same)) is None:
-            groups[same] = OptimizerGroup((name,), _FlatOptions(value, by_option))
+            groups[same] = CollectedGroup((name,), _FlatOptions(value, by_option))
         else:
             group.options.add(by_option)  # type: ignore[attr-defined]
-            groups[same] = OptimizerGroup((*group.params, name), group.options)
+            groups[same] = CollectedGroup((*group.params, name), group.options)
     return list(groups.values())
 
 
@@ -341,11 +353,13 @@ class _FlatOptions(dict[str, Any]):
                 self.state[keys[option]] = value
 
 
-def _sequence(found: CollectedState, path: Path, value: Any, modules: Modules, put: Any) -> None:
+def _sequence(
+    collected: CollectedState, path: Path, value: Any, modules: Modules, put: Any
+) -> None:
     items = value if isinstance(value, list) else list(value)
     for i, inner in enumerate(items):
         _walk(
-            found,
+            collected,
             (*path, i),
             inner,
             modules,
@@ -361,7 +375,7 @@ def _sequence(found: CollectedState, path: Path, value: Any, modules: Modules, p
                 type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
             )
 
-    found.finish.append(rebuild)
+    collected.finish.append(rebuild)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -371,7 +385,12 @@ def _holds_tensors(value: Any) -> bool:
         return any(_holds_tensors(v) for v in value)
     return isinstance(
         value,
-        torch.Tensor | ShardedTensor | torch.nn.Module | torch.optim.Optimizer | Parts | PerRank,
+        torch.Tensor
+        | ShardedTensor
+        | torch.nn.Module
+        | torch.optim.Optimizer
+        | StateParts
+        | PerRank,
     )
 
 
@@ -422,17 +441,17 @@ def _leaf(value: Any, put: Any) -> ValueSlot:
     return ValueSlot(value, set_value)
 
 
-def _stateful(found: CollectedState, path: Path, value: Any, modules: Modules) -> None:
+def _stateful(collected: CollectedState, path: Path, value: Any, modules: Modules) -> None:
     """An object with a state dict: one value if that contains no tensors, else its entries, loaded at the end."""
-    held = value.state_dict()
-    if not _holds_tensors(held):
-        found.leaves[path] = ValueSlot(held, value.load_state_dict)
+    state = value.state_dict()
+    if not _holds_tensors(state):
+        collected.leaves[path] = ValueSlot(state, value.load_state_dict)
         return
-    _walk(found, path, held, modules)
-    found.finish.append(lambda: value.load_state_dict(held))
+    _walk(collected, path, state, modules)
+    collected.finish.append(lambda: value.load_state_dict(state))
 
 
-def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
+def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> None:
     """A module's state dict: what shares memory with the module is filled in place, the rest is loaded at the end."""
     if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
         raise UnsupportedError(
@@ -445,33 +464,33 @@ def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
     copies: list[str] = []
     for key, value in entries.items():
         where = (*path, plain_name(module, key))
-        if where in found.tensors or where in found.leaves:
+        if where in collected.tensors or where in collected.leaves:
             raise UsageError(
                 f"two parts of {dotted(path)} have the entry {plain_name(module, key)!r}",
                 hint="give each layer its number in the whole model as its name",
             )
         if not isinstance(value, torch.Tensor):
-            found.leaves[where] = ValueSlot(value, _setter(entries, key))
+            collected.leaves[where] = ValueSlot(value, _setter(entries, key))
             copies.append(key)
             continue
-        found.tensors[where] = value
+        collected.tensors[where] = value
         is_extra = key.rpartition(".")[2] == _EXTRA_STATE or _QUANT_STATE in key
         if is_extra or (not _storages([value]) <= memory and value.numel()):
             copies.append(key)
         if is_extra:
-            found.extra_states[where] = _setter(entries, key)
+            collected.extra_states[where] = _setter(entries, key)
     unknown = (
         entries.keys()
         - _known_keys(module)
-        - {key for of in _quantized(module) for key in entries if key.startswith(of)}
+        - {key for prefix in _quantized(module) for key in entries if key.startswith(prefix)}
     )
     if unknown and not any(map(_finds_keys, module.modules())):
-        found.unloadable += [
+        collected.unloadable += [
             f"{dotted((*path, key))}: the module's own load_state_dict does not take it"
             for key in sorted(unknown)
         ]
     if copies or any(map(acts_on_load, module.modules())):
-        found.finish.append(lambda: _load_copies(dotted(path), module, entries, copies))
+        collected.finish.append(lambda: _load_copies(dotted(path), module, entries, copies))
 
 
 def _check_tensors(path: Path, module: torch.nn.Module) -> None:
@@ -628,11 +647,13 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _optimizer(
-    found: CollectedState, path: Path, optimizer: torch.optim.Optimizer, modules: Modules
+    collected: CollectedState, path: Path, optimizer: torch.optim.Optimizer, modules: Modules
 ) -> None:
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    held = [(p, m, {id(p) for p in m.parameters()} & mine) for p, m in modules]
-    owners = [one for one in held if one[2] == mine][:1] or [one for one in held if one[2]]
+    in_modules = [(p, m, {id(p) for p in m.parameters()} & mine) for p, m in modules]
+    owners = [one for one in in_modules if one[2] == mine][:1] or [
+        one for one in in_modules if one[2]
+    ]
     lacking = len(mine) - len({each for *_, ids in owners for each in ids})
     if lacking or not owners:
         raise UsageError(
@@ -640,21 +661,21 @@ def _optimizer(
             hint='pass all models that it trains, each as an entry: {"model": model, "optimizer": optimizer}',
         )
     _check_optimizer(dotted(path), optimizer, mine)
-    found.owners[path] = owner = _common([p for p, *_ in owners])
+    collected.owners[path] = owner = _common([p for p, *_ in owners])
     names: dict[int, str] = {}
     for where, module, _ in owners:
         for name, param in module.named_parameters():
             names.setdefault(id(param), dotted((*where[len(owner) :], plain_name(module, name))))
-    groups: list[OptimizerGroup] = []
+    groups: list[CollectedGroup] = []
     params: dict[str, torch.Tensor] = {}
     for group in optimizer.param_groups:
         named = {names[id(p)]: p for p in group["params"]}
-        groups.append(OptimizerGroup(tuple(named), GroupOptions(group, ("params", "param_names"))))
+        groups.append(CollectedGroup(tuple(named), GroupOptions(group, ("params", "param_names"))))
         params |= named
-    found.groups.setdefault(path, []).extend(groups)
-    found.optimizers.setdefault(path, []).append(LiveOptimizer(optimizer, groups, params))
+    collected.groups.setdefault(path, []).extend(groups)
+    collected.optimizers.setdefault(path, []).append(LiveOptimizer(optimizer, groups, params))
     for name, param in params.items():
-        collect_states(found, (*path, "state", name), optimizer.state.get(param, {}))
+        collect_states(collected, (*path, "state", name), optimizer.state.get(param, {}))
 
 
 def _common(paths: Sequence[Path]) -> Path:
@@ -687,14 +708,14 @@ def _check_optimizer(label: str, optimizer: torch.optim.Optimizer, params: set[i
             )
 
 
-def collect_states(found: CollectedState, path: Path, states: Mapping[str, Any]) -> None:
+def collect_states(collected: CollectedState, path: Path, states: Mapping[str, Any]) -> None:
     """Collect the states of one parameter, which an optimizer has or would have."""
     if states:
-        _walk(found, path, states, [])
+        _walk(collected, path, states, [])
 
 
 def collect_made(
-    found: CollectedState, path: Path, name: str, states: Mapping[str, Any]
+    collected: CollectedState, path: Path, name: str, states: Mapping[str, Any]
 ) -> list[Path]:
     """Add the states that an optimizer would have of a parameter to a state that is collected; returns their paths."""
     new = CollectedState()
@@ -703,10 +724,10 @@ def collect_made(
     replace_wrappers(
         new, {p: t for p, value in new.tensors.items() if (t := _taken(p, value)) is not None}
     )
-    found.tensors |= new.tensors
-    found.leaves |= new.leaves
-    found.keys |= new.keys
-    found.wrappers |= new.wrappers
-    found.wrapper_of |= new.wrapper_of
-    found.finish += new.finish
+    collected.tensors |= new.tensors
+    collected.leaves |= new.leaves
+    collected.keys |= new.keys
+    collected.wrappers |= new.wrappers
+    collected.wrapper_of |= new.wrapper_of
+    collected.finish += new.finish
     return [*new.tensors, *new.leaves]

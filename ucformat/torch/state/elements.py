@@ -68,10 +68,10 @@ def dense_elements(shape: tuple[int, ...], memory: Memory, itemsize: int) -> Ele
     return np.ndarray(shape, _UNITS[itemsize], memory)
 
 
-def elements_within(elements: Elements, of: Box, box: Box) -> Elements:
+def elements_within(elements: Elements, whole: Box, box: Box) -> Elements:
     """Return the part of an array for a box, a view."""
     index: tuple[Any, ...] = tuple(
-        slice(a - b, a - b + n) for a, b, n in zip(box.start, of.start, box.shape, strict=True)
+        slice(a - b, a - b + n) for a, b, n in zip(box.start, whole.start, box.shape, strict=True)
     )
     return elements[(..., *index)]  # without `...` a 0-d array would give a scalar
 

@@ -246,7 +246,7 @@ def _dims_candidates(
             continue
         factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         splits.setdefault(placement.dim, []).append(_Split(axis, degree, index, factor))
-    ordered = {d: _order(found) for d, found in splits.items()}
+    ordered = {d: _order(of_dim) for d, of_dim in splits.items()}
     if all(o is not None for o in ordered.values()):
         cuts = tuple(Cut(d, s.axis) for d in sorted(ordered) for s in ordered[d] or ())
         yield [_cut(n, ordered.get(d) or []) for d, n in enumerate(shape)], cuts
@@ -298,66 +298,70 @@ def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
 
 def local_state(state: Mapping[str, Any]) -> LocalState:
     """Collect the local state of this rank from a training state."""
-    found = collect(state)
-    aliases, tensors = without_ties(locals_of(found))
+    collected = collect(state)
+    aliases, tensors = without_ties(locals_of(collected))
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
     objects: dict[str, Any] = {}
-    for path, leaf in found.leaves.items():
+    for path, leaf in collected.leaves.items():
         _place(objects, path, leaf.value)
-    for path, record in records_of(found).items():
+    for path, record in records_of(collected).items():
         _place(objects, path, record)
     return LocalState(
         tensors=tuple(tensors),
         objects={json_key(k): encode(v, str(k)) for k, v in objects.items()},
-        ranks={dotted(path): encode(leaf.value) for path, (_, leaf) in found.ranks.items()},
-        groups=groups_of(found, aliases),
+        ranks={dotted(path): encode(leaf.value) for path, (_, leaf) in collected.ranks.items()},
+        groups=groups_of(collected, aliases),
         aliases=aliases,
-        layout=mesh_of(found.tensors.values()),
+        layout=mesh_of(collected.tensors.values()),
         engine={"name": "torch", "version": torch.__version__},
-        paths=paths_of(found, aliases),
-        places=places_of(found),
+        paths=paths_of(collected, aliases),
+        places=places_of(collected),
     )
 
 
-def paths_of(found: CollectedState, aliases: Mapping[str, str]) -> dict[Key, tuple[Path, ...]]:
+def paths_of(collected: CollectedState, aliases: Mapping[str, str]) -> dict[Key, tuple[Path, ...]]:
     """Return the paths of each tensor, by its stored name and state."""
     out: dict[Key, tuple[Path, ...]] = {}
-    for path, key in found.keys.items():
+    for path, key in collected.keys.items():
         stored = Key(aliases.get(key.name, key.name), key.state)
         out[stored] = (*out.get(stored, ()), path)
     return out
 
 
-def places_of(found: CollectedState) -> tuple[Place, ...]:
+def places_of(collected: CollectedState) -> tuple[Place, ...]:
     """Return the place of each optimizer group in the state, in the order of `groups_of`."""
     return tuple(
-        Place(root, g.params, g.flattened) for root, groups in found.groups.items() for g in groups
+        Place(root, g.params, g.flattened)
+        for root, groups in collected.groups.items()
+        for g in groups
     )
 
 
-def locals_of(found: CollectedState) -> list[LocalShard]:
+def locals_of(collected: CollectedState) -> list[LocalShard]:
     """Return the part of each tensor of a state that this rank holds."""
     return [
-        replace(local_of(*found.keys[path], t), wrapper=dotted(found.wrapper_of.get(path, ())))
-        for path, t in found.tensors.items()
+        replace(
+            local_of(*collected.keys[path], t), wrapper=dotted(collected.wrapper_of.get(path, ()))
+        )
+        for path, t in collected.tensors.items()
     ]
 
 
-def records_of(found: CollectedState) -> dict[Path, Mapping[str, Any]]:
+def records_of(collected: CollectedState) -> dict[Path, Mapping[str, Any]]:
     """Return the record of each wrapper of a state, by its path."""
     return {
         (*path, *names, RECORD): record
-        for path, (_, taken) in found.wrappers.items()
+        for path, (_, taken) in collected.wrappers.items()
         for names, record in taken.records.items()
     }
 
 
-def groups_of(found: CollectedState, aliases: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
+def groups_of(collected: CollectedState, aliases: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
     """Return the optimizer groups: `params` by stored name, and hyper-parameters as JSON."""
     return tuple(
-        {"params": [aliases.get(p, p) for n in g.params for p in [found.prefixes[root] + n]]}
+        {"params": [aliases.get(p, p) for n in g.params for p in [collected.prefixes[root] + n]]}
         | encode(dict(g.options), dotted((*root, GROUPS)))
-        for root, groups in found.groups.items()
+        for root, groups in collected.groups.items()
         for g in groups
     )
 
@@ -380,11 +384,11 @@ def tied_names(weights: Iterable[tuple[str, torch.Tensor, tuple[object, ...]]]) 
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, tensor, where in weights:
-        known = first.setdefault(
+        first_name = first.setdefault(
             (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.stride()), *where), name
         )
-        if known != name:
-            aliases[name] = known
+        if first_name != name:
+            aliases[name] = first_name
     return aliases
 
 

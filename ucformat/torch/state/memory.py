@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """Return the accelerator devices of tensors; copies to and from any other device are synchronous."""
-    found = dict.fromkeys(t.device for t in tensors)
+    devices = dict.fromkeys(t.device for t in tensors)
     accelerator = (
-        torch.accelerator.current_accelerator() if any(d.type != "cpu" for d in found) else None
+        torch.accelerator.current_accelerator() if any(d.type != "cpu" for d in devices) else None
     )
-    return [d for d in found if accelerator is not None and d.type == accelerator.type]
+    return [d for d in devices if accelerator is not None and d.type == accelerator.type]
 
 
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
@@ -75,13 +75,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a name."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise UsageError(
             f"torch {torch.__version__} has no dtype {name!r}",
             hint="read that tensor with ucformat.open",
         )
-    return found
+    return dtype
 
 
 def check_fillable(label: str, tensor: torch.Tensor) -> None:

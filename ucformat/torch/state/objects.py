@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ucformat")
 
-__all__ = ["Parts", "PerRank", "Rng", "decode", "encode", "like", "tensor_of", "unfit"]
+__all__ = ["PerRank", "Rng", "StateParts", "decode", "encode", "like", "tensor_of", "unfit"]
 
 
 class PerRank:
@@ -69,7 +69,7 @@ class PerRank:
         self.value, self.merge = value, merge
 
 
-class Parts:
+class StateParts:
     """The modules that make up a model, or their optimizers, as one entry of a training state.
 
     The entry is the same however a model is cut, so another program may load it into other parts.
@@ -234,14 +234,14 @@ def decode(
         lost: gets the class of each part that is a plain value instead, because the program does
             not have it there (None: they are logged).
     """
-    found: list[str] = []
+    plain: list[str] = []
     value = like(
-        from_json(data, _MAKERS | {"$opaque": _trusted if trust else _distrusted}), template, found
+        from_json(data, _MAKERS | {"$opaque": _trusted if trust else _distrusted}), template, plain
     )
     if lost is not None:
-        lost += found
-    elif found:
-        _log.warning("values are loaded without their classes: %s", "; ".join(dict.fromkeys(found)))
+        lost += plain
+    elif plain:
+        _log.warning("values are loaded without their classes: %s", "; ".join(dict.fromkeys(plain)))
     return value
 
 
@@ -267,10 +267,10 @@ def _named(name: str, fields: tuple[str, ...], *items: Any) -> Any:
 def _imported(name: str) -> Iterator[Any]:
     """What the modules that the program has imported have under a name."""
     for module in (name[:i] for i, c in enumerate(name) if c == "."):
-        found: Any = sys.modules.get(module)
+        value: Any = sys.modules.get(module)
         for part in name[len(module) + 1 :].split("."):
-            found = vars(found).get(part) if hasattr(found, "__dict__") else None
-        yield found
+            value = vars(value).get(part) if hasattr(value, "__dict__") else None
+        yield value
 
 
 def _trusted(data: bytes) -> Any:
@@ -331,16 +331,18 @@ _KNOWN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _of_class(found: OfClass, template: Any, lost: list[str]) -> Any:
+def _of_class(stored: OfClass, template: Any, lost: list[str]) -> Any:
     """The value in the class that it had, if the template has it, or it is an enumeration that the program imported."""
-    is_same = _class_name(type(template)) == found.name
-    value = like(found.value, template.value if isinstance(template, enum.Enum) else template, lost)
+    is_same = _class_name(type(template)) == stored.name
+    value = like(
+        stored.value, template.value if isinstance(template, enum.Enum) else template, lost
+    )
     if is_same and type(value) is type(template):  # a mapping, or a named tuple
         return value
     kinds: list[Any] = (
         [type(template)]
         if is_same
-        else [k for k in _imported(found.name) if isinstance(k, enum.EnumType)]
+        else [k for k in _imported(stored.name) if isinstance(k, enum.EnumType)]
     )
     for kind in kinds:
         if issubclass(kind, enum.Enum):
@@ -353,19 +355,19 @@ def _of_class(found: OfClass, template: Any, lost: list[str]) -> Any:
             return out
         elif issubclass(kind, type(value)):
             return type(value).__new__(kind, value)
-    if found.name in _KNOWN and isinstance(value, dict):
-        return _KNOWN[found.name](value)
+    if stored.name in _KNOWN and isinstance(value, dict):
+        return _KNOWN[stored.name](value)
     if not (hasattr(type(value), "_fields") and type(value) is type(template)):
         lost.append(
-            f"{found.name}, which is not that of the program's value; it is a {type(value).__name__}"
+            f"{stored.name}, which is not that of the program's value; it is a {type(value).__name__}"
         )
     return value
 
 
 def _torch_dtype(name: str) -> Any:
     """The dtype of a name; the name, if this version of PyTorch does not have it."""
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else name
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else name
 
 
 def _device(*args: Any) -> torch.device:
@@ -376,10 +378,10 @@ def _device(*args: Any) -> torch.device:
 
 
 def _layout(name: str) -> torch.layout:
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.layout):
+    layout = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
         raise IntegrityError(f"the checkpoint has an unknown layout: {name!r}")
-    return found
+    return layout
 
 
 def _mapping_like(
@@ -487,8 +489,8 @@ class Rng:
                 *(float(r) if isinstance(r, float) else int(r) for r in rest),
             ],
             "torch": torch.get_rng_state(),
-            "devices": list(found.get_rng_state_all())
-            if (found := _devices()) and found.is_initialized()
+            "devices": list(devices.get_rng_state_all())
+            if (devices := _devices()) and devices.is_initialized()
             else [],
         }
 
@@ -525,8 +527,8 @@ class Rng:
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, np.asarray(keys), *rest))  # noqa: NPY002
         torch.set_rng_state(torch.as_tensor(state["torch"]))
-        for device, found in by_device.items():
-            _devices().set_rng_state(found, device)
+        for device, states in by_device.items():
+            _devices().set_rng_state(states, device)
 
     def merge(self, values: list[Any], rank: int, ranks: int) -> Any:  # noqa: ARG002 - the signature of PerRank's
         """Return the state of a rank after the number of ranks has changed.

@@ -61,7 +61,7 @@ class InnerTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenApart:
     """A wrapper that was taken apart: its inner tensors, and the record of each wrapper, by the names below it."""
 
     tensors: Mapping[Names, torch.Tensor | InnerTensor]
@@ -174,19 +174,19 @@ def memory_of(tensor: torch.Tensor | InnerTensor) -> torch.Tensor:
     return local_of_dtensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def take_apart(label: str, tensor: torch.Tensor) -> Taken | None:
+def take_apart(label: str, tensor: torch.Tensor) -> TakenApart | None:
     """Take a wrapper, or a DTensor whose local tensor is one, apart; None if it is neither."""
     outer = tensor if isinstance(tensor, DTensor) else None
     local = memory_of(tensor)
     if isinstance(local, AsyncCollectiveTensor):
-        return Taken({(): local.wait()}, {})
+        return TakenApart({(): local.wait()}, {})
     if not _is_wrapper(local):
         own_memory(label, local)
         return None
     nodes = _Nodes(label, local)
     splits = _Splits(label, outer, local, nodes)
     tensors = {names: splits.inner(names, t) for names, t in nodes.tensors.items()}
-    return Taken(
+    return TakenApart(
         tensors,
         {names: _record(label, names, w, nodes, splits) for names, w in nodes.wrappers.items()},
     )
@@ -299,7 +299,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(a.data_ptr() < ends[1] and b.data_ptr() < ends[0])
 
 
-def check_live(label: str, tensor: torch.Tensor, taken: Taken) -> None:
+def check_live(label: str, tensor: torch.Tensor, taken: TakenApart) -> None:
     """Check that what a wrapper gives as its inner tensors is its own memory, which a load can fill."""
     again = take_apart(label, tensor)
     for names, inner in taken.tensors.items():
@@ -342,7 +342,7 @@ class _Splits:
                 hint="reduce it first: tensor.redistribute(placements=[Replicate() …])",
             )
         self.dims = sorted({p.dim for p in outer.placements if not p.is_replicate()})
-        self._sliced = {d: found for d in self.dims if (found := self._slice(d)) is not None}
+        self._sliced = {d: slices for d in self.dims if (slices := self._slice(d)) is not None}
 
     def _slice(self, dim: int) -> tuple[int, dict[Names, tuple[int, ...]]] | None:
         """The shapes of what is inside if the class slices the wrapper, and to how many indices; None if it cannot."""
@@ -354,16 +354,16 @@ class _Splits:
             try:
                 with torch.no_grad():
                     part = torch.ops.aten.slice.Tensor(self.local, dim, 0, count)
-                    found = _Nodes(self.label, part) if type(part) is type(self.local) else None
+                    nodes = _Nodes(self.label, part) if type(part) is type(self.local) else None
             except Exception:  # noqa: BLE001, S112 - the class does not do that
                 continue
             if (
-                found is None
+                nodes is None
                 or part.shape[dim] != count
-                or _shapes(found).keys() != _shapes(self.nodes).keys()
+                or _shapes(nodes).keys() != _shapes(self.nodes).keys()
             ):
                 continue
-            return count, _shapes(found)
+            return count, _shapes(nodes)
         return None
 
     def inner(self, names: Names, tensor: torch.Tensor) -> torch.Tensor | InnerTensor:
@@ -398,11 +398,11 @@ class _Splits:
         out: dict[int, tuple[int, Fraction]] = {}
         for dim in self.dims:
             find = self._from_slice if dim in self._sliced else self._from_shape
-            found = find(names, shape, dim)
-            if found is not None and found[0] in {inner for inner, _ in out.values()}:
+            dims = find(names, shape, dim)
+            if dims is not None and dims[0] in {inner for inner, _ in out.values()}:
                 raise self._unknown(names, shape, "two sharded dims split the same one")
-            if found is not None:
-                out[dim] = found
+            if dims is not None:
+                out[dim] = dims
         return out
 
     def _from_slice(
@@ -519,10 +519,10 @@ def _fields(value: Any) -> Sequence[str] | None:
 def _imported_name(value: Any) -> str:
     """The name by which a module has a class or a function; TypeError if it is another one, or local."""
     name = f"{value.__module__}.{value.__qualname__}"
-    found: Any = sys.modules.get(value.__module__ or "")
+    holder: Any = sys.modules.get(value.__module__ or "")
     for part in value.__qualname__.split("."):
-        found = getattr(found, part, None)
-    if found is not value:
+        holder = getattr(holder, part, None)
+    if holder is not value:
         raise TypeError(f"{name}, which its module does not have")
     return name
 
