@@ -33,7 +33,7 @@ def test_a_plan_is_made_once_and_anew_where_the_state_changed(
         told["one rank"] > told["same again"] + 500
     )  # the other rank's state is the same, and has to be told again
     assert (
-        told["second"] <= told["first"] < told["second"] + 1000
+        told["second"] - 10 < told["first"] < told["second"] + 1000
     )  # otherwise rank 1 tells only digests
     assert abs(told["other"] - told["first"]) < 100
 
