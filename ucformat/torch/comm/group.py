@@ -1,4 +1,6 @@
-"""The tree over the ranks of a group: hosts first, and below one rank of a host the others of it.
+"""The ranks of a save or load as a group, which names a rank that died, authenticates peers and serves threads.
+
+They form a tree: hosts first, and below one rank of a host the others of it.
 
 Rank 0 reads the hosts of all ranks at the store of the process group, and tells each rank its place
 in the tree. So a rank makes a few requests, however many ranks there are; only rank 0 reads and
@@ -16,6 +18,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from ipaddress import ip_address
@@ -40,7 +43,7 @@ from ucformat.torch.comm.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch.distributed as dist
 
@@ -438,25 +441,14 @@ class Group:
             compute: called on rank 0 with the values of all ranks; returns the answers by rank, or
                 raises on all ranks.
         """
-        mine, parent = self._own(value), self._place.parent
-        if parent >= 0 and not mine.failed:
-            mine = self._encoded(value, kind)
-        bundles = self._bundles()
-        if parent >= 0:
-            self.links.send(
-                parent, 2 * self._number, [*pack([mine]), *(memoryview(b) for b in bundles)]
-            )
-            return self._answered(answer_kind)
+        own = value if isinstance(value, BaseException) else {self.rank: value}
 
-        def answer() -> Sequence[Any]:
-            records = self._checked(mine, bundles)
-            if len(records) != self.size:
-                raise UcformatError(
-                    f"the ranks are in different collectives of {self.call}", hint=_ORDER_HINT
-                )
-            return compute([value, *(decode(r.data, kind) for r in records[1:])])
+        def answers(by_rank: dict[int, Any]) -> Addressed:
+            computed = compute([value for _, value in sorted(by_rank.items())])
+            return Addressed(None, dict(enumerate(computed, self.rank)))
 
-        return self._answer(answer, answer_kind)
+        kinds = Mapping[int, kind]
+        return self.combine(own, lambda a, b: {**a, **b}, kinds, answers, answer_kind)
 
     def combine(
         self,
