@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ COMMON = ("--json", "-q", "--quiet", "--catalog")
 
 
 def _walk(group: LazyGroup, path: str = "ucp") -> Iterator[tuple[str, click.Command, str]]:
-    for name, (_, text) in group.lazy.items():
+    for name, text in chain(*group.lines().values()):
         command = group.get_command(click.Context(group), name)
         assert command is not None
         if isinstance(command, LazyGroup):

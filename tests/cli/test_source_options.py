@@ -19,9 +19,8 @@ from tests.sources.test_deepspeed_megatron import SMALL
 from ucformat.cli.main import ucp
 from ucformat.cli.program import LazyGroup
 from ucformat.errors import AmbiguousLayout, option_text, spelling_options
-from ucformat.sources import opening as sources
 from ucformat.sources.base import options_of
-from ucformat.sources.opening import SOURCES
+from ucformat.sources.registry import all_sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,7 +114,7 @@ ASK = ["--source", "cuts=*adapter*=replicate"]
 
 
 def commands(group: LazyGroup = ucp, path: str = "") -> Iterator[tuple[str, click.Command]]:
-    for name in group.lazy:
+    for name in group.list_commands(click.Context(group)):
         found = group.get_command(click.Context(group), name)
         if isinstance(found, LazyGroup):
             yield from commands(found, f"{path}{name} ")
@@ -189,28 +188,27 @@ def test_where_it_cannot_be_meant(run: Run, layout: Path) -> None:
 
 
 def test_sources_have_the_options_that_their_hints_name() -> None:
-    known = {source.kind: set(options_of(source)) for source in SOURCES}
+    known = {source.kind: set(options_of(source)) for source in all_sources()}
     known["huggingface"] &= known["deepspeed"] | known["dcp"]  # it is they who are told
     assert known["huggingface"] == known["deepspeed"] | known["dcp"]
     assert known["bytecheckpoint"] >= known["dcp"]  # whose names it has
     named = set()
-    for file in Path(sources.__file__).parent.rglob("*.py"):
+    root = Path(ucformat.__file__).parent
+    rooms = {"pytorch": ["dcp", "torch_save"], "huggingface": ["huggingface"], "distcp": ["dcp"]}
+    pickles = [k for k in known if k not in ("orbax", "safetensors", "zarr")]
+    files = {
+        "allowed": pickles,
+        "opening": list(known),
+        "parts": list(known),
+        "model_files": list(known),
+        "tp_merge": ["deepspeed", "megatron"],
+    }
+    for file in sorted([*(root / "sources").rglob("*.py"), *(root / "engines").rglob("*.py")]):
+        room = file.parent.name
         kinds = (
-            [file.parent.name]
-            if file.parent.name in known
-            else [file.stem]
-            if file.stem in known
-            else []
+            files.get(file.stem) or rooms.get(room) or [k for k in known if k in (room, file.stem)]
         )
-        if file.stem == "allowed":
-            kinds = [
-                k for k in known if k not in ("orbax", "safetensors", "zarr")
-            ]  # which unpickle nothing
-        if file.stem in ("parts", "model_files"):
-            kinds = list(known)
-        if file.parent.name == "tp_merge":
-            kinds = ["deepspeed", "megatron"]
-        for option in re.findall(r"option_text\(['\"](\w+)['\"]", file.read_text()):
+        for option in re.findall(r"option_text\(\s*['\"](\w+)['\"]", file.read_text()):
             assert kinds, f"{file} names the option {option}: of which source is it?"
             assert all(option in known[k] for k in kinds), (file, option)
             named.add(option)
@@ -228,7 +226,7 @@ def test_sources_have_the_options_that_their_hints_name() -> None:
 
 def test_an_option_is_written_alike_for_all_sources() -> None:
     how: dict[str, set[str]] = {}
-    for source in SOURCES:
+    for source in all_sources():
         for name, field in options_of(source).items():
             how.setdefault(name, set()).add(field.metadata["how"])
             assert len(field.metadata["text"]) > 20

@@ -56,7 +56,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from ucformat.torch.integrations.torchtitan_config import UniversalCheckpointManager  # noqa: E402
+from ucformat.engines.torchtitan.config import UniversalCheckpointManager  # noqa: E402
 
 _GLOBAL_BATCH = 12
 

@@ -388,7 +388,7 @@ def test_values_of_other_programs_become_client_state(tmp_path: Path) -> None:
 
 
 def test_the_exporters_are_registered() -> None:
-    assert {"deepspeed", "deepspeed-universal"} <= EXPORTERS.keys()
+    assert {"deepspeed", "deepspeed-universal"} <= set(EXPORTERS.names())
     with pytest.raises(UsageError, match="stage 0 does not load"):
         plan_export(fake({"w": (3,)}), "deepspeed-universal", stage=0)
 

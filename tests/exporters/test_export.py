@@ -107,7 +107,7 @@ def test_any_placement_of_elements(
     arrays = random_arrays(seed, 5, edge=9)
     source = universal(folder / "u", arrays)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(EXPORTERS, "scattered", _Scattered)
+        patch.setitem(EXPORTERS._objects, "scattered", _Scattered)
         patch.setattr(bands, "_BAND_BYTES", band)
         done = ucformat.export(source, folder / "out", "scattered")
     assert done.verified

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid, chunk_shape, shard_shape
 from ucformat.format.shard import bands
-from ucformat.geometry.box import Box, prove, row_major
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.reading.plan import ReadItem, Verify, make_plan
 from ucformat.storage.base import Costs

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucformat.errors import CoverageError
-from ucformat.geometry.box import Box, prove
+from ucformat.geometry.box import Box
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import TensorInfo
 

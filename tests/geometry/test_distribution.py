@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucformat.errors import LayoutError
-from ucformat.geometry.box import Box, prove
+from ucformat.geometry.box import Box
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import TensorInfo
 

@@ -31,8 +31,8 @@ from ucformat.exporters.base import left_out
 from ucformat.geometry.box import Box
 from ucformat.sources import safetensors as opened
 from ucformat.sources.distcp import metadata
-from ucformat.sources.opening import SOURCES
 from ucformat.sources.pickle import file
+from ucformat.sources.registry import all_sources
 from ucformat.storage.local import LocalStore
 
 __all__ = ["DATA", "Sample", "SourceSuite", "kept"]
@@ -129,7 +129,7 @@ class SourceSuite:
     def test_it_is_found_and_by_one_source_alone(self, sample: Sample) -> None:
         assert sample.open().kind == sample.kind
         if sample.path.is_dir():
-            found = [s.kind for s in SOURCES if s.find(LocalStore(sample.path))]
+            found = [s.kind for s in all_sources() if s.find(LocalStore(sample.path))]
             assert found[:1] == [sample.kind]
             assert set(found[1:]) <= self.outranked
 
@@ -183,7 +183,7 @@ class SourceSuite:
             for name in names:
                 monkeypatch.setattr(module, name, 1 << 8)
         store = Counting(LocalStore(sample.path))
-        source = next(s for s in SOURCES if s.find(store)).open(store)
+        source = next(s for s in all_sources() if s.find(store)).open(store)
         read = {
             key: list(ranges) for key, ranges in store.ranges.items()
         }  # asking for extents reads more

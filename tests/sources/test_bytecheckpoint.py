@@ -9,7 +9,8 @@ import pytest
 
 from tests.sources.suite import Sample, SourceSuite, kept
 from ucformat.checkpoint import open_checkpoint
-from ucformat.engines.bytecheckpoint.source import LATEST, ByteCheckpoint
+from ucformat.engines.bytecheckpoint.folder import LATEST
+from ucformat.engines.bytecheckpoint.source import ByteCheckpoint
 from ucformat.errors import UsageError
 from ucformat.storage.local import LocalStore
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.sources.reading import Counting
 from ucformat.checkpoint import Checkpoint
-from ucformat.sources.opening import SOURCES
+from ucformat.sources.registry import all_sources
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -49,6 +49,6 @@ def test_opening_reads_kilobytes(
 ) -> None:
     save({name: torch.full((SIZE // 4,), 1.5) for name in ("a.weight", "b.weight")}, tmp_path)
     store = Counting(LocalStore(tmp_path))
-    ck = Checkpoint(next(s for s in SOURCES if s.find(store)).open(store))
+    ck = Checkpoint(next(s for s in all_sources() if s.find(store)).open(store))
     assert sum(info.nbytes for info in ck.tensors.values()) == 2 * SIZE
     assert store.bytes.total() < SIZE // 8

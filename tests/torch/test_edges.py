@@ -10,8 +10,8 @@ import torch
 
 import ucformat
 from tests.jobs.conftest import foreign
+from ucformat.engines.torchtitan.live import CheckpointManager
 from ucformat.torch import Manager, Rng, load, save
-from ucformat.torch.integrations.torchtitan import CheckpointManager
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save_local
 from ucformat.torch.state.local import local_state

@@ -319,6 +319,6 @@ def test_without_grouped_queries_there_are_as_many_groups_as_heads() -> None:
 
 
 def test_every_preset_makes_steps() -> None:
-    for name, (options, _) in PRESETS.items():
-        given = {k: v for k, v in OPTIONS.items() if k in options}
+    for name, preset in PRESETS.items():
+        given = {k: v for k, v in OPTIONS.items() if k in preset.options}
         assert preset_steps(name, given, {}, {}, [])

@@ -1,4 +1,11 @@
-"""Which deleted checkpoints may be removed from storage: a pure function of the checkpoints and the time."""
+"""Deletion in the catalog: the rows from which plans are made, deleting and restoring, and the progress of `gc`.
+
+    committed --delete--> deleted --begin_purge--> purging --end_purge--> purged
+              <--restore--        <--stop_purge---
+
+Storage is not touched before `purging`. Deleting or annotating a checkpoint locks its row first, so
+that of a concurrent alias and deletion, the later one sees the earlier.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +43,10 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.stamp import Stamp
     from ucformat.schema.policy import Policy
+
+
+# Which deleted checkpoints may be removed from storage: a pure function of the checkpoints and the
+# time.
 
 
 _LAST = datetime.max.replace(tzinfo=UTC)
@@ -183,16 +194,6 @@ def _time(
     conditions = [end, *holds, *(times[d] for d in row.dependents)]
     known = [at for at in conditions if at is not None]
     return max([now, *known]) if len(known) == len(conditions) else None
-
-
-# Deletion in the catalog: the rows from which plans are made, deleting and restoring, and the
-# progress of `gc`.
-#
-#     committed --delete--> deleted --begin_purge--> purging --end_purge--> purged
-#               <--restore--        <--stop_purge---
-#
-# Storage is not touched before `purging`. Deleting or annotating a checkpoint locks its row first,
-# so that of a concurrent alias and deletion, the later one sees the earlier.
 
 
 def protections_at(

@@ -1,4 +1,4 @@
-"""Edges of the lineage, as they are recorded from the manifest of a child, from a document or by a link."""
+"""Lineage: the graph of a checkpoint's ancestors or descendants, rendered as a tree, in Mermaid or in Graphviz."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.stamp import Stamp
     from ucformat.schema.manifest import Manifest
+
+
+# Edges of the lineage, as they are recorded from the manifest of a child, from a document or by a
+# link.
 
 
 def parent_names(manifest: Manifest) -> Iterator[str]:
@@ -81,9 +85,6 @@ def _below(url: str, root: str) -> bool:
     root = root.rstrip("/")
     return url.rstrip("/") == root or url.startswith(f"{root}/")
 
-
-# Lineage: the graph of a checkpoint's ancestors or descendants, rendered as a tree, in Mermaid or
-# in Graphviz.
 
 Direction = Literal["up", "down"]
 

@@ -1,4 +1,11 @@
-"""Launches in the catalog: of which launch a checkpoint is, and which launches that one continues (`catalog.lines`)."""
+"""The lines of a run: which of its checkpoints continue which, by the launches that saved them, never by clocks.
+
+A launch is a training from its start, or from a load, to its end. It continues others up to a
+position: of a recorded launch a count of commits, of a folder (what has no launch: an engine's
+checkpoints, plain saves) a step. The newest checkpoint of a launch is a *head*, unless another
+launch of the run continues it. The *line* of a head is all that is behind it; lines that a launch
+forked share their beginning.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +31,10 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     Positions = Mapping[str | None, int]
+
+
+# Launches in the catalog: of which launch a checkpoint is, and which launches that one continues
+# (`catalog.lines`).
 
 
 #: A training goes on from the parent of these edges; a launch of the same run that begins so
@@ -153,16 +164,6 @@ def load_families(
     common = connection.scalars(sa.select(family()).where(Launch.id.in_(launches)).distinct()).all()
     members = sa.select(Launch.id).where(sa.or_(Launch.id.in_(common), Launch.family.in_(common)))
     return load_continuations(connection, connection.scalars(members).all())
-
-
-# The lines of a run: which of its checkpoints continue which, by the launches that saved them,
-# never by clocks.
-#
-# A launch is a training from its start, or from a load, to its end. It continues others up to a
-# position: of a recorded launch a count of commits, of a folder (what has no launch: an engine's
-# checkpoints, plain saves) a step. The newest checkpoint of a launch is a *head*, unless another
-# launch of the run continues it. The *line* of a head is all that is behind it; lines that a launch
-# forked share their beginning.
 
 
 class Placed(Protocol):

@@ -1,4 +1,9 @@
-"""Column types that work the same on both databases, and the base class of the tables."""
+"""The tables of the catalog (docs/catalog.md, "Tables").
+
+Other tables refer to `checkpoint.serial`; manifests and users refer to `checkpoint.id`. The names,
+dtypes, shapes and grids of a checkpoint's tensors are a *tensor set*, stored once for all
+checkpoints with that structure; only the digests of tensors are rows of each checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
     from sqlalchemy.engine import Dialect
     from sqlalchemy.types import TypeEngine
+
+
+# Column types that work the same on both databases, and the base class of the tables.
 
 
 def storable_json(value: Any) -> Any:
@@ -177,12 +185,6 @@ def canonical_hash(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
-
-# The tables of the catalog (docs/catalog.md, "Tables").
-#
-# Other tables refer to `checkpoint.serial`; manifests and users refer to `checkpoint.id`. The
-# names, dtypes, shapes and grids of a checkpoint's tensors are a *tensor set*, stored once for all
-# checkpoints with that structure; only the digests of tensors are rows of each checkpoint.
 
 #: The approximate number of digests in a block. Consecutive insertions touch few pages, and a
 #: search looks into each block once: on SQLite, inserting 10,000 digests takes 10 ms instead of 45

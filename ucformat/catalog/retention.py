@@ -1,4 +1,8 @@
-"""The checkpoints from which plans of retention and purges are made, and which of them others need."""
+"""Retention policies: what to keep and delete, as a pure function of the policy, the checkpoints and the time.
+
+The catalog provides the rows, and applies a plan if planning again gives one with the same id.
+docs/retention.md describes policies for users.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +45,9 @@ if TYPE_CHECKING:
     from sqlalchemy import BindParameter, ColumnElement, Connection, Executable
 
     from ucformat.schema.policy import Best, Last, Policy
+
+
+# The checkpoints from which plans of retention and purges are made, and which of them others need.
 
 
 #: States of checkpoints that were deleted and are still in storage; and of all that are in storage.
@@ -268,12 +275,6 @@ def near(url: str) -> ColumnElement[bool]:
     """Whether an edge refers to a place, a folder above it, or something inside it."""
     return sa.or_(Edge.parent_url.in_([*_folders(url)]), starts_with(Edge.parent_url, f"{url}/"))
 
-
-# Retention policies: what to keep and delete, as a pure function of the policy, the checkpoints and
-# the time.
-#
-# The catalog provides the rows, and applies a plan if planning again gives one with the same id.
-# docs/retention.md describes policies for users.
 
 OWN_KIND = "ucformat"
 _MAX_NAMED = 10  # checkpoints that need another, named in a reason

@@ -9,6 +9,7 @@ import click
 
 from ucformat._version import __version__
 from ucformat.cli.program import LazyGroup, Program
+from ucformat.registry import Registry
 
 _ALIAS = LazyGroup(
     "alias",
@@ -28,28 +29,6 @@ _CATALOG = LazyGroup(
         "upgrade": ("catalog:upgrade", "Upgrade a catalog from an older version of ucformat."),
     },
     help="Inspect and upgrade the catalog.",
-)
-
-_EXPORT = LazyGroup(
-    "export",
-    {
-        "safetensors": (
-            "export:safetensors",
-            "safetensors files for Hugging Face, vLLM and others.",
-        ),
-        "dcp": ("export:dcp", "PyTorch Distributed Checkpoint, for FSDP2, torchtitan and others."),
-        "deepspeed": (
-            "export:deepspeed",
-            "DeepSpeed's own files, for any ZeRO stage and number of ranks.",
-        ),
-        "deepspeed-universal": ("export:deepspeed_universal", "DeepSpeed's universal format."),
-        "megatron": ("export:megatron", "Megatron-Core's distributed checkpoints."),
-        "torch": ("export:torch", "One file of torch.save."),
-        "orbax": ("export:orbax", "Orbax, for JAX."),
-        "npz": ("export:npz", "One archive of NumPy."),
-        "npy": ("export:npy", "A folder of NumPy files."),
-    },
-    help="Write a checkpoint in the format of another tool.",
 )
 
 _LAYOUT = LazyGroup(
@@ -72,14 +51,11 @@ ucp = Program(
         "plan": ("layouts:plan", "Compute what the ranks of a layout would read."),
         "fits": ("layouts:fits", "Check whether checkpoints can be loaded under a layout."),
         "convert": ("convert:convert", "Convert any checkpoint to a universal one."),
-        "export": (_EXPORT, "Write a checkpoint in the format of another tool."),
-        "average": ("combine:average", "Average checkpoints."),
-        "merge": ("combine:merge", "Merge models, or adapters into their base."),
+        "export": ("export:export", "Write a checkpoint in the format of another tool."),
         "materialize": ("convert:materialize", "Convert a packed checkpoint to arrays."),
         "copy": ("convert:copy", "Copy a universal checkpoint to another location."),
         "verify": ("verify:verify", "Read every byte and compare it with its checksums."),
         "doctor": ("doctor:doctor", "Check storage capabilities."),
-        "cache": ("cache:cache", "Show or clear the cache of files read over a network."),
         "layout": (_LAYOUT, "Validate layout files."),
         "ls": ("ls:ls", "List the checkpoints in the catalog."),
         "diff": ("diff:diff", "Show the differences between two checkpoints."),
@@ -106,6 +82,7 @@ ucp = Program(
         "catalog": (_CATALOG, "Inspect and upgrade the catalog."),
     },
     sections={"show": "Checkpoints", "ls": "The catalog of checkpoints"},
+    registered=Registry("commands", "command"),
     help="""Checkpoints for large models: save with any layout, and read exactly one rank's slice with any other.
 
     SRC and REF are paths or URLs of universal checkpoints or of checkpoints from training engines. All are read in

@@ -16,6 +16,8 @@ from ucformat.cli.ui.output import INTERRUPTED, print_error
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ucformat.registry import Registry
+
 
 class Interrupted(Exception):
     """Ctrl-C during a command, with a message on the state of its work."""
@@ -29,7 +31,9 @@ class LazyGroup(click.Group):
     """A group that imports a command when it is called.
 
     Args:
+        lazy: the commands, or their modules and names, and their lines in the help.
         sections: by the first command of each section of the help, the section's title.
+        registered: further commands, which packages register.
     """
 
     def __init__(
@@ -37,21 +41,26 @@ class LazyGroup(click.Group):
         name: str,
         lazy: Mapping[str, tuple[str | click.Command, str]],
         sections: Mapping[str, str] | None = None,
+        registered: Registry[click.Command] | None = None,
         **attributes: Any,
     ) -> None:
         super().__init__(name, **attributes)
         self.context_settings = {"help_option_names": ["-h", "--help"]}
         self.lazy = lazy
         self.sections = sections or {}
+        self.registered = registered
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """The names of the commands, in the order of the table."""
-        return list(self.lazy)
+        """The names of the commands: those of the table in its order, then those that are registered."""
+        more = () if self.registered is None else self.registered.names()
+        return list(dict.fromkeys((*self.lazy, *more)))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """Import a command."""
         if cmd_name not in self.lazy:
-            return None
+            if self.registered is None or cmd_name not in self.registered:
+                return None
+            return self.registered[cmd_name]
         home = self.lazy[cmd_name][0]
         if isinstance(home, click.Command):
             return home
@@ -64,20 +73,28 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that the arguments name."""
-        if args[0] not in self.lazy and not args[0].startswith("-"):
-            near = get_close_matches(args[0], self.lazy, 1)
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            near = get_close_matches(args[0], names, 1)
             meant = f"did you mean {near[0]}? " if near else ""
-            ctx.fail(f"no such command {args[0]!r}; {meant}the commands are {', '.join(self.lazy)}")
+            ctx.fail(f"no such command {args[0]!r}; {meant}the commands are {', '.join(names)}")
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """Write the list of commands without importing them."""
-        parts: dict[str, list[tuple[str, str]]] = {}
+    def lines(self) -> dict[str, list[tuple[str, str]]]:
+        """The names of commands and their lines in the help, by section; imports only what is registered."""
+        sections: dict[str, list[tuple[str, str]]] = {}
         title = "Commands"
         for name, (_, text) in self.lazy.items():
             title = self.sections.get(name, title)
-            parts.setdefault(title, []).append((name, text))
-        for title, rows in parts.items():
+            sections.setdefault(title, []).append((name, text))
+        if self.registered is not None:
+            more = [(n, c) for n, c in self.registered.items() if n not in self.lazy]
+            sections["More commands"] = [(n, c.get_short_help_str(limit=80)) for n, c in more]
+        return sections
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """Write the list of commands."""
+        for title, rows in self.lines().items():
             with formatter.section(title):
                 formatter.write_dl(rows)
 

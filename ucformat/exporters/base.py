@@ -182,13 +182,14 @@ class ExportOptions:
 class Exporter(ABC):
     """Plans the files of one format.
 
-    To support a format, subclass this, define `kind`, `title` and `target`, and add it to the table
-    in `exporters/__init__.py`. `--help` imports all of them, so their modules should import little:
-    `target` imports what plans the files.
+    To support a format, subclass this, define `kind`, `title` and `target`, and register it in the
+    group `ucformat.exporters` of the entry points of your package (CONTRIBUTING.md, "Add an
+    exporter"). `ucp export --help` imports all of them.
 
     Attributes:
         kind: the identifier of the format in the API and on the command line.
         title: the name of the format in messages.
+        summary: its line in `ucp export --help` (default: the title).
         weights_only: whether the format has a place for one tensor of each name: its weight, or its
             master where only that is stored.
         dtypes: those that the format has.
@@ -201,6 +202,7 @@ class Exporter(ABC):
 
     kind: ClassVar[str]
     title: ClassVar[str]
+    summary: ClassVar[str] = ""
     weights_only: bool = False
     dtypes: ClassVar[Collection[str]] = TORCH_SAVE_DTYPES
     endings: ClassVar[tuple[str, ...]] = ()

@@ -10,188 +10,32 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UnsupportedError, UsageError
-from ucformat.exporters.adapter import adapter_names, is_wrapped
+from ucformat.errors import UnsupportedError
 from ucformat.exporters.base import (
-    Exporter,
-    ExportOptions,
-    Link,
     Span,
-    Target,
     TargetFile,
-    left_out,
-    option,
-    weights_of,
 )
 from ucformat.reading.readable import PART_OF
-from ucformat.sources.model_files import find_assets
 from ucformat.sources.safetensors import DTYPES, PACKED
-from ucformat.storage.base import Info
-from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+#: The names of dtypes in headers, by ours.
+DTYPE_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 _ENDING = ".safetensors"
-_MODEL = "model"  # the name of the files that loaders look for
+MODEL = "model"  # the name of the files that loaders look for
 _ALIGN = 8  # bytes: of the header, as the library pads it
 _MAX_HEADER = 100_000_000
-_SHARD_BYTES = 5_000_000_000  # the default of `save_pretrained` since 2023
+SHARD_BYTES = 5_000_000_000  # the default of `save_pretrained` since 2023
 #: Names of input embeddings, which transformers keeps of tied tensors.
 _EMBEDDING = re.compile(
     r"(^|[._])(embed|embeddings?|embed_tokens|wte|shared|word_embeddings|tok_embeddings)([._]|$)"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SafetensorsOptions(ExportOptions):
-    """The options of `SafetensorsExporter`."""
-
-    max_shard_bytes: int = option(
-        _SHARD_BYTES,
-        "size",
-        "maximum size of a file, unless a single tensor is larger; 5 GB by default",
-    )
-    name: str = option(
-        _MODEL,
-        "text",
-        "the name of the files without its ending; with it, of a single file; `model` by default",
-    )
-    assets: str | None = option(
-        None,
-        "path",
-        "a folder whose config.json, tokenizer and similar files are used, before those of the checkpoint",
-    )
-
-    link: str | None = option(
-        None,
-        "link",
-        "share the bytes of the checkpoint's own safetensors files instead of copying them, by reflinks, or with "
-        "`hard` by hard links",
-    )
-    read_only: bool = option(
-        False,
-        "flag",
-        "with hard links, remove the permission to write from the checkpoint's own files, so that nobody damages them",
-    )
-
-    def __post_init__(self) -> None:
-        if self.max_shard_bytes < 1:
-            raise UsageError(f"max_shard_bytes must be at least 1, not {self.max_shard_bytes}")
-        if self.link not in (None, "reflink", "hard"):
-            raise UsageError(
-                f"there are no links of the kind {self.link!r}", hint="there are: reflink, hard"
-            )
-
-
-class SafetensorsExporter(Exporter):
-    """Plans safetensors files for Hugging Face."""
-
-    kind = "safetensors"
-    title = "safetensors (Hugging Face)"
-    weights_only = True
-    dtypes = _NAMES
-    endings = (_ENDING,)
-    options_type = SafetensorsOptions
-
-    def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
-        """See Exporter."""
-        if self.options.link is not None:
-            return self._linked(source, infos)
-        if self.one_file:
-            name, most = self.options.name[: -len(_ENDING)], sum(i.nbytes for i in infos)
-            files = files_of(infos, source.aliases, name, most, source.metadata.part_of)
-            return Target(tuple(files), left_out(source, infos, part=True))
-        if is_wrapped(info.name for info in infos):
-            return self._adapter(source, infos)
-        name, most = self.options.name, self.options.max_shard_bytes
-        files = files_of(infos, source.aliases, name, most, source.metadata.part_of)
-        assets = self._assets(source)
-        last = (TargetFile.of(name, data, last=True) for name, data in assets.items())
-        return Target((*files, *last), left_out(source, infos, assets=assets, part=True))
-
-    def _adapter(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
-        """The files of the adapter in the checkpoint of a model that PEFT has wrapped, without those of its base."""
-        assets = self._assets(source)
-        named = sorted(
-            adapter_names(source, infos, assets).items(), key=lambda item: -item[1].itemsize
-        )
-        header = header_of(named, {"format": "pt"})
-        name = "adapter_model" if self.options.name == _MODEL else self.options.name
-        file = TargetFile.of(f"{name}{_ENDING}", header, *(Span.whole(info) for _, info in named))
-        beside = {
-            name: data
-            for name, data in assets.items()
-            if name not in ("config.json", "generation_config.json")
-        }
-        last = (TargetFile.of(name, data, last=True) for name, data in beside.items())
-        return Target((file, *last), left_out(source, [info for _, info in named], assets=beside))
-
-    def _linked(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
-        """Links to the files of a source that are safetensors files already."""
-        found = _own_files(source)
-        whole = {
-            info.key for info in weights_of(source.origin.metadata.tensor_list.placed().tensors)
-        }
-        if not found or source.steps or {info.key for info in infos} != whole:
-            raise UnsupportedError(
-                f"{source.url} has no safetensors files with exactly these tensors, so there is nothing to link",
-                hint="leave out --link for a copy",
-            )
-        hard, read_only = self.options.link == "hard", self.options.read_only
-        assets = self._assets(source)
-        files = [
-            TargetFile(
-                name, size, tuple, last=name.endswith(".json"), link=Link(key, hard, read_only)
-            )
-            for name, (key, size) in found.items()
-            if name not in assets
-        ]
-        last = [TargetFile.of(name, data, last=True) for name, data in assets.items()]
-        left = left_out(
-            source, infos, assets=assets, part=PART_OF in source.objects.get("metadata", {})
-        )
-        return Target((*sorted(files, key=lambda f: f.last), *last), left)
-
-    def _assets(self, source: Checkpoint) -> dict[str, bytes]:
-        """The files beside the tensors, by name."""
-        from ucformat.views.model_config import (
-            outdated,
-        )  # with the documents of views, which the options do not need
-
-        own = find_assets(Info(name, 0, "") for name in source.assets)
-        wrong = outdated(
-            source.viewed, source.assets, source.objects
-        )  # of a sub-model, the whole model's sizes
-        found = {name: source.assets[name] for name in own if name not in wrong}
-        if self.options.assets is not None:
-            store = open_store(self.options.assets)
-            given = find_assets(store.list())
-            if not given:
-                raise UsageError(f"{store.url} has no config.json, tokenizer or similar file")
-            found |= {name: store.read(name) for name in given}
-        return found
-
-
-def _own_files(source: Checkpoint) -> dict[str, tuple[str, int]]:
-    """The safetensors files of which a source consists, with their keys and sizes, by the name that loaders expect.
-
-    An index names its shards by their paths below its folder, so they keep them.
-    """
-    if source.foreign is not None:
-        keys = source.metadata.files if source.kind == "safetensors" else ()
-        return {key: (key, source.store.info(key).size) for key in keys}
-    folder = source.universal.weights_folder if source.universal else None
-    if folder is None:
-        return {}
-    return {i.key.removeprefix(f"{folder}/"): (i.key, i.size) for i in source.store.list(folder)}
 
 
 def written_names(aliases: Mapping[str, str], infos: Sequence[TensorInfo]) -> dict[str, str]:
@@ -211,7 +55,7 @@ def files_of(
     infos: Sequence[TensorInfo],
     tied: Mapping[str, str],
     name: str = "model",
-    most: int = _SHARD_BYTES,
+    most: int = SHARD_BYTES,
     part_of: str = "",
 ) -> Iterator[TargetFile]:
     """The shards, and the index if there are several; a pure function of the arguments.
@@ -297,10 +141,10 @@ def header_of(tensors: Sequence[tuple[str, TensorInfo]], about: Mapping[str, str
     entries: dict[str, object] = {"__metadata__": dict(about)}
     at = 0
     for name, info in tensors:
-        if info.dtype not in _NAMES:
+        if info.dtype not in DTYPE_NAMES:
             raise UnsupportedError(
                 f"{info.key} has the dtype {info.dtype}, which safetensors does not have",
-                hint=f"it has {', '.join(_NAMES)}; cast it with --cast, or export other tensors",
+                hint=f"it has {', '.join(DTYPE_NAMES)}; cast it with --cast, or export other tensors",
             )
         if name == "__metadata__":
             raise UnsupportedError(
@@ -308,7 +152,7 @@ def header_of(tensors: Sequence[tuple[str, TensorInfo]], about: Mapping[str, str
             )
         offsets = [at, at + info.nbytes]
         entries[name] = {
-            "dtype": _NAMES[info.dtype],
+            "dtype": DTYPE_NAMES[info.dtype],
             "shape": _shape(info),
             "data_offsets": offsets,
         }

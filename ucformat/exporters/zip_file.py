@@ -1,4 +1,10 @@
-"""Files as `torch.save` writes them: an uncompressed zip archive of a pickle and the storages of its tensors."""
+"""Uncompressed zip archives as parts of a file, which is written from beginning to end.
+
+The CRC-32 of a member that contains elements of tensors follows it, in a data descriptor, and is
+repeated in the directory at the end (PKWARE's APPNOTE 4.3.9, 4.4.4). The contents of members begin
+at multiples of 64 bytes, so that they can be mapped to memory. Sizes and numbers of members are not
+limited (zip64, APPNOTE 4.5.3).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ucformat.exporters.base import Part, Span
+
+
+# Files as `torch.save` writes them: an uncompressed zip archive of a pickle and the storages of its
+# tensors.
 
 
 def torch_file(key: str, value: Any, *, last: bool = False) -> TargetFile:
@@ -56,13 +66,6 @@ def torch_archive(value: Any, top: str = "archive", spans: int = 0) -> tuple[Par
     archive.add(f"{top}/version", b"3\n")
     return archive.end()
 
-
-# Uncompressed zip archives as parts of a file, which is written from beginning to end.
-#
-# The CRC-32 of a member that contains elements of tensors follows it, in a data descriptor, and is
-# repeated in the directory at the end (PKWARE's APPNOTE 4.3.9, 4.4.4). The contents of members
-# begin at multiples of 64 bytes, so that they can be mapped to memory. Sizes and numbers of members
-# are not limited (zip64, APPNOTE 4.5.3).
 
 _ALIGN = 64
 _MAX32, _MAX16 = 0xFFFFFFFF, 0xFFFF

@@ -1,4 +1,8 @@
-"""Encodes documents, and parses them again before they replace anything, since nobody could open what is wrong."""
+"""Content digests: XXH3-128 of each chunk of a tensor, and then of these digests, which may be computed in any order.
+
+XXH3 runs at memory speed and finds accidental changes; it is not secure against deliberate
+collisions. Small files have a SHA-256 digest.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,10 @@ if TYPE_CHECKING:
 
     from ucformat.format.chunking import Grid
     from ucformat.storage.base import Bytes, Store
+
+
+# Encodes documents, and parses them again before they replace anything, since nobody could open
+# what is wrong.
 
 
 def check_values(values: Any, label: str, depth: int = MAX_DEPTH) -> None:
@@ -52,12 +60,6 @@ def unwritable(document: str, reason: object) -> UsageError:
 
 _HINT = "docs/spec.md (Limits) lists the limits of nesting, integers and text; change the value that the message names"
 
-
-# Content digests: XXH3-128 of each chunk of a tensor, and then of these digests, which may be
-# computed in any order.
-#
-# XXH3 runs at memory speed and finds accidental changes; it is not secure against deliberate
-# collisions. Small files have a SHA-256 digest.
 
 LEAF_BYTES = 16
 _BLOCK = 8 << 20  # bytes of a file in memory at once

@@ -17,7 +17,7 @@ from ucformat.format.described import packed_file
 from ucformat.format.digest import unwritable
 from ucformat.format.sidecar import NO_BLOCK, block_of, decode
 from ucformat.format.structure import MOUNT, Problem, manifest_problems, place_of
-from ucformat.geometry.box import prove
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
 from ucformat.reading.execute import place_checksum
 from ucformat.reading.garbage import gc_paused

@@ -14,7 +14,7 @@ from ucformat.format.digest import leaf
 from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
-from ucformat.storage.folders import thread_memory
+from ucformat.storage.scratch import thread_memory
 from ucformat.storage.strided import checksum, copy
 
 if TYPE_CHECKING:

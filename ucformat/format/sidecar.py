@@ -1,4 +1,8 @@
-"""The encoding of described tensors: metadata and columns of a sidecar (docs/spec.md, section 7)."""
+"""The sidecar: the extents of a packed checkpoint as columns of a safetensors file (docs/spec.md, "Sidecar").
+
+Decoding a sidecar checks all columns; `Extent` objects are created only for the tensors that are
+read.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,9 @@ if TYPE_CHECKING:
     from ucformat.schema.tensors import TensorTable
 
     Column = NDArray[np.int64]
+
+
+# The encoding of described tensors: metadata and columns of a sidecar (docs/spec.md, section 7).
 
 
 #: Columns of the sidecar, with a row for each described tensor; and one with a row for each dim of
@@ -135,12 +142,6 @@ def _mesh(doc: MeshDoc) -> RankMesh:
         )
     return mesh
 
-
-# The sidecar: the extents of a packed checkpoint as columns of a safetensors file (docs/spec.md,
-# "Sidecar").
-#
-# Decoding a sidecar checks all columns; `Extent` objects are created only for the tensors that are
-# read.
 
 #: In `block_offset`: no checksum covers the extent.
 NO_BLOCK = -1

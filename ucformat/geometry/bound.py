@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import LayoutError, TensorNotFound
-from ucformat.geometry.box import prove
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.flat_buffer import FlatBuffer, join_flat
 from ucformat.geometry.local import Dim, ShardAt, local_dims, pieces_of
 from ucformat.geometry.patterns import compile_regex

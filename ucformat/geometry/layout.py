@@ -1,4 +1,4 @@
-"""Converts between layout files and layouts: read, validate, lower to placements, and lift back."""
+"""Layouts: meshes, and rules that map tensor names to placements."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from ucformat.geometry.patterns import Pattern
     from ucformat.geometry.tensor import Key, TensorList
     from ucformat.schema.view import Labelled
+
+
+# Converts between layout files and layouts: read, validate, lower to placements, and lift back.
 
 
 _STEP: TypeAdapter[Step] = TypeAdapter(Step)
@@ -275,8 +278,6 @@ def _lift(p: Placement) -> str | dict[str, Any]:
 def _names(p: Shard | Flat | Stage | Owner | Partial) -> str | list[str]:
     return p.over[0] if len(p.over) == 1 else list(p.over)
 
-
-# Layouts: meshes, and rules that map tensor names to placements.
 
 __all__ = ["Layout"]
 

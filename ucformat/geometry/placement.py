@@ -1,4 +1,9 @@
-"""Meshes: named axes, and the rank at each coordinate."""
+"""Placements: the ways to distribute a tensor over mesh axes; and rules, which assign placements to tensors.
+
+Placements compose in the order in which a rule lists them, each on the local shape that the
+previous one left. Each may span several axes: its degree is the product of their sizes, its index
+is row-major over the axes as listed. `over` takes the name of one axis, or a tuple of names.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,9 @@ from ucformat.geometry.patterns import Pattern, compile_regex, is_regex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+
+# Meshes: named axes, and the rank at each coordinate.
 
 
 _MAX_RANKS = 1 << 22  # of a mesh, because each rank is listed
@@ -96,13 +104,6 @@ class Mesh:
     def __str__(self) -> str:
         return "(" + ", ".join(f"{axis}={n}" for axis, n in self.axes.items()) + ")"
 
-
-# Placements: the ways to distribute a tensor over mesh axes; and rules, which assign placements to
-# tensors.
-#
-# Placements compose in the order in which a rule lists them, each on the local shape that the
-# previous one left. Each may span several axes: its degree is the product of their sizes, its index
-# is row-major over the axes as listed. `over` takes the name of one axis, or a tuple of names.
 
 Over = str | tuple[str, ...]
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ucformat.errors import CoverageError, LayoutError
-from ucformat.geometry.box import Box, bounding_box, prove
+from ucformat.geometry.box import Box, bounding_box
+from ucformat.geometry.coverage import prove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -38,7 +38,7 @@ from ucformat.sources.configuration import with_config
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import as_store, as_strings
 from ucformat.storage.wrappers import check_unchanged, find_watched
-from ucformat.views.model_config import OUTDATED, outdated
+from ucformat.views.viewed import OUTDATED, outdated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,8 @@
-"""Copies the files of a checkpoint: each is read once, compared with its checksums, and written while it is read.
+"""Copies a universal checkpoint to another place: the same bytes under the same id.
 
-A file that differs from the committed one never appears at the destination. Intact files of an
-interrupted copy are read back there and kept.
+The manifest is copied byte by byte, so the attempt that it names keeps its name. Two processes that
+copy a checkpoint to the same place at once write the same files, and the second one finds the work
+done.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Block
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store, Writer
+
+
+# Copies the files of a checkpoint: each is read once, compared with its checksums, and written
+# while it is read.
+#
+# A file that differs from the committed one never appears at the destination. Intact files of an
+# interrupted copy are read back there and kept.
 
 
 _NAMED = 5  # damaged chunks or blocks of a file that are named
@@ -287,12 +295,6 @@ def _names(keys: Sequence[Key]) -> str:
     more = f" and {len(distinct) - _NAMED} more" if len(distinct) > _NAMED else ""
     return f" in {', '.join(distinct[:_NAMED])}{more}" if distinct else ""
 
-
-# Copies a universal checkpoint to another place: the same bytes under the same id.
-#
-# The manifest is copied byte by byte, so the attempt that it names keeps its name. Two processes
-# that copy a checkpoint to the same place at once write the same files, and the second one finds
-# the work done.
 
 __all__ = ["Copied", "copy"]
 

@@ -1,8 +1,4 @@
-"""What registering trees will cost, from opening a sample of their checkpoints: what is read depends on the content.
-
-Folders are of one kind if they have files of the same names, apart from numbers. Of each kind some
-are opened, spread over the tree, and stand for the others.
-"""
+"""What a job will cost, before it runs: its tasks, the bytes that it reads and writes, its requests, and its time."""
 
 from __future__ import annotations
 
@@ -45,6 +41,13 @@ if TYPE_CHECKING:
     from ucformat.jobs.listing import Tree
     from ucformat.reading.plan import Verify
     from ucformat.storage.base import Info, Store
+
+
+# What registering trees will cost, from opening a sample of their checkpoints: what is read depends
+# on the content.
+#
+# Folders are of one kind if they have files of the same names, apart from numbers. Of each kind
+# some are opened, spread over the tree, and stand for the others.
 
 
 _OPENED, _KINDS = (
@@ -207,9 +210,6 @@ def _counted(stores: Iterable[_CountingStore]) -> _Total:
     others = sum(store.others for store in stores)
     return _Total(0, files, len(reads) + others, sum(read.nbytes for _, read in reads))
 
-
-# What a job will cost, before it runs: its tasks, the bytes that it reads and writes, its requests,
-# and its time.
 
 __all__ = ["Cost", "estimate", "estimate_combination", "estimate_export", "seconds_at"]
 

@@ -1,4 +1,4 @@
-"""The parts of an exported file in bands of a few MiB, one of which is written while the next one is read."""
+"""The files of an export, as tasks: each is written from beginning to end, while its elements are read and verified."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ucformat.exporters.registry import make_exporter
 from ucformat.format.digest import document_digest
 from ucformat.geometry.box import bounding_box
 from ucformat.geometry.tensor import Key, cut_piece
-from ucformat.jobs.export_place import CLAIM, FOLDER, read_claim
+from ucformat.jobs.export_claim import CLAIM, FOLDER, read_claim
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, sums_of
 from ucformat.jobs.inputs import Input
 from ucformat.jobs.reopen import options_of, other_found, plain_options, reopen, spec_of
@@ -34,7 +34,7 @@ from ucformat.schema import ITEMSIZE
 from ucformat.storage.base import HIDDEN, check_key, exists
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.error_mapping import mapping_os_errors
-from ucformat.storage.folders import thread_memory
+from ucformat.storage.scratch import thread_memory
 from ucformat.storage.upload import unit_for
 from ucformat.storage.url import open_store, split_url
 from ucformat.storage.wrappers import check_unchanged
@@ -48,9 +48,13 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.exporters.base import Exporter, Link, Part, TargetFile
     from ucformat.geometry.tensor import Piece, TensorInfo
-    from ucformat.jobs.export_place import Claim
+    from ucformat.jobs.export_claim import Claim
     from ucformat.jobs.finished import SumPart
     from ucformat.storage.base import Info, Store, Writer
+
+
+# The parts of an exported file in bands of a few MiB, one of which is written while the next one is
+# read.
 
 
 _BAND_BYTES = 8 << 20
@@ -231,10 +235,6 @@ def _clone(source: Path, hidden: Path) -> None:
             os.close(made)
     finally:
         os.close(taken)
-
-
-# The files of an export, as tasks: each is written from beginning to end, while its elements are
-# read and verified.
 
 
 def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter) -> dict[str, Any]:

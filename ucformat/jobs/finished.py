@@ -1,4 +1,10 @@
-"""Checksums of a source of which tasks, perhaps in several processes, read the bytes piece by piece in any order."""
+"""Records of the finished tasks of an attempt, kept beside its files until it is committed.
+
+A record is put after the files of its tasks are durable. So whoever continues the attempt, or
+commits what others have done, reads none of them again: a file is the one in the record if its size
+and version are. The checksums of a source of which tasks in several processes have read parts are
+combined from the records, too.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucformat.storage.base import Store
+
+
+# Checksums of a source of which tasks, perhaps in several processes, read the bytes piece by piece
+# in any order.
 
 
 class StreamSum:
@@ -141,13 +151,6 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
             out.append((a, b))
     return tuple(out)
 
-
-# Records of the finished tasks of an attempt, kept beside its files until it is committed.
-#
-# A record is put after the files of its tasks are durable. So whoever continues the attempt, or
-# commits what others have done, reads none of them again: a file is the one in the record if its
-# size and version are. The checksums of a source of which tasks in several processes have read
-# parts are combined from the records, too.
 
 _log = logging.getLogger("ucformat")
 

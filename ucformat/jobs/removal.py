@@ -1,4 +1,10 @@
-"""Removing a checkpoint at once, as a training does that keeps only a few: here and in the catalog."""
+"""Removes one checkpoint from one place: interrupted at any instant, it is whole, or the removal is resumable.
+
+A tombstone names the attempt that is removed. It is written first and deleted last; between the two
+the manifest is deleted before all other files. After the tombstone is written, and before the
+manifest is deleted, the dependents are listed (`jobs/dependents.py`): if there is one, the
+tombstone is deleted again. Concurrent removals of a checkpoint coordinate by the tombstone's stage.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +54,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 
+# Removing a checkpoint at once, as a training does that keeps only a few: here and in the catalog.
+
+
 _log = logging.getLogger("ucformat")
 
 
@@ -85,16 +94,6 @@ def discard(url: str) -> bool:
 def _warn(url: str, reasons: str) -> None:
     """Warn once: a training tries again after each save."""
     _log.warning("%s is not removed: %s", url, reasons)
-
-
-# Removes one checkpoint from one place: interrupted at any instant, it is whole, or the removal is
-# resumable.
-#
-# A tombstone names the attempt that is removed. It is written first and deleted last; between the
-# two the manifest is deleted before all other files. After the tombstone is written, and before the
-# manifest is deleted, the dependents are listed (`jobs/dependents.py`): if there is one, the
-# tombstone is deleted again. Concurrent removals of a checkpoint coordinate by the tombstone's
-# stage.
 
 
 def remove(store: Store, checkpoint: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from ucformat.format.extents import put_sidecar
 from ucformat.format.mounted import MountedStore, mounted_key
 from ucformat.format.sidecar import encode
 from ucformat.format.structure import MOUNT
-from ucformat.geometry.box import prove
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import single_extents
 from ucformat.jobs.dependents import find_homes, need
 from ucformat.schema.manifest import SourceFileDoc

@@ -1,4 +1,9 @@
-"""The files that a conversion writes beside arrays, of weights and of small tensors, as tasks, with their checksums."""
+"""Files of several whole tensors: where each is stored in them, and in which blocks.
+
+They are the safetensors files of weights, and those of small tensors. All of it is a pure function
+of the tensors and of the tied names, so all writers agree on it. Each byte is in one block: those
+of a header, those of the index, or some rows of a tensor, about 1 MiB.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +45,10 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
     Crcs = NDArray[np.uint32]
+
+
+# The files that a conversion writes beside arrays, of weights and of small tensors, as tasks, with
+# their checksums.
 
 
 _CRC_BYTES = 4
@@ -181,12 +190,6 @@ class _BlockSums:
                 self._crc = 0
                 self._left = self._sizes[len(self.done)] if len(self.done) < len(self._sizes) else 0
 
-
-# Files of several whole tensors: where each is stored in them, and in which blocks.
-#
-# They are the safetensors files of weights, and those of small tensors. All of it is a pure
-# function of the tensors and of the tied names, so all writers agree on it. Each byte is in one
-# block: those of a header, those of the index, or some rows of a tensor, about 1 MiB.
 
 _SMALL_FILE_BYTES = 64 << 20  # of a file of small tensors, at most
 

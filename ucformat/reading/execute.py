@@ -1,4 +1,4 @@
-"""Reading into memory: plan, compare with the sizes of the files, execute."""
+"""Executes read plans: ranges are read directly into the destination's memory if the layout of their bytes allows."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     Fill = Callable[
         [Sequence[memoryview], Checksums | None], None
     ]  # fills buffers with the next bytes of a request
+
+
+# Reading into memory: plan, compare with the sizes of the files, execute.
 
 
 #: A plan that reads fewer bytes runs without checking the sizes of files first (docs/security.md,
@@ -168,9 +171,6 @@ def _check_sizes(plan: Plan, store: Store) -> None:
                 hint="the file is truncated: restore it from another copy",
             )
 
-
-# Executes read plans: ranges are read directly into the destination's memory if the layout of their
-# bytes allows.
 
 _MIN_RUN = (
     16 << 10

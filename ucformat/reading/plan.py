@@ -1,4 +1,4 @@
-"""Strided copies from a file to a buffer, computed by intersecting extents with pieces."""
+"""Read plans: the byte ranges to read, and the destination of each byte. Pure data, computed before any I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import CoverageError, Inconsistent, IntegrityError, MissingData, check_choice
-from ucformat.geometry.box import prove, row_major
+from ucformat.geometry.box import row_major
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, Extent, FileRun, TensorInfo, Tiles
 from ucformat.reading.garbage import gc_paused
 from ucformat.storage.base import HIDDEN, Costs
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Piece
     from ucformat.storage.base import Store
+
+
+# Strided copies from a file to a buffer, computed by intersecting extents with pieces.
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +217,6 @@ def merges(gap: int, span: int, costs: Costs) -> bool:
     """Whether a gap between ranges is read along with them."""
     return gap <= costs.gap and (gap * 20 <= span or span < costs.short)
 
-
-# Read plans: the byte ranges to read, and the destination of each byte. Pure data, computed before
-# any I/O.
 
 #: Which checksums to verify. `whole`: of chunks that are read whole, and of all blocks of packed
 #: files, which are read whole for this purpose. `always`: of all chunks, which are read whole.

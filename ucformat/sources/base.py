@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from graphlib import TopologicalSorter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
@@ -23,7 +23,6 @@ __all__ = [
     "PickleOptions",
     "Source",
     "SourceOptions",
-    "by_precedence",
     "groups_by_optimizer",
     "option",
     "options_of",
@@ -122,9 +121,9 @@ class Source(ABC):
     """Recognises and opens one kind of foreign checkpoint.
 
     To support a format, subclass this, define `kind`, `title`, `is_marker`, `find` and `open`, and
-    add an instance to `SOURCES` (CONTRIBUTING.md, "Add a source"). A checkpoint is a folder. For
-    some kinds, it may also be a single file (`model.safetensors`): such a source defines
-    `find_file` and `open_file`, too.
+    register it in the group `ucformat.sources` of the entry points of your package
+    (CONTRIBUTING.md, "Add a source"). A checkpoint is a folder. For some kinds, it may also be a
+    single file (`model.safetensors`): such a source defines `find_file` and `open_file`, too.
 
     All sources are imported whenever a checkpoint is opened, so the module of a subclass should
     import little: `open` and `open_file` import what reads the files.
@@ -135,6 +134,10 @@ class Source(ABC):
         title: the name of the format in messages: `"PyTorch DCP"`.
         before: the kinds whose `find` may also return true for a checkpoint of this kind; this
             source is asked first.
+        packages: the packages whose classes its pickles name; these become inert stand-ins in every
+            pickle.
+        part_files: regular expressions of the names, in lower case, of files that only ever hold a
+            part of its checkpoints, and what they are.
         options_type: the dataclass of the source's options.
         options: an instance of it, made from the keyword arguments of the constructor.
     """
@@ -142,6 +145,8 @@ class Source(ABC):
     kind: ClassVar[str]
     title: ClassVar[str]
     before: ClassVar[tuple[str, ...]] = ()
+    packages: ClassVar[tuple[str, ...]] = ()
+    part_files: ClassVar[Mapping[str, str]] = MappingProxyType({})
     options_type: ClassVar[type[SourceOptions]] = SourceOptions
     options: Any
 
@@ -194,6 +199,19 @@ class Source(ABC):
                 of this one.
         """
 
+    def part_of(self, url: str, value: Mapping[Any, Any]) -> str:  # noqa: ARG002 - for subclasses
+        """What a file of this engine is a part of by the URL of its folder or by its content; else empty.
+
+        Args:
+            url: the URL of the folder; empty if only the content is asked about.
+            value: the dictionary that the file holds; empty if only the URL is asked about.
+        """
+        return ""
+
+    def program(self, value: Mapping[Any, Any]) -> dict[str, str]:  # noqa: ARG002 - for subclasses
+        """The `name` and `version` of the program that wrote a dictionary to a file; empty if unknown."""
+        return {}
+
     def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - for subclasses
         """Whether a single file looks like a checkpoint of this kind; by default, no file does.
 
@@ -222,20 +240,6 @@ class Source(ABC):
         raise NotImplementedError(
             f"{type(self).__name__} defines find_file but not open_file ({store.url}/{key})"
         )
-
-
-def by_precedence(sources: Iterable[Source]) -> tuple[Source, ...]:
-    """Sort sources by precedence: each ahead of the kinds that its `before` lists.
-
-    Args:
-        sources: one source of each kind, in any order.
-    """
-    kinds = {source.kind: source for source in sources}
-    order: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(kinds, ()))
-    for kind, source in kinds.items():
-        for other in source.before:
-            order.add(other, kind)
-    return tuple(kinds[kind] for kind in order.static_order())
 
 
 def options_of(source: Source) -> dict[str, Field[Any]]:

@@ -26,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UcformatError
+from ucformat.sources.registry import SOURCES
 from ucformat.sources.values import plain_form, to_json
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ _FILE_KINDS = (
 )  # of Zarr groups and safetensors files: not configuration anywhere else
 
 #: Objects in which training programs store values of their own.
-_CONTAINERS = ("client_state", "extra_state", "user_defined_dict", "orbax")
+_CONTAINERS = ("client_state", "extra_state", "user_defined_dict")
 _METRIC = re.compile(r"(?:.*[^a-z])?(?:loss|acc|accuracy|perplexity|ppl|metric)\d*")
 _SECRET = re.compile(
     r"(?:.*[^a-z])?(?:secrets?|password|passwd|passphrase|credentials?|auth|authorization|cookie|"
@@ -201,12 +202,22 @@ def _mapping(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _containers(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The objects that hold what a program saved beside its own state."""
+    named = (objects.get(name) for name in (*_CONTAINERS, *SOURCES.names()))
+    return [value for value in named if isinstance(value, dict)]
+
+
+def _of_engines(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The objects that are called as a kind of checkpoint: what its files hold by the names of items."""
+    return [v for name in SOURCES.names() if isinstance(v := objects.get(name), dict)]
+
+
 def _kinds(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    places = [objects, *(p for name in _CONTAINERS if isinstance(p := objects.get(name), dict))]
-    orbax = objects.get("orbax")
-    if isinstance(orbax, dict):
-        places += [p for name in ("items", "trees") if isinstance(p := orbax.get(name), dict)]
-        trees = orbax.get("trees")
+    places = [objects, *_containers(objects)]
+    for by_item in _of_engines(objects):
+        places += [p for name in ("items", "trees") if isinstance(p := by_item.get(name), dict)]
+        trees = by_item.get("trees")
         for custom in trees.values() if isinstance(trees, dict) else ():
             yield "custom_metadata", custom
     for kind in KINDS:
@@ -334,9 +345,8 @@ def _number(value: Any) -> float | int | None:
 
 def _metrics(objects: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The last values that Trainer logged, metrics of Orbax and Lightning, and values named as losses or `metrics`."""
-    places = [objects, *(p for name in _CONTAINERS if isinstance(p := objects.get(name), dict))]
-    items = objects["orbax"].get("items") if isinstance(objects.get("orbax"), dict) else None
-    for place in [*places, items] if isinstance(items, dict) else places:
+    items = (one.get("items") for one in _of_engines(objects))
+    for place in [objects, *_containers(objects), *(p for p in items if isinstance(p, dict))]:
         named = {k: v for k, v in place.items() if _METRIC.fullmatch(k)}
         metrics = place.get("metrics")
         yield from _numbers({**named, **(metrics if isinstance(metrics, dict) else {})})

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Info, Store
 
+BIN_INDEX = ".bin.index.json"  # the ending of the index of shards of `torch.save`
+
 #: The files of a checkpoint, and its index or None. With an index, the list is empty: the index
 #: names the files.
 FileSet = tuple[list[str], str | None]

@@ -6,19 +6,11 @@ from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.bytecheckpoint.source import ByteCheckpoint
-from ucformat.engines.deepspeed.source import DeepSpeed
-from ucformat.engines.huggingface.safetensors import Safetensors
-from ucformat.engines.huggingface.trainer import HuggingFace
-from ucformat.engines.megatron.source import Megatron
-from ucformat.engines.orbax.source import Orbax
-from ucformat.engines.orbax.zarr import Zarr
-from ucformat.engines.pytorch.dcp import Dcp
-from ucformat.engines.pytorch.torch_save import TorchSave
 from ucformat.errors import IntegrityError, NotACheckpoint, NotFound, UcformatError
-from ucformat.sources.base import by_precedence, with_options
+from ucformat.sources.base import with_options
 from ucformat.sources.model_files import check_described, check_downloaded
 from ucformat.sources.parts import Sibling, marked, part_by_names, refusal
+from ucformat.sources.registry import SOURCES, all_sources
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 
@@ -29,27 +21,8 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Info, Store
     from ucformat.storage.wrappers import WatchedStore
 
-__all__ = ["SOURCES", "marked_folders", "open_source", "open_source_file", "titles"]
 
-#: All sources, by precedence: each declares which other kinds it comes before.
-SOURCES: tuple[Source, ...] = by_precedence(
-    (
-        ByteCheckpoint(),
-        Dcp(),
-        DeepSpeed(),
-        HuggingFace(),
-        Megatron(),
-        Orbax(),
-        Safetensors(),
-        TorchSave(),
-        Zarr(),
-    )
-)
-
-
-def open_source(
-    store: Store, sources: tuple[Source, ...] = SOURCES, options: Mapping[str, Any] | None = None
-) -> OpenSource | None:
+def open_source(store: Store, options: Mapping[str, Any] | None = None) -> OpenSource | None:
     """Open a foreign checkpoint with the first source that recognises its folder.
 
     Args:
@@ -61,7 +34,7 @@ def open_source(
     Raises:
         NotACheckpoint: it is only a part of a checkpoint, and the option `part` is not given.
     """
-    for source in sources:
+    for source in all_sources():
         if source.find(store):
             chosen = with_options(source, options or {})
             try:
@@ -87,7 +60,7 @@ def marked_folders(infos: Iterable[Info]) -> set[str]:
     for info in infos:
         folder, _, name = info.key.rpartition("/")
         if name not in markers:
-            markers[name] = [source for source in SOURCES if source.is_marker(name)]
+            markers[name] = [source for source in all_sources() if source.is_marker(name)]
         folders.update(source.marked_folder(folder) for source in markers[name][:1])
     return folders
 
@@ -118,7 +91,7 @@ def open_source_file(
     if not exists(store, name):
         return None
     where = f"{store.url}/{name}"
-    for source in SOURCES:
+    for source in all_sources():
         if source.find_file(store, name):
             chosen = with_options(source, options or {})
             try:
@@ -169,4 +142,5 @@ def _sibling(source: Source, store: Store, key: str) -> Sibling:
 
 def titles() -> str:
     """What the sources call the checkpoints that they read, for messages."""
-    return ", ".join(source.title for source in SOURCES)
+    known = ", ".join(source.title for source in all_sources())
+    return "; ".join((known, *(failure.message for failure in SOURCES.failures)))

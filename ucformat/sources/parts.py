@@ -17,6 +17,7 @@ from ucformat.errors import NotACheckpoint, UcformatError, UnsupportedError, opt
 from ucformat.reading.readable import PART_OF
 from ucformat.sources.model_files import read_json, read_weight_map
 from ucformat.sources.pickle.stand_ins import Inert
+from ucformat.sources.registry import all_sources
 from ucformat.storage.base import exists
 
 if TYPE_CHECKING:
@@ -29,19 +30,8 @@ _MAX_LISTED = 10_000  # files that are listed to find siblings
 _MAX_INDEXES = 5
 _MAX_NAMED = 10
 
-#: Files that only ever hold a part, by the program that writes them.
-_FIXED = (
-    (re.compile(r"[\w-]+[-_](model|optim)_states\.pt"), "one file of a DeepSpeed checkpoint"),
-    (
-        re.compile(r".*\.distcp"),
-        "one file of a distributed checkpoint, whose `.metadata` describes it",
-    ),
-    (re.compile(r"distrib_optim\.pt"), "one rank's part of Megatron's distributed optimizer"),
-    (re.compile(r"model(_optim)?_rng\.pt"), "one rank's file of a Megatron checkpoint"),
-)
-_UNIVERSAL = re.compile(
-    r".*/zero/[^/]+"
-)  # the folder of a parameter in DeepSpeed's universal format
+#: Items of `torch.distributed.checkpoint`, which `.metadata` describes.
+_ITEMS = (r".*\.distcp", "one file of a distributed checkpoint, whose `.metadata` describes it")
 
 _COUNTED = re.compile(r"(?<!\d)(\d{1,9})[-_. ]?of[-_. ]?(\d{1,9})(?!\d)")
 _PROGRESS = re.compile(
@@ -65,7 +55,7 @@ _DOTTED = re.compile(r"\.(\d{2,9})\.[a-z]+$")
 _NUMBER = re.compile(r"\d{1,9}")
 _STACK = re.compile(r"((?:[^.]+\.)*?)(\d{1,6})(?:\..*|$)", re.DOTALL)
 
-#: Arguments of Megatron and DeepSpeed that count the ranks among which a model's tensors are
+#: Arguments of training programs that count the ranks among which a model's tensors are
 #: divided.
 _DEGREES = ("tensor_model_parallel_size", "model_parallel_size", "pipeline_model_parallel_size",
             "expert_model_parallel_size", "mp_world_size")  # fmt: skip
@@ -134,8 +124,9 @@ def part_by_content(value: Any) -> str | None:
     """What a pickled value says that it is a part of; empty if it says that it is whole, None if it says neither."""
     if not isinstance(value, dict):
         return None
-    if "ds_config" in value or "ds_version" in value:
-        return "one file of a DeepSpeed checkpoint, according to its content"
+    for source in all_sources():
+        if part := source.part_of("", value):
+            return part
     if any(isinstance(k, str) and _FLAT.fullmatch(k) for k in value):
         return "one rank's flat parameters of FSDP"
     degrees: dict[str, int] = {}
@@ -220,11 +211,13 @@ def _by_folder(folder: str, file: str, names: Collection[str]) -> str:
 def _by_label(url: str, key: str, names: Collection[str]) -> str:
     """What a file's own name says."""
     name = key.lower()
-    for pattern, what in _FIXED:
-        if pattern.fullmatch(name):
+    for pattern, what in (_ITEMS, *(p for s in all_sources() for p in s.part_files.items())):
+        if re.fullmatch(pattern, name):
             return what
-    if name.endswith(".pt") and _UNIVERSAL.fullmatch(url):
-        return "one tensor of a checkpoint in DeepSpeed's universal format"
+    if name.endswith(".pt") and url:
+        for source in all_sources():
+            if part := source.part_of(url, {}):
+                return part
     counted, world = _counted(name), _WORLD.search(name)
     if counted == 1 or (world and int(world[1]) == 1):
         return ""

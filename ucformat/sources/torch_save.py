@@ -7,6 +7,7 @@ recognised by its values: mostly tensors by name.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +16,21 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, IntKey
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import (
+    BIN_INDEX,
     check_index,
     check_shards,
+    complete_shards,
+    file_sets,
     part_of_set,
     present_shards,
     read_weight_map,
 )
-from ucformat.sources.parts import part_by_content, part_by_shapes
+from ucformat.sources.parts import part_by_content, part_by_shapes, parts_of_one
 from ucformat.sources.pickle.allowed import PARTS
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
 from ucformat.sources.pickle.stand_ins import Inert, LocalPart, StoredTensor
+from ucformat.sources.registry import all_sources
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import FileRecord, StatePath
+    from ucformat.sources.model_files import FileSet
     from ucformat.storage.base import Store
 
 _MAX_DEPTH = 3  # levels below the top at which state dicts are looked for
@@ -363,7 +369,36 @@ def _step(value: Any) -> int | None:
 
 
 def _engine(value: Any) -> dict[str, str]:
-    version = value.get("pytorch-lightning_version") if isinstance(value, dict) else None
-    return (
-        {"name": "pytorch"} if version is None else {"name": "lightning", "version": str(version)}
-    )
+    programs = (s.program(value) for s in all_sources()) if isinstance(value, dict) else ()
+    return next(filter(None, programs), {"name": "pytorch"})
+
+
+_RANK_FILE = re.compile(r"consolidated\.(\d+)\.pth")
+_MAX_NAMED = 10
+
+
+def choose_files(names: Sequence[str], url: str, *, part: bool = False) -> FileSet:
+    """Choose the checkpoint among the files of a folder.
+
+    Returns:
+        the files, and the key of their index or None.
+    """
+    parts = [n for n in names if _RANK_FILE.fullmatch(n)]
+    if len(parts) > 1:
+        raise UnsupportedError(
+            f"{url} holds a model sharded across {len(parts)} ranks ({parts[0]} to {parts[-1]}), and no file says how",
+            hint="convert it with the tool of its authors (for Llama: transformers' convert_llama_weights_to_hf.py)",
+        )
+    sets = file_sets(names, BIN_INDEX)
+    usual = [n for n in sets if n.startswith("pytorch_model") or n == "adapter_model.bin"]
+    chosen = list(sets) if len(sets) == 1 else usual
+    if len(chosen) != 1:
+        if (error := parts_of_one(sets, url)) is not None:
+            raise error
+        more = f" and {len(sets) - _MAX_NAMED} more" if len(sets) > _MAX_NAMED else ""
+        raise UsageError(
+            f"{url} holds several files of torch.save: {', '.join(list(sets)[:_MAX_NAMED])}{more}",
+            hint=f"open one of them: {url}/{next(iter(sets))}",
+        )
+    files, index = sets[chosen[0]]
+    return complete_shards(files, part=part), index

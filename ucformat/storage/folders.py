@@ -1,45 +1,23 @@
-"""Memory that a thread uses again: fresh pages would cost more than what is copied into them."""
+"""The folders below a local root, each opened by name relative to its parent, so that no symbolic link is followed.
+
+Operations on names in an open folder affect that folder, even if its path leads elsewhere by then.
+So an attacker who exchanges folders for symbolic links, at any moment, cannot cause a file
+elsewhere to be written, renamed or removed.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ucformat.durable import make_folder, sync_open_folder
 from ucformat.errors import UnsafeError
 from ucformat.settings import roots_with
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.local_files import Descriptor
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-
-_own = threading.local()
-
-
-def thread_memory(use: str, nbytes: int) -> NDArray[np.uint8]:
-    """Return memory of this thread, the same at every call for a use, unless it has to grow."""
-    memory: NDArray[np.uint8] = getattr(_own, use, np.empty(0, np.uint8))
-    if memory.size < nbytes:
-        memory = np.empty(nbytes, np.uint8)
-        setattr(_own, use, memory)
-    return memory[:nbytes]
-
-
-# The folders below a local root, each opened by name relative to its parent, so that no symbolic
-# link is followed.
-#
-# Operations on names in an open folder affect that folder, even if its path leads elsewhere by
-# then. So an attacker who exchanges folders for symbolic links, at any moment, cannot cause a file
-# elsewhere to be written, renamed or removed.
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 

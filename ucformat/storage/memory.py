@@ -173,3 +173,8 @@ class MemoryWriter(Writer):
     def abort(self) -> None:
         """Discard what was written."""
         self._data = None
+
+
+def open_memory(url: str) -> MemoryStore:
+    """Open the files in the memory of this process that a `memory://` URL names."""
+    return MemoryStore(url.partition("://")[2])

@@ -1,9 +1,4 @@
-"""Multipart uploads to S3 of which several processes put parts, through boto3: obstore has no call for a single part.
-
-One process begins an upload, and tells its id to the others; when all parts are there it completes
-the upload. Nothing is visible before, and an upload that is neither completed nor aborted stays
-invisible.
-"""
+"""Files in an object store: S3, Google or Azure, or read-only any server of plain HTTP."""
 
 from __future__ import annotations
 
@@ -21,6 +16,7 @@ from ucformat.errors import (
     UcformatError,
     UnsupportedError,
 )
+from ucformat.settings import load_settings
 from ucformat.storage import strided
 from ucformat.storage.base import (
     HIDDEN,
@@ -44,6 +40,14 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes
     from ucformat.storage.clouds import Place
+
+
+# Multipart uploads to S3 of which several processes put parts, through boto3: obstore has no call
+# for a single part.
+#
+# One process begins an upload, and tells its id to the others; when all parts are there it
+# completes the upload. Nothing is visible before, and an upload that is neither completed nor
+# aborted stays invisible.
 
 
 _DENIED = {401, 403}
@@ -129,8 +133,6 @@ class Multipart:
             )
         raise UcformatError(failed, hint="`ucp doctor URL` reports what the storage supports")
 
-
-# Files in an object store: S3, Google or Azure, or read-only any server of plain HTTP.
 
 #: The budget that the reads of all object stores of this process share.
 BUDGET = RequestBudget(requests=128, nbytes=256 << 20)
@@ -494,3 +496,10 @@ def _groups(
         size += row.nbytes
     if group:
         yield group
+
+
+def open_objects(url: str) -> ObjectStore:
+    """Open the objects below a URL, with the endpoint and the limits of the user's settings."""
+    settings = load_settings()
+    BUDGET.set(settings.requests, settings.in_flight)
+    return ObjectStore(url, Options(settings.endpoint, settings.region, settings.deadline))

@@ -1,7 +1,9 @@
-"""CRCs combined from those of parts, which may be computed in any order.
+"""Reading and checksums of strided memory.
 
-The CRC of two concatenated runs of bytes is the CRC of the first, shifted by the length of the
-second, xor the CRC of the second: a CRC is linear, and the inversions at its ends cancel out.
+A *strided buffer* is a memoryview of bytes whose last dim is contiguous: rows at regular distances,
+such as a slice of a matrix. `ucformat/_native.c` does all of it at memory speed and releases the
+GIL. It is built for Linux on x86-64; elsewhere, and where there was no compiler, the same functions
+here do it in Python.
 """
 
 from __future__ import annotations
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.storage.base import Bytes, Checksums
+
+
+# CRCs combined from those of parts, which may be computed in any order.
+#
+# The CRC of two concatenated runs of bytes is the CRC of the first, shifted by the length of the
+# second, xor the CRC of the second: a CRC is linear, and the inversions at its ends cancel out.
 
 
 _Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -85,13 +93,6 @@ def _xor(rows: list[int], chosen: int) -> int:
 CRC32_SHIFT = CrcShift(0xEDB88320)
 CRC32C_SHIFT = CrcShift(0x82F63B78)
 
-
-# Reading and checksums of strided memory.
-#
-# A *strided buffer* is a memoryview of bytes whose last dim is contiguous: rows at regular
-# distances, such as a slice of a matrix. `ucformat/_native.c` does all of it at memory speed and
-# releases the GIL. It is built for Linux on x86-64; elsewhere, and where there was no compiler, the
-# same functions here do it in Python.
 
 try:
     from ucformat._native import copy as _native_copy

@@ -9,14 +9,13 @@ from urllib.parse import unquote
 
 from ucformat.errors import UcformatError, UnsupportedError, UsageError
 from ucformat.redacted import redacted
+from ucformat.registry import Registry
 from ucformat.settings import load_settings, local_path
-from ucformat.storage.clouds import SCHEMES, Options, reject_secrets
+from ucformat.storage.clouds import SCHEMES, reject_secrets
 from ucformat.storage.local import LocalStore
-from ucformat.storage.memory import MemoryStore
-from ucformat.storage.objects import BUDGET, ObjectStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ucformat.storage.base import Store
     from ucformat.storage.cache.folder import CacheFolder, VersionedStore
@@ -32,31 +31,26 @@ _PACKAGES = {  # scheme -> the package on PyPI that fsspec needs for it
 }
 
 
+#: The function that opens the store of a URL, by the URL's scheme.
+STORES: Registry[Callable[[str], Store]] = Registry("stores", "store of the scheme")
+
+
 def open_store(place: str | os.PathLike[str]) -> Store:
-    """Open the store of a path, a `file://` or `memory://` URL, an object store, or any scheme that fsspec supports.
+    """Open the store of a path, a `file://` URL, a registered scheme, or any scheme that fsspec supports.
 
     Nothing is read or written yet.
     """
     scheme, rest = split_url(place)
     if scheme in ("", "file"):
         return LocalStore(rest)
-    if scheme == "memory":
-        return MemoryStore(rest)
-    settings = load_settings()
-    store: VersionedStore
-    if scheme in SCHEMES:
-        BUDGET.set(settings.requests, settings.in_flight)
-        store = ObjectStore(
-            str(place), Options(settings.endpoint, settings.region, settings.deadline)
-        )
-    else:
+    if scheme not in SCHEMES:
         reject_secrets(str(place))
-        store = _open_fsspec(str(place), scheme)
-    if (folder := open_cache()) is None:
+    store = STORES[scheme](str(place)) if scheme in STORES else _open_fsspec(str(place), scheme)
+    if not hasattr(store, "read_with_info") or (folder := open_cache()) is None:
         return store
     from ucformat.storage.cache.store import CachingStore  # here, because most users have no cache
 
-    return CachingStore(store, folder)
+    return CachingStore(cast("VersionedStore", store), folder)
 
 
 def open_cache() -> CacheFolder | None:

@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.megatron import views as gpt2
-from ucformat.engines.megatron import views as llama
 from ucformat.errors import LayoutError
 from ucformat.geometry.layout import Layout, lower, lower_step, read_document
+from ucformat.registry import Registry
 from ucformat.schema.view import Preset, Step
-from ucformat.views.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucformat.schema.view import Labelled
 
-_PresetSteps = list[dict[str, Any]]
 
-#: Name -> the options of the preset, and the function that returns its steps.
-PRESETS: dict[str, tuple[frozenset[str], Callable[[ModelConfig], _PresetSteps]]] = {
-    "megatron-to-llama": (llama.LLAMA_FROM_OPTIONS, llama.megatron_to_llama),
-    "llama-to-megatron": (llama.LLAMA_TO_OPTIONS, llama.llama_to_megatron),
-    "megatron-to-qwen2": (llama.LLAMA_FROM_OPTIONS, llama.megatron_to_llama),
-    "qwen2-to-megatron": (llama.LLAMA_TO_OPTIONS, llama.llama_to_megatron),
-    "megatron-to-qwen3": (llama.LLAMA_FROM_OPTIONS, llama.megatron_to_llama),
-    "qwen3-to-megatron": (llama.LLAMA_TO_OPTIONS, llama.llama_to_megatron),
-    "megatron-to-mixtral": (llama.MIXTRAL_FROM_OPTIONS, llama.megatron_to_mixtral),
-    "mixtral-to-megatron": (llama.MIXTRAL_TO_OPTIONS, llama.mixtral_to_megatron),
-    "megatron-to-gpt2": (gpt2.GPT2_FROM_OPTIONS, gpt2.megatron_to_gpt2),
-    "gpt2-to-megatron": (gpt2.GPT2_TO_OPTIONS, gpt2.gpt2_to_megatron),
-    "megatron-stack": (frozenset(), llama.stack_layers),
-    "megatron-unstack": (frozenset(), llama.unstack_layers),
-}
+@dataclass(frozen=True)
+class PresetInput:
+    """What a preset is called with: its options, and the checkpoint from which other numbers are taken.
+
+    Attributes:
+        objects: the checkpoint's non-tensor values, by name.
+        names: the names of the checkpoint's tensors.
+    """
+
+    preset: str
+    options: Mapping[str, int | bool | None]
+    objects: Mapping[str, Any]
+    assets: Mapping[str, bytes]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewPreset:
+    """Steps that depend on the configuration of a model.
+
+    Attributes:
+        steps: returns the steps, in the form of a layout file.
+        options: the names of the options that replace numbers of the configuration.
+    """
+
+    steps: Callable[[PresetInput], list[dict[str, Any]]]
+    options: frozenset[str] = frozenset()
+
+
+PRESETS: Registry[ViewPreset] = Registry("views", "preset")
 
 
 def preset_steps(
@@ -47,16 +60,17 @@ def preset_steps(
 ) -> Sequence[Mapping[str, Any]]:
     """The steps of a preset, in the form of a layout file.
 
-    Numbers that are not given as options come from Megatron's `args` or Hugging Face's
-    `config.json`.
+    Numbers that are not given as options come from the checkpoint.
     """
     if name not in PRESETS:
-        raise LayoutError(f"there is no preset {name!r}", hint=f"there are: {', '.join(PRESETS)}")
-    known, make = PRESETS[name]
-    if unknown := sorted(set(options) - known):
-        takes = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+        raise LayoutError(
+            f"there is no preset {name!r}", hint=f"there are: {', '.join(PRESETS.names())}"
+        )
+    preset = PRESETS[name]
+    if unknown := sorted(set(options) - preset.options):
+        takes = f"it takes {', '.join(sorted(preset.options)) or 'none'}"
         raise LayoutError(f"the preset {name} has no option {unknown[0]!r}", hint=takes)
-    return make(ModelConfig(name, options, objects, assets, tuple(names)))
+    return preset.steps(PresetInput(name, options, objects, assets, tuple(names)))
 
 
 #: A checkpoint's objects, assets and names.
@@ -81,7 +95,8 @@ def read_steps(steps: Steps) -> tuple[Labelled, ...]:
         path = Path(steps)
         if isinstance(steps, str) and not path.suffix and not path.exists():
             raise LayoutError(
-                f"{steps!r} is neither a preset nor a file", hint=f"presets: {', '.join(PRESETS)}"
+                f"{steps!r} is neither a preset nor a file",
+                hint=f"presets: {', '.join(PRESETS.names())}",
             )
         found = lower(read_document(path), path)["view"]
         if not found:

@@ -1,4 +1,9 @@
-"""The operations of a view's steps on tensors and their states: cut, join, transpose, stack, cast, average."""
+"""The steps of a view, one after the other: how the tensors of one family of models become another's.
+
+Each step takes some tensors of the table and puts others in their place; nothing is read. What it
+does to a parameter it does to its states of the same shape too; states of one element (`step`) go
+with each part; other shapes (factored moments) are refused by steps that would cut them.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +31,10 @@ if TYPE_CHECKING:
     from ucformat.geometry.view import View
     from ucformat.schema.view import Labelled, Take
     from ucformat.views.table import Table
+
+
+# The operations of a view's steps on tensors and their states: cut, join, transpose, stack, cast,
+# average.
 
 
 Shape = tuple[int, ...]
@@ -290,13 +299,6 @@ def _slab(shape: Shape, dim: int, start: int, length: int) -> Box:
 def _without(shape: Shape, dim: int) -> Shape:
     return (*shape[:dim], *shape[dim + 1 :])
 
-
-# The steps of a view, one after the other: how the tensors of one family of models become
-# another's.
-#
-# Each step takes some tensors of the table and puts others in their place; nothing is read. What it
-# does to a parameter it does to its states of the same shape too; states of one element (`step`) go
-# with each part; other shapes (factored moments) are refused by steps that would cut them.
 
 _FEW = 12  # numbers that an error lists
 

@@ -1,4 +1,10 @@
-"""Indices that a view takes along dims: which they are, and where they are stored."""
+"""The table of tensors on which the steps of a view operate: names, states, and the sources of each.
+
+Every state of every tensor is a `View` of source tensors. The result of a formula (a cast, a mean,
+or indices that are taken) is a source tensor with a key of its own, so later steps need not
+distinguish it. During the steps an alias is an entry like any other, so that it is renamed and
+split like its target; at the end, entries with the same parts as another become aliases again.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,9 @@ from ucformat.geometry.view import Part, View
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+
+# Indices that a view takes along dims: which they are, and where they are stored.
 
 
 #: Consecutive indices: the first in the source, how many, and the position of the first in the
@@ -140,14 +149,6 @@ def mapped(runs: Sequence[Sequence[Run]], extents: Iterable[Extent]) -> Iterator
                 e.strides,
                 e.block_of(shape),
             )
-
-
-# The table of tensors on which the steps of a view operate: names, states, and the sources of each.
-#
-# Every state of every tensor is a `View` of source tensors. The result of a formula (a cast, a
-# mean, or indices that are taken) is a source tensor with a key of its own, so later steps need not
-# distinguish it. During the steps an alias is an entry like any other, so that it is renamed and
-# split like its target; at the end, entries with the same parts as another become aliases again.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,4 @@
-"""Scattered indices: rows of a file are read with the gaps between them, and the indices are picked in memory.
-
-Where a file stores the indices of a dim so close to each other that one request reads several of
-them, an extent for each would be read in requests of a few bytes, or read the same bytes again and
-again.
-"""
+"""A checkpoint under the names, shapes and dtypes of a view; no byte is copied."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -22,6 +17,7 @@ from ucformat.geometry.tensor import Extent, Key, Piece, TensorInfo, TensorList,
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import read_flat, read_items
 from ucformat.reading.plan import ReadItem, make_plan, merges
+from ucformat.schema.view import Select, Take
 from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.wrappers import SyntheticStore, WrappedStore
 from ucformat.views.steps import apply, left_unreadable
@@ -45,6 +41,14 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import CheckpointMetadata, FileRecord, Readable
     from ucformat.schema.view import Labelled
     from ucformat.views.table import Entry
+
+
+# Scattered indices: rows of a file are read with the gaps between them, and the indices are picked
+# in memory.
+#
+# Where a file stores the indices of a dim so close to each other that one request reads several of
+# them, an extent for each would be read in requests of a few bytes, or read the same bytes again
+# and again.
 
 
 _FEW = 64  # combinations of runs that are read one by one in any case
@@ -204,8 +208,6 @@ def _across_gaps(runs: Sequence[Run], stride: int, costs: Costs) -> Iterator[Run
 def _size(runs: Sequence[Sequence[Run]]) -> int:
     return math.prod(sum(n for _, n, _ in of_dim) for of_dim in runs)  # in elements
 
-
-# A checkpoint under the names, shapes and dtypes of a view; no byte is copied.
 
 _PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can have such a key
 
@@ -474,3 +476,28 @@ def _view_metadata(
     }  # names are what they were
     same = [g["params"] for g in groups] == [g["params"] for g in metadata.groups]
     return viewed.replace(paths=kept, places=metadata.places if same else ())
+
+
+#: The object of a converted sub-model with the names of the files and objects that have the sizes
+#: of the whole model.
+OUTDATED = "outdated_sizes"
+
+
+def outdated(view: Viewed | None, assets: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
+    """The names of assets and objects with the sizes of a whole model, of which the checkpoint has only a part.
+
+    Args:
+        view: the view that takes the part; None if there is none.
+    """
+    recorded = objects.get(OUTDATED)
+    found = (
+        dict.fromkeys(n for n in recorded if isinstance(n, str))
+        if isinstance(recorded, list)
+        else {}
+    )
+    while view is not None and not any(isinstance(step, Take | Select) for _, step in view.steps):
+        view = cast("Viewed", view.base) if getattr(view.base, "is_view", False) else None
+    if view is not None:
+        found |= dict.fromkeys(name for name in assets if name.rpartition("/")[2] == "config.json")
+        found |= dict.fromkeys({"args"} & objects.keys())
+    return list(found)

@@ -1,8 +1,7 @@
-"""A tensor of any checkpoint as a Zarr array: its document, its chunks, and the memory of each.
+"""A checkpoint of any kind as a read-only store of zarr-python, in which a chunk is read when it is asked for.
 
-The array is not sharded, and its chunks are raw. Where the files store the tensor in chunks with
-checksums, the chunks of the array are these, so that each is verified; elsewhere they are rows,
-which are contiguous in most files.
+The hierarchy is that of the arrays of universal checkpoints: a group for each state, in it an array
+for each tensor.
 """
 
 from __future__ import annotations
@@ -40,6 +39,13 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.reading.plan import Verify
     from ucformat.reading.readable import Readable
+
+
+# A tensor of any checkpoint as a Zarr array: its document, its chunks, and the memory of each.
+#
+# The array is not sharded, and its chunks are raw. Where the files store the tensor in chunks with
+# checksums, the chunks of the array are these, so that each is verified; elsewhere they are rows,
+# which are contiguous in most files.
 
 
 DOCUMENT = "zarr.json"
@@ -292,12 +298,6 @@ def _give(wanted: Sequence[_Request], found: Sequence[NDArray[np.uint8] | BaseEx
         else:
             request.result.set_result(result)
 
-
-# A checkpoint of any kind as a read-only store of zarr-python, in which a chunk is read when it is
-# asked for.
-#
-# The hierarchy is that of the arrays of universal checkpoints: a group for each state, in it an
-# array for each tensor.
 
 #: Which the tests of zarr-python expect.
 _REFUSAL = "store was opened in read-only mode and does not support writing"

@@ -12,7 +12,8 @@ import torch
 from tests.sources.reading import Counting
 from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.engines.pytorch.dcp import INFO, Dcp
+from ucformat.engines.pytorch.dcp import Dcp
+from ucformat.engines.pytorch.dcp_folder import INFO
 from ucformat.engines.pytorch.dcp_shards import _offsets
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.sources.safetensors import Header

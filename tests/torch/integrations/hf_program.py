@@ -32,9 +32,9 @@ import ucformat
 import ucformat.torch as ucf
 from tests.torch.integrations.compare import differences, held
 from tests.torch.leaving import leave
+from ucformat.engines.huggingface.accelerate import accelerator_state
+from ucformat.engines.huggingface.live import SaveCallback, UniversalTrainer
 from ucformat.errors import StateMismatch, UnsupportedError
-from ucformat.torch.integrations.accelerate import accelerator_state
-from ucformat.torch.integrations.huggingface import SaveCallback, UniversalTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

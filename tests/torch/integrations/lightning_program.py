@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ucformat
 from tests.torch.integrations.compare import differences, held
 from tests.torch.leaving import leave
-from ucformat.torch.integrations.lightning import (
+from ucformat.engines.lightning.live import (
     UniversalCheckpointIO,
     UniversalDDPStrategy,
     UniversalModelParallelStrategy,

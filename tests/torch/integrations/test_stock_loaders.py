@@ -21,8 +21,8 @@ from transformers import (
 
 import ucformat
 import ucformat.torch as ucf
+from ucformat.engines.huggingface.live import SaveCallback, UniversalTrainer
 from ucformat.errors import UnsupportedError
-from ucformat.torch.integrations.huggingface import SaveCallback, UniversalTrainer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import ucformat
 from tests.torch.integrations.compare import differences, whole
 from tests.torch.leaving import leave
-from ucformat.torch.integrations.torchtitan import CheckpointManager
+from ucformat.engines.torchtitan.live import CheckpointManager
 
 
 class Fused(torch.nn.Linear):

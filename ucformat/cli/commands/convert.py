@@ -98,7 +98,7 @@ def convert(
     """
     import ucformat
     from ucformat.cli.program import Interrupted
-    from ucformat.views.model_config import outdated
+    from ucformat.views.viewed import outdated
 
     if dry_run:
         source, sizes = (

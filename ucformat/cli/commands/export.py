@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ucformat.cli.program import Interrupted, LazyGroup
 from ucformat.cli.ui.options import CATALOG, SIZE, SOURCE, SRC, STATES, VIEW, command, layout_of
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, field, plural
@@ -25,18 +26,30 @@ if TYPE_CHECKING:
     from ucformat.jobs.cost import Cost
 
 
-def __getattr__(name: str) -> click.Command:
-    kind = name.replace("_", "-")
-    if kind not in EXPORTERS:
-        raise AttributeError(name)
-    return export_command(kind)
+class _Exports(LazyGroup):
+    """A command for each exporter that a package registers."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """The kinds of exporters."""
+        return list(EXPORTERS.names())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """The command of an exporter."""
+        return export_command(cmd_name) if cmd_name in EXPORTERS else None
+
+    def lines(self) -> dict[str, list[tuple[str, str]]]:
+        """The kinds of exporters and what they write."""
+        return {"Formats": [(kind, one.summary or one.title) for kind, one in EXPORTERS.items()]}
+
+
+export = _Exports("export", {}, help="Write a checkpoint in the format of another tool.")
 
 
 @lru_cache
 def export_command(kind: str) -> click.Command:
     """The command of a format, with the options of its exporter."""
 
-    def export(
+    def export_to(
         src: str,
         dst: str,
         states: tuple[str, ...],
@@ -55,7 +68,6 @@ def export_command(kind: str) -> click.Command:
         **given: Any,
     ) -> None:
         import ucformat
-        from ucformat.cli.program import Interrupted
         from ucformat.jobs.cost import estimate_export
         from ucformat.jobs.export import planned_job
 
@@ -125,12 +137,12 @@ def export_command(kind: str) -> click.Command:
         out.result(lambda: [f"{done.url}  {amount} {speed}"], lambda: found, lambda: [done.url])
 
     title = EXPORTERS[kind].title
-    export.__doc__ = f"""Export SRC to DST as {title}.
+    export_to.__doc__ = f"""Export SRC to DST as {title}.
 
     Resumable: if interrupted, DST is no checkpoint yet, and running the same command again writes only what is missing.
     What {title} has no place for is listed.
     """
-    made: Callable[..., None] = export
+    made: Callable[..., None] = export_to
     own = options_of(EXPORTERS[kind])
     for option in (
         *(_own_option(name, of) for name, of in own.items()),

@@ -1,4 +1,4 @@
-"""The part of `ucp show` that comes from the catalog."""
+"""`ucp show`: the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.cli.ui.output import Output
     from ucformat.geometry.tensor import TensorInfo
+
+
+# The part of `ucp show` that comes from the catalog.
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,6 @@ def _find(catalog: Catalog, ref: str) -> Entry:
         return found[0]
 
 
-# `ucp show`: the contents of a checkpoint.
-
 _MAX_LISTED = 20  # unread files that are listed
 
 
@@ -277,7 +278,7 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
 def _summary(ck: Checkpoint) -> dict[str, Any]:
     from ucformat.checkpoint import Checkpoint
     from ucformat.jobs.dependents import unprotected
-    from ucformat.views.model_config import outdated
+    from ucformat.views.viewed import outdated
 
     metadata = ck.metadata
     whole = Checkpoint(ck.origin) if ck.viewed and ck.viewed.steps else None

@@ -1,4 +1,4 @@
-"""What commands print that have written a checkpoint."""
+"""The catalog of a command, and its checkpoints as JSON."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
 
 
+# What commands print that have written a checkpoint.
+
+
 def print_written(ck: Checkpoint, seconds: float, out: Output, *, nothing: bool = False) -> None:
     """Print the place, id and size of a checkpoint, and how fast it was written."""
     tensors = 0 if nothing else len(ck.tensors)
@@ -36,9 +39,6 @@ def print_written(ck: Checkpoint, seconds: float, out: Output, *, nothing: bool 
     out.result(
         lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id]
     )
-
-
-# The catalog of a command, and its checkpoints as JSON.
 
 
 def url_of_catalog() -> str:

@@ -303,11 +303,11 @@ def _source_options(
 def _source_value(key: str, text: str) -> Any:
     """Convert the value of a source's option; an unknown option stays text, and opening the checkpoint refuses it."""
     from ucformat.sources.base import options_of
-    from ucformat.sources.opening import SOURCES
+    from ucformat.sources.registry import all_sources
 
     known = {
         name: field.metadata["how"]
-        for source in SOURCES
+        for source in all_sources()
         for name, field in options_of(source).items()
     }
     return _SOURCE_READERS[known[key]](key, text) if key in known else text

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.pytorch.dcp import METADATA
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Extent, TensorList
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping
 from ucformat.schema import ITEMSIZE
+from ucformat.sources.distcp import METADATA
 from ucformat.sources.distcp.metadata import Items, Metadata, check_dense, read_metadata
 from ucformat.sources.distcp.opened import ItemValues, OpenDcp, plain_value
 from ucformat.sources.pickle.file import TorchFile
@@ -18,7 +18,7 @@ from ucformat.sources.pickle.unpickler import unpickle
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucformat.engines.bytecheckpoint.source import Folder
+    from ucformat.engines.bytecheckpoint.folder import Folder
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import FileRecord

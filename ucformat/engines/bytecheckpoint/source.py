@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.engines.pytorch.dcp import METADATA, Dcp
-from ucformat.errors import MissingData, NotFound, UsageError
+from ucformat.engines.bytecheckpoint.folder import LATEST, find_folder, looks_like_bytecheckpoint
+from ucformat.sources.base import Source
+from ucformat.sources.distcp import ItemOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ucformat.engines.bytecheckpoint.opened import OpenByteCheckpoint
-    from ucformat.storage.base import Info, Store
+    from ucformat.storage.base import Store
 
 
 __all__ = ["ByteCheckpoint"]
@@ -21,12 +18,14 @@ __all__ = ["ByteCheckpoint"]
 _ALLOW = ("bytecheckpoint",)
 
 
-class ByteCheckpoint(Dcp):
+class ByteCheckpoint(Source):
     """How ByteCheckpoint's checkpoints are recognised and opened; its options are those of PyTorch DCP."""
 
     kind = "bytecheckpoint"
     title = "ByteCheckpoint"
     before = ("dcp", "megatron")  # it has the files of both
+    options_type = ItemOptions
+    options: ItemOptions
 
     def is_marker(self, name: str) -> bool:
         """Whether a folder with such a file is a checkpoint; `extra_state_rank_0.pt` is one level further down."""
@@ -52,125 +51,3 @@ class ByteCheckpoint(Dcp):
 # `global_step_N`. One of these holds `model` and `optimizer`, each with `.metadata` and a file
 # `__R_K.distcp` of each rank R; `extra_state` with `extra_state_rank_R.pt`; and the data loader's
 # own files.
-
-LATEST = "latest_checkpointed_iteration.txt"
-_CLASS = b"bytecheckpoint."
-_HEAD = 512
-_PARTS = ("model", "optimizer")
-_STEP = re.compile(r"(?:.*/)?global_step_(\d+)/?")
-_EXTRA = re.compile(r"extra_state/extra_state_rank_(\d+)\.pt")
-_MAX_LISTED = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """The files of one step, as keys of the store; `below` is its folder with a trailing `/`, or "" for the root."""
-
-    below: str
-    parts: dict[
-        str, str
-    ]  # the folder of `model` and `optimizer`, with a trailing `/` unless it is the root
-    extra: tuple[str, ...]  # extra state, by rank
-    others: tuple[str, ...]
-    empty: tuple[str, ...]  # files of ranks that had nothing to write
-    step: int | None
-
-
-def looks_like_bytecheckpoint(store: Store) -> bool:
-    """Whether this is a save folder, the folder of a step, or that of a model or optimizer."""
-    if _is_ours(store, ""):
-        return True
-    if any(_is_ours(store, f"{part}/") for part in _PARTS):
-        return True
-    step = _latest(store)
-    return step is not None and any(
-        _is_ours(store, f"global_step_{step}/{part}/") for part in _PARTS
-    )
-
-
-def find_folder(store: Store) -> Folder:
-    """Find the newest step of a save folder, or the step or part at the store's root.
-
-    Raises:
-        NotFound: the newest step, or a rank's extra state, is missing.
-    """
-    if _is_ours(store, ""):
-        name = "optimizer" if store.url.rstrip("/").endswith("/optimizer") else "model"
-        return Folder(
-            "",
-            {name: ""},
-            (),
-            (),
-            _empty(store.list()),
-            _step(store.url.rstrip("/").rpartition("/")[0]),
-        )
-    below = ""
-    if not any(_is_ours(store, f"{part}/") for part in _PARTS):
-        below = f"global_step_{_latest(store)}/"
-    infos = list(store.list(below.rstrip("/")))
-    keys = [info.key for info in infos]
-    if not keys:
-        raise NotFound(f"{store.url}: {LATEST} names {below[:-1]}, where there is no checkpoint")
-    parts = {
-        part: f"{below}{part}/"
-        for part in _PARTS
-        if any(k.startswith(f"{below}{part}/") for k in keys)
-    }
-    for lacking in [
-        k for k in {"model": f"{below}model/", **parts}.values() if not _is_ours(store, k)
-    ]:
-        raise MissingData(
-            f"{lacking}{METADATA} is missing or damaged; each step has a model, and that file describes it",
-            hint="copy the folder again from where it was saved; the step's other folders can be opened separately",
-        )
-    extra = {int(m[1]): key for key in keys if (m := _EXTRA.fullmatch(key.removeprefix(below)))}
-    if sorted(extra) != list(range(len(extra))):
-        missing = next(r for r in range(len(extra)) if r not in extra)
-        raise NotFound(
-            f"{below}extra_state lacks the file of rank {missing}, but has that of rank {max(extra)}",
-            hint="copy it again from where it was saved, or remove extra_state to open the checkpoint without it",
-        )
-    taken = {*extra.values(), *(k for k in keys if any(k.startswith(p) for p in parts.values()))}
-    others = tuple(k for k in keys if k not in taken and k != LATEST)
-    by_rank = tuple(extra[r] for r in sorted(extra))
-    return Folder(below, parts, by_rank, others, _empty(infos), _step(below or store.url))
-
-
-def _empty(infos: Iterable[Info]) -> tuple[str, ...]:
-    return tuple(info.key for info in infos if info.size == 0 and info.key.endswith(".distcp"))
-
-
-def _step(url: str) -> int | None:
-    match = _STEP.fullmatch(url)
-    return int(match[1]) if match else None
-
-
-def _is_ours(store: Store, below: str) -> bool:
-    try:
-        return _CLASS in store.read(
-            below + METADATA, 0, min(_HEAD, store.info(below + METADATA).size)
-        )
-    except NotFound:
-        return False
-
-
-def _latest(store: Store) -> int | None:
-    try:
-        text = (
-            store.read(LATEST, 0, min(64, store.info(LATEST).size))
-            .decode("ascii", "replace")
-            .strip()
-        )
-    except NotFound:
-        steps = {
-            m[1]
-            for info in store.list()
-            if (m := re.match(r"global_step_(\d+)/(?:model|optimizer)/", info.key))
-        }
-        if len(steps) > 1 and any(_is_ours(store, f"global_step_{s}/model/") for s in steps):
-            raise UsageError(
-                f"{store.url} has the steps {', '.join(sorted(steps, key=int)[:_MAX_LISTED])} and no {LATEST}",
-                hint="open the folder of one step: …/global_step_N",
-            ) from None
-        text = steps.pop() if len(steps) == 1 else ""
-    return int(text) if text.isdigit() else None

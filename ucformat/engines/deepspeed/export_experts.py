@@ -11,18 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.engines.deepspeed.experts import Experts, expert_of, is_expert, recorded_degree
-from ucformat.engines.deepspeed.export_model import ZERO3, DeepSpeedOptions, listed
+from ucformat.engines.deepspeed.export_model import ZERO3, listed
+from ucformat.engines.deepspeed.export_options import DeepSpeedOptions
 from ucformat.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucformat.engines.deepspeed.export_model import (
-        Engine,
-        OptimizerGroup,
-        TrainedModel,
-        UniversalOptions,
-    )
+    from ucformat.engines.deepspeed.export_model import Engine, OptimizerGroup, TrainedModel
+    from ucformat.engines.deepspeed.export_options import UniversalOptions
 
 _MAX_GROUP = (
     178_956_971  # elements of a rank's group of experts: DeepSpeed's default of `max_group_size`

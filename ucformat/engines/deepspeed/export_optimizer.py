@@ -1,9 +1,4 @@
-"""The flat buffers of ZeRO: what of each parameter each rank's partition holds.
-
-ZeRO 1 and 2 join the parameters of an optimizer group, and partition the joined buffer; ZeRO 3
-partitions each parameter, and joins the parts. Under tensor parallelism both begin with the
-parameters' shards.
-"""
+"""The state dicts of DeepSpeed's optimizers."""
 
 from __future__ import annotations
 
@@ -37,9 +32,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.engines.deepspeed.export_model import DeepSpeedOptions, Engine, OptimizerGroup
+    from ucformat.engines.deepspeed.export_model import Engine, OptimizerGroup
     from ucformat.engines.deepspeed.export_objects import Values
+    from ucformat.engines.deepspeed.export_options import DeepSpeedOptions
     from ucformat.geometry.tensor import Piece, TensorInfo
+
+
+# The flat buffers of ZeRO: what of each parameter each rank's partition holds.
+#
+# ZeRO 1 and 2 join the parameters of an optimizer group, and partition the joined buffer; ZeRO 3
+# partitions each parameter, and joins the parts. Under tensor parallelism both begin with the
+# parameters' shards.
 
 
 _START_ALIGNMENT = 2  # elements: `nccl_start_alignment_factor`
@@ -245,9 +248,6 @@ def check_dtype(state: str, infos: Mapping[str, TensorInfo], names: Sequence[str
             f"the {state} of an optimizer group is {found}; a flat partition of ZeRO has one dtype",
             hint="cast them by a view",
         )
-
-
-# The state dicts of DeepSpeed's optimizers.
 
 
 def _base(

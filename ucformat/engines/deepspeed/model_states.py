@@ -1,4 +1,25 @@
-"""Shared by the readers of the ZeRO stages: the ranks' files, opened on demand, and checked values from them."""
+"""The model states file: the module's tensors, tied names, and everything that is not a tensor.
+
+Keys of the file (DeepSpeed 0.19.8): `module` (name -> tensor), `buffer_names`, `optimizer` (ZeRO 0
+only), `param_shapes` (ZeRO: for each flat group the shapes of its parameters, in order),
+`shared_params` (ZeRO: tied name -> stored name), `frozen_param_shapes` and `frozen_param_fragments`
+(ZeRO 2 and 3), the engine's counters and configuration, and every key of the `client_state` that
+was passed to `save_checkpoint`.
+
+In a pipeline `module` is None: its tensors are in the layers' files. Megatron-DeepSpeed nests
+dictionaries in `module`; their keys, joined by dots, are the parameters' names.
+
+The JSON objects of a checkpoint:
+
+- each key that DeepSpeed itself writes into the model states (`lr_scheduler`, `global_samples`, `ds_config`, …);
+- `optimizer`: everything in the first rank's optimizer file except tensors (loss scaler, clipping, …);
+- `client_state`: all other keys; a tensor above 64 KiB becomes a tensor of the checkpoint, named by its path
+  (`client_state.ema.weight`), in the state `weight`;
+- `module`: entries of the module that are not tensors (`get_extra_state`), if any;
+- `rank`: if several ranks wrote a file: the differences of each other rank from the first. Ranks are labelled by their
+  coordinates: under ZeRO 3 alone by number (`1`), else `tp1`, `pp1.tp0`, `tp0.dp1`;
+- `not_stored`: parameters whose values are in no file, because no optimizer had them under ZeRO 3, if any.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +38,10 @@ if TYPE_CHECKING:
 
     from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
+
+
+# Shared by the readers of the ZeRO stages: the ranks' files, opened on demand, and checked values
+# from them.
 
 
 T = TypeVar("T")
@@ -211,32 +236,6 @@ def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -
         "group's parameters; such optimizers are not yet read"
     )
 
-
-# The model states file: the module's tensors, tied names, and everything that is not a tensor.
-#
-# Keys of the file (DeepSpeed 0.19.8): `module` (name -> tensor), `buffer_names`, `optimizer` (ZeRO
-# 0 only), `param_shapes` (ZeRO: for each flat group the shapes of its parameters, in order),
-# `shared_params` (ZeRO: tied name -> stored name), `frozen_param_shapes` and
-# `frozen_param_fragments` (ZeRO 2 and 3), the engine's counters and configuration, and every key of
-# the `client_state` that was passed to `save_checkpoint`.
-#
-# In a pipeline `module` is None: its tensors are in the layers' files. Megatron-DeepSpeed nests
-# dictionaries in `module`; their keys, joined by dots, are the parameters' names.
-#
-# The JSON objects of a checkpoint:
-#
-# - each key that DeepSpeed itself writes into the model states (`lr_scheduler`, `global_samples`,
-#   `ds_config`, …);
-# - `optimizer`: everything in the first rank's optimizer file except tensors (loss scaler,
-#   clipping, …);
-# - `client_state`: all other keys; a tensor above 64 KiB becomes a tensor of the checkpoint, named
-#   by its path (`client_state.ema.weight`), in the state `weight`;
-# - `module`: entries of the module that are not tensors (`get_extra_state`), if any;
-# - `rank`: if several ranks wrote a file: the differences of each other rank from the first. Ranks
-#   are labelled by their coordinates: under ZeRO 3 alone by number (`1`), else `tp1`, `pp1.tp0`,
-#   `tp0.dp1`;
-# - `not_stored`: parameters whose values are in no file, because no optimizer had them under ZeRO
-#   3, if any.
 
 #: Keys that hold or describe tensors.
 TENSOR_KEYS = frozenset(

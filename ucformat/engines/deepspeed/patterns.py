@@ -24,7 +24,7 @@ from ucformat.errors import (
     UpgradeNeeded,
     option_text,
 )
-from ucformat.geometry.box import prove
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.local import strided_regions
 from ucformat.geometry.patterns import Pattern, compile_pattern
 from ucformat.geometry.placement import Shard

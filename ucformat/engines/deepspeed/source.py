@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.folder import (
     DeepSpeedOptions,
@@ -15,6 +17,8 @@ from ucformat.engines.deepspeed.folder import (
 from ucformat.sources.base import Source
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ucformat.engines.deepspeed.opened import OpenDeepSpeed
     from ucformat.engines.deepspeed.universal import OpenUniversal
     from ucformat.storage.base import Store
@@ -28,12 +32,24 @@ class DeepSpeed(Source):
     kind = "deepspeed"
     title = "DeepSpeed"
     before = ("dcp", "megatron", "safetensors", "torch_save")
+    packages = ("deepspeed",)
+    part_files = MappingProxyType(
+        {r"[\w-]+[-_](model|optim)_states\.pt": "one file of a DeepSpeed checkpoint"}
+    )
     options_type = DeepSpeedOptions
     options: DeepSpeedOptions
 
     def is_marker(self, name: str) -> bool:
         """Whether a folder with such a file is a tag folder."""
         return is_model_or_optimizer(name)
+
+    def part_of(self, url: str, value: Mapping[Any, Any]) -> str:
+        """The folder of a parameter in the universal format, or model states, which have DeepSpeed's configuration."""
+        if "ds_config" in value or "ds_version" in value:
+            return "one file of a DeepSpeed checkpoint, according to its content"
+        if re.fullmatch(r".*/zero/[^/]+", url):
+            return "one tensor of a checkpoint in DeepSpeed's universal format"
+        return ""
 
     def find(self, store: Store) -> bool:
         """Whether this folder has `latest`, or model states as DeepSpeed names them."""

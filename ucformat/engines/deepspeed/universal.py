@@ -1,17 +1,13 @@
-"""The atoms of DeepSpeed's universal format: a small file for each state of each parameter, `zero/NAME/STATE.pt`.
+"""DeepSpeed's universal format: what `ds_to_universal.py` and `hf_to_universal.py` wrote, read in place.
 
-What an atom holds depends on who wrote it (DeepSpeed 0.19.8):
+A folder (`latest_universal` beside it names it) with `zero/NAME/STATE.pt` for each parameter, see
+`atoms`; `zero/optimizer_state.pt`, the rest of the first rank's optimizer file; and copies of the
+model states files. These provide the weights (also of frozen parameters and buffers), the tied
+names and the shapes.
 
-- ZeRO 1 and 2, and ZeRO 3 with tensor parallelism: a dictionary, whose `param` is the whole tensor
-  (`cat_dim`, `sub_param_shape`, `vocab_tensor`, … say how it was put together), with
-  `sub_param_shape` in the shape of a view
-- ZeRO 3 else: a flat tensor; its shape is in the model states alone
-- `step.pt`: a number, or a tensor of no dims
-
-DeepSpeed's converter joins along dim 0 every parameter that no pattern matches, replicas too: to a
-tensor of twice their rows. Such atoms are split again. The model states have the shapes of the
-ranks' parts; each part then counts as one of the rank's tensors as in any checkpoint, and its
-sharding is inferred as there.
+For names that no optimizer had (buffers, frozen and tied parameters) ZeRO 1 and 2 convert an fp32
+copy of the weight; it is omitted, because the weight is stored too. Weights of pipelines and of
+experts are in files that the converter does not copy, so only their masters are available.
 """
 
 from __future__ import annotations
@@ -59,6 +55,23 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.index import Locate
     from ucformat.storage.base import Store
+
+
+# The atoms of DeepSpeed's universal format: a small file for each state of each parameter,
+# `zero/NAME/STATE.pt`.
+#
+# What an atom holds depends on who wrote it (DeepSpeed 0.19.8):
+#
+# - ZeRO 1 and 2, and ZeRO 3 with tensor parallelism: a dictionary, whose `param` is the whole tensor
+#   (`cat_dim`, `sub_param_shape`, `vocab_tensor`, … say how it was put together), with
+#   `sub_param_shape` in the shape of a view
+# - ZeRO 3 else: a flat tensor; its shape is in the model states alone
+# - `step.pt`: a number, or a tensor of no dims
+#
+# DeepSpeed's converter joins along dim 0 every parameter that no pattern matches, replicas too: to
+# a tensor of twice their rows. Such atoms are split again. The model states have the shapes of the
+# ranks' parts; each part then counts as one of the rank's tensors as in any checkpoint, and its
+# sharding is inferred as there.
 
 
 Shape = tuple[int, ...]
@@ -234,18 +247,6 @@ def _part(name: str, atom: Atom, of: Box, within: Box | None) -> Iterator[Extent
     view = View(info, ((Key(name, atom.state), Part.aligned(Box.whole(of.shape), of)),))
     return view.extents(lambda _key, box: atom.locate(box), within)
 
-
-# DeepSpeed's universal format: what `ds_to_universal.py` and `hf_to_universal.py` wrote, read in
-# place.
-#
-# A folder (`latest_universal` beside it names it) with `zero/NAME/STATE.pt` for each parameter, see
-# `atoms`; `zero/optimizer_state.pt`, the rest of the first rank's optimizer file; and copies of the
-# model states files. These provide the weights (also of frozen parameters and buffers), the tied
-# names and the shapes.
-#
-# For names that no optimizer had (buffers, frozen and tied parameters) ZeRO 1 and 2 convert an fp32
-# copy of the weight; it is omitted, because the weight is stored too. Weights of pipelines and of
-# experts are in files that the converter does not copy, so only their masters are available.
 
 _OPTIMIZER = "zero/optimizer_state.pt"
 _LAID_OUT = frozenset(  # the flat buffers that the atoms were cut from, and rank 0's part of them under ZeRO 3

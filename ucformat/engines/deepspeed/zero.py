@@ -1,17 +1,4 @@
-"""ZeRO 1 and 2: each optimizer group is one flat buffer, cut into equal partitions over the ranks.
-
-The parameters of a group are joined one after another in the order of `param_shapes`, each followed
-by its `param_alignment_paddings`; the end is padded so that all partitions are equal. Rank R's file
-holds partition R of the master (`single_partition_of_fp32_groups`, without the padding at the end;
-BF16_Optimizer keeps it) and of each state. The place of a parameter is recorded three times, and
-these must agree: by those lengths, by `param_slice_mappings` (name -> place in the rank's
-partition), and by the module's tensors, which are views of one flat buffer in the same order.
-
-A group of experts' parameters is cut so over the ranks of one expert-parallel rank; see `experts`.
-
-Under `round_robin_gradients` the buffer is in another order than the group, and DeepSpeed 0.19.8
-computes the slice mappings as if it were not: then those of the group's own order are accepted too.
-"""
+"""The parallel degrees of a checkpoint, and the tensors in the files of one model-parallel rank."""
 
 from __future__ import annotations
 
@@ -60,6 +47,24 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
+
+
+# ZeRO 1 and 2: each optimizer group is one flat buffer, cut into equal partitions over the ranks.
+#
+# The parameters of a group are joined one after another in the order of `param_shapes`, each
+# followed by its `param_alignment_paddings`; the end is padded so that all partitions are equal.
+# Rank R's file holds partition R of the master (`single_partition_of_fp32_groups`, without the
+# padding at the end; BF16_Optimizer keeps it) and of each state. The place of a parameter is
+# recorded three times, and these must agree: by those lengths, by `param_slice_mappings` (name ->
+# place in the rank's partition), and by the module's tensors, which are views of one flat buffer in
+# the same order.
+#
+# A group of experts' parameters is cut so over the ranks of one expert-parallel rank; see
+# `experts`.
+#
+# Under `round_robin_gradients` the buffer is in another order than the group, and DeepSpeed 0.19.8
+# computes the slice mappings as if it were not: then those of the group's own order are accepted
+# too.
 
 
 _MASTER = "single_partition_of_fp32_groups"
@@ -500,9 +505,6 @@ def _frozen_extents(
         start, stop = part_range(math.prod(shape), fragment.size, rank)
         if max(start, first) < min(stop, last):
             yield from model.file.flat(fragment, 0, shape, start, stop)
-
-
-# The parallel degrees of a checkpoint, and the tensors in the files of one model-parallel rank.
 
 
 @dataclass(slots=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.deepspeed.folder import DeepSpeedOptions
 from ucformat.engines.huggingface.trainer_folder import classify, is_marker, looks_like_trainer
-from ucformat.engines.pytorch.dcp import DcpOptions
-from ucformat.sources.base import Source, groups_by_optimizer, option, options_of
+from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option, options_of
 from ucformat.sources.model_files import root_files
+from ucformat.sources.registry import SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,15 +20,23 @@ __all__ = ["HuggingFace"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceOptions(DeepSpeedOptions, DcpOptions):
-    """The options of `HuggingFace`: its own, and those of the engine whose files it contains."""
+class _OwnOptions(PickleOptions):
+    """The options of `HuggingFace` besides those of the engine whose files it contains."""
 
-    groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(  # type: ignore[assignment]
+    groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(
         None,
         "document",
         "the parameters of each group, in order, by the name of an optimizer (`optimizer`); of a single one its groups "
         "suffice",
     )
+
+
+_ENGINES = tuple(SOURCES[kind].options_type for kind in ("deepspeed", "dcp"))
+HuggingFaceOptions: Any = dataclass(frozen=True, kw_only=True)(
+    type(
+        "HuggingFaceOptions", (_OwnOptions, *_ENGINES), {"__doc__": "The options of `HuggingFace`."}
+    )
+)
 
 
 class HuggingFace(Source):
@@ -44,8 +51,18 @@ class HuggingFace(Source):
         "safetensors",
         "torch_save",
     )  # it may contain any of them
+    packages = (
+        "accelerate",
+        "bitsandbytes",
+        "datasets",
+        "diffusers",
+        "peft",
+        "tokenizers",
+        "transformers",
+        "trl",
+    )
     options_type = HuggingFaceOptions
-    options: HuggingFaceOptions
+    options: Any
 
     def is_marker(self, name: str) -> bool:
         """Whether only Trainer or Accelerate write a file of this name."""

@@ -20,8 +20,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.engines.deepspeed.folder import is_model_or_optimizer
 from ucformat.errors import UnsupportedError, UsageError, option_text
+from ucformat.sources.registry import SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -90,9 +90,9 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
                     hint="save whole or sharded (DCP) state dicts; to open one file by itself, give its path and "
                     f"{option_text('part', 'True', 'true')}",
                 )
+    is_deepspeed = SOURCES["deepspeed"]().is_marker
     found = FolderFiles(
-        deepspeed="latest" in names
-        or any(is_model_or_optimizer(n) for n in names if n.count("/") < 2),
+        deepspeed="latest" in names or any(is_deepspeed(n) for n in names if n.count("/") < 2),
         fsdp_models=_folders(names, 2),
         fsdp_optimizers=_folders(names, 3),
         fsdp_whole={int(m[1] or 0): m[0] for n in names if (m := _FSDP_WHOLE.fullmatch(n))},

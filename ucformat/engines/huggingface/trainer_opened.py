@@ -1,12 +1,4 @@
-"""The engine's tensors in a directory of Trainer or Accelerate: DeepSpeed's, FSDP's, or files of models and optimizers.
-
-If the directory has both an engine's checkpoint and a copy of its weights (`model.safetensors` next
-to a DeepSpeed folder), the copy is not read.
-
-safetensors files sort parameters by name, but an optimizer numbers its states in the order of the
-module's parameters. That order is known for some `FAMILIES`;
-`tests/sources/test_huggingface_order.py` compares it with transformers' models.
-"""
+"""Directories of Hugging Face's Trainer and Accelerate, read in place: the engine's tensors, and everything else."""
 
 from __future__ import annotations
 
@@ -16,11 +8,8 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.engines.huggingface.safetensors import choose
 from ucformat.engines.huggingface.trainer_folder import missing_files
-from ucformat.engines.pytorch.dcp import Dcp
-from ucformat.engines.pytorch.torch_save import choose_files
 from ucformat.errors import (
     IntegrityError,
     MissingData,
@@ -32,14 +21,14 @@ from ucformat.errors import (
 )
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, FileRecord
-from ucformat.sources.base import with_options
 from ucformat.sources.index import Group, PrefixedSource, TensorIndex
 from ucformat.sources.model_files import find_assets, read_json
 from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
 from ucformat.sources.pickle.stand_ins import OpaqueFile
+from ucformat.sources.registry import SOURCES
 from ucformat.sources.safetensors import OpenSafetensors
-from ucformat.sources.torch_save import OpenTorchSave
+from ucformat.sources.torch_save import OpenTorchSave, choose_files
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.wrappers import PrefixStore
@@ -53,6 +42,17 @@ if TYPE_CHECKING:
     from ucformat.sources.base import OpenSource
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Info, Store
+
+
+# The engine's tensors in a directory of Trainer or Accelerate: DeepSpeed's, FSDP's, or files of
+# models and optimizers.
+#
+# If the directory has both an engine's checkpoint and a copy of its weights (`model.safetensors`
+# next to a DeepSpeed folder), the copy is not read.
+#
+# safetensors files sort parameters by name, but an optimizer numbers its states in the order of the
+# module's parameters. That order is known for some `FAMILIES`;
+# `tests/sources/test_huggingface_order.py` compares it with transformers' models.
 
 
 _LLAMA = (
@@ -225,7 +225,7 @@ def _open_deepspeed(store: Store, found: FolderFiles, options: EngineOptions) ->
         **({} if options.optimizer else {"optimizer": False}),
     }
     try:
-        return with_options(DeepSpeed(), given).open(store)
+        return SOURCES["deepspeed"](**given).open(store)
     except NotFound as error:
         if not found.models or isinstance(error, NotACheckpoint):
             raise
@@ -281,12 +281,12 @@ def _add_fsdp(
             if folders is found.fsdp_models:  # without optimizers
                 inner = {k: v for k, v in inner.items() if k not in ("groups", "owners")}
             below = PrefixStore(store, folder)
-            if not Dcp().find(below):
+            if not SOURCES["dcp"]().find(below):
                 raise MissingData(
                     f"{folder} holds no checkpoint of PyTorch DCP",
                     hint="the save did not finish, or its `.metadata` was not copied; copy the whole folder again",
                 )
-            source = with_options(Dcp(), inner).open(below)
+            source = SOURCES["dcp"](**inner).open(below)
             _add_source(
                 PrefixedSource(source, store, folder),
                 _prefix(number) if several else "",
@@ -412,9 +412,6 @@ def _optimizer_path(number: int) -> str:
     """The name of one of several optimizers, as Accelerate names their files."""
     return f"optimizer_{number}" if number else "optimizer"
 
-
-# Directories of Hugging Face's Trainer and Accelerate, read in place: the engine's tensors, and
-# everything else.
 
 _RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _NUMBER = re.compile(r"_\d+\.(?=\w+$)")  # in `rng_state_2.pth`

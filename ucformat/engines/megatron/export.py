@@ -88,6 +88,7 @@ class MegatronExporter(Exporter):
 
     kind = "megatron"
     title = "Megatron-Core (torch_dist)"
+    summary = "Megatron-Core's distributed checkpoints."
     options_type = MegatronOptions
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:

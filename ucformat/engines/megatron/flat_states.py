@@ -1,10 +1,9 @@
-"""The offsets of parameters in the flat buffers of Megatron's distributed optimizer, and their proof.
+"""The optimizer's format `dp_reshardable`: unnamed flat buckets, one set for each rank of a data-parallel group.
 
-The buffers of one rank's model hold its parameters in the reverse order of the module, each aligned
-to 64 elements; a buffer is split into buckets between parameters. The files do not name them. They
-are placed by that rule, which must fill every bucket exactly; and as the fp32 copy in the buffer
-rounds to the weight itself, the first and last elements of each parameter prove its slot when it is
-read (or at once, if some parameters are frozen or the module may have several orders).
+`optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_K.<state>`: G counts
+tensor-parallel ranks within pipeline stages (for experts: expert-tensor ranks, within
+expert-parallel ones, within stages); B counts the buffers of a rank's model chunks, K their
+buckets. The chunks that DCP lists begin and end where parameters do.
 """
 
 from __future__ import annotations
@@ -33,6 +32,17 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.distcp.metadata import Items
     from ucformat.storage.base import Store
+
+
+# The offsets of parameters in the flat buffers of Megatron's distributed optimizer, and their
+# proof.
+#
+# The buffers of one rank's model hold its parameters in the reverse order of the module, each
+# aligned to 64 elements; a buffer is split into buckets between parameters. The files do not name
+# them. They are placed by that rule, which must fill every bucket exactly; and as the fp32 copy in
+# the buffer rounds to the weight itself, the first and last elements of each parameter prove its
+# slot when it is read (or at once, if some parameters are frozen or the module may have several
+# orders).
 
 
 _ALIGN = (64, 1)  # elements; older versions did not align
@@ -187,14 +197,6 @@ def in_local(
             raise IntegrityError(f"{extent.file} holds a flat buffer that is not contiguous")
         yield from flat_extents(shape, begin, begin + count, unit, extent.file, extent.offset)
 
-
-# The optimizer's format `dp_reshardable`: unnamed flat buckets, one set for each rank of a
-# data-parallel group.
-#
-# `optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_K.<state>`: G counts
-# tensor-parallel ranks within pipeline stages (for experts: expert-tensor ranks, within
-# expert-parallel ones, within stages); B counts the buffers of a rank's model chunks, K their
-# buckets. The chunks that DCP lists begin and end where parameters do.
 
 _WORD_EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 

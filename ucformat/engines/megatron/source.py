@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ucformat.engines.megatron.folder import (
@@ -32,6 +33,13 @@ class Megatron(Source):
     kind = "megatron"
     title = "Megatron"
     before = ("dcp", "torch_save")
+    packages = ("apex", "megatron", "nemo", "transformer_engine")
+    part_files = MappingProxyType(
+        {
+            r"distrib_optim\.pt": "one rank's part of Megatron's distributed optimizer",
+            r"model(_optim)?_rng\.pt": "one rank's file of a Megatron checkpoint",
+        }
+    )
     options_type = MegatronOptions
     options: MegatronOptions
 

@@ -14,7 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from ucformat.errors import IntegrityError
-from ucformat.geometry.box import Box, prove
+from ucformat.geometry.box import Box
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.flat_buffer import flat_boxes, flat_extents
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.geometry.view import Part, View

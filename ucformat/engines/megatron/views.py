@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ucformat.views.model_config import ModelConfig
+from ucformat.engines.megatron.model_config import ModelConfig
+from ucformat.views.document import ViewPreset
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Steps = list[dict[str, Any]]
 
@@ -312,3 +314,19 @@ def gpt2_to_megatron(config: ModelConfig) -> Steps:
 
 def _plain_gpt2(name: str) -> str:
     return name.replace(".", r"\.")
+
+
+def _preset(
+    steps: Callable[[ModelConfig], Steps], options: frozenset[str] = frozenset()
+) -> ViewPreset:
+    return ViewPreset(lambda given: steps(ModelConfig(**vars(given))), options)
+
+
+LLAMA_FROM_MEGATRON = _preset(megatron_to_llama, LLAMA_FROM_OPTIONS)
+MEGATRON_FROM_LLAMA = _preset(llama_to_megatron, LLAMA_TO_OPTIONS)
+MIXTRAL_FROM_MEGATRON = _preset(megatron_to_mixtral, MIXTRAL_FROM_OPTIONS)
+MEGATRON_FROM_MIXTRAL = _preset(mixtral_to_megatron, MIXTRAL_TO_OPTIONS)
+GPT2_FROM_MEGATRON = _preset(megatron_to_gpt2, GPT2_FROM_OPTIONS)
+MEGATRON_FROM_GPT2 = _preset(gpt2_to_megatron, GPT2_TO_OPTIONS)
+STACK = _preset(stack_layers)
+UNSTACK = _preset(unstack_layers)

@@ -69,6 +69,7 @@ class NpzExporter(Exporter):
 
     kind = "npz"
     title = "NumPy (npz)"
+    summary = "One archive of NumPy."
     weights_only = True
     dtypes = ITEMSIZE
     endings = (".npz",)
@@ -99,6 +100,7 @@ class NpyExporter(Exporter):
 
     kind = "npy"
     title = "NumPy (npy)"
+    summary = "A folder of NumPy files."
     weights_only = True
     dtypes = ITEMSIZE
     options_type = NpyOptions

@@ -87,6 +87,7 @@ class DcpExporter(Exporter):
 
     kind = "dcp"
     title = "PyTorch DCP"
+    summary = "PyTorch Distributed Checkpoint, for FSDP2, torchtitan and others."
     options_type = DcpOptions
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:

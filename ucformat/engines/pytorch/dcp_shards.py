@@ -13,9 +13,10 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.pytorch.dcp import INFO, SHARD
+from ucformat.engines.pytorch.dcp_folder import INFO, SHARD
 from ucformat.errors import IntegrityError, MissingData
-from ucformat.geometry.box import Box, prove
+from ucformat.geometry.box import Box
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.index import TensorIndex

@@ -6,30 +6,25 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import UnsupportedError, UsageError
 from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option
 from ucformat.sources.model_files import (
-    complete_shards,
+    BIN_INDEX as INDEX,
+)
+from ucformat.sources.model_files import (
     file_assets,
-    file_sets,
     find_assets,
     root_files,
 )
-from ucformat.sources.parts import parts_of_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucformat.sources.model_files import FileSet
     from ucformat.sources.torch_save import OpenTorchSave
     from ucformat.storage.base import Store
 
-__all__ = ["TorchSave", "choose_files"]
-
-_INDEX = ".bin.index.json"
+__all__ = ["TorchSave"]
 
 _MAX_PROBED = 10  # files whose first bytes are read to recognise a folder
-_MAX_NAMED = 10
 _HEAD = 256  # bytes of a file that are read to recognise it
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
 _INNER = re.compile(r"\.(pt|pth|ckpt|bin)[-._]")  # an ending with more behind it: `model.pt.rank0`
@@ -47,7 +42,6 @@ _ODD = (
 _MODEL = re.compile(
     r"pytorch_model(-\d{5,}-of-\d{5,})?\.bin|adapter_model\.bin|consolidated\.\d+\.pth"
 )
-_RANK_FILE = re.compile(r"consolidated\.(\d+)\.pth")
 _OTHER_FILE = re.compile(
     r"(training_args|optimizer|distrib_optim|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict|"
     r"custom_checkpoint)[_\d]*\.\w+"
@@ -93,7 +87,7 @@ class TorchSave(Source):
 
     def open(self, store: Store) -> OpenTorchSave:
         """Open the only checkpoint of a folder."""
-        from ucformat.sources.torch_save import OpenTorchSave
+        from ucformat.sources.torch_save import OpenTorchSave, choose_files
 
         infos = root_files(store)
         groups, part = groups_by_optimizer(self.options.groups), self.options.part is True
@@ -109,7 +103,7 @@ class TorchSave(Source):
         """Open a single file, or an index with its shards."""
         from ucformat.sources.torch_save import OpenTorchSave
 
-        index = key if key.endswith(_INDEX) else None
+        index = key if key.endswith(INDEX) else None
         groups, part = groups_by_optimizer(self.options.groups), self.options.part is True
         keys, assets = [] if index else [key], file_assets(store, key)
         return OpenTorchSave(
@@ -119,7 +113,7 @@ class TorchSave(Source):
 
 def _is_named_as_model(name: str) -> bool:
     """Whether the file is named as a model's."""
-    return _MODEL.fullmatch(name) is not None or name.endswith((_INDEX, ".ckpt"))
+    return _MODEL.fullmatch(name) is not None or name.endswith((INDEX, ".ckpt"))
 
 
 def _looks_like_torch_save(store: Store, key: str) -> bool:
@@ -140,40 +134,13 @@ def _looks_like_torch_save(store: Store, key: str) -> bool:
 def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None) -> Iterator[str]:
     """The files of a folder that may be its checkpoint, the most likely first; checks at most `most` of them."""
     here = [n for n in names if "/" not in n and not _OTHER_FILE.fullmatch(n)]
-    own = [n for n in here if n.endswith((*_SUFFIXES, _INDEX))]
-    likely = sorted(own, key=lambda n: (not n.endswith(_INDEX), not _MODEL.fullmatch(n), n))
+    own = [n for n in here if n.endswith((*_SUFFIXES, INDEX))]
+    likely = sorted(own, key=lambda n: (not n.endswith(INDEX), not _MODEL.fullmatch(n), n))
     found = 0
     for name in likely[:most]:
-        if name.endswith(_INDEX) or _looks_like_torch_save(store, name):
+        if name.endswith(INDEX) or _looks_like_torch_save(store, name):
             found += 1
             yield name
     if not found:
         plain = [n for n in here if "." not in n or n.endswith(_ODD) or _INNER.search(n)]
         yield from (n for n in sorted(plain)[:_MAX_PROBED] if _looks_like_torch_save(store, n))
-
-
-def choose_files(names: Sequence[str], url: str, *, part: bool = False) -> FileSet:
-    """Choose the checkpoint among the files of a folder.
-
-    Returns:
-        the files, and the key of their index or None.
-    """
-    parts = [n for n in names if _RANK_FILE.fullmatch(n)]
-    if len(parts) > 1:
-        raise UnsupportedError(
-            f"{url} holds a model sharded across {len(parts)} ranks ({parts[0]} to {parts[-1]}), and no file says how",
-            hint="convert it with the tool of its authors (for Llama: transformers' convert_llama_weights_to_hf.py)",
-        )
-    sets = file_sets(names, _INDEX)
-    usual = [n for n in sets if n.startswith("pytorch_model") or n == "adapter_model.bin"]
-    chosen = list(sets) if len(sets) == 1 else usual
-    if len(chosen) != 1:
-        if (error := parts_of_one(sets, url)) is not None:
-            raise error
-        more = f" and {len(sets) - _MAX_NAMED} more" if len(sets) > _MAX_NAMED else ""
-        raise UsageError(
-            f"{url} holds several files of torch.save: {', '.join(list(sets)[:_MAX_NAMED])}{more}",
-            hint=f"open one of them: {url}/{next(iter(sets))}",
-        )
-    files, index = sets[chosen[0]]
-    return complete_shards(files, part=part), index

@@ -48,6 +48,7 @@ class TorchExporter(Exporter):
 
     kind = "torch"
     title = "PyTorch (torch.save)"
+    summary = "One file of torch.save."
     endings = (".pt", ".pth", ".bin", ".ckpt")
     options_type = TorchOptions
 

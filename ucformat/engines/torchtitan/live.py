@@ -9,7 +9,7 @@ import torch
 
 from ucformat.errors import NotFound, UsageError
 from ucformat.torch.manager.manager import Manager
-from ucformat.torch.manager.restore import folder_of
+from ucformat.torch.manager.steps import folder_of
 from ucformat.torch.state.objects import PerRank, Rng, StateParts
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ucformat.jobs.reopen import reopen, spec_of
 from ucformat.jobs.run import run
 from ucformat.jobs.shards import How, ShardJob, plan_document
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.storage.folders import thread_memory
+from ucformat.storage.scratch import thread_memory
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:

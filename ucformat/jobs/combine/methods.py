@@ -1,11 +1,4 @@
-"""The k-th greatest magnitude of a tensor's differences from a base, exactly, with bounded memory.
-
-Magnitudes are compared by the bits of float64, whose order is that of the numbers. A first round
-looks at a sample, which tells in which narrow range of numbers the threshold most likely is. A
-second one counts what is above this range, and counts each magnitude in it. If these are too many,
-neighbouring ones are counted together, and a further round looks at those among which the threshold
-is; as it does if the sample was misleading.
-"""
+"""The methods of combining: which boxes of which inputs a block is computed from, and by which formula."""
 
 from __future__ import annotations
 
@@ -29,6 +22,15 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.combine.formulas import Block
+
+
+# The k-th greatest magnitude of a tensor's differences from a base, exactly, with bounded memory.
+#
+# Magnitudes are compared by the bits of float64, whose order is that of the numbers. A first round
+# looks at a sample, which tells in which narrow range of numbers the threshold most likely is. A
+# second one counts what is above this range, and counts each magnitude in it. If these are too
+# many, neighbouring ones are counted together, and a further round looks at those among which the
+# threshold is; as it does if the sample was misleading.
 
 
 T = TypeVar("T")
@@ -232,9 +234,6 @@ def find_thresholds(scan: Scan, inputs: int, rank: int, size: int) -> list[float
             search.learn(seen)
     return [s.found for s in searches if s.found is not None]
 
-
-# The methods of combining: which boxes of which inputs a block is computed from, and by which
-# formula.
 
 #: The dtypes that are combined; of others, all inputs must have the same values.
 REAL = CASTABLE

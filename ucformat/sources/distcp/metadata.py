@@ -24,11 +24,12 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from ucformat.engines.pytorch.dcp import METADATA, Files
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
-from ucformat.geometry.box import Box, prove
+from ucformat.geometry.box import Box
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.reading.repeats import first_repeated
+from ucformat.sources.distcp import METADATA
 from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, OpaqueFile, StoredTensor, why_refused
 from ucformat.sources.pickle.unpickler import unpickle
@@ -458,3 +459,28 @@ def _ranges(ranges: Iterable[ByteRange]) -> Iterator[tuple[str, int, int]]:
         file, start, stop = s.file, s.offset, end
     if stop > start:
         yield file, start, stop
+
+
+_RESTORE_HINT = "restore it from another copy of the checkpoint: each rank wrote its own files, and all are needed"
+
+
+class Files:
+    """The files of a store and their sizes, listed once when first needed."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._sizes: dict[str, int] | None = None
+
+    def check(self, stored: ByteRange, label: str) -> None:
+        """Check that a file has all bytes of an item."""
+        if self._sizes is None:
+            self._sizes = {info.key: info.size for info in self.store.list()}
+        size = self._sizes.get(stored.file)
+        if size is None:
+            raise MissingData(f"{stored.file} is missing; it holds {label}", hint=_RESTORE_HINT)
+        if stored.offset + stored.nbytes > size:
+            raise MissingData(
+                f"{stored.file} ends at byte {size:,}, but {label} is stored at {stored.offset:,} to "
+                f"{stored.offset + stored.nbytes:,}",
+                hint=_RESTORE_HINT,
+            )

@@ -13,6 +13,7 @@ import math
 import re
 import reprlib
 from dataclasses import replace
+from functools import cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -33,49 +34,34 @@ from ucformat.sources.pickle.stand_ins import (
     StoredTensor,
     Stream,
 )
+from ucformat.sources.registry import all_sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Packages whose classes become inert stand-ins.
-_FRAMEWORKS = (
-    *(
-        "accelerate",
-        "apex",
-        "argparse",
-        "bitsandbytes",
-        "datasets",
-        "deepspeed",
-        "diffusers",
-        "lightning",
-    ),
-    *(
-        "lightning_fabric",
-        "megatron",
-        "nemo",
-        "numpy.random",
-        "omegaconf",
-        "peft",
-        "pytorch_lightning",
-        "timm",
-    ),
-    *(
-        "tokenizers",
-        "torch.distributed",
-        "torch.nested",
-        "torch.nn",
-        "torch.optim",
-        "torch.utils.data",
-    ),
-    *(
-        "torch._dynamo.decorators",
-        "torch._subclasses",
-        "torch.masked",
-        "torch.sparse",
-        "transformer_engine",
-    ),
-    *("transformers", "trl"),
+#: Packages of no engine whose classes become inert stand-ins.
+_PACKAGES = (
+    "argparse",
+    "numpy.random",
+    "omegaconf",
+    "timm",
+    "torch._dynamo.decorators",
+    "torch._subclasses",
+    "torch.distributed",
+    "torch.masked",
+    "torch.nested",
+    "torch.nn",
+    "torch.optim",
+    "torch.sparse",
+    "torch.utils.data",
 )
+
+
+@cache
+def _inert_packages() -> tuple[str, ...]:
+    """All packages whose classes become inert stand-ins, those of the sources included."""
+    return (*_PACKAGES, *(package for source in all_sources() for package in source.packages))
+
 
 #: Among the packages that are allowed: what a rank has of a DTensor or a ShardedTensor is read.
 PARTS = "torch.distributed.tensor.DTensor"
@@ -552,7 +538,8 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = (), *, exact: bool 
     ):
         return InertClass(whole)
     if any(
-        module == package or module.startswith(package + ".") for package in _FRAMEWORKS + allow
+        module == package or module.startswith(package + ".")
+        for package in _inert_packages() + allow
     ):
         return InertClass(whole)
     package = module.partition(".")[0]

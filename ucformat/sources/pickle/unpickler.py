@@ -1,8 +1,15 @@
-"""The opcodes of pickles in Python: what `ucformat/_native_pickle.c` does where it was built.
+"""Reads pickles and executes nothing: rebuilds plain values, lazy tensors and stand-ins, and refuses the rest.
 
-Both make plain values themselves, and call a function for everything else:
-`ucformat/sources/pickle/unpickler.py` has them. For any bytes, both make the same value, or raise
-the same error.
+It is not a subclass of `pickle.Unpickler`, which resolves extension codes from a cache of live
+objects, sizes its memo by an index in the file, and calls the globals that it finds. Here, an
+opcode without a meaning is an error; memory and time are proportional to the size of the file,
+because the copies and hashes of values that are stored once and used often are limited; and every
+failure is an error of this package that names the file.
+
+It reads protocols 2 to 5, as torch.save writes them (2 by default). The opcodes are those that
+Python's `pickletools` describes. Those that only make plain values, and the stack and the memo, are
+in `ucformat/_native_pickle.c`, or else in `opcodes.py`; here is what calls, states, keys, globals
+and persistent ids mean.
 """
 
 from __future__ import annotations
@@ -32,6 +39,13 @@ from ucformat.sources.pickle.stand_ins import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+
+# The opcodes of pickles in Python: what `ucformat/_native_pickle.c` does where it was built.
+#
+# Both make plain values themselves, and call a function for everything else:
+# `ucformat/sources/pickle/unpickler.py` has them. For any bytes, both make the same value, or raise
+# the same error.
 
 
 def interpret(
@@ -225,20 +239,6 @@ _PLAIN: dict[int, Callable[[_Machine], object]] = {
 #: Other opcodes: how many values they take from the stack.
 _TAKEN = {ord("Q"): 1, ord("R"): 2, ord("b"): 2, 0x81: 2, 0x93: 2, 0x92: 3}
 
-
-# Reads pickles and executes nothing: rebuilds plain values, lazy tensors and stand-ins, and refuses
-# the rest.
-#
-# It is not a subclass of `pickle.Unpickler`, which resolves extension codes from a cache of live
-# objects, sizes its memo by an index in the file, and calls the globals that it finds. Here, an
-# opcode without a meaning is an error; memory and time are proportional to the size of the file,
-# because the copies and hashes of values that are stored once and used often are limited; and every
-# failure is an error of this package that names the file.
-#
-# It reads protocols 2 to 5, as torch.save writes them (2 by default). The opcodes are those that
-# Python's `pickletools` describes. Those that only make plain values, and the stack and the memo,
-# are in `ucformat/_native_pickle.c`, or else in `opcodes.py`; here is what calls, states, keys,
-# globals and persistent ids mean.
 
 try:
     from ucformat._native import interpret

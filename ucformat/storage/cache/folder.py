@@ -1,4 +1,8 @@
-"""What the cache needs of a store."""
+"""The folder of the host cache: its entries, and a bound on its bytes on the disk.
+
+An error of the disk is logged once; then an entry is missing, or is not written, or nobody is
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ucformat.storage.base import Bytes
+
+
+# What the cache needs of a store.
 
 
 #: A file and bytes of it, in memory that belongs to the store until the `with` block ends.
@@ -277,11 +284,6 @@ def _stamp(entry: Entry) -> int:
     """The place of an entry's stamp in the file."""
     return 8 + entry.digest[-1] * _STAMP.size
 
-
-# The folder of the host cache: its entries, and a bound on its bytes on the disk.
-#
-# An error of the disk is logged once; then an entry is missing, or is not written, or nobody is
-# waited for.
 
 _ALLOCATED = 4 << 10  # file systems allocate multiples of this
 _NAME_BYTES = 128  # that the folder may need for the name of a file

@@ -1,10 +1,4 @@
-"""Questions to a remote store whose answers the processes of a host share.
-
-An answer counts for those who had asked before its request was sent, as in a group commit: of those
-who wait while a request is under way, one sends the next request for all. A listing is requested a
-moment later if other processes ask too, because processes that are started together arrive one
-after another.
-"""
+"""A store whose files are kept in a folder of the host, for all processes of a user."""
 
 from __future__ import annotations
 
@@ -35,6 +29,14 @@ if TYPE_CHECKING:
     from ucformat.storage.cache.folder import CacheFolder, VersionedStore
     from ucformat.storage.cache.scope import Pins
     from ucformat.storage.local_files import Descriptor
+
+
+# Questions to a remote store whose answers the processes of a host share.
+#
+# An answer counts for those who had asked before its request was sent, as in a group commit: of
+# those who wait while a request is under way, one sends the next request for all. A listing is
+# requested a moment later if other processes ask too, because processes that are started together
+# arrive one after another.
 
 
 _MAX_FILES = 10_000  # longer listings are not used
@@ -390,9 +392,6 @@ def _runs(numbers: Sequence[int], most: int) -> Iterator[Sequence[int]]:
         run = [number for _, number in group]
         for at in range(0, len(run), most):
             yield run[at : at + most]
-
-
-# A store whose files are kept in a folder of the host, for all processes of a user.
 
 
 class CachingStore(WrappedStore):

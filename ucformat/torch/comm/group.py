@@ -1,10 +1,14 @@
-"""The ranks of a save or load as a group, which names a rank that died, authenticates peers and serves threads.
+"""Collectives of ranks that save or load together, over connections of their own.
 
-They form a tree: hosts first, and below one rank of a host the others of it.
+The process groups of the training are never used, so a thread can communicate while training runs.
+Collectives run over a tree: a rank sends its parent one message with those of all ranks below it,
+and each answer goes down the same way. An error on one rank is raised on all ranks, with the number
+of that rank in its message.
 
-Rank 0 reads the hosts of all ranks at the store of the process group, and tells each rank its place
-in the tree. So a rank makes a few requests, however many ranks there are; only rank 0 reads and
-writes a value for each, in one request if the store supports that.
+Several threads may save and load concurrently, in a different order on each rank. The main thread
+must make its calls in the same order on all ranks, as with any collective. Each other thread uses a
+channel for its call and url (`save s3://bucket/run7/step-100`), whose messages have tags of their
+own, which follow from its name.
 """
 
 from __future__ import annotations
@@ -51,6 +55,16 @@ if TYPE_CHECKING:
 
     _Merge = Callable[[Any, Any], Any] | None
     _Then = Callable[[Any], Any] | None
+
+
+# The ranks of a save or load as a group, which names a rank that died, authenticates peers and
+# serves threads.
+#
+# They form a tree: hosts first, and below one rank of a host the others of it.
+#
+# Rank 0 reads the hosts of all ranks at the store of the process group, and tells each rank its
+# place in the tree. So a rank makes a few requests, however many ranks there are; only rank 0 reads
+# and writes a value for each, in one request if the store supports that.
 
 
 T = TypeVar("T")
@@ -285,18 +299,6 @@ def _address_of(store: dist.Store | None) -> tuple[str, int]:
         return str(store.host), int(store.port)
     return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "1"))
 
-
-# Collectives of ranks that save or load together, over connections of their own.
-#
-# The process groups of the training are never used, so a thread can communicate while training
-# runs. Collectives run over a tree: a rank sends its parent one message with those of all ranks
-# below it, and each answer goes down the same way. An error on one rank is raised on all ranks,
-# with the number of that rank in its message.
-#
-# Several threads may save and load concurrently, in a different order on each rank. The main thread
-# must make its calls in the same order on all ranks, as with any collective. Each other thread uses
-# a channel for its call and url (`save s3://bucket/run7/step-100`), whose messages have tags of
-# their own, which follow from its name.
 
 #: Seconds after which an unresponsive rank is considered dead, and so the longest time that a rank
 #: may write while others wait for it. A rank that dies is noticed at once, by its broken

@@ -1,4 +1,20 @@
-"""Codecs that encode values of one kind as columns of a message: arrays of numbers and runs of bytes, in order."""
+"""Messages between ranks: columns of plain data, decoded only as the kind that the receiver expects.
+
+A message contains numbers, strings and raw bytes; it names no class or function. Both sides pass
+the same kind, a Python annotation (`tuple[WriteItem, ...] | None`, where `WriteItem` is a
+`message`). All values of one field are one column, so a hundred thousand boxes are a few arrays of
+integers: faster and smaller than pickle.
+
+| kind | encoded as |
+|---|---|
+| `int`, `float`, `bool`, `str`, `bytes`, `datetime`, `Literal` of strings | themselves; equal strings once |
+| `NDArray` of numbers | dtype, shape and bytes |
+| `tuple`, `list`, `frozenset`, `Mapping`, unions | lengths or choices, then the elements |
+| dataclasses, named tuples | their fields; decoded by their constructors, which validate |
+| pydantic models | their JSON |
+| exceptions | class name, message and hint of an error of `ucformat.errors`; any other becomes a `UcformatError` |
+| `Any` | JSON, the form in which non-tensor values of a state are kept anyway |
+"""
 
 from __future__ import annotations
 
@@ -30,6 +46,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.storage.base import Bytes
+
+
+# Codecs that encode values of one kind as columns of a message: arrays of numbers and runs of
+# bytes, in order.
 
 
 _HEADER = struct.Struct(
@@ -314,21 +334,6 @@ class Map(Codec):
             for a, b in pairwise(accumulate(sizes, initial=0))
         ]
 
-
-# Messages between ranks: columns of plain data, decoded only as the kind that the receiver expects.
-#
-# A message contains numbers, strings and raw bytes; it names no class or function. Both sides pass
-# the same kind, a Python annotation (`tuple[WriteItem, ...] | None`, where `WriteItem` is a
-# `message`). All values of one field are one column, so a hundred thousand boxes are a few arrays
-# of integers: faster and smaller than pickle.
-#
-# | kind | encoded as | |---|---| | `int`, `float`, `bool`, `str`, `bytes`, `datetime`, `Literal` of
-# strings | themselves; equal strings once | | `NDArray` of numbers | dtype, shape and bytes | |
-# `tuple`, `list`, `frozenset`, `Mapping`, unions | lengths or choices, then the elements | |
-# dataclasses, named tuples | their fields; decoded by their constructors, which validate | |
-# pydantic models | their JSON | | exceptions | class name, message and hint of an error of
-# `ucformat.errors`; any other becomes a `UcformatError` | | `Any` | JSON, the form in which
-# non-tensor values of a state are kept anyway |
 
 EVERYBODY = -1  # the receiver of an answer for all ranks that get no other
 

@@ -1,4 +1,4 @@
-"""Finds tensors that share memory, without touching it."""
+"""Matches the tensors of a training state with stored tensors, and collects all mismatches; the lineage of a load."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     Rename = Callable[[str], str] | Mapping[str, str]
     Strict = Literal["report", True, False]
+
+
+# Finds tensors that share memory, without touching it.
 
 
 _MAX_WORK = 1 << 16  # of NumPy's exact test; what takes longer is taken for shared
@@ -121,9 +124,6 @@ def _array(region: _Region) -> np.ndarray:
 
     return np.asarray(Interface())
 
-
-# Matches the tensors of a training state with stored tensors, and collects all mismatches; the
-# lineage of a load.
 
 __all__ = [
     "PARAMETER",

@@ -1,7 +1,9 @@
-"""The documents of a checkpoint, read by one process for many.
+"""Reads once what several ranks want: one of them reads each part, and the others get it from that rank.
 
-All ranks of a job open the same checkpoint, and make the same requests for it. One of them
-remembers the answers; the others get them, and request only what is not among them.
+The ranks find out by digests which parts they have in common, and one of them deals these. They
+read in rounds: the parts of a round are exchanged while those of the next one are read. Ranks of
+one host read into memory that all of them map, and each copies what it wants from there; replicas
+that the user names broadcast over their process group.
 """
 
 from __future__ import annotations
@@ -47,6 +49,12 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.match import Matched
+
+
+# The documents of a checkpoint, read by one process for many.
+#
+# All ranks of a job open the same checkpoint, and make the same requests for it. One of them
+# remembers the answers; the others get them, and request only what is not among them.
 
 
 class StoreCall(NamedTuple):
@@ -219,14 +227,6 @@ def _read_documents(place: str, answers: dict[StoreCall, Answer]) -> tuple[Check
         store.forget_bytes()
     return ck, url
 
-
-# Reads once what several ranks want: one of them reads each part, and the others get it from that
-# rank.
-#
-# The ranks find out by digests which parts they have in common, and one of them deals these. They
-# read in rounds: the parts of a round are exchanged while those of the next one are read. Ranks of
-# one host read into memory that all of them map, and each copies what it wants from there; replicas
-# that the user names broadcast over their process group.
 
 #: Bytes that each rank reads in a round, unless a part is larger.
 _ROUND_BYTES = 32 << 20

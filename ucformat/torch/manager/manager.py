@@ -15,14 +15,8 @@ from ucformat.errors import UcformatError, UsageError
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
-from ucformat.torch.manager.restore import (
-    RunContents,
-    Signals,
-    continued_here,
-    folder_of,
-    list_steps,
-    restore_newest,
-)
+from ucformat.torch.manager.restore import restore_newest
+from ucformat.torch.manager.steps import RunContents, Signals, continued_here, folder_of, list_steps
 from ucformat.torch.saving.asynchronous import async_save
 from ucformat.torch.saving.launch import TrainingLaunch
 from ucformat.torch.saving.options import SaveOptions

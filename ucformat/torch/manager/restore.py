@@ -1,45 +1,34 @@
-"""A run: the folders of its checkpoints, those that are committed, and the signals that ask it to stop."""
+"""Verifies and restores the newest intact checkpoint of a run, the same one on all ranks."""
 
 from __future__ import annotations
 
 import logging
-import os
-import re
-import signal
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ucformat.catalog.lines import contradictions
-from ucformat.catalog.newest import newest_first
 from ucformat.errors import (
     IntegrityError,
     MissingData,
-    NotACheckpoint,
     NotFound,
     UpgradeNeeded,
-    UsageError,
 )
 from ucformat.format.audit import Check, ZarrJson, block_problems, items, wrong_digests
-from ucformat.format.structure import Problem, read_manifest
+from ucformat.format.structure import Problem
 from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.record import record_verification
 from ucformat.jobs.run import Report, run
-from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import MANIFEST
-from ucformat.storage.concurrency import map_io
-from ucformat.storage.url import open_store
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.match import edge_of, holds_training
 from ucformat.torch.loading.share import open_together
+from ucformat.torch.manager.steps import RunContents, RunStep, list_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.universal import Universal
@@ -49,168 +38,11 @@ if TYPE_CHECKING:
     Mode = Literal["full", "quick"]
 
 
-_FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
-
-
-@message
-class RunStep:
-    """A committed checkpoint of a run, as its manifest describes it, without the tensors."""
-
-    url: str
-    step: int
-    id: str
-    created: datetime
-    nbytes: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    commits: int | None = None
-    launch: str | None = None
-    continues: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def family(self) -> None:
-        """None: the counts of a folder are comparable, since each launch has listed it."""
-
-    @property
-    def run(self) -> str:
-        """Empty: all checkpoints of one folder belong to one run."""
-        return ""
-
-
-@message
-class RunContents:
-    """The checkpoints of a run, the newest first, and their greatest commit count.
-
-    `unreadable` are those whose manifests cannot be read: url, step and reason. `being_purged` are
-    the urls of checkpoints of which an interrupted purge has left files.
-    """
-
-    steps: tuple[RunStep, ...]
-    unreadable: tuple[tuple[str, int, str], ...]
-    being_purged: tuple[str, ...] = ()
-    commits: int = 0
-
-
-def folder_of(step: int, again: int = 0) -> str:
-    """Return the name of a step's folder; names sort as steps do.
-
-    Args:
-        again: distinguishes several checkpoints of one step (0: the first).
-    """
-    if step < 0:
-        raise UsageError(f"the training step {step} is negative", hint="steps count from 0")
-    return f"step-{step:08d}" + (f".{again}" if again else "")
-
-
-def step_of(folder: str) -> int | None:
-    """The step of a folder's name; None for other names."""
-    match = _FOLDER.fullmatch(folder)
-    return int(match[1]) if match else None
-
-
-def list_steps(root: str) -> RunContents:
-    """List the committed checkpoints of a run.
-
-    Lists all files below `root`, and reads the manifest of each checkpoint.
-    """
-    store = open_store(root)
-    folders: dict[str, int] = {}
-    being_purged: list[str] = []
-    for info in store.list():
-        folder, _, file = info.key.partition("/")
-        step = step_of(folder)
-        if file == MANIFEST and step is not None:
-            folders[f"{store.url}/{folder}"] = step
-        elif file == TOMBSTONE and step is not None:
-            being_purged.append(f"{store.url}/{folder}")
-
-    def read(url: str) -> RunStep | str | None:
-        try:
-            return read_step(url, folders[url])
-        except NotACheckpoint:
-            return None
-        except (IntegrityError, UpgradeNeeded) as error:
-            return error.message
-
-    answers = dict(zip(folders, map_io(read, folders), strict=True))
-    steps = newest_first(s for s in answers.values() if isinstance(s, RunStep))
-    unreadable = tuple((u, folders[u], why) for u, why in answers.items() if isinstance(why, str))
-    commits = max((s.commits for s in steps if s.commits is not None), default=0)
-    return RunContents(tuple(steps), unreadable, tuple(being_purged), commits)
-
-
-def read_step(url: str, step: int) -> RunStep:
-    """Read the checkpoint of a step from its manifest."""
-    manifest, _ = read_manifest(open_store(url))
-    nbytes, launch = manifest.tensors.nbytes, manifest.launch
-    about = (None, {}) if launch is None else (launch.id, launch.continues)
-    return RunStep(
-        url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits, *about
-    )
-
-
-def continued_here(steps: Sequence[RunStep]) -> dict[str, int]:
-    """Return what a launch continues that is about to save where these checkpoints are, whichever of them it loaded.
-
-    A folder has one training at a time, which counts on from all that is there.
-    """
-    launches: dict[str, int] = {}
-    for step in steps:
-        here = (
-            step.continues
-            if step.launch is None
-            else {**step.continues, step.launch: step.commits or 0}
-        )
-        for launch, count in here.items():
-            launches[launch] = max(count, launches.get(launch, 0))
-    return {launch: count for launch, count in launches.items() if count}
-
-
 _log = logging.getLogger("ucformat")
 
+# A run: the folders of its checkpoints, those that are committed, and the signals that ask it to
+# stop.
 
-class Signals:
-    """Records that a signal was received, and then calls the handler that was installed before.
-
-    Handlers can only be installed in the main thread; in any other a warning is logged. In
-    processes that are forked later (of a data loader), the handlers that were installed before take
-    effect.
-    """
-
-    def __init__(self, signals: Sequence[int]) -> None:
-        self.caught = False
-        self._pid = os.getpid()
-        self._handler = self._handle  # one object, to compare with the installed handler
-        self._before: dict[int, Any] = {}
-        if signals and threading.current_thread() is not threading.main_thread():
-            names = ", ".join(signal.Signals(s).name for s in signals)
-            _log.warning(
-                "%s will end this process without a last save: the manager was not created in the main thread",
-                names,
-            )
-            return
-        for number in signals:
-            self._before[number] = signal.signal(number, self._handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number)
-        if os.getpid() != self._pid:
-            signal.signal(number, before if before is not None else signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        again, self.caught = self.caught, True
-        # The first Ctrl-C asks to save and stop; only the second one raises KeyboardInterrupt.
-        if callable(before) and (again or before is not signal.default_int_handler):
-            before(number, frame)
-
-    def close(self) -> None:
-        """Restore the previous handlers, except where another one has been installed since."""
-        for number, before in self._before.items():
-            if signal.getsignal(number) is self._handler:
-                signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._before.clear()
-
-
-# Verifies and restores the newest intact checkpoint of a run, the same one on all ranks.
 
 #: Errors that show that a checkpoint is damaged. Any other is a failure of the storage, and is
 #: raised.

@@ -36,14 +36,14 @@ from ucformat.schema.manifest import MANIFEST
 from ucformat.schema.policy import Last, Policy
 from ucformat.settings import load_settings, source_of
 from ucformat.storage.url import open_store
-from ucformat.torch.manager.restore import folder_of, list_steps, read_step
+from ucformat.torch.manager.steps import folder_of, list_steps, read_step
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Store
-    from ucformat.torch.manager.restore import RunStep
+    from ucformat.torch.manager.steps import RunStep
 
     Keep = int | Mapping[str, Any] | Policy | str | Path
 

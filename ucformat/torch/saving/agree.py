@@ -22,7 +22,8 @@ from ucformat.format.arrays import array_folders, own_folder
 from ucformat.format.chunking import Tiling
 from ucformat.format.described import Described, DescribedRow, file_order
 from ucformat.format.small import packed_keys
-from ucformat.geometry.box import Box, prove
+from ucformat.geometry.box import Box
+from ucformat.geometry.coverage import prove
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Key
 from ucformat.reading.garbage import gc_paused

@@ -1,4 +1,4 @@
-"""Copies a local state to host memory that another process can map; the memory is reused."""
+"""The rank's side of the process that writes in the background: staging buffers, and handles of saves in flight."""
 
 from __future__ import annotations
 
@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.options import SaveOptions
     from ucformat.torch.state.elements import Memory
     from ucformat.torch.state.local import LocalShard, LocalState
+
+
+# Copies a local state to host memory that another process can map; the memory is reused.
 
 
 _ALIGNMENT = 64  # bytes
@@ -199,9 +202,6 @@ def _copies(to: Memory, source: Memory) -> Sequence[Callable[[], None]]:
     blocks = (slice(i, i + _COPY_BYTES) for i in range(0, len(to), _COPY_BYTES))
     return [partial(fill, [to[block].data], source[block].data) for block in blocks]
 
-
-# The rank's side of the process that writes in the background: staging buffers, and handles of
-# saves in flight.
 
 __all__ = [
     "BackgroundWriter",

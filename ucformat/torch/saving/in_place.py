@@ -1,8 +1,13 @@
-"""Which rank writes each part of the safetensors files, and what others send for it.
+"""The safetensors form: weights are written in files that other tools load, everything else as arrays.
 
-A part consists of consecutive blocks of one file, about 8 MiB, perhaps of many tensors. Every rank
-knows which rank provides each box of a weight, so it computes its own parts and messages, and rank
-0 deals none.
+The ranks plan both parts one after the other: who provides which box of a weight as in the packed
+form, and the arrays as in the Zarr form. The place of each weight follows from the list of all
+weights, which rank 0 tells the others. On a file system a weight whose boxes are ranges of the file
+is written by those that provide them. Of any other weight, and on object stores of all, ranks send
+each other what belongs to a part of a file, and one of them writes it.
+
+A rank sums the checksum of a block over the bytes that it writes, as if all others were zeros:
+since a CRC is linear, those of all ranks together are that of the block.
 """
 
 from __future__ import annotations
@@ -44,6 +49,13 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.agree import GlobalPlan
     from ucformat.torch.saving.statement import RankState, WriteItem
     from ucformat.torch.state.elements import Elements
+
+
+# Which rank writes each part of the safetensors files, and what others send for it.
+#
+# A part consists of consecutive blocks of one file, about 8 MiB, perhaps of many tensors. Every
+# rank knows which rank provides each box of a weight, so it computes its own parts and messages,
+# and rank 0 deals none.
 
 
 PART_BYTES = 8 << 20  # an upload takes at least 5 MiB, and a block is at most 1 MiB
@@ -212,18 +224,6 @@ class PartPlanner:
             if parts
         )
 
-
-# The safetensors form: weights are written in files that other tools load, everything else as
-# arrays.
-#
-# The ranks plan both parts one after the other: who provides which box of a weight as in the packed
-# form, and the arrays as in the Zarr form. The place of each weight follows from the list of all
-# weights, which rank 0 tells the others. On a file system a weight whose boxes are ranges of the
-# file is written by those that provide them. Of any other weight, and on object stores of all,
-# ranks send each other what belongs to a part of a file, and one of them writes it.
-#
-# A rank sums the checksum of a block over the bytes that it writes, as if all others were zeros:
-# since a CRC is linear, those of all ranks together are that of the block.
 
 _SENT_AT_ONCE = 4  # parts of uploads
 

@@ -1,10 +1,4 @@
-"""Values that each rank has as its own, on the way to rank 0: encoded, or in files that ranks wrote on the way.
-
-A rank encodes its values once. On the way up the tree, those of consecutive ranks are put together.
-A rank at which they exceed `MOST_BYTES` writes them, and passes on only the entries of the files.
-So no rank gets the values of all others, and there are files of some megabytes, however many ranks
-there are.
-"""
+"""The manifest of a save, made from the reports of all ranks, and a local state as plain data without its memory."""
 
 from __future__ import annotations
 
@@ -57,6 +51,15 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.options import SaveArguments, SaveOptions
     from ucformat.torch.saving.plan import Begun, RankPlan
     from ucformat.torch.state.local import LocalState
+
+
+# Values that each rank has as its own, on the way to rank 0: encoded, or in files that ranks wrote
+# on the way.
+#
+# A rank encodes its values once. On the way up the tree, those of consecutive ranks are put
+# together. A rank at which they exceed `MOST_BYTES` writes them, and passes on only the entries of
+# the files. So no rank gets the values of all others, and there are files of some megabytes,
+# however many ranks there are.
 
 
 #: The most bytes of values that a rank passes on; it receives no more from each of its children.
@@ -119,9 +122,6 @@ class RankValues:
             for part in self.parts
         )
 
-
-# The manifest of a save, made from the reports of all ranks, and a local state as plain data
-# without its memory.
 
 _LISTED = 64  # ranks that a manifest lists, at most, so that it does not grow with ranks
 

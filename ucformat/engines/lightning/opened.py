@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ucformat.engines.lightning import META, VERSION
 from ucformat.geometry.tensor import TensorList
 from ucformat.reading.readable import LazyMapping
 from ucformat.sources.distcp.opened import OpenDcp
@@ -26,12 +27,11 @@ if TYPE_CHECKING:
     from ucformat.sources.distcp.opened import ItemValues
     from ucformat.sources.pickle.stand_ins import StoredTensor
 
-META = "meta.pt"
-_VERSION = "pytorch-lightning_version"
-
 
 class OpenLightning(OpenDcp):
     """One opened checkpoint of Lightning or Fabric."""
+
+    kind = "lightning"
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class OpenLightning(OpenDcp):
         step = meta.get("global_step")
         engine: dict[str, str] = {
             **found.engine,
-            **({"format": found.engine["name"]} if _VERSION in meta else {}),
+            **({"format": found.engine["name"]} if VERSION in meta else {}),
         }
-        if _VERSION in meta:
-            engine |= {"name": "lightning", "version": str(meta[_VERSION])}
+        if VERSION in meta:
+            engine |= {"name": "lightning", "version": str(meta[VERSION])}
         return found.replace(
             tensor_list=TensorList((*infos, *large), found.tensor_list.groups),
             objects=LazyMapping(lambda: _joined(found.objects, meta)),

@@ -4,61 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ucformat.errors import LayoutError
-from ucformat.schema.view import Select, Take
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ucformat.views.viewed import Viewed
+from ucformat.views.document import PresetInput
 
 _NORMS = "stores its norms less one (apply_layernorm_1p), which no view adds again"
 _ROTARY = "turns neighbouring elements of a head (rotary_interleaved), Hugging Face's models its two halves"
 _GATED = "gates the output of attention (attention_output_gate), for which the preset has no place"
 
 
-#: The object of a converted sub-model with the names of the files and objects that have the sizes
-#: of the whole model.
-OUTDATED = "outdated_sizes"
-
-
-def outdated(view: Viewed | None, assets: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
-    """The names of assets and objects with the sizes of a whole model, of which the checkpoint has only a part.
-
-    Args:
-        view: the view that takes the part; None if there is none.
-    """
-    recorded = objects.get(OUTDATED)
-    found = (
-        dict.fromkeys(n for n in recorded if isinstance(n, str))
-        if isinstance(recorded, list)
-        else {}
-    )
-    while view is not None and not any(isinstance(step, Take | Select) for _, step in view.steps):
-        view = cast("Viewed", view.base) if getattr(view.base, "is_view", False) else None
-    if view is not None:
-        found |= dict.fromkeys(name for name in assets if name.rpartition("/")[2] == "config.json")
-        found |= dict.fromkeys({"args"} & objects.keys())
-    return list(found)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The options of a preset, and the data of the checkpoint from which the others are taken.
-
-    Attributes:
-        objects: the checkpoint's non-tensor values, by name.
-        names: the names of the checkpoint's tensors.
-    """
-
-    preset: str
-    options: Mapping[str, int | bool | None]
-    objects: Mapping[str, Any]
-    assets: Mapping[str, bytes]
-    names: tuple[str, ...]
+class ModelConfig(PresetInput):
+    """The input of a preset, with the numbers of the model that it tells."""
 
     def flag(self, name: str) -> bool:
         """The value of a Boolean option; False if it is not given."""

@@ -1,0 +1,51 @@
+"""The sources that packages register, in the order in which they are asked."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
+
+from ucformat.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ucformat.sources.base import Source
+
+SOURCES: Registry[type[Source]] = Registry("sources", "source")
+
+_log = logging.getLogger("ucformat")
+
+
+@cache
+def all_sources() -> tuple[Source, ...]:
+    """A source of each registered kind, with default options, by precedence."""
+    return by_precedence(source() for _, source in SOURCES.items())
+
+
+def by_precedence(sources: Iterable[Source]) -> tuple[Source, ...]:
+    """Sort sources by precedence: each ahead of the kinds that its `before` lists.
+
+    A source whose `before` contradicts those of the sources in front of it is logged, and left out.
+    """
+    chosen: dict[str, Source] = {}
+    order: tuple[str, ...] = ()
+    for source in sources:
+        trial = {**chosen, source.kind: source}
+        graph: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(trial, ()))
+        for kind, one in trial.items():
+            for other in trial.keys() & set(one.before):
+                graph.add(other, kind)
+        try:
+            order = tuple(graph.static_order())
+        except CycleError as error:
+            _log.warning(
+                "the source %r is not used: by its `before` it comes both before and after %r",
+                source.kind,
+                next(kind for kind in error.args[1] if kind != source.kind),
+            )
+            continue
+        chosen = trial
+    return tuple(chosen[kind] for kind in order)
