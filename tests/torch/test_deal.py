@@ -26,8 +26,9 @@ from ucformat.torch.saving.statement import Exceptions, Facts, Statement, WriteI
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucformat.torch.saving.agree import GlobalPlan
-    from ucformat.torch.saving.shards import Fragment, ShardBatch, Transfer
+    from ucformat.torch.saving.planned import GlobalPlan
+    from ucformat.torch.saving.shards import ShardBatch, Transfer
+    from ucformat.torch.saving.statement import Fragment
 
 Claims = list[list[WriteItem]]
 

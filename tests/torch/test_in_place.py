@@ -32,13 +32,13 @@ from ucformat.storage.local import LocalStore
 from ucformat.storage.strided import checksum
 from ucformat.torch.saving import in_place
 from ucformat.torch.saving import in_place as parts
-from ucformat.torch.saving.agree import PlannedTensors
 from ucformat.torch.saving.in_place import (
     WeightFilesPlan,
     WeightPlanner,
     block_crcs,
     write_in_place,
 )
+from ucformat.torch.saving.planned import PlannedTensors
 from ucformat.torch.saving.statement import RankState, WriteItem
 from ucformat.torch.saving.write import packed_extents
 

@@ -10,14 +10,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-# Proves that boxes cover a tensor: no hole, and no overlap except exact replicas.
-#
-# Boxes are split into slabs that no box straddles, along one dim after another, until each slab
-# holds one box that fills it. The boxes of every placement can be separated like this in a few
-# sorts: O(n log n). What cannot (a pinwheel, an overlap) is decided by a sweep over its pairs.
-# Single elements are never visited.
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
     """A hyper-rectangle: the elements `start[d] <= i[d] < start[d] + shape[d]` for each dim `d`.

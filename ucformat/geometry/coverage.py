@@ -13,16 +13,15 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ucformat.errors import CoverageError
+from ucformat.geometry.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ucformat.geometry.tensor import TensorInfo
-from ucformat.geometry.box import Box
+
 
 Owner = int | str
-
-
 _Bounds = tuple[
     tuple[int, int], ...
 ]  # (start, stop) for each dim: plain tuples sort and hash faster than boxes

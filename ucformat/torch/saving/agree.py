@@ -10,10 +10,9 @@ import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,11 +27,11 @@ from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Key
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import path_to_json
-from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.sources.state_names import dotted
 from ucformat.storage.strided import checksum
 from ucformat.torch.comm.wire import Addressed, decode, encode, message
 from ucformat.torch.saving.in_place import OTHER_FORMS, WeightFilesPlan
+from ucformat.torch.saving.planned import GlobalPlan, PlannedTensors
 from ucformat.torch.saving.statement import (
     HASHES,
     AskedOfRanks,
@@ -160,42 +159,6 @@ def paths_by_key(
                 if (named, other) == (key, rank):
                     out.setdefault(key, []).append(path)
     return out
-
-
-@dataclass(frozen=True)
-class PlannedTensors:
-    """Tensors that are stored in one way, in the order of rank 0, then of further ranks; listed ones come last.
-
-    Attributes:
-        paths: of each tensor, in the form of manifests.
-        described: those that are described, unless they are arrays.
-    """
-
-    infos: tuple[TensorInfo, ...]
-    paths: tuple[Paths, ...]
-    listed: tuple[ListedTensor, ...] = ()
-    described: Described | None = None
-
-    @cached_property
-    def table(self) -> TensorTable:
-        """The tensors as in the manifest, if they are no arrays."""
-        return TensorTable.of(self.docs())
-
-    def docs(self) -> Iterator[TensorDoc]:
-        """The rows of `table`."""
-        rows = zip(self.infos, self.paths, strict=True)
-        return (TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in rows)
-
-
-class GlobalPlan(NamedTuple):
-    """The plan of all ranks, kept on rank 0. `digest` is that of the exceptions, `aliases` are the tied names."""
-
-    exceptions: Exceptions
-    digest: bytes
-    aliases: Mapping[str, str]
-    arrays: PlannedTensors
-    packed: PlannedTensors
-    weights: PlannedTensors
 
 
 @message

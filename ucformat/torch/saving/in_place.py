@@ -32,7 +32,8 @@ from ucformat.storage.in_place import PartsWriter, Way, way_of
 from ucformat.storage.strided import CRC32C_SHIFT, checksum, copy
 from ucformat.storage.upload import unit_for
 from ucformat.torch.comm.wire import message
-from ucformat.torch.saving.shards import BATCH_BYTES, Fragment, ShardBatch, ShardTask, Transfer
+from ucformat.torch.saving.shards import BATCH_BYTES, ShardBatch, ShardTask, Transfer
+from ucformat.torch.saving.statement import Fragment
 from ucformat.torch.saving.write import exchange, packed_extents
 from ucformat.torch.state.elements import elements_within, row_major_bytes
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Key
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.agree import GlobalPlan
+    from ucformat.torch.saving.planned import GlobalPlan
     from ucformat.torch.saving.statement import RankState, WriteItem
     from ucformat.torch.state.elements import Elements
 

@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
     from ucformat.format.sidecar import Columns
     from ucformat.storage.base import Store
-    from ucformat.torch.saving.agree import GlobalPlan
     from ucformat.torch.saving.in_place import InPlace
     from ucformat.torch.saving.options import SaveArguments, SaveOptions
     from ucformat.torch.saving.plan import Begun, RankPlan
+    from ucformat.torch.saving.planned import GlobalPlan
     from ucformat.torch.state.local import LocalState
 
 

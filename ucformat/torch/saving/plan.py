@@ -14,6 +14,7 @@ from ucformat.geometry.flat_buffer import align_up
 from ucformat.reading.garbage import gc_paused
 from ucformat.torch.saving.agree import Coordinator, agree, digest_of
 from ucformat.torch.saving.in_place import WeightPlanner, begin_weights
+from ucformat.torch.saving.planned import OwnPart
 from ucformat.torch.saving.shards import plan_shards
 from ucformat.torch.saving.statement import Exceptions, Facts, Statement
 
@@ -27,29 +28,10 @@ if TYPE_CHECKING:
     from ucformat.format.commit import Attempt
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.agree import GlobalPlan
     from ucformat.torch.saving.in_place import InPlace, WeightFilesPlan
     from ucformat.torch.saving.options import SaveOptions
-    from ucformat.torch.saving.shards import ShardBatch, Transfer
+    from ucformat.torch.saving.planned import GlobalPlan
     from ucformat.torch.saving.statement import ListedTensor, RankState
-
-
-class OwnPart(NamedTuple):
-    """What follows from descriptions for one rank.
-
-    Attributes:
-        pieces: the (item, piece) of its packed file, in order.
-        listed_at: the byte of this file at which the boxes of listed tensors begin.
-        batches: the shards of arrays that it writes.
-        messages: the fragments that it sends.
-        weights: the (item, piece) that it provides of weights.
-    """
-
-    pieces: tuple[tuple[int, int], ...]
-    listed_at: int
-    batches: tuple[ShardBatch, ...]
-    messages: tuple[Transfer, ...]
-    weights: tuple[tuple[int, int], ...]
 
 
 class Begun(NamedTuple):

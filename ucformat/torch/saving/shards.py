@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ucformat.torch.saving.statement import Fragment
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -25,20 +27,6 @@ if TYPE_CHECKING:
 #: Small shards of one rank are batched up to this many bytes; each sender sends one message per
 #: batch.
 BATCH_BYTES = 32 << 20
-
-
-class Fragment(NamedTuple):
-    """A box of tensor number `tensor`, which the sender holds in piece `piece` of its item `item`.
-
-    The number of a tensor is that of the rank's own item. Only the sender knows its item and piece;
-    for others they are -1.
-    """
-
-    sender: int
-    tensor: int
-    item: int
-    piece: int
-    box: Box
 
 
 class ShardTask(NamedTuple):

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.torch.saving.shards import Fragment
     from ucformat.torch.state.elements import Elements
 
 #: Hashes are below this, so that they fit in a signed integer of 64 bits.
@@ -50,6 +49,20 @@ class WriteItem:
     info: TensorInfo
     boxes: tuple[Box, ...]
     paths: tuple[Path, ...] = ()
+
+
+class Fragment(NamedTuple):
+    """A box of tensor number `tensor`, which the sender holds in piece `piece` of its item `item`.
+
+    The number of a tensor is that of the rank's own item. Only the sender knows its item and piece;
+    for others they are -1.
+    """
+
+    sender: int
+    tensor: int
+    item: int
+    piece: int
+    box: Box
 
 
 class RankState(NamedTuple):
