@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import zip_longest
 from math import comb
-from re import _constants as op  # opcodes of `re`'s parser
-from re import _parser as parser
-from typing import Any
+from operator import or_
+from typing import Literal
 
 from ucformat.errors import LayoutError
 
@@ -38,11 +38,16 @@ _ALL = 1 << 129 | _ANY
 _END: _Head = (1 << 129, 1)  # after a pattern: the end of the name
 _OPEN: _Head = (_ALL, 1)
 
-_REPEATS = {op.MAX_REPEAT: "", op.MIN_REPEAT: "?", op.POSSESSIVE_REPEAT: "+"}
-_CLASSES = {
-    op.CATEGORY_DIGIT: "\\d", op.CATEGORY_NOT_DIGIT: "\\D", op.CATEGORY_SPACE: "\\s", op.CATEGORY_NOT_SPACE: "\\S",
-    op.CATEGORY_WORD: "\\w", op.CATEGORY_NOT_WORD: "\\W",
-}  # fmt: skip
+_QUANTIFIER = re.compile(r"(?:([*+?])|\{(?=[\d,])(\d*)(?:(,)(\d*))?\})([?+]?)")
+_ESCAPE = re.compile(
+    r"\\(?:[0-3][0-7]{2}|0[0-7]?|[1-9]\d?|x..|u.{4}|U.{8}|N\{[^}]*\}|.)", re.DOTALL
+)
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^]\\])*\]", re.DOTALL)
+_ONE_CHAR = re.compile(".", re.DOTALL)
+_PLAIN = re.compile(r"[^\\.]|\\[^a-zA-Z0-9]|\[(?!\^)(?:[^\\]|\\[^a-zA-Z0-9])*\]")
+_OPENING = re.compile(
+    r"\((?:\?(?:P<\w+>|(#[^)]*\)|[aiLmsux]+\))|(P=\w+\)|\(\w+\))|([=!]|<[=!])|(>)|([aiLmsu]*)(?:-([ims]+))?:))?"
+)
 _HINT = (
     "make each repeat end clearly: `[^.]+` instead of `.*` before a dot, `(?:[^.]+\\.)*` instead of `(?:.*\\.)*`, "
     "alternatives with different first characters; or write a glob, or several patterns"
@@ -102,9 +107,8 @@ def compile_pattern(regex: str) -> Pattern:
             hint="split it into several patterns",
         )
     try:
-        tree = parser.parse(regex)
         compiled = re.compile(regex)
-        work = _Count(regex).seq(tree, tree.state.flags, _END)[1]
+        work = _Count(regex).seq(parse(regex, compiled.flags), _END)[1]
     except (re.error, OverflowError, RecursionError) as e:
         raise LayoutError(f"{_short(regex)} is not a regular expression: {e}") from e
     longest = _MIN_NAME
@@ -131,6 +135,112 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 200 else text[:200] + "…")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A part of a regular expression.
+
+    Attributes:
+        text: its source.
+        chars: of a single character, those that it may be, as a bit set.
+        options: the alternatives inside.
+        mode: of a repeat: empty, `?` (lazy) or `+` (possessive).
+    """
+
+    kind: Literal["char", "group", "atomic", "look", "anchor", "reference", "repeat"]
+    text: str
+    chars: int = 0
+    options: tuple[tuple[Node, ...], ...] = ()
+    low: int = 1
+    high: int | None = 1
+    mode: str = ""
+
+
+def parse(regex: str, flags: int) -> tuple[Node, ...]:
+    """Parse a pattern that `re` has compiled with these flags."""
+    if flags & re.VERBOSE:
+        raise LayoutError(
+            f"the pattern {_short(regex)} has the flag x", hint="write it without spaces"
+        )
+    return _Parser(regex).options(flags)
+
+
+class _Parser:
+    def __init__(self, regex: str) -> None:
+        self._regex, self._at = regex, 0
+
+    def options(self, flags: int) -> tuple[Node, ...]:
+        """What follows, up to the end of its group."""
+        begin, options = self._at, [self._sequence(flags)]
+        while self._regex.startswith("|", self._at):
+            self._at += 1
+            options.append(self._sequence(flags))
+        if len(options) == 1:
+            return options[0]
+        prefix: list[Node] = []  # `re` tries what all begin with once, too
+        while all(options) and len({(o[0].kind, o[0].text) for o in options}) == 1:
+            if options[0][0].kind not in ("char", "anchor"):
+                break
+            prefix.append(options[0][0])
+            options = [o[1:] for o in options]
+        text = self._regex[begin : self._at]
+        single = [o[0] for o in options if len(o) == 1 and o[0].kind == "char"]
+        if len(single) == len(options) and not any(n.text[:2] in (".", "[^") for n in single):
+            chars = reduce(or_, (n.chars for n in single))  # as `re` does, one class
+            return (*prefix, Node("char", text, chars))
+        return (*prefix, Node("group", text, options=tuple(options)))
+
+    def _sequence(self, flags: int) -> tuple[Node, ...]:
+        out: list[Node] = []
+        while self._at < len(self._regex) and self._regex[self._at] not in "|)":
+            begin = self._at
+            node = self._atom(flags)
+            while node is not None and (match := _QUANTIFIER.match(self._regex, self._at)):
+                self._at = match.end()
+                sign, low, comma, high, mode = match.groups()
+                least = int(low or 0)
+                most = int(high) if high else None if comma else least
+                bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(sign, (least, most))
+                alone = node.kind != "group" or len(node.options) > 1
+                inner, text = ((node,),) if alone else node.options, self._regex[begin : self._at]
+                node = Node("repeat", text, 0, inner, *bounds, mode)
+            if node is not None:
+                out.append(node)
+        return tuple(out)
+
+    def _atom(self, flags: int) -> Node | None:
+        begin, char = self._at, self._regex[self._at]
+        if char == "(":
+            return self._group(flags)
+        match = {"\\": _ESCAPE, "[": _CLASS}.get(char, _ONE_CHAR).match(self._regex, begin)
+        assert match is not None  # noqa: S101 - `re` has compiled it
+        self._at, text = match.end(), match[0]
+        if text in ("^", "$", "\\A", "\\Z", "\\b", "\\B"):
+            return Node("anchor", text)
+        if re.fullmatch(r"\\[1-9]\d?", text):
+            return Node("reference", text)
+        return Node("char", text, _chars(text, flags))
+
+    def _group(self, flags: int) -> Node | None:
+        begin, match = self._at, _OPENING.match(self._regex, self._at)
+        assert match is not None  # noqa: S101 - `re` has compiled it
+        nothing, reference, look, atomic, plus, minus = match.groups()
+        self._at = match.end()
+        if nothing or (reference and reference.startswith("P")):
+            return Node("reference", match[0]) if reference else None
+        for letter in plus or "":
+            flags |= getattr(re, letter.upper())
+            if letter in "au":
+                flags &= ~(re.UNICODE if letter == "a" else re.ASCII)
+        for letter in minus or "":
+            flags &= ~getattr(re, letter.upper())
+        inside = self.options(flags)
+        self._at += 1
+        kind: Literal["reference", "look", "atomic", "group"] = (
+            "reference" if reference else "look" if look else "atomic" if atomic else "group"
+        )
+        return Node(kind, self._regex[begin : self._at], options=(inside,))
+
+
 class _Count:
     """Bounds the number of ways in which a pattern can match at one position, and of the steps to try them all.
 
@@ -139,74 +249,70 @@ class _Count:
 
     def __init__(self, regex: str) -> None:
         self._regex = regex
-        self._heads: dict[int, tuple[int, bool, int]] = {}
+        self._heads: dict[tuple[Node, ...], tuple[int, bool, int]] = {}
 
-    def seq(self, nodes: Any, flags: int, follow: _Head) -> tuple[_Bound, _Bound]:
+    def seq(self, nodes: tuple[Node, ...], follow: _Head) -> tuple[_Bound, _Bound]:
         """The ways and the steps of a sequence of nodes."""
         ways, work = _ONE, _ONE
-        for node in reversed(list(nodes)):
-            own_ways, steps = self._node(node, flags, follow)
+        for node in reversed(nodes):
+            own_ways, steps = self._node(node, follow)
             work = self._checked(_add(steps, _times(own_ways, work)), node)
             ways = self._checked(_times(own_ways, ways), node)
-            chars, empty, checks = self._head(node, flags)
+            chars, empty, checks = self._head(node)
             follow = (chars | follow[0], checks + follow[1]) if empty else (chars, checks)
         return ways, work
 
-    def _node(self, node: Any, flags: int, follow: _Head) -> tuple[_Bound, _Bound]:
-        code, value = node
-        if code in _REPEATS:
-            return self._repeat(node, flags, follow)
-        if code is op.SUBPATTERN:
-            _, plus, minus, inner = value
-            return self.seq(inner, (flags | plus) & ~minus, follow)
-        if code is op.BRANCH:
-            return self._branch(value[1], flags, follow)
-        if code is op.ATOMIC_GROUP:
-            return _ONE, self.seq(value, flags, _OPEN)[1]
-        if code in (op.ASSERT, op.ASSERT_NOT):
-            # It reads characters that other nodes read too, whereas `_times` assumes that each
-            # reads its own.
-            return _ONE, _times((3,), self.seq(value[1], flags, _OPEN)[1])
-        if code in (op.GROUPREF, op.GROUPREF_EXISTS):
-            raise self._too_much_work(
-                node, "refers to an earlier group", "write out the alternatives of the group"
-            )
+    def _node(self, node: Node, follow: _Head) -> tuple[_Bound, _Bound]:
+        match node.kind:
+            case "repeat":
+                return self._repeat(node, follow)
+            case "group":
+                return self._branch(node.options, follow)
+            case "atomic":
+                return _ONE, self.seq(node.options[0], _OPEN)[1]
+            case "look":
+                # It reads characters that other nodes read too, whereas `_times` assumes that each
+                # reads its own.
+                return _ONE, _times((3,), self.seq(node.options[0], _OPEN)[1])
+            case "reference":
+                raise self._too_much_work(
+                    node, "refers to an earlier group", "write out the alternatives of the group"
+                )
         return _ONE, _ONE
 
-    def _branch(self, options: Any, flags: int, follow: _Head) -> tuple[_Bound, _Bound]:
+    def _branch(
+        self, options: tuple[tuple[Node, ...], ...], follow: _Head
+    ) -> tuple[_Bound, _Bound]:
+        if len(options) == 1:
+            return self.seq(options[0], follow)
         total: _Bound = ()
         largest: _Bound = ()
         work: _Bound = (len(options),)
         seen, disjoint = 0, True
         for option in options:
-            own_ways, steps = self.seq(option, flags, follow)
-            chars, empty, _ = self._first(option, flags)
+            own_ways, steps = self.seq(option, follow)
+            chars, empty, _ = self._first(option)
             chars |= follow[0] if empty else 0
             disjoint, seen = disjoint and not seen & chars, seen | chars
-            total, largest, work = (
-                _add(total, own_ways),
-                _larger(largest, own_ways),
-                _add(work, steps),
-            )
+            total, largest = _add(total, own_ways), _larger(largest, own_ways)
+            work = _add(work, steps)
         return largest if disjoint else total, work
 
-    def _repeat(self, node: Any, flags: int, follow: _Head) -> tuple[_Bound, _Bound]:
-        code, (low, high, inner) = node
-        chars, empty, checks = self._first(inner, flags)
-        next_follow = (
-            _OPEN
-            if empty or code is op.POSSESSIVE_REPEAT
-            else (chars | follow[0], checks + follow[1])
+    def _repeat(self, node: Node, follow: _Head) -> tuple[_Bound, _Bound]:
+        low, (inner,) = node.low, node.options
+        high = node.high if node.high is not None else 1 << 32
+        chars, empty, checks = self._first(inner)
+        open_ended = empty or node.mode == "+"
+        own_ways, steps = self.seq(
+            inner, _OPEN if open_ended else (chars | follow[0], checks + follow[1])
         )
-        own_ways, steps = self.seq(inner, flags, next_follow)
         steps = _add((1 + follow[1],), steps)
-        exits_once = (
-            not empty and not chars & follow[0]
-        )  # the next character decides whether to repeat
-        if high == 1 and code is not op.POSSESSIVE_REPEAT:
+        # The next character decides whether to repeat.
+        exits_once = not empty and not chars & follow[0]
+        if high == 1 and node.mode != "+":
             return (own_ways if exits_once else _add(_ONE, own_ways)), steps
         repeats = (high + 1,) if high <= _MIN_NAME else (low + 1, 1) if empty else (0, 1)
-        if code is op.POSSESSIVE_REPEAT:
+        if node.mode == "+":
             return _ONE, self._checked(_times(repeats, steps), node)
         if own_ways == _ONE and not empty:
             return (_ONE if exits_once else repeats), self._checked(_times(repeats, steps), node)
@@ -223,64 +329,53 @@ class _Count:
             power = self._checked(_times(power, own_ways), node) if i < high else power
         return ways, work
 
-    def _first(self, nodes: Any, flags: int) -> tuple[int, bool, int]:
+    def _first(self, nodes: tuple[Node, ...]) -> tuple[int, bool, int]:
         """The characters that nodes may begin with, whether they may be empty, and how many nodes check for them.
 
         All characters if they may be empty in several ways, or look ahead: then more work happens
         before they fail.
         """
-        cached = self._heads.get(id(nodes))
-        if cached is None:
+        if nodes not in self._heads:
             chars, empty, checks = 0, True, 1
             for node in nodes:
-                more, empty, places = self._head(node, flags)
+                more, empty, places = self._head(node)
                 chars, checks = chars | more, checks + places
                 if not empty:
                     break
-            self._heads[id(nodes)] = cached = chars, empty, checks
-        return cached
+            self._heads[nodes] = chars, empty, checks
+        return self._heads[nodes]
 
-    def _head(self, node: Any, flags: int) -> tuple[int, bool, int]:
-        code, value = node
-        if code in _REPEATS:
-            chars, empty, checks = self._first(value[2], flags)
-            return (_ALL, True, checks) if empty else (chars, value[0] == 0, checks + 1)
-        if code is op.SUBPATTERN:
-            return self._first(value[3], (flags | value[1]) & ~value[2])
-        if code is op.ATOMIC_GROUP:
-            return self._first(value, flags)
-        if code is op.BRANCH:
-            found = [self._first(option, flags) for option in value[1]]
-            chars, empties, checks = 0, 0, 0
-            for more, empty, places in found:
-                chars, empties, checks = chars | more, empties + empty, checks + places
-            return _ALL if empties > 1 else chars, empties > 0, checks
-        if code is op.AT:
-            return 0, True, 1
-        if code in (op.ASSERT, op.ASSERT_NOT, op.GROUPREF, op.GROUPREF_EXISTS):
+    def _head(self, node: Node) -> tuple[int, bool, int]:
+        if node.kind in ("look", "reference"):
             return _ALL, True, 1
-        return _chars(node, flags), False, 1
+        if not node.options:
+            return node.chars, node.kind == "anchor", 1
+        heads = [self._first(option) for option in node.options]
+        chars, checks, empties = 0, 0, sum(empty for _, empty, _ in heads)
+        for more, _, places in heads:
+            chars, checks = chars | more, checks + places
+        if node.kind == "repeat":
+            return (_ALL, True, checks) if empties else (chars, node.low == 0, checks + 1)
+        return _ALL if empties > 1 else chars, empties > 0, checks
 
-    def _checked(self, bound: _Bound, node: Any) -> _Bound:
+    def _checked(self, bound: _Bound, node: Node) -> _Bound:
         if _value(bound, _MIN_NAME) > _MAX_STEPS:
             raise self._too_much_work(node, "can match in too many ways", _HINT)
         return bound
 
-    def _too_much_work(self, node: Any, why: str, hint: str) -> LayoutError:
+    def _too_much_work(self, node: Node, why: str, hint: str) -> LayoutError:
         return LayoutError(
-            f"the pattern {_short(self._regex)} may take too long: its part {_short(_spelled([node]))} {why}",
+            f"the pattern {_short(self._regex)} may take too long: its part {_short(node.text)} {why}",
             hint=hint,
         )
 
 
 def _add(a: _Bound, b: _Bound) -> _Bound:
-    long, short = (a, b) if len(a) >= len(b) else (b, a)
-    return tuple(x + (short[i] if i < len(short) else 0) for i, x in enumerate(long))
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
 
 
 def _larger(a: _Bound, b: _Bound) -> _Bound:
-    long, short = (a, b) if len(a) >= len(b) else (b, a)
-    return tuple(max(x, short[i]) if i < len(short) else x for i, x in enumerate(long))
+    return tuple(max(x, y) for x, y in zip_longest(a, b, fillvalue=0))
 
 
 def _times(a: _Bound, b: _Bound) -> _Bound:
@@ -295,102 +390,11 @@ def _value(bound: _Bound, n: int) -> int:
     return sum(c * comb(n + d, d) for d, c in enumerate(bound) if c)
 
 
-def _chars(node: Any, flags: int) -> int:
-    """A superset of the characters that a single-character node matches."""
-    code, value = node
-    if code is op.ANY:
-        return _ANY if flags & re.DOTALL else _ANY & ~(1 << 10)
-    if code is op.NOT_LITERAL:
-        return _ANY & ~_bit(value) | _OTHER
-    negated = code is op.IN and value[0][0] is op.NEGATE
-    chars = 0
-    for kind, arg in value if code is op.IN else [node]:
-        if kind is op.LITERAL:
-            chars |= _bit(arg)
-        elif kind is op.RANGE:
-            low, high = arg
-            chars |= (1 << min(high + 1, 128)) - (1 << min(low, 128)) | (
-                _OTHER if high > 127 else 0
-            )
-        elif kind is op.CATEGORY:
-            chars |= _category(arg, both=negated)
-        elif kind is not op.NEGATE:
-            return _ALL
-    if negated:
-        return _ANY & ~chars | _OTHER
-    if flags & re.IGNORECASE:
-        upper, lower = (((1 << 26) - 1) << start for start in (65, 97))
-        if chars & _OTHER:
-            return chars | upper | lower  # `\u017f` matches s too
-        chars |= (
-            (chars & upper) << 32
-            | (chars & lower) >> 32
-            | (_OTHER if chars & (upper | lower) else 0)
-        )
-    return chars
-
-
-def _bit(char: int) -> int:
-    return 1 << char if char < 128 else _OTHER
-
-
-@lru_cache(32)
-def _category(category: Any, *, both: bool) -> int:
-    """The characters of a class with or without the flag ASCII: those in either, or only those in `both`."""
-    found = [
-        sum(1 << i for i in range(128) if re.match(_CLASSES[category], chr(i), flag))
-        for flag in (re.UNICODE, re.ASCII)
-    ]
-    return found[0] & found[1] if both else found[0] | found[1] | _OTHER
-
-
-def _spelled(nodes: Any) -> str:
-    """The source of parsed nodes, for error messages."""
-    out = []
-    for code, value in nodes:
-        if code is op.LITERAL:
-            out.append(re.escape(chr(value)))
-        elif code is op.NOT_LITERAL:
-            out.append(f"[^{chr(value)}]")
-        elif code is op.ANY:
-            out.append(".")
-        elif code is op.IN:
-            out.append(
-                _CLASSES[value[0][1]] if _is_class(value) else f"[{''.join(map(_member, value))}]"
-            )
-        elif code in _REPEATS:
-            inner = _spelled(value[2])
-            one = len(value[2]) == 1 and value[2][0][0] not in (*_REPEATS, op.BRANCH)
-            out.append(
-                (inner if one else f"(?:{inner})")
-                + _quantifier(value[0], value[1])
-                + _REPEATS[code]
-            )
-        elif code is op.SUBPATTERN:
-            out.append(f"({'' if value[0] else '?:'}{_spelled(value[3])})")
-        elif code is op.BRANCH:
-            out.append("|".join(map(_spelled, value[1])))
-        elif code is op.GROUPREF:
-            out.append(f"\\{value}")
-        elif code is op.AT:
-            out.append("^" if value is op.AT_BEGINNING else "$" if value is op.AT_END else "\\b")
-        else:
-            out.append("(?…)")
-    return "".join(out)
-
-
-def _is_class(members: Any) -> bool:
-    return len(members) == 1 and members[0][0] is op.CATEGORY
-
-
-def _member(member: Any) -> str:
-    kind, arg = member
-    if kind is op.RANGE:
-        return f"{chr(arg[0])}-{chr(arg[1])}"
-    return "^" if kind is op.NEGATE else _CLASSES[arg] if kind is op.CATEGORY else chr(arg)
-
-
-def _quantifier(low: int, high: Any) -> str:
-    if high is op.MAXREPEAT:
-        return "*" if low == 0 else "+" if low == 1 else f"{{{low},}}"
-    return "?" if (low, high) == (0, 1) else f"{{{low},{high}}}"
+@lru_cache(1024)
+def _chars(text: str, flags: int) -> int:
+    """A superset of the characters that a part for a single character matches."""
+    one = re.compile(text, flags & (re.IGNORECASE | re.DOTALL | re.ASCII))
+    chars = sum(1 << i for i in range(128) if one.match(chr(i)))
+    letters = chars & (((1 << 26) - 1) << 65 | ((1 << 26) - 1) << 97)
+    folded = flags & re.IGNORECASE and letters  # `\u017f` matches s, too
+    return chars if text.isascii() and _PLAIN.fullmatch(text) and not folded else chars | _OTHER
