@@ -83,6 +83,7 @@ def write_packed(
         tensors=TensorTable.of(
             TensorDoc(n, s, dtype_name(a.dtype), a.shape) for (n, s), a in arrays.items()
         ),
+        requires=("extents",),
         sidecar=SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data)),
         **facts,
     )

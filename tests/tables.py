@@ -8,7 +8,7 @@ from urllib.parse import quote
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OF_KIND = ("state", "dtype", "shape", "chunk", "shard")
+OF_KIND = ("state", "dtype", "shape", "chunk", "shard", "itemsize")
 
 
 def entries(document: dict[str, Any]) -> list[dict[str, Any]]:

@@ -13,14 +13,18 @@ from crc32c import crc32c
 from tests.conformance.make import (
     ATTEMPT,
     CREATED,
+    CUT,
+    CUT_PLACES,
     DATA,
     DESCRIBED,
     PER_RANK,
     SHAPES,
     changed,
+    deep,
     described_files,
     edited,
     flipped,
+    nested,
     objects_of,
     of_two_files,
     packed_files,
@@ -29,7 +33,7 @@ from tests.conformance.make import (
     ranges_of,
     safetensors_files,
 )
-from ucformat.format.digest import with_own_digest
+from ucformat.format.digest import bytes_digest, with_own_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,14 +98,36 @@ def of_arrays(flat: Files) -> Faults:
         "manifest-format": ("damaged", "another format", edit(lambda m: m.update(format="other"))),
         "manifest-bare-nan": ("damaged", "NaN, which is no JSON", {**flat, manifest: with_own_digest(
             flat[manifest].replace(b'{\n   "$float": "nan"\n  }', b"NaN").replace(b'{"$float":"nan"}', b"NaN")[:-88] + b"\n}")}),
+        "objects-member-twice": ("damaged", "a member of objects.json is there twice", objects_of(flat, b'{"x": 1, "y": {"a": 1, "a": 2}}')),
+        "objects-deep": ("damaged", "objects.json of 129 levels", deep(flat, 129)),
+        "objects-not-utf-8": ("damaged", "objects.json in UTF-16", objects_of(flat, '{"x": 1}'.encode("utf-16"))),
         "manifest-no-tensors": ("damaged", "`tensors` is missing", edit(lambda m: m.pop("tensors"))),
         "manifest-attempt": ("damaged", "an attempt that is not 20 digits", edit(lambda m: m.update(attempt="0123"))),
         "newer-version": ("upgrade", "version 2", edit(lambda m: m.update(version=2))),
         "newer-version-other-members": ("upgrade", "version 2, in which nothing else need be as it was",
                                         edit(lambda m: (m.clear(), m.update(format="ucformat", version=2, tensors=5)))),
         "newer-feature": ("upgrade", "a feature that version 1 has not, with members of another type", edit(lambda m: m.update(requires=["delta"], tensors=5))),
-        "newer-dtype": ("upgrade", "a dtype that version 1 has not", kind(dtype="float5")),
-        "newer-lineage": ("upgrade", "a kind of lineage that version 1 has not", edit(lambda m: m.update(lineage=[{"kind": "distill", "url": "x"}]))),
+        "newer-feature-vendor": ("upgrade", "a feature of a vendor besides one of version 1", edit(lambda m: m.update(requires=["packed", "acme.delta"]))),
+        "requires-text": ("damaged", "`requires` is a text", edit(lambda m: m.update(requires="packed"))),
+        "dtype-no-itemsize": ("damaged", "an unknown dtype of an unknown size", kind(dtype="float5")),
+        "dtype-itemsize": ("damaged", "an unknown dtype of elements of three bytes", kind(dtype="float5", itemsize=3)),
+        "dtype-other-itemsize": ("damaged", "a dtype with elements of another size", kind(itemsize=4)),
+        "lineage-no-kind": ("damaged", "lineage without a kind", edit(lambda m: m.update(lineage=[{"url": "x"}]))),
+        "manifest-member-twice": ("damaged", "a member is there twice", {**flat, manifest: with_own_digest(flat[manifest][:-88].replace(b'"step":', b'"step": 3, "step":') + b"\n}")}),
+        "manifest-deep": ("damaged", "129 levels", edit(lambda m: m.update(config=nested(128)))),
+        "manifest-surrogate": ("damaged", "half of a pair of surrogates", edit(lambda m: m.update(config={"a": "\ud800"}))),
+        "manifest-integer-large": ("damaged", "an integer above 2^62", edit(lambda m: m.update(step=2**62 + 1))),
+        "manifest-integer-long": ("damaged", "an integer of 8193 bits in a value", edit(lambda m: m.update(config={"a": 2**8192}))),
+        "manifest-text-long": ("damaged", "a state of 65537 characters", kind(state="s" * 65537)),
+        "manifest-minor": ("damaged", "a negative minor number", edit(lambda m: m.update(minor=-1))),
+        **{f"manifest-no-{name}": ("damaged", f"`{name}` is missing", edit(lambda m, name=name: m.pop(name))) for name in ("format", "version", "id", "attempt", "created")},
+        **{f"manifest-mistyped-{name}": ("damaged", f"`{name}` is of another type", edit(lambda m, name=name, value=value: m.update({name: value})))
+           for name, value in {"version": "1", "id": 5, "created": 5, "step": "3", "aliases": ["a"], "objects": "x", "groups": [{"params": "a"}], "run": 7, "minor": "0", "metrics": []}.items()},
+        "file-mistyped": ("damaged", "a size is a text", edit(lambda m: m["objects"].update(nbytes=str(m["objects"]["nbytes"])))),
+        "file-true": ("damaged", "a size is a boolean", edit(lambda m: m["objects"].update(nbytes=True))),
+        "group-flattened": ("damaged", "a number for a boolean", edit(lambda m: m.update(groups=[{"params": [], "flattened": 1}]))),
+        "kind-no-dtype": ("damaged", "a kind without a dtype", edit(lambda m: m["tensors"]["kinds"][0].pop("dtype"))),
+        "kind-null": ("damaged", "a kind whose shape is null", kind(shape=None)),
         "newer-digest": ("upgrade", "a kind of digest that version 1 has not", row("digest", "blake3:" + "0" * 64)),
         "digest-spelled-wrong": ("damaged", "a digest of too few digits", row("digest", "xxh3:00")),
         "tensor-twice": ("damaged", "a name and state is listed twice", edit(lambda m: [m["tensors"][k].append(m["tensors"][k][0]) for k in ("name", "kind", "digest")])),
@@ -177,6 +203,20 @@ def of_packed(columns: Columns, files: Files) -> Faults:
         values[at] = value
         return packed_files({**columns, name: values}, files, **more)
 
+    def block(at: int, *values: int) -> Files:
+        """The same with another block of a row."""
+        names = ("block_offset", "block_nbytes", "crc32c")
+        return packed_files(
+            {
+                **columns,
+                **{
+                    k: [*columns[k][:at], v, *columns[k][at + 1 :]]
+                    for k, v in zip(names, values, strict=True)
+                },
+            },
+            files,
+        )
+
     without = {k: v for k, v in columns.items() if k != "strides"}
     no_first = {
         k: v[1:]
@@ -190,6 +230,10 @@ def of_packed(columns: Columns, files: Files) -> Faults:
     bomb = zlib.compress(bytes(8 * n + 1), 0)
     other = bytearray(files[rank1])
     other[-1] ^= 1
+    again = {
+        **columns,
+        "crc32c": [*columns["crc32c"][:-1], crc32c(bytes(other[columns["offset"][-1] :]))],
+    }
     short = bytearray(files[rank0])
     at = columns["block_offset"][0]
     short[at] ^= 1
@@ -203,6 +247,10 @@ def of_packed(columns: Columns, files: Files) -> Faults:
     )
     apart = {
         **columns,
+        **{
+            name: [*columns[name][:-1], v]
+            for name, v in (("block_offset", -1), ("block_nbytes", 0), ("crc32c", 0))
+        },
         "strides": [*columns["strides"][:-1], 1],
         "tile": [*columns["tile"][:-1], 4],
     }
@@ -216,6 +264,21 @@ def of_packed(columns: Columns, files: Files) -> Faults:
         "sidecar-too-short": ("damaged", "a column becomes shorter than its rows", packed_files(columns, files, offset=zlib.compress(bytes(8), 0))),
         "sidecar-trailing": ("damaged", "bytes follow a column's stream", packed_files(columns, files, file=zlib.compress(bytes(8 * n), 0) + b"x")),
         "sidecar-extents": ("damaged", "more extents than any stream could have", packed_files(columns, files, extents=str(1 << 40))),
+        "sidecar-not-required": ("damaged", "tensors that are no arrays, which is not required", edited(good, lambda m: m.pop("requires"))),
+        "sidecar-not-packed": ("damaged", "placed checksums, which are not required", edited(good, lambda m: m.update(requires=["extents"]))),
+        "sidecar-not-extents": ("damaged", "checksums in the sidecar, which are not required", edited(good, lambda m: m.update(requires=["packed"]))),
+        "described-not-required": ("damaged", "described tensors, which are not required", edited(described_files(), lambda m: m.update(requires=["extents"]))),
+        "sidecar-member-twice": ("damaged", "a column is there twice", header_twice(good)),
+        "block-none": ("damaged", "a file of its own without a checksum", block(n - 1, -1, 0, 0)),
+        "block-none-nbytes": ("damaged", "a size of no block", block(2, -1, 8, 0)),
+        "block-none-crc": ("damaged", "a checksum of no block", block(2, -1, 0, 8)),
+        "block-not-placed": ("damaged", "a checksum behind its block that is not placed", packed_files({**columns, "crc32c": [-1 if c == -2 else c for c in columns["crc32c"]]}, files)),
+        "described-mesh-listed": ("damaged", "a mesh whose ranks are listed, although strides give them", described_files(meshes=[{"sizes": [2, 2], "ranks": [0, 2, 1, 3]}, DESCRIBED["meshes"][1]])),
+        "described-mesh-stride": ("damaged", "a stride of an axis of one rank", described_files(of=(CUT, CUT_PLACES), meshes=[*CUT["meshes"][:3], {"sizes": [1, 2], "first": 2, "strides": [4, 4]}])),
+        "described-mesh-first": ("damaged", "a first rank besides listed ones", described_files(meshes=[DESCRIBED["meshes"][0], {**DESCRIBED["meshes"][1], "first": 1}])),
+        "described-mesh-twice": ("damaged", "a mesh is listed twice", described_files(meshes=[*DESCRIBED["meshes"], DESCRIBED["meshes"][0]])),
+        "described-distribution-twice": ("damaged", "a distribution is listed twice, once with a member that says nothing", described_files(distributions=[*DESCRIBED["distributions"], {"mesh": 1, "cuts": []}])),
+        "described-part": ("damaged", "a part without a flat buffer", described_files(distributions=[{"mesh": 1, "part": 1}, *DESCRIBED["distributions"][1:]])),
         "extent-of-no-tensor": ("damaged", "the number of no tensor", row("tensor", n - 1, 5)),
         "extent-of-no-file": ("damaged", "the number of no file", row("file", 0, 2)),
         "extent-negative": ("damaged", "a negative offset", row("offset", 0, -4)),
@@ -226,7 +289,7 @@ def of_packed(columns: Columns, files: Files) -> Faults:
         "extent-hole": ("damaged", "extents do not cover their tensor", packed_files(no_first, files)),
         "extent-overlap": ("damaged", "extents overlap that are no replicas", row("start", 2, 1)),
         "extent-replicas-tiles": ("damaged", "replicas have different tiles", packed_files(apart, {**files, rank1: tiled})),
-        "extent-replicas": ("damaged:verify", "replicas differ", packed_files(columns, {**files, rank1: bytes(other)})),
+        "extent-replicas": ("damaged:verify", "replicas differ", packed_files(again, {**files, rank1: bytes(other)})),
         "tile-zero": ("damaged", "a tile has an edge of 0", row("tile", 5, 0)),
         "tile-strides": ("damaged", "tiles with strides", row("strides", 4, 24)),
         "tile-block": ("damaged", "tiles with a block", row("block_offset", 2, 0)),
@@ -255,6 +318,20 @@ def of_packed(columns: Columns, files: Files) -> Faults:
     }  # fmt: skip
 
 
+def header_twice(files: Files) -> Files:
+    """The same with a sidecar whose header has a column twice."""
+    path = f"{DATA}/extents.safetensors"
+    data = files[path]
+    size = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + size].rstrip()
+    tensor = json.dumps(json.loads(text)["tensor"]).encode()
+    text = text[:-1] + b',"tensor":' + tensor + b"}"
+    text += b" " * (-len(text) % 8)
+    data = len(text).to_bytes(8, "little") + text + data[8 + size :]
+    changes = {"nbytes": len(data), "digest": bytes_digest(data)}
+    return edited({**files, path: data}, lambda m: m["sidecar"].update(changes))
+
+
 def of_virtual(virtual: Files) -> Faults:
     """Of files elsewhere."""
     source = f"sources/{ATTEMPT}/rank1.bin"
@@ -266,6 +343,7 @@ def of_virtual(virtual: Files) -> Faults:
         return edited(virtual, lambda m: m["sidecar"]["sources"][0].update(values))
 
     return {
+        "virtual-not-required": ("damaged", "files elsewhere, which is not required", edited(virtual, lambda m: m.update(requires=["packed", "extents"]))),
         "virtual-root": ("refused", "a root that the user did not allow", sidecar(roots=["@PLACE@/elsewhere"])),
         "virtual-no-root": ("damaged", "a source below a root that is not listed", sidecar(roots=[])),
         "virtual-twice": ("damaged", "a source is listed twice", edited(virtual, lambda m: m["sidecar"]["sources"].append(m["sidecar"]["sources"][0]))),

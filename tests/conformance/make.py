@@ -30,10 +30,10 @@ from crc32c import crc32c
 import ucformat
 from tests.fakes import FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
-from ucformat.format.arrays import array_json, folder_names
-from ucformat.format.chunking import Grid, chunk_shape, tile_shape
+from ucformat.format.arrays import array_json, folder_names, shard_key
+from ucformat.format.chunking import Grid, Tiling, chunk_shape
 from ucformat.format.digest import bytes_digest, own_digest, tensor_digest, with_own_digest
-from ucformat.format.shard import write_shard
+from ucformat.format.shard import check_shard, write_shard
 from ucformat.format.structure import manifest_bytes
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
@@ -43,7 +43,7 @@ from ucformat.schema.tensors import TensorDoc, TensorTable, quoted
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -169,8 +169,12 @@ def record() -> bytes:
     return json.dumps({**head, "owner": "conformance", "started": CREATED}, indent=1).encode()
 
 
-def rows() -> tuple[Columns, Files]:
-    """Extents of every kind, as the sidecar lists them, and the files in which they lie."""
+def rows(*, elsewhere: bool = False) -> tuple[Columns, Files]:
+    """Extents of every kind, as the sidecar lists them, and the files in which they lie.
+
+    Args:
+        elsewhere: of the kinds that only files of others may have.
+    """
     columns: Columns = {name: [] for name in (*ROWS, *DIMS)}
     files = [bytearray(64), bytearray()]
 
@@ -216,24 +220,25 @@ def rows() -> tuple[Columns, Files]:
     at, data = len(files[0]), step.tobytes()  # without dims: one block with a placed checksum
     files[0] += data + placed(0, at, data)
     add(2, 0, at, (at, 4, -2), start=(), shape=(), strides=())
-    for k in range(
-        2
-    ):  # replicas: one with a checksum behind it, one with a stride and without a checksum
+    for k in range(2):  # replicas: one with a checksum behind it, one with a stride
         files[k] += bytes(-len(files[k]) % 64)
         at, data = len(files[k]), vector.tobytes()
         if k == 0:
-            files[k] += data + crc32c(data).to_bytes(4, "little")
-            add(3, k, at, (at, 7, -1), start=(0,), shape=(7,), strides=(1,))
+            crc = crc32c(data).to_bytes(4, "little") if elsewhere else placed(k, at, data)
+            files[k] += data + crc
+            add(3, k, at, (at, 7, -1 if elsewhere else -2), start=(0,), shape=(7,), strides=(1,))
         else:
-            files[k] += b"".join(bytes([b, 0xEE]) for b in data)[:-1]
-            add(3, k, at, (-1, 0, 0), start=(0,), shape=(7,), strides=(2,))
+            data = b"".join(bytes([b, 0xEE]) for b in data)[:-1]
+            files[k] += data
+            block = (-1, 0, 0) if elsewhere else (at, len(data), crc32c(data))
+            add(3, k, at, block, start=(0,), shape=(7,), strides=(2,))
     return columns, {f"{DATA}/rank{k}.bin": bytes(file) for k, file in enumerate(files)}
 
 
 DESCRIBED: dict[str, Any] = {
     "tensors": 5,
     "folder": DATA,
-    "meshes": [{"sizes": [2, 2], "strides": [2, 1]}, {"sizes": [3], "ranks": [4, 0, 2]}],
+    "meshes": [{"sizes": [2, 2], "strides": [1, 2]}, {"sizes": [3], "ranks": [4, 0, 2]}],
     "distributions": [
         {"mesh": 1},
         {"mesh": 0, "cuts": [[0, 1], [1, 0]]},
@@ -241,33 +246,87 @@ DESCRIBED: dict[str, Any] = {
         {"mesh": 1, "flat": 0, "part": 4},
     ],
 }
+#: Of each tensor: its number, distribution, writer, position and tile.
+PLACES: list[tuple[int, int, int, int, tuple[int, ...]]] = [
+    (2, 0, 1, 0, ()), (4, 0, 2, 0, (1, 1)), (0, 1, 0, 0, (2, 4)), (1, 2, 0, 9, (2, 2)), (3, 3, 0, 3, (5,)),
+]  # fmt: skip
+#: A dim that is cut twice, with parts that are empty; one rank; ranks in no order, and in two meshes.
+CUT: dict[str, Any] = {
+    "tensors": 5,
+    "folder": DATA,
+    "meshes": [
+        {"sizes": [2, 3], "strides": [3, 1]},
+        {"sizes": [2, 2], "ranks": [5, 1, 0, 3]},
+        {"sizes": [1], "first": 7, "strides": [0]},
+        {"sizes": [1, 2], "first": 2, "strides": [0, 4]},
+    ],
+    "distributions": [
+        {"mesh": 2},
+        {"mesh": 0, "cuts": [[0, 0], [0, 1]]},
+        {"mesh": 1, "cuts": [[1, 1], [1, 0]]},
+        {"mesh": 3, "cuts": [[0, 1]]},
+    ],
+}
+CUT_PLACES: list[tuple[int, int, int, int, tuple[int, ...]]] = [
+    (2, 0, 0, 0, ()), (0, 1, 0, 0, (2, 4)), (1, 2, 0, 0, (4, 3)), (3, 3, 0, 0, (2,)), (4, 3, 0, 0, (1, 3)),
+]  # fmt: skip
+#: Flat buffers: two tensors in one, with padding between them; one of tensors that are cut, written
+#: by two replicas; and one over listed ranks, of which some have no part.
+FLAT: dict[str, Any] = {
+    "tensors": 5,
+    "folder": DATA,
+    "meshes": [
+        {"sizes": [3], "strides": [1]},
+        {"sizes": [2, 2, 2], "strides": [4, 2, 1]},
+        {"sizes": [4], "ranks": [6, 7, 1, 2]},
+    ],
+    "distributions": [
+        {"mesh": 0, "flat": 0, "part": 15},
+        {"mesh": 1, "cuts": [[1, 2]], "flat": 0, "part": 9},
+        {"mesh": 2, "flat": 0, "part": 2},
+    ],
+}
+FLAT_PLACES: list[tuple[int, int, int, int, tuple[int, ...]]] = [
+    (0, 0, 0, 2, (2, 4)), (3, 0, 0, 35, (3,)), (1, 1, 1, 2, (2, 2)), (2, 2, 0, 5, ()), (4, 2, 0, 7, (1, 1)),
+]  # fmt: skip
 
 
-def described_rows() -> tuple[Columns, Files]:
-    """Each tensor as a mesh has stored it: whole, cut along both dims, in parts of a flat buffer, without elements."""
+def described_rows(
+    told: dict[str, Any] = DESCRIBED,
+    places: Sequence[tuple[int, int, int, int, tuple[int, ...]]] = PLACES,
+) -> tuple[Columns, Files]:
+    """Each tensor as a mesh has stored it."""
     from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 
     columns: Columns = {name: [] for name in (*ROWS, *DIMS)}
     more: Columns = {
         name: [] for name in ("described", "distribution", "writer", "position", "described_tile")
     }
-    files: dict[int, bytearray] = {rank: bytearray() for rank in range(5)}
-    meshes = [RankMesh((2, 2), 0, (2, 1)), RankMesh((3,), listed=(4, 0, 2))]
-    known = [
+    meshes = [
+        RankMesh(
+            tuple(m["sizes"]),
+            m.get("first", 0),
+            tuple(m.get("strides", ())),
+            tuple(m.get("ranks", ())),
+        )
+        for m in told["meshes"]
+    ]
+    files: dict[int, bytearray] = {
+        rank: bytearray() for rank in sorted({int(r) for m in meshes for r in m.ranks.flat})
+    }
+    distributions = [
         Distribution(
             meshes[d["mesh"]],
             tuple(Cut(*c) for c in d.get("cuts", ())),
             d.get("flat"),
             d.get("part", 0),
         )
-        for d in DESCRIBED["distributions"]
+        for d in told["distributions"]
     ]
-    held = list(arrays().values())
-    for number, which, writer, position, tile in (
-        (2, 0, 1, 0, ()), (4, 0, 2, 0, (1, 1)), (0, 1, 0, 0, (2, 4)), (1, 2, 0, 9, (2, 2)), (3, 3, 0, 3, (5,)),
-    ):  # fmt: skip
-        a = held[number]
-        d = dataclasses.replace(known[which], position=position)
+    tensors = list(arrays().values())
+    for number, which, writer, position, tile in places:
+        a = tensors[number]
+        d = dataclasses.replace(distributions[which], position=position)
         for name, value in zip(more, (number, which, writer, position), strict=False):
             more[name].append(value)
         more["described_tile"] += tile
@@ -285,7 +344,7 @@ def described_rows() -> tuple[Columns, Files]:
                     name = f"rank-{int(d.mesh.ranks[at]):05}"
                     file += data + placed_in(name, len(file), data)
     return {**columns, **more}, {
-        f"{DATA}/rank-{rank:05}.bin": bytes(data) for rank, data in files.items()
+        f"{DATA}/rank-{rank:05}.bin": bytes(data) for rank, data in files.items() if data
     }
 
 
@@ -330,7 +389,11 @@ def pack(name: str, values: list[int]) -> bytes:
 
 
 def packed_files(
-    columns: Columns, files: Files, names: list[str] | None = None, **changed: Any
+    columns: Columns,
+    files: Files,
+    names: list[str] | None = None,
+    requires: Sequence[str] = ("packed", "extents"),
+    **changed: Any,
 ) -> Files:
     """A packed checkpoint of these extents."""
     data = sidecar(columns, list(files) if names is None else names, **changed)
@@ -339,7 +402,9 @@ def packed_files(
         TensorDoc(n, s, dtype, shape) for (n, s), (dtype, shape) in SHAPES.items()
     )
     doc = SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data))
-    made = manifest_bytes(Manifest.model_validate(facts(tensors=tensors, sidecar=doc)))
+    made = manifest_bytes(
+        Manifest.model_validate(facts(tensors=tensors, sidecar=doc, requires=requires))
+    )
     return {**files, path: data, "manifest.json": made}
 
 
@@ -387,14 +452,17 @@ def safetensors_files() -> Files:
         if not a.ndim:
             add(number, begin, a.tobytes(), start=(), shape=(), strides=())
             begin += a.nbytes
-    return packed_files(columns, {f"{DATA}/weights/model.safetensors": head + data})
+    files = {f"{DATA}/weights/model.safetensors": head + data}
+    return packed_files(columns, files, requires=["extents"])
 
 
-def described_files(columns: Columns | None = None, **changed: Any) -> Files:
+def described_files(
+    columns: Columns | None = None, of: Any = (DESCRIBED, PLACES), **changed: Any
+) -> Files:
     """A packed checkpoint whose sidecar describes all tensors; `columns` and members of the description may differ."""
-    found, files = described_rows()
-    told = json.dumps({**DESCRIBED, **changed})
-    return packed_files({**found, **(columns or {})}, files, [], described=told)
+    rows_of, files = described_rows(*of)
+    told = json.dumps({**of[0], **changed})
+    return packed_files({**rows_of, **(columns or {})}, files, [], ["packed"], described=told)
 
 
 def mixed_files(flat: Files) -> Files:
@@ -421,13 +489,14 @@ def mixed_files(flat: Files) -> Files:
     told = {
         "tensors": 1,
         "folder": DATA,
-        "meshes": [{"sizes": [1], "strides": [1]}],
+        "meshes": [{"sizes": [1], "strides": [0]}],
         "distributions": [{"mesh": 0}],
     }
     data = sidecar(columns, [f"{DATA}/small-00000.bin"], described=json.dumps(told))
     path = f"{DATA}/extents.safetensors"
     doc = SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data))
-    changed = made.model_copy(update={"tensors": TensorTable.of(docs), "sidecar": doc})
+    table = {"tensors": TensorTable.of(docs), "requires": ("packed", "extents")}
+    changed = made.model_copy(update={**table, "sidecar": doc})
     gone = (*folders, f"{DATA}/step/")
     return {
         **{key: data for key, data in flat.items() if not key.startswith(gone)},
@@ -440,10 +509,10 @@ def mixed_files(flat: Files) -> Files:
 
 def virtual_files() -> Files:
     """One whose files lie elsewhere; `manifest.json.in` still lacks its place and its digest."""
-    columns, files = rows()
+    columns, files = rows(elsewhere=True)
     inside = {k.replace(DATA, "sources/0123456789abcdef0123"): v for k, v in files.items()}
     names = [f"roots/0/{ATTEMPT}/rank{k}.bin" for k in range(2)]
-    found = packed_files(columns, {}, names)
+    found = packed_files(columns, {}, names, ["packed", "extents", "virtual"])
     m = json.loads(found.pop("manifest.json"))
     del m["digest"]
     m["sidecar"]["roots"] = ["@PLACE@/sources"]
@@ -579,7 +648,9 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
     }
 
     def unknown(m: Any) -> None:
-        m.update(new={"a": 1}, lineage=[{"kind": "resume", "url": "x", "new": 1}])
+        kinds = ("resume", "distill", "acme.prune")
+        m.update(new={"a": 1}, minor=7, lineage=[{"kind": k, "url": "x", "new": 1} for k in kinds])
+        m["acme.origin"] = [{"x": 1}]
         for t in (m["tensors"], *m["tensors"]["kinds"]):
             t.update(new=[1])
         m["tensors"]["kinds"][1]["state"] = "state of tomorrow"
@@ -616,10 +687,15 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "arrays": ("arrays, objects in every spelling, an asset, an alias, a NaN metric", flat, all_of_it),
         "per-rank": ("values of each rank", per_rank_of(flat, ranges_of(PER_RANK)), {**all_of_it, "per_rank": PER_RANK}),
         "per-rank-files": ("values of each rank in two files; the last rank lacks a name", of_two_files(flat), {**all_of_it, "per_rank": PER_RANK}),
-        "packed": ("blocks of all four kinds of checksum, tiles, replicas, a stride", packed_files(columns, files), expected()),
+        "packed": ("blocks with checksums in the sidecar and in the file, tiles, replicas, a stride", packed_files(columns, files), expected()),
         "packed-permuted": ("the rows of the sidecar in another order", packed_files(permuted, files), expected()),
         "safetensors": ("a safetensors file, whose header has a block", safetensors_files(), expected()),
         "described": ("tensors that the sidecar describes", described_files(), expected()),
+        "described-cut": ("a dim that is cut twice, empty parts, listed ranks", described_files(of=(CUT, CUT_PLACES)), expected()),
+        "described-flats": ("several flat buffers, one of cut tensors, one over listed ranks", described_files(of=(FLAT, FLAT_PLACES)), expected()),
+        "newer-dtype": ("a dtype that version 1 has not, of one tensor", newer_dtype(flat), less(all_of_it, 0, "acme.float5")),
+        "newer-dtype-described": ("a dtype that version 1 has not, in files with other tensors", edited(described_files(), later_dtype), less(expected(), 0, "acme.float5")),
+        "deep": ("values of 128 levels", deep(flat, 128), {**all_of_it, "objects": nested(128)}),
         "mixed": ("small tensors beside arrays, listed and described", mixed_files(flat), all_of_it),
         "required": ("no member of the manifest but those that are required", edited(flat, lambda m: [m.pop(k) for k in [*m] if k not in few]), expected()),
         "unknown": ("unknown members, an unknown state", edited(renamed, unknown), tomorrow),
@@ -629,6 +705,59 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}),
         "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),
     }  # fmt: skip
+
+
+def later_dtype(m: Any) -> None:
+    """Give the first tensor a dtype of elements of the same size."""
+    m["tensors"]["kinds"][0].update(dtype="acme.float5", itemsize=2)
+
+
+def newer_dtype(flat: Files) -> Files:
+    """The first tensor has an unknown dtype, which its digest covers, too."""
+    grid = Grid(
+        (5, 6),
+        *(
+            tuple(json.loads(flat["manifest.json"])["tensors"]["kinds"][0][k])
+            for k in ("chunk", "shard")
+        ),
+        2,
+    )
+    leaves = {
+        shard: check_shard(stored(flat), shard_key(f"{DATA}/weight/a", shard), grid, shard)[0]
+        for shard in grid.shards()
+    }
+    digest = tensor_digest("acme.float5", grid, leaves)
+    return edited(flat, lambda m: (later_dtype(m), m["tensors"]["digest"].__setitem__(0, digest)))
+
+
+def stored(files: Files) -> MemoryStore:
+    """A store with these files."""
+    store = MemoryStore(f"conformance-{uuid4().hex}")
+    for name, data in files.items():
+        with store.create(name) as out:
+            out.write(data)
+    return store
+
+
+def less(want: dict[str, Any], number: int, dtype: str) -> dict[str, Any]:
+    """The same, but for a tensor that only a later reader can read."""
+    want = copy.deepcopy(want)
+    del want["tensors"][number]["sha256"]
+    want["tensors"][number].update(dtype=dtype, error="upgrade")
+    return want
+
+
+def nested(levels: int) -> Any:
+    """An object of so many levels."""
+    value: Any = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+def deep(files: Files, levels: int) -> Files:
+    """The same with objects of so many levels."""
+    return objects_of(files, json.dumps(nested(levels)).encode())
 
 
 def by_row(columns: Columns, name: str, row: int) -> list[int]:
@@ -666,7 +795,7 @@ def vectors() -> dict[str, Any]:
     grids: list[Any] = []
     for (shape, dtype), target in product(shapes, (None, 1 << 16)):
         grid = Grid.of(shape, ITEMSIZE[dtype], target)
-        tile = tile_shape(shape, ITEMSIZE[dtype])
+        tile = Tiling.of(shape, ITEMSIZE[dtype]).tile
         assert grid.chunk == chunk_shape(shape, ITEMSIZE[dtype], target or 1 << 20)
         row: dict[str, Any] = {
             "dtype": dtype,

@@ -1,4 +1,4 @@
-"""A reader of universal checkpoints that shares no code with the package: it was written from docs/spec.md alone.
+"""A reader of universal checkpoints that shares no code with the package: it was written from docs/spec alone.
 
 `python reader.py CHECKPOINT [ROOT …]` lists the tensors of a checkpoint in a local folder. It holds
 them whole.
@@ -67,8 +67,9 @@ OTHERS |= {"float4_e2m1fn": 1, "float4_e2m1fn_x2": 1, "complex32": 4, "bcomplex3
 OTHERS |= {f"{kind}{n}": 1 for kind in ("int", "uint") for n in range(1, 8)}
 OTHERS |= {"bits8": 1, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1, "bits16": 2}
 SIZES |= OTHERS
-KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")
+FEATURES = {"packed", "extents", "virtual"}
 FARTHEST, NONE = 1 << 60, "xxh3:" + 32 * "0"
+MOST_INTEGER, MOST_TEXT, MOST_LEVELS, MOST_BITS = 1 << 62, 1 << 16, 128, 1 << 13
 
 
 def need(truth: object, reason: str, error: type[Exception] = Damaged) -> None:
@@ -78,29 +79,67 @@ def need(truth: object, reason: str, error: type[Exception] = Damaged) -> None:
 
 
 def strict(data: bytes) -> Any:
-    """JSON as RFC 8259 has it."""
+    """JSON as RFC 8259 has it, within the limits."""
     try:
-        return json.loads(
-            data.decode(), parse_constant=lambda word: need(None, f"{word} is no JSON")
+        value = json.loads(
+            data.decode(),
+            parse_constant=lambda word: need(None, f"{word} is no JSON"),
+            object_pairs_hook=unique,
         )
     except (ValueError, RecursionError) as error:
         raise Damaged(f"no JSON: {error}") from None
+    check_value(value, 0)
+    return value
+
+
+def unique(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, whose members have different names."""
+    need(len(dict(members)) == len(members), "a member is there twice")
+    return dict(members)
+
+
+def check_value(value: Any, levels: int) -> None:
+    """The limits of nesting, integers and text."""
+    if isinstance(value, dict | list):
+        need(levels < MOST_LEVELS, "too many levels")
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            check_value(inner, levels + 1)
+    elif isinstance(value, str):
+        need(not re.search("[\ud800-\udfff]", value), "text that is not Unicode")
+    elif isinstance(value, int):
+        need(value.bit_length() <= MOST_BITS, "a large integer")
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type; integers and text have their limits, and booleans are no integers."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if not isinstance(value, kind):
+        return False
+    if isinstance(value, str):
+        return len(value) <= MOST_TEXT
+    return not isinstance(value, int) or abs(value) <= MOST_INTEGER
 
 
 def of_type(document: Any, required: Any, nullable: Any = (), optional: Any = ()) -> None:
     """The types of an object's members. Optional ones may be absent, nullable ones may be null, too."""
     need(isinstance(document, dict), "not an object")
-    required = {
-        **required,
-        **{name: kind for name, kind in dict(optional).items() if name in document},
-    }
-    for name, kind in required.items():
-        need(
-            isinstance(document.get(name), kind) and document[name] is not True,
-            f"{name} is missing or no {kind}",
-        )
+    given = {name: kind for name, kind in dict(optional).items() if name in document}
+    for name, kind in {**required, **given}.items():
+        need(is_a(document.get(name), kind), f"{name} is missing or no {kind}")
     for name, kind in dict(nullable).items():
-        need(document.get(name) is None or isinstance(document[name], kind), f"{name} is no {kind}")
+        need(document.get(name) is None or is_a(document[name], kind), f"{name} is no {kind}")
+
+
+def all_text(values: Any, reason: str) -> None:
+    """A list, or the names and values of an object, are texts."""
+    listed = [*values, *values.values()] if isinstance(values, dict) else values
+    need(isinstance(listed, list) and all(is_a(v, str) for v in listed), reason)
+
+
+def size_of(t: Any) -> int:
+    """Bytes of an element of a tensor, whose dtype may be unknown."""
+    return SIZES.get(t["dtype"]) or int(t["itemsize"])
 
 
 def check_digest(digest: str) -> None:
@@ -180,12 +219,10 @@ class Checkpoint:
             isinstance(m, dict) and m.get("format") == "ucformat" and type(m.get("version")) is int,
             "no manifest",
         )
-        need(
-            m["version"] <= 1 and not m.get("requires"),
-            f"version {m['version']}, {m.get('requires')}",
-            Upgrade,
-        )
+        need(m["version"] <= 1, f"version {m['version']}", Upgrade)
         need(m["version"] == 1, "there is no such version")
+        if isinstance(named := m.get("requires"), list):
+            need(all(n in FEATURES for n in named), f"it requires {named}", Upgrade)
         files = dict.fromkeys(("objects", "per_rank", "sidecar", "verified", "grid"), dict)
         nullable = {"run": str, "step": int, "commits": int, **files}
         optional = dict.fromkeys(
@@ -197,8 +234,11 @@ class Checkpoint:
             m,
             {"id": str, "attempt": str, "created": str, "tensors": dict},
             nullable,
-            {**optional, **lists},
+            {**optional, **lists, "minor": int},
         )
+        all_text(m["requires"], "requires")
+        all_text(m["aliases"], "aliases")
+        need(m.get("minor", 0) >= 0, "minor")
         need(re.fullmatch("[0-9a-f]{20}", m["attempt"]), "no attempt has this name")
         of_ranks = self._check_ranks(m["per_rank"]) if m.get("per_rank") else ()
         for file in (
@@ -211,15 +251,16 @@ class Checkpoint:
             check_digest(file["digest"])
         for edge in m["lineage"]:
             of_type(edge, {"kind": str, "url": str}, {"id": str, "commits": int}, {"engine": dict})
-            need(edge["kind"] in KINDS, f"lineage of the unknown kind {edge['kind']}", Upgrade)
         for group in m["groups"]:
             of_type(
                 group,
                 {"params": list},
                 {"at": list, "names": list},
-                {"options": dict, "flattened": int},
+                {"options": dict, "flattened": bool},
             )
-        self._check_sources(m.get("sidecar") or {})
+        sidecar = m.get("sidecar") or {}
+        self._check_sources(sidecar)
+        need(not sidecar.get("roots") or "virtual" in m["requires"], "it is virtual")
         return m
 
     def _check_ranks(self, doc: Any) -> list[Any]:
@@ -269,7 +310,7 @@ class Checkpoint:
             | {"path": dict, "at": dict},
         )
         names, kinds, n = t["names"], t["kinds"], len(t["name"])
-        need(all(isinstance(x, str) for x in names) and len(set(names)) == len(names), "names")
+        need(all(is_a(x, str) for x in names) and len(set(names)) == len(names), "names")
         for kind in kinds:
             self._check_kind(kind)
         need(len(t["kind"]) == n and len(t["digest"]) in (0, n), "columns of different lengths")
@@ -298,9 +339,11 @@ class Checkpoint:
         return out
 
     def _check_kind(self, t: Any) -> None:
-        nullable = {"chunk": list, "shard": list, "path": str}
+        nullable = {"chunk": list, "shard": list, "path": str, "itemsize": int}
         of_type(t, {"state": str, "dtype": str, "shape": list}, nullable, {"at": list})
-        need(t["dtype"] in SIZES, f"the dtype {t['dtype']}", Upgrade)
+        size = SIZES.get(t["dtype"], t.get("itemsize"))
+        need(size in (1, 2, 4, 8, 16), f"nobody knows how large elements of {t['dtype']} are")
+        need(t.get("itemsize") in (None, size), "an itemsize that is not that of the dtype")
         check_paths(t.get("at", []), (list,))
         shape = t["shape"]
         need(
@@ -311,6 +354,7 @@ class Checkpoint:
         )
         if t.get("path") is None:
             need(self.manifest.get("sidecar"), "no path and no sidecar")
+            need({"packed", "extents"} & {*self.manifest["requires"]}, "it is packed")
             return
         chunk, shard = t.get("chunk"), t.get("shard")
         need(chunk is not None and shard is not None, "an array without chunk or shard")
@@ -406,14 +450,15 @@ class Checkpoint:
         """The assets."""
         return {name: self._file(doc) for name, doc in self.manifest["assets"].items()}
 
-    def __iter__(self) -> Iterator[tuple[Any, bytes]]:
-        """Every tensor: what the manifest says of it, and its elements in row-major order."""
-        for number, t in enumerate(self.tensors):
-            a = self._packed(number, t) if t.get("path") is None else self._array(t)
-            yield t, a.tobytes()
+    def elements(self, number: int) -> bytes:
+        """The elements of a tensor in row-major order."""
+        t = self.tensors[number]
+        need(t["dtype"] in SIZES, f"{t['name']} has the dtype {t['dtype']}", Upgrade)
+        a = self._packed(number, t) if t.get("path") is None else self._array(t)
+        return a.tobytes()
 
     def _array(self, t: Any) -> Bytes:
-        shape, chunk, shard, size = t["shape"], t["chunk"], t["shard"], SIZES[t["dtype"]]
+        shape, chunk, shard, size = t["shape"], t["chunk"], t["shard"], size_of(t)
         nbytes = math.prod(chunk) * size
         out = np.zeros((*shape, size), np.uint8)
         leaves: dict[tuple[int, ...], bytes] = {}
@@ -516,7 +561,7 @@ class Checkpoint:
         by_dim = {name: column(name, sum(ndims)) for name in (*dims, "tile") if name in header}
         by_dim.setdefault("tile", [0] * sum(ndims))
         out: list[list[Extent]] = [[] for _ in self.tensors]
-        first = 0
+        first, used = 0, {"packed"} if "described" in meta else set()
         for k, ndim in enumerate(ndims):
             row = {name: values[k] for name, values in by_row.items()}
             box = {name: values[first : first + ndim] for name, values in by_dim.items()}
@@ -531,6 +576,9 @@ class Checkpoint:
                 min((v for values in box.values() for v in values), default=0) >= 0,
                 "a negative number",
             )
+            uncovered = row["block_offset"] == -1
+            need(not uncovered or row["block_nbytes"] == row["crc32c"] == 0, "numbers of no block")
+            used.add("packed" if any(box["tile"]) or row["crc32c"] == -2 else "extents")
             block = (
                 (row["block_offset"], row["block_nbytes"], row["crc32c"])
                 if row["block_offset"] >= 0
@@ -539,6 +587,7 @@ class Checkpoint:
             e = Extent(files[row["file"]], row["offset"], block, **box)
             self._check_extent(e, self.tensors[row["tensor"]])
             out[row["tensor"]].append(e)
+        need(used <= {*self.manifest["requires"]}, f"it does not require {used}")
         if "described" in meta:
             need({*DESCRIBED, "described_tile"} <= set(header), "columns are missing")
             for number, found in self._described(
@@ -558,6 +607,12 @@ class Checkpoint:
         )
         need(re.fullmatch("data/[^/]+", told["folder"]) and whole(told["tensors"]), "described")
         meshes = [mesh(m) for m in told["meshes"]]
+        need(all(m not in meshes[:n] for n, m in enumerate(meshes)), "a mesh is listed twice")
+        distributions = [{"cuts": [], "flat": None, "part": 0, **d} for d in told["distributions"]]
+        need(
+            all(d not in distributions[:n] for n, d in enumerate(distributions)),
+            "a distribution is listed twice",
+        )
         rows = list(zip(*(column(name, told["tensors"]) for name in DESCRIBED), strict=True))
         need(all(0 <= row[0] < len(self.tensors) for row in rows), "a tensor that is none")
         tiles = column("described_tile", sum(len(self.tensors[row[0]]["shape"]) for row in rows))
@@ -565,15 +620,13 @@ class Checkpoint:
         ends: dict[int, int] = {}
         groups: list[Any] = []
         for number, which, writer, position in rows:
-            shape, size = self.tensors[number]["shape"], SIZES[self.tensors[number]["dtype"]]
+            shape, size = self.tensors[number]["shape"], size_of(self.tensors[number])
             tile, tiles = tiles[: len(shape)], tiles[len(shape) :]
             need(
-                0 <= which < len(told["distributions"])
-                and number not in out
-                and all(t > 0 for t in tile),
+                0 <= which < len(distributions) and number not in out and all(t > 0 for t in tile),
                 "a row",
             )
-            d = {"cuts": [], "flat": None, "part": 0, **told["distributions"][which]}
+            d = distributions[which]
             need(
                 set(d) == {"mesh", "cuts", "flat", "part"} and 0 <= d["mesh"] < len(meshes),
                 "a distribution",
@@ -640,7 +693,7 @@ class Checkpoint:
         return out
 
     def _check_extent(self, e: Extent, t: Any) -> None:
-        size = SIZES[t["dtype"]]
+        size = size_of(t)
         fits = all(s + n <= edge for s, n, edge in zip(e.start, e.shape, t["shape"], strict=True))
         need(fits, "an extent leaves its tensor")
         if any(e.tile):
@@ -655,6 +708,8 @@ class Checkpoint:
                 "an impossible offset",
             )
         elif math.prod(e.shape):
+            strong = e.block is not None and e.block[2] != -1
+            need(strong or e.file.startswith("roots/"), f"no checksum in {e.file}")
             span = sum((n - 1) * s for n, s in zip(e.shape, e.strides, strict=True))
             need(max(span, e.offset, *(e.block or ())[:2]) <= FARTHEST, "an impossible offset")
             if e.block is not None:
@@ -665,7 +720,7 @@ class Checkpoint:
                 )
 
     def _packed(self, number: int, t: Any) -> Bytes:
-        size = SIZES[t["dtype"]]
+        size = size_of(t)
         out, seen = np.zeros((*t["shape"], size), np.uint8), np.zeros(t["shape"], bool)
         boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for e in self.extents()[number]:
@@ -715,7 +770,7 @@ def whole(value: Any, low: int = 0, high: int = 1 << 31) -> bool:
 def mesh(m: Any) -> tuple[list[int], list[int]]:
     """The sizes of a mesh, and its ranks in row-major order."""
     m = {"first": 0, "strides": [], "ranks": [], **m}
-    sizes, strides = m["sizes"], m["strides"]
+    sizes, strides, listed = m["sizes"], m["strides"], m["ranks"]
     need(set(m) == {"sizes", "first", "strides", "ranks"}, "a mesh")
     need(
         all(whole(v) for v in (m["first"], *strides, *m["ranks"]))
@@ -723,11 +778,17 @@ def mesh(m: Any) -> tuple[list[int], list[int]]:
         "a mesh",
     )
     need(math.prod(sizes) <= 1 << 20, "a mesh")
-    ranks = m["ranks"]
-    if strides:
-        need(len(strides) == len(sizes) and not ranks, "a mesh")
+    ranks = listed
+    if not listed:
+        need(len(strides) == len(sizes), "a mesh")
         ranks = [m["first"] + sum(map(mul, at, strides)) for at in product(*map(range, sizes))]
     need(len(set(ranks)) == len(ranks) == math.prod(sizes) and max(ranks) < 1 << 20, "a mesh")
+    grid = np.array(ranks).reshape(sizes)
+    steps = [int(grid.take(1, a).flat[0]) - ranks[0] if n > 1 else 0 for a, n in enumerate(sizes)]
+    follow = [ranks[0] + sum(map(mul, at, steps)) for at in product(*map(range, sizes))] == ranks
+    regular = follow and min(steps, default=0) >= 0
+    need(not listed if regular else listed and not m["first"], "a mesh of another spelling")
+    need(listed or strides == steps, "strides of an axis of one rank")
     return sizes, ranks
 
 
@@ -790,7 +851,7 @@ def digest_of(
 
 
 if __name__ == "__main__":
-    for tensor, elements in Checkpoint(sys.argv[1], sys.argv[2:]):
-        sys.stdout.write(
-            f"{tensor['name']} {tensor['state']} {hashlib.sha256(elements).hexdigest()}\n"
-        )
+    checkpoint = Checkpoint(sys.argv[1], sys.argv[2:])
+    for n, tensor in enumerate(checkpoint.tensors):
+        digest = hashlib.sha256(checkpoint.elements(n)).hexdigest()
+        sys.stdout.write(f"{tensor['name']} {tensor['state']} {digest}\n")

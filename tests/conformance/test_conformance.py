@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,15 @@ import ucformat
 from tests.conformance import make, reader
 from tests.golden.test_golden import GOLDEN
 from tests.tables import with_entries
-from ucformat.errors import IntegrityError, NotACheckpoint, UnsafeError, UpgradeNeeded
+from ucformat.errors import (
+    IntegrityError,
+    NotACheckpoint,
+    UnsafeError,
+    UnsupportedError,
+    UpgradeNeeded,
+)
 from ucformat.format.arrays import folder_names
-from ucformat.format.chunking import Grid, tile_shape
+from ucformat.format.chunking import Grid, Tiling
 from ucformat.format.digest import own_digest, with_own_digest
 from ucformat.schema import ITEMSIZE
 
@@ -67,20 +74,23 @@ def assembled(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     return place, want
 
 
+def listed(t: dict[str, Any], elements: Callable[[], bytes]) -> dict[str, Any]:
+    """What a reader says of a tensor: the digest of its elements, or that it needs a later reader."""
+    about = {"name": t["name"], "state": t["state"], "dtype": t["dtype"], "shape": [*t["shape"]]}
+    try:
+        return {**about, "sha256": hashlib.sha256(elements()).hexdigest()}
+    except (UnsupportedError, reader.Upgrade):
+        if t["dtype"] in ITEMSIZE:
+            raise
+        return {**about, "error": "upgrade"}
+
+
 def by_ucformat(place: Path, roots: list[str], stage: str) -> dict[str, Any]:
     ck = ucformat.open(place, roots=roots)
-    found = {
+    read = {
         "tensors": [
-            {
-                "name": k.name,
-                "state": k.state,
-                "dtype": i.dtype,
-                "shape": list(i.shape),
-                "sha256": hashlib.sha256(
-                    np.asarray(ck[k.name, k.state][...]).tobytes()
-                ).hexdigest(),
-            }
-            for k, i in ck.tensors.items()
+            listed(t, lambda t=t: np.asarray(ck[t["name"], t["state"]][...]).tobytes())
+            for t in map(asdict, ck.manifest.tensors)
         ],
         "aliases": dict(ck.aliases),
         "objects": ck.objects,
@@ -89,19 +99,13 @@ def by_ucformat(place: Path, roots: list[str], stage: str) -> dict[str, Any]:
     }
     if stage == "verify":
         ucformat.verify(ck).raise_if_damaged()
-    return found
+    return read
 
 
 def by_the_second(place: Path, roots: list[str], _stage: str) -> dict[str, Any]:
     ck = reader.Checkpoint(place, roots)
     return {
-        "tensors": [
-            {
-                **{k: t[k] for k in ("name", "state", "dtype", "shape")},
-                "sha256": hashlib.sha256(data).hexdigest(),
-            }
-            for t, data in ck
-        ],
+        "tensors": [listed(t, lambda n=n: ck.elements(n)) for n, t in enumerate(ck.tensors)],
         "aliases": ck.aliases,
         "objects": ck.objects(),
         "per_rank": ck.per_rank(),
@@ -161,12 +165,12 @@ def test_the_corpus_is_what_the_script_makes(tmp_path: Path) -> None:
     ]
     assert paths[0] == paths[1]
     assert filecmp.cmpfiles(tmp_path, CASES, sorted(paths[0]), shallow=False)[1:] == ([], [])
-    assert sum(p.stat().st_size for p in CASES.rglob("*") if p.is_file()) < 500_000
+    assert sum(p.stat().st_size for p in CASES.rglob("*") if p.is_file()) < 800_000
 
 
 def test_the_second_reader_is_no_part_of_the_package() -> None:
     text = Path(reader.__file__).read_text()
-    assert len(text.splitlines()) < 580
+    assert len(text.splitlines()) < 900
     assert not re.search(r"^\s*(from|import) (ucformat|tests)", text, re.MULTILINE)
 
 
@@ -178,7 +182,7 @@ def test_grids(vector: dict[str, Any]) -> None:
     grid = Grid.of(shape, size, vector["target"], vector["limit"])
     assert [list(grid.chunk), list(grid.shard)] == [vector["chunk"], vector["shard"]]
     if "tile" in vector:
-        assert list(tile_shape(shape, size)) == vector["tile"]
+        assert list(Tiling.of(shape, size).tile) == vector["tile"]
 
 
 def test_folder_names() -> None:

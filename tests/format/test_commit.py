@@ -13,11 +13,19 @@ import ucformat
 from tests.fakes import ODD, FakeSource, manifest_file
 from tests.tables import changed_entry, entries
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import Conflict, IntegrityError, MissingData, NotACheckpoint, UpgradeNeeded
+from ucformat.errors import (
+    Conflict,
+    IntegrityError,
+    MissingData,
+    NotACheckpoint,
+    UnsupportedError,
+    UpgradeNeeded,
+)
 from ucformat.format.attempts import record_key
 from ucformat.format.chunking import Grid
-from ucformat.format.commit import begin, commit, new_id, on_commit
+from ucformat.format.commit import abandon, begin, commit, new_id, on_commit
 from ucformat.format.structure import read_manifest
+from ucformat.geometry.tensor import Key
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import TombstoneDoc
 from ucformat.schema.manifest import Manifest, manifest_json_schema
@@ -285,20 +293,55 @@ def test_a_manifest_that_contradicts_itself_is_refused_before_anything_is_alloca
     assert caught.value.exit_code in (2, 5, 6)
 
 
-@pytest.mark.parametrize("changed", [{"dtype": "float7"}, {"digest": "md5:0"}])
-def test_what_a_later_version_may_write_is_not_called_damaged(
-    checkpoint: Path, changed: dict[str, Any]
-) -> None:
-    edit_tensor(checkpoint, **changed)
-    with pytest.raises(UpgradeNeeded, match=changed.get("dtype", "md5:0")):
+def test_a_digest_of_a_later_version_is_not_called_damaged(checkpoint: Path) -> None:
+    edit_tensor(checkpoint, digest="md5:0")
+    with pytest.raises(UpgradeNeeded, match="md5:0"):
         ucformat.open(checkpoint)
-    lineage = [{"kind": "distill", "url": "x"}]
-    change(checkpoint, tensors={"names": [], "kinds": [], "name": [], "kind": []}, lineage=lineage)
-    with pytest.raises(UpgradeNeeded, match="distill"):
-        ucformat.open(checkpoint)
-    change(checkpoint, lineage=[{"kind": "distill"}])
+
+
+def test_lineage_of_an_unknown_kind_is_ignored(checkpoint: Path) -> None:
+    change(checkpoint, lineage=[{"kind": "acme.distill", "url": "x", "commits": 7}])
+    assert ucformat.open(checkpoint).manifest.known_commits is None
+    change(checkpoint, lineage=[{"kind": "acme.distill"}])
     with pytest.raises(IntegrityError, match="damaged"):
         ucformat.open(checkpoint)
+
+
+def test_an_unknown_dtype_makes_one_tensor_unreadable(checkpoint: Path) -> None:
+    before = ucformat.open(checkpoint)
+    itemsize = before.tensors[Key("table", "weight")].itemsize
+    edit_tensor(checkpoint, dtype="acme.float7", itemsize=itemsize)
+    ck = ucformat.open(checkpoint)
+    assert len(ck) == len(before) - 1
+    with pytest.raises(UnsupportedError, match=r"acme\.float7"):
+        ck["table"]
+    for key in ck.tensors:
+        assert ck[key][...].tobytes() == before[key][...].tobytes()
+    with pytest.raises(UnsupportedError, match=r"acme\.float7"):
+        ucformat.convert(ck, MemoryStore("unknown-dtype"))
+    # only its digest is another, because that is of the dtype, too
+    assert [p.name for p in ucformat.verify(ck).problems] == ["table"]
+    edit_tensor(checkpoint, dtype="acme.float7", itemsize=3)
+    with pytest.raises(IntegrityError, match="itemsize"):
+        ucformat.open(checkpoint)
+    edit_tensor(checkpoint, dtype="acme.float7", itemsize=None)
+    with pytest.raises(IntegrityError, match="has no itemsize"):
+        ucformat.open(checkpoint)
+
+
+def test_the_record_of_a_later_version_is_left_alone() -> None:
+    store = MemoryStore("later-record")
+    one = begin(store, {"a": 1}, overwrite=False)
+    record = json.loads(store.read(record_key(one.id))) | {"version": 2}
+    with store.create(record_key(one.id)) as out:
+        out.write(json.dumps(record).encode())
+    for attempt in (
+        lambda: begin(store, {"a": 1}, overwrite=False),
+        lambda: abandon(store, one.id),
+    ):
+        with pytest.raises(UpgradeNeeded, match="version 2"):
+            attempt()
+    assert json.loads(store.read(record_key(one.id))) == record
 
 
 def test_paths_that_leave_the_checkpoint_are_refused(checkpoint: Path) -> None:

@@ -137,7 +137,7 @@ def _foreign(arrays: Arrays) -> Checkpoint:
 
 
 def make_packed(store: Store, ranks: int = 2) -> Checkpoint:
-    """One whose tensors lie in a file for each rank, with checksums in the sidecar, behind the bytes, or without."""
+    """One whose tensors lie in a file for each rank, with checksums in the sidecar, or placed behind the bytes."""
     arrays = tensors()
     attempt = begin(store, {"golden": "packed"}, overwrite=False)
     files = [bytearray(6) for _ in range(ranks)]
@@ -148,21 +148,21 @@ def make_packed(store: Store, ranks: int = 2) -> Checkpoint:
         for k, file in enumerate(files):
             start, stop = min(k * part, a.size), min((k + 1) * part, a.size)
             data, at = a.tobytes()[start * a.itemsize : stop * a.itemsize], len(file)
-            crc = crc32c(data)
-            file.extend(data + (crc.to_bytes(4, "little") if number % 3 == 1 else b""))
-            block = (
-                None if number % 3 == 2 else Block(at, len(data), None if number % 3 == 1 else crc)
-            )
+            placed = number % 2 == 1 and bool(data)
+            place = f"{attempt.id}/rank{k}.bin".encode() + at.to_bytes(8, "little")
+            crc = crc32c(place + data if placed else data)
+            file.extend(data + (crc.to_bytes(4, "little") if placed else b""))
+            block = Block(at, len(data), None if placed else crc, placed=placed)
             for box in flat_boxes(a.shape, start, stop):
                 flat = sum(x * s for x, s in zip(box.start, strides, strict=True))
                 offset = at + flat - start * a.itemsize
                 found.append(Extent(box, f"data/{attempt.id}/rank{k}.bin", offset, strides, block))
         extents.append(found)
-    return _commit(store, attempt, arrays, files, encode(extents))
+    return _commit(store, attempt, arrays, files, encode(extents), ("packed", "extents"))
 
 
 def make_tiles(store: Store, ranks: int = 2) -> Checkpoint:
-    """One whose tensors lie in tiles, in a file for each rank, with placed checksums, as docs/spec.md has it."""
+    """One whose tensors lie in tiles, in a file for each rank, with placed checksums, as docs/spec/format.md has it."""
     arrays = tensors()
     attempt = begin(store, {"golden": "packed-tiles"}, overwrite=False)
     files = [bytearray() for _ in range(ranks)]
@@ -198,11 +198,16 @@ def make_tiles(store: Store, ranks: int = 2) -> Checkpoint:
                 rows[name] += more
     columns = Columns(**{name: np.array(column, np.int64) for name, column in rows.items()})
     paths = [f"data/{attempt.id}/rank{k}.bin" for k in range(ranks)]
-    return _commit(store, attempt, arrays, files, encode_columns(columns, paths))
+    return _commit(store, attempt, arrays, files, encode_columns(columns, paths), ("packed",))
 
 
 def _commit(
-    store: Store, attempt: Attempt, arrays: Arrays, files: Sequence[bytearray], sidecar: bytes
+    store: Store,
+    attempt: Attempt,
+    arrays: Arrays,
+    files: Sequence[bytearray],
+    sidecar: bytes,
+    requires: tuple[str, ...],
 ) -> Checkpoint:
     for k, file in enumerate(files):
         with store.create(f"data/{attempt.id}/rank{k}.bin") as out:
@@ -220,6 +225,7 @@ def _commit(
         created="2026-01-01T00:00:00Z",  # type: ignore[arg-type]
         step=FACTS["step"],
         layout=FACTS["layout"],
+        requires=requires,
         aliases=FACTS["aliases"],
         groups=tuple(groups),
         producer={f"engine.{k}": v for k, v in FACTS["engine"].items()},

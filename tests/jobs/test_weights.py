@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {"chunk_bytes": 256, "shard_bytes": 1 << 11}
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several files, and several blocks in each."""
     monkeypatch.setattr(weight_files, "files_of", partial(files_of, most=1500))
-    monkeypatch.setattr(weight_files, "TILE_BYTES", 256)
+    monkeypatch.setattr(weight_files, "BLOCK_BYTES", 256)
 
 
 def trained(seed: int) -> Arrays:

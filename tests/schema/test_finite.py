@@ -62,7 +62,7 @@ def test_a_bare_word_is_refused(word: bytes) -> None:
         data = (
             manifest()
             .model_copy(update={"groups": (), "run": "NaN or Infinity"})
-            .model_dump_json()
+            .model_dump_json(exclude={"digest"})
             .encode()
         )
         data = data.replace(b'{"$float":"-inf"}', b'{"$float": "-inf"}')

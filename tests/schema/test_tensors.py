@@ -184,13 +184,11 @@ def test_a_digest_of_an_unknown_kind_is_of_a_later_version() -> None:
 def test_a_later_version_is_recognised_before_the_table_is_parsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data = with_own_digest(b'{\n "format": "ucformat",\n "version": 2,\n "tensors": no JSON\n}')
+    data = with_own_digest(b'{\n "format": "ucformat",\n "version": 2,\n "tensors": 5\n}')
     with pytest.raises(UpgradeNeeded, match="version 2"):
         parse_manifest(data, "x")
     with pytest.raises(IntegrityError, match="does not match the digest"):
-        parse_manifest(
-            data.replace(b'"version": 2', b'"version": 3').replace(b"no JSON", b"{}     "), "x"
-        )
+        parse_manifest(data.replace(b'"version": 2', b'"version": 3'), "x")
     last = json.dumps({"tensors": 5, "version": 2, "format": "ucformat"}).encode()  # another order
     with pytest.raises(UpgradeNeeded, match="version 2"):
         parse_manifest(with_own_digest(last), "x")

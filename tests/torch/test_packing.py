@@ -70,6 +70,7 @@ def packed(
         id=new_id(),
         attempt=attempt.id,
         created=datetime.now(UTC),
+        requires=("packed",),
         sidecar=SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=bytes_digest(sidecar)),
         tensors=TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in infos),
     )

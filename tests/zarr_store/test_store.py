@@ -28,7 +28,7 @@ from tests.packed import write_packed
 from tests.zero_files import write_zero3
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError, Conflict, UsageError
-from ucformat.format.chunking import chunk_shape
+from ucformat.format.chunking import row_block
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
@@ -305,7 +305,7 @@ def test_the_chunks_are_those_of_the_files(tmp_path: Path) -> None:
         if array.nbytes > 1 << 16:
             assert array.chunks == docs[key].chunk
     for array in arrays_of(zarr.open_group(fake(tmp_path / "fake").zarr_store())).values():
-        assert array.chunks == chunk_shape(array.shape, array.dtype.itemsize, cuts=1)
+        assert array.chunks == row_block(array.shape, array.dtype.itemsize)
         assert np.prod(array.chunks) * array.dtype.itemsize <= 1 << 20
 
 

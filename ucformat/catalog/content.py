@@ -51,6 +51,8 @@ _FORM = {
     "producer",
     "objects",
     "assets",
+    "minor",
+    "requires",
     "sidecar",
     "verified",
     "writers",

@@ -13,6 +13,7 @@ from ucformat.catalog.models import Checkpoint, Edge, Location, Run
 from ucformat.catalog.refs import parse_ref, resolve, same_place
 from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock_names
 from ucformat.errors import NotFound, UsageError
+from ucformat.schema.manifest import LINEAGE_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -58,11 +59,13 @@ def insert_edge(
     depends: bool,
     how: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Record an edge of the lineage, linked to the parent if that is recorded.
+    """Record an edge of the lineage, linked to the parent if that is recorded; unknown kinds are ignored.
 
     Args:
         parent_id: the parent's id (None: the parent is whatever checkpoint is at the place).
     """
+    if kind not in LINEAGE_KINDS:  # of a later version, or of a vendor
+        return False
     parent_url = same_place(parent_url)
     lock_names(connection, parent_id or parent_url)
     parent = None
@@ -198,12 +201,9 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
     Raises:
         NotFound: the parent is neither in the catalog nor a place.
     """
-    from ucformat.schema.manifest import LineageDoc
-
-    kinds = LineageDoc.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
-    if kind not in kinds:
+    if kind not in LINEAGE_KINDS:
         raise UsageError(
-            f"{kind!r} is not a kind of lineage", hint=f"the kinds are {', '.join(kinds)}"
+            f"{kind!r} is not a kind of lineage", hint=f"the kinds are {', '.join(LINEAGE_KINDS)}"
         )
     ref = parse_ref(parent)
     try:

@@ -17,10 +17,18 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
-from ucformat.errors import Conflict, NotFound, PermissionDenied, UnsafeError, UnsupportedError
+from ucformat.errors import (
+    Conflict,
+    NotFound,
+    PermissionDenied,
+    UnsafeError,
+    UnsupportedError,
+    UpgradeNeeded,
+)
 from ucformat.format.digest import encoded
-from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
+from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE, version_of
 from ucformat.schema.manifest import ATTEMPT, MANIFEST, AttemptDoc
+from ucformat.schema.values import parsed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -203,11 +211,18 @@ def parse_record(data: bytes) -> AttemptDoc | None:
 
     Returns:
         The record; None if it is not a valid one.
+
+    Raises:
+        UpgradeNeeded: it is of a later version, so only a later ucformat may touch its attempt.
     """
     try:
-        return AttemptDoc.model_validate_json(data)
-    except ValidationError:
-        return None
+        return parsed(AttemptDoc, data)
+    except ValueError:
+        version = version_of(data, "ucformat-attempt")
+        if version is None or version <= 1:
+            return None
+        reason = f"the record of an attempt has version {version}; this ucformat knows version 1"
+        raise UpgradeNeeded(reason) from None
 
 
 def record_bytes(doc: AttemptDoc) -> bytes:

@@ -22,44 +22,48 @@ CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 128 << 20
 
 _DEGREES = 16  # cuts into 1, 2, 4, 8 and 16 parts fall on chunk boundaries
-_USUAL = 8  # cuts into more parts are rare
 _MIN_FRACTION = 16  # chunks are not made smaller than 1/16 of the target
 
 
 def chunk_shape(
-    shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES, cuts: int = _DEGREES
+    shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES
 ) -> tuple[int, ...]:
-    """Choose the shape of a tensor's chunks.
+    """Choose the shape of a tensor's chunks, and of its tiles in packed files.
 
     A tensor of at most `target` bytes is one chunk. A larger one of two or more dims is tiled
-    first, so that the degrees 1 to `cuts` of each dim fall on chunk boundaries if the dim divides;
-    dims that do not divide stay whole. A dim of at most `cuts` elements, such as experts or layers,
-    is cut into single indices, if the last dim is longer and the chunks remain large enough.
-    Otherwise it is cut like any other; if tiles would get too small, the dim with the most cuts
-    gets fewer; of several such dims the first one while they have 16 cuts, then the last one: ranks
-    most often read an eighth of the rows, which should be whole tiles. A tile that is still larger
-    than `target` is cut along its first dims.
+    first, so that cuts of each dim into 1, 2, 4, 8 and 16 parts fall on chunk boundaries if the dim
+    divides; dims that do not divide stay whole. A dim of at most 16 elements, such as experts or
+    layers, is cut into single indices, if the last dim is longer and the chunks remain large
+    enough. Otherwise it is cut like any other; if tiles would get too small, the dim with the most
+    cuts gets fewer; of several such dims the first one while they have 16 cuts, then the last one:
+    ranks most often read an eighth of the rows, which should be whole tiles. A tile that is still
+    larger than `target` is cut along its first dims.
 
     Args:
         target: the most bytes of a chunk, unless one element is larger (default 1 MiB).
-        cuts: a power of two: cuts of a dim into 1, 2, 4, …, `cuts` equal parts fall on chunk
-            boundaries (default 16).
     """
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize
     if len(edges) > 1 and total > target:
         floor = max(itemsize, target // _MIN_FRACTION)
-        degrees = [n if n <= cuts else math.gcd(n, cuts) for n in edges]
-        if edges[-1] <= cuts or total // math.prod(degrees) < floor:
-            degrees = [math.gcd(n, cuts) for n in edges]
+        degrees = [n if n <= _DEGREES else math.gcd(n, _DEGREES) for n in edges]
+        if edges[-1] <= _DEGREES or total // math.prod(degrees) < floor:
+            degrees = [math.gcd(n, _DEGREES) for n in edges]
         while total // math.prod(degrees) < floor and max(degrees) > 1:
-            degrees[
-                max(
-                    range(len(degrees)),
-                    key=lambda d: (degrees[d], -d if degrees[d] > _USUAL else d),
-                )
-            ] //= 2
+            most = max(degrees)
+            where = [d for d, n in enumerate(degrees) if n == most]
+            degrees[where[0 if most == _DEGREES else -1]] //= 2
         edges = [n // g for n, g in zip(edges, degrees, strict=True)]
+    return row_block(tuple(edges), itemsize, target)
+
+
+def row_block(shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES) -> tuple[int, ...]:
+    """Cut a box along its first dims, until it has at most `target` bytes or one element.
+
+    Args:
+        target: bytes (default 1 MiB).
+    """
+    edges = [max(1, n) for n in shape]
     for d in range(len(edges)):
         inner = math.prod(edges[d + 1 :]) * itemsize
         if edges[d] * inner <= target:
@@ -191,21 +195,14 @@ class Grid:
         return stored * (self.chunk_nbytes + 4) + 16 * math.prod(self.chunks_in_shard) + 4
 
 
-#: A tile has at most this many bytes, unless one element is larger.
-TILE_BYTES = 1 << 20
+#: A tile of a packed file has at most this many bytes, unless one element is larger.
+TILE_BYTES = CHUNK_BYTES
 CHECKSUM_BYTES = 4  # after each tile
-
-_TILE_DEGREES = 8  # cuts of a dim into 1, 2, 4 and 8 parts fall on tile boundaries
-
-
-def tile_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Choose the shape of a tensor's tiles, whichever ranks hold its parts."""
-    return _tile_shape(shape, itemsize, TILE_BYTES)
 
 
 @lru_cache(4096)
 def _tile_shape(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:
-    return chunk_shape(shape, itemsize, target, _TILE_DEGREES)
+    return chunk_shape(shape, itemsize, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +223,7 @@ class Tiling:
     @classmethod
     def of(cls, shape: tuple[int, ...], itemsize: int) -> Tiling:
         """The tiles that writers choose for a tensor."""
-        return cls(tile_shape(shape, itemsize), itemsize)
+        return cls(_tile_shape(shape, itemsize, TILE_BYTES), itemsize)
 
     def grid(self, box: Box) -> tuple[int, ...]:
         """Number of tiles along each dim."""

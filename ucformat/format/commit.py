@@ -1,4 +1,4 @@
-"""Attempts and the commit, which turns files into a checkpoint atomically (docs/spec.md, "Commit").
+"""Attempts and the commit, which turns files into a checkpoint atomically (docs/spec/protocol.md).
 
     1. `begin`   refuses a place that has a checkpoint (unless replacing it), and writes the attempt's record.
     2. The writer puts all files below `data/<attempt>`, `objects/<attempt>` and `assets/<attempt>`.
@@ -247,7 +247,7 @@ def _is_shared(store: Store, attempt: Attempt) -> bool:
     """Whether others began or continued this attempt, and may still be writing."""
     try:
         record = parse_record(store.read(record_key(attempt.id)))
-    except NotFound:
+    except (NotFound, UpgradeNeeded):
         return True
     own = record and record.model_copy(update={"replacing": None})  # as `begin` wrote it
     return own is None or content_version(record_bytes(own)) != attempt.began

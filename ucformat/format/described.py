@@ -1,4 +1,4 @@
-"""Described tensors: those of a packed checkpoint whose extents follow from distributions (docs/spec.md, section 7).
+"""Described tensors: those of a packed checkpoint whose extents follow from distributions (docs/spec/format.md).
 
 Their boxes, files and offsets are computed when a tensor is read, so a sidecar does not grow with
 the number of ranks.

@@ -14,6 +14,7 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 from ucformat.errors import UsageError
 from ucformat.schema.limits import MAX_DEPTH, check_json
+from ucformat.schema.values import parsed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +43,7 @@ def encoded(document: BaseModel) -> bytes:
     """The file of a document, after it was parsed again: what no reader would accept must replace nothing."""
     try:
         data = document.model_dump_json(indent=1).encode()
-        same = type(document).model_validate_json(data) == document
+        same = parsed(type(document), data) == document
     except (ValueError, RecursionError) as error:
         raise unwritable(type(document).__name__, error) from None
     if not same:
@@ -58,7 +59,7 @@ def unwritable(document: str, reason: object) -> UsageError:
     )
 
 
-_HINT = "docs/spec.md (Limits) lists the limits of nesting, integers and text; change the value that the message names"
+_HINT = "docs/spec/format.md lists the limits of nesting, integers and text; change the value that the message names"
 
 
 LEAF_BYTES = 16
@@ -122,7 +123,7 @@ def tensor_digest(dtype: str, grid: Grid, leaves: Mapping[tuple[int, ...], bytes
 
     It is the XXH3-128 of a JSON line with dtype, shape and chunk, followed by the digests of all
     chunks in C order of the chunk grid, so it depends neither on the writer nor on the shards
-    (docs/spec.md, "Digests").
+    (docs/spec/format.md, "Digests").
 
     Args:
         leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C

@@ -5,6 +5,7 @@ Separate from `structure`, because reading a manifest does not need NumPy.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
@@ -15,16 +16,15 @@ from ucformat.format.arrays import put_file
 from ucformat.format.chunking import CHECKSUM_BYTES
 from ucformat.format.described import packed_file
 from ucformat.format.digest import unwritable
-from ucformat.format.sidecar import NO_BLOCK, block_of, decode
+from ucformat.format.sidecar import FOLLOWS, NO_BLOCK, block_of, decode
 from ucformat.format.structure import MOUNT, Problem, manifest_problems, place_of
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
 from ucformat.reading.execute import place_checksum
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.repeats import are_repeated
-from ucformat.schema import ITEMSIZE
 from ucformat.schema.limits import FREE_READS, MAX_EDGE, MAX_SPAN, MOST_READS
-from ucformat.schema.manifest import SidecarDoc
+from ucformat.schema.manifest import VIRTUAL, SidecarDoc
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.format.sidecar import Columns, Sidecar
+    from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Extent, Tiles
     from ucformat.schema.manifest import Manifest, SourceFileDoc
     from ucformat.schema.tensors import TensorTable
@@ -47,6 +47,7 @@ def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterato
     yield from found
     if found or sidecar is None or manifest.sidecar is None:
         return
+    yield from feature_problems(manifest, sidecar)
     wrong = set()
     for problem in extent_problems(manifest.sidecar, manifest.tensors, sidecar):
         wrong.add((problem.name, problem.state))
@@ -55,9 +56,15 @@ def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterato
         if sidecar.described is not None and number in sidecar.described:
             continue  # a distribution covers its tensor
         if doc.path is None and (doc.name, doc.state) not in wrong:
-            info = TensorInfo(doc.name, doc.state, doc.dtype, doc.shape)
+            info = TensorInfo(doc.name, doc.state, doc.stored_dtype, doc.shape)
             if (reason := coverage_problem(info, sidecar.extents(number))) is not None:
                 yield Problem(manifest.sidecar.path, reason, doc.name, doc.state)
+
+
+def feature_problems(manifest: Manifest, sidecar: Sidecar) -> Iterator[Problem]:
+    """Find the features of a sidecar that the manifest does not require."""
+    if manifest.sidecar is not None and (more := {*sidecar.features} - {*manifest.requires}):
+        yield Problem(manifest.sidecar.path, f"the manifest does not require {min(more)}")
 
 
 def coverage_problem(info: TensorInfo, extents: Iterable[Extent | Tiles]) -> str | None:
@@ -72,139 +79,149 @@ def coverage_problem(info: TensorInfo, extents: Iterable[Extent | Tiles]) -> str
 def extent_problems(doc: SidecarDoc, tensors: TensorTable, sidecar: Sidecar) -> Iterator[Problem]:
     """Find the first impossible extent of each tensor, in the order of the manifest; coverage is not checked.
 
-    An extent is impossible if it exceeds its tensor, its bytes exceed its block or its file, or
-    that file is not listed.
+    An extent is impossible if it exceeds its tensor, its bytes exceed its block or its file, that
+    file is not listed, or is the checkpoint's own and its checksum does not belong to its place.
     """
-    shapes = list(tensors.by_kind(lambda kind: kind.shape))
-    ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
-    edges = np.fromiter(chain.from_iterable(shapes), np.int64)
-    first = np.cumsum(ndims) - ndims  # of each tensor's edges
-    items = np.fromiter(tensors.by_kind(lambda kind: ITEMSIZE[kind.dtype]), np.int64, len(shapes))
-    known = {s.path: s.nbytes for s in doc.sources}
-    sizes = np.array(
-        [
-            min(known.get(f, -1), MAX_EDGE) if f.startswith(MOUNT) else MAX_EDGE
-            for f in sidecar.files
-        ],
-        np.int64,
-    )
+    check = _Check.of(doc, tensors, sidecar)
     c = sidecar.columns
-    ends = np.cumsum(ndims[c.tensor])
-    stops = np.zeros(len(c), np.int64)  # of blocks and tiles
-    read = np.zeros(len(c), np.float64)  # bytes of elements that have neither
     wrong: dict[int, str] = {}
     for begin in range(0, len(c), _BATCH):
-        rows = slice(begin, min(begin + _BATCH, len(c)))
-        n = ndims[c.tensor[rows]]
-        dims = slice(int(ends[rows.start] - n[0]), int(ends[rows.stop - 1]))
-        at = np.arange(dims.start, dims.stop) - np.repeat(ends[rows] - n - first[c.tensor[rows]], n)
-        for reason, bad in _impossible(
-            c, rows, dims, n, edges[at], items, sizes, stops[rows], read[rows]
-        ):
+        batch = slice(begin, min(begin + _BATCH, len(c)))
+        for reason, bad in check.impossible(batch):
             for row in (np.flatnonzero(bad) + begin).tolist():
-                box = (
-                    "["
-                    + ", ".join(
-                        _interval(c, d) for d in range(ends[row] - ndims[c.tensor[row]], ends[row])
-                    )
-                    + "]"
-                )
+                file = sidecar.files[c.file[row]][:200]
                 wrong.setdefault(
-                    int(c.tensor[row]),
-                    f"{reason.format(file=sidecar.files[c.file[row]][:200])}: {box}",
+                    int(c.tensor[row]), f"{reason.format(file=file)}: {check.box(row)}"
                 )
     if not wrong:
-        for row, reason in _repeated(sidecar, stops, read, sizes, doc.roots):
-            wrong.setdefault(
-                int(c.tensor[row]), reason.format(file=sidecar.files[c.file[row]][:200])
-            )
+        for row, reason in _repeated(check, doc.roots):
+            file = sidecar.files[c.file[row]][:200]
+            wrong.setdefault(int(c.tensor[row]), reason.format(file=file))
     for number, reason in sorted(wrong.items()):
         tensor = tensors[number]
         yield Problem(doc.path, reason, tensor.name, tensor.state)
 
 
-def _interval(c: Columns, d: int) -> str:
-    return f"{c.start[d]}:{int(c.start[d]) + int(c.shape[d])}"
+@dataclass(frozen=True, slots=True, eq=False)
+class _Check:
+    """The columns of a sidecar, and what they are compared with.
 
-
-def _impossible(
-    c: Columns,
-    rows: slice,
-    dims: slice,
-    ndims: NDArray[np.int64],
-    edges: NDArray[np.int64],
-    items: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    stops: NDArray[np.int64],
-    read: NDArray[np.float64],
-) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """For each kind of fault, the extents of these rows that have it; no number here exceeds 64 bits.
-
-    Fills `stops` with the end of each block, of all tiles of an extent, or of an extent that has
-    neither, and `read` with the bytes of the elements of the latter.
+    Attributes:
+        ndims: of each tensor.
+        edges: of all tensors, one after another.
+        items: bytes of an element of each tensor.
+        sizes: bytes of each file; -1 of one that should be listed, and is not.
+        own: for each file, whether it is the checkpoint's own.
+        ends: for each row, the number of dims of it and all before.
+        stops: for each row, where its block, its tiles, or its bytes end; filled in by `impossible`.
+        read: for each row that has neither block nor tiles, the bytes of its elements; likewise.
     """
-    owner = np.repeat(np.arange(len(ndims)), ndims)
-    start, shape, strides = c.start[dims], c.shape[dims], c.strides[dims]
 
-    def of(by_dim: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        out = np.zeros(len(ndims), np.bool_)
-        out[owner[by_dim]] = True
-        return out
+    sidecar: Sidecar
+    ndims: NDArray[np.int64]
+    edges: NDArray[np.int64]
+    items: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    own: NDArray[np.bool_]
+    ends: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    read: NDArray[np.float64]
 
-    beyond = of((start > edges) | (shape > edges - start))
-    yield "an extent exceeds the tensor", beyond
-    empty = of(shape == 0)
-    steps = np.where(shape > 1, strides, 0)
-    span = np.bincount(owner, np.maximum(shape - 1, 0).astype(np.float64) * steps, len(ndims))
-    offset, block, nbytes = c.offset[rows], c.block_offset[rows], c.block_nbytes[rows]
-    items = items[c.tensor[rows]]
-    has = block != NO_BLOCK
-    tiled = of(c.tile[dims] > 0)
-    size_about = np.exp2(np.bincount(owner, np.log2(np.maximum(shape, 1)), len(ndims)))
-    huge = (
-        (span > MAX_SPAN) | (offset > MAX_SPAN) | (has & ((block > MAX_SPAN) | (nbytes > MAX_SPAN)))
-    )
-    huge |= tiled & (size_about * items > MAX_SPAN)
-    yield "an extent has an impossible offset", huge & ~empty & ~beyond
-    good = ~(huge | empty | beyond)
-    exact = np.zeros(len(ndims), np.int64)
-    kept = (good & ~tiled)[owner]
-    np.add.at(exact, owner[kept], (shape[kept] - 1) * steps[kept])
-    end = np.where(good, offset + exact + items, 0)
-    if (good & tiled).any():
-        element = np.zeros_like(strides)
-        element[(np.cumsum(ndims) - 1)[ndims > 0]] = items[ndims > 0]
-        yield (
-            "the strides of an extent of tiles are not 0 and the size of an element",
-            of(strides != element) & tiled,
+    @classmethod
+    def of(cls, doc: SidecarDoc, tensors: TensorTable, sidecar: Sidecar) -> _Check:
+        shapes = list(tensors.by_kind(lambda kind: kind.shape))
+        ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
+        sources = {s.path: min(s.nbytes, MAX_EDGE) for s in doc.sources}
+        own = [not file.startswith(MOUNT) for file in sidecar.files]
+        sizes = [
+            MAX_EDGE if mine else sources.get(file, -1)
+            for file, mine in zip(sidecar.files, own, strict=True)
+        ]
+        rows = len(sidecar.columns)
+        return cls(
+            sidecar,
+            ndims,
+            edges=np.fromiter(chain.from_iterable(shapes), np.int64),
+            items=np.fromiter(tensors.by_kind(lambda kind: kind.unit), np.int64, len(shapes)),
+            sizes=np.array(sizes, np.int64),
+            own=np.array(own, np.bool_),
+            ends=np.cumsum(ndims[sidecar.columns.tensor]),
+            stops=np.zeros(rows, np.int64),
+            read=np.zeros(rows, np.float64),
         )
-        size, tiles, kept = np.ones_like(exact), np.ones_like(exact), (good & tiled)[owner]
-        first, edge, n = start[kept], c.tile[dims][kept], shape[kept]
-        np.multiply.at(size, owner[kept], n)
-        np.multiply.at(
-            tiles, owner[kept], (first + n - 1) // edge - first // edge + 1
-        )  # at most 2^20: see the sidecar
-        end = np.where(good & tiled, offset + size * items + CHECKSUM_BYTES * tiles, end)
-    yield (
-        "the bytes of an extent exceed the block of their checksum",
-        good & has & ((offset < block) | (end > block + nbytes)),
-    )
-    until = np.where(has, block + nbytes + np.where(c.crc32c[rows] < 0, CHECKSUM_BYTES, 0), end)
-    stops[:] = np.maximum(until, 0)
-    read[:] = np.where(good & ~has & ~tiled, size_about * items, 0)
-    size = sizes[c.file[rows]]
-    yield "an extent is in {file}, which the manifest does not list", ~empty & (size < 0)
-    yield "an extent exceeds {file}", good & (size >= 0) & (np.maximum(until, end) > size)
+
+    def box(self, row: int) -> str:
+        """The box of an extent, as an index of its tensor."""
+        c, end = self.sidecar.columns, int(self.ends[row])
+        dims = range(end - int(self.ndims[c.tensor[row]]), end)
+        return (
+            "[" + ", ".join(f"{c.start[d]}:{int(c.start[d]) + int(c.shape[d])}" for d in dims) + "]"
+        )
+
+    def impossible(self, rows: slice) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+        """For each kind of fault, the extents of these rows that have it; no number here exceeds 64 bits."""
+        c = self.sidecar.columns
+        tensor = c.tensor[rows]
+        ndims = self.ndims[tensor]
+        owner = np.repeat(np.arange(len(ndims)), ndims)
+        dims = slice(int(self.ends[rows.start] - ndims[0]), int(self.ends[rows.stop - 1]))
+        first = np.cumsum(self.ndims) - self.ndims  # of each tensor's edges
+        edges = self.edges[
+            np.arange(dims.start, dims.stop)
+            - np.repeat(self.ends[rows] - ndims - first[tensor], ndims)
+        ]
+        start, shape, strides = c.start[dims], c.shape[dims], c.strides[dims]
+
+        def any_dim(by_dim: NDArray[np.bool_]) -> NDArray[np.bool_]:
+            out = np.zeros(len(ndims), np.bool_)
+            out[owner[by_dim]] = True
+            return out
+
+        beyond = any_dim((start > edges) | (shape > edges - start))
+        yield "an extent exceeds the tensor", beyond
+        empty = any_dim(shape == 0)
+        steps = np.where(shape > 1, strides, 0)
+        span = np.bincount(owner, np.maximum(shape - 1, 0).astype(np.float64) * steps, len(ndims))
+        offset, block, nbytes = c.offset[rows], c.block_offset[rows], c.block_nbytes[rows]
+        items = self.items[tensor]
+        has = block != NO_BLOCK
+        tiled = any_dim(c.tile[dims] > 0)
+        size_about = np.exp2(np.bincount(owner, np.log2(np.maximum(shape, 1)), len(ndims)))
+        huge = (span > MAX_SPAN) | (offset > MAX_SPAN)
+        huge |= has & ((block > MAX_SPAN) | (nbytes > MAX_SPAN))
+        huge |= tiled & (size_about * items > MAX_SPAN)
+        yield "an extent has an impossible offset", huge & ~empty & ~beyond
+        good = ~(huge | empty | beyond)
+        exact = np.zeros(len(ndims), np.int64)
+        kept = (good & ~tiled)[owner]
+        np.add.at(exact, owner[kept], (shape[kept] - 1) * steps[kept])
+        end = np.where(good, offset + exact + items, 0)
+        if (good & tiled).any():
+            element = np.zeros_like(strides)
+            element[(np.cumsum(ndims) - 1)[ndims > 0]] = items[ndims > 0]
+            reason = "the strides of an extent of tiles are not 0 and the size of an element"
+            yield reason, any_dim(strides != element) & tiled
+            size, tiles, kept = np.ones_like(exact), np.ones_like(exact), (good & tiled)[owner]
+            begin, edge, n = start[kept], c.tile[dims][kept], shape[kept]
+            np.multiply.at(size, owner[kept], n)
+            # at most 2^20 tiles: see the sidecar
+            np.multiply.at(tiles, owner[kept], (begin + n - 1) // edge - begin // edge + 1)
+            end = np.where(good & tiled, offset + size * items + CHECKSUM_BYTES * tiles, end)
+        outside = good & has & ((offset < block) | (end > block + nbytes))
+        yield "the bytes of an extent exceed the block of their checksum", outside
+        weak = ~tiled & (~has | (c.crc32c[rows] == FOLLOWS)) & self.own[c.file[rows]]
+        yield "an extent in {file} has no checksum that belongs to its place", weak & ~empty
+        until = np.where(has, block + nbytes + np.where(c.crc32c[rows] < 0, CHECKSUM_BYTES, 0), end)
+        self.stops[rows] = np.maximum(until, 0)
+        self.read[rows] = np.where(good & ~has & ~tiled, size_about * items, 0)
+        size = self.sizes[c.file[rows]]
+        yield "an extent is in {file}, which the manifest does not list", ~empty & (size < 0)
+        yield "an extent exceeds {file}", good & (size >= 0) & (np.maximum(until, end) > size)
 
 
-def _repeated(
-    sidecar: Sidecar,
-    stops: NDArray[np.int64],
-    read: NDArray[np.float64],
-    sizes: NDArray[np.int64],
-    roots: Sequence[str],
-) -> Iterator[tuple[int, str]]:
-    """Rows of files whose bytes are named so often that reading all tensors would read far more than the files have."""
+def _repeated(check: _Check, roots: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Rows of files whose bytes are named so often that reading all tensors would read far more than they have."""
+    sidecar, sizes, read, stops = check.sidecar, check.sizes, check.read, check.stops
     c = sidecar.columns
     numbers: dict[str, int] = {}  # of each file: that of the first at the same place
     places = (place_of(f, roots) if f.startswith(MOUNT) else f for f in sidecar.files)
@@ -215,7 +232,7 @@ def _repeated(
     np.add.at(total, files, read)
     for n in np.flatnonzero(total > MOST_READS * sizes.astype(np.float64) + FREE_READS).tolist():
         yield int(np.argmax((files == n) & (read > 0))), _REPEATED
-    own = np.array([not name.startswith(MOUNT) for name in sidecar.files], np.bool_)[c.file]
+    own = check.own[c.file]
     checked = (c.block_offset != NO_BLOCK) | sidecar.tiled
     rows = np.flatnonzero((checked | own) & (stops > 0))
     if not len(rows):
@@ -253,17 +270,22 @@ def put_sidecar(
     tensors: TensorTable,
     roots: Sequence[str] = (),
     sources: Sequence[SourceFileDoc] = (),
-) -> SidecarDoc:
-    """Write a sidecar, and parse it as readers do, since a manifest must not name one that they refuse."""
+) -> tuple[SidecarDoc, tuple[str, ...]]:
+    """Write a sidecar, and parse it as readers do, since a manifest must not name one that they refuse.
+
+    Returns:
+        Its entry in the manifest, and what a reader of it must implement.
+    """
     file = put_file(store, f"{folder}/extents.safetensors", data)
     doc = SidecarDoc(**file.model_dump(), roots=tuple(roots), sources=tuple(sources))
     try:
-        problem = next(extent_problems(doc, tensors, decode(data, tensors, doc.path)), None)
+        sidecar = decode(data, tensors, doc.path)
+        problem = next(extent_problems(doc, tensors, sidecar), None)
     except (IntegrityError, UnsafeError, UpgradeNeeded) as error:
         raise unwritable("the sidecar", error.message) from None
     if problem is not None:
         raise unwritable("the sidecar", problem)
-    return doc
+    return doc, (*sidecar.features, *((VIRTUAL,) if roots else ()))
 
 
 _READ_BYTES = 4 << 20  # bytes

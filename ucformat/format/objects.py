@@ -1,6 +1,6 @@
 """Files of non-tensor values: one of those that all ranks share, and those with the values of each rank.
 
-The latter have a range for each of some consecutive ranks, and an index at their end (docs/spec.md,
+The latter have a range for each of some consecutive ranks, and an index at their end (docs/spec/format.md,
 "Objects"). A rank reads the index of the file that has its range, and the range; a file is read
 whole only to get the values of many.
 """
@@ -20,7 +20,6 @@ from ucformat.errors import IntegrityError
 from ucformat.format.arrays import put_file
 from ucformat.format.digest import check_values, unwritable
 from ucformat.format.universal import json_object
-from ucformat.schema.limits import MAX_OBJECT_DEPTH
 from ucformat.schema.manifest import RangesDoc
 from ucformat.schema.values import dumps
 from ucformat.storage.strided import checksum
@@ -45,7 +44,7 @@ def encode_range(values: Mapping[str, Any]) -> bytes:
 
 def _checked(values: Mapping[str, Any], indent: int | None = None) -> bytes:
     """The JSON of values, after the checks of a reader."""
-    check_values(values, "an object", MAX_OBJECT_DEPTH)
+    check_values(values, "an object")
     data = dumps(dict(values), indent).encode()
     try:
         json_object(data, "it")

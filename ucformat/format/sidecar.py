@@ -1,4 +1,4 @@
-"""The sidecar: the extents of a packed checkpoint as columns of a safetensors file (docs/spec.md, "Sidecar").
+"""The sidecar: the extents of a packed checkpoint as columns of a safetensors file (docs/spec/format.md, "Sidecar").
 
 Decoding a sidecar checks all columns; `Extent` objects are created only for the tensors that are
 read.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 import zlib
 from dataclasses import dataclass, field, fields, replace
@@ -33,9 +34,10 @@ from ucformat.format.stored_tensors import StoredTensors
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import Block, Extent
-from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import DescribedDoc, DistributionDoc, MeshDoc
 from ucformat.schema.limits import MAX_RANKS, MAX_TILES
+from ucformat.schema.manifest import EXTENTS, PACKED
+from ucformat.schema.values import loads, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     Column = NDArray[np.int64]
 
 
-# The encoding of described tensors: metadata and columns of a sidecar (docs/spec.md, section 7).
+# The encoding of described tensors: metadata and columns of a sidecar (docs/spec/format.md, section 7).
 
 
 #: Columns of the sidecar, with a row for each described tensor; and one with a row for each dim of
@@ -102,12 +104,15 @@ def decode_rows(
     meshes = list(map(_mesh, doc.meshes))
     if max((d.mesh for d in doc.distributions), default=-1) >= len(meshes):
         raise LayoutError("a distribution has a mesh that is not listed")
-    known = [
+    distributions = [
         Distribution(meshes[d.mesh], tuple(Cut(*cut) for cut in d.cuts), d.flat, d.part)
         for d in doc.distributions
     ]
+    # otherwise the order of files, in which equal ones are one, would be another by their numbers
+    if len(set(meshes)) < len(meshes) or len(set(distributions)) < len(distributions):
+        raise LayoutError("a mesh or distribution is listed twice")
     rows, kinds, tiles, end = [], [], columns[DESCRIBED_TILE].tolist(), 0
-    of_kind = [(k.shape, ITEMSIZE[k.dtype]) for k in tensors.kinds]
+    of_kind = [(k.shape, k.unit) for k in tensors.kinds]
     last: tuple[
         Any, ...
     ] = ()  # rows of a group follow each other; most of 200,000 are of a few groups
@@ -118,9 +123,9 @@ def decode_rows(
         begin, end = end, end + len(shape)
         tile = tuple(tiles[begin:end])
         if last != (number, shape, itemsize, tile):
-            if not 0 <= number < len(known):
+            if not 0 <= number < len(distributions):
                 raise LayoutError("a tensor has a distribution that is not listed")
-            last, d = (number, shape, itemsize, tile), known[number]
+            last, d = (number, shape, itemsize, tile), distributions[number]
             kind = kind_of(d, shape, itemsize, tile)
         rows.append(
             DescribedRow(tensor, replace(d, position=position) if position else d, writer, tile)
@@ -140,6 +145,8 @@ def _mesh(doc: MeshDoc) -> RankMesh:
         raise LayoutError(
             f"a mesh of the sizes {doc.sizes} has a rank twice, or one above {MAX_RANKS}"
         )
+    if RankMesh.of(doc.sizes, mesh.ranks.reshape(-1).tolist()) != mesh:
+        raise LayoutError(f"a mesh of the sizes {doc.sizes} is spelled otherwise than it must be")
     return mesh
 
 
@@ -230,6 +237,13 @@ class Sidecar:
         self._ends = np.cumsum(ndims[columns.tensor])
         #: For each row, whether the extent is stored as tiles, each with a checksum.
         self.tiled = _any(columns.tile > 0, columns.tensor, ndims)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What a reader of it must implement, as `requires` names it."""
+        placed = self.tiled | ((self.columns.block_offset >= 0) & (self.columns.crc32c == PLACED))
+        packed = (PACKED,) if self.described or placed.any() else ()
+        return packed if packed and placed.all() else (*packed, EXTENTS)
 
     def tile_sizes(self, row: int) -> Iterator[int]:
         """Bytes of each tile of a tiled extent, without checksums, in the order of the file."""
@@ -383,19 +397,18 @@ def _described(
     if "described" not in meta:
         return None
     try:
-        doc = DescribedDoc.model_validate_json(meta["described"])
+        doc = parsed(DescribedDoc, meta["described"].encode())
         columns = {name: _unpack(arrays[name], name, doc.tensors, where) for name in COLUMNS}
         dims = int(_ndim(columns[COLUMNS[0]], ndims, where).sum())
         columns[DESCRIBED_TILE] = _unpack(arrays[DESCRIBED_TILE], DESCRIBED_TILE, dims, where)
         return decode_rows(doc, columns, tensors)
-    except ValidationError as error:
-        raise IntegrityError(
-            f"{where}: its described tensors are damaged: {error.errors()[0]['msg']}"
-        ) from None
-    except LayoutError as error:
+    except LayoutError as error:  # a ValueError, too
         raise IntegrityError(
             f"{where}: {error.message}", hint="restore it from another copy"
         ) from None
+    except ValueError as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise IntegrityError(f"{where}: its described tensors are damaged: {reason}") from None
 
 
 def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[str, str]]:
@@ -403,9 +416,9 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[
     try:
         arrays = load(data)
         size = int.from_bytes(data[:8], "little")
-        meta = json.loads(data[8 : 8 + size])["__metadata__"]
+        meta = loads(data[8 : 8 + size])["__metadata__"]
         form, _ = (str(meta[key]) for key in ("format", "files"))
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError(f"{where} is not a ucformat sidecar: {error}") from None
     if form != "ucformat-extents":
         raise IntegrityError(f"{where} is not a ucformat sidecar")
@@ -427,10 +440,9 @@ def _packed(
     arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], ndims: Column, where: str
 ) -> Columns:
     """The columns; nothing is inflated before its size is known and found to be possible."""
-    try:
-        n = int(meta["extents"])
-    except (KeyError, ValueError):
-        raise IntegrityError(f"{where} does not contain the number of its extents") from None
+    if not re.fullmatch("[0-9]{1,10}", meta.get("extents", "")):
+        raise IntegrityError(f"{where} does not contain the number of its extents")
+    n = int(meta["extents"])
     columns = {name: _unpack(arrays[name], name, n, where) for name in _ROWS}
     dims = int(_ndim(columns["tensor"], ndims, where).sum())
     columns |= {
@@ -513,8 +525,8 @@ def _unfit(where: str) -> IntegrityError:
 
 def _files(meta: Mapping[str, str], where: str) -> list[str]:
     try:
-        files = json.loads(meta["files"])
-    except (ValueError, TypeError, RecursionError):
+        files = loads(meta["files"])
+    except (ValueError, TypeError):
         files = None
     if not isinstance(files, list):
         raise IntegrityError(f"{where} does not list the files of its extents")
@@ -546,6 +558,7 @@ def _check(c: Columns, ndims: Column, files: int, where: str) -> None:
         | (c.block_nbytes < 0)
     )
     wrong |= c.crc32c >> 32 > 0
+    wrong |= (c.block_offset == NO_BLOCK) & ((c.block_nbytes != 0) | (c.crc32c != 0))
     wrong |= _any((c.start < 0) | (c.shape < 0) | (c.strides < 0) | (c.tile < 0), c.tensor, ndims)
     tiled = _any(c.tile > 0, c.tensor, ndims)
     if tiled.any():

@@ -95,7 +95,8 @@ class StoredTensors(Sequence[TensorInfo]):
     def __init__(self, table: TensorTable) -> None:
         def info(row: int) -> TensorInfo:
             kind = table.kinds[table.kind[row]]
-            return TensorInfo(table.names[table.name[row]], kind.state, kind.dtype, kind.shape)
+            name = table.names[table.name[row]]
+            return TensorInfo(name, kind.state, kind.stored_dtype, kind.shape)
 
         self.by_key: Mapping[Key, TensorInfo] = ValueByKey(table, info)
         self.states: Mapping[str, list[str]] = _States(table)

@@ -12,10 +12,10 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ucformat._version import __version__
 from ucformat.errors import (
@@ -28,11 +28,9 @@ from ucformat.errors import (
 )
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import own_digest, unwritable, with_own_digest
-from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import is_tombstone
 from ucformat.schema.limits import (
     MAX_ARRAY_DIMS,
-    MAX_DEPTH,
     MAX_DIMS,
     MAX_EDGE,
     MAX_SHARDS,
@@ -40,7 +38,17 @@ from ucformat.schema.limits import (
     MOST_READS,
     check_json,
 )
-from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
+from ucformat.schema.manifest import (
+    EXTENTS,
+    FEATURES,
+    FORMAT_MINOR,
+    FORMAT_VERSION,
+    MANIFEST,
+    PACKED,
+    VIRTUAL,
+    Manifest,
+    is_of_unknown_kind,
+)
 from ucformat.schema.values import loads
 from ucformat.storage.base import ByteRange
 
@@ -86,14 +94,6 @@ class Problem:
         return f"{tensor}{chunk}{': ' if tensor else ''}{self.reason} [{self.file}]"
 
 
-class _Head(BaseModel):
-    """The fields of every version of the manifest."""
-
-    format: Literal["ucformat"]
-    version: int
-    requires: object = ()  # in a later version it may have any type
-
-
 def read_manifest(store: Store) -> tuple[Manifest, str]:
     """Read the manifest of the checkpoint that is committed in a place.
 
@@ -119,80 +119,49 @@ def read_manifest(store: Store) -> tuple[Manifest, str]:
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Parse a manifest."""
-    if (
-        (head := _VERSION.match(data))
-        and int(head[1]) > FORMAT_VERSION
-        and own_digest(data) is not None
-    ):
-        raise _newer(int(head[1]), where)  # before a table of a million tensors is parsed
+    """Parse a manifest; whether it is one, whole, and of this version is found out before all else."""
     try:
-        manifest = Manifest.model_validate_json(data)
-        _check_words(data)
+        document = loads(data)
+    except ValueError as error:
+        raise IntegrityError(f"{where} is not a ucformat manifest: {str(error)[:300]}") from None
+    _check_head(document, data, where)
+    try:
+        return Manifest.model_validate_json(data, strict=True)
     except ValidationError as error:
-        _check_head(data, where)
-        found = error.errors()
-        place = ".".join(map(str, found[0]["loc"]))
-        if all(is_of_unknown_kind(fault["type"], fault["loc"], fault["input"]) for fault in found):
-            reason = f"is of a kind that this ucformat {__version__} does not know: {str(found[0]['input'])[:100]!r}"
+        faults = error.errors()
+        place = ".".join(map(str, faults[0]["loc"]))
+        if all(is_of_unknown_kind(fault["type"], fault["loc"], fault["input"]) for fault in faults):
+            reason = f"is of a kind that this ucformat {__version__} does not know: {str(faults[0]['input'])[:100]!r}"
             raise UpgradeNeeded(f"{where}: {place} {reason}") from None
-        raise IntegrityError(f"{where} is damaged: {place}: {found[0]['msg']}") from None
-    except ValueError as error:
-        raise IntegrityError(f"{where} is not a ucformat manifest: {error}") from None
-    if manifest.requires or own_digest(data) is None:
-        _check_head(data, where)
-    if unknown := {kind.dtype for kind in manifest.tensors.kinds} - set(ITEMSIZE):
-        reason = f"has tensors of the dtype {min(unknown)[:100]!r}, which this ucformat {__version__} does not know"
-        raise UpgradeNeeded(f"{where} {reason}")
-    return manifest
+        raise IntegrityError(f"{where} is damaged: {place}: {faults[0]['msg']}") from None
 
 
-def _check_head(data: bytes, where: str) -> None:
-    """Raise an error if this is no manifest, is damaged, or is of a later version."""
-    try:
-        head = _Head.model_validate_json(data)
-        _check_words(data)
-    except ValidationError as error:
-        raise IntegrityError(
-            f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}"
-        ) from None
-    except ValueError as error:
-        raise IntegrityError(f"{where} is not a ucformat manifest: {error}") from None
-    if (
-        own_digest(data) is None
-    ):  # in every version: without it a newer one cannot be distinguished from a damaged one
+def _check_head(document: Any, data: bytes, where: str) -> None:
+    """Raise an error if this is no manifest, is damaged, or needs a later reader."""
+    version = document.get("version") if isinstance(document, dict) else None
+    if type(version) is not int or document.get("format") != "ucformat":
+        raise IntegrityError(f"{where} is not a ucformat manifest")
+    # in every version: without its digest a newer one cannot be distinguished from a damaged one
+    if own_digest(data) is None:
         raise IntegrityError(
             f"{where} is damaged: it does not match the digest at its end",
             hint="restore it from another copy",
         )
-    if head.version > FORMAT_VERSION:
-        raise _newer(head.version, where)
-    if isinstance(head.requires, list) and head.requires:
-        reason = f"requires {str(head.requires)[:200]}, which this ucformat {__version__} does not implement"
+    if version > FORMAT_VERSION:
+        reason = f"has format version {version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
         raise UpgradeNeeded(f"{where} {reason}")
-
-
-#: The beginning of manifests as ucformat writes them; those of others may have their members in
-#: another order.
-_VERSION = re.compile(rb'\{\s*"format":\s*"ucformat",\s*"version":\s*([0-9]{1,9})\s*,')
-
-
-def _newer(version: int, where: str) -> UpgradeNeeded:
-    reason = (
-        f"has format version {version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
-    )
-    return UpgradeNeeded(f"{where} {reason}")
-
-
-def _check_words(data: bytes) -> None:
-    """Raise ValueError for the numbers NaN and Infinity, which pydantic accepts and JSON does not have."""
-    if (b"NaN" in data or b"Infinity" in data) and re.search(rb"[\s\[:,-](NaN|Infinity)", data):
-        loads(data)
+    named = document.get("requires", [])
+    if isinstance(named, list) and (unknown := [n for n in named if n not in FEATURES]):
+        reason = (
+            f"requires {str(unknown)[:200]}, which this ucformat {__version__} does not implement"
+        )
+        raise UpgradeNeeded(f"{where} {reason}")
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Serialize a manifest as its file: JSON that ends with its digest."""
-    facts = manifest.model_dump_json(indent=1, exclude={"digest", "tensors"}).encode()
+    written = manifest.model_copy(update={"minor": FORMAT_MINOR})
+    facts = written.model_dump_json(indent=1, exclude={"digest", "tensors"}).encode()
     return with_own_digest(b'%s,\n "tensors": %s\n}' % (facts[:-2], manifest.tensors.as_json()))
 
 
@@ -200,14 +169,13 @@ def checked_manifest(manifest: Manifest, data: bytes | None = None) -> tuple[byt
     """The file of a manifest, and the manifest as every reader gets it: what none would open must replace nothing."""
     try:
         if data is None:
-            check_json(manifest.model_dump(exclude={"tensors"}), "it", MAX_DEPTH + 3)
+            check_json(manifest.model_dump(exclude={"tensors"}), "it")
             data = manifest_bytes(manifest)
         parsed = parse_manifest(data, "it")
         refuse("it", manifest_problems(parsed))
     except (UcformatError, ValueError, RecursionError) as error:
-        raise unwritable(
-            "the manifest", error.message if isinstance(error, UcformatError) else error
-        ) from error
+        reason = error.message if isinstance(error, UcformatError) else error
+        raise unwritable("the manifest", reason) from error
     return data, parsed
 
 
@@ -250,7 +218,18 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
         yield from per_rank_problems(manifest.per_rank)
     if manifest.sidecar is not None:
         yield from _sources(manifest.sidecar)
+    yield from _unnamed_features(manifest)
     yield from _repeated(manifest)
+
+
+def _unnamed_features(manifest: Manifest) -> Iterator[Problem]:
+    """Features that the manifest uses and does not name; of what the sidecar uses it is told when that is read."""
+    named = set(manifest.requires)
+    if any(k.path is None for k in manifest.tensors.kinds) and not named & {PACKED, EXTENTS}:
+        reason = f"it has tensors that are no arrays, and requires neither {PACKED} nor {EXTENTS}"
+        yield Problem(MANIFEST, reason)
+    if manifest.sidecar is not None and manifest.sidecar.roots and VIRTUAL not in named:
+        yield Problem(MANIFEST, f"it has files elsewhere, and does not require {VIRTUAL}")
 
 
 def _table_problems(table: TensorTable, *, has_sidecar: bool) -> Iterator[Problem]:
@@ -293,7 +272,7 @@ def _kind(kind: KindDoc, *, has_sidecar: bool) -> str | None:
         return "the manifest gives it an invalid chunk grid"
     if kind.nbytes <= MAX_SHARDS:  # of at least a byte each
         return None
-    count = Grid(shape, chunk, shard, ITEMSIZE[kind.dtype]).count
+    count = Grid(shape, chunk, shard, kind.unit).count
     return (
         f"the manifest gives it an invalid number of shards ({count})"
         if count > MAX_SHARDS

@@ -70,7 +70,7 @@ def index_tensors(
 
 def grid_of(doc: TensorDoc) -> Grid:
     """The grid of a tensor that is stored as an array."""
-    return Grid(doc.shape, doc.chunk or (), doc.shard or (), ITEMSIZE[doc.dtype])
+    return Grid(doc.shape, doc.chunk or (), doc.shard or (), doc.unit)
 
 
 class Universal:
@@ -106,8 +106,19 @@ class Universal:
         paths = LazyMapping(
             lambda: {Key(d.name, d.state): tuple(map(path_from_json, d.at)) for d in table if d.at}
         )
+        unknown = {kind.dtype for kind in table.kinds} - ITEMSIZE.keys()
+        unreadable = {
+            Key(
+                d.name, d.state
+            ): f"has the dtype {d.dtype[:100]!r}, which this ucformat does not know"
+            for d in (table if unknown else ())
+            if d.dtype in unknown
+        }
+        stored = StoredTensors(table)
+        readable = tuple(i for i in stored if i.key not in unreadable) if unreadable else stored
         self.metadata = CheckpointMetadata(
-            tensor_list=TensorList(StoredTensors(table), groups),
+            tensor_list=TensorList(readable, groups),
+            unreadable=unreadable,
             aliases=m.aliases,
             assets=tuple(m.assets),
             groups=LazySequence(
@@ -222,10 +233,11 @@ class Universal:
     def sidecar(self) -> Sidecar:
         """The extents of the tensors that are not arrays; read and checked when first needed, and then kept."""
         if self._sidecar is None:
-            from ucformat.format.extents import extent_problems
+            from ucformat.format.extents import extent_problems, feature_problems
 
             found, doc = self.read_sidecar(), self.manifest.sidecar
             assert doc is not None  # noqa: S101 - it was read
+            refuse(self.store.url, feature_problems(self.manifest, found))
             refuse(self.store.url, extent_problems(doc, self.manifest.tensors, found))
             self._sidecar = found
         return self._sidecar

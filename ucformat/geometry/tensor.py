@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.schema import ITEMSIZE
+from ucformat.schema.limits import MAX_TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,11 @@ class TensorInfo:
                     f"the tensor name {self.name!r} ({self.state!r}) is not Unicode text",
                     hint="rename it where it is saved",
                 ) from None
+        if max(len(self.name), len(self.state)) > MAX_TEXT:
+            raise UsageError(
+                f"the tensor name {self.name[:100]!r}… ({self.state[:100]!r}) is too long",
+                hint=f"a name or state has at most {MAX_TEXT:,} characters",
+            )
         if self.dtype not in ITEMSIZE:
             raise UsageError(
                 f"tensor {self.name} ({self.state}) has the unknown dtype {self.dtype!r}",

@@ -31,7 +31,7 @@ from ucformat.jobs.weight_files import WeightsJob, plan_files, put_assets
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
-from ucformat.schema.manifest import Manifest, VerifiedDoc
+from ucformat.schema.manifest import Manifest, SidecarDoc, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
@@ -228,7 +228,7 @@ def _write_virtual(
         if verifier is not None:
             for info in placed.infos:
                 verifier.expect(info, source.source.extents(info.key), None)
-        sidecar, tensors = put_virtual(
+        sidecar, requires, tensors = put_virtual(
             source,
             store,
             attempt,
@@ -239,9 +239,8 @@ def _write_virtual(
         )
     verified = VerifiedDoc(default=False) if verifier is None else verifier.described(placed.infos)
     made = _described(source, store, attempt, tensors)
-    return made.model_copy(
-        update={"id": attempt.keeps or made.id, "sidecar": sidecar, "verified": verified}
-    )
+    own = {"id": attempt.keeps or made.id, "verified": verified}
+    return made.with_sidecar(sidecar, requires).model_copy(update=own)
 
 
 def _check_virtual(how: How, *, virtual: bool, checksums: bool, unprotected: bool) -> None:
@@ -327,11 +326,14 @@ def write(
             arrays, verified = job.finish()
         if metadata is not None:
             metadata.result()
-    recorded, sidecar, folder, infos = job.recorded or how.where != HERE, None, None, job.infos
+    recorded, folder, infos = job.recorded or how.where != HERE, None, job.infos
+    sidecar: SidecarDoc | None = None
+    requires: tuple[str, ...] = ()
     if weights is not None:
         with weights() as files:
             if finishes := _run_tasks(files, job, attempt, job.total):
-                of_files, sidecar = files.finish(), files.put_sidecar()
+                of_files = files.finish()
+                sidecar, requires = files.put_sidecar()
                 held = [placed.info for placed in files.placed.tensors.values()]
                 verified = joined([(job.infos, verified), (held, of_files)])
         recorded, folder, infos = recorded or files.recorded, files.placed.folder, files.infos
@@ -343,9 +345,8 @@ def write(
     for source in job.sources[1:]:
         _check_unchanged(source)
     grid = grid_doc(how.chunk_bytes, how.shard_bytes) if job.infos or weights is None else None
-    return made.model_copy(
-        update={"verified": verified, "grid": grid, "sidecar": sidecar}
-    ), recorded
+    made = made.with_sidecar(sidecar, requires)
+    return made.model_copy(update={"verified": verified, "grid": grid}), recorded
 
 
 def _run_tasks(

@@ -14,8 +14,6 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.attempts import KINDS, replacing_attempts
@@ -23,6 +21,7 @@ from ucformat.format.digest import encoded
 from ucformat.format.mounted import is_below
 from ucformat.format.structure import read_manifest
 from ucformat.schema.documents import NEEDED_BY, TOMBSTONE, NeededByDoc
+from ucformat.schema.values import parsed
 from ucformat.settings import allowed_roots, load_settings
 from ucformat.storage.base import exists
 from ucformat.storage.concurrency import map_io
@@ -272,6 +271,6 @@ def _key(checkpoint: str) -> str:
 def _read(store: Store, checkpoint: str) -> NeededByDoc | None:
     """The record that this checkpoint needs files here; None if it is missing or invalid."""
     try:
-        return NeededByDoc.model_validate_json(store.read(_key(checkpoint)))
-    except (NotFound, ValidationError):
+        return parsed(NeededByDoc, store.read(_key(checkpoint)))
+    except (NotFound, ValueError):
         return None

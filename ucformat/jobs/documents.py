@@ -31,6 +31,7 @@ from ucformat.format.structure import find_manifest
 from ucformat.jobs.dependents import dependents_at
 from ucformat.jobs.listing import check_removed, is_empty
 from ucformat.schema.documents import CATALOG_DOCUMENT, CatalogDoc
+from ucformat.schema.values import parsed
 from ucformat.settings import load_settings
 from ucformat.storage.url import open_store
 
@@ -110,10 +111,11 @@ def copy_document(src: Store, dst: Store, checkpoint: str) -> None:
 
 def _parse(data: bytes, store: Store) -> CatalogDoc:
     try:
-        return CatalogDoc.model_validate_json(data)
-    except ValidationError as error:
+        return parsed(CatalogDoc, data)
+    except ValueError as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise IntegrityError(
-            f"{store.url}/{CATALOG_DOCUMENT} cannot be read, and is left alone: {error.errors()[0]['msg']}",
+            f"{store.url}/{CATALOG_DOCUMENT} cannot be read, and is left alone: {reason}",
             hint="a newer ucformat may be able to read it; otherwise move it away",
         ) from None
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from ucformat.catalog.deletion import begin_purge, end_purge, stop_purge
 from ucformat.catalog.refs import Ref, places_of, resolve
 from ucformat.catalog.stamp import GRACE, make_stamp
@@ -43,6 +41,7 @@ from ucformat.jobs.removal import (
 from ucformat.jobs.run import naming_place
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import MANIFEST, AttemptDoc
+from ucformat.schema.values import parsed
 from ucformat.storage.base import exists
 from ucformat.storage.url import as_strings, open_store
 
@@ -317,10 +316,10 @@ def _inspect(store: Store, attempt: str, before: datetime) -> _Inspected | None:
     key = record_key(attempt)
     try:
         data, version = store.read_versioned(key)
-        doc = AttemptDoc.model_validate_json(data)
+        doc = parsed(AttemptDoc, data)
         own = store.info(key)
-    except (ValidationError, NotFound):
-        return None  # no valid record
+    except (ValueError, NotFound):
+        return None  # no valid record, or one of a later version
     infos = [i for folder in folders_of(attempt) for i in store.list(folder)]
     written = max((i.modified for i in (own, *infos) if i.modified is not None), default=None)
     last = max((doc.removed or doc.started).timestamp(), written or 0.0)

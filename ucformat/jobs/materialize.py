@@ -194,7 +194,16 @@ def _must_replace(store: Store, attempt: Attempt) -> None:
 
 #: The fields of a manifest that describe the files of its attempt; the others are the same in every
 #: form.
-_FILE_FIELDS = ("attempt", "objects", "assets", "sidecar", "grid", "tensors", "verified")
+_FILE_FIELDS = (
+    "attempt",
+    "objects",
+    "assets",
+    "sidecar",
+    "requires",
+    "grid",
+    "tensors",
+    "verified",
+)
 
 
 def _write(

@@ -16,8 +16,6 @@ from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import (
@@ -45,6 +43,7 @@ from ucformat.schema.documents import (
     is_tombstone,
 )
 from ucformat.schema.manifest import MANIFEST
+from ucformat.schema.values import parsed
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -301,8 +300,8 @@ def read_tombstone(store: Store) -> TombstoneDoc | None:
 
 def _parse(data: bytes, store: Store) -> TombstoneDoc:
     try:
-        return TombstoneDoc.model_validate_json(data)
-    except ValidationError:
+        return parsed(TombstoneDoc, data)
+    except ValueError:
         raise IntegrityError(
             f"{store.url}/{TOMBSTONE} cannot be read",
             hint="inspect it; delete the checkpoint's folder by hand if it is not needed",

@@ -42,7 +42,6 @@ from ucformat.jobs.run import Report, workers_for
 from ucformat.jobs.tasks import Job
 from ucformat.jobs.where import Where, run_job
 from ucformat.references import open_reference
-from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.cache.scope import uncached
 from ucformat.storage.strided import crc32
@@ -239,8 +238,8 @@ def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Che
         if tensor.path is None and sidecar is not None and key not in unsound:
             extents = list(single_extents(sidecar.extents(numbers[key])))
             for e in extents:
-                held.setdefault(e.file, []).append(_run(e, ITEMSIZE[tensor.dtype]))
-            info = TensorInfo(tensor.name, tensor.state, tensor.dtype, tensor.shape)
+                held.setdefault(e.file, []).append(_run(e, tensor.unit))
+            info = TensorInfo(tensor.name, tensor.state, tensor.stored_dtype, tensor.shape)
             nbytes = 0 if {e.file for e in extents} <= compared else tensor.nbytes
             yield _extents(store, info, nbytes, extents, replicated)
     if not unsound:

@@ -95,7 +95,7 @@ def put_virtual(
     checksums: bool,
     unprotected: bool,
     progress: Callable[[int, int], None] | None,
-) -> tuple[SidecarDoc, tuple[TensorDoc, ...]]:
+) -> tuple[SidecarDoc, tuple[str, ...], tuple[TensorDoc, ...]]:
     """Write the sidecar of a virtual checkpoint, and allow this user to read the files that it refers to.
 
     First it records beside the files that they are needed, unless that is impossible and
@@ -118,9 +118,8 @@ def put_virtual(
             watching.note(file)
     tensors = TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in placed.infos)
     data = encode(placed.extents)
-    return put_sidecar(store, attempt.folder("data"), data, tensors, placed.roots, sources), tuple(
-        tensors
-    )
+    put = put_sidecar(store, attempt.folder("data"), data, tensors, placed.roots, sources)
+    return *put, tuple(tensors)
 
 
 def _sources(

@@ -17,7 +17,7 @@ from ucformat.errors import UsageError
 from ucformat.exporters.base import Span, TargetFile, weights_of
 from ucformat.exporters.safetensors import files_of
 from ucformat.format.arrays import folder_names, put_file
-from ucformat.format.chunking import TILE_BYTES, chunk_shape
+from ucformat.format.chunking import row_block
 from ucformat.format.digest import document_digest
 from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import Columns, encode_columns
@@ -163,8 +163,11 @@ class WeightsJob(FilesJob):
             else verifier.described(infos, self._bare)
         )
 
-    def put_sidecar(self) -> SidecarDoc:
-        """Write the sidecar, with the extents of the tensors in the files; call it when all tasks are finished."""
+    def put_sidecar(self) -> tuple[SidecarDoc, tuple[str, ...]]:
+        """Write the sidecar, with the extents of the tensors in the files, as `put_sidecar` of the format.
+
+        Call it when all tasks are finished.
+        """
         number = {info.key: n for n, info in enumerate(self.infos)}
         data = encode_columns(*self.placed.columns(number, self._crcs))
         tensors = TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in self.infos)
@@ -191,6 +194,7 @@ class _BlockSums:
                 self._left = self._sizes[len(self.done)] if len(self.done) < len(self._sizes) else 0
 
 
+BLOCK_BYTES = 1 << 20  # of a block, at most, unless one element of the last dim is larger
 _SMALL_FILE_BYTES = 64 << 20  # of a file of small tensors, at most
 
 
@@ -356,7 +360,7 @@ class PlacedFiles:
             for part in target.parts():
                 if isinstance(part, Span):
                     (info, _), *_ = part.pieces
-                    edges = chunk_shape(info.shape, info.itemsize, TILE_BYTES, 1)
+                    edges = row_block(info.shape, info.itemsize, BLOCK_BYTES)
                     placed = PlacedTensor(info, file, offset, edges, self.count)
                     self.tensors[info.key] = placed
                     self.count += placed.count

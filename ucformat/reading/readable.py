@@ -171,8 +171,8 @@ class CheckpointMetadata:
     means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
     save_id: str = ""  # the writer's unique id of the save, if it has one
     folder: str = ""  # the checkpoint's folder or file if the store's root is above it
-    #: Tensors that a foreign checkpoint has and that cannot be read, with the reason. They are not
-    #: in the tensor list.
+    #: Tensors that the checkpoint has and that cannot be read, with the reason. They are not in the
+    #: tensor list.
     unreadable: Mapping[Key, str] = field(default_factory=dict)
     missing: tuple[
         str, ...

@@ -34,7 +34,7 @@ ZARR_DTYPES: dict[str, int] = {
 }
 
 #: Bytes of one element, by the name of the dtype: that of Zarr, PyTorch or ml_dtypes. Several
-#: values that their owner packs into bytes are one element (docs/spec.md, section 5).
+#: values that their owner packs into bytes are one element (docs/spec/format.md, "Dtypes").
 ITEMSIZE: dict[str, int] = {
     **ZARR_DTYPES,
     **dict.fromkeys(

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ucformat.schema.manifest import ATTEMPT, LineageDoc
-from ucformat.schema.values import Instant  # noqa: TC001 - pydantic reads it at run time
+from ucformat.schema.values import Instant, loads
 
 #: The name of the document, in the checkpoint's folder.
 TOMBSTONE = "tombstone.json"
@@ -36,19 +36,21 @@ class TombstoneDoc(BaseModel):
     stage: Literal["marked", "settled", "withdrawn"] = "marked"
 
 
-class _Head(BaseModel):
-    """The field of every version of the tombstone."""
-
-    format: Literal["ucformat-tombstone"]
-
-
 def is_tombstone(data: bytes) -> bool:
     """Whether a document is a tombstone of any version."""
+    return version_of(data, "ucformat-tombstone") is not None
+
+
+def version_of(data: bytes, form: str) -> int | None:
+    """The version of a document of some format; None if it is none."""
     try:
-        _Head.model_validate_json(data)
-    except ValidationError:
-        return False
-    return True
+        document = loads(data)
+    except ValueError:
+        return None
+    if not isinstance(document, dict) or document.get("format") != form:
+        return None
+    version = document.get("version")
+    return version if type(version) is int else 0
 
 
 #: The folder of these documents, beside the files. Each is named after the id of the checkpoint

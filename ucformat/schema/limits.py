@@ -1,19 +1,17 @@
-"""The limits of a checkpoint and of its documents (docs/spec.md, "Limits"): writers keep them, and readers check them.
+"""The limits of a checkpoint and of its documents (docs/spec/format.md, "Limits").
 
-`check_json` is for the values of documents that come from users; it runs when a document is written
-and when it is read.
+`check_json` is for the values of documents that come from users, so its errors say where they are;
+`values.loads` keeps the same limits for documents that are read.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-#: The levels of objects and arrays in a value of a document. pydantic's parser has 201 for all of
-#: the document.
-MAX_DEPTH = 192
-#: The levels in the files of objects, in which a value of the program may have three levels for one
-#: of its own.
-MAX_OBJECT_DEPTH = 640
+#: The levels of objects and arrays in a document, its own included: common parsers stop there.
+MAX_DEPTH = 128
+#: The characters of a name, state, path or url.
+MAX_TEXT = 1 << 16
 
 MAX_INTEGER = 1 << 62  # of an integer whose meaning this format defines
 MAX_BITS = 1 << 13  # of an integer in a value: Python's JSON parser stops at 4300 digits
@@ -21,9 +19,7 @@ MAX_BITS = 1 << 13  # of an integer in a value: Python's JSON parser stops at 43
 MAX_EDGE = 1 << 62  # of a tensor: offsets fit into 64 bits
 MAX_DIMS = 64  # of a tensor: torch's own limit
 MAX_ARRAY_DIMS = 32  # of an array: TensorStore opens none with more
-MAX_SHARDS = (
-    10_000_000  # of an array: readers refuse a manifest with more before they access any file
-)
+MAX_SHARDS = 10_000_000  # of an array: readers refuse more before they access any file
 MAX_SPAN = 1 << 60  # of offsets and sizes in files
 MAX_TILES = 1 << 20  # of an extent
 

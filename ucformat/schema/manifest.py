@@ -1,4 +1,4 @@
-"""The manifest: the one document that makes a checkpoint of the files beside it (docs/spec.md, "Manifest")."""
+"""The manifest: the one document that makes a checkpoint of the files beside it (docs/spec/format.md, "Manifest")."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ucformat.schema.limits import MAX_INTEGER, MAX_RANKS, MOST_COMMITS
-from ucformat.schema.tensors import Digest, Size, StatePath, TensorTable  # noqa: TC001 - pydantic reads them
+from ucformat.schema.tensors import Digest, Size, StatePath, TensorTable, Text  # noqa: TC001 - pydantic reads them
 from ucformat.schema.values import Finite, Instant, Number, Time, Values  # noqa: TC001 - pydantic reads them
 
 FORMAT_VERSION = 1
+
+#: Against which text of this version ucformat writes; it only informs, and readers ignore it.
+FORMAT_MINOR = 0
+
+#: What `requires` may name: forms in which tensors are stored that are not arrays.
+PACKED, EXTENTS, VIRTUAL = "packed", "extents", "virtual"
+FEATURES = frozenset({PACKED, EXTENTS, VIRTUAL})
+
+#: The kinds of lineage that this version defines.
+LINEAGE_KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")
 
 #: The name of the document, in the checkpoint's folder.
 MANIFEST = "manifest.json"
@@ -38,7 +48,7 @@ class GridDoc(_Document):
 class FileDoc(_Document):
     """A file that the checkpoint holds besides its tensors."""
 
-    path: str
+    path: Text
     nbytes: Size
     digest: Digest
 
@@ -54,7 +64,7 @@ class PerRankDoc(_Document):
     """The values that the `ranks` that saved have as their own, under these names; the files are in order of ranks."""
 
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
-    names: tuple[str, ...]
+    names: tuple[Text, ...]
     files: tuple[RangesDoc, ...]
 
 
@@ -65,7 +75,7 @@ class SourceFileDoc(_Document):
     object store.
     """
 
-    path: str
+    path: Text
     nbytes: Size
     modified: Finite | None = None
     etag: str | None = None
@@ -79,7 +89,7 @@ class SidecarDoc(FileDoc):
     its bytes, lie.
     """
 
-    roots: tuple[str, ...] = ()
+    roots: tuple[Text, ...] = ()
     sources: tuple[SourceFileDoc, ...] = ()
 
 
@@ -91,10 +101,10 @@ class GroupDoc(_Document):
     parameter's hyper-parameters are entries.
     """
 
-    params: tuple[str, ...]
+    params: tuple[Text, ...]
     options: Values = {}
     at: StatePath | None = None
-    names: tuple[str, ...] | None = None
+    names: tuple[Text, ...] | None = None
     flattened: bool = False
 
 
@@ -102,12 +112,12 @@ class LineageDoc(_Document):
     """What this checkpoint was made from; `commits` is what that one counts, as far as is known.
 
     `how` tells more of how it was made, such as the method of a merge and the weight of this
-    origin.
+    origin. Kinds that are not in `LINEAGE_KINDS` are of later versions and of vendors.
     """
 
-    kind: Literal["resume", "finetune", "convert", "reshard", "merge", "average", "quantize"]
-    url: str
-    id: str | None = None
+    kind: Annotated[Text, Field(examples=list(LINEAGE_KINDS))]
+    url: Text
+    id: Text | None = None
     engine: dict[str, str] = {}
     commits: Commits | None = None
     how: Values = {}
@@ -153,12 +163,13 @@ class WriterDoc(_Document):
 class Manifest(_Document):
     """A committed checkpoint.
 
-    `requires` names the features that a reader must implement to read it correctly; this version
-    defines none. `grid` is None where no array was written.
+    `requires` names the forms besides arrays in which its tensors are stored (`FEATURES`), which a
+    reader must know. `minor` is that of the text of the format for which it was written. `grid` is
+    None where no array was written.
 
     `commits` counts the commits of its training up to this one, as far as its writer knew them;
     without, it was not saved by a training, or nothing was known. `launch` is that of the training.
-    `digest` is that of its file, at whose end it stands (docs/spec.md, "Digests"); None before it
+    `digest` is that of its file, at whose end it stands (docs/spec/format.md, "Digests"); None before it
     has one.
     """
 
@@ -168,26 +179,27 @@ class Manifest(_Document):
 
     format: Literal["ucformat"] = "ucformat"
     version: Literal[1] = 1
-    requires: tuple[str, ...] = ()
-    id: str
+    minor: Size = 0
+    requires: tuple[Text, ...] = ()
+    id: Text
     attempt: Annotated[
         str, Field(pattern=f"^({ATTEMPT})?$")
     ]  # without a name it is of a foreign checkpoint
     created: Time
     producer: dict[str, str] = {}
-    run: str | None = None
+    run: Text | None = None
     step: Integer | None = None
     commits: Commits | None = None
     launch: LaunchDoc | None = None
-    metrics: dict[str, Number] = {}
+    metrics: dict[Text, Number] = {}
     config: Values = {}
     layout: Values = {}
     groups: tuple[GroupDoc, ...] = ()
     lineage: tuple[LineageDoc, ...] = ()
-    aliases: dict[str, str] = {}
+    aliases: dict[Text, Text] = {}
     objects: FileDoc | None = None
     per_rank: PerRankDoc | None = None
-    assets: dict[str, FileDoc] = {}
+    assets: dict[Text, FileDoc] = {}
     sidecar: SidecarDoc | None = None
     grid: GridDoc | None = None
     writers: tuple[WriterDoc, ...] = ()
@@ -206,12 +218,16 @@ class Manifest(_Document):
     def known_commits(self) -> int | None:
         """The manifest's own count of commits, else the greatest of the checkpoints that it was made from."""
         return self.commits or max(
-            (edge.commits for edge in self.lineage if edge.commits is not None), default=None
+            (e.commits for e in self.lineage if e.commits and e.kind in LINEAGE_KINDS), default=None
         )
 
     def as_read(self) -> Manifest:
         """This manifest after a round trip through its file."""
         return Manifest.model_validate_json(self.model_dump_json())
+
+    def with_sidecar(self, sidecar: SidecarDoc | None, requires: tuple[str, ...]) -> Manifest:
+        """This manifest with another sidecar, and the features that reading that requires."""
+        return self.model_copy(update={"sidecar": sidecar, "requires": requires})
 
 
 class AttemptDoc(_Document):
@@ -239,16 +255,11 @@ _DIGESTS = ("sha256", "xxh3")
 
 
 def is_of_unknown_kind(fault: str, place: tuple[str | int, ...], value: object) -> bool:
-    """Whether an invalid member may have been written by a later ucformat, so that it is not damaged."""
-    if not isinstance(value, str) or not place:
+    """Whether an invalid member is a digest that a later ucformat may have written, not a damaged one."""
+    is_digest = bool(place) and (place[-1] == "digest" or place[:2] == ("tensors", "digest"))
+    if not is_digest or not isinstance(value, str) or fault != "string_pattern_mismatch":
         return False
-    if place[-1] == "digest" or place[:2] == ("tensors", "digest"):
-        return (
-            fault == "string_pattern_mismatch"
-            and value.partition(":")[0] not in _DIGESTS
-            and ":" in value
-        )
-    return fault == "literal_error" and place[0] == "lineage" and place[-1] == "kind"
+    return ":" in value and value.partition(":")[0] not in _DIGESTS
 
 
 def manifest_json_schema() -> dict[str, Any]:

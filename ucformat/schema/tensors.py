@@ -1,4 +1,4 @@
-"""The tensors of a manifest, as columns of a table (docs/spec.md, "Tensors").
+"""The tensors of a manifest, as columns of a table (docs/spec/format.md, "Tensors").
 
 A table of a million tensors is parsed and checked as columns. A TensorDoc is made for the rows that
 somebody asks for.
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from operator import add, lt
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import quote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
 from pydantic_core import to_json
 
 from ucformat.schema import ITEMSIZE
-from ucformat.schema.limits import MAX_INTEGER
+from ucformat.schema.limits import MAX_INTEGER, MAX_TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 Size = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
-Folder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~%/-]+$")]
-DType = Annotated[str, Field(json_schema_extra={"enum": list(ITEMSIZE)})]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Folder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~%/-]+$", max_length=MAX_TEXT)]
+DType = Annotated[str, Field(max_length=MAX_TEXT, examples=list(ITEMSIZE))]
 StatePath = tuple[
     Annotated[str | Annotated[int, Field(strict=True)], Field(union_mode="left_to_right")], ...
 ]
@@ -50,6 +51,13 @@ else:  # 4 bytes for each row instead of 40
     ]
 
 
+_BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
+
+
+def _stored_dtype(dtype: str, itemsize: int | None) -> str:
+    return dtype if dtype in ITEMSIZE else _BITS[itemsize or 1]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorDoc:
     """One tensor in one state. With `path` it is a Zarr array; without, the sidecar lists its extents.
@@ -66,11 +74,22 @@ class TensorDoc:
     digest: str | None = None
     path: str | None = None
     at: tuple[StatePath, ...] = ()
+    itemsize: int | None = None
+
+    @property
+    def unit(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZE[self.stored_dtype]
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype, or one of elements of the same size if it is of a later version or a vendor."""
+        return _stored_dtype(self.dtype, self.itemsize)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+        return math.prod(self.shape) * self.unit
 
 
 class KindDoc(BaseModel):
@@ -82,22 +101,42 @@ class KindDoc(BaseModel):
         path: the folder of the arrays' folders, likewise.
         at: the paths in the state of the program, in which a pair of texts stands for these with
             the tensor's name between them.
+        itemsize: bytes of an element, needed if the dtype is not one of this version.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    state: str
+    state: Text
     dtype: DType
     shape: tuple[Size, ...]
     chunk: tuple[Edge, ...] | None = None
     shard: tuple[Edge, ...] | None = None
     path: Folder | None = None
     at: tuple[_Template, ...] = ()
+    itemsize: Literal[1, 2, 4, 8, 16] | None = None
+
+    @model_validator(mode="after")
+    def _check_itemsize(self) -> Self:
+        if (known := ITEMSIZE.get(self.dtype)) is None and self.itemsize is None:
+            raise ValueError(f"the dtype {self.dtype[:100]!r} is unknown, and has no itemsize")
+        if known is not None and self.itemsize not in (None, known):
+            raise ValueError(f"{self.dtype} has elements of {known} bytes, not {self.itemsize}")
+        return self
+
+    @property
+    def unit(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZE[self.stored_dtype]
+
+    @property
+    def stored_dtype(self) -> str:
+        """See TensorDoc."""
+        return _stored_dtype(self.dtype, self.itemsize)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all elements of one tensor."""
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+        return math.prod(self.shape) * self.unit
 
 
 class TensorTable(BaseModel):
@@ -116,7 +155,7 @@ class TensorTable(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
 
-    names: list[str]
+    names: list[Text]
     kinds: list[KindDoc]
     name: _Column
     kind: _Column
@@ -164,10 +203,10 @@ class TensorTable(BaseModel):
             ):  # no kind shares it
                 at[str(len(name))], templates = t.at, ()
             name.append(names.setdefault(t.name, len(names)))
-            key = (t.state, t.dtype, t.shape, t.chunk, t.shard, folder, templates)
+            key = (t.state, t.dtype, t.shape, t.chunk, t.shard, folder, templates, t.itemsize)
             kind.append(kinds.setdefault(key, len(kinds)))
             digests.append(t.digest)
-        fields = ("state", "dtype", "shape", "chunk", "shard", "path", "at")
+        fields = ("state", "dtype", "shape", "chunk", "shard", "path", "at", "itemsize")
         return cls(
             names=list(names),
             kinds=[KindDoc(**dict(zip(fields, k, strict=True))) for k in kinds],
@@ -190,6 +229,7 @@ class TensorTable(BaseModel):
             digest=self.digest[row] if self.digest else None,
             path=self.folder(row),
             at=self.at_of(row),
+            itemsize=kind.itemsize,
         )
 
     def __iter__(self) -> Iterator[TensorDoc]:  # type: ignore[override]

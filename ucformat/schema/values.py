@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
     AwareDatetime,
+    BaseModel,
     BeforeValidator,
     Field,
     PlainSerializer,
     WithJsonSchema,
 )
 
-from ucformat.schema.limits import check_json
+from ucformat.schema.limits import MAX_BITS, MAX_DEPTH, check_json
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+Model = TypeVar("Model", bound=BaseModel)
 
 _WORDS = ("nan", "inf", "-inf")
 
@@ -45,12 +53,66 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Parse a JSON text; unlike Python's own parser this refuses bare NaN and infinities."""
-    return json.loads(text, parse_constant=_refuse)
+    """Parse a document as RFC 8259 has it, within the limits of the format.
+
+    Raises:
+        ValueError: it is no JSON, has a member twice, or exceeds a limit of nesting, integers or
+            text.
+    """
+    try:
+        text = text if isinstance(text, str) else text.decode()
+        value = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError(_DEEP) from None
+    _check(value)
+    # text that was decoded is Unicode, except for escapes
+    if "\\u" in text and re.search(r"\\u[dD][89a-fA-F]", text):
+        check_json(value, "the document")
+    return value
+
+
+def parsed(document: type[Model], data: bytes) -> Model:
+    """Parse a document of the format; nothing is coerced to another type.
+
+    Raises:
+        ValueError: it is none, or exceeds a limit.
+    """
+    loads(data)
+    return document.model_validate_json(data, strict=True)
+
+
+_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 
 
 def _refuse(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
+
+
+def _unique(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(members)
+    if len(out) < len(members):
+        name, _ = Counter(name for name, _ in members).most_common(1)[0]
+        raise ValueError(f"an object has the member {name[:100]!a} twice")
+    return out
+
+
+def _check(value: Any) -> None:
+    """Check nesting and integers; lists of a million texts or numbers are looked at as a whole."""
+    waiting: list[tuple[Collection[Any], int]] = [((value,), 0)]
+    while waiting:
+        items, level = waiting.pop()
+        types = set(map(type, items))
+        if int in types:
+            numbers = [n for n in items if type(n) is int] if len(types) > 1 else items
+            if any(n.bit_length() > MAX_BITS for n in (min(numbers), max(numbers))):
+                raise ValueError(f"it has an integer of more than {MAX_BITS:,} bits")
+        if types & {dict, list}:
+            if level == MAX_DEPTH:
+                raise ValueError(_DEEP)
+            for item in items:
+                if isinstance(item, dict | list):
+                    inner = item.values() if isinstance(item, dict) else item
+                    waiting.append((inner, level + 1))
 
 
 def _number(value: Any) -> Any:

@@ -17,7 +17,7 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByt
 from zarr.core.sync import loop as zarr_loop
 
 from ucformat.format.arrays import array_folders, chunked_array_json, group_json
-from ucformat.format.chunking import chunk_shape
+from ucformat.format.chunking import row_block
 from ucformat.format.zarr_types import register_zarr_dtypes
 from ucformat.geometry.box import Box, each_index, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
@@ -65,8 +65,8 @@ class TensorArray:
     @cached_property
     def chunk(self) -> tuple[int, ...]:
         """The edges of a chunk, in elements."""
-        return _stored_chunk(self._source, self.info) or chunk_shape(
-            self.info.shape, self.info.itemsize, cuts=1
+        return _stored_chunk(self._source, self.info) or row_block(
+            self.info.shape, self.info.itemsize
         )
 
     @cached_property

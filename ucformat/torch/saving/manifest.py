@@ -350,6 +350,7 @@ def manifest_of(
         rows = zip(arrays, plan.arrays.paths, strict=True)
         docs = [replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows]
         tensors = TensorTable.of([*plan.packed.docs(), *plan.weights.docs(), *docs])
+    doc, requires = (None, ()) if sidecar is None else put_sidecar(store, data, sidecar, tensors)
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
     objects = f"objects/{attempt.id}"
@@ -361,6 +362,7 @@ def manifest_of(
         ({PART_OF: edge.how[PART_OF]} for edge in metadata.lineage if PART_OF in edge.how), {}
     )
     return Manifest(
+        requires=requires,
         id=new_id(),
         attempt=attempt.id,
         created=datetime.now(UTC),
@@ -384,7 +386,7 @@ def manifest_of(
         assets=put_assets(
             store, attempt.id, own.weights and own.weights.files.folder, metadata.assets
         ),
-        sidecar=None if sidecar is None else put_sidecar(store, data, sidecar, tensors),
+        sidecar=doc,
         grid=grid,
         writers=tuple(
             WriterDoc(rank=r.rank, nbytes=r.nbytes, seconds=r.seconds, stall=r.stall)
