@@ -52,6 +52,12 @@ def of_arrays(flat: Files) -> Faults:
     def kind(**values: Any) -> Files:
         return edit(lambda m: m["tensors"]["kinds"][0].update(values))
 
+    def member(name: str, value: Any) -> Files:
+        return edit(lambda m: m.update({name: value}))
+
+    def without_member(name: str) -> Files:
+        return edit(lambda m: m.pop(name))
+
     def table(**values: Any) -> Files:
         return edit(lambda m: m["tensors"].update(values))
 
@@ -120,8 +126,8 @@ def of_arrays(flat: Files) -> Faults:
         "manifest-integer-long": ("damaged", "an integer of 8193 bits in a value", edit(lambda m: m.update(config={"a": 2**8192}))),
         "manifest-text-long": ("damaged", "a state of 65537 characters", kind(state="s" * 65537)),
         "manifest-minor": ("damaged", "a negative minor number", edit(lambda m: m.update(minor=-1))),
-        **{f"manifest-no-{name}": ("damaged", f"`{name}` is missing", edit(lambda m, name=name: m.pop(name))) for name in ("format", "version", "id", "attempt", "created")},
-        **{f"manifest-mistyped-{name}": ("damaged", f"`{name}` is of another type", edit(lambda m, name=name, value=value: m.update({name: value})))
+        **{f"manifest-no-{name}": ("damaged", f"`{name}` is missing", without_member(name)) for name in ("format", "version", "id", "attempt", "created")},
+        **{f"manifest-mistyped-{name}": ("damaged", f"`{name}` is of another type", member(name, value))
            for name, value in {"version": "1", "id": 5, "created": 5, "step": "3", "aliases": ["a"], "objects": "x", "groups": [{"params": "a"}], "run": 7, "minor": "0", "metrics": []}.items()},
         "file-mistyped": ("damaged", "a size is a text", edit(lambda m: m["objects"].update(nbytes=str(m["objects"]["nbytes"])))),
         "file-true": ("damaged", "a size is a boolean", edit(lambda m: m["objects"].update(nbytes=True))),

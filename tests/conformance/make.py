@@ -714,20 +714,18 @@ def later_dtype(m: Any) -> None:
 
 def newer_dtype(flat: Files) -> Files:
     """The first tensor has an unknown dtype, which its digest covers, too."""
-    grid = Grid(
-        (5, 6),
-        *(
-            tuple(json.loads(flat["manifest.json"])["tensors"]["kinds"][0][k])
-            for k in ("chunk", "shard")
-        ),
-        2,
-    )
+    kind = json.loads(flat["manifest.json"])["tensors"]["kinds"][0]
+    grid = Grid((5, 6), tuple(kind["chunk"]), tuple(kind["shard"]), 2)
     leaves = {
         shard: check_shard(stored(flat), shard_key(f"{DATA}/weight/a", shard), grid, shard)[0]
         for shard in grid.shards()
     }
-    digest = tensor_digest("acme.float5", grid, leaves)
-    return edited(flat, lambda m: (later_dtype(m), m["tensors"]["digest"].__setitem__(0, digest)))
+
+    def change(m: Any) -> None:
+        later_dtype(m)
+        m["tensors"]["digest"][0] = tensor_digest("acme.float5", grid, leaves)
+
+    return edited(flat, change)
 
 
 def stored(files: Files) -> MemoryStore:

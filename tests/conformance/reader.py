@@ -450,6 +450,10 @@ class Checkpoint:
         """The assets."""
         return {name: self._file(doc) for name, doc in self.manifest["assets"].items()}
 
+    def __iter__(self) -> Iterator[tuple[Any, bytes]]:
+        """Every tensor: what the manifest says of it, and its elements."""
+        return ((t, self.elements(number)) for number, t in enumerate(self.tensors))
+
     def elements(self, number: int) -> bytes:
         """The elements of a tensor in row-major order."""
         t = self.tensors[number]

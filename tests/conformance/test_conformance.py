@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ from ucformat.schema import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ucformat.checkpoint import Checkpoint
 
 CASES = Path(__file__).parent / "cases"
 NAMES = sorted(p.stem for p in CASES.glob("*.json") if p.stem != "vectors")
@@ -85,11 +88,15 @@ def listed(t: dict[str, Any], elements: Callable[[], bytes]) -> dict[str, Any]:
         return {**about, "error": "upgrade"}
 
 
+def _elements(ck: Checkpoint, name: str, state: str) -> bytes:
+    return np.asarray(ck[name, state][...]).tobytes()
+
+
 def by_ucformat(place: Path, roots: list[str], stage: str) -> dict[str, Any]:
     ck = ucformat.open(place, roots=roots)
     read = {
         "tensors": [
-            listed(t, lambda t=t: np.asarray(ck[t["name"], t["state"]][...]).tobytes())
+            listed(t, partial(_elements, ck, t["name"], t["state"]))
             for t in map(asdict, ck.manifest.tensors)
         ],
         "aliases": dict(ck.aliases),
@@ -105,7 +112,7 @@ def by_ucformat(place: Path, roots: list[str], stage: str) -> dict[str, Any]:
 def by_the_second(place: Path, roots: list[str], _stage: str) -> dict[str, Any]:
     ck = reader.Checkpoint(place, roots)
     return {
-        "tensors": [listed(t, lambda n=n: ck.elements(n)) for n, t in enumerate(ck.tensors)],
+        "tensors": [listed(t, partial(ck.elements, n)) for n, t in enumerate(ck.tensors)],
         "aliases": ck.aliases,
         "objects": ck.objects(),
         "per_rank": ck.per_rank(),

@@ -1,4 +1,4 @@
-"""What docs/spec.md says in numbers, tables and rules is so; rules are followed here sentence by sentence."""
+"""What docs/spec says in numbers, tables and rules is so; rules are followed here sentence by sentence."""
 
 from __future__ import annotations
 
@@ -12,15 +12,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 from crc32c import crc32c
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ucformat.format.arrays import array_json
-from ucformat.format.chunking import Grid
-from ucformat.geometry.tensor import Key
-from ucformat.schema import ITEMSIZE, ZARR_DTYPES
-from ucformat.schema.manifest import AttemptDoc, LineageDoc, Manifest, SourceFileDoc
+from ucformat.format.chunking import Grid, Tiling
+from ucformat.format.described import Described, DescribedRow
+from ucformat.format.distribution import Cut, Distribution, RankMesh
+from ucformat.format.sidecar import describe
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.schema import ITEMSIZE, ZARR_DTYPES, ZARR_EXTENSIONS
+from ucformat.schema.documents import DescribedDoc
+from ucformat.schema.limits import (
+    MAX_ARRAY_DIMS,
+    MAX_BITS,
+    MAX_DEPTH,
+    MAX_DIMS,
+    MAX_EDGE,
+    MAX_INTEGER,
+    MAX_RANKS,
+    MAX_SHARDS,
+    MAX_SPAN,
+    MAX_TEXT,
+    MAX_TILES,
+    MOST_COMMITS,
+)
+from ucformat.schema.manifest import (
+    FEATURES,
+    FORMAT_MINOR,
+    LINEAGE_KINDS,
+    AttemptDoc,
+    Manifest,
+    SourceFileDoc,
+)
 from ucformat.schema.tensors import KindDoc, TensorDoc, TensorTable
 
 if TYPE_CHECKING:
@@ -28,14 +54,19 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-TEXT = (Path(__file__).parents[2] / "docs" / "spec.md").read_text()
-EXAMPLE = TEXT[TEXT.index("## 11. An example in bytes") : TEXT.index("## 12.")]
+DOCS = Path(__file__).parents[2] / "docs" / "spec"
+TEXT, PROTOCOL, PROVENANCE = (
+    (DOCS / f"{name}.md").read_text() for name in ("format", "protocol", "provenance")
+)
+EXAMPLE = TEXT[TEXT.index("## 8. An example in bytes") : TEXT.index("## 9.")]
+PACKED = TEXT[TEXT.index("### An example in bytes") : TEXT.index("## 4.")]
+COLUMN = TEXT[TEXT.index("*An example.*") : TEXT.index("## 8.")]
 VECTORS = json.loads((Path(__file__).parent / "cases" / "vectors.json").read_text())
 
 
 def block(label: str) -> bytes:
     """The bytes that the example gives under a label, on one line or several."""
-    found = re.search(rf"^{label} +((?:[0-9a-f]{{2}}[ \n]+)+)", EXAMPLE, re.MULTILINE)
+    found = re.search(rf"^{label} +((?:[0-9a-f]{{2}}[ \n]+)+)", COLUMN, re.MULTILINE)
     assert found is not None, label
     return bytes.fromhex(found[1])
 
@@ -56,17 +87,33 @@ def test_the_shard_of_the_example() -> None:
     assert f"`xxh3:{xxh3_128_hexdigest(head + b''.join(map(xxh3_128_digest, chunks)))}`" in EXAMPLE
 
 
-def test_the_placed_checksum_of_the_example() -> None:
-    name = "0123456789abcdef0123/rank0.bin"
-    placed = crc32c(name.encode() + struct.pack("<Q", 64) + struct.pack("<2f", 1, 2))
-    assert f"checksum `{placed.to_bytes(4, 'little').hex(' ')}`" in EXAMPLE
-    assert f"the {len(name)} bytes `{name}`" in EXAMPLE
+def test_the_packed_files_of_the_example() -> None:
+    a = np.array([1, 2, 3], "<f4")
+    mesh, name = RankMesh((2,), 0, (1,)), "data/0123456789abcdef0123"
+    described = Described(
+        [DescribedRow(0, Distribution(mesh, (Cut(0, 0),)), 0, Tiling.of((3,), 4).tile)],
+        [TensorInfo("ü", "weight", "float32", (3,))],
+        name,
+    )
+    shown = re.findall(r"^tile +([0-9a-f ]+)\nits CRC +([0-9a-f ]+)$", PACKED, re.MULTILINE)
+    for rank, box, offset in described.stored(0):
+        tile, crc = map(bytes.fromhex, shown[rank])
+        assert (tile, offset) == (a[box.start[0] : box.stop[0]].tobytes(), 0)
+        assert crc32c(
+            f"{name[5:]}/rank-{rank:05}.bin".encode() + bytes(8) + tile
+        ) == int.from_bytes(crc, "little")
+        size = f"rank-{rank:05}.bin` has 12" if rank == 0 else "and `rank-00001.bin` 8"
+        assert size in PACKED
+        assert len(tile + crc) == (12, 8)[rank]
+    (text,) = re.findall(r"^described +(\{.*\})$", PACKED, re.MULTILINE)
+    assert DescribedDoc.model_validate_json(text) == describe(described)
+    assert f"the {len(name[5:]) + 15} bytes `{name[5:]}/rank-00000.bin`" in PACKED
 
 
 def test_the_column_of_the_example() -> None:
     values = [64, 320, 320, 256]
     differences = [b - a for a, b in zip([0, *values], values, strict=False)]
-    assert f"differences {' '.join(map(str, differences))}\n" in EXAMPLE
+    assert f"differences {' '.join(map(str, differences))}\n" in COLUMN
     words = [struct.pack("<Q", d % 2**64) for d in differences]
     assert block("by bytes") == bytes(w[k] for k in range(8) for w in words)
     assert zlib.decompress(block("as zlib")) == block("by bytes")
@@ -87,23 +134,25 @@ def test_the_ending_has_as_many_bytes_as_it_says() -> None:
 
 
 def test_dtypes() -> None:
-    table = re.findall(r"^\| (\d+) \| (`.*`.*) \|(.*) \|$", TEXT, re.MULTILINE)
-    zarr, others = (
+    table = re.findall(r"^\| (\d+) \| (`.*`.*?) \|(.*?) \|(.*) \|$", TEXT, re.MULTILINE)
+    core, extensions, others = (
         {
             name: int(size)
             for size, *kinds in table
             for name in re.findall("`([a-z0-9_]+)`", kinds[column])
         }
-        for column in (0, 1)
+        for column in (0, 1, 2)
     )
+    zarr = core | extensions
     assert zarr == ZARR_DTYPES
+    assert extensions == ZARR_EXTENSIONS
     assert zarr | others == ITEMSIZE
     assert not zarr.keys() & others.keys()
 
 
-def rows(section: str) -> dict[str, tuple[str, str]]:
-    """Of a table with the columns `required` and `null` what each member has."""
-    text = TEXT[TEXT.index(section) :]
+def rows() -> dict[str, tuple[str, str]]:
+    """Of the tables with the columns `required` and `null` what each member has."""
+    text = TEXT[TEXT.index("## 6. Manifest") :] + PROVENANCE
     found = re.findall(r"^\| (`[^|]+`) \| (yes|no) \| (yes|no) \|", text, re.MULTILINE)
     return {
         name: (required, null)
@@ -113,7 +162,7 @@ def rows(section: str) -> dict[str, tuple[str, str]]:
 
 
 def test_members_of_the_manifest() -> None:
-    said, schema = rows("## 6. Manifest"), Manifest.model_json_schema()
+    said, schema = rows(), Manifest.model_json_schema()
     assert set(said) == set(schema["properties"])
     for name, (required, null) in said.items():
         kinds = [k.get("type") for k in schema["properties"][name].get("anyOf", ())]
@@ -151,26 +200,50 @@ def test_the_table_of_the_example() -> None:
 @pytest.mark.parametrize(
     ("document", "section", "until"),
     [
-        (AttemptDoc, "### Attempts", "### Committing"),
-        (SourceFileDoc, "*Virtual checkpoints.*", "## 8."),
+        (AttemptDoc, "## 2. Attempts", "## 3. Committing"),
+        (SourceFileDoc, "*Virtual checkpoints.*", "*An example.*"),
     ],
 )
 def test_members_of_other_documents(document: type[BaseModel], section: str, until: str) -> None:
-    text = TEXT[TEXT.index(section) :]
+    both = TEXT + PROTOCOL
+    text = both[both.index(section) :]
     table = re.findall(r"^\| (`[^|]+`) \|", text[: text.index(until)], re.MULTILINE)
     said = {name for names in table for name in re.findall("`([a-z_]+)`", names)}
     assert said == set(document.model_fields)
 
 
 def test_kinds_of_lineage() -> None:
-    (said,) = re.findall(r"`kind` \((.*?)\)", TEXT)
-    assert re.findall("`([a-z]+)`", said) == list(
-        LineageDoc.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
-    )
+    (said,) = re.findall(r"`kind` \((.*?)\)", PROVENANCE)
+    assert tuple(re.findall("`([a-z]+)`", said)) == LINEAGE_KINDS
 
 
-def chunk_of(shape: Sequence[int], itemsize: int, target: int, most: int) -> list[int]:
-    """Section 3, sentence by sentence."""
+def test_limits() -> None:
+    table = TEXT[TEXT.index("### Limits") : TEXT.index("### Errors")]
+    for what, limit in {
+        "nesting": f"{MAX_DEPTH} levels",
+        "a name": f"{MAX_TEXT:,} characters",
+        "integers with": f"2^{MAX_INTEGER.bit_length() - 1}",
+        "integers in": f"{MAX_BITS:,} bits",
+        "dimensions": f"{MAX_DIMS}, {MAX_ARRAY_DIMS}",
+        "an edge": f"2^{MAX_EDGE.bit_length() - 1}",
+        "shards": f"{MAX_SHARDS:,}",
+        "ranks": f"2^{MAX_RANKS.bit_length() - 1}",
+        "tiles": f"2^{MAX_TILES.bit_length() - 1}",
+        "offsets": f"2^{MAX_SPAN.bit_length() - 1}",
+        "`commits`": f"2^{MOST_COMMITS.bit_length()} ",
+    }.items():
+        (row,) = re.findall(rf"^\| {what}.*$", table, re.MULTILINE)
+        assert limit in row
+
+
+def test_features() -> None:
+    table = TEXT[TEXT.index("### Profiles") : TEXT.index("### Limits")]
+    assert {*re.findall(r"^\| `([a-z]+)` \|", table, re.MULTILINE)} == FEATURES
+    assert f"This text has the number {FORMAT_MINOR}" in TEXT
+
+
+def chunk_of(shape: Sequence[int], itemsize: int, target: int, most: int = 16) -> list[int]:
+    """Section 4, sentence by sentence."""
     e = [max(1, n) for n in shape]
     total = math.prod(e) * itemsize
     if len(e) >= 2 and total > target:
@@ -212,10 +285,10 @@ def shard_of(shape: Sequence[int], chunk: Sequence[int], itemsize: int, limit: i
 )
 def test_grids_as_the_text_has_them(v: dict[str, Any]) -> None:
     size = ITEMSIZE[v["dtype"]]
-    assert chunk_of(v["shape"], size, v["target"], 16) == v["chunk"]
+    assert chunk_of(v["shape"], size, v["target"]) == v["chunk"]
     assert shard_of(v["shape"], v["chunk"], size, v["limit"]) == v["shard"]
     if "tile" in v:
-        assert chunk_of(v["shape"], size, 1 << 20, 8) == v["tile"]
+        assert chunk_of(v["shape"], size, 1 << 20) == v["tile"]
 
 
 def folders_of(names: Sequence[str]) -> list[str]:

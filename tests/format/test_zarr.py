@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,15 +13,17 @@ import tensorstore
 import zarr
 
 import ucformat
-from tests.fakes import random_array, same
+from tests.fakes import FakeSource, random_array, same
+from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UsageError
 from ucformat.format.arrays import array_json, shard_key
 from ucformat.format.chunking import Grid
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.dtypes import dtype_name, fill_value, numpy_dtype, zarr_dtype
-from ucformat.schema import ITEMSIZE, ZARR_DTYPES
+from ucformat.schema import ITEMSIZE, ZARR_DTYPES, ZARR_EXTENSIONS
 from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +74,44 @@ def test_tensorstore_and_zarr_python_read_what_we_write(dtype: str, tmp_path: Pa
         assert array.attrs["ucformat"] == {"name": "a", "state": "weight"} | more
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+_OPENED = """
+import json, sys, zarr
+
+def opened():
+    names = []
+    for name in json.loads(sys.argv[2]):
+        try:
+            zarr.open_array(sys.argv[1] + "/" + name, mode="r")[...]
+            names.append(name)
+        except Exception:
+            pass
+    return names
+
+before = opened()
+assert "ucformat" not in sys.modules or zarr.__version__ >= "3.4"
+import ucformat
+ucformat.open(sys.argv[3]).zarr_store()
+print(json.dumps([zarr.__version__, before, opened()]))
+"""
+
+
+def test_which_arrays_a_zarr_reader_opens_by_itself(tmp_path: Path) -> None:
+    """All but those of extensions, which it opens when somebody has asked for a store."""
+    arrays = {(dtype, "weight"): random_array((3,), dtype, 1) for dtype in ITEMSIZE}
+    source = Checkpoint(FakeSource.write(MemoryStore("zarr-source"), arrays))
+    ck = ucformat.convert(source, tmp_path / "ck")
+    folder = f"{tmp_path}/ck/data/{ck.manifest.attempt}/weight"
+    done = subprocess.run(
+        [sys.executable, "-c", _OPENED, folder, json.dumps([*ITEMSIZE]), str(tmp_path / "ck")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    version, before, after = json.loads(done.stdout)
+    extensions = {} if tuple(map(int, version.split(".")[:2])) >= (3, 4) else ZARR_EXTENSIONS
+    assert before == [dtype for dtype in ITEMSIZE if dtype not in extensions]
+    assert after == [*ITEMSIZE]
+
+
+@pytest.mark.parametrize("dtype", ZARR_EXTENSIONS)
 def test_tensorstore_reads_what_zarr_python_writes_with_our_types(
     dtype: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
 
 from pydantic import ValidationError
@@ -120,11 +120,7 @@ def read_manifest(store: Store) -> tuple[Manifest, str]:
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
     """Parse a manifest; whether it is one, whole, and of this version is found out before all else."""
-    try:
-        document = loads(data)
-    except ValueError as error:
-        raise IntegrityError(f"{where} is not a ucformat manifest: {str(error)[:300]}") from None
-    _check_head(document, data, where)
+    _check_head(data, where)
     try:
         return Manifest.model_validate_json(data, strict=True)
     except ValidationError as error:
@@ -136,8 +132,12 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise IntegrityError(f"{where} is damaged: {place}: {faults[0]['msg']}") from None
 
 
-def _check_head(document: Any, data: bytes, where: str) -> None:
+def _check_head(data: bytes, where: str) -> None:
     """Raise an error if this is no manifest, is damaged, or needs a later reader."""
+    try:
+        document = loads(data)  # a large tree, which is gone before the manifest is made
+    except ValueError as error:
+        raise IntegrityError(f"{where} is not a ucformat manifest: {str(error)[:300]}") from None
     version = document.get("version") if isinstance(document, dict) else None
     if type(version) is not int or document.get("format") != "ucformat":
         raise IntegrityError(f"{where} is not a ucformat manifest")

@@ -10,9 +10,10 @@ __all__ = [
     "TORCH_NUMBERS",
     "TORCH_SAVE_DTYPES",
     "ZARR_DTYPES",
+    "ZARR_EXTENSIONS",
 ]
 
-#: The dtypes that Zarr v3 readers know, under the names of Zarr v3 and TensorStore.
+#: The dtypes of arrays under names of their own: those of every Zarr v3 reader, and the extensions.
 ZARR_DTYPES: dict[str, int] = {
     "bool": 1,
     "int8": 1,
@@ -32,6 +33,10 @@ ZARR_DTYPES: dict[str, int] = {
     "complex64": 8,
     "complex128": 16,
 }
+
+#: Those of them that TensorStore has and no text of Zarr v3 requires: zarr-python 3.1 refuses them
+#: until they are registered (`register_zarr_dtypes`).
+ZARR_EXTENSIONS = {name: ZARR_DTYPES[name] for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
 
 #: Bytes of one element, by the name of the dtype: that of Zarr, PyTorch or ml_dtypes. Several
 #: values that their owner packs into bytes are one element (docs/spec/format.md, "Dtypes").
