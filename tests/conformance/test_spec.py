@@ -20,8 +20,8 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from ucformat.format.arrays import array_json
 from ucformat.format.chunking import Grid, Tiling
 from ucformat.format.described import Described, DescribedRow
-from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.format.sidecar import describe
+from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.schema import ITEMSIZE, ZARR_DTYPES, ZARR_EXTENSIONS
 from ucformat.schema.documents import DescribedDoc
