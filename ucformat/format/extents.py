@@ -24,7 +24,7 @@ from ucformat.reading.execute import place_checksum
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.repeats import are_repeated
 from ucformat.schema.limits import FREE_READS, MAX_EDGE, MAX_SPAN, MOST_READS
-from ucformat.schema.manifest import VIRTUAL, SidecarDoc
+from ucformat.schema.manifest import EXTENTS, VIRTUAL, SidecarDoc
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
@@ -285,7 +285,8 @@ def put_sidecar(
         raise unwritable("the sidecar", error.message) from None
     if problem is not None:
         raise unwritable("the sidecar", problem)
-    return doc, (*sidecar.features, *((VIRTUAL,) if roots else ()))
+    # tensors without elements have no extents, and are no arrays either
+    return doc, (*(sidecar.features or (EXTENTS,)), *((VIRTUAL,) if roots else ()))
 
 
 _READ_BYTES = 4 << 20  # bytes

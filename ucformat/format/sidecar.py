@@ -243,7 +243,7 @@ class Sidecar:
         """What a reader of it must implement, as `requires` names it."""
         placed = self.tiled | ((self.columns.block_offset >= 0) & (self.columns.crc32c == PLACED))
         packed = (PACKED,) if self.described or placed.any() else ()
-        return packed if packed and placed.all() else (*packed, EXTENTS)
+        return packed if placed.all() else (*packed, EXTENTS)
 
     def tile_sizes(self, row: int) -> Iterator[int]:
         """Bytes of each tile of a tiled extent, without checksums, in the order of the file."""
