@@ -20,7 +20,7 @@ from tests.torch.many_ranks import LAYOUTS, holds, state_of
 from tests.torch.ranks import all_gather
 from ucformat.errors import Conflict, UcformatError
 from ucformat.torch.comm.group import Group, connect_by_store
-from ucformat.torch.loading.load import load_local
+from ucformat.torch.loading.load import LoadTargets, load_local
 from ucformat.torch.saving.manifest import SaveMetadata
 from ucformat.torch.saving.options import Form, SaveOptions
 from ucformat.torch.saving.plan import SavePlanner
@@ -193,9 +193,8 @@ def layouts(place: str, form: Form) -> Any:
         )
         after = LAYOUTS[(seed + 1) % len(LAYOUTS)]
         state = state_of(after, RANK, SIZE, None)
-        report = load_local(
-            [local_of(n, "weight", t) for n, t in state.items()], ucformat.open(url), group=group
-        )
+        targets = LoadTargets([local_of(n, "weight", t) for n, t in state.items()])
+        report = load_local(targets, ucformat.open(url), group=group)
         out[layout] = [
             saved.id,
             bool(report),

@@ -22,7 +22,7 @@ from ucformat.engines.deepspeed.live_values import ClientState, fit_groups, fit_
 from ucformat.geometry.tensor import Key
 from ucformat.storage.url import as_strings
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
-from ucformat.torch.loading.load import LoadReport, load_local
+from ucformat.torch.loading.load import LoadOptions, LoadReport, LoadTargets, load_local
 from ucformat.torch.loading.match import PARAMETER, Problems, holds_training, match, stored_names
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.share import open_together
@@ -113,22 +113,17 @@ def load(
             ck = open_together(url, group)
             with group.sharing_errors():
                 plan.make(engine, ck, group)
-            report = load_local(
+            targets = LoadTargets(
                 plan.targets,
-                ck,
-                strict=strict,
-                aliases=plan.trainer.aliases,
-                names=plan.names,
-                cast=cast,
-                verify=verify,
-                threads=threads,
-                group=group,
-                problems=plan.problems,
-                leave=as_strings(leave),
-                then=plan.put,
-                layout=plan.trainer.layout,
+                plan.trainer.aliases,
+                plan.problems,
+                plan.put,
+                plan.trainer.layout,
                 stateful=optimizer and holds_training(ck),
+                leave=as_strings(leave),
             )
+            options = LoadOptions(strict, cast, verify, threads)
+            report = load_local(targets, ck, options, names=plan.names, group=group)
         except BaseException:
             plan.wanted.undo()
             raise

@@ -20,7 +20,7 @@ from ucformat.sources.configuration import program_config
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_group
-from ucformat.torch.loading.load import load, load_local
+from ucformat.torch.loading.load import LoadTargets, load, load_local
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
 from ucformat.torch.saving.launch import TrainingLaunch
@@ -337,7 +337,8 @@ def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> _Read:
         if optimizers or key.state == "weight"
     }
     wanted = [local_of(name, state, t) for (name, state), t in tensors.items()]
-    return tensors, load_local(wanted, ck, group=single_process_group(), stateful=optimizers)
+    targets = LoadTargets(wanted, stateful=optimizers)
+    return tensors, load_local(targets, ck, group=single_process_group())
 
 
 def _state_dict(

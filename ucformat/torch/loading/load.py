@@ -216,77 +216,94 @@ def load(
             for finish in collected.finish:
                 finish()
 
-        return load_local(
+        wanted = LoadTargets(
             targets,
-            ck,
-            strict=strict,
-            aliases=aliases,
-            names=names,
-            cast=cast,
-            verify=verify,
-            threads=threads,
-            group=ranks,
-            broadcast_group=broadcast_group,
-            progress=progress,
-            problems=problems,
-            asked=asked,
-            leave=leave,
-            then=put,
-            layout=mesh_of(collected.tensors.values()),
+            aliases,
+            problems,
+            put,
+            mesh_of(collected.tensors.values()),
             stateful=len(groups.missing) < sum(map(len, collected.groups.values())),
             optimizer=bool(collected.groups or collected.optimizer_dicts),
+            asked=asked,
+            leave=leave,
         )
+        options = LoadOptions(strict, cast, verify, threads, broadcast_group, progress)
+        return load_local(wanted, ck, options, names=names, group=ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTargets:
+    """What one rank asks of a checkpoint.
+
+    Attributes:
+        aliases: further names of tied tensors.
+        problems: those that were found before.
+        then: called when the tensors are filled.
+        layout: that of the state, for the report.
+        stateful: whether more than parameters is loaded.
+        optimizer: whether the state has an optimizer.
+        asked: the entries of the saved state that are asked for (None: all).
+        leave: what needs no place in the state, as for `load`.
+    """
+
+    tensors: Sequence[LocalShard]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    problems: Problems = field(default_factory=Problems)
+    then: Callable[[], None] = lambda: None
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    stateful: bool = False
+    optimizer: bool = False
+    asked: Sequence[str] | None = None
+    leave: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load, as the arguments of `load`."""
+
+    strict: Strict = "report"
+    cast: bool = False
+    verify: Verify = "whole"
+    threads: int | None = None
+    broadcast_group: dist.ProcessGroup | None = None
+    progress: Callable[[int], None] | None = None
+
+
+_DEFAULTS = LoadOptions()
 
 
 def load_local(
-    targets: Sequence[LocalShard],
+    targets: LoadTargets,
     ck: Checkpoint,
+    options: LoadOptions = _DEFAULTS,
     *,
-    strict: Strict = "report",
-    aliases: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
-    cast: bool = False,
-    verify: Verify = "whole",
-    threads: int | None = None,
     group: Group | None = None,
-    broadcast_group: dist.ProcessGroup | None = None,
-    progress: Callable[[int], None] | None = None,
-    problems: Problems | None = None,
-    then: Callable[[], None] = lambda: None,
-    layout: Mapping[str, Any] | None = None,
-    stateful: bool = False,
-    optimizer: bool = False,
-    asked: Sequence[str] | None = None,
-    leave: Sequence[str] = (),
 ) -> LoadReport:
-    """Fill the tensors of this rank, of any engine; see `load`.
-
-    Args:
-        asked: the entries of the saved state that are asked for (None: all).
-    """
+    """Fill the tensors of this rank, of any engine; see `load`."""
     begun = time.monotonic()
-    ranks = group or group_of()
+    ranks, asked, leave = group or group_of(), targets.asked, targets.leave
     with ranks.sharing_errors():
-        check_choice("strict", strict, ("report", True, False))
-        verify = check_verify(verify)
+        check_choice("strict", options.strict, ("report", True, False))
+        verify = check_verify(options.verify)
         names = names or stored_names(ck, None)
         entries = asked or ()
         matched, mismatches, lacking = match(
-            targets,
-            aliases or {},
+            targets.tensors,
+            targets.aliases,
             ck,
             names,
-            cast=cast,
-            optimizer=optimizer,
+            cast=options.cast,
+            optimizer=targets.optimizer,
             inside=lambda key: is_inside(ck, key, entries),
         )
-        stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
-        others = mismatches | (problems or Problems())
+        stateful = targets.stateful or any(m.target.info.state not in PARAMETER for m in matched)
+        others = mismatches | targets.problems
     mine = _RankReport(
         ranks.rank,
         others,
         np.packbits(lacking),
-        layout or {},
+        targets.layout,
         stateful,
         None if asked is None else tuple(asked),
     )
@@ -305,8 +322,9 @@ def load_local(
     ]
     values = joined.problems.unexpected
     mismatches = replace(joined.problems, unexpected=(*unexpected.values(), *values))
-    raise_for(mismatches, strict, ck.url)
+    raise_for(mismatches, options.strict, ck.url)
     amount, failure = ReadAmount(), None
+    broadcast_group = options.broadcast_group
     try:
         share = (
             ranks.on_host()
@@ -314,9 +332,11 @@ def load_local(
             else group_of(broadcast_group, ranks.timeout, f"share {ck.url}")
         )
         with consistent():
-            amount = read_shared(ck, matched, share, broadcast_group, verify, threads, progress)
+            amount = read_shared(
+                ck, matched, share, broadcast_group, verify, options.threads, options.progress
+            )
             check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
-        then()
+        targets.then()
     except AnotherRankFailed:
         pass
     except Exception as error:  # noqa: BLE001 - raised on all ranks
