@@ -57,9 +57,8 @@ class _BufferGroup:
 
     def __init__(self, name: str, flat: Flat, mesh: Mesh) -> None:
         self.name, self.flat, self.mesh = name, flat, mesh
-        self.members: dict[
-            str, tuple[TensorInfo, Placed]
-        ] = {}  # by name; all states have the same geometry
+        # by name; all states have the same geometry
+        self.members: dict[str, tuple[TensorInfo, Placed]] = {}
         self.axes: tuple[str, ...] = ()
         self._joined: dict[tuple[int, ...], dict[str, FlatBuffer]] = {}
 
@@ -103,9 +102,8 @@ class BoundLayout:
         self._infos = {info.key: info for info in tensor_list.tensors}
         groups: dict[tuple[str, Flat, Mesh], _BufferGroup] = {}
         self._group: dict[Key, _BufferGroup] = {}
-        by_buffer: dict[
-            tuple[str, str], _BufferGroup
-        ] = {}  # buffer name and state -> the group that fills it
+        # buffer name and state -> the group that fills it
+        by_buffer: dict[tuple[str, str], _BufferGroup] = {}
         for key, info in self._infos.items():
             placement = placed[key]
             _dims(

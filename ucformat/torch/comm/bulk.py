@@ -119,9 +119,8 @@ class Bulk(Connections):
     ) -> None:
         self._callers: dict[socket.socket, _Caller] = {}
         self._asked: dict[int, deque[tuple[_Caller, SharedRange]]] = {}  # by tag
-        self._unused: dict[
-            socket.socket, int
-        ] = {}  # connections to other ranks, that used last at the end
+        # connections to other ranks, that used last at the end
+        self._unused: dict[socket.socket, int] = {}
         self._calls = 0  # connections over which this rank asks now
         super().__init__(place, timeout, listening, secret, store)
 

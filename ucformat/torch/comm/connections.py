@@ -124,9 +124,8 @@ class Connections(ABC):
         self.place = place
         self.rank, self.size, self.parent, self.children = place[:4]
         self.timeout, self.store = timeout, store
-        self.members: tuple[int, ...] | None = (
-            None  # their ranks in the job; None if these are the same numbers
-        )
+        # their ranks in the job; None if these are the same numbers
+        self.members: tuple[int, ...] | None = None
         self.intact = True
         self.broken: UcformatError | None = None  # the first failure
         self.breaking = threading.Lock()

@@ -71,13 +71,11 @@ T = TypeVar("T")
 
 #: The most children of a rank on its own host, and on other hosts.
 FAN_OUT = 8
-_MOST_CHILDREN = (
-    14  # of both kinds: with those to the parent and to itself a rank has no more than 16 sockets
-)
+# of both kinds: with those to the parent and to itself a rank has no more than 16 sockets
+_MOST_CHILDREN = 14
 _OTHERS = 4  # hosts by which a rank may find its interface
-_LATE_S = (
-    30.0  # how much longer ranks wait for rank 0 than it for them, so that they learn what it found
-)
+# how much longer ranks wait for rank 0 than it for them, so that they learn what it found
+_LATE_S = 30.0
 _BACKLOG = 1024
 _LISTEN_HINT = "MASTER_ADDR and the route to it determine the interface on which ranks listen"
 _JOIN_HINT = "make the same call on all ranks; see the first error in the log of that rank"

@@ -76,9 +76,8 @@ class _NameSearch:
     ) -> None:
         self.collected, self.recorded = collected, recorded
         self.missing: list[Key] = []
-        self.without: list[
-            Path
-        ] = []  # the weights that nothing stored is meant for, though it has their names
+        # the weights that nothing stored is meant for, though it has their names
+        self.without: list[Path] = []
         #: The stored weight at each path, which is its name if no path is recorded.
         self.places: dict[str, Key] = dict(recorded.tensors)
         stored_keys = set(recorded.tensors.values())

@@ -137,14 +137,12 @@ class Manager:
         self._signals = Signals(signals)
         self._last_begun = time.monotonic()
         self._stopping = self._saved_for_stop = False
-        self._decided: tuple[int, bool] | None = (
-            None  # the last step given to `should_save`, and the answer
-        )
+        # the last step given to `should_save`, and the answer
+        self._decided: tuple[int, bool] | None = None
         self._last_step: int | None = None  # the step that was saved or restored last
         self._launch = TrainingLaunch()
-        self._listed: RunContents | None = (
-            None  # the checkpoints in this folder when the launch began
-        )
+        # the checkpoints in this folder when the launch began
+        self._listed: RunContents | None = None
         self._begun = False  # whether the launch has saved
         self._last: Saved | None = None
         self._pending: _PendingSave | None = None

@@ -44,9 +44,8 @@ class _Turns:
         self._change = threading.Condition()
         self._drawn = self._ended = 0
         self.broken = False
-        self.generation = (
-            0  # how often writing processes were started; this and the next, the same on all ranks
-        )
+        # how often writing processes were started; this and the next, the same on all ranks
+        self.generation = 0
         self.needed = False  # whether they have to be started again
 
     def take(self) -> int:

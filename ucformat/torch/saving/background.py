@@ -294,9 +294,8 @@ class BackgroundWriter:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._intact = True  # whether the group of writing processes can be used again
-        self._outstanding = (
-            0  # replies that the process has to send, and commands that it has to receive
-        )
+        # replies that the process has to send, and commands that it has to receive
+        self._outstanding = 0
         self._last_sign = 0.0  # when it last replied while anything was outstanding
         self._started = self._unresponsive = False
         self._counting = threading.Lock()
@@ -456,9 +455,8 @@ class BackgroundWriter:
 
     def close_after_fork(self) -> None:
         """Close the copies of descriptors in a forked child; the process and its saves belong to the parent."""
-        self._process.returncode = (
-            0  # or Popen would wait for a process that is not a child of this one
-        )
+        # or Popen would wait for a process that is not a child of this one
+        self._process.returncode = 0
         self._socket.close()
         self._connection.close()
         os.close(self._wake)

@@ -120,9 +120,8 @@ class _OwnShards:
         dealt = self._shards
         mine = np.flatnonzero(dealt.owner == self._me)
         kinds = np.searchsorted(dealt.first, mine, "right") - 1
-        senders: dict[
-            int, list[tuple[int, Box, Box]]
-        ] = {}  # rank, box that it holds, that it sends
+        # rank, box that it holds, that it sends
+        senders: dict[int, list[tuple[int, Box, Box]]] = {}
         out: dict[int, list[ShardTask]] = {}
         for number, kind, batch in zip(
             mine.tolist(), kinds.tolist(), dealt.batch[mine].tolist(), strict=True
@@ -148,9 +147,8 @@ class _OwnShards:
             part = box.intersect(shards.box)
             if part is not None:
                 for axis, i in zip(axes, at, strict=True):
-                    coordinate[axis] = (
-                        i  # on the axes over which there are replicas, it is that of this rank
-                    )
+                    # on the axes over which there are replicas, it is that of this rank
+                    coordinate[axis] = i
                 out.append((int(ranks[tuple(coordinate)]), box, part))
         return out
 

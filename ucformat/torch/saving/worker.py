@@ -35,9 +35,8 @@ from ucformat.torch.state.elements import Slots, map_shared
 if TYPE_CHECKING:
     from ucformat.torch.state.elements import Memory
 
-_BEATS_PER_TIMEOUT = (
-    8  # heartbeats in the time after which a process without any is considered dead
-)
+# heartbeats in the time after which a process without any is considered dead
+_BEATS_PER_TIMEOUT = 8
 
 
 @message
