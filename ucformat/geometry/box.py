@@ -92,6 +92,12 @@ def row_major(shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def chunk(n: int, count: int, index: int) -> tuple[int, int]:
+    """The interval of part `index` as `torch.chunk` cuts `n`: the last parts smaller or empty."""
+    step = -(-n // count)
+    return min(n, index * step), min(n, (index + 1) * step)
+
+
 def is_non_overlapping(shape: tuple[int, ...], strides: tuple[int, ...], unit: int = 1) -> bool:
     """Whether the strides guarantee that no two elements of an array share memory.
 

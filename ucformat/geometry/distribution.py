@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from ucformat.errors import LayoutError
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import Box, chunk, row_major
 from ucformat.geometry.flat_buffer import flat_boxes, flat_range
 
 if TYPE_CHECKING:
@@ -211,13 +211,8 @@ class Distribution:
         """The box that the cuts leave to a coordinate; of a flat buffer, before that is partitioned."""
         start, stop = [0] * len(shape), list(shape)
         for dim, axis in self.cuts:
-            n = stop[dim] - start[dim]
-            step = -(-n // self.mesh.sizes[axis])
-            at = coordinate[axis]
-            start[dim], stop[dim] = (
-                start[dim] + min(n, at * step),
-                start[dim] + min(n, (at + 1) * step),
-            )
+            first, last = chunk(stop[dim] - start[dim], self.mesh.sizes[axis], coordinate[axis])
+            start[dim], stop[dim] = start[dim] + first, start[dim] + last
         return Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def boxes(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:

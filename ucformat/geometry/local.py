@@ -17,7 +17,7 @@ from itertools import accumulate, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import LayoutError
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import Box, chunk, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece
 from ucformat.geometry.view import Part
@@ -162,11 +162,9 @@ def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int,
 
 
 def _chunk(n: int, degree: int, index: int, *, even: bool) -> tuple[int, int]:
-    """The interval of part `index` as `torch.chunk` cuts: ceil(n / degree) each, the last smaller or empty."""
     if even and n % degree:
         raise LayoutError(f"{n} cannot be cut evenly over {degree} coordinates")
-    step = -(-n // degree)
-    return min(n, index * step), min(n, (index + 1) * step)
+    return chunk(n, degree, index)
 
 
 def _nth(sizes: tuple[int, ...], index: int) -> tuple[int, int]:

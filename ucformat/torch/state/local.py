@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ucformat.errors import LayoutError, UsageError
-from ucformat.geometry.box import row_major
+from ucformat.geometry.box import chunk, row_major
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.local import Dim, Run, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
@@ -118,7 +118,7 @@ def local_of(name: str, state: str, tensor: torch.Tensor | InnerTensor) -> Local
         return _of_sharded(name, state, tensor)
     tensor = plain_values(name, tensor)
     info = TensorInfo(name, state, dtype_name(tensor.dtype), tuple(tensor.shape))
-    return LocalShard(info, pieces_in(tensor, [_whole(n) for n in tensor.shape]), tensor)
+    return LocalShard(info, pieces_in(tensor, [Dim.whole(n) for n in tensor.shape]), tensor)
 
 
 def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor]) -> dict[str, int]:
@@ -131,10 +131,6 @@ def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor]) -> dict[str, int]:
             names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
             axes |= dict(zip(names, mesh.shape, strict=True))
     return axes
-
-
-def _whole(n: int) -> Dim:
-    return Dim.whole(n)
 
 
 def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
@@ -177,7 +173,7 @@ def _of_inner(name: str, state: str, inner: InnerTensor) -> LocalShard:
     local = plain_values(name, inner.tensor)
     info = TensorInfo(name, state, dtype_name(local.dtype), inner.shape)
     outer_dims, cuts = _dims_of(label, outer, tuple(local_of_dtensor(outer).shape))
-    dims = [_whole(n) for n in local.shape]
+    dims = [Dim.whole(n) for n in local.shape]
     even = True
     for dim, (at, ratio) in inner.along.items():
         dims[at] = _scaled(label, outer_dims[dim], ratio)
@@ -267,7 +263,7 @@ def _order(splits: Sequence[_Split]) -> list[_Split] | None:
 
 
 def _cut(n: int, splits: Sequence[_Split]) -> Dim:
-    dim = _whole(n)
+    dim = Dim.whole(n)
     for _, degree, index, factor in splits:
         parts = [_chunk(0, dim.size, factor, i) for i in range(factor)]
         dim = dim.take([_chunk(a, b, degree, index) for a, b in parts])
@@ -276,8 +272,8 @@ def _cut(n: int, splits: Sequence[_Split]) -> Dim:
 
 def _chunk(begin: int, end: int, count: int, index: int) -> tuple[int, int]:
     """Part `index` of `begin:end` as `torch.chunk` splits it into `count` parts."""
-    step = -(-(end - begin) // count)
-    return min(end, begin + index * step), min(end, begin + (index + 1) * step)
+    first, last = chunk(end - begin, count, index)
+    return begin + first, begin + last
 
 
 def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
