@@ -1,4 +1,4 @@
-"""Distributions: how the ranks of a mesh hold a tensor, as a function of the coordinate instead of a list of boxes.
+"""Distributions: how the ranks of a mesh hold a tensor, as a function of the coordinate.
 
 A tensor is cut along its dims over axes of the mesh, as `torch.chunk` cuts, and replicated over all
 other axes. The local tensor may in addition be a range of a flat buffer, as ZeRO and Megatron's
@@ -82,7 +82,7 @@ def _ranks(mesh: RankMesh) -> NDArray[np.int64]:
 
 
 class Cut(NamedTuple):
-    """A cut of a dim of the tensor into equal parts, one for each coordinate of an axis of the mesh."""
+    """A cut of a dim into equal parts, one for each coordinate of an axis of the mesh."""
 
     dim: int
     axis: int
@@ -154,7 +154,7 @@ class Distribution:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The axes along which ranks hold different parts, in the order in which `Holding.at` lists their indices."""
+        """The axes along which ranks hold different parts, in the order of `Holding.at`."""
         return (*(c.axis for c in self.cuts), *(() if self.flat is None else (self.flat,)))
 
     @property
@@ -169,7 +169,7 @@ class Distribution:
         return math.prod(self.mesh.sizes[a] for a in self.replicas)
 
     def copy_of(self, coordinate: tuple[int, ...]) -> int:
-        """Which of the ranks that hold the same part a coordinate is, counted in row-major order of `replicas`."""
+        """Which of the replicas a coordinate is, in row-major order of `replicas`."""
         at = 0
         for axis in self.replicas:
             at = at * self.mesh.sizes[axis] + coordinate[axis]
@@ -184,7 +184,7 @@ class Distribution:
         return tuple(out[axis] for axis in range(len(self.mesh.sizes)))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor can be distributed like this: its dims exist, and its flat buffer holds all of it."""
+        """Whether a tensor can be distributed like this: its dims exist, and its buffer holds it."""
         if any(not 0 <= cut.dim < len(shape) for cut in self.cuts):
             return False
         if self.flat is None:
@@ -200,7 +200,7 @@ class Distribution:
         return product(*(np.unique(np.diff(b)).tolist() for b in self.bounds(shape)))
 
     def bounds(self, shape: tuple[int, ...]) -> list[NDArray[np.int64]]:
-        """For each dim, the index at which each part begins, the last cut's parts following each other, and the end."""
+        """For each dim, where each part begins, the last cut's parts one after another, and the end."""
         return [_bounds(n, self.degrees(d)) for d, n in enumerate(shape)]
 
     def degrees(self, dim: int) -> tuple[int, ...]:
@@ -208,7 +208,7 @@ class Distribution:
         return tuple(self.mesh.sizes[c.axis] for c in self.cuts if c.dim == dim)
 
     def local(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
-        """The box that the cuts leave to a coordinate; of a flat buffer, before that is partitioned."""
+        """The box that the cuts leave to a coordinate; before a flat buffer is partitioned."""
         start, stop = [0] * len(shape), list(shape)
         for dim, axis in self.cuts:
             first, last = chunk(stop[dim] - start[dim], self.mesh.sizes[axis], coordinate[axis])
@@ -216,7 +216,7 @@ class Distribution:
         return Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def boxes(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:
-        """The boxes that a coordinate holds, in the order of its memory: at most one, of a flat buffer several."""
+        """The boxes of a coordinate, in the order of its memory: at most one, of a buffer several."""
         local = self.local(shape, coordinate)
         if self.flat is None:
             return (local,) if local.size else ()
@@ -225,12 +225,12 @@ class Distribution:
         return tuple(box.shift(local.start) for box in flat_boxes(local.shape, start, stop))
 
     def contiguous(self, shape: tuple[int, ...]) -> bool:
-        """Whether each box is one range of the row-major tensor; not known of flat buffers, whose boxes all are."""
+        """Whether each box is one range of the row-major tensor, as those of flat buffers are."""
         first = next((d for d, n in enumerate(shape) if n > 1), 0)
         return all(cut.dim <= first for cut in self.cuts)
 
     def by_axis(self, parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-        """The product of the values of a coordinate's parts, as an array of one dim for each axis of the mesh.
+        """The product of the values of a coordinate's parts: one dim for each axis of the mesh.
 
         Axes that cut no dim have one index.
         """
@@ -269,7 +269,7 @@ class Distribution:
         return out
 
     def holdings(self, shape: tuple[int, ...], within: Box) -> Iterator[Holding]:
-        """The boxes of all ranks that intersect a box of the tensor, each once for all its replicas, not clipped."""
+        """All boxes that intersect a box of the tensor, each once for its replicas, not clipped."""
         for local in self._locals(shape, within):
             if self.flat is None:
                 yield local
@@ -287,7 +287,7 @@ class Distribution:
         )
 
     def lines(self, shape: tuple[int, ...], within: Box) -> Iterator[Line]:
-        """The boxes of `holdings`, if there is no flat buffer, those that follow each other along one dim together."""
+        """The boxes of `holdings` without a flat buffer, those in a row along one dim together."""
         bounds = self.bounds(shape)
         meeting = _meeting(bounds, within)
         dim = max(range(len(shape)), key=lambda n: len(meeting[n]))
@@ -325,7 +325,7 @@ class Distribution:
             yield Holding(tuple(by_dim[c.dim].pop(0) for c in self.cuts), local)
 
     def _range(self, local: Box, within: Box) -> tuple[Box, int, int]:
-        """What a box has in common with a local tensor, and the range of the flat buffer that contains it."""
+        """What a box shares with a local tensor, and the range of the buffer that contains it."""
         common = local.intersect(within)
         assert common is not None  # noqa: S101 - the local tensor was found by it
         first, last = flat_range(local.shape, common.shift(tuple(-a for a in local.start)))

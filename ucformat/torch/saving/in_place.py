@@ -115,7 +115,7 @@ class Providers:
 
 
 def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[FilePart]:
-    """Cut files into parts, of which all but the last of a file have at least 7 MiB if all blocks are chosen."""
+    """Cut files into parts: at least 7 MiB each, but the last, if all blocks are chosen."""
     out: list[FilePart] = []
     for file, target in enumerate(files.files):
         sizes, numbers, before = files.block_sizes(file), files.numbers(file), len(out)
@@ -137,7 +137,7 @@ def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[FilePart]:
 
 
 def owners_of(parts: Sequence[FilePart], ranks: int, files: int | None = None) -> NDArray[np.int64]:
-    """The rank that writes each part: consecutive parts are written by one rank, and all ranks write as many."""
+    """The rank that writes each part: consecutive ones by one rank, and all ranks as many."""
     if files is not None:
         return np.array([part.file for part in parts], np.int64) * ranks // max(files, 1)
     return np.arange(len(parts), dtype=np.int64) * ranks // max(len(parts), 1)
@@ -370,7 +370,7 @@ def write_in_place(
     progress: Callable[[int], None],
     threads: int = 1,
 ) -> WrittenParts:
-    """Write this rank's part of the files; on a file system rank 0 also writes their headers, and the index."""
+    """Write this rank's part of the files; on a file system rank 0 writes headers and index, too."""
     files, (parts, batches, messages), told = weights.files, weights.exchanged, weights.told
     targets = [(file.key, file.nbytes) for file in files.files]
     fixed = {block.number: block for block in files.fixed}
@@ -476,7 +476,7 @@ def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
 
 
 def complete_uploads(store: Store, weights: InPlace, etags: Sequence[tuple[int, int, str]]) -> None:
-    """Make the files visible that were written in parts of uploads, if any; rank 0 calls this before the commit."""
+    """Make the files visible that were uploaded in parts; rank 0 calls this before the commit."""
     by_part = {(file, part): tag for file, part, tag in etags}
     _, uploads = way_of(store) if weights.told.uploads else (None, None)
     tags: list[list[str]] = [[] for _ in weights.told.uploads]

@@ -1,4 +1,4 @@
-"""What the checkpoints of one launch of a training record about it, so that a catalog can tell launches apart."""
+"""What checkpoints record about their launch, so that a catalog can tell launches apart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TrainingLaunch:
-    """A training from its start, or from a load, to its end; its id counts on rank 0, which writes manifests.
+    """A training from its start, or a load, to its end; the id of rank 0 counts.
 
     `commits` is the greatest commit count that it knows.
     """

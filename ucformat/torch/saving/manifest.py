@@ -1,4 +1,4 @@
-"""The manifest of a save, made from the reports of all ranks, and a local state as plain data without its memory."""
+"""The manifest of a save, from the reports of all ranks; and a local state as plain data."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class RankValues:
         return RankValues(names, tuple(parts))
 
     def relieved(self, store: Store, folder: str) -> RankValues:
-        """Return what a rank passes on: if the values are many bytes, they are put in files, and made durable."""
+        """Return what a rank passes on: many bytes are put in files, and made durable."""
         if self.nbytes <= MOST_BYTES:
             return self
         files = self.write(store, folder)
@@ -146,7 +146,7 @@ class SaveMetadata:
 
     @property
     def commits(self) -> int | None:
-        """The commit count of the checkpoint: one more than the greatest known one; None if none is known."""
+        """The commit count of the checkpoint: one more than the greatest known; None without any."""
         counts = [
             n for n in (self.after, *(edge.commits for edge in self.lineage)) if n is not None
         ]
@@ -177,7 +177,7 @@ class SaveMetadata:
 
 @message
 class StateInfo:
-    """All that one rank saves, except the memory of its tensors: plain data that can be sent to another process.
+    """All that one rank saves, without the memory of its tensors: data for another process.
 
     `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone. `paths` and `places`
     are those of `LocalState`. `distributions` are the distinct ones of the tensors, and
@@ -337,7 +337,7 @@ def manifest_of(
     begun: Begun,
     written: WriteReport,
 ) -> Manifest:
-    """Write the sidecar and the objects, and return the manifest; all other files must be durable."""
+    """Write sidecar and objects, and return the manifest; all other files must be durable."""
     attempt, plan, arrays = begun.attempt, begun.plan, begun.arrays
     data, tensors, grid = f"data/{attempt.id}", plan.packed.table, None
     sidecar = _sidecar(plan, own.weights, written, data)
@@ -399,7 +399,7 @@ def manifest_of(
 def _sidecar(
     plan: GlobalPlan, weights: InPlace | None, written: WriteReport, folder: str
 ) -> bytes | None:
-    """The sidecar of the tensors that are no arrays: packed ones, then weights; None if all are arrays."""
+    """The sidecar: packed tensors, then weights; None if all are arrays."""
     if plan.exceptions.packed != "all" and not plan.packed.infos and weights is None:
         return None
     begins = {r.rank: r.listed_at for r in written.ranks}
@@ -412,7 +412,7 @@ def _sidecar(
 
 
 def _per_rank(store: Store, folder: str, values: RankValues, ranks: int) -> PerRankDoc | None:
-    """Write the values of ranks that are in no file, and return the entry of all; None if there are no values."""
+    """Write the values that are in no file, and return the entry of all; None without values."""
     if not values.names:
         return None
     doc = PerRankDoc(ranks=ranks, names=values.names, files=values.write(store, folder))
@@ -428,7 +428,7 @@ def slowest(ranks: Sequence[RankReport]) -> list[RankReport]:
 
 
 def _groups(states: Sequence[StateInfo]) -> tuple[GroupDoc, ...]:
-    """The optimizer groups of all ranks; those with equal place, number and hyper-parameters are merged."""
+    """The groups of all ranks; equal place, number and hyper-parameters are merged."""
     merged: dict[str, tuple[dict[str, str], dict[str, Any], Place | None]] = {}
     for state in states:
         for number, group in enumerate(state.groups):

@@ -1,4 +1,4 @@
-"""Where and how a checkpoint is written: the arguments of `save` that must be the same on all ranks."""
+"""Where and how to write a checkpoint: arguments of `save` that are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SaveArguments(TypedDict, total=False):
 
 @message
 class SaveOptions:
-    """Where and how a checkpoint is written: the arguments of `save` that must be the same on all ranks."""
+    """Where and how to write a checkpoint: arguments of `save` that are the same on all ranks."""
 
     url: str
     form: Form = "zarr"

@@ -1,4 +1,4 @@
-"""The plan of a save on each rank, which keeps what it needs for the next one: then almost nothing is told."""
+"""The plan of a save on each rank, and what it keeps so that the next one tells almost nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RankPlan(NamedTuple):
 
 
 class SavePlanner:
-    """Plans the saves of one rank; all ranks agree in one small collective, if nothing but values has changed."""
+    """Plans saves; ranks agree in one small collective if nothing but values has changed."""
 
     def __init__(self) -> None:
         self._statement: tuple[SaveOptions, Statement] | None = None
@@ -110,7 +110,7 @@ class SavePlanner:
         statement: Statement,
         sums: Sequence[NDArray[np.uint32]],
     ) -> RankPlan:
-        """Agree with all ranks on who writes what, and begin the attempt; all ranks call this together.
+        """Agree on who writes what, and begin the attempt; all ranks call this together.
 
         Raises:
             Conflict: a checkpoint exists, and is not to be replaced or is protected.

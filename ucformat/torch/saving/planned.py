@@ -1,4 +1,4 @@
-"""What follows from all that ranks state: the plan of all ranks, on rank 0, and the part of each rank."""
+"""What follows from all that ranks state: the plan of all, on rank 0, and each rank's part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Paths = tuple[tuple[str | int, ...], ...]
 
 @dataclass(frozen=True)
 class PlannedTensors:
-    """Tensors that are stored in one way, in the order of rank 0, then of further ranks; listed ones come last.
+    """Tensors that are stored in one way, in the order of rank 0, then of others; listed ones last.
 
     Attributes:
         paths: of each tensor, in the form of manifests.
@@ -45,7 +45,7 @@ class PlannedTensors:
 
 
 class GlobalPlan(NamedTuple):
-    """The plan of all ranks, kept on rank 0. `digest` is that of the exceptions, `aliases` are the tied names."""
+    """The plan of all ranks, on rank 0: `digest` of the exceptions, and `aliases`, the tied names."""
 
     exceptions: Exceptions
     digest: bytes

@@ -1,4 +1,4 @@
-"""Which rank writes each shard of the Zarr form, and what others send for it, as a function of what ranks describe.
+"""Who writes each shard of the Zarr form, and who sends what: a function of descriptions.
 
 Every rank computes this for its own descriptions, so nothing is told by rank 0, and the work does
 not grow with the number of ranks that hold a description.
@@ -38,7 +38,7 @@ class ShardTask(NamedTuple):
 
 
 class ShardBatch(NamedTuple):
-    """Shards that one rank writes in order. Each sender sends all its fragments of a batch in one message, in order."""
+    """Shards that a rank writes in order; a sender puts all its fragments in one message."""
 
     shards: tuple[ShardTask, ...]
 
@@ -48,7 +48,7 @@ class ShardBatch(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The message that a rank sends for a batch of another rank: number `number` of those that are dealt together.
+    """What a rank sends for a batch of another: number `number` of those dealt together.
 
     The receiver takes the messages of each sender in the order in which they are sent.
     """
@@ -59,7 +59,7 @@ class Transfer(NamedTuple):
 
 
 class _Shards(NamedTuple):
-    """The shards at one index of the grid, of all rows that one distribution holds in one shape and item size."""
+    """The shards at one index of the grid, of rows of one distribution, shape and item size."""
 
     distribution: Distribution | BoxList
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class _Owners(NamedTuple):
 def plan_shards(
     statement: Statement, exceptions: Exceptions, grid_of: Callable[[TensorInfo], Grid]
 ) -> tuple[tuple[ShardBatch, ...], tuple[Transfer, ...]]:
-    """Return the batches of shards that a rank writes, and the messages that it sends, both in order.
+    """Return the batches that a rank writes, and the messages that it sends, both in order.
 
     A shard is written by one of the ranks that hold some of it, balanced by the bytes that they
     write and receive. Of replicas, those with the owner's indices send. All ranks take descriptions
@@ -202,7 +202,7 @@ def _deal(rows: dict[tuple[Distribution | BoxList, Grid], list[int]], size: int)
 
 
 def _owners(shards: _Shards, loads: NDArray[np.int64]) -> list[int]:
-    """The owner of each of equal shards: in turn the holder that would finish first; adds to the loads."""
+    """The owners of equal shards: in turn the holder that finishes first; adds to the loads."""
     d = shards.distribution
     itemsize = shards.nbytes // shards.box.size
     elements = np.broadcast_to(d.overlap(shards.shape, shards.box), d.mesh.sizes).reshape(-1)
@@ -224,7 +224,7 @@ def _owners(shards: _Shards, loads: NDArray[np.int64]) -> list[int]:
 
 
 def _batches(owner: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of the batch of each shard among those of its owner: at most `BATCH_BYTES`, or one shard."""
+    """Each shard's batch among its owner's: at most `BATCH_BYTES`, or one shard."""
     order = np.argsort(owner, kind="stable")
     sorted_owner, sizes = owner[order], nbytes[order]
     first = np.searchsorted(sorted_owner, sorted_owner)

@@ -1,4 +1,4 @@
-"""What a rank states about the tensors that it saves: how the ranks of a mesh hold them, or else its own boxes.
+"""What a rank states about its tensors: how the ranks of a mesh hold them, or its own boxes.
 
 Ranks with equal descriptions state equal digests. Who writes a tensor follows from its description,
 which of tensors that some rank cannot describe is a list of all boxes, each with the rank that provides it.
@@ -44,7 +44,7 @@ StoredAs = Literal["array", "packed", "weight"]
 
 @message
 class WriteItem:
-    """The boxes of a tensor that one rank holds, and the paths of the tensor in the state of the program."""
+    """The boxes of a tensor that one rank holds, and its paths in the program's state."""
 
     info: TensorInfo
     boxes: tuple[Box, ...]
@@ -116,7 +116,7 @@ class Row:
 
 @message
 class Description:
-    """How the ranks of a mesh hold tensors; without a mesh, the ranks that state it hold them whole.
+    """How the ranks of a mesh hold tensors; without one, those that state it have all of them.
 
     Attributes:
         boxes: of each row, those of the one rank that states it, if it knows no distribution.
@@ -130,7 +130,7 @@ class Description:
 
 @message
 class ListedTensor:
-    """A tensor that some rank cannot describe: all its boxes, each with the rank that provides it."""
+    """A tensor that some rank cannot describe: its boxes, and the rank that provides each."""
 
     info: TensorInfo
     boxes: tuple[Box, ...]
@@ -194,7 +194,7 @@ class AskedOfRanks:
 
 @message
 class Replies:
-    """The answers of some consecutive ranks: compressed descriptions and facts by digest, checksums by box."""
+    """Answers of consecutive ranks: compressed descriptions and facts, checksums by box."""
 
     sent: Mapping[bytes, bytes] = field(default_factory=dict)
     sums: Mapping[tuple[Key, Box], Sums] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class Summary:
 
 
 class WrittenRow(NamedTuple):
-    """A row of a description, its number there, and which of its replicas writes it (`Distribution.copy_of`)."""
+    """A row, its number in the description, and the replica that writes it (`copy_of`)."""
 
     number: int
     row: Row
@@ -234,7 +234,7 @@ class WrittenRow(NamedTuple):
 
 
 class SharedRow(NamedTuple):
-    """A tensor that ranks write together: this rank's item, -1 if it has none, and who holds what."""
+    """A tensor that ranks write together: this rank's item, or -1, and who holds what."""
 
     item: int
     info: TensorInfo
@@ -242,7 +242,7 @@ class SharedRow(NamedTuple):
 
 
 class Statement:
-    """What one rank states: a description for each mesh, one for whole tensors, and a list of other boxes.
+    """What one rank states: descriptions of each mesh and of whole tensors, and other boxes.
 
     A distribution is stated only if its boxes on this rank are those of the item.
 
@@ -368,7 +368,7 @@ class Statement:
     def _balance(
         self, sums: Sequence[NDArray[np.uint32]], left_out: Mapping[bytes, tuple[int, ...]]
     ) -> int:
-        """The hashes of what this rank holds as a replica, negative and multiplied for the first one."""
+        """Hashes of what this rank holds as a replica, negative and multiplied for the first."""
         total = 0
         for digest, d, numbers in self._replicated:
             at = self._coordinate(d.mesh)
@@ -383,7 +383,7 @@ class Statement:
         return total % HASHES
 
     def pieces(self, exceptions: Exceptions, kind: StoredAs) -> list[tuple[int, int]]:
-        """The (item, piece) of one kind that this rank writes, in the order of its file: described ones first."""
+        """The (item, piece) of a kind that this rank writes, in file order: described ones first."""
         mine: list[tuple[int, WrittenRow]] = []
         for digest, description in self.descriptions.items():
             for written in written_rows(description, digest, exceptions, kind):
@@ -398,7 +398,7 @@ class Statement:
         return described + self.listed_pieces(exceptions, kind)
 
     def listed_pieces(self, exceptions: Exceptions, kind: StoredAs) -> list[tuple[int, int]]:
-        """The (item, piece) of listed tensors that this rank writes, which come last in its file."""
+        """The (item, piece) of listed tensors that this rank writes, last in its file."""
         return [
             (number, self.items[number].boxes.index(box))
             for tensor, boxes in exceptions.box_lists(kind)
@@ -407,7 +407,7 @@ class Statement:
         ]
 
     def shared(self, exceptions: Exceptions, kind: StoredAs) -> Iterator[list[SharedRow]]:
-        """The tensors of each description, in an order that is the same on all ranks; then the listed ones."""
+        """The tensors of each description, in the same order on all ranks; then the listed ones."""
         for digest in sorted(self.descriptions):
             description, order = self.descriptions[digest], self.order[digest]
             distributions = of_mesh_of(description, digest, exceptions)
@@ -434,7 +434,7 @@ def _replicated(description: Description) -> Iterable[tuple[Distribution, list[i
 def of_mesh_of(
     description: Description, digest: bytes, exceptions: Exceptions
 ) -> tuple[Distribution, ...]:
-    """The distributions of a description; without a mesh one, in which all ranks that state it are replicas."""
+    """The distributions of a description; without a mesh one, with replicas on all its ranks."""
     if description.mesh is not None:
         return description.distributions
     ranks = [rank for a, b in exceptions.whole[digest] for rank in range(a, b)]
@@ -456,7 +456,7 @@ def chosen_rows(
 def written_rows(
     description: Description, digest: bytes, exceptions: Exceptions, kind: StoredAs
 ) -> Iterator[WrittenRow]:
-    """The rows of one kind that the ranks of a description write, balanced by bytes over the replicas of each part."""
+    """The rows of a kind that ranks write, balanced by bytes over the replicas of each part."""
     distributions = of_mesh_of(description, digest, exceptions)
     loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by axes of replicas: bytes, replica
     for d in distributions:

@@ -41,7 +41,7 @@ _BEATS_PER_TIMEOUT = 8
 
 @message
 class WorkerStart:
-    """What a writing process needs: its place in the tree, where its parent listens, and its listening descriptor.
+    """What a writing process needs: its place, where its parent listens, its own descriptor.
 
     They authenticate each other with `secret`, which is sent only over the socket from a rank to
     its own process.
@@ -118,7 +118,7 @@ class UnmapBuffer:
 
 @message
 class StagingFailed:
-    """A job that this rank could not stage; the other ranks' processes wait for it, and so must learn the reason."""
+    """A job that this rank could not stage; other ranks wait for it, and learn the reason."""
 
     number: int
     why: str
@@ -126,7 +126,7 @@ class StagingFailed:
 
 @message
 class JobDone:
-    """The outcome of a job: a `Saved`, or the error. `intact`: the group of processes can be used again."""
+    """The outcome of a job, or its error; `intact`: the processes can be used again."""
 
     number: int
     outcome: Saved | BaseException
@@ -135,7 +135,7 @@ class JobDone:
 
 @message
 class Heartbeat:
-    """A sign of life: bytes were written, or the process waits for another one, at most until the timeout."""
+    """A sign of life: bytes were written, or the process waits for another one."""
 
 
 #: What a rank sends to its process, and what the process sends back.
@@ -162,7 +162,7 @@ class _Progress:
 
 
 def main() -> None:
-    """Run the process until the rank ends; the first command-line argument is the descriptor of their socket."""
+    """Run the process until the rank ends; the first argument is the descriptor of their socket."""
     from ucformat.jobs.record import record_commits
 
     for number in (
@@ -221,7 +221,7 @@ def _send_heartbeats(
 
 
 def _do(job: SaveJob | StagingFailed, memories: dict[int, Memory], progress: _Progress) -> Saved:
-    """Save together with the processes of the other ranks; a failure to stage is raised on all ranks."""
+    """Save with the processes of other ranks; a failure to stage is raised on all."""
     group = progress.group
     assert group is not None  # noqa: S101 - it is connected
     if isinstance(job, StagingFailed):

@@ -119,7 +119,7 @@ def write_packed(
 def packed_extents(
     plan: PlannedTensors, folder: str, begins: Mapping[int, int]
 ) -> tuple[Columns, list[str], Described | None]:
-    """Return the extents of the packed form that are listed, the files that they number, and what is described.
+    """Return the listed extents of packed files, the files that they number, and the described.
 
     Args:
         begins: for each rank, the byte of its file at which listed tensors begin.
