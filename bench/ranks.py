@@ -400,7 +400,10 @@ def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
                 owners[stated.items[task.tensor].info.key, task.at] += 1
             for sender in {f.sender for s in batch.shards for f in s.fragments} - {rank}:
                 sent = tuple(
-                    (stated.items[f.tensor].info.key, f.box) for f in batch.sent_by(sender)
+                    (stated.items[f.tensor].info.key, f.box)
+                    for s in batch.shards
+                    for f in s.fragments
+                    if f.sender == sender
                 )
                 extents[sender, rank, received[sender], hash(sent)] -= 1
                 received[sender] += 1

@@ -131,7 +131,8 @@ def test_every_element_of_every_piece_is_written_once(items: Claims) -> None:
 def received(batch: ShardBatch, owner: int) -> dict[int, list[Fragment]]:
     """What the owner of a batch waits for, by sender."""
     senders = {f.sender for s in batch.shards for f in s.fragments} - {owner}
-    return {r: batch.sent_by(r) for r in senders}
+    parts = [f for s in batch.shards for f in s.fragments]
+    return {r: [f for f in parts if f.sender == r] for r in senders}
 
 
 def everybody_is_done(

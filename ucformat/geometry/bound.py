@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.placement import Mesh, Placed, Rule
+    from ucformat.geometry.placement import Mesh, Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +164,6 @@ class BoundLayout:
             return self._placed[key]
         except KeyError:
             raise TensorNotFound(f"the layout is not bound to {Key(*key)}") from None
-
-    def rule_for(self, key: Key) -> Rule:
-        """The rule of the section `rules` that matched a tensor."""
-        return next(r for r in self.placed(key).rules if r.label.startswith("rules"))
 
     def reduction(self, key: Key) -> str | None:
         """The reduction that combines the values of a `partial` tensor; None for any other tensor."""

@@ -42,10 +42,6 @@ class ShardBatch(NamedTuple):
 
     shards: tuple[ShardTask, ...]
 
-    def sent_by(self, rank: int) -> list[Fragment]:
-        """Return the fragments that a rank sends for this batch, in the order of the message."""
-        return [f for s in self.shards for f in s.fragments if f.sender == rank]
-
 
 class Transfer(NamedTuple):
     """What a rank sends for a batch of another: number `number` of those dealt together.
