@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,15 +76,29 @@ def test_every_public_name_of_the_training_loop_is_documented() -> None:
     assert all(getattr(ucformat.torch, name).__doc__ for name in ucformat.torch.__all__)
 
 
-@pytest.mark.parametrize(
-    "module", sorted((ROOT / "ucformat/torch/integrations").glob("[a-z]*.py")), ids=lambda p: p.stem
-)
-def test_every_name_of_an_adapter_is_documented(module: Path) -> None:
+def modules() -> list[str]:
+    """Where users find the public names of the registered integrations."""
+    if find_spec("torch") is None:
+        return []
+    from ucformat.torch.integration import INTEGRATIONS
+
+    return sorted({found.module for _, found in INTEGRATIONS.items() if found.module})
+
+
+@pytest.mark.parametrize("module", modules())
+def test_every_name_of_an_integration_is_documented(module: str) -> None:
     """Without importing its framework, which takes long."""
-    (names,) = re.findall(r"^__all__ = \[(.*?)\]", module.read_text(), re.MULTILINE | re.DOTALL)
+    code = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
+    (names,) = re.findall(r"^__all__ = \[(.*?)\]", code, re.MULTILINE | re.DOTALL)
     text = (ROOT / "docs" / "api.md").read_text()
-    assert f"ucformat.torch.integrations.{module.stem}" in text
+    assert f"\n| `{module}` |" in text
     assert [n for n in re.findall(r'"(\w+)"', names) if f"`{n}" not in text] == []
+
+
+def test_every_module_of_integrations_is_registered() -> None:
+    pytest.importorskip("torch", reason="pip install 'ucformat[torch]'")
+    files = (ROOT / "ucformat/torch/integrations").glob("[a-z]*.py")
+    assert {f"ucformat.torch.integrations.{file.stem}" for file in files} <= set(modules())
 
 
 def test_the_guide_for_evaluators(folder: Path) -> None:

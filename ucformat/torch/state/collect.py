@@ -18,13 +18,15 @@ from ucformat.errors import StateMismatch, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.state_names import GROUPS, dotted, name_state, optimizer_roots, split_option
+from ucformat.torch.integration import integrations
 from ucformat.torch.state.objects import PerRank, Rng, StateParts, encode
 from ucformat.torch.state.subclasses import RECORD, is_subclass, memory_of, own_memory, take_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from ucformat.reading.readable import StatePath as Path
+    from ucformat.torch.integration import AttachedEntries
     from ucformat.torch.state.subclasses import TakenApart
 
     Modules = list[tuple[Path, torch.nn.Module]]
@@ -462,6 +464,8 @@ def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> N
     entries = module.state_dict()
     memory = _storages([*module.parameters(), *module.buffers()])
     copies: list[str] = []
+    attached = _attached(module, entries.keys())
+    resized = {key for one in attached for key in one.resized}
     for key, value in entries.items():
         where = (*path, plain_name(module, key))
         if where in collected.tensors or where in collected.leaves:
@@ -474,16 +478,12 @@ def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> N
             copies.append(key)
             continue
         collected.tensors[where] = value
-        is_extra = key.rpartition(".")[2] == _EXTRA_STATE or _QUANT_STATE in key
+        is_extra = key.rpartition(".")[2] == _EXTRA_STATE or key in resized
         if is_extra or (not _storages([value]) <= memory and value.numel()):
             copies.append(key)
         if is_extra:
             collected.extra_states[where] = _setter(entries, key)
-    unknown = (
-        entries.keys()
-        - _known_keys(module)
-        - {key for prefix in _quantized(module) for key in entries if key.startswith(prefix)}
-    )
+    unknown = entries.keys() - _known_keys(module) - {key for one in attached for key in one.keys}
     if unknown and not any(map(_finds_keys, module.modules())):
         collected.unloadable += [
             f"{dotted((*path, key))}: the module's own load_state_dict does not take it"
@@ -525,33 +525,17 @@ def _finds_keys(module: torch.nn.Module) -> bool:
     return bool(module._load_state_dict_pre_hooks) or _loads_itself(module)  # noqa: SLF001
 
 
-_QUANT_STATE = ".quant_state.bitsandbytes__"
+def _attached(module: torch.nn.Module, keys: Collection[str]) -> list[AttachedEntries]:
+    """The entries of a state dict that libraries keep beside the tensors of modules."""
+    return [e for one in integrations() for e in one.attached_entries(module, keys)]
 
 
-def _quantized(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, Any]]:
-    """The parameters of bitsandbytes that are quantized to 4 bits, and their modules, by the prefix of their entries.
-
-    What quantizes a parameter is its attribute, and so are the entries below it, which
-    `load_state_dict` does not take.
-    """
-    return {
-        f"{prefix}.{name}.".removeprefix("."): (inner, param)
-        for prefix, inner in module.named_modules()
-        for name, param in inner.named_parameters(recurse=False)
-        if hasattr(getattr(param, "quant_state", None), "from_dict")
-    }
-
-
-def _load_quant_states(module: torch.nn.Module, entries: dict[str, Any]) -> dict[str, Any]:
-    """Make the quantization states of entries, and return the other entries."""
+def _load_attached(module: torch.nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Set what libraries keep beside the tensors of modules, and return the other entries."""
     rest = dict(entries)
-    for prefix, (inner, param) in _quantized(module).items():
-        mine = {
-            key.removeprefix(prefix): rest.pop(key) for key in entries if key.startswith(prefix)
-        }
-        if mine:
-            param.quant_state = type(param.quant_state).from_dict(mine, device=param.device)
-            inner.quant_state = param.quant_state
+    for attached in _attached(module, entries.keys()):
+        if attached.keys:
+            attached.load({key: rest.pop(key) for key in entries if key in attached.keys})
     return rest
 
 
@@ -613,7 +597,7 @@ def _load_copies(
     expected = {key: value for key in copies if isinstance(value := entries[key], torch.Tensor)}
     kept = {key: [t.clone() for t in _innermost(value)] for key, value in expected.items()}
     try:
-        module.load_state_dict(_load_quant_states(module, loaded), strict=not extra_only)
+        module.load_state_dict(_load_attached(module, loaded), strict=not extra_only)
     except RuntimeError as error:
         raise StateMismatch(
             f"{label}: its load_state_dict does not accept what its state_dict returned: {error}",

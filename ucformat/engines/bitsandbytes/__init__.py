@@ -1,0 +1,1 @@
+"""bitsandbytes: what quantizes a parameter to 4 bits, saved and loaded with it."""
