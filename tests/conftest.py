@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, settings
 
 from tests.forkserver import FOLDER
 from tests.s3 import serving, set_environment
+from tests.tiers import set_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from tests.s3 import Bucket
 
@@ -50,6 +51,15 @@ os.environ["XDG_CONFIG_HOME"] = f"{_DATA.name}/config"  # nor the user's setting
 # A shell that starts something in the background has it ignore Ctrl-C, and so would all that the
 # tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, object, object]:
+    """Mark what `make test` leaves to `make test-all`; see `tests.tiers`."""
+    made = yield
+    if isinstance(made, list):  # the cases of one function
+        set_tiers(made)
+    return made
 
 
 @pytest.fixture(scope="session")

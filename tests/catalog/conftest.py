@@ -30,9 +30,9 @@ def postgres_server() -> Iterator[Postgres]:
         yield server
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.matrix)])
 def engine_name(request: pytest.FixtureRequest) -> str:
-    """Each engine in turn."""
+    """SQLite, and in the second tier PostgreSQL too."""
     return str(request.param)
 
 

@@ -380,6 +380,7 @@ class Launches(RuleBasedStateMachine):
                     catalog.get(f"{self.run}@latest")
 
 
+@pytest.mark.front("sqlite")
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"])
 def test_launches_against_a_model(
     engine: str, tmp_path: Path, request: pytest.FixtureRequest

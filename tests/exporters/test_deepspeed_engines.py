@@ -162,6 +162,7 @@ def test_every_source_to_every_engine(
     check(engines([one for one in ALL if one not in CHOSEN], "all"), load)
 
 
+@pytest.mark.front("deepspeed-2", "deepspeed-universal-3")
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [("deepspeed", 0), ("deepspeed", 2), ("deepspeed", 3), (UNIVERSAL, 2), (UNIVERSAL, 3)],

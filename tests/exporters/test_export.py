@@ -186,6 +186,7 @@ def work(source, target, kind, options):
 """
 
 
+@pytest.mark.front("0")
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_at_any_instant(tmp_path: Path, seed: int) -> None:
     source, arrays = zero3(tmp_path / "src", seed, tensors=9)

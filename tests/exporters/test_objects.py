@@ -49,6 +49,7 @@ def sources(bucket: Bucket) -> dict[Path, str]:
     return found
 
 
+@pytest.mark.front("safetensors", "dcp", "deepspeed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_are_those_on_a_disk(
     kind: str, tmp_path: Path, bucket: Bucket, sources: dict[Path, str]

@@ -439,6 +439,7 @@ def test_a_safetensors_file_is_written_alone(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_more_than_65535_tensors(tmp_path: Path) -> None:
     storage = Storage(Span("int8", 0, ()), b"")
     parts = torch_archive(

@@ -57,6 +57,21 @@ def write_array(store: LocalStore, name: str, a: Any, grid: Grid) -> None:
         assert check_shard(store, shard_key(name, shard), grid, shard) == (leaves, [])
 
 
+@pytest.mark.front(
+    "bool",
+    "int8",
+    "uint64",
+    "float32",
+    "bfloat16",
+    "complex64",
+    "float8_e4m3fn",
+    "float4_e2m1fn",
+    "float6_e2m3fn_packed",
+    "int4",
+    "uint3",
+    "complex32",
+    "bits4x2",
+)
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 def test_tensorstore_and_zarr_python_read_what_we_write(dtype: str, tmp_path: Path) -> None:
     ucformat.register_zarr_dtypes()

@@ -114,9 +114,9 @@ def calls(node: ast.Call, modules: dict[str, str]) -> set[str]:
     return set()
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_nothing_that_is_received_is_unpickled(file: str) -> None:
-    assert problems(file, (ROOT / file).read_text()) == set()
+def test_nothing_that_is_received_is_unpickled() -> None:
+    for file in FILES:
+        assert problems(file, (ROOT / file).read_text()) == set(), file
 
 
 @pytest.mark.parametrize(

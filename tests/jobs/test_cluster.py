@@ -42,6 +42,7 @@ def workers() -> Iterator[str]:
         yield f"dask://{address}"
 
 
+@pytest.mark.matrix
 def test_two_of_four_workers_are_killed(tmp_path: Path) -> None:
     source = source_of(tmp_path / "src", 21, tensors=24, scale=4)
     whole = ucformat.convert(source, tmp_path / "whole", **SIZES)
@@ -85,6 +86,7 @@ def test_convert_copy_verify_and_resume(workers: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_with_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Certificates are those of Dask's configuration; without them, the cluster does not answer."""
     import dask
@@ -230,6 +232,7 @@ def run(words: list[str], cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.matrix
 def test_the_commands_of_the_guide(workers: str, tmp_path: Path) -> None:
     source_of(tmp_path, 30)
     (tmp_path / "global_step5").rename(tmp_path / "global_step100")

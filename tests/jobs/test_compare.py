@@ -395,6 +395,7 @@ def sparse(folder: Path, shape: tuple[int, ...], dtype: str, fill: int) -> Check
     return Checkpoint(FakeSource(store, facts, {Key("large", "weight"): 0}, 1))
 
 
+@pytest.mark.front("shape0-*", "shape1-*")
 @pytest.mark.parametrize(
     ("shape", "dtype", "fill"),
     [

@@ -94,6 +94,7 @@ def test_to_the_byte(form: Path, tmp_path: Path) -> None:
     assert list(tmp_path.rglob(".ucf-*.tmp")) == []
 
 
+@pytest.mark.front("packed")
 def test_there_and_back_through_an_object_store(form: Path, tmp_path: Path, bucket: Any) -> None:
     place, other = bucket.place(), bucket.place()
     ucformat.copy(form, place)
@@ -345,6 +346,7 @@ def test_only_what_is_missing_is_copied(form: Path, tmp_path: Path) -> None:
     assert contents(LocalStore(dst)) == contents(LocalStore(form))
 
 
+@pytest.mark.front("packed-False")
 @pytest.mark.parametrize("dead", [False, True])
 def test_each_write_fails_in_turn(form: Path, tmp_path: Path, dead: bool) -> None:
     counting = FaultyStore(MemoryStore(f"count-{tmp_path.name}-{dead}-{form.name}"))
@@ -369,6 +371,7 @@ def test_each_write_fails_in_turn(form: Path, tmp_path: Path, dead: bool) -> Non
         assert contents(inner) == truth
 
 
+@pytest.mark.matrix
 def test_each_write_fails_in_turn_while_another_is_replaced(src: Path, tmp_path: Path) -> None:
     def place(name: str) -> MemoryStore:
         inner = MemoryStore(f"{name}-{tmp_path.name}")

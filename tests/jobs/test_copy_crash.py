@@ -101,12 +101,14 @@ def kill_at_random(
     return seen
 
 
+@pytest.mark.front("arrays")
 def test_kill_9_at_any_instant(src: Path, tmp_path: Path) -> None:
     seen = kill_at_random(src, [str(tmp_path / f"dst{k}") for k in range(8)], 1)
     assert seen["nothing"] > 0
     assert seen["old"] == 0
 
 
+@pytest.mark.matrix
 def test_kill_9_while_another_is_replaced(src: Path, tmp_path: Path) -> None:
     places = [str(tmp_path / f"dst{k}") for k in range(6)]
     for place in places:
@@ -116,11 +118,13 @@ def test_kill_9_while_another_is_replaced(src: Path, tmp_path: Path) -> None:
     assert seen["old"] > 0
 
 
+@pytest.mark.matrix
 def test_kill_9_on_the_way_to_an_object_store(src: Path, bucket: Bucket) -> None:
     seen = kill_at_random(src, [bucket.place() for _ in range(4)], 3)
     assert seen["old"] == 0
 
 
+@pytest.mark.front("disk")
 @pytest.mark.parametrize("where", ["disk", "object store"])
 def test_memory_does_not_grow_with_the_files(where: str, tmp_path: Path, bucket: Bucket) -> None:
     """A packed file, which no checksum cuts in pieces that were small enough to hold."""

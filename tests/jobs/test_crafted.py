@@ -90,6 +90,7 @@ def spared(catalog: Catalog, root: str, crafted: dict[str, bytes]) -> None:
 # --- who may write to a folder above
 
 
+@pytest.mark.front("local-*", "memory-train")
 @pytest.mark.parametrize(
     "name", ["train", "0123456789ABCDEF0123", "0123456789abcdef0123.", "é" * 20, NAME + "0"]
 )
@@ -110,6 +111,7 @@ def test_a_tombstone_removes_no_files_that_it_names(catalog: Catalog, root: str)
     ucformat.verify(held.url).raise_if_damaged()
 
 
+@pytest.mark.front("local-*", "memory-..")
 @pytest.mark.parametrize("way", ["..", "../data", "a/../../b", "/etc", "data/x", "."])
 def test_names_that_are_ways(catalog: Catalog, root: str, way: str) -> None:
     universal(f"{root}/run/1")
@@ -117,6 +119,7 @@ def test_names_that_are_ways(catalog: Catalog, root: str, way: str) -> None:
     spared(catalog, root, {"tombstone.json": tombstone(way), f"attempts/{NAME}.json": record(way)})
 
 
+@pytest.mark.front("local-*", "memory-*-manifest.json", "s3-record-manifest.json")
 @pytest.mark.parametrize(
     "mark", ["manifest.json", "attempts/{}.json", CATALOG_DOCUMENT, "tombstone.json"]
 )
@@ -198,6 +201,7 @@ def test_what_a_manifest_names_beyond_its_own_folders_stays(catalog: Catalog, ro
     assert {k.partition("/")[0] for k in content(root)} == {"run"}
 
 
+@pytest.mark.front("local-*")
 @pytest.mark.parametrize("attempt", ["", "x", "a/b", "../../run", NAME.upper()])
 def test_a_manifest_whose_attempt_is_none_is_refused(
     catalog: Catalog, root: str, attempt: str

@@ -44,6 +44,7 @@ def arrays(seed: int, scale: int = 1) -> Arrays:
     }
 
 
+@pytest.mark.front("0")
 @pytest.mark.parametrize("part", range(5))
 def test_kill_9_at_any_instant(part: int, tmp_path: Path) -> None:
     truth = arrays(part, scale=8)
@@ -74,6 +75,7 @@ def test_kill_9_at_any_instant(part: int, tmp_path: Path) -> None:
     assert seen["nothing"] > 0
 
 
+@pytest.mark.matrix
 def test_two_processes_converting_different_sources_to_one_place(tmp_path: Path) -> None:
     truths = [arrays(seed) for seed in (1, 2)]
     sources = [write_zero3(tmp_path / f"src{k}", truth, ranks=2) for k, truth in enumerate(truths)]

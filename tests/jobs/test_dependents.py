@@ -86,6 +86,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "tree") if request.param == "local" else f"memory://{tmp_path.name}/tree"
 
 
+@pytest.mark.front("local", "memory")
 def test_what_another_catalog_knows_is_honoured(
     root: str, catalog: Catalog, other: Catalog
 ) -> None:
@@ -112,6 +113,7 @@ def test_what_another_catalog_knows_is_honoured(
     assert list(open_store(root).list()) == []
 
 
+@pytest.mark.front("local", "memory")
 def test_what_is_needed_after_it_was_deleted_is_not_purged(root: str, catalog: Catalog) -> None:
     parent = universal(f"{root}/run/1", 1)
     catalog.record(parent.manifest, parent.url)

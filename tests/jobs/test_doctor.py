@@ -212,6 +212,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(step: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.front("modules0-5")
 @pytest.mark.parametrize(
     ("modules", "step"), [((doctoring,), 5), ((doctoring, probes, local, folders), 89)]
 )

@@ -8,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 import ucformat
 from tests.fakes import FakeSource, random_array
 from tests.jobs.conftest import universal
@@ -38,6 +40,7 @@ def files(place: Path) -> dict[str, bytes]:
     return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
 
 
+@pytest.mark.matrix
 def test_kill_9_at_any_instant(catalog: Catalog, tmp_path: Path) -> None:
     arrays = {(f"t{i}", "weight"): random_array((3, 5), "float32", i) for i in range(40)}
     template = Checkpoint(FakeSource.write(MemoryStore(f"crash-{tmp_path.name}"), arrays))

@@ -146,6 +146,7 @@ class TestInPlace:
         with pytest.raises(NotFound):
             ucformat.materialize(early)
 
+    @pytest.mark.front("False")
     @pytest.mark.parametrize("alike", [True, False])
     def test_several_at_once_all_end_well(self, tmp_path: Path, alike: bool) -> None:
         for round_ in range(6):
@@ -408,6 +409,7 @@ def test_every_byte_is_read_once_and_compared_as_it_passes(
     assert holds(ucformat.materialize(where), arrays)
 
 
+@pytest.mark.matrix
 def test_a_failure_at_any_write_leaves_it_whole_and_the_next_run_completes(tmp_path: Path) -> None:
     arrays = {k: a for k, a in ODD.items() if k[0] in ("embed.weight", "norm.bias", "empty")}
 
@@ -452,6 +454,7 @@ def work(where):
 """
 
 
+@pytest.mark.matrix
 def test_kill_9_at_any_instant_of_the_in_place_form(tmp_path: Path) -> None:
     shapes = {"embed": (211, 300), "a": (1200, 401), "b": (64, 64), "c": (7,), "d": (512, 257)}
     arrays = {

@@ -242,6 +242,7 @@ def work(src, dst, on):
 """
 
 
+@pytest.mark.matrix
 def test_killed_parts_are_run_again(tmp_path: Path) -> None:
     source = source_of(tmp_path / "src", 11, tensors=12)
     chance = random.Random(2)

@@ -46,6 +46,7 @@ with Catalog(sys.argv[2]) as catalog:
 """
 
 
+@pytest.mark.front("2")
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_and_repeated(tree: Path, tmp_path: Path, seed: int) -> None:
     pick = random.Random(seed)

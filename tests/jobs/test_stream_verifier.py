@@ -94,6 +94,7 @@ def refused(src: Path, dst: Path, *named: str, **how: Any) -> None:
     assert nothing_opens(dst)
 
 
+@pytest.mark.front("*-sizes0")
 @pytest.mark.parametrize("sizes", [(None, None), (512, 4096)])
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_a_flipped_bit_is_found_and_a_repaired_source_is_converted(
@@ -239,6 +240,7 @@ def test_chunks_of_zarr_that_are_read_in_parts(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.front("codecs[014]*", "codecs2-shards1-view1", "codecs3-None-None")
 @pytest.mark.parametrize("view", [None, [{"cast": "*", "dtype": "float64"}]])
 @pytest.mark.parametrize("shards", [None, (300, 70)])
 @pytest.mark.parametrize(

@@ -300,6 +300,7 @@ def work(src, dst):
 """
 
 
+@pytest.mark.matrix
 def test_kill_9_at_any_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the sizes are those of WORK
     source, arrays = zero3(tmp_path / "src", scale=3)

@@ -166,7 +166,6 @@ class SourceSuite:
         """In no reference cycle: of thousands, the garbage collector takes a third of the time to open them."""
         if self.cyclic:
             return
-        gc.collect()
         gc.disable()
         try:
             source = weakref.ref(sample.open().source)

@@ -160,6 +160,7 @@ def test_a_conversion_is_done_when_it_is_committed(
     assert (ck.manifest, ck.id, list(ck)) == (found.manifest, found.id, list(found))
 
 
+@pytest.mark.front("lost")
 @pytest.mark.parametrize("last", [None, "lost", "lied"])
 def test_a_replacement_is_done_when_it_is_committed(
     last: Fault | None, faulty: Faulty, place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

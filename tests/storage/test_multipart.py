@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SIZE = 3 * 1000 + 17
 
 
+@pytest.mark.front("1")
 @pytest.mark.parametrize("seed", range(3))
 def test_parts_of_several_processes_in_any_order(seed: int, faulty: Faulty) -> None:
     chance = random.Random(seed)
@@ -47,6 +48,7 @@ def test_parts_of_several_processes_in_any_order(seed: int, faulty: Faulty) -> N
     assert stores[1].read("a/b") == data
 
 
+@pytest.mark.matrix
 def test_a_completion_is_believed_only_if_the_object_is_there(faulty: Faulty) -> None:
     _, uploads = way_of(open_store(faulty.bucket.place()))
     assert uploads is not None
@@ -70,6 +72,7 @@ def test_a_completion_is_believed_only_if_the_object_is_there(faulty: Faulty) ->
         uploads.put("f", "unknown", 0, b"abc")
 
 
+@pytest.mark.front("reset")
 @pytest.mark.parametrize("fault", ["busy", "error", "reset", "lost", "lied"])
 def test_requests_are_repeated(fault: Fault, faulty: Faulty) -> None:
     """Also one that was executed, of which the answer says nothing, or that it failed."""

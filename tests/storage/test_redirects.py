@@ -125,6 +125,7 @@ def _azure(first: Host, patch: pytest.MonkeyPatch) -> str:
     return "az://container/run"
 
 
+@pytest.mark.front("_s3-302", "_s3-307", "_azure-301")
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 @pytest.mark.parametrize("cloud", [_s3, _azure])
 def test_no_redirect_to_another_host_is_followed(
@@ -246,6 +247,7 @@ def test_what_is_behind_a_proxy_is_read(
     assert {*proxy.asked} == {"endpoint.test"}
 
 
+@pytest.mark.front("settings0")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -328,6 +330,7 @@ def test_what_fsspec_reaches_sends_no_token_after_a_redirect(
     assert not any(TOKEN in r for r in other.requests)
 
 
+@pytest.mark.front("*configured1")
 @pytest.mark.parametrize(
     "configured",
     [

@@ -105,6 +105,7 @@ def echo(status: str, form: str) -> Callable[[Request], bytes]:
     return choose
 
 
+@pytest.mark.front("40*", "500 Internal Server Error-xml", "200*", "412*")
 @pytest.mark.parametrize("form", ["xml", "json", "text"])
 @pytest.mark.parametrize(
     "status",

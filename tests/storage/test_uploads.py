@@ -182,6 +182,7 @@ FAILING: dict[str, Callable[[Request], bool]] = {
 }
 
 
+@pytest.mark.front("busy-a part", "reset-complete")
 @SMALL_PARTS
 @pytest.mark.parametrize("step", FAILING)
 @pytest.mark.parametrize("fault", ["busy", "reset"])
@@ -208,6 +209,7 @@ def test_an_upload_that_is_aborted_leaves_nothing(faulty: Faulty, place: str, st
     assert unfinished(faulty, place) == []
 
 
+@pytest.mark.front("busy")
 @pytest.mark.parametrize("fault", ["busy", "error", "reset", "refused", "lost"])
 def test_retries_stop_at_the_deadline(
     fault: Fault, faulty: Faulty, place: str, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +235,7 @@ def test_retries_stop_at_the_deadline(
     )  # where the machine is slow, no second one fits in
 
 
+@pytest.mark.front("short", "reset")
 @pytest.mark.parametrize("fault", ["cut", "short", "slow", "reset", "busy"])
 def test_reads_get_every_byte(fault: Fault, faulty: Faulty, store: Store) -> None:
     put(store, "f", LARGE)

@@ -159,6 +159,7 @@ def test_any_traffic_over_few_connections(
         assert found == ([True, True], True, True)
 
 
+@pytest.mark.front("to ask")
 @pytest.mark.parametrize("waiting", ["to ask", "to be asked"])
 def test_a_rank_that_ends_is_named(waiting: str) -> None:
     """Rank 2 ends, the others wait for it, or for one that does so."""

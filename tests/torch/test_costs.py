@@ -76,6 +76,7 @@ def test_what_is_read(ranks: Ranks, tmp_path: Path, form: str, size: int) -> Non
         assert out["damaged"]["kind"] == "ChecksumError"
 
 
+@pytest.mark.front("2")
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_load_tells_a_bit_for_what_a_rank_does_not_want(
     ranks: Ranks, tmp_path: Path, world: int
@@ -107,6 +108,7 @@ def test_memory_is_bounded_by_shards_not_by_the_state(ranks: Ranks, tmp_path: Pa
             assert grown < 16 * MIB
 
 
+@pytest.mark.front("2")
 @pytest.mark.parametrize("now", [1, 2, 3])
 def test_what_each_rank_has_for_itself(ranks: Ranks, tmp_path: Path, now: int) -> None:
     drawn = ranks.run("save_per_rank", 2, tmp_path)

@@ -82,6 +82,7 @@ def check_survivors(found: list[Any], doomed: int) -> None:
             )
 
 
+@pytest.mark.front("zarr-0-overwrite")
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize(
     ("form", "doomed"), [("zarr", 0), ("zarr", 2), ("packed", 0), ("packed", 1)]
@@ -121,6 +122,7 @@ def test_what_is_left_where_nothing_was_committed_is_removed_too(
     assert holds(tmp_path / "here", 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("form", "doomed"), [("zarr", 1), ("packed", 0)])
 def test_a_rank_is_killed_in_an_async_save(
     ranks: Ranks, tmp_path: Path, form: str, doomed: int

@@ -275,6 +275,7 @@ def test_a_silent_rank_is_named_after_the_time_out(silent: int) -> None:
         assert not intact
 
 
+@pytest.mark.matrix
 def test_a_broken_group_says_so_and_a_new_one_is_made() -> None:
     def act(group: Group) -> Any:
         all_gather(group, None)

@@ -78,6 +78,7 @@ def intact(place: Path, truth: dict[str, Any]) -> None:
     assert list(place.rglob(".ucf-*.tmp")) == []
 
 
+@pytest.mark.front("1-*")
 @pytest.mark.parametrize(("seed", "sizes"), [(1, [2]), (2, [4]), (3, [2, 2]), (4, [3]), (5, [4])])
 def test_any_sharding(seed: int, sizes: list[int], tmp_path: Path) -> None:
     found = RANKS.run("any_cut", int(np.prod(sizes)), tmp_path, seed=seed, sizes=sizes)
@@ -94,6 +95,7 @@ def test_in_the_background(tmp_path: Path) -> None:
     intact(tmp_path / "ck", found[0])
 
 
+@pytest.mark.front("fsdp2-2", "tp-2")
 @pytest.mark.parametrize(("kind", "size"), [("fsdp2", 2), ("tied", 4), ("tp", 2), ("ddp", 2)])
 def test_transformers_loads_what_was_trained(kind: str, size: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
@@ -113,6 +115,7 @@ def test_transformers_loads_what_was_trained(kind: str, size: int, tmp_path: Pat
                 assert np.array_equal(file.get_tensor(name), ck[name][...]), name
 
 
+@pytest.mark.front("1-1")
 @pytest.mark.parametrize(("victim", "after"), [(0, 1), (1, 1), (1, 5), (2, 7)])
 def test_a_killed_rank_commits_nothing(victim: int, after: int, tmp_path: Path) -> None:
     found = RANKS.run("killed", 3, tmp_path, victim=victim, after=after)

@@ -45,6 +45,7 @@ def uploads(bucket: Bucket) -> list[str]:
     ]
 
 
+@pytest.mark.front("False")
 @pytest.mark.parametrize("boto", [True, False])
 def test_ranks_write_one_file(boto: bool, bucket: Bucket, tmp_path: Path) -> None:
     place = bucket.place()
@@ -64,6 +65,7 @@ def test_in_the_background(bucket: Bucket, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("victim", "boto"), [(0, True), (0, False), (2, True)])
 def test_a_killed_rank_commits_nothing(
     victim: int, boto: bool, bucket: Bucket, tmp_path: Path
@@ -115,6 +117,7 @@ def first_of_each(
     return choose
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("fault", "part"), [("reset", True), ("lied", True), ("lost", False)])
 def test_a_request_is_repeated(
     fault: Fault, part: bool, bucket: Bucket, proxy: Proxy, tmp_path: Path
@@ -126,6 +129,7 @@ def test_a_request_is_repeated(
     intact(place, bucket, found, tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("part", [True, False])
 def test_a_request_that_is_refused_fails_the_save(
     part: bool, bucket: Bucket, proxy: Proxy, tmp_path: Path

@@ -54,23 +54,33 @@ class Made:
         return str(self.folder / "loaded" / str(load) / what)
 
     def sources(
-        self, sources: Iterable[Source], *, background: Collection[int], forgetting: bool = False
+        self,
+        sources: Iterable[Source],
+        *,
+        background: Collection[int],
+        forgetting: bool = False,
+        worlds: Iterable[int] = WORLDS,
     ) -> None:
-        """Train and save these, and do those that forget, unless it was done.
+        """Train and save those of some worlds, and do those that forget, unless it was done.
 
         In the worlds of `background` one of the forms is saved in the background while training
         goes on.
         """
-        for world in WORLDS:
+        for world in worlds:
             chosen = sorted({s for s in sources if s.world == world})
             more = self.forgetting() if world == 1 and forgetting else []
             self.once(
                 "save", world, [*(self.source_job(s, world in background) for s in chosen), *more]
             )
 
-    def loads(self, loads: Iterable[Load], world: int) -> None:
-        """Load these under the layouts of `world` ranks, and train on, unless it was done."""
-        self.once("load", world, [self.load_job(x) for x in loads if x.world == world])
+    def loads(self, loads: Iterable[Load], like: Load) -> None:
+        """Load those of the worlds of one of them, from and to, and train on, unless it was done."""
+        jobs = [
+            self.load_job(x)
+            for x in loads
+            if (x.source.world, x.world) == (like.source.world, like.world)
+        ]
+        self.once(f"load-from-{like.source.world}", like.world, jobs)
 
     def source_job(self, source: Source, background: bool) -> dict[str, Any]:
         forms = (*FORMS, "dcp") if source == REFERENCE else FORMS
@@ -189,12 +199,30 @@ REFERENCE = Source("fsdp2-2", "tied")
 REFERENCE_LOADS = [Load(REFERENCE, "dcp", layout) for layout in ("fsdp2-2", "ddp-2", "tp-2")]
 
 
+#: The first tier has layouts of one rank and of two.
+FEW = 2
+
+
+def _tiers(cases: Iterable[Load | Source]) -> list[Any]:
+    def ranks(case: Load | Source) -> int:
+        return max(case.world, case.source.world) if isinstance(case, Load) else case.world
+
+    return [
+        pytest.param(c, id=str(c), marks=() if ranks(c) <= FEW else pytest.mark.matrix)
+        for c in cases
+    ]
+
+
 @pytest.fixture(scope="session")
 def chosen(made: Callable[[str], Made]) -> Made:
-    """What the chosen sources saved."""
-    m = made("chosen")
-    m.sources(SOURCES, background=(2,), forgetting=True)
-    return m
+    """Where the chosen sources save, once `saved` was called."""
+    return made("chosen")
+
+
+def saved(m: Made, sources: Iterable[Source]) -> None:
+    """Have these sources saved, with all the chosen ones of as many ranks."""
+    worlds = sorted({s.world for s in sources})
+    m.sources(SOURCES, background=(2,), forgetting=True, worlds=worlds)
 
 
 def test_the_choice_has_every_layout_form_and_recipe_on_both_sides() -> None:
@@ -213,10 +241,12 @@ def test_the_choice_has_every_layout_form_and_recipe_on_both_sides() -> None:
         assert len({x.layout for x in mine}) >= 4
 
 
+@pytest.mark.front("odd")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_all_layouts_begin_with_the_same_and_compute_alike(chosen: Made, recipe: str) -> None:
     first, *others = (s for s in SOURCES if s.recipe == recipe)
     assert others
+    saved(chosen, [first, *others])
     for source in others:
         start = Truth.read(chosen.source(source, "start"))
         assert differences(start, Truth.read(chosen.source(first, "start"))) == []
@@ -225,23 +255,26 @@ def test_all_layouts_begin_with_the_same_and_compute_alike(chosen: Made, recipe:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("source", _tiers(SOURCES))
 def test_what_is_saved_is_what_was_held(chosen: Made, source: Source, form: str) -> None:
+    saved(chosen, [source])
     truth = Truth.read(chosen.source(source, "truth"))
     assert ("weight", "layers.0.scratch") not in truth.tensors
     assert checkpoint_differences(ucformat.open(chosen.source(source, form)), truth) == []
 
 
-@pytest.mark.parametrize("load", CHOSEN, ids=str)
+@pytest.mark.parametrize("load", _tiers(CHOSEN))
 def test_a_loaded_training_is_the_saved_one_and_goes_on_alike(chosen: Made, load: Load) -> None:
-    chosen.loads([*CHOSEN, *REFERENCE_LOADS], load.world)
+    saved(chosen, [load.source])
+    chosen.loads([*CHOSEN, *REFERENCE_LOADS], load)
     chosen.check_load(load)
 
 
-@pytest.mark.parametrize("load", REFERENCE_LOADS, ids=str)
+@pytest.mark.parametrize("load", _tiers(REFERENCE_LOADS))
 def test_the_harness_agrees_with_another_library(chosen: Made, load: Load) -> None:
     """Through `torch.distributed.checkpoint` alone, all is as it should be: the harness itself is right."""
-    chosen.loads([*CHOSEN, *REFERENCE_LOADS], load.world)
+    saved(chosen, [load.source])
+    chosen.loads([*CHOSEN, *REFERENCE_LOADS], load)
     chosen.check_load(load)
 
 
@@ -250,15 +283,16 @@ def test_what_is_forgotten_shows(chosen: Made) -> None:
 
     And saving changes nothing: a training that never saved has the losses of one that did.
     """
+    alone = [s for s in SOURCES if s.layout == "fsdp2-1" and s.recipe in FORGOTTEN]
+    assert alone
+    saved(chosen, alone)
     for recipe, parts in FORGOTTEN.items():
         expected = read_losses(chosen.forgotten(recipe, ""))
         moved = {
             part: relative(read_losses(chosen.forgotten(recipe, part)), expected) for part in parts
         }
         assert {part: value for part, value in moved.items() if value <= tolerance(recipe)} == {}
-    saved = [s for s in SOURCES if s.layout == "fsdp2-1" and s.recipe in FORGOTTEN]
-    assert saved
-    for source in saved:
+    for source in alone:
         losses = [
             loss
             for what in ("before", "after")

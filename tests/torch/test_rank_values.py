@@ -104,6 +104,7 @@ def test_every_rank_passes_on_few_bytes(
     assert check(store, values, ranks) <= 1 + 2 * total / bound
 
 
+@pytest.mark.matrix
 def test_16384_ranks_write_few_files() -> None:
     """Of 20 kB each, all numbers divided by 1000."""
     parents = parents_of([str(rank // 8) for rank in range(16384)])
@@ -150,6 +151,7 @@ def ranks() -> Ranks:
     return Ranks("tests.torch.values_program")
 
 
+@pytest.mark.front("sync")
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_ranks_get_their_values_back_from_several_files(
     ranks: Ranks, tmp_path: Path, how: str
@@ -172,6 +174,7 @@ def test_ranks_get_their_values_back_from_several_files(
     }
 
 
+@pytest.mark.front("sync-3")
 @pytest.mark.parametrize(("how", "doomed"), [("sync", 3), ("sync", 5), ("async", 10)])
 def test_a_rank_that_cannot_write_values(
     ranks: Ranks, tmp_path: Path, how: str, doomed: int

@@ -43,6 +43,7 @@ def run(folder: Path, scenario: str, size: int, lost: int = -1, **arguments: Any
     ]
 
 
+@pytest.mark.front("2")
 @pytest.mark.parametrize("size", [2, 9, 64])
 def test_collectives(tmp_path: Path, size: int) -> None:
     found = run(tmp_path, "collectives", size)
@@ -62,9 +63,8 @@ def test_collectives(tmp_path: Path, size: int) -> None:
     assert early == ["Conflict", f"rank {middle}: too early"]
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in (1, 2))]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(3))
 def test_a_rank_that_is_killed_is_named_by_all(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     doomed = (0, 1, chance.randrange(64))[seed]
@@ -77,12 +77,14 @@ def test_a_rank_that_is_killed_is_named_by_all(tmp_path: Path, seed: int) -> Non
         assert seconds < PATIENCE / 2
 
 
+@pytest.mark.matrix
 def test_a_rank_that_is_stopped_is_named_by_all(tmp_path: Path) -> None:
     """By the first that runs out of patience, which asks who waits for whom."""
     for message, _ in run(tmp_path, "stopped", 24, 13, doomed=13, place=str(tmp_path)):
         assert message.startswith("rank 13 died or has been unresponsive for 3 s")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", ["zarr", "packed"])
 def test_layouts_of_64_ranks(tmp_path: Path, form: str) -> None:
     found = run(tmp_path, "layouts", 64, place=str(tmp_path), form=form)

@@ -54,6 +54,7 @@ def test_replicas_request_each_byte_of_a_bucket_once(
     assert max(nbytes for nbytes, _, _ in found) < 0.4 * STATE
 
 
+@pytest.mark.front("aabb-*")
 @pytest.mark.parametrize(
     ("hosts", "together"), [("aaaa", [4]), ("aabb", [2, 2]), ("abbb", [1, 3]), ("abab", [1] * 4)]
 )
@@ -94,6 +95,7 @@ def test_memory_that_may_not_be_used_is_not_shared(ranks: Ranks, tmp_path: Path)
         assert STATE <= nbytes < 1.1 * STATE
 
 
+@pytest.mark.front("read", "damaged")
 @pytest.mark.parametrize("how", ["damaged", "plan", "read", "copy"])
 def test_all_ranks_raise_the_error_of_one(ranks: Ranks, tmp_path: Path, how: str) -> None:
     found = ranks.run("failing", 4, tmp_path, how=how)
@@ -109,6 +111,7 @@ def test_all_ranks_raise_the_error_of_one(ranks: Ranks, tmp_path: Path, how: str
         assert nbytes < 0.5 * STATE
 
 
+@pytest.mark.matrix
 def test_a_rank_that_is_killed_is_named(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run("failing", 4, tmp_path, how="killed")
     assert found[2] == KILLED

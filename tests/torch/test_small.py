@@ -145,6 +145,7 @@ def test_states_that_are_named_like_packed_files(tmp_path: Path) -> None:
         assert all((ck["w", name][...] == t.numpy()).all() for name, t in param.items())
 
 
+@pytest.mark.front("safetensors")
 @pytest.mark.parametrize("form", ["zarr", "safetensors"])
 def test_on_several_ranks_and_onto_others(form: str, tmp_path: Path) -> None:
     ranks = Ranks("tests.torch.small_program")

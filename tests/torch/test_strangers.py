@@ -403,6 +403,7 @@ def ranks() -> Ranks:
     return Ranks("tests.torch.strangers_program")
 
 
+@pytest.mark.matrix
 def test_strangers_at_the_writers_of_async_save(ranks: Ranks, tmp_path: Path) -> None:
     """Every port that a rank or its writer opens is called, with pickles and garbage, while a save is under way."""
     for saved, listening, called in ranks.run("attacked", 2, tmp_path):

@@ -605,6 +605,7 @@ class TestRanks:
             ucformat.open(tmp_path / "rows")["w.scale"][...].tolist() == [[0.0]] * 4 + [[1.0]] * 4
         )
 
+    @pytest.mark.front("AdamW8bit")
     @NEEDS_TORCHAO
     @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
     def test_an_optimizer_of_torchao_under_fsdp2(self, kind: str, tmp_path: Path) -> None:

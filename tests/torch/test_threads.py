@@ -54,6 +54,7 @@ def test_ranks_that_call_different_things_are_told(ranks: Ranks, tmp_path: Path)
     assert ucformat.open(tmp_path / "new").id == new
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_writer_that_hangs(ranks: Ranks, tmp_path: Path, stuck: int) -> None:
     found = ranks.run("stopped_writer", 2, tmp_path, stuck=stuck)
@@ -72,6 +73,7 @@ def test_a_writer_that_hangs(ranks: Ranks, tmp_path: Path, stuck: int) -> None:
     assert not opens(tmp_path / "idle")
 
 
+@pytest.mark.matrix
 def test_groups_that_are_made_anew_leave_nothing_behind(ranks: Ranks, tmp_path: Path) -> None:
     for seen in ranks.run("made_anew", 2, tmp_path):
         assert seen == [(1, 1, 2)] * 3  # of the buffer its descriptor, and that of the mapping
@@ -91,6 +93,7 @@ def _can_make_hosts() -> bool:
     return made.returncode == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not _can_make_hosts(), reason="network namespaces need root")
 def test_a_group_without_the_host_of_the_store(tmp_path: Path) -> None:
     """Three hosts on a bridge; the group's writers meet at its own first rank."""

@@ -101,6 +101,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ch
     return open_it
 
 
+@pytest.mark.front("memory", "packed")
 @pytest.mark.parametrize("name", SOURCES)
 @given(data=st.data())
 def test_any_steps_make_what_numpy_makes(

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from tests.catalog.databases import Postgres
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+@pytest.fixture(
+    scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.matrix)]
+)
 def worlds(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[int, Connection]]:

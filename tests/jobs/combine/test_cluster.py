@@ -113,6 +113,7 @@ def same(one: Checkpoint, other: Checkpoint) -> None:
     assert one.manifest.verified == other.manifest.verified
 
 
+@pytest.mark.front("ties")
 @pytest.mark.parametrize("method", METHODS)
 def test_on_dask_and_in_parts(
     method: str, inputs: list[str], adapted: str, workers: str, bucket: Bucket
@@ -126,6 +127,7 @@ def test_on_dask_and_in_parts(
     same(whole, combine(method, inputs, adapted, target, on="commit"))
 
 
+@pytest.mark.matrix
 def test_workers_are_killed(inputs: list[str], bucket: Bucket) -> None:
     whole = combine("ties", inputs, "", bucket.place())
     with cluster(3) as (address, pids):

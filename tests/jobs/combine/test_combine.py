@@ -156,6 +156,7 @@ def work(method, a, b, c, dst):
 """
 
 
+@pytest.mark.front("average")
 @pytest.mark.parametrize("method", ["average", "ties"])
 def test_kill_9_at_any_instant(method: str, tmp_path: Path) -> None:
     sources = [saved(tmp_path / f"m{n}", tensors(n, 900)) for n in range(3)]
