@@ -66,7 +66,7 @@ def ck(parent: Checkpoint, tmp_path: Path) -> Checkpoint:
 
 
 def needing(place: str) -> tuple[str, ...]:
-    return dependents_at(open_store(place))
+    return dependents_at(open_store(place), "")
 
 
 def is_whole(ck: Checkpoint) -> bool:
@@ -393,10 +393,10 @@ def test_one_that_comes_while_a_purge_begins(
         except UcformatError as error:
             came.append(error)
 
-    def ask(store: Store) -> tuple[str, ...]:
+    def ask(store: Store, checkpoint: str) -> tuple[str, ...]:
         if when == "marked":
             come()
-        found = real(store)
+        found = real(store, checkpoint)
         if when == "asked":
             come()
         return found
@@ -425,10 +425,10 @@ def test_of_two_who_purge_nobody_takes_back_what_the_other_settled(
 ) -> None:
     store, real, asked = open_store(parent.url), dependents_at, []
 
-    def ask(place: Store) -> tuple[str, ...]:
+    def ask(place: Store, checkpoint: str) -> tuple[str, ...]:
         asked.append(1)
         if len(asked) > 1:
-            return real(place)
+            return real(place, checkpoint)
         monkeypatch.setattr(
             removal, "_take_manifest", lambda *_: False
         )  # the other one has settled, and not yet begun

@@ -98,7 +98,7 @@ def test_what_nothing_protects_is_overwritten(
     assert read_manifest(open_store(dst))[0].id != old.id
 
 
-def test_without_a_catalog_the_document_beside_it_protects(
+def test_without_a_catalog_the_record_beside_it_protects(
     catalog: Catalog, source: Checkpoint, tmp_path: Path
 ) -> None:
     old = universal(str(tmp_path / "1"), 1)

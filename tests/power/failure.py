@@ -339,7 +339,9 @@ class Bench:
             home = next((h for h in attempts if path.startswith(f"{h}/")), "")
             rest, attempt = path.removeprefix(f"{home}/"), attempts.get(home)
             known = (MANIFEST, CATALOG_DOCUMENT, f"attempts/{attempt}.json")
-            ours = rest in (*known, *needed) or re.match(f"(data|objects|assets)/{attempt}/", rest)
+            ours = rest in (*known, *needed) or re.match(
+                f"(data|objects|assets)/{attempt}/|{NEEDED_BY}/[0-9a-f]{{32}}.json$", rest
+            )
             if not (home and ours) and path != "t/README" and not path.startswith("home/"):
                 yield f"left: {path}"
 

@@ -311,8 +311,8 @@ class Player:
     def _unheld(self) -> Iterator[str]:
         """What an alias, a tag or a hold of some catalog names, and is nowhere bit for bit.
 
-        Other catalogs know it by the document beside it: until that is written, they may replace
-        the checkpoint, and who says it is warned.
+        Other catalogs know it by the record beside it: until that is written, they may replace the
+        checkpoint, and who says it is warned.
         """
         for name in CATALOGS:
             for made, urls in self.world.rows(name, _HELD):
@@ -371,7 +371,7 @@ class Player:
                 continue
             home = next((p for p in homes if key.startswith(f"{p}/")), "")
             rest, attempt = key.removeprefix(f"{home}/"), homes.get(home)
-            if rest.startswith(f"{NEEDED_BY}/") and self._needed(key):
+            if home and rest.startswith(f"{NEEDED_BY}/") and self._needed(key):
                 continue
             known = (MANIFEST, CATALOG_DOCUMENT, f"attempts/{attempt}.json")
             if not home or not (
@@ -380,8 +380,10 @@ class Player:
                 yield f"left {key}"
 
     def _needed(self, key: str) -> bool:
-        """Whether the checkpoint is there that is said to need files beside this document."""
+        """Whether the checkpoint is there that is said to need files beside this document, or it is of a catalog."""
         doc = NeededByDoc.model_validate_json(self.world.files[key].data)
+        if doc.reasons is not None:
+            return True
         try:
             return (
                 read_manifest(open_store(doc.url))[0].id

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 
-from ucformat.catalog import find_dependents, labels, on_change, recording
+from ucformat.catalog import labels, on_change, recording
 from ucformat.catalog.labels import ANY
 from ucformat.catalog.loading import load_entries
 from ucformat.catalog.models import Checkpoint
@@ -231,7 +231,7 @@ class Catalog(CatalogReader):
         stamp = make_stamp()
         with self._database.reading() as c:
             first = deletion.plan(c, policy, stamp.now)
-        needed = find_dependents({r.id: r.places for r in first.delete})
+        needed = self._dependents({r.id: r.places for r in first.delete})
         if apply is not None:
             return self._write(
                 lambda c: deletion.apply_plan(c, policy, apply, stamp, needed=needed)
@@ -258,7 +258,7 @@ class Catalog(CatalogReader):
         with self._database.reading() as c:
             serials = [resolve(c, parse_ref(r)) for r in refs]
             places = places_of(c, serials)
-        needed = find_dependents(places)
+        needed = self._dependents(places)
         self._write(lambda c: deletion.delete(c, serials, grace, stamp, why={}, needed=needed))
 
     def restore(self, *refs: str) -> None:

@@ -8,6 +8,7 @@ import re
 import time
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from uuid import uuid4
@@ -240,6 +241,12 @@ class Database:
             if not self.sqlite:  # SQLite has one writing transaction at a time
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
             yield connection
+
+    @cached_property
+    def identity(self) -> str:
+        """The id of this catalog."""
+        with self.reading() as connection:
+            return connection.execute(sa.select(Identity.id)).scalar_one()
 
     @property
     def revision(self) -> str:

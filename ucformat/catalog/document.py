@@ -36,7 +36,7 @@ from ucformat.catalog.models import (
     stored_metric,
 )
 from ucformat.catalog.recording import set_run
-from ucformat.catalog.retention import protections, retention_rows
+from ucformat.catalog.retention import RetentionHold, protections, retention_rows
 from ucformat.catalog.rows import (
     MAX_IN_LIST,
     event,
@@ -54,12 +54,13 @@ from ucformat.schema.documents import (
     HoldDoc,
     MetricDoc,
     NoteDoc,
+    ReasonDoc,
     TagDoc,
     UntagDoc,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from sqlalchemy import ColumnElement, Connection
 
@@ -167,6 +168,28 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
             )
             for r in edges
         ),
+    )
+
+
+def reasons_at(connection: Connection, serial: int, url: str) -> tuple[ReasonDoc, ...]:
+    """Why this catalog keeps a checkpoint at a place: by its annotations, without those of the document there.
+
+    The catalog that made those keeps it there itself.
+    """
+
+    def rows(table: Any, columns: Sequence[Any], *where: ColumnElement[bool]) -> Any:
+        ours = sa.or_(table.document_url.is_(None), table.document_url != url)
+        chosen = sa.select(*columns).where(table.checkpoint == serial, ours, *where)
+        return connection.execute(chosen.order_by(*table.__table__.primary_key.columns))
+
+    holds = (
+        RetentionHold(*hold)
+        for hold in rows(Hold, (Hold.reason, Hold.until), Hold.released.is_(None))
+    )
+    return (
+        *(ReasonDoc(text=f"alias {name}") for (name,) in rows(Alias, (Alias.name,))),
+        *(ReasonDoc(text=f"tag {name}") for (name,) in rows(Tag, (Tag.name,))),
+        *(ReasonDoc(text=hold.text, until=hold.until) for hold in holds),
     )
 
 

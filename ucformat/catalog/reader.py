@@ -14,6 +14,7 @@ from ucformat.catalog.stamp import GRACE
 from ucformat.errors import PermissionDenied
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from datetime import timedelta
     from types import TracebackType
 
@@ -64,6 +65,12 @@ class CatalogReader:
         """Whether no checkpoint was ever recorded."""
         with self._database.reading() as c:
             return search.is_empty(c)
+
+    def _dependents(self, places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
+        """The others that need the files of checkpoints, by id, according to the records beside them."""
+        found = find_dependents(places)
+        ours = {self._database.identity} if found else set()  # our own rows are asked anyway
+        return {c: others - ours for c, others in found.items() if others - ours}
 
     def close(self) -> None:
         """Close the connections."""
@@ -269,7 +276,7 @@ class CatalogReader:
             plan = plan_purge(
                 retention_rows(c, stamp.now(), states=REMOVED), stamp.now(), grace, stamp.clocks(c)
             )
-        needed = find_dependents({r.id: r.places for r in plan.purge})
+        needed = self._dependents({r.id: r.places for r in plan.purge})
         if not needed:
             return plan
         with self._database.reading() as c:

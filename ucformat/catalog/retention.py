@@ -287,6 +287,12 @@ class RetentionHold:
     reason: str
     until: datetime | None = None
 
+    @property
+    def text(self) -> str:
+        """As it is shown."""
+        until = "" if self.until is None else f" until {self.until:%Y-%m-%d}"
+        return f"held{until}: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True)
 class RetentionRow:
@@ -403,7 +409,7 @@ def protections(row: RetentionRow, now: datetime) -> tuple[str, ...]:
         *(f"alias {name}" for name in sorted(row.aliases)),
         *(f"alias {name} in another catalog" for name in sorted(row.claims)),
         *(f"tag {name}" for name in sorted(row.tags)),
-        *(_hold(h) for h in row.holds if h.until is None or h.until > now),
+        *(hold.text for hold in row.holds if hold.until is None or hold.until > now),
         *needed_by(row.dependents),
     )
 
@@ -414,14 +420,6 @@ def needed_by(dependents: Sequence[str]) -> Iterator[str]:
     yield from (f"needed by {name}" for name in sorted(named))
     if len(dependents) > _MAX_NAMED:
         yield f"needed by {len(dependents) - _MAX_NAMED:,} more"
-
-
-def _hold(hold: RetentionHold) -> str:
-    return (
-        f"held: {hold.reason}"
-        if hold.until is None
-        else f"held until {hold.until:%Y-%m-%d}: {hold.reason}"
-    )
 
 
 def plan_id(action: object, rows: Iterable[RetentionRow]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ucformat.catalog.recording import Found
 from ucformat.catalog.refs import same_url
 from ucformat.errors import UcformatError
+from ucformat.jobs.documents import take_over_document
 from ucformat.jobs.run import naming_place
 from ucformat.schema.documents import CatalogDoc
 from ucformat.schema.manifest import Manifest
@@ -180,6 +181,8 @@ def _record(
             try:
                 with naming_place(ck.url):
                     entry = catalog.import_document(ck.manifest.id, ck.doc, ck.url, trust=how.trust)
+                    if how.trust:
+                        take_over_document(catalog, ck.manifest.id, ck.url)
                     if (
                         how.run is not None and entry.run != how.run
                     ):  # the option overrides the document

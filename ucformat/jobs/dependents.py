@@ -1,10 +1,11 @@
-"""Dependents: virtual checkpoints, recorded beside the files that they need, so that every catalog protects these.
+"""Dependents, recorded beside the files that they need: virtual checkpoints, and catalogs that keep a checkpoint.
 
 The document `needed-by/<id>.json` is written before the virtual checkpoint is committed, and
-deleted after it is removed. A process that removes or replaces a checkpoint first marks that beside
-it (a tombstone, or `replacing` in the record of an attempt) and then lists these documents; a
-process that writes one looks for such a mark afterwards. So if both run at once, at least one sees
-the other. A document that was left behind keeps files until the owner ignores it.
+deleted after it is removed; that of a catalog is written when it holds, tags or names a checkpoint.
+A process that removes or replaces a checkpoint first marks that beside it (a tombstone, or
+`replacing` in the record of an attempt) and then lists these documents; a process that writes one
+looks for such a mark afterwards. So if both run at once, at least one sees the other. A document
+that was left behind keeps files until the owner ignores it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, UnsupportedError
-from ucformat.format.attempts import KINDS, replacing_attempts
+from ucformat.format.attempts import KINDS, TRIES, contended, replacing_attempts
+from ucformat.format.commit import settle
 from ucformat.format.digest import encoded
 from ucformat.format.mounted import is_below
 from ucformat.format.structure import read_manifest
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.schema.documents import ReasonDoc
     from ucformat.schema.manifest import AttemptDoc
     from ucformat.storage.base import Store
 
@@ -166,12 +169,127 @@ def _is_same(one: str, other: str) -> bool:
 # Finding dependents
 
 
-def dependents_at(store: Store) -> tuple[str, ...]:
-    """The ids of the checkpoints that need files of a place, according to the documents there."""
+def _recorded(store: Store) -> tuple[str, ...]:
+    """The ids of the documents at a place, also of catalogs that no longer keep the checkpoint."""
     names = (
         _NAME.fullmatch(info.key.removeprefix(f"{NEEDED_BY}/")) for info in store.list(NEEDED_BY)
     )
-    return tuple(found[1] for found in names if found)
+    return tuple(name[1] for name in names if name)
+
+
+def reasons_beside(
+    store: Store, checkpoint: str, *, annotations: bool = True
+) -> dict[str, tuple[str, ...]]:
+    """Why others than a checkpoint itself need its files, by the ids of the documents at its place.
+
+    A document that cannot be read counts as that of a checkpoint.
+
+    Args:
+        annotations: whether the annotations of catalogs count (default: yes; what keeps its id
+            loses none).
+    """
+    now, reasons = make_stamp().now, {}
+    for other in _recorded(store):
+        doc = None if other == checkpoint else _read(store, other)
+        if doc is not None and doc.reasons is not None:
+            kept = [r.text for r in doc.reasons if r.until is None or r.until > now]
+            if kept and annotations and doc.keeps == checkpoint:
+                reasons[other] = tuple(kept)
+        elif other != checkpoint:
+            reasons[other] = (f"needed by {other}",)
+    return reasons
+
+
+def dependents_at(store: Store, checkpoint: str) -> tuple[str, ...]:
+    """The ids of the other checkpoints that need the files of one, and of the catalogs that keep it."""
+    return tuple(reasons_beside(store, checkpoint))
+
+
+def keep(
+    store: Store, checkpoint: str, catalog: str, reasons: tuple[ReasonDoc, ...], revision: int
+) -> None:
+    """Record durably that a catalog keeps a checkpoint at a place, or no longer does, unless it said more since."""
+    key, stamp = _key(catalog), make_stamp()
+    doc = NeededByDoc(
+        id=catalog,
+        url=store.url,
+        created=stamp.now,
+        who=stamp.who,
+        keeps=checkpoint,
+        reasons=reasons,
+        revision=revision,
+    )
+    for _ in range(TRIES):
+        there, version = read_versioned(store, key)
+        before = None if there is None else _parse(there)
+        if before is None and (there is not None or not reasons):
+            return  # what cannot be read counts as it is
+        if (
+            before is not None
+            and before.keeps == checkpoint
+            and (before.revision > revision or before.reasons == reasons)
+        ):
+            settle(store, key)  # its writer may have been killed before it was durable
+            return
+        with suppress(Conflict):
+            put_version(store, key, encoded(doc), version)
+            return
+    raise contended(store, key)
+
+
+def read_versioned(store: Store, key: str) -> tuple[bytes | None, str | None]:
+    """The content and version of a file; None if there is none."""
+    try:
+        return store.read_versioned(key)
+    except NotFound:
+        return None, None
+
+
+def put_version(store: Store, key: str, data: bytes, version: str | None) -> None:
+    """Write a file if it is unchanged since it was read with this version (None: if there is none).
+
+    Raises:
+        Conflict: another process wrote it.
+    """
+    if version is None:
+        store.put_if_absent(key, data)
+        return
+    try:
+        store.replace(key, data, version)
+    except (
+        PermissionDenied,
+        UnsupportedError,
+    ):  # without conditional writes the last writer wins, so check whether it was this one
+        with store.create(key) as out:
+            out.write(data)
+        store.flush()
+        if store.read(key) != data:
+            raise Conflict(
+                f"{store.url}/{key} was written by another process at the same time"
+            ) from None
+
+
+def take_over(store: Store, catalog: str, reasons: Collection[ReasonDoc]) -> None:
+    """Remove the records of other catalogs that keep a checkpoint for nothing but reasons of this one, too."""
+    for other in _recorded(store):
+        doc = None if other == catalog else _read(store, other)
+        if doc is not None and doc.reasons and {*doc.reasons} <= {*reasons}:
+            store.delete(_key(other))
+            store.flush()
+
+
+def kept_keys(store: Store) -> set[str]:
+    """The records at a place of what catalogs keep."""
+    docs = ((other, _read(store, other)) for other in _recorded(store))
+    return {_key(other) for other, doc in docs if doc is not None and doc.reasons is not None}
+
+
+def copy_kept(src: Store, dst: Store) -> None:
+    """Record at a copy what catalogs keep, as they do at the original."""
+    for catalog in _recorded(src):
+        doc = _read(src, catalog)
+        if doc is not None and doc.reasons and doc.keeps is not None:
+            keep(dst, doc.keeps, catalog, doc.reasons, doc.revision)
 
 
 def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
@@ -182,21 +300,19 @@ def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[st
     """
     failures: dict[str, str] = {}
 
-    def list_dependents(url: str) -> tuple[str, ...]:
+    def list_dependents(pair: tuple[str, str]) -> tuple[str, ...]:
+        checkpoint, url = pair
         try:
-            return dependents_at(open_store(url))
+            return dependents_at(open_store(url), checkpoint)
         except UcformatError as error:
             failures[url] = error.message
             return ()
 
     pairs = [(checkpoint, url) for checkpoint, urls in places.items() for url in urls]
     found: dict[str, frozenset[str]] = {}
-    for (checkpoint, _), ids in zip(
-        pairs, map_io(lambda pair: list_dependents(pair[1]), pairs), strict=True
-    ):
-        others = frozenset(ids) - {checkpoint}
-        if others:
-            found[checkpoint] = found.get(checkpoint, frozenset()) | others
+    for (checkpoint, _), ids in zip(pairs, map_io(list_dependents, pairs), strict=True):
+        if ids:
+            found[checkpoint] = found.get(checkpoint, frozenset()) | frozenset(ids)
     if failures:
         first = min(failures)
         more = f", and of {len(failures) - 1:,} other places" if len(failures) > 1 else ""
@@ -206,7 +322,7 @@ def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[st
 
 def forget_dependents(store: Store) -> None:
     """Remove the documents of dependents, after the files are gone."""
-    for dependent in dependents_at(store):
+    for dependent in _recorded(store):
         store.delete(_key(dependent))
 
 
@@ -217,7 +333,7 @@ def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozen
         Those of the ids that were recorded, beside the files or in the catalog, as dependents.
     """
     store, stamp = open_store(url), make_stamp()
-    beside = frozenset(dependents_at(store)) & frozenset(ids)
+    beside = frozenset(_recorded(store)) & frozenset(ids)
     urls = {
         dependent: doc.url for dependent in beside if (doc := _read(store, dependent)) is not None
     }
@@ -271,6 +387,13 @@ def _key(checkpoint: str) -> str:
 def _read(store: Store, checkpoint: str) -> NeededByDoc | None:
     """The record that this checkpoint needs files here; None if it is missing or invalid."""
     try:
-        return parsed(NeededByDoc, store.read(_key(checkpoint)))
-    except (NotFound, ValueError):
+        return _parse(store.read(_key(checkpoint)))
+    except NotFound:
+        return None
+
+
+def _parse(data: bytes) -> NeededByDoc | None:
+    try:
+        return parsed(NeededByDoc, data)
+    except ValueError:
         return None

@@ -7,32 +7,38 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from datetime import UTC, datetime
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ucformat.catalog.document import MAX_REVISION, compose, mark_written, stale
-from ucformat.catalog.retention import OWN_KIND, RetentionHold, RetentionRow, needed_by, protections
+from ucformat.catalog.document import MAX_REVISION, compose, mark_written, reasons_at, stale
+from ucformat.catalog.refs import Ref, resolve
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import (
     Conflict,
     IntegrityError,
     NotFound,
-    PermissionDenied,
     UcformatError,
-    UnsupportedError,
     UpgradeNeeded,
 )
 from ucformat.format.attempts import TRIES, contended, replacing_attempts
 from ucformat.format.commit import settle
 from ucformat.format.digest import encoded
 from ucformat.format.structure import find_manifest
-from ucformat.jobs.dependents import dependents_at
+from ucformat.jobs.dependents import (
+    copy_kept,
+    keep,
+    put_version,
+    read_versioned,
+    reasons_beside,
+    take_over,
+)
 from ucformat.jobs.listing import check_removed, is_empty
-from ucformat.schema.documents import CATALOG_DOCUMENT, CatalogDoc
+from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE, CatalogDoc
 from ucformat.schema.values import parsed
 from ucformat.settings import load_settings
+from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.document import Stale
+    from ucformat.schema.documents import ReasonDoc
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
@@ -104,7 +111,8 @@ def copy_document(src: Store, dst: Store, checkpoint: str) -> None:
             return
         there, version = _versioned(dst)
         if there is None or there.id != checkpoint:
-            _put(dst, encoded(doc), version)
+            put_version(dst, CATALOG_DOCUMENT, encoded(doc), version)
+            copy_kept(src, dst)
     except UcformatError as error:
         _log.warning("the catalog's document was not copied to %s: %s", dst.url, error.message)
 
@@ -133,9 +141,23 @@ def _write_everywhere(catalog: Catalog, checkpoint: Stale) -> dict[str, Ucformat
     return failures
 
 
-def _composed(catalog: Catalog, serial: int, url: str) -> CatalogDoc:
+def take_over_document(catalog: Catalog, checkpoint: str, url: str) -> None:
+    """Keep at a place what a document there says that was trusted, instead of the catalogs that said it."""
     with catalog.database.reading() as c:
-        return compose(c, serial, url)
+        serial = resolve(c, Ref(checkpoint, id=checkpoint))
+    store = open_store(url)
+    doc, reasons = _composed(catalog, serial, url)
+    try:
+        _keep(store, doc, reasons)
+        take_over(store, doc.catalog, reasons)
+    except UcformatError as error:
+        _log.warning("other catalogs still keep %s: %s", url, error.message)
+
+
+def _composed(catalog: Catalog, serial: int, url: str) -> tuple[CatalogDoc, tuple[ReasonDoc, ...]]:
+    """The document for a place, and why the catalog keeps the checkpoint there."""
+    with catalog.database.reading() as c:
+        return compose(c, serial, url), reasons_at(c, serial, url)
 
 
 def _write(catalog: Catalog, serial: int, url: str) -> int:
@@ -143,11 +165,11 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
     store = open_store(url)
     for _ in range(TRIES):
         there, version = _versioned(store)
-        doc = _composed(catalog, serial, url)
+        doc, reasons = _composed(catalog, serial, url)
         if there is None:
             if is_empty(store):
                 check_removed(store, begun=False)
-                if _protects(doc):
+                if reasons:
                     raise Conflict(
                         "the checkpoint is gone from there",
                         hint="`ucp reindex` makes the catalog know it",
@@ -163,40 +185,41 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
         else:
             if there.catalog != doc.catalog or there.revision > doc.revision:
                 catalog.import_document(doc.id, there, url)
-                doc = _composed(catalog, serial, url)
+                doc, reasons = _composed(catalog, serial, url)
             if doc.revision <= there.revision <= MAX_REVISION:
                 settle(
                     store, CATALOG_DOCUMENT
                 )  # its writer may have been killed before it was durable
-                _refuse_replacing(store, doc)
+                _keep(store, doc, reasons)
                 return there.revision
         try:
-            _put(store, encoded(doc), version)
+            put_version(store, CATALOG_DOCUMENT, encoded(doc), version)
         except Conflict:
             continue
-        _refuse_replacing(store, doc)
+        _keep(store, doc, reasons)
         return doc.revision
     raise contended(store, CATALOG_DOCUMENT)
 
 
-def _refuse_replacing(store: Store, doc: CatalogDoc) -> None:
-    """Raise Conflict if a protected checkpoint is being replaced by a writer that may not have seen the document.
+def _keep(store: Store, doc: CatalogDoc, reasons: tuple[ReasonDoc, ...]) -> None:
+    """Record beside a checkpoint that the catalog keeps it, or no longer does.
 
-    A writer marks its attempt before it reads the document: so it sees the document, or this sees
-    the mark.
+    Raises:
+        Conflict: it is being removed or replaced by a process that may not have seen the record.
+            Such a process marks that before it reads the records: so it sees this one, or this sees
+            the mark.
     """
-    if not _protects(doc):
+    keep(store, doc.id, doc.catalog, reasons, doc.revision)
+    if not reasons:
         return
+    if exists(store, TOMBSTONE):
+        raise Conflict("the checkpoint there is being removed, perhaps in spite of this protection")
     if others := replacing_attempts(store):
-        found = find_manifest(store)
-        if found is None or found.id != doc.id or others - {found.attempt}:
+        manifest = find_manifest(store)
+        if manifest is None or manifest.id != doc.id or others - {manifest.attempt}:
             raise Conflict(
                 "the checkpoint there is being replaced, perhaps in spite of this protection"
             )
-
-
-def _protects(doc: CatalogDoc) -> bool:
-    return bool(doc.holds or doc.tags or doc.aliases)
 
 
 def _replaced() -> Conflict:
@@ -207,31 +230,8 @@ def _replaced() -> Conflict:
 
 def _versioned(store: Store) -> tuple[CatalogDoc | None, str | None]:
     """The current document, and the version of its file."""
-    try:
-        data, version = store.read_versioned(CATALOG_DOCUMENT)
-    except NotFound:
-        return None, None
-    return _parse(data, store), version
-
-
-def _put(store: Store, data: bytes, version: str | None) -> None:
-    """Write the document if it is unchanged since it was read."""
-    if version is None:
-        store.put_if_absent(CATALOG_DOCUMENT, data)
-        return
-    try:
-        store.replace(CATALOG_DOCUMENT, data, version)
-    except (
-        PermissionDenied,
-        UnsupportedError,
-    ):  # without conditional writes the last writer wins, so check whether it was this one
-        with store.create(CATALOG_DOCUMENT) as out:
-            out.write(data)
-        store.flush()
-        if store.read(CATALOG_DOCUMENT) != data:
-            raise Conflict(
-                f"{store.url}/{CATALOG_DOCUMENT} was written by another process at the same time"
-            ) from None
+    data, version = read_versioned(store, CATALOG_DOCUMENT)
+    return None if data is None else _parse(data, store), version
 
 
 def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
@@ -243,46 +243,26 @@ def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
     Args:
         new: the id of the checkpoint that replaces it; None if it is new.
     """
-    if there.id == new:
-        why = tuple(
-            dict.fromkeys(
-                (*_beside(store, there.id), *_known(store.url, there.id, annotations=False))
-            )
-        )
-    else:
-        why = protections_of(store.url, there.id)
-    if why:
+    if why := protections_of(store.url, there.id, annotations=there.id != new):
         raise Conflict(
             f"the checkpoint {there.id} at {store.url} is not replaced: {'; '.join(why)}",
             hint="choose another place, or remove the protections (docs/retention.md)",
         )
 
 
-def _beside(store: Store, checkpoint: str) -> tuple[str, ...]:
-    """The dependents that are recorded beside the files, as reasons."""
-    return tuple(
-        needed_by([dependent for dependent in dependents_at(store) if dependent != checkpoint])
-    )
+def protections_of(
+    url: str, checkpoint: str, *, known: bool = True, annotations: bool = True
+) -> tuple[str, ...]:
+    """The reasons why a checkpoint must not be removed: the records beside it, and the rows of the catalog.
 
-
-def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[str, ...]:
-    """The reasons why a checkpoint must not be removed, from its documents and the catalog."""
-    store = open_store(url)
-    try:
-        doc = read_document(store)
-    except IntegrityError as error:
-        return (error.message,)
-    found = _beside(store, checkpoint)
-    now = datetime.now(UTC)
-    if doc is not None and doc.id == checkpoint:
-        row = RetentionRow(
-            *(0, checkpoint, OWN_KIND, "committed", None, None, now, 0),
-            holds=tuple(RetentionHold(h.reason, h.until) for h in doc.holds),
-            aliases=tuple(a.name for a in doc.aliases),
-            tags=tuple(t.name for t in doc.tags),
-        )
-        found = (*protections(row, now), *found)
-    return tuple(dict.fromkeys((*found, *_known(url, checkpoint)))) if known else found
+    Args:
+        known: whether the catalog of the settings is asked (default: yes).
+        annotations: whether holds, tags and aliases count, not only who needs the files (default:
+            yes).
+    """
+    beside = reasons_beside(open_store(url), checkpoint, annotations=annotations).values()
+    rows = _known(url, checkpoint, annotations=annotations) if known else ()
+    return tuple(dict.fromkeys((*chain.from_iterable(beside), *rows)))
 
 
 def _known(url: str, checkpoint: str, *, annotations: bool = True) -> tuple[str, ...]:

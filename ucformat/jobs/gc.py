@@ -29,7 +29,7 @@ from ucformat.format.attempts import (
 from ucformat.format.commit import abandon
 from ucformat.format.digest import encoded
 from ucformat.format.structure import find_manifest
-from ucformat.jobs.documents import read_document
+from ucformat.jobs.documents import read_document, write_documents
 from ucformat.jobs.listing import check_listed, check_removed, is_empty
 from ucformat.jobs.removal import (
     bury,
@@ -122,8 +122,10 @@ def collect(
             "what can be removed has changed since the plan was made: nothing was removed",
             hint="review the new plan, and apply that",
         )
+    write_documents(catalog, None)  # what we no longer keep must not count
     planned = [r.id for r in plan.purge]
-    unclear = consult(catalog, planned)
+    needed = [deferred.row.id for deferred in plan.wait if deferred.row.dependents]
+    unclear = consult(catalog, [*planned, *needed])
     failures += unclear.values()
     plan = catalog.purgeable(grace)  # without those that other catalogs protect
     clear = {*planned} - {*unclear}  # not those whose grace has ended only now

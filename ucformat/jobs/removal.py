@@ -31,7 +31,7 @@ from ucformat.format.attempts import TRIES, contended, refuse_others
 from ucformat.format.commit import abandon
 from ucformat.format.digest import encoded
 from ucformat.format.structure import find_manifest, read_manifest
-from ucformat.jobs.dependents import dependents_at, forget_dependents
+from ucformat.jobs.dependents import dependents_at, forget_dependents, kept_keys
 from ucformat.jobs.documents import protections_of, read_document
 from ucformat.jobs.listing import check_removed
 from ucformat.jobs.record import with_catalog
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 # Removing a checkpoint at once, as a training does that keeps only a few: here and in the catalog.
 
 
+_MAX_KEYS = 100  # of a place where nothing is left but documents of catalogs
 _log = logging.getLogger("ucformat")
 
 
@@ -181,7 +182,7 @@ def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
 
 
 def _dependents(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
-    return tuple(dependent for dependent in dependents_at(store) if dependent != tombstone.id)
+    return dependents_at(store, tombstone.id)
 
 
 def _put(store: Store, tombstone: TombstoneDoc) -> tuple[TombstoneDoc, str]:
@@ -266,7 +267,7 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
 
 
 def orphaned_document(store: Store) -> CatalogDoc | None:
-    """The catalog's document if the place has no other file: it was written just after its checkpoint was removed."""
+    """The catalog's document where nothing else is, but what catalogs keep: its checkpoint was removed meanwhile."""
     return read_document(store) if _keys(store) == {CATALOG_DOCUMENT} else None
 
 
@@ -286,8 +287,9 @@ def remove_orphaned_document(store: Store) -> None:
 
 
 def _keys(store: Store) -> set[str]:
-    """The first three keys of a place."""
-    return {info.key for info in islice(store.list(), 3)}
+    """The first keys of a place, without the records of what catalogs keep."""
+    keys = {info.key for info in islice(store.list(), _MAX_KEYS)}
+    return keys - kept_keys(store) if keys - {CATALOG_DOCUMENT, TOMBSTONE} else keys
 
 
 def read_tombstone(store: Store) -> TombstoneDoc | None:

@@ -58,8 +58,24 @@ def version_of(data: bytes, form: str) -> int | None:
 NEEDED_BY = "needed-by"
 
 
+Count = Annotated[int, Field(ge=0, lt=2**31 - 1)]  # as the tables hold it, with room for one more
+
+
+class ReasonDoc(BaseModel):
+    """Why a catalog keeps a checkpoint, and until when (None: until it says otherwise)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    text: str
+    until: Instant | None = None
+
+
 class NeededByDoc(BaseModel):
-    """Who needs the files: a checkpoint of this id, which lies, or is being written, at `url`."""
+    """Who needs the files: a checkpoint of this id, which lies, or is being written, at `url`; or a catalog.
+
+    With `reasons`, it is the catalog of this id, which keeps the checkpoint `keeps`, or if the list
+    is empty no longer does. `revision` is that of the catalog's document.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -69,13 +85,13 @@ class NeededByDoc(BaseModel):
     url: str
     created: Instant
     who: str
+    keeps: str | None = None
+    reasons: tuple[ReasonDoc, ...] | None = None
+    revision: Count = 0
 
 
 #: The name of the document, in the checkpoint's folder.
 CATALOG_DOCUMENT = "ucformat-catalog.json"
-
-
-Count = Annotated[int, Field(ge=0, lt=2**31 - 1)]  # as the tables hold it, with room for one more
 
 
 class _Document(BaseModel):
