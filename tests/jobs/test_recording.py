@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ucformat
+from tests.catalog.manifests import manifest
 from tests.fakes import FakeSource, random_array
 from tests.packed import write_packed
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UsageError
 from ucformat.jobs.documents import read_document
+from ucformat.jobs.record import record_commit
+from ucformat.schema.manifest import LineageDoc
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 
@@ -105,3 +108,16 @@ def test_a_conversion_of_nothing_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             act()
         assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("odd", ["run7@latest", "alias:nothing", "abcd", "/nowhere", "run@x@y", ""])
+def test_an_odd_id_in_the_lineage_keeps_no_save_out_of_the_catalog(
+    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A manifest may name its parent by any text, which is no reference to look up."""
+    monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
+    edge = LineageDoc(kind="resume", url=str(tmp_path / "gone"), id=odd)
+    record_commit("/data/1", manifest(1, lineage=(edge,)))
+    with ucformat.Catalog(str(tmp_path / "catalog.db")) as found:
+        assert [e.urls for e in found.find("")] == [("/data/1",)]
+    assert not caplog.records

@@ -239,6 +239,12 @@ def find_lines(
     ]
 
 
+def is_recorded(connection: Connection, checkpoint: str) -> bool:
+    """Whether there is a checkpoint of this id."""
+    here = sa.exists().where(Checkpoint.id == checkpoint)
+    return bool(connection.scalar(sa.select(here)))
+
+
 def is_empty(connection: Connection) -> bool:
     """Whether there is no checkpoint at all."""
     return connection.scalar(sa.select(Checkpoint.serial).limit(1)) is None

@@ -44,23 +44,18 @@ def record_commit(url: str, manifest: Manifest) -> None:
     """
 
     def record(catalog: Catalog) -> None:
+        from ucformat.catalog.search import is_recorded
+
         for edge in manifest.lineage:
-            if (
-                edge.kind in ("resume", "reshard")
-                and edge.id is not None
-                and not _knows(catalog, edge.id)
-            ):
-                _record_origin(catalog, edge.url, edge.id, manifest.run, url)
+            if edge.kind in ("resume", "reshard") and edge.id is not None:
+                with catalog.database.reading() as c:
+                    known = is_recorded(c, edge.id)
+                if not known:
+                    _record_origin(catalog, edge.url, edge.id, manifest.run, url)
         catalog.record(manifest, url)
 
     failed = f"the checkpoint {url} is committed, but not in the catalog"
     with_catalog(record, failed, f"`ucp reindex {url}` records it")
-
-
-def _knows(catalog: Catalog, checkpoint: str) -> bool:
-    with suppress(NotFound):
-        return bool(catalog.get(checkpoint))
-    return False
 
 
 def _record_origin(
