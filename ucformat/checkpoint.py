@@ -17,6 +17,7 @@ from ucformat.errors import (
     UcformatError,
     UnsupportedError,
     UsageError,
+    first_names,
 )
 from ucformat.format.attempts import attempt_of, outside_attempts
 from ucformat.format.digest import bytes_digest, document_digest
@@ -118,10 +119,9 @@ def _open(
                 )
             infos = list(islice(store.list(), _MAX_LISTED))
             if folders := _checkpoints_below(infos):
-                more = f" and {len(folders) - _MAX_NAMED} more" if len(folders) > _MAX_NAMED else ""
                 raise NotACheckpoint(
                     f"{store.url} is no checkpoint itself; these folders in it seem to be: "
-                    f"{', '.join(folders[-_MAX_NAMED:])}{more}",
+                    f"{first_names(folders[::-1], _MAX_NAMED)}",
                     hint=f"open one of them: {store.url}/{folders[-1]}",
                 )
             if any(i.key.startswith("attempts/") and attempt_of(i.key) for i in infos):

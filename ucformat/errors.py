@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from ucformat.redacted import hide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     Spelling = Callable[[str, str, str], str]
 
@@ -65,6 +65,13 @@ __all__ = [
     "option_text",
     "spelling_options",
 ]
+
+
+def first_names(names: Iterable[object], most: int, separator: str = ", ") -> str:
+    """List things in a message: `a, b and 3 more`, the first of them and how many others there are."""
+    texts = list(map(str, names))
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
 
 
 class UcformatError(Exception):

@@ -339,7 +339,7 @@ def _several_heads(
         f"  step {r.step}: {r.id[:12]}, launch {launch_label(launches[r.launch_id][0])}, {places.get(r.serial, 'gone')}"
         for r in tips[:_SHOWN]
     ]
-    more = [f"  and {len(tips) - _SHOWN} more"] if len(tips) > _SHOWN else []
+    more = [f"  and {len(tips) - _SHOWN:,} more"] if len(tips) > _SHOWN else []
     text = f"{ref.text!r} is ambiguous: {name} has {len(tips)} lines that do not continue each other; their newest are"
     return UsageError("\n".join([text, *listed, *more]), hint=_CHOOSE)
 

@@ -11,7 +11,7 @@ import posixpath
 import re
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
 
@@ -25,6 +25,7 @@ from ucformat.errors import (
     NotFound,
     UcformatError,
     UpgradeNeeded,
+    first_names,
 )
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import own_digest, unwritable, with_own_digest
@@ -196,10 +197,7 @@ def refuse(where: str, found: Iterable[Problem]) -> None:
     """Raise an error if there are problems."""
     wrong = tuple(found)
     if wrong:
-        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        raise Inconsistent(
-            f"{where}: " + "; ".join(map(str, islice(wrong, _NAMED))) + more, problems=wrong
-        )
+        raise Inconsistent(f"{where}: {first_names(wrong, _NAMED, '; ')}", problems=wrong)
 
 
 def manifest_problems(manifest: Manifest) -> Iterator[Problem]:

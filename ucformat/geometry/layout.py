@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from ucformat.config_files import line_of, read_config_file
-from ucformat.errors import LayoutError, UpgradeNeeded
+from ucformat.errors import LayoutError, UpgradeNeeded, first_names
 from ucformat.geometry.bound import BoundLayout
 from ucformat.geometry.patterns import compile_pattern, expand
 from ucformat.geometry.placement import (
@@ -460,11 +460,9 @@ class Layout:
                     raise LayoutError(f"{info.key}: {e.message}", hint=e.hint) from e
             placed[info.key] = composed[combination]
         for section, keys in missing.items():
-            names = ", ".join(map(str, keys[:4])) + (
-                f" and {len(keys) - 4} more" if len(keys) > 4 else ""
-            )
             raise LayoutError(
-                f"no rule of the section {section} matches {names}", hint=_CATCH_ALL.format(section)
+                f"no rule of the section {section} matches {first_names(keys, 4)}",
+                hint=_CATCH_ALL.format(section),
             )
         return BoundLayout(self.meshes, tensor_list, placed)
 

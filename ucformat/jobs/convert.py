@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import NotFinished, UcformatError, Uncertain, UnsupportedError, UsageError
+from ucformat.errors import (
+    NotFinished,
+    UcformatError,
+    Uncertain,
+    UnsupportedError,
+    UsageError,
+    first_names,
+)
 from ucformat.exporters.adapter import is_wrapped
 from ucformat.format.arrays import grid_doc, put_array, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
@@ -202,10 +209,9 @@ def convert(
 
 def _warn_of_unread(source: Checkpoint) -> None:
     if lost := [name for name in source.unread if name not in source.assets]:
-        more = f" and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""
         _log.warning(
-            "%s: ucformat does not know what these files are, and the new checkpoint does not contain them: %s%s",
-            *(source.home, ", ".join(lost[:_MAX_NAMED]), more),
+            "%s: ucformat does not know what these files are, and the new checkpoint does not contain them: %s",
+            *(source.home, first_names(lost, _MAX_NAMED)),
         )
     if source.missing:
         _log.warning(

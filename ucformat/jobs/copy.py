@@ -23,6 +23,7 @@ from ucformat.errors import (
     UcformatError,
     UnsupportedError,
     UsageError,
+    first_names,
 )
 from ucformat.format.attempts import folders_of
 from ucformat.format.audit import ShardFile, items, read_through, wrong_digests
@@ -277,7 +278,6 @@ class PackedFile:
 def _damaged(src: Store, file: str, wrong: Sequence[Problem]) -> UcformatError:
     reasons = [p.reason + (f", chunk {list(p.chunk)}" if p.chunk else "") for p in wrong]
     keys = [Key(p.name, p.state) for p in wrong if p.name is not None and p.state is not None]
-    more = f", and {len(reasons) - _NAMED} more" if len(reasons) > _NAMED else ""
     kinds = {p.kind for p in wrong}
     error = (
         ChecksumError
@@ -286,14 +286,14 @@ def _damaged(src: Store, file: str, wrong: Sequence[Problem]) -> UcformatError:
         if "missing" in kinds
         else IntegrityError
     )
-    return error(f"{src.url}/{file}: {'; '.join(reasons[:_NAMED])}{more}{_names(keys)}", hint=_HINT)
+    return error(
+        f"{src.url}/{file}: {first_names(reasons, _NAMED, '; ')}{_names(keys)}", hint=_HINT
+    )
 
 
 def _names(keys: Sequence[Key]) -> str:
     """` in a (weight), b (weight)`, the first of them."""
-    distinct = list(dict.fromkeys(map(str, keys)))
-    more = f" and {len(distinct) - _NAMED} more" if len(distinct) > _NAMED else ""
-    return f" in {', '.join(distinct[:_NAMED])}{more}" if distinct else ""
+    return f" in {first_names(dict.fromkeys(keys), _NAMED)}" if keys else ""
 
 
 __all__ = ["Copied", "copy"]

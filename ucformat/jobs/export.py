@@ -17,7 +17,14 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import NotACheckpoint, NotFinished, UcformatError, UnsupportedError, UsageError
+from ucformat.errors import (
+    NotACheckpoint,
+    NotFinished,
+    UcformatError,
+    UnsupportedError,
+    UsageError,
+    first_names,
+)
 from ucformat.exporters.base import weights_of
 from ucformat.exporters.registry import EXPORTERS, make_exporter
 from ucformat.jobs.batches import How, record_all
@@ -293,7 +300,9 @@ def _compare(source: Checkpoint, infos: Sequence[TensorInfo], like: Checkpoint) 
         ],
     }
     lines = [
-        f"\n    {len(names):,} {what}: {_listed(names)}" for what, names in kinds.items() if names
+        f"\n    {len(names):,} {what}: {first_names(names, _NAMED)}"
+        for what, names in kinds.items()
+        if names
     ]
     if lines:
         raise UsageError(
@@ -306,11 +315,6 @@ def _shapes(ck: Checkpoint, infos: Iterable[TensorInfo]) -> dict[str, tuple[int,
     """The shapes of parameters, by all of their names."""
     shapes = {info.name: info.shape for info in infos if info.state in ("weight", "master")}
     return shapes | {alias: shapes[name] for alias, name in ck.aliases.items() if name in shapes}
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def _cast_steps(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
-from ucformat.errors import ChecksumError, check_choice
+from ucformat.errors import ChecksumError, check_choice, first_names
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
 from ucformat.jobs.finished import StreamSum, SumPart
 from ucformat.jobs.run import run, workers_for
@@ -409,8 +409,7 @@ class StreamVerifier:
 
     def _damaged(self, one: StreamSum) -> ChecksumError:
         held = list(self._tensors_in(one))
-        more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
-        named = f"; it holds {', '.join(map(str, held[:_NAMED]))}{more}" if held else ""
+        named = f"; it holds {first_names(held, _NAMED)}" if held else ""
         return ChecksumError(
             f"{self._source.store.url}/{one.file}: {one.what}{named}",
             hint="restore the file from another copy, and run it again; nothing was committed (--no-verify, or "

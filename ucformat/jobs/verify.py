@@ -17,6 +17,7 @@ from ucformat.errors import (
     UcformatError,
     UnsupportedError,
     UsageError,
+    first_names,
 )
 from ucformat.format.audit import (
     Check,
@@ -334,9 +335,8 @@ def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
     reason = f"the CRC-32 of its record {record.name} differs"
     if len(held) == 1:
         return [Problem(record.file, reason, held[0].name, held[0].state)]
-    more = f" and {len(held) - _MAX_NAMED} more" if len(held) > _MAX_NAMED else ""
-    named = ", ".join(map(str, held[:_MAX_NAMED])) + more
-    return [Problem(record.file, f"{reason}; it holds {named}" if held else reason)]
+    named = f"; it holds {first_names(held, _MAX_NAMED)}" if held else ""
+    return [Problem(record.file, f"{reason}{named}")]
 
 
 def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterator[Key]:

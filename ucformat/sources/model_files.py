@@ -8,7 +8,7 @@ import reprlib
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, UcformatError, option_text
+from ucformat.errors import IntegrityError, MissingData, UcformatError, first_names, option_text
 from ucformat.storage.base import check_key, exists
 from ucformat.storage.concurrency import map_io
 
@@ -80,9 +80,8 @@ def check_downloaded(store: Store, error: UcformatError | None = None, file: str
     except UcformatError:  # plain HTTP, which has no folders
         return
     if found:
-        more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         raise MissingData(
-            f"{store.url} holds pointers of Git LFS instead of files: {', '.join(found[:_MAX_NAMED])}{more}",
+            f"{store.url} holds pointers of Git LFS instead of files: {first_names(found, _MAX_NAMED)}",
             hint="`git lfs install && git lfs pull` in the clone downloads the files themselves",
         ) from error
 
@@ -289,5 +288,4 @@ def check_shards(
 
 
 def _some(names: list[str]) -> Any:
-    shown = ", ".join(reprlib.repr(n) for n in names[:_MAX_NAMED])
-    return shown + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
+    return first_names(map(reprlib.repr, names), _MAX_NAMED)

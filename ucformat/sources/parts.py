@@ -13,7 +13,13 @@ from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import NotACheckpoint, UcformatError, UnsupportedError, option_text
+from ucformat.errors import (
+    NotACheckpoint,
+    UcformatError,
+    UnsupportedError,
+    first_names,
+    option_text,
+)
 from ucformat.reading.readable import PART_OF
 from ucformat.sources.model_files import read_json, read_weight_map
 from ucformat.sources.pickle.stand_ins import Inert
@@ -96,10 +102,9 @@ def parts_of_one(names: Iterable[str], url: str) -> UnsupportedError | None:
     parts = [name for name in names if _by_label("", name, ())]
     if not parts:
         return None
-    more = f" and {len(parts) - _MAX_NAMED} more" if len(parts) > _MAX_NAMED else ""
     return UnsupportedError(
         f"{url} holds parts of a checkpoint, and no file says how they belong together: "
-        f"{', '.join(parts[:_MAX_NAMED])}{more}",
+        f"{first_names(parts, _MAX_NAMED)}",
         hint=f"put them together with {_merger(parts, url)}; to open one file by itself, give its path and "
         f"{option_text('part', 'True', 'true')}",
     )

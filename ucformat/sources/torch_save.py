@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, UnsupportedError, UsageError
+from ucformat.errors import IntegrityError, UnsupportedError, UsageError, first_names
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, IntKey
 from ucformat.sources.index import TensorIndex
@@ -395,9 +395,8 @@ def choose_files(names: Sequence[str], url: str, *, part: bool = False) -> FileS
     if len(chosen) != 1:
         if (error := parts_of_one(sets, url)) is not None:
             raise error
-        more = f" and {len(sets) - _MAX_NAMED} more" if len(sets) > _MAX_NAMED else ""
         raise UsageError(
-            f"{url} holds several files of torch.save: {', '.join(list(sets)[:_MAX_NAMED])}{more}",
+            f"{url} holds several files of torch.save: {first_names(sets, _MAX_NAMED)}",
             hint=f"open one of them: {url}/{next(iter(sets))}",
         )
     files, index = sets[chosen[0]]

@@ -9,6 +9,7 @@ import click
 from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, STATES, VIEW, command, ref_argument
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, plural, table
+from ucformat.errors import first_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -306,7 +307,9 @@ def _check_view(file: str, against: str, options: dict[str, Any] | None, out: Ou
     import ucformat
 
     steps = ucformat.open(against, view=file, options=options).steps
-    rows = [(t.step, _abbreviated(t.took), _abbreviated(t.made)) for t in steps]
+    rows = [
+        (t.step, first_names(t.took, _MAX_NAMED), first_names(t.made, _MAX_NAMED)) for t in steps
+    ]
     out.result(
         lambda: table(
             ("step", "takes", "makes"), rows, left=3, shrink=(0, 1, 2), width=terminal_width()
@@ -320,7 +323,7 @@ def _check_view(file: str, against: str, options: dict[str, Any] | None, out: Ou
 
 def _describe(fit: Fit, layout: Layout) -> Iterator[str]:
 
-    rows = [(r.rule, str(len(r.names)), _abbreviated(r.names)) for r in fit.rules]
+    rows = [(r.rule, str(len(r.names)), first_names(r.names, _MAX_NAMED)) for r in fit.rules]
     yield from table(
         ("rule", "tensors", ""), rows, left={0, 2}, shrink=(0, 2), width=terminal_width()
     )
@@ -332,11 +335,6 @@ def _describe(fit: Fit, layout: Layout) -> Iterator[str]:
         return
     yield Heading(f"{plural(len(fit.misfits), 'tensor')} of {fit.tensors:,} cannot be placed")
     yield from _misfit_lines(fit)
-
-
-def _abbreviated(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 @command

@@ -23,7 +23,7 @@ from ucformat.cli.ui.options import (
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, plural, table
 from ucformat.cli.ui.where import DRY_RUN, ON, print_cost, where_of
-from ucformat.errors import UsageError
+from ucformat.errors import UsageError, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -289,8 +289,7 @@ def _summary(found: Reindexed) -> Iterator[str]:
 
 def _failures(found: Registered) -> Iterator[str]:
     for url, names in found.unread.items():
-        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        yield f"  not read  {', '.join(names[:_MAX_NAMED])}{more} of {url}"
+        yield f"  not read  {first_names(names, _MAX_NAMED)} of {url}"
     for failure in found.failures:
         yield f"  failed    {failure.url}: {failure.message}"
 

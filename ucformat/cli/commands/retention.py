@@ -19,7 +19,7 @@ from ucformat.cli.ui.options import (
 )
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import ago, bytes_text, count, moment, plural, table
-from ucformat.errors import UsageError
+from ucformat.errors import UsageError, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -200,9 +200,7 @@ def _warn_of_gone(rows: Sequence[RetentionRow], out: Output) -> None:
 
     gone = [row for row in rows if row.places and all(map(is_gone, row.places))]
     if gone:
-        named = ", ".join(row.name for row in gone[:3]) + (
-            f" and {len(gone) - 3} more" if len(gone) > 3 else ""
-        )
+        named = first_names((row.name for row in gone), 3)
         place = os.path.commonpath([os.path.dirname(url) for row in gone for url in row.places])  # noqa: PTH120 - of text
         out.warn(
             f"of those to keep, {plural(len(gone), 'checkpoint')} no longer exist{'s' * (len(gone) == 1)} in storage, "

@@ -13,6 +13,7 @@ from ucformat.cli.ui.catalogs import entry_data, file_of
 from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, STATES, VIEW, command
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, field, moment, plural, shape_text, table
+from ucformat.errors import first_names
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import PART_OF
 
@@ -450,7 +451,7 @@ def _states(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
     rows = [
         (
             e["state"],
-            _few(e["dtypes"]),
+            first_names(e["dtypes"], 2 if len(e["dtypes"]) <= 2 else 1),
             count(e["tensors"]),
             count(e["elements"]),
             bytes_text(e["bytes"]),
@@ -505,10 +506,6 @@ def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
         )
     for name in s["missing"] or ():
         yield from field("missing", f"{name}, which the program that saved writes, too", width)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _value(value: Any) -> str:

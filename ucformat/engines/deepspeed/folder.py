@@ -31,6 +31,7 @@ from ucformat.errors import (
     NotFound,
     UnsupportedError,
     UsageError,
+    first_names,
     option_text,
 )
 from ucformat.sources.base import PickleOptions, option
@@ -136,9 +137,8 @@ def find_tag(store: Store) -> str:
     tags = sorted({m[1].rstrip("/") for m in found})
     if len(tags) == 1:
         return tags[0]
-    more = f" and {len(tags) - _MAX_LISTED} more" if len(tags) > _MAX_LISTED else ""
     raise UsageError(
-        f"{store.url} holds several DeepSpeed checkpoints and no file `latest`: {', '.join(tags[:_MAX_LISTED])}{more}"
+        f"{store.url} holds several DeepSpeed checkpoints and no file `latest`: {first_names(tags, _MAX_LISTED)}"
         if tags
         else f"{store.url} holds no DeepSpeed checkpoint",
         hint="open the folder of one of them",
@@ -209,9 +209,8 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
             if (m, r) not in there
         ]
         if missing:
-            more = f" (and {len(missing) - _MAX_LISTED} more)" if len(missing) > _MAX_LISTED else ""
             raise MissingData(
-                f"{', '.join(missing[:_MAX_LISTED])}{more} is missing: the checkpoint was saved by "
+                f"{first_names(missing, _MAX_LISTED)} is missing: the checkpoint was saved by "
                 f"{dp} data-parallel ranks{f' of each of {mp} model-parallel ranks' if mp > 1 else ''}, and "
                 f"{len(there)} files of {kind} states are present",
                 hint=copy_hint(weights=kind == "optim" and not files.zero3),
@@ -286,9 +285,8 @@ def _whole(
         prefix + name.format(m, r) for m in range(high) for r in range(wide) if (m, r) not in found
     ]
     if missing:
-        more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
         raise MissingData(
-            f"{', '.join(missing[:_MAX_LISTED])}{more} is missing, but files of higher ranks are present",
+            f"{first_names(missing, _MAX_LISTED)} is missing, but files of higher ranks are present",
             hint=hint or copy_hint(),
         )
     keys = tuple(tuple(prefix + found[m, r] for r in range(wide)) for m in range(high))

@@ -32,7 +32,7 @@ from ucformat.engines.deepspeed.model_states import (
 )
 from ucformat.engines.deepspeed.resolver import ShardingResolver
 from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, read_weights
-from ucformat.errors import IntegrityError, MissingData, UnsupportedError, option_text
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError, first_names, option_text
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import Part, View
@@ -113,9 +113,9 @@ def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     without = [name for name, states in found.items() if "fp32" not in states]
     if waiting or without:
         absent = waiting or without
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        named = first_names((f"{prefix}zero/{name}/fp32.pt" for name in absent), 1)
         raise MissingData(
-            f"{prefix}zero/{absent[0]}/fp32.pt{more} is missing: the conversion to DeepSpeed's universal format did "
+            f"{named} is missing: the conversion to DeepSpeed's universal format did "
             "not finish, or files were lost",
             hint="run ds_to_universal.py again; or convert the original checkpoint with ucformat, which needs no such "
             "step",
@@ -362,7 +362,7 @@ class OpenUniversal:
         missing = [name for name, shape in trained.items() if name not in keys and 0 not in shape]
         if missing:
             raise MissingData(
-                f"zero/{missing[0]}/fp32.pt{f' and {len(missing) - 1} more' if len(missing) > 1 else ''} is missing: "
+                f"{first_names((f'zero/{name}/fp32.pt' for name in missing), 1)} is missing: "
                 f"the model states describe {len(trained)} trained parameters",
                 hint="the conversion did not finish, or files were lost; convert the original checkpoint again",
             )

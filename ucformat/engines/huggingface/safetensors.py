@@ -12,7 +12,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UsageError
+from ucformat.errors import UsageError, first_names
 from ucformat.sources.base import Source
 from ucformat.sources.model_files import (
     complete_shards,
@@ -98,7 +98,7 @@ def choose(names: Iterable[str], url: str, *, part: bool = False) -> FileSet:
         if (error := parts_of_one(sets, url)) is not None:
             raise error
         raise UsageError(
-            f"{url} holds several safetensors checkpoints: {_listed(sets)}",
+            f"{url} holds several safetensors checkpoints: {first_names(sets, _MAX_NAMED)}",
             hint=f"open one of them: {url}/{next(iter(sets))}",
         )
     ((files, index),) = sets.values()
@@ -113,15 +113,8 @@ def _pipeline(files: Sequence[str], url: str) -> UsageError:
     """The error for a folder whose subfolders are checkpoints (a diffusers pipeline)."""
     folders = list(dict.fromkeys(f.partition("/")[0] for f in files))
     return UsageError(
-        f"{url} is a pipeline of several models: {_listed(folders)}",
+        f"{url} is a pipeline of several models: {first_names(folders, _MAX_NAMED)}",
         hint=f"open one of its folders: {url}/{folders[0]}"
         if folders
         else "there are no safetensors files in it",
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:_MAX_NAMED]) + (
-        f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     )

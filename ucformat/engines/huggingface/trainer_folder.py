@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UnsupportedError, UsageError, option_text
+from ucformat.errors import UnsupportedError, UsageError, first_names, option_text
 from ucformat.sources.registry import SOURCES
 
 if TYPE_CHECKING:
@@ -109,10 +109,9 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
             {m[1] for n in names if (m := _RUN.fullmatch(n))},
             key=lambda r: int(r.partition("-")[2]),
         )
-        more = f" and {len(runs) - _MAX_NAMED} more" if len(runs) > _MAX_NAMED else ""
         if runs:
             raise UsageError(
-                f"{url} is the folder of a run: it holds {', '.join(runs[:_MAX_NAMED])}{more}",
+                f"{url} is the folder of a run: it holds {first_names(runs, _MAX_NAMED)}",
                 hint=f"open one of them: {url}/{runs[-1]}",
             )
         raise UsageError(

@@ -26,7 +26,7 @@ from ucformat.engines.megatron.export_common import (
 )
 from ucformat.engines.megatron.folder import COMMON, CONFIG
 from ucformat.engines.megatron.names import LAYER, LOCAL, is_expert, is_parameter
-from ucformat.errors import UnsupportedError
+from ucformat.errors import UnsupportedError, first_names
 from ucformat.exporters.base import Exporter, Span, Target, TargetFile, left_out, option
 from ucformat.exporters.distcp import DistcpOptions, ItemFiles, TensorEntry, ValueEntry, save_id_of
 from ucformat.exporters.pickle import Storage
@@ -294,9 +294,8 @@ def keys_of(
     known = source.metadata.engine.get("name") == "megatron-core"
     foreign = [n for n in names if not (known or is_parameter(n)) or _LEGACY.fullmatch(n)]
     if foreign:
-        more = f" and {len(foreign) - _MAX_LISTED:,} more" if len(foreign) > _MAX_LISTED else ""
         raise UnsupportedError(
-            f"{source.url} has names that Megatron does not have: {', '.join(foreign[:_MAX_LISTED])}{more}",
+            f"{source.url} has names that Megatron does not have: {first_names(foreign, _MAX_LISTED)}",
             hint="give them Megatron's by a view, such as --view llama-to-megatron (docs/view.md)",
         )
     if local is None:

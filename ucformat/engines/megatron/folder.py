@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, NotFound, UcformatError, UsageError
+from ucformat.errors import IntegrityError, NotFound, UcformatError, UsageError, first_names
 from ucformat.sources.base import PickleOptions, option
 from ucformat.sources.pickle.stand_ins import Inert
 from ucformat.storage.base import check_key, exists
@@ -113,9 +113,8 @@ def find_place(store: Store) -> MegatronFolder | None:
         }
     )
     if len(folders) > 1:
-        more = f" and {len(folders) - _MAX_LISTED} more" if len(folders) > _MAX_LISTED else ""
         raise UsageError(
-            f"{store.url} holds several iterations and no {TRACKER}: {', '.join(folders[:_MAX_LISTED])}{more}",
+            f"{store.url} holds several iterations and no {TRACKER}: {first_names(folders, _MAX_LISTED)}",
             hint="open the folder of one of them",
         )
     return MegatronFolder.of(store, folders[0]) if folders else None

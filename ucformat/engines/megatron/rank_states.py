@@ -29,6 +29,7 @@ from ucformat.errors import (
     IntegrityError,
     MissingData,
     UnsupportedError,
+    first_names,
     option_text,
 )
 from ucformat.geometry.tensor import Key
@@ -459,10 +460,9 @@ def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
             hint="an earlier save by more ranks left it; move it elsewhere",
         )
     if lost := sorted(whole - out.keys()):
-        more = f" and {len(lost) - _MAX_LISTED} more" if len(lost) > _MAX_LISTED else ""
-        shown = ", ".join(f"tp {t} pp {p} ep {e}" for t, p, e in lost[:_MAX_LISTED])
+        shown = first_names((f"tp {t} pp {p} ep {e}" for t, p, e in lost), _MAX_LISTED)
         raise MissingData(
-            f"the files of the ranks {shown}{more} are missing; {len(out)} are present", hint=_COPY
+            f"the files of the ranks {shown} are missing; {len(out)} are present", hint=_COPY
         )
     return out
 

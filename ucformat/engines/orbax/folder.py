@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
-from ucformat.errors import MissingData, UnsupportedError, UsageError
+from ucformat.errors import MissingData, UnsupportedError, UsageError, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,9 +80,8 @@ def find_step(store: Store) -> Step:
     folder = ""
     if "" not in finished and CHECKPOINT not in keys and all(_STEP.fullmatch(s) for s in steps):
         if len(steps) > 1:
-            more = f" and {len(steps) - _MAX_NAMED} more" if len(steps) > _MAX_NAMED else ""
             raise UsageError(
-                f"{store.url} holds the Orbax checkpoints of several steps: {', '.join(steps[:_MAX_NAMED])}{more}",
+                f"{store.url} holds the Orbax checkpoints of several steps: {first_names(steps, _MAX_NAMED)}",
                 hint=f"open the folder of one of them: {store.url}/{steps[-1]}",
             )
         folder = steps[0]

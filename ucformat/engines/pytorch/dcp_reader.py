@@ -26,7 +26,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import PermissionDenied, StateMismatch, UnsupportedError, UsageError
+from ucformat.errors import (
+    PermissionDenied,
+    StateMismatch,
+    UnsupportedError,
+    UsageError,
+    first_names,
+)
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.plan import check_verify
@@ -668,8 +674,7 @@ def _fit_options(
         _log.warning(
             "%s lacks some hyper-parameters, which keep the values of the program: %s",
             entries.ck.url,
-            ", ".join([*kept][:_MAX_NAMES])
-            + (f" and {len(kept) - _MAX_NAMES} more" if len(kept) > _MAX_NAMES else ""),
+            first_names(kept, _MAX_NAMES),
         )
     return values, others
 

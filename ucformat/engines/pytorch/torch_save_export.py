@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, UnsupportedError, UsageError
+from ucformat.errors import IntegrityError, UnsupportedError, UsageError, first_names
 from ucformat.exporters.base import Exporter, ExportOptions, Span, Target, left_out, option
 from ucformat.exporters.pickle import ALLOWED, Global, SavedTensor, Storage
 from ucformat.exporters.zip_file import torch_file
@@ -178,9 +178,8 @@ def _nested_state(
     for path, key in further:
         build.put_tensor(path, key)
     if lost := [str(info.key) for info in infos if info.key not in build.placed]:
-        more = f" and {len(lost) - _MAX_NAMED:,} more" if len(lost) > _MAX_NAMED else ""
         raise UnsupportedError(
-            f"{source.url} records no path in the program's state for {', '.join(lost[:_MAX_NAMED])}{more}",
+            f"{source.url} records no path in the program's state for {first_names(lost, _MAX_NAMED)}",
             hint="export without --nested, or choose the states that have one: --state",
         )
     for group, place in zip(groups, places, strict=True):

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, UnsupportedError, UsageError
+from ucformat.errors import (
+    Conflict,
+    IntegrityError,
+    NotACheckpoint,
+    UnsupportedError,
+    UsageError,
+    first_names,
+)
 from ucformat.geometry.box import Box
 from ucformat.geometry.patterns import compile_pattern
 from ucformat.geometry.tensor import Key
@@ -183,9 +190,8 @@ class Lora(Method):
                     n, adapter, module, found, info, weight, scaled=is_scaled(info, scaled)
                 )
         if strange:
-            more = f" and {len(strange) - _NAMED} more" if len(strange) > _NAMED else ""
             raise UsageError(
-                f"{base.home} has no tensors for {', '.join(strange[:_NAMED])}{more} of {adapter.home}",
+                f"{base.home} has no tensors for {first_names(strange, _NAMED)} of {adapter.home}",
                 hint="give the base that the adapter was trained on; a view (--view) renames its tensors",
             )
         if not updates:
@@ -472,9 +478,8 @@ class _Config:
             if trained or targeted or any(_is_inside(module, saved) for saved in self.saved):
                 lacking.append(name)
         if lacking:
-            more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
             raise IntegrityError(
-                f"{adapter.home} has no tensors for {', '.join(lacking[:_NAMED])}{more} of the base, which "
+                f"{adapter.home} has no tensors for {first_names(lacking, _NAMED)} of the base, which "
                 f"target_modules, modules_to_save or bias of {CONFIG} name",
                 hint="copy the adapter again, or save it again; if it is whole, correct the configuration",
             )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
-from ucformat.errors import UsageError
+from ucformat.errors import UsageError, first_names
 from ucformat.geometry.placement import compile_match
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.combine.methods import REAL
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
-
-T = TypeVar("T")
 
 _NAMED = 5  # tensors that an error names
 _HINT = "--take PATTERN (take=) keeps such tensors as they are in the first input; a view renames or drops them"
@@ -142,13 +140,15 @@ def _must_match(
         missing = [key for key in has if key not in lacks]
         if missing:
             raise UsageError(
-                f"{two.home} lacks tensors of {one.home}: {_listed(missing, _name)}", hint=_HINT
+                f"{two.home} lacks tensors of {one.home}: {first_names(map(_name, missing), _NAMED)}",
+                hint=_HINT,
             )
     shapes = [key for key, info in mine.items() if info.shape != theirs[key].shape]
     if shapes:
-        listed = _listed(shapes, lambda k: f"{_name(k)} {mine[k].shape} and {theirs[k].shape}")
+        pairs = (f"{_name(k)} {mine[k].shape} and {theirs[k].shape}" for k in shapes)
         raise UsageError(
-            f"tensors of {first.home} and {other.home} differ in shape: {listed}", hint=_HINT
+            f"tensors of {first.home} and {other.home} differ in shape: {first_names(pairs, _NAMED)}",
+            hint=_HINT,
         )
     kinds = [
         key
@@ -157,9 +157,10 @@ def _must_match(
         and not (info.dtype in REAL and theirs[key].dtype in REAL)
     ]
     if kinds:
-        listed = _listed(kinds, lambda k: f"{_name(k)} {mine[k].dtype} and {theirs[k].dtype}")
+        pairs = (f"{_name(k)} {mine[k].dtype} and {theirs[k].dtype}" for k in kinds)
         raise UsageError(
-            f"tensors of {first.home} and {other.home} differ in dtype: {listed}", hint=_HINT
+            f"tensors of {first.home} and {other.home} differ in dtype: {first_names(pairs, _NAMED)}",
+            hint=_HINT,
         )
 
 
@@ -183,15 +184,10 @@ def _must_be_tied_alike(
     if mine != theirs:
         names = sorted(a for a in mine.keys() | theirs.keys() if mine.get(a) != theirs.get(a))
         raise UsageError(
-            f"tensors are tied in {first.home} otherwise than in {other.home}: {_listed(names, str)}",
+            f"tensors are tied in {first.home} otherwise than in {other.home}: {first_names(names, _NAMED)}",
             hint="a view (--view) with the steps `alias` or `untie` makes them alike",
         )
 
 
 def _name(key: Key) -> str:
     return str(key) if key.state else key.name
-
-
-def _listed(found: Sequence[T], text: Callable[[T], str]) -> str:
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return ", ".join(map(text, found[:_NAMED])) + more
