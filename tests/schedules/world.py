@@ -698,7 +698,7 @@ def _patches(world: World) -> Iterator[Any]:
     yield mock.patch.object(memory, "_FILES", world.files)
     yield mock.patch.object(memory, "_File", file)
     yield mock.patch.object(memory, "_VERSIONS", itertools.repeat(0))
-    yield mock.patch("ucformat.storage.url.MemoryStore", lambda name: _Store(world, name))
+    yield mock.patch("ucformat.storage.memory.MemoryStore", lambda name: _Store(world, name))
     yield mock.patch(
         "ucformat.catalog.reader.Database",
         lambda url, *, read_only, upgrade: _Database(world, url, read_only=read_only),
