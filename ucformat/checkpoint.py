@@ -53,11 +53,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
-_CONFIGURATIONS = (
-    "adapter_config.json",
-    "config.json",
-    "params.json",
-)  # that make another model of equal tensors
+# that make another model of equal tensors
+_CONFIGURATIONS = ("adapter_config.json", "config.json", "params.json")
 _MAX_DOCUMENT = 64 << 20  # bytes: larger ones are read by no source
 _MAX_LISTED = 10_000  # files in which checkpoints are looked for
 _MAX_NAMED = 10  # folders that an error names
@@ -234,9 +231,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         documents = [key for key in self._file_keys() if key.endswith(".json")]
         keys = [key for key in documents if self.store.info(key).size <= _MAX_DOCUMENT]
         contents = {key.rpartition("/")[2]: self.store.read(key) for key in keys}
-        if (
-            not self.metadata.folder
-        ):  # configurations above the folder belong to all checkpoints of the run
+        # configurations above the folder belong to all checkpoints of the run
+        if not self.metadata.folder:
             contents |= {name: self.assets[name] for name in _CONFIGURATIONS if name in self.assets}
         return sorted((name, bytes_digest(data)) for name, data in contents.items())
 
@@ -314,9 +310,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         doc = self.universal.manifest.per_rank if self.universal else None
         if self.universal is None or doc is None:
             return {}
-        from ucformat.format.objects import (
-            PerRankValues,
-        )  # with NumPy, which many commands do not need
+        # with NumPy, which many commands do not need
+        from ucformat.format.objects import PerRankValues
 
         return PerRankValues(self.universal, doc)
 

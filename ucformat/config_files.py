@@ -122,14 +122,8 @@ def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:
         raise fault(f"{path}{line}: {getattr(e, 'problem', None) or e}") from e
     except RecursionError as e:
         raise fault(f"{path} is nested too deeply") from e
-    except (
-        ValueError,
-        IndexError,
-        KeyError,
-        OverflowError,
-        AttributeError,
-        TypeError,
-    ) as e:  # of a number or a date
+    # of a number or a date
+    except (ValueError, IndexError, KeyError, OverflowError, AttributeError, TypeError) as e:
         raise fault(f"{path} holds an invalid value: {e}") from e
 
 
@@ -153,9 +147,8 @@ def _expanded_size(root: yaml.Node) -> float:
         if done:
             sizes[id(node)] = 1 + sum(sizes[id(n)] for n in inner)
         elif id(node) not in sizes:
-            sizes[id(node)] = (
-                math.inf
-            )  # until it is known: a node that refers to it meanwhile is inside of it
+            # until it is known: a node that refers to it meanwhile is inside of it
+            sizes[id(node)] = math.inf
             todo.append((node, True))
             todo += [(n, False) for n in inner]
     return sizes[id(root)]

@@ -42,9 +42,8 @@ def make_folder(folder: Path) -> None:
     while not folder.is_dir() and folder != folder.parent:
         missing.append(folder)
         folder = folder.parent
-    with suppress(
-        PermissionError
-    ):  # without read permission, no ucformat process made a folder there
+    # without read permission, no ucformat process made a folder there
+    with suppress(PermissionError):
         sync_folder(folder.parent)
     for one in reversed(missing):
         one.mkdir(exist_ok=True)

@@ -89,9 +89,8 @@ class UcformatError(Exception):
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
-    def __reduce__(
-        self,
-    ) -> tuple[object, ...]:  # keyword-only `hint` must survive a process boundary
+    # keyword-only `hint` must survive a process boundary
+    def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.hint))
 
 

@@ -123,9 +123,8 @@ def scrub(error: BaseException) -> None:
         found.add(id(one))
         one.args = tuple(hide(a) if isinstance(a, str) else a for a in one.args)
         for name, value in list(vars(one).items()):
-            if hide(repr(value)) != repr(
-                value
-            ):  # psycopg's errors hold all parameters of a connection
+            # psycopg's errors hold all parameters of a connection
+            if hide(repr(value)) != repr(value):
                 setattr(one, name, hide(value) if isinstance(value, str) else None)
         todo += [e for e in (one.__cause__, one.__context__) if e is not None]
 

@@ -166,9 +166,8 @@ def allow_root(url: str) -> None:
     path, known = _registered(), _registered_roots(settings.trusted)
     try:
         make_folder(path.parent)
-        out = os.open(
-            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
-        )  # not writable by others, whatever the umask
+        # not writable by others, whatever the umask
+        out = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             if url not in known:  # on a line of its own, even after an incomplete line
                 os.write(out, f"\n{json.dumps(url)}\n".encode())
@@ -263,9 +262,8 @@ def _opened(path: Path | None) -> _File | None:
         return None
     try:
         link = path.lstat()
-        number = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # do not block on a named pipe
+        # do not block on a named pipe
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(number, "rb") as file:  # noqa: PTH123 - of a number, not of a path
             found = os.fstat(number)
             text = file.read(_MAX_FILE_BYTES + 1 if stat.S_ISREG(found.st_mode) else 0).decode()

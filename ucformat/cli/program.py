@@ -107,10 +107,8 @@ class Program(LazyGroup):
         argv = sys.argv[1:] if args is None else list(args)
         as_json = "--json" in argv
         _hide_secrets(argv)
-        for stream in (
-            sys.stdout,
-            sys.stderr,
-        ):  # names from checkpoints may contain what the terminal cannot encode
+        # names from checkpoints may contain what the terminal cannot encode
+        for stream in (sys.stdout, sys.stderr):
             if reconfigure := getattr(stream, "reconfigure", None):
                 reconfigure(errors="backslashreplace")
         extra |= {"prog_name": self.name, "standalone_mode": False}

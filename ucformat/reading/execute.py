@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
     Memory = NDArray[np.uint8]
     Progress = Callable[[int], None]
-    Fill = Callable[
-        [Sequence[memoryview], Checksums | None], None
-    ]  # fills buffers with the next bytes of a request
+    # fills buffers with the next bytes of a request
+    Fill = Callable[[Sequence[memoryview], Checksums | None], None]
 
 
 # Reading into memory: plan, compare with the sizes of the files, execute.
@@ -172,9 +171,8 @@ def _check_sizes(plan: Plan, store: Store) -> None:
             )
 
 
-_MIN_RUN = (
-    16 << 10
-)  # bytes of contiguous runs that are read directly into place although there are gaps between them
+# bytes of contiguous runs that are read directly into place although there are gaps between them
+_MIN_RUN = 16 << 10
 
 
 def default_threads() -> int:
@@ -311,9 +309,8 @@ def execute(
                     ):
                         for r in batch:
                             scratch = _read_one(store, r, memories, labels, scratch)
-                except (
-                    NotFound
-                ) as error:  # the checkpoint refers to this file: the caller made no error
+                # the checkpoint refers to this file: the caller made no error
+                except NotFound as error:
                     label = labels[batch[0].copies[0].buffer]
                     raise MissingData(f"{label}: {error.message}") from error
                 if progress is not None:

@@ -118,9 +118,8 @@ class Tensor:
 
     def __dlpack__(self, **options: Any) -> Any:
         """Read the whole tensor for `torch.as_tensor`, `np.from_dlpack` and others."""
-        own = (
-            self.dtype.isbuiltin < 2
-        )  # of NumPy itself; 0 for a byte order that is told, as of bool
+        # of NumPy itself; 0 for a byte order that is told, as of bool
+        own = self.dtype.isbuiltin < 2
         whole: Any = self.read() if own else self.torch()
         return whole.__dlpack__(**options)
 

@@ -530,9 +530,8 @@ def _whole_chunks(
     for at in product(*map(range, leading)):
         src = block.offset + sum(i * s for i, s in zip(at, outer.src_strides, strict=False))
         dst = inner.dst + sum(i * d for i, d in zip(at, outer.dst_strides, strict=False))
-        full = (
-            last // per_request if adjacent else 0
-        )  # requests of as many chunks, which are one here
+        # requests of as many chunks, which are one here
+        full = last // per_request if adjacent else 0
         runs = [(0, per_request, full)] if full else []
         runs += [
             (first, min(per_request, last - first), 1)

@@ -149,23 +149,20 @@ class CheckpointMetadata:
     """The metadata of a checkpoint; all but tensor list, paths and means consists of plain JSON values."""
 
     tensor_list: TensorList
-    aliases: Mapping[str, str] = field(
-        default_factory=dict
-    )  # tied name -> name of the stored tensor
+    # tied name -> name of the stored tensor
+    aliases: Mapping[str, str] = field(default_factory=dict)
     objects: Mapping[str, Any] = field(default_factory=dict)
     assets: tuple[str, ...] = ()  # keys of files to keep as they are
-    groups: Sequence[
-        Mapping[str, Any]
-    ] = ()  # optimizer groups: hyper-parameters and "params", names in order
+    # optimizer groups: hyper-parameters and "params", names in order
+    groups: Sequence[Mapping[str, Any]] = ()
     #: The paths of each tensor, and the place of each optimizer group, in the state of the program
     #: that saved; empty if unknown.
     paths: Mapping[Key, tuple[StatePath, ...]] = field(default_factory=dict)
     places: Sequence[Place | None] = ()
     step: int | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
-    engine: Mapping[str, str] = field(
-        default_factory=dict
-    )  # {"name": "deepspeed", "version": "0.19.8", …}
+    # {"name": "deepspeed", "version": "0.19.8", …}
+    engine: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()  # keys of all files of the checkpoint
     #: Tensors that are the mean of several stored contributions, which are not in the tensor list.
     means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
@@ -174,9 +171,8 @@ class CheckpointMetadata:
     #: Tensors that the checkpoint has and that cannot be read, with the reason. They are not in the
     #: tensor list.
     unreadable: Mapping[Key, str] = field(default_factory=dict)
-    missing: tuple[
-        str, ...
-    ] = ()  # files that the program writes with those that are there; without them it is usable
+    # files that the program writes with those that are there; without them it is usable
+    missing: tuple[str, ...] = ()
 
     @property
     def part_of(self) -> str:

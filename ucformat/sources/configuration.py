@@ -56,10 +56,8 @@ ASSETS = {
     "generation_config.json": "generation_config",
 }
 REDACTED = "(redacted)"
-_FILE_KINDS = (
-    "attributes",
-    "metadata",
-)  # of Zarr groups and safetensors files: not configuration anywhere else
+# of Zarr groups and safetensors files: not configuration anywhere else
+_FILE_KINDS = ("attributes", "metadata")
 
 #: Objects in which training programs store values of their own.
 _CONTAINERS = ("client_state", "extra_state", "user_defined_dict")

@@ -59,17 +59,14 @@ class TensorIndex:
     infos: dict[Key, TensorInfo] = field(default_factory=dict)
     locate: dict[Key, Locate] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
-    paths: dict[Key, tuple[StatePath, ...]] = field(
-        default_factory=dict
-    )  # as in CheckpointMetadata
+    # as in CheckpointMetadata
+    paths: dict[Key, tuple[StatePath, ...]] = field(default_factory=dict)
     places: list[Place | None] = field(default_factory=list)  # likewise
     unreadable: dict[Key, str] = field(default_factory=dict)  # as in CheckpointMetadata
-    optimizer: dict[str, Any] = field(
-        default_factory=dict
-    )  # other values of the optimizer's file, as JSON
-    taken: dict[str, int] = field(
-        default_factory=dict
-    )  # name -> the last suffix that made a name unique: `name~2`
+    # other values of the optimizer's file, as JSON
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    # name -> the last suffix that made a name unique: `name~2`
+    taken: dict[str, int] = field(default_factory=dict)
 
     def add(
         self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Locate

@@ -206,9 +206,8 @@ def file_sets(names: Iterable[str], index: str) -> dict[str, FileSet]:
     stems = {n.removesuffix(index) for n in sets}
     for name in names:
         common = parse_shard_name(name) or (name, 1, 1)
-        if (
-            name not in sets and common[0].rpartition("-*-of-")[0] not in stems
-        ):  # otherwise, the index names its files
+        # otherwise, the index names its files
+        if name not in sets and common[0].rpartition("-*-of-")[0] not in stems:
             sets.setdefault(common[0], ([], None))[0].append(name)
     return sets
 

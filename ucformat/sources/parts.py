@@ -48,9 +48,8 @@ _LABEL = r"(?<![a-z])({})[-_=. ]?(\d{{1,9}})(?![\da-z])"
 _RANK = re.compile(
     _LABEL.format("(?:(?:tp|pp|mp|dp|ep|fsdp)[-_])?rank|tp|pp|mp|cp|etp|shards?|parts?|partitions?")
 )
-_PHASE = re.compile(
-    _LABEL.format("stage|chunk|slice|piece|split")
-)  # of a pipeline, or of a training
+# of a pipeline, or of a training
+_PHASE = re.compile(_LABEL.format("stage|chunk|slice|piece|split"))
 _DEVICE = re.compile(_LABEL.format("gpu|device|host|node|worker|proc|process|dp|experts?|layers?"))
 _RANK_FOLDER = re.compile(
     r"(?:.*[-_.])?(?:rank|shard|partition)[-_.=]?\d{1,9}(?:_\d{1,9})*|(?:(?:tp|pp|mp|cp|etp|ep|dp)[-_.=]?\d{1,9}[-_.]?)+"
@@ -140,9 +139,8 @@ def part_by_content(value: Any) -> str | None:
         if isinstance(found, dict):
             degrees |= {n: found[n] for n in _DEGREES if type(found.get(n)) is int}
             rank, ranks = (found.get(n) for n in ("rank", "world_size"))
-            if (
-                type(rank) is int and type(ranks) is int and 0 < rank < ranks
-            ):  # 0 may have saved for all
+            # 0 may have saved for all
+            if type(rank) is int and type(ranks) is int and 0 < rank < ranks:
                 return f"rank {rank} of {ranks}, according to its content"
     above = {name: n for name, n in degrees.items() if n > 1}
     if above:

@@ -124,9 +124,8 @@ def _optimizer_state(below: Path, leaves: Collection[str]) -> tuple[str, str] | 
     found: tuple[str, str] | None = None
     if len(below) >= 3 and below[0] == _STATE:
         name = below[1]
-        found = (
-            None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))
-        )  # a number is no name
+        # a number is no name
+        found = None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))
     elif len(below) == 1 and str(below[0]).startswith(_STATE + "."):
         found = split_state(str(below[0])[len(_STATE) + 1 :], leaves)
     return None if found is None or found[1] == "weight" else found

@@ -101,9 +101,8 @@ def _find_parts(value: Any) -> Parts:
     walk = _Walk(parts)
     rest = walk.prune(value, "", (), 0)
     parts.rest = {} if rest is _REMOVED else rest
-    if not parts.modules and isinstance(
-        value, dict
-    ):  # tensors among too many values to be recognised as a state dict
+    # tensors among too many values to be recognised as a state dict
+    if not parts.modules and isinstance(value, dict):
         own = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, StoredTensor)}
         if _is_module(own):
             parts.modules[""], parts.places[""] = own, ()

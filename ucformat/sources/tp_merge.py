@@ -150,13 +150,11 @@ class _Repeated:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._size = math.prod(shape)
-        rows = [
-            math.prod(shape[d:]) for d in range(len(shape) + 1)
-        ]  # [d]: elements of a slice of the dims from d on
+        # [d]: elements of a slice of the dims from d on
+        rows = [math.prod(shape[d:]) for d in range(len(shape) + 1)]
         self._ways = [(rows[d], rows[d + 1]) for d, n in enumerate(shape) if n > 1]
-        self._seen: list[dict[int, bytes]] = [
-            {} for _ in self._ways
-        ]  # offset in the slice -> element
+        # offset in the slice -> element
+        self._seen: list[dict[int, bytes]] = [{} for _ in self._ways]
         self._again = [0] * len(self._ways)
 
     def add(self, start: int, data: bytes, itemsize: int) -> None:

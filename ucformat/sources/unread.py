@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 _MAX_FILE_BYTES = 1 << 20  # of a file that is kept
 _MAX_KEPT_BYTES = 32 << 20  # of all that are kept
 _MAX_KEPT = 256
-_SCRIPTS = frozenset(
-    {"zero_to_fp32.py", "zero_to_torch.py"}
-)  # that DeepSpeed copies beside each checkpoint
-_ATTEMPT = re.compile(
-    r"(.+/)attempts/[0-9a-f]{20}\.json"
-)  # in the folder of a universal checkpoint
+# that DeepSpeed copies beside each checkpoint
+_SCRIPTS = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})
+# in the folder of a universal checkpoint
+_ATTEMPT = re.compile(r"(.+/)attempts/[0-9a-f]{20}\.json")
 
 
 def find_unread(source: OpenSource) -> dict[str, int]:
@@ -37,9 +35,8 @@ def find_unread(source: OpenSource) -> dict[str, int]:
     checkpoints inside the folder.
     """
     metadata = source.metadata
-    if (
-        metadata.folder in metadata.files
-    ):  # a file that was opened by its name, whatever is beside it
+    # a file that was opened by its name, whatever is beside it
+    if metadata.folder in metadata.files:
         return {}
     sizes = {info.key: info.size for info in source.store.list()}
     listed = {*metadata.files, *metadata.assets}

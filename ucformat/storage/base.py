@@ -54,9 +54,8 @@ Checksums = list[int]
 #: Prefix of the names of temporary files and locks, which `Store.list` does not return.
 HIDDEN = ".ucf-"
 
-_UNSAFE = re.compile(
-    "[\\\\\0\ud800-\udc7f\udd00-\udfff]"
-)  # the last are no bytes of a name that is not UTF-8
+# the last are no bytes of a name that is not UTF-8
+_UNSAFE = re.compile("[\\\\\0\ud800-\udc7f\udd00-\udfff]")
 
 
 class ByteRange(NamedTuple):

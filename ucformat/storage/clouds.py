@@ -32,9 +32,8 @@ SCHEMES = {
     **dict.fromkeys(("az", "azure", "abfs", "abfss"), "az"),
     **dict.fromkeys(("http", "https"), "http"),
 }
-_HOST = re.compile(
-    r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d*)?"
-)  # otherwise a password with a slash follows the colon
+# otherwise a password with a slash follows the colon
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d*)?")
 _SIGNED = re.compile(
     r"[?&;#](x-[a-z]+-|awsaccesskeyid=|googleaccessid=|[\w.-]*(token|secret|passw(or)?d|pwd|credential|signature|sig|key)=)",
     re.IGNORECASE,
@@ -60,11 +59,8 @@ _NOT_BOTO = (
 )
 _TRUE = ("1", "true", "on", "yes", "y")
 _BOTO_CONNECT, _BOTO_READ = 10, 30  # seconds, as below
-_CONNECT, _READ, _TOTAL = (
-    "10s",
-    "30s",
-    "300s",
-)  # time-outs: to connect; between parts of a body; of a request
+# time-outs: to connect; between parts of a body; of a request
+_CONNECT, _READ, _TOTAL = ("10s", "30s", "300s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +209,8 @@ def _restrict_hosts(endpoints: Sequence[str], *hosts: str) -> dict[str, Any]:
     cannot be disabled, and only one proxy can be set for all hosts. So all other hosts are behind a
     proxy that does not exist; but a proxy that the user's environment requires takes precedence.
     """
-    from urllib.request import (
-        getproxies,
-        proxy_bypass,
-    )  # imports http.client and email: for object stores alone
+    # imports http.client and email: for object stores alone
+    from urllib.request import getproxies, proxy_bypass
 
     proxies = getproxies()
     places = [(url.scheme, url.hostname) for url in map(urlsplit, endpoints) if url.hostname]

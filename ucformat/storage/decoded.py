@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Info, Store
 
-_MAX_METADATA = (
-    256 << 20
-)  # bytes of a metadata document: a consolidated one contains those of all arrays
+# bytes of a metadata document: a consolidated one contains those of all arrays
+_MAX_METADATA = 256 << 20
 
 
 #: A value: a range of a file, or the bytes themselves if they were part of something that was

@@ -119,11 +119,8 @@ def map_object_error(error: Exception, action: str, name: str) -> UcformatError:
     )
 
 
-_LOOKUPS = {
-    "read",
-    "list",
-    "delete",
-}  # of these, NotADirectoryError means that there is no such file
+# of these, NotADirectoryError means that there is no such file
+_LOOKUPS = {"read", "list", "delete"}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EMLINK, errno.EXDEV}
 

@@ -29,13 +29,8 @@ _PLAIN = frozenset(
     {"accept", "accept-encoding", "if-match", "if-none-match", "range", "user-agent"}
 )
 
-_MODIFIED = (
-    "LastModified",
-    "last_modified",
-    "updated",
-    "mtime",
-    "created",
-)  # names used by the libraries
+# names used by the libraries
+_MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
 _VERSION = (
     "ETag",
     "etag",
@@ -220,10 +215,8 @@ class FsspecStore(Store):
             )
         except NotFound:
             raise
-        except (
-            UcformatError,
-            MemoryError,
-        ):  # some libraries fail for a range past the end, others return less
+        # some libraries fail for a range past the end, others return less
+        except (UcformatError, MemoryError):
             check_range(name, offset, nbytes, self.info(key).size)
             raise
         if len(data) < nbytes:

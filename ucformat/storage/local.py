@@ -88,10 +88,8 @@ class LocalStore(Store):
         self._durability = PendingSyncs(self._folders.sync)
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[Path, Callable[[str], bool] | None]]:
-        return LocalStore, (
-            self._root,
-            self._allows and _nowhere,
-        )  # another process has to grant its own exceptions
+        # another process has to grant its own exceptions
+        return LocalStore, (self._root, self._allows and _nowhere)
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
@@ -195,9 +193,8 @@ class LocalStore(Store):
                         follow_symlinks=False,
                     )
             except Conflict:
-                if (
-                    os.stat(temporary, dir_fd=folder.fd).st_nlink != 2
-                ):  # otherwise it was made, but NFS lost the answer
+                # otherwise it was made, but NFS lost the answer
+                if os.stat(temporary, dir_fd=folder.fd).st_nlink != 2:
                     reject_broken_link(path, folder)
                     raise
             except (PermissionDenied, UnsupportedError) as error:
@@ -250,9 +247,8 @@ class LocalStore(Store):
                 raise IsADirectoryError  # unlink fails with EISDIR or EPERM, depending on the system
             os.unlink(path.name, dir_fd=folder.fd)
             self._folders.check_same(above, folder)
-        self._durability.add_folder(
-            above
-        )  # even if it was gone: its removal may not have been synced
+        # even if it was gone: its removal may not have been synced
+        self._durability.add_folder(above)
         self._handles.drop(key)
         self._durability.forget(path.__eq__)
 

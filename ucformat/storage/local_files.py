@@ -146,14 +146,12 @@ class PendingSyncs:
         self._sync = sync
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
-        self._max_open = max(
-            16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        )  # files kept open before some are synced
+        # files kept open before some are synced
+        self._max_open = max(16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._pool: ThreadPoolExecutor | None = None
         self._open: dict[Path, _Written] = {}
-        self._files: dict[
-            Path, Future[dict[Path, OSError]]
-        ] = {}  # each returns the errors of its part of the files
+        # each returns the errors of its part of the files
+        self._files: dict[Path, Future[dict[Path, OSError]]] = {}
         self._folders: set[str] = set()
 
     def add(self, file: Path, open_file: Descriptor, folders: Iterable[str]) -> None:
@@ -308,13 +306,11 @@ def walk(folder: Path, prefix: str) -> Iterator[Info]:
         try:
             found = e.stat()
         except OSError as error:
-            if e.is_symlink() or isinstance(
-                error, FileNotFoundError
-            ):  # a dangling link, or deleted meanwhile
+            # a dangling link, or deleted meanwhile
+            if e.is_symlink() or isinstance(error, FileNotFoundError):
                 continue
-            with mapping_os_errors(
-                "list", str(folder / e.name)
-            ):  # an omitted file would appear to be missing
+            # an omitted file would appear to be missing
+            with mapping_os_errors("list", str(folder / e.name)):
                 raise
         if stat.S_ISREG(found.st_mode):
             yield file_info(prefix + e.name, found)

@@ -452,9 +452,8 @@ class ObjectStore(Store):
 
 
 def _info(meta: Any) -> Info:
-    modified = float(
-        int(meta["last_modified"].timestamp())
-    )  # the resolution of HTTP; listings of S3 have a finer one
+    # the resolution of HTTP; listings of S3 have a finer one
+    modified = float(int(meta["last_modified"].timestamp()))
     version = meta.get("version") or meta.get("e_tag") or modified
     return Info(
         meta["path"], int(meta["size"]), f"{version}-{meta['size']}", modified, meta.get("e_tag")

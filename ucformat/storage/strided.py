@@ -112,9 +112,8 @@ except ImportError:
 SHORT_ROW = 0 if NATIVE else 8 << 10
 
 _IOV_MAX = 1024
-_WRITE = (
-    256 << 10
-)  # bytes of one write(2): ext4 was up to nine times slower with 8 MiB in measurements
+# bytes of one write(2): ext4 was up to nine times slower with 8 MiB in measurements
+_WRITE = 256 << 10
 _CALL = 8 << 20  # bytes that are written before a signal is handled
 _RELEASE_GIL = 256 << 10  # bytes whose checksum takes longer than releasing and reacquiring the GIL
 
@@ -149,9 +148,8 @@ def fill(buffers: Sequence[memoryview], data: memoryview, crcs: Checksums | None
             raise ValueError("the buffers are larger than the data")
         if buffer.nbytes:
             to = np.asarray(buffer.cast("B") if buffer.c_contiguous else buffer)
-            np.copyto(
-                to, np.frombuffer(data, np.uint8, to.size).reshape(to.shape)
-            )  # releases the GIL
+            # releases the GIL
+            np.copyto(to, np.frombuffer(data, np.uint8, to.size).reshape(to.shape))
             data = data[to.size :]
     extend(crcs, buffers)
 

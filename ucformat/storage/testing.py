@@ -230,9 +230,8 @@ class StoreTests:
         put(store, "d/f", b"one")
         for found in (store.info("d/f"), next(iter(store.list()))):
             assert found.modified is not None
-            assert (
-                before - 1 <= found.modified <= time.time() + 1
-            )  # object stores report whole seconds
+            # object stores report whole seconds
+            assert before - 1 <= found.modified <= time.time() + 1
 
         def has_changed() -> bool:  # once the clock of the file system has advanced
             put(store, "d/f", b"two")

@@ -244,9 +244,8 @@ class _Upload:
                 except Exception as error:
                     if self._started or time.monotonic() + wait > end or not is_transient(error):
                         raise
-                    time.sleep(
-                        wait
-                    )  # the answer with the upload's id broke off, which obstore does not retry
+                    # the answer with the upload's id broke off, which obstore does not retry
+                    time.sleep(wait)
                     wait *= 2
                 else:
                     break

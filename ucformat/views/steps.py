@@ -537,9 +537,8 @@ def _gather(
 
 def _select(table: Table, step: schema.Select, where: str) -> None:
     """Of tensors whose names differ in a number, keep some, under new numbers and in the order of these."""
-    groups: dict[
-        str, list[tuple[str, int]]
-    ] = {}  # the text before the number -> names, and where the number ends
+    # the text before the number -> names, and where the number ends
+    groups: dict[str, list[tuple[str, int]]] = {}
     for name, _, match in _Names(step.select).all_among(table):
         start, stop = _number(match, name)
         groups.setdefault(name[:start], []).append((name, stop))

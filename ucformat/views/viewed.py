@@ -183,9 +183,8 @@ def _strides(runs: Sequence[Sequence[Run]], locate: Locate) -> tuple[int, ...]:
     """The bytes between neighbouring indices of each dim in the file."""
     first = Box(tuple(of_dim[0][0] for of_dim in runs), (1,) * len(runs))
     found = next((e for e in single_extents(locate(first), first) if e.box.intersect(first)), None)
-    return (
-        row_major(first.shape) if found is None else tuple(map(abs, found.strides))
-    )  # reading reports what is missing
+    # reading reports what is missing
+    return row_major(first.shape) if found is None else tuple(map(abs, found.strides))
 
 
 def _across_gaps(runs: Sequence[Run], stride: int, costs: Costs) -> Iterator[Run]:
@@ -471,9 +470,8 @@ def _view_metadata(
     )
     if any(entry.param != name for name, entry in stored.items()) or aliases != metadata.aliases:
         return viewed
-    kept = {
-        i.key: metadata.paths[i.key] for i in infos if i.key in metadata.paths
-    }  # names are what they were
+    # names are what they were
+    kept = {i.key: metadata.paths[i.key] for i in infos if i.key in metadata.paths}
     same = [g["params"] for g in groups] == [g["params"] for g in metadata.groups]
     return viewed.replace(paths=kept, places=metadata.places if same else ())
 

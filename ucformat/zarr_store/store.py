@@ -50,10 +50,8 @@ if TYPE_CHECKING:
 
 DOCUMENT = "zarr.json"
 _MAX_DIGITS = 20  # of a chunk's index
-_MIN_STORED, _MAX_STORED = (
-    64 << 10,
-    16 << 20,
-)  # bytes of a stored chunk that is a chunk of the array, too
+# bytes of a stored chunk that is a chunk of the array, too
+_MIN_STORED, _MAX_STORED = (64 << 10, 16 << 20)
 
 
 class TensorArray:
@@ -214,9 +212,8 @@ class ChunkReader:
 
     def __init__(self, source: Readable, verify: Verify) -> None:
         self._source, self._verify = source, check_verify(verify)
-        self._waiting: dict[
-            asyncio.AbstractEventLoop, list[_Request]
-        ] = {}  # what each loop starts to read next
+        # what each loop starts to read next
+        self._waiting: dict[asyncio.AbstractEventLoop, list[_Request]] = {}
 
     async def read(
         self, array: TensorArray, at: tuple[int, ...], start: int, stop: int
@@ -259,9 +256,8 @@ class ChunkReader:
         except BaseException as error:  # noqa: BLE001 - raised where the bytes are waited for
             if len(wanted) == 1:
                 return [error]
-            return [
-                found for one in wanted for found in self._results([one])
-            ]  # the others are intact
+            # the others are intact
+            return [found for one in wanted for found in self._results([one])]
 
     def _read_together(self, wanted: Sequence[_Request]) -> Iterator[NDArray[np.uint8]]:
         source = self._source

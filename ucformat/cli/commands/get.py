@@ -213,13 +213,8 @@ def _error(text: str, why: str) -> UsageError:
     )
 
 
-_KINDS = (
-    "bool",
-    "uint",
-    "int",
-    "float",
-    "complex",
-)  # a cast to one further left would lose more than precision
+# a cast to one further left would lose more than precision
+_KINDS = ("bool", "uint", "int", "float", "complex")
 
 
 def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
@@ -236,10 +231,8 @@ def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
 
     target = numpy_dtype(dtype)
     source = dtype_name(array.dtype)
-    for one in {dtype, source} - {
-        target.name,
-        array.dtype.name,
-    }:  # only the bits are known of its elements
+    # only the bits are known of its elements
+    for one in {dtype, source} - {target.name, array.dtype.name}:
         raise UsageError(
             f"{source} is not cast to {dtype}", hint=f"elements of {one} are not single numbers"
         )
@@ -263,9 +256,8 @@ def as_stored(array: NDArray[Any]) -> NDArray[Any]:
 
     from ucformat.reading.dtypes import dtype_name
 
-    known = hasattr(
-        np, dtype_name(array.dtype)
-    )  # np.save would call the others `|V2`, `|V1`, `<f1`
+    # np.save would call the others `|V2`, `|V1`, `<f1`
+    known = hasattr(np, dtype_name(array.dtype))
     return array if known else array.view(f"<u{array.itemsize}")
 
 
@@ -298,9 +290,8 @@ def save(file: Path, array: NDArray[Any], *, force: bool) -> None:
             np.save(device, array, allow_pickle=False)
         return
     file = file.resolve()
-    scratch = file.with_name(
-        f".{file.name}.{secrets.token_hex(8)}.part"
-    )  # a unique name: it is removed on any error
+    # a unique name: it is removed on any error
+    scratch = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
     try:
         with scratch.open("xb") as out:
             np.save(out, array, allow_pickle=False)

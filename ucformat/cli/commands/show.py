@@ -395,9 +395,8 @@ def _list(tensors: Sequence[TensorInfo]) -> Iterator[str]:
     width = terminal_width()
     rows, last = [], None
     for info in tensors:
-        name = (
-            "" if width is not None and info.name == last else info.name
-        )  # repeated only in pipes
+        # repeated only in pipes
+        name = "" if width is not None and info.name == last else info.name
         rows.append((name, info.state, info.dtype, shape_text(info.shape), bytes_text(info.nbytes)))
         last = info.name
     return table(("name", "state", "dtype", "shape", "size"), rows, left=3, width=width)

@@ -113,9 +113,8 @@ def print_error(
         return
     bold = use_color(sys.stderr)
     if code == INTERRUPTED:
-        _write(
-            sys.stderr, f"{chr(10) * sys.stderr.isatty()}{clean(message)}"
-        )  # the terminal shows ^C on this line
+        # the terminal shows ^C on this line
+        _write(sys.stderr, f"{chr(10) * sys.stderr.isatty()}{clean(message)}")
         return
     label = click.style("error:", fg="red", bold=True) if bold else "error:"
     _write(sys.stderr, f"{label} {clean(message)}")

@@ -11,10 +11,8 @@ from ucformat.cli.ui.output import Heading, Tabbed, clean
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-_MIN_WIDTHS = (
-    12,
-    6,
-)  # characters to which columns of a table are shortened, and further if that is not enough
+# characters to which columns of a table are shortened, and further if that is not enough
+_MIN_WIDTHS = (12, 6)
 
 
 def bytes_text(nbytes: float) -> str:

@@ -47,9 +47,8 @@ class Folder:
     """The files of one step, as keys of the store; `below` is its folder with a trailing `/`, or "" for the root."""
 
     below: str
-    parts: dict[
-        str, str
-    ]  # the folder of `model` and `optimizer`, with a trailing `/` unless it is the root
+    # the folder of `model` and `optimizer`, with a trailing `/` unless it is the root
+    parts: dict[str, str]
     extra: tuple[str, ...]  # extra state, by rank
     others: tuple[str, ...]
     empty: tuple[str, ...]  # files of ranks that had nothing to write

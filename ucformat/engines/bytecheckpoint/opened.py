@@ -95,9 +95,8 @@ def _joined(metas: Mapping[str, Metadata]) -> Metadata:
         entries = [
             p[1] for p in metas["optimizer"].paths.values() if len(p) > 2 and p[0] == "state"
         ]
-        wrapped = all(
-            str(entry).isdigit() for entry in entries
-        )  # only DDP keeps the optimizer's own numbers
+        # only DDP keeps the optimizer's own numbers
+        wrapped = all(str(entry).isdigit() for entry in entries)
     for part, meta in metas.items():
         cut = len(_DDP) if wrapped and part == "model" else 0
         for fqn in (*meta.tensors, *meta.values):

@@ -122,10 +122,8 @@ class Experts:
             raise UnsupportedError(
                 f"{file} has {other}, which is not an expert's, in a group that is sharded across {degree} ranks"
             )
-        for (
-            prefix,
-            ids,
-        ) in held.items():  # not all of them if the group was divided because of its size
+        # not all of them if the group was divided because of its size
+        for prefix, ids in held.items():
             count = self.counts.get(prefix, 0)
             if count % degree or max(ids) * degree >= count:
                 raise IntegrityError(

@@ -149,9 +149,8 @@ class ExpertRanks:
         if recorded_degree(group.document) == self.degree:
             yield group
             return
-        numbers: dict[
-            str, int
-        ] = {}  # of the group that each parameter is in, by its name on a rank
+        # of the group that each parameter is in, by its name on a rank
+        numbers: dict[str, int] = {}
         number = numel = 0
         for name, local in self.local(names, 0).items():
             size = group.masters[name].size

@@ -256,9 +256,8 @@ class TrainedModel:
             self.by_name.setdefault(info.name, {})[info.state] = info
         self.groups = [self._group(document) for document in source.metadata.groups]
         self.trained = {name: info for group in self.groups for name, info in group.masters.items()}
-        self.placed_in_client: set[str] = (
-            set()
-        )  # names of tensors that are values of the client state
+        # names of tensors that are values of the client state
+        self.placed_in_client: set[str] = set()
 
     def _group(self, document: Mapping[str, Any]) -> OptimizerGroup:
         names = list(document["params"])

@@ -91,9 +91,8 @@ class Values:
         if out.engine.get("lr_scheduler") is None and isinstance(
             engine.settings.get("scheduler"), Mapping
         ):
-            out.engine["lr_scheduler"] = {
-                "last_batch_iteration": engine.step - 1
-            }  # of every scheduler of DeepSpeed
+            # of every scheduler of DeepSpeed
+            out.engine["lr_scheduler"] = {"last_batch_iteration": engine.step - 1}
         if engine.settings:
             out._put(out.engine, "ds_config", "ds_config", dict(engine.settings), decode)
         out._take_ranks(model, engine, decode)

@@ -239,9 +239,8 @@ class EnginePlan:
                 )
             else:
                 module[name] = self.shards.saved(name, info, tp, fill)
-        for flat in (
-            self.flat(tp) if self.fused else ()
-        ):  # weights are views of one buffer, as the fp32 copy is
+        # weights are views of one buffer, as the fp32 copy is
+        for flat in self.flat(tp) if self.fused else ():
             joined = flat.saved(self.module, 0, fill).storage
             module |= {
                 n: SavedTensor(joined, flat.shapes[n], slot.start)

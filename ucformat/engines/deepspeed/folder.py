@@ -81,9 +81,8 @@ class TagFiles:
 
     tag: str  # "" where the store is rooted at the tag folder itself
     zero3: bool
-    models: tuple[
-        tuple[str, ...], ...
-    ]  # by model-parallel rank, and under ZeRO 3 by data-parallel rank, else one file each
+    # by model-parallel rank, and under ZeRO 3 by data-parallel rank, else one file each
+    models: tuple[tuple[str, ...], ...]
     optims: tuple[tuple[str, ...], ...]  # by model- and data-parallel rank; () if there are none
     layers: Mapping[int, tuple[str, ...]]  # of pipelines: by layer and tensor-parallel rank
     experts: Mapping[tuple[int, int], str]  # by layer of experts and expert

@@ -417,9 +417,8 @@ def _zero3(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
         buffer = FlatBuffer(size=flat.numel())
         for p in parameters:
             buffer.append_part(trainer.name_of(p), math.prod(shape_of(p)), p.partition_numel())
-        rank = _rank_of(
-            optimizer, parameters[0]
-        )  # DeepSpeed has all of a sub-group in one process group
+        # DeepSpeed has all of a sub-group in one process group
+        rank = _rank_of(optimizer, parameters[0])
         ranks = dist.get_process_group_ranks(parameters[0].ds_process_group)
         yield _flat(
             trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank, ranks

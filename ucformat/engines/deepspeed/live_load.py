@@ -343,9 +343,8 @@ class OptimizerTargets:
         ]
         matched, found, _ = match(scalars, {}, stored.ck, stored.names, cast=True)
         read(stored.ck, matched)
-        self.targets += [
-            LocalShard(s.info, (), s.tensor) for s in scalars
-        ]  # so that they are not unexpected
+        # so that they are not unexpected
+        self.targets += [LocalShard(s.info, (), s.tensor) for s in scalars]
         differing = [c.problem for c in self.counters]
         self.problems |= Problems(
             missing=found.missing, others=tuple(d for d in differing if d is not None)

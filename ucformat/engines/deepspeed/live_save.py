@@ -111,9 +111,8 @@ def _tensors(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> Iterator[
     """The states of each parameter, in the order of the module."""
     mine: dict[str, list[OptimizerTensor]] = {name: [] for name in trainer.parameters}
     for one in held:
-        for name in (
-            one.distributions or one.parts
-        ):  # a rank also describes what it holds no elements of
+        # a rank also describes what it holds no elements of
+        for name in one.distributions or one.parts:
             mine[name].append(one)
     owned = {name: one for one in held for name in one.shapes}
     for name in trainer.parameters:

@@ -35,9 +35,8 @@ def plain_values(trainer: EngineParts) -> dict[str, Any]:
     engine = trainer.engine
     found: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
     found["ds_config"] = engine._config._param_dict  # noqa: SLF001 - engine.config may be the name of a file
-    found["buffer_names"] = list(
-        trainer.buffers
-    )  # which an export to stage 3 must tell from frozen parameters
+    # which an export to stage 3 must tell from frozen parameters
+    found["buffer_names"] = list(trainer.buffers)
     found |= {name: part.state_dict() for name, part in stateful(engine).items()}
     scaler = _scaler(trainer.optimizer)
     if scaler is not None:
@@ -283,9 +282,8 @@ class ClientState:
         self, ck: Checkpoint, names: Mapping[str, str], rank: int, ranks: int, *, trust: bool
     ) -> None:
         self._data: dict[str, Any] = dict(ck.objects.get(CLIENT) or {})
-        if (
-            ck.metadata.layout.get("dp") == ranks
-        ):  # values of this rank that differ in DeepSpeed's ZeRO 3 checkpoint
+        # values of this rank that differ in DeepSpeed's ZeRO 3 checkpoint
+        if ck.metadata.layout.get("dp") == ranks:
             self._data |= ck.objects.get("rank", {}).get(str(rank), {}).get(CLIENT) or {}
         self._trust = trust
         self._called = {stored: name for name, stored in names.items()}

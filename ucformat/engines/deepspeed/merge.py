@@ -292,9 +292,8 @@ def merge_groups(stages: Sequence[Sequence[Slice]]) -> list[Group]:
                     hint="files of different saves are mixed in one folder",
                 )
         for group, into in zip(groups, _partners(merged, groups), strict=True):
-            names = [
-                name for name in group.names if name not in seen
-            ]  # a tied module's, in several stages
+            # a tied module's, in several stages
+            names = [name for name in group.names if name not in seen]
             seen.update(names)
             if into is None:
                 merged.append(Group(names, group.hyper, group.state))

@@ -175,11 +175,8 @@ def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
 
 def scalars(file: TorchFile, state: dict[str, Any], dropped: frozenset[str]) -> dict[str, Any]:
     """All values of an optimizer file except its parameters' tensors and the dropped keys."""
-    known = (
-        "optimizer_state_dict",
-        "ds_config",
-        "ds_version",
-    )  # the last two are in the model states too
+    # the last two are in the model states too
+    known = ("optimizer_state_dict", "ds_config", "ds_version")
     around = {k: v for k, v in file.value.items() if k not in known}
     return {**around, **{k: v for k, v in state.items() if k not in dropped}}
 
@@ -442,9 +439,8 @@ class Objects:
             contents,
             not_stored,
         )
-        self._spilled: dict[
-            str, tuple[StoredTensor, int, str]
-        ] = {}  # path -> tensor, CRC-32, name, as the first rank has it
+        # path -> tensor, CRC-32, name, as the first rank has it
+        self._spilled: dict[str, tuple[StoredTensor, int, str]] = {}
 
     def json(self) -> dict[str, Any]:
         """All objects."""

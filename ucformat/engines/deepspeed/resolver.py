@@ -206,9 +206,8 @@ class ShardingResolver:
             if found is not None:
                 return found.because("the given layout")
         if name in buffers and self._ranks > 1 and self.info and self.info.is_default(name):
-            if (
-                len(set(shapes)) == 1 and verdict(name) != "different"
-            ):  # patterns describe parameters only
+            # patterns describe parameters only
+            if len(set(shapes)) == 1 and verdict(name) != "different":
                 return replicate(shapes).because("equal buffers")
             return None
         found = self.info.sharding(name, shapes)

@@ -421,9 +421,8 @@ class OpenUniversal:
                         f"{slices[0].model.key} describes {len(flat)}",
                         hint="files of different conversions are mixed in one folder",
                     )
-                contents.groups.extend(
-                    Group(list(shapes), {}) for shapes in flat
-                )  # whose hyper-parameters are lost
+                # whose hyper-parameters are lost
+                contents.groups.extend(Group(list(shapes), {}) for shapes in flat)
                 continue
             for g, (hyper, indices) in enumerate(zip(hypers, members, strict=True)):
                 if not p:

@@ -252,9 +252,8 @@ class Zero12(Ranks[Partition]):
                     else:
                         contents.add_whole(name, kind, file, tensor)
         contents.keep_scalars(file, scalars(file, state, _TENSORS))
-        recorded = stage_of(
-            state.get("zero_stage", 1)
-        )  # BF16_Optimizer, which is of ZeRO 1, does not record it
+        # BF16_Optimizer, which is of ZeRO 1, does not record it
+        recorded = stage_of(state.get("zero_stage", 1))
         if recorded not in (1, 2):
             raise IntegrityError(
                 f"{file.key} records ZeRO {recorded}, but its files are those of ZeRO 1 and 2"

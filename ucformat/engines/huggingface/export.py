@@ -152,14 +152,12 @@ class SafetensorsExporter(Exporter):
 
     def _assets(self, source: Checkpoint) -> dict[str, bytes]:
         """The files beside the tensors, by name."""
-        from ucformat.views.viewed import (
-            outdated,
-        )  # with the documents of views, which the options do not need
+        # with the documents of views, which the options do not need
+        from ucformat.views.viewed import outdated
 
         own = find_assets(Info(name, 0, "") for name in source.assets)
-        wrong = outdated(
-            source.viewed, source.assets, source.objects
-        )  # of a sub-model, the whole model's sizes
+        # of a sub-model, the whole model's sizes
+        wrong = outdated(source.viewed, source.assets, source.objects)
         found = {name: source.assets[name] for name in own if name not in wrong}
         if self.options.assets is not None:
             store = open_store(self.options.assets)

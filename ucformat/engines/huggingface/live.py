@@ -165,9 +165,8 @@ class UniversalTrainer(Trainer):
         run = Path(self._get_output_dir(trial=trial))
         url = run / f"checkpoint-{self.state.global_step}"
         best = run / f"checkpoint-{self.state.best_global_step}"
-        if (
-            best == url or (best / MANIFEST).exists()
-        ):  # else it is in the folder of the run that was resumed
+        # else it is in the folder of the run that was resumed
+        if best == url or (best / MANIFEST).exists():
             self.state.best_model_checkpoint = str(best)
         state = self._live()
         if self.args.process_index == 0:

@@ -44,13 +44,8 @@ class HuggingFace(Source):
 
     kind = "huggingface"
     title = "Hugging Face Trainer and Accelerate"
-    before = (
-        "dcp",
-        "deepspeed",
-        "megatron",
-        "safetensors",
-        "torch_save",
-    )  # it may contain any of them
+    # it may contain any of them
+    before = ("dcp", "deepspeed", "megatron", "safetensors", "torch_save")
     packages = (
         "accelerate",
         "bitsandbytes",

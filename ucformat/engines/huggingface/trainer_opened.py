@@ -178,9 +178,8 @@ class Engine:
 
     described: dict[str, str] = field(default_factory=dict)
     sources: list[OpenSource] = field(default_factory=list)
-    zips: list[str] = field(
-        default_factory=list
-    )  # files of torch.save that belong to none of the sources
+    # files of torch.save that belong to none of the sources
+    zips: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # files without checksums
     files: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)

@@ -78,9 +78,8 @@ class OpenClassic:
                     rank.contents.add_whole(named[name], "weight", rank.file.file, tensor)
             if how.optimizer:
                 rank.groups = read_states(rank.file, rank.contents)
-        self._agreeing: set[tuple[Key, int]] = (
-            set()
-        )  # parts of tensor-parallel ranks whose copies have been compared
+        # parts of tensor-parallel ranks whose copies have been compared
+        self._agreeing: set[tuple[Key, int]] = set()
         self._degree = 1 + max(t for t, _, _ in files)
         self.contents = TensorIndex()
         self.aliases: dict[str, str] = {}

@@ -50,10 +50,8 @@ _CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_MASTER, _MASTER_OF_16_BITS = (
-    "param",
-    "fp32_param",
-)  # the names of the fp32 copy, distributed or not
+# the names of the fp32 copy, distributed or not
+_MASTER, _MASTER_OF_16_BITS = ("param", "fp32_param")
 
 
 @dataclass(frozen=True, kw_only=True)

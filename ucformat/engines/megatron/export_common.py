@@ -43,12 +43,8 @@ _CLASSES = {
 ALLOWED |= {_NAMESPACE, *_CLASSES.values()}
 
 _AT = re.compile(r"\d+(\.\d+)*")
-_NOT_SHARED = (
-    "params",
-    "state",
-    "step",
-    "is_expert_parallel",
-)  # keys of a group that groups are not compared by
+# keys of a group that groups are not compared by
+_NOT_SHARED = ("params", "state", "step", "is_expert_parallel")
 _OURS = ("optimizer", "args", "iteration", "content_metadata")
 
 

@@ -261,9 +261,8 @@ class Arguments:
             if padded is None and size and unit:
                 unit *= self.degree("tensor_model_parallel_size") or 1
                 padded = -(-size // unit) * unit
-            rows_kept = (
-                size if padded == stored else None
-            )  # otherwise the purpose of the other rows is unknown
+            # otherwise the purpose of the other rows is unknown
+            rows_kept = size if padded == stored else None
         return rows_kept if rows_kept is not None and 0 < rows_kept < stored else stored
 
 

@@ -155,9 +155,8 @@ class OpenFsdp:
                 and len(halves) == 2
                 and _is_whole(halves[0], parts[weight][0])
             ):
-                halves = halves[
-                    :1
-                ]  # Megatron splits the moments alone, and saves others whole under both names
+                # Megatron splits the moments alone, and saves others whole under both names
+                halves = halves[:1]
             tensor = unstacked(key, halves)
             add_tensor(
                 self.contents,

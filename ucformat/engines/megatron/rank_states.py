@@ -376,9 +376,8 @@ class RankFile:
     chunks: list[dict[str, StoredTensor]]
     extra: dict[str, Any]
     distrib: TorchFile | None
-    names: list[dict[str, str]] = field(
-        default_factory=list
-    )  # of each chunk: local name -> global name
+    # of each chunk: local name -> global name
+    names: list[dict[str, str]] = field(default_factory=list)
 
 
 def read_ranks(

@@ -135,9 +135,8 @@ def _file_name(name: str, number: int, taken: set[str]) -> str:
     """The file of a tensor: its escaped name, or `%n` and its number, which no escaped name is."""
     text = quote(name, safe="")
     key = f"%2E{text[1:]}{_ENDING}" if text.startswith(".") else f"{text}{_ENDING}"
-    if (
-        not text or len(key) > _MAX_FILE_NAME or key.lower() in taken
-    ):  # file systems may ignore case
+    # file systems may ignore case
+    if not text or len(key) > _MAX_FILE_NAME or key.lower() in taken:
         key = f"%n{number}{_ENDING}"
     taken.add(key.lower())
     return key
@@ -147,9 +146,8 @@ def _header(info: TensorInfo, *, raw: bool) -> bytes:
     """What comes before the elements of a tensor in a file."""
     import numpy as np  # which the options do not need
 
-    unknown = info.dtype not in ZARR_DTYPES or info.dtype.startswith(
-        ("bfloat", "float8")
-    )  # those of ml_dtypes
+    # those of ml_dtypes
+    unknown = info.dtype not in ZARR_DTYPES or info.dtype.startswith(("bfloat", "float8"))
     if unknown and not raw:
         raise UnsupportedError(
             f"{info.key} has the dtype {info.dtype}, which NumPy does not have",

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
 _MIN_LIMIT = 32 << 20  # bytes of memory that any node may take
 _LIMIT_RATIO = 400  # and more per byte of the node: a real entry has ten bytes or more, of offsets that do not compress
-_MAX_INFLATED_MANIFEST = (
-    32 << 10
-)  # bytes: a manifest has a path of 50 bytes for each of about 16 versions
+# bytes: a manifest has a path of 50 bytes for each of about 16 versions
+_MAX_INFLATED_MANIFEST = 32 << 10
 _ENTRY_BYTES = 1 << 10  # memory that Python takes for an entry, besides its key and path
 _MAX_ENTRIES = 1 << 20  # entries of a node, TensorStore's limit; also of files
 _MAX_KEY = 0xFFFF  # bytes of a key or path
@@ -132,9 +131,8 @@ def _body(data: bytes, limit: int, where: str) -> _Body:
     _version, packed = head.count(), head.count()
     content = data[head.at : -_TRAILER]
     if packed == _ZSTD:
-        _check_zstd(
-            content, limit + _BLOCK, where
-        )  # the size of the last block is only known to be within a block
+        # the size of the last block is only known to be within a block
+        _check_zstd(content, limit + _BLOCK, where)
         content = _inflate(content, where)
     if len(content) > limit:
         raise _too_large(len(data), limit, where)
@@ -230,9 +228,8 @@ def _walk(
 ) -> dict[str, Value]:
     values: dict[str, Value] = {}
     todo = deque([(version["root"].get("location"), version["root_height"], b"")])
-    seen: set[tuple[str, int]] = (
-        set()
-    )  # files and offsets, as a location can be spelled in many ways
+    # files and offsets, as a location can be spelled in many ways
+    seen: set[tuple[str, int]] = set()
     while todo:
         location, height, stem = todo.popleft()
         if location is None:  # of an empty tree

@@ -147,9 +147,8 @@ def _is_position(key: Mapping[str, Any]) -> bool:
     )
 
 
-_UNNAMED = (
-    "checkpoint",
-)  # the path of an array that is an item of its own: it gets the name of the item
+# the path of an array that is an item of its own: it gets the name of the item
+_UNNAMED = ("checkpoint",)
 _METADATA = {".zarray": parse_v2, "zarr.json": parse_v3}
 _PLAIN = {"bool": "?", "int64": "<q", "float64": "<d"}  # dtypes of Python's own numbers
 

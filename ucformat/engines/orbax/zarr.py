@@ -14,12 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Zarr"]
 
-_NODES = (
-    "zarr.json",
-    ".zgroup",
-    ".zarray",
-    ".zmetadata",
-)  # one of them makes a folder a node of a hierarchy
+# one of them makes a folder a node of a hierarchy
+_NODES = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,9 +45,8 @@ _DTYPES = {*ZARR_DTYPES, *ML_DTYPES}
 
 _MAX_DEPTH = 4  # shards within shards
 _MAX_CODECS = 8  # codecs in a chain: each may expand the output of the one before
-_ARRAY_FILE = re.compile(
-    r"\.zarray|\.zattrs|zarr\.json|c|(c[./])?\d+([./]\d+)*"
-)  # its metadata, or a chunk
+# its metadata, or a chunk
+_ARRAY_FILE = re.compile(r"\.zarray|\.zattrs|zarr\.json|c|(c[./])?\d+([./]\d+)*")
 
 
 def is_file_of(arrays: Collection[str], key: str) -> bool:

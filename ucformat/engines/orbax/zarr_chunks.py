@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from ucformat.storage.decoded import Value
 
 _MIN_LIMIT = 64 << 20  # bytes that any chunk may decode to
-_MAX_RATIO = (
-    1 << 17
-)  # or, for a large chunk, times its stored bytes: zstd compresses zeros to a 32,000th
+# or, for a large chunk, times its stored bytes: zstd compresses zeros to a 32,000th
+_MAX_RATIO = 1 << 17
 
 
 def tensorstore() -> Any:
@@ -339,9 +338,8 @@ class Chunks:
     def is_checked(self, name: str) -> bool:
         """See `Decoder.is_checked`."""
         array, at = self._parse(name)
-        crc = any(
-            c["name"] == "crc32c" for c in array.chunk_codecs
-        )  # not those of shards inside a chunk
+        # not those of shards inside a chunk
+        crc = any(c["name"] == "crc32c" for c in array.chunk_codecs)
         return crc and self._find(array, at) is not None
 
     def _parse(self, name: str) -> tuple[Array, tuple[int, ...]]:

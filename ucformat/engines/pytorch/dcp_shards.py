@@ -137,9 +137,8 @@ def _all_there(tensors: Iterable[Sequence[Box]], ranks: int) -> bool:
         (dim,) = cut
         size, rows = first.shape[dim], last.stop[dim]
         if last.shape[dim] < size and [p.start[dim] for p in pieces] == list(range(0, rows, size)):
-            most = min(
-                most, (rows - 1) // (size - 1)
-            )  # the most ranks r for which ceil(rows / r) is `size`
+            # the most ranks r for which ceil(rows / r) is `size`
+            most = min(most, (rows - 1) // (size - 1))
     return most <= ranks
 
 

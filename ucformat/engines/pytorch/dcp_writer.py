@@ -326,9 +326,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 self.saved = write_checkpoint(
                     info, part.memories, options, self.metadata, group, threads=self._threads
                 )
-            except (
-                Conflict
-            ) as error:  # with the message of FileSystemWriter, which programs may check
+            # with the message of FileSystemWriter, which programs may check
+            except Conflict as error:
                 already = f"Checkpoint already exists and overwrite={options.overwrite}"
                 raise Conflict(f"{already}: {error.message}", hint=error.hint) from error
         done: Future[list[WriteResult]] = Future()
@@ -699,7 +698,6 @@ def _plain(node: Any, path: Path, lists: frozenset[Path]) -> Any:
         return node.data
     inner = {k: _plain(v, (*path, k), lists) for k, v in node.items()}
     if inner and path not in lists and all(isinstance(k, int) for k in inner):
-        return [
-            inner.get(i, {}) for i in range(max(k for k in inner if isinstance(k, int)) + 1)
-        ]  # DCP leaves out {}
+        # DCP leaves out {}
+        return [inner.get(i, {}) for i in range(max(k for k in inner if isinstance(k, int)) + 1)]
     return {json_key(k): v for k, v in inner.items()}

@@ -30,15 +30,8 @@ _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
 _INNER = re.compile(r"\.(pt|pth|ckpt|bin)[-._]")  # an ending with more behind it: `model.pt.rank0`
 _ITEMS = ".distcp"  # several archives, one after another
 _PROGRAMS = (".pt", ".pth", ".pth.tar")
-_ODD = (
-    ".pkl",
-    ".tar",
-    ".model",
-    ".state",
-    ".weights",
-    ".chkpt",
-    ".torch",
-)  # endings that people give to such files
+# endings that people give to such files
+_ODD = (".pkl", ".tar", ".model", ".state", ".weights", ".chkpt", ".torch")
 _MODEL = re.compile(
     r"pytorch_model(-\d{5,}-of-\d{5,})?\.bin|adapter_model\.bin|consolidated\.\d+\.pth"
 )
@@ -46,9 +39,8 @@ _OTHER_FILE = re.compile(
     r"(training_args|optimizer|distrib_optim|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict|"
     r"custom_checkpoint)[_\d]*\.\w+"
 )
-_ATOM = re.compile(
-    r"(fp32|exp_avg|exp_avg_sq|step|optimizer_state)\.pt"
-)  # of DeepSpeed's universal format
+# of DeepSpeed's universal format
+_ATOM = re.compile(r"(fp32|exp_avg|exp_avg_sq|step|optimizer_state)\.pt")
 _PICKLE = re.compile(rb"[^/]+/data\.pkl")
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -123,9 +115,8 @@ def _looks_like_torch_save(store: Store, key: str) -> bool:
     head = store.read(key, 0, min(_HEAD, store.info(key).size))
     if head.startswith(_LEGACY):
         return True
-    first = head[
-        30 : 30 + int.from_bytes(head[26:28], "little")
-    ]  # the name of an archive's first file
+    # the name of an archive's first file
+    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     return head.startswith(_ZIP) and (
         key.endswith(_SUFFIXES) or _PICKLE.fullmatch(first) is not None
     )

@@ -212,9 +212,8 @@ class _Build:
         self.root: Any = {}
         self.placed: dict[Key, Any] = {}
         self.left: list[str] = []
-        self.lists: set[int] = (
-            set()
-        )  # dictionaries that are lists, of which the values have some items: by `id`
+        # dictionaries that are lists, of which the values have some items: by `id`
+        self.lists: set[int] = set()
         self.has_groups = False  # whether the values contain those of an optimizer
 
     def tensor(self, key: Key) -> Any:

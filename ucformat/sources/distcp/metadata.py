@@ -67,9 +67,8 @@ class Metadata:
     root: Inert
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
-    paths: dict[str, Path] = field(
-        default_factory=dict
-    )  # in the state dict; of the entries in `planner_data`
+    # in the state dict; of the entries in `planner_data`
+    paths: dict[str, Path] = field(default_factory=dict)
     stored: dict[tuple[str, tuple[int, ...] | None], ByteRange] = field(default_factory=dict)
     chunks: int = 0  # while parsing: how many more the file can list, as one pickled list may be shared by all tensors
 
@@ -108,9 +107,8 @@ def _parse(key: str, root: Any, size: int) -> Metadata:
     ):
         raise IntegrityError(f"{key} is not the metadata of a checkpoint, but {_brief(root)}")
     meta = Metadata(key, root, chunks=size)
-    _entries(
-        meta, root.state.pop("state_dict_metadata", None)
-    )  # which are large: only what is made of them is kept
+    # which are large: only what is made of them is kept
+    _entries(meta, root.state.pop("state_dict_metadata", None))
     _paths(meta, root.state.pop("planner_data", None))
     _storage(meta, root.state.pop("storage_data", None), key.removesuffix(METADATA))
     return meta
@@ -265,10 +263,8 @@ def _brief(value: Any) -> str:
 
 
 _HEAD = 4 << 10  # bytes of an archive before its data, at most; torch writes about 700
-_MAX_GAP, _MAX_RANGE = (
-    4 << 10,
-    4 << 20,
-)  # bytes between values that are read together, and of such a read
+# bytes between values that are read together, and of such a read
+_MAX_GAP, _MAX_RANGE = (4 << 10, 4 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,9 +405,8 @@ class Items:
             self._files.check(stored, name)
             return list(TorchZip(self.store, stored, name).records())
 
-        named = {
-            stored: index for index, stored in self.meta.stored.items()
-        }  # tied tensors have one item
+        # tied tensors have one item
+        named = {stored: index for index, stored in self.meta.stored.items()}
         for some in map_io(of, ((index, stored) for stored, index in named.items())):
             yield from some
 

@@ -68,9 +68,8 @@ def _raw_groups(optimizer: Optimizer, files: Values) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
     for fqn, below in optimizer.options.items():
         value = plain_value(files[fqn], fqn)
-        if (
-            len(below) == 1 and (found := _items(value)) is not None
-        ):  # PyTorch 2.3 and before store it as one value
+        # PyTorch 2.3 and before store it as one value
+        if len(below) == 1 and (found := _items(value)) is not None:
             groups |= {i: dict(g) for i, g in enumerate(found) if isinstance(g, dict)}
         elif len(below) >= 3 and isinstance(below[1], int):
             node = groups.setdefault(below[1], {})
@@ -183,9 +182,8 @@ def _plain(node: Any, path: Path, files: Values, with_tensors: set[Path]) -> Any
         return packed(plain_value(files[node.fqn], node.fqn))
     inner = {k: _plain(v, (*path, k), files, with_tensors) for k, v in node.items()}
     if inner and path not in with_tensors and all(isinstance(k, int) for k in inner):
-        return [
-            inner.get(i, {}) for i in range(max(inner) + 1)
-        ]  # DCP leaves out empty dictionaries
+        # DCP leaves out empty dictionaries
+        return [inner.get(i, {}) for i in range(max(inner) + 1)]
     return {json_key(k): v for k, v in inner.items()}
 
 

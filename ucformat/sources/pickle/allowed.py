@@ -83,13 +83,10 @@ _OTHER_CLASS = "is of the class {}, which ucformat does not read; save whole pla
 _MAX_DIMS = 64  # torch's own limit
 _MAX_LAYOUT = 40  # characters of the name of a layout
 _MAX_NUMBER = 1 << 62  # of a size or a stride
-_MAX_EXPANDED = (
-    1 << 26
-)  # elements that an expanded (stride 0) view may have beyond those of its storage
-_MAX_KEY_PARTS, _MAX_KEY_BITS = (
-    64,
-    64,
-)  # of a tuple and a number used as a key: Python caches the hash of neither
+# elements that an expanded (stride 0) view may have beyond those of its storage
+_MAX_EXPANDED = 1 << 26
+# of a tuple and a number used as a key: Python caches the hash of neither
+_MAX_KEY_PARTS, _MAX_KEY_BITS = (64, 64)
 
 
 def sizes(value: Any, what: str) -> tuple[int, ...]:

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
-_MAX_PICKLE = (
-    256 << 20
-)  # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
+# bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
+_MAX_PICKLE = 256 << 20
 _TAIL = 64 << 10
 _HEAD = 32 << 10  # read with the first bytes: the pickle is first in the file, and mostly smaller
 _ITEM = 2 << 10  # instead of both, for an archive in a larger file, which contains only one value

@@ -63,11 +63,8 @@ def shape_of_states(states: Mapping[str, Any]) -> tuple[int, ...] | None:
         states: the states by name; values that are not tensors are ignored.
     """
     tensors = {k: v for k, v in states.items() if isinstance(v, StoredTensor)}
-    for (
-        rows,
-        columns,
-        kept,
-    ) in _FACTORS:  # torch's Adafactor keeps the reduced dim with size 1, transformers' drops it
+    # torch's Adafactor keeps the reduced dim with size 1, transformers' drops it
+    for rows, columns, kept in _FACTORS:
         if rows in tensors and columns in tensors:
             row, column = tensors[rows].shape, tensors[columns].shape
             return (*(row[:-1] if kept else row), column[-1])
@@ -102,9 +99,8 @@ def _in_order(
     total = sum(map(len, groups))
     start = (0,) * len(groups)
     ways: dict[tuple[int, ...], int] = {start: 1}
-    steps: list[
-        dict[tuple[int, ...], int]
-    ] = []  # for each candidate: state after it -> group it went to, -1 for none
+    # for each candidate: state after it -> group it went to, -1 for none
+    steps: list[dict[tuple[int, ...], int]] = []
     for number, candidate in enumerate(candidates):
         after: Counter[tuple[int, ...]] = Counter()
         taken: dict[tuple[int, ...], int] = {}
@@ -158,9 +154,8 @@ _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 class Module:
     """The tensors of a module that optimizer entries may belong to."""
 
-    shapes: Mapping[
-        str, tuple[int, ...]
-    ]  # of the possible parameters, by their names in the module
+    # of the possible parameters, by their names in the module
+    shapes: Mapping[str, tuple[int, ...]]
     prefix: str = ""  # of the names in the checkpoint
     ordered: bool = True  # whether `shapes` is in the order of the module
     main: bool = True  # whether it is the main module, whose names have no prefix
@@ -285,9 +280,8 @@ class Optimizer:
             main = [names for m, names in own if m.main]
             return main[0] if main else own[0][1] if len(own) == 1 else recorded
         found = [(m, names) for m in modules if (names := m.match(self.evidence)) is not None]
-        if (
-            len(found) > 1
-        ):  # unambiguous only if all others are averages of the main module, which has the optimizer
+        # unambiguous only if all others are averages of the main module, which has the optimizer
+        if len(found) > 1:
             stepped = [(m, names) for m, names in found if m.main]
             return (
                 stepped[0][1]

@@ -278,10 +278,8 @@ def unpickle(
 _MAX_NAME = 1000  # characters of the name of a global
 # Limits that grow with the file, each with a minimum for small ones:
 _COPIES_PER_BYTE, _MIN_COPIES = 8, 1 << 20  # items that calls may copy, per byte of the file
-_COLLISIONS_PER_BYTE, _MIN_COLLISIONS = (
-    64,
-    1 << 24,
-)  # possible hash collisions, per byte of the file
+# possible hash collisions, per byte of the file
+_COLLISIONS_PER_BYTE, _MIN_COLLISIONS = (64, 1 << 24)
 _MAX_REPEATED = 256 << 20  # bytes of tensors that repeat elements (stride 0), in addition to these
 _MAX_SMALL = 1024
 _HASH_OF_ADDRESS: Any = object.__hash__
@@ -318,9 +316,8 @@ class _Meaning:
     def make(self, maker: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
             raise IntegrityError("its pickle makes an object from something that is not a tuple")
-        if isinstance(
-            maker, InertClass | Inert
-        ):  # an `Inert`: a class in a class, which `getattr` names
+        # an `Inert`: a class in a class, which `getattr` names
+        if isinstance(maker, InertClass | Inert):
             return Inert(maker.name, args)
         if not isinstance(maker, Maker):
             raise UnsafeError(f"its pickle calls a {type(maker).__name__}, which is not a class")
@@ -407,9 +404,8 @@ class _Meaning:
                     "its pickle fills a file in memory with something other than bytes"
                 )
             target.data = state[0]
-        elif not isinstance(
-            target, dict | StoredTensor
-        ):  # attributes of a state dict or a parameter are not needed
+        # attributes of a state dict or a parameter are not needed
+        elif not isinstance(target, dict | StoredTensor):
             raise UnsafeError(f"its pickle sets the state of a {type(target).__name__}")
         return target
 

@@ -41,9 +41,8 @@ class Pins:
     def __init__(self, store: Asks, *, listing: bool, optimistic: bool) -> None:
         self._store, self._listing, self._optimistic = store, listing, optimistic
         self._infos: dict[str, Info] = {}
-        self._current: dict[
-            str, Info
-        ] = {}  # known from answers to requests that were sent in this scope
+        # known from answers to requests that were sent in this scope
+        self._current: dict[str, Info] = {}
         self._listed: Mapping[str, Info] | None = None
         self._begun = time.monotonic()
         self._joined = store.join() if listing and optimistic else None

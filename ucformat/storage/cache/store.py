@@ -283,9 +283,8 @@ class Blocks:
                     continue
                 if waits and sum(part.view.nbytes for part in parts) >= _BLOCK and has_others():
                     self._extend(file, locks)
-                ours = [
-                    n for n in locks if not waits or not self._load(file, n, wanted.get(n, ()))
-                ]  # it may have just come
+                # it may have just come
+                ours = [n for n in locks if not waits or not self._load(file, n, wanted.get(n, ()))]
 
                 def receive(
                     numbers: Sequence[int], locks: Mapping[int, Descriptor | None] = locks
