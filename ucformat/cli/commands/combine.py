@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,9 +13,11 @@ from ucformat.cli.ui.options import (
     CATALOG,
     IGNORE_DEPENDENT,
     METRIC,
-    SOURCE,
+    OPENING,
     STATES,
-    VIEW,
+    Facts,
+    Opening,
+    bundle,
     command,
     ignore_dependents_of,
     open_any,
@@ -29,19 +31,17 @@ from ucformat.cli.ui.where import (
     OVERWRITE,
     PART,
     SHARD_BYTES,
+    Work,
     print_cost,
-    where_of,
+    work_options,
     workers_option,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.combine.combining import Planned
-
-    #: Opens references, through the view if there is one.
-    _Opened = Callable[[Sequence[str]], Sequence[Any]]
 
 
 def _numbers(_ctx: click.Context, _param: click.Parameter, given: str | None) -> list[float] | None:
@@ -65,36 +65,56 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="A weight for each REF, in their order.  [default: equal weights]",
     ),
 )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which tensors are combined, and to which dtype."""
+
+    states: tuple[str, ...] = ()
+    take: tuple[str, ...] = ()
+    cast: str | None = None
+
+
 _MORE: tuple[Callable[[Any], Any], ...] = (
-    STATES,
-    click.option(
-        "--take",
-        metavar="PATTERN",
-        multiple=True,
-        help="Take the tensors with such names from the base or first REF as they are. May be repeated.",
+    bundle(
+        "chosen",
+        Chosen,
+        STATES,
+        click.option(
+            "--take",
+            metavar="PATTERN",
+            multiple=True,
+            help="Take the tensors with such names from the base or first REF as they are. May be repeated.",
+        ),
+        click.option(
+            "--cast",
+            metavar="DTYPE",
+            help="The dtype to round to.  [default: that of the base or first REF]",
+        ),
     ),
-    click.option(
-        "--cast",
-        metavar="DTYPE",
-        help="The dtype to round to.  [default: that of the base or first REF]",
+    work_options(
+        CHUNK_BYTES,
+        SHARD_BYTES,
+        OVERWRITE,
+        workers_option("shards to write"),
+        NO_VERIFY,
+        ON,
+        PART,
+        DRY_RUN,
+        IGNORE_DEPENDENT,
     ),
-    CHUNK_BYTES,
-    SHARD_BYTES,
-    OVERWRITE,
-    workers_option("shards to write"),
-    NO_VERIFY,
-    click.option(
-        "--run",
-        metavar="NAME",
-        help="The training run to record in the catalog.  [default: DST's folder]",
+    bundle(
+        "facts",
+        Facts,
+        click.option(
+            "--run",
+            metavar="NAME",
+            help="The training run to record in the catalog.  [default: DST's folder]",
+        ),
+        METRIC,
     ),
-    METRIC,
-    VIEW,
-    SOURCE,
-    ON,
-    PART,
-    DRY_RUN,
-    IGNORE_DEPENDENT,
+    OPENING,
     CATALOG,
 )
 
@@ -137,13 +157,11 @@ def _with(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 def average(
     refs: tuple[str, ...],
     dst: str,
-    weights: list[float] | None,
-    by: str | None,
     least: bool | None,  # noqa: FBT001
-    temperature: float | None,
-    ema: float | None,
+    opening: Opening,
+    chosen: Chosen,
     out: Output,
-    **options: Any,
+    **given: Any,
 ) -> None:
     """Average checkpoints, and write the result as a new one at DST.
 
@@ -154,13 +172,13 @@ def average(
     from ucformat.jobs.combine.combining import plan_average
 
     best: Any = None if least is None else "min" if least else "max"
-    weighting = {"by": by, "best": best, "temperature": temperature, "ema": ema, "weights": weights}
+    weighting = {name: given.pop(name) for name in ("by", "temperature", "ema", "weights")}
     _run(
         "average",
         dst,
-        lambda opened, chosen: plan_average(opened(refs), **weighting, **chosen),
+        lambda: plan_average(_opened(refs, opening), best=best, **weighting, **_arguments(chosen)),
         out,
-        **options,
+        **given,
     )
 
 
@@ -201,15 +219,11 @@ def average(
 def merge(
     refs: tuple[str, ...],
     dst: str,
-    weights: list[float] | None,
     method: str,
     base: str | None,
-    scale: float | None,
-    density: float | None,
-    t: float | None,
-    seed: int | None,
-    out: Output,
-    **options: Any,
+    opening: Opening,
+    chosen: Chosen,
+    **given: Any,
 ) -> None:
     """Merge models, or adapters into their base, and write the result as a new checkpoint at DST.
 
@@ -218,74 +232,63 @@ def merge(
     """
     from ucformat.jobs.combine.combining import plan_merge
 
-    given: dict[str, Any] = {
-        "weights": weights,
-        "scale": scale,
-        "density": density,
-        "t": t,
-        "seed": seed,
-    }
+    parameters = {n: given.pop(n) for n in ("weights", "scale", "density", "t", "seed")}
 
-    def plan(opened: _Opened, chosen: Mapping[str, Any]) -> Planned:
-        bases = opened([base]) if base is not None else [None]
-        sources = refs if method == "lora" else opened(refs)  # adapters have no view
-        return plan_merge(method, sources, {**given, "base": bases[0]}, **chosen)
+    def plan() -> Planned:
+        bases = _opened([base], opening) if base is not None else [None]
+        sources = refs if method == "lora" else _opened(refs, opening)  # adapters have no view
+        return plan_merge(method, sources, {**parameters, "base": bases[0]}, **_arguments(chosen))
 
-    _run("merge", dst, plan, out, **options)
+    _run("merge", dst, plan, **given)
+
+
+def _arguments(chosen: Chosen) -> dict[str, Any]:
+    return {**asdict(chosen), "states": list(chosen.states) or None}
+
+
+def _opened(refs: Sequence[str], opening: Opening) -> Sequence[Any]:
+    """The checkpoints of references, opened if that takes a view or options."""
+    from ucformat.references import expand_references
+
+    if opening.view is None and opening.options is None:
+        return refs
+    found = [open_any(str(ref), opening.options) for ref in expand_references(refs)]
+    return found if opening.view is None else [ck.view(opening.view) for ck in found]
 
 
 def _run(
     name: str,
     dst: str,
-    plan: Callable[[_Opened, Mapping[str, Any]], Planned],
+    plan: Callable[[], Planned],
     out: Output,
     *,
-    states: tuple[str, ...],
-    take: tuple[str, ...],
-    cast: str | None,
-    chunk_bytes: int | None,
-    shard_bytes: int | None,
-    overwrite: bool,
-    workers: int | None,
-    no_verify: bool,
-    run: str | None,
-    metrics: dict[str, float],
-    view: str | None,
-    options: dict[str, Any] | None,
-    on: str | None,
-    part: str | None,
-    dry_run: bool,
-    ignored: tuple[str, ...],
+    work: Work,
+    facts: Facts,
 ) -> None:
-    from ucformat.cli.program import Interrupted
     from ucformat.jobs.cost import estimate_combination
     from ucformat.jobs.shards import How
     from ucformat.jobs.where import Where
-    from ucformat.references import expand_references
-
-    def opened(refs: Sequence[str]) -> Sequence[Any]:
-        if view is None and options is None:
-            return refs
-        found = [open_any(str(ref), options) for ref in expand_references(refs)]
-        return found if view is None else [ck.view(view) for ck in found]
 
     how = How(
-        chunk_bytes, shard_bytes, workers, None, not no_verify, Where.parse(where_of(on, part))
+        work.chunk_bytes,
+        work.shard_bytes,
+        work.workers,
+        None,
+        not work.no_verify,
+        Where.parse(work.where),
     )
-    chosen = {"states": list(states) or None, "take": take, "cast": cast}
-    if dry_run:
-        print_cost(estimate_combination(plan(opened, chosen).combination, dst, how), out)
+    if work.dry_run:
+        print_cost(estimate_combination(plan().combination, dst, how), out)
         return
     begun = time.perf_counter()
-    ignore_dependents_of(ignored, [dst], out, name)
-    try:
-        with out.progress("combining") as progress:
-            planned = plan(opened, chosen)
-            ck = planned.write(
-                dst, replace(how, progress=progress), overwrite=overwrite, run=run, metrics=metrics
-            )
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"interrupted: nothing is committed at {dst}; run the same command again and it continues"
-        ) from None
+    ignore_dependents_of(work.ignored, [dst], out, name)
+    with work.running("combining", out, f"nothing is committed at {dst}") as progress:
+        planned = plan()
+        ck = planned.write(
+            dst,
+            replace(how, progress=progress),
+            overwrite=work.overwrite,
+            run=facts.run,
+            metrics=facts.metrics,
+        )
     print_written(ck, time.perf_counter() - begun, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -10,15 +11,14 @@ import click
 from ucformat.cli.ui.catalogs import print_written
 from ucformat.cli.ui.options import (
     CATALOG,
-    CONFIG,
     IGNORE_DEPENDENT,
-    METRIC,
-    SOURCE,
+    OPENING,
     SRC,
     STATES,
-    STEP,
-    VIEW,
+    Facts,
+    Opening,
     command,
+    facts_options,
     ignore_dependents_of,
 )
 from ucformat.cli.ui.text import bytes_text, plural
@@ -30,65 +30,41 @@ from ucformat.cli.ui.where import (
     OVERWRITE,
     PART,
     SHARD_BYTES,
+    Work,
     print_cost,
-    where_of,
+    work_options,
     workers_option,
 )
 
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
 
+_SIZES = (CHUNK_BYTES, SHARD_BYTES, OVERWRITE, workers_option("shards to write"), NO_VERIFY)
+_JOB = (ON, PART, DRY_RUN, IGNORE_DEPENDENT)
+
 
 @command
 @SRC
 @click.argument("dst", metavar="DST")
 @STATES
-@CHUNK_BYTES
-@SHARD_BYTES
-@OVERWRITE
-@workers_option("shards to write")
+@work_options(*_SIZES, *_JOB)
 @click.option(
     "--weights",
     type=click.Choice(["safetensors"]),
     help="Store the weights as safetensors files that Hugging Face's tools load, with the configuration and the "
     "tokenizer beside them.  [default: as arrays]",
 )
-@NO_VERIFY
-@click.option(
-    "--run",
-    metavar="NAME",
-    help="The training run to record in the catalog.  [default: SRC's, else DST's folder]",
-)
-@CONFIG
-@METRIC
-@STEP
-@VIEW
-@SOURCE
-@ON
-@PART
-@DRY_RUN
-@IGNORE_DEPENDENT
+@facts_options("The training run to record in the catalog.  [default: SRC's, else DST's folder]")
+@OPENING
 @CATALOG
 def convert(
     src: str,
     dst: str,
     states: tuple[str, ...],
-    chunk_bytes: int | None,
-    shard_bytes: int | None,
-    overwrite: bool,  # noqa: FBT001
-    workers: int | None,
+    work: Work,
     weights: Literal["safetensors"] | None,
-    no_verify: bool,  # noqa: FBT001
-    run: str | None,
-    config: dict[str, Any] | None,
-    metrics: dict[str, float],
-    step: int | None,
-    view: str | None,
-    options: dict[str, Any] | None,
-    on: str | None,
-    part: str | None,
-    dry_run: bool,  # noqa: FBT001
-    ignored: tuple[str, ...],
+    facts: Facts,
+    opening: Opening,
     out: Output,
 ) -> None:
     """Convert SRC to a universal checkpoint at DST.
@@ -97,51 +73,19 @@ def convert(
     only what is missing.
     """
     import ucformat
-    from ucformat.cli.program import Interrupted
     from ucformat.views.viewed import outdated
 
-    if dry_run:
-        source, sizes = (
-            ucformat.open(src, view=view, options=options),
-            (chunk_bytes, shard_bytes, workers),
-        )
-        cost = ucformat.estimate(
-            "convert",
-            source,
-            dst,
-            list(states) or None,
-            *sizes,
-            weights=weights,
-            verify=not no_verify,
-        )
-        print_cost(cost, out)
+    chosen: dict[str, Any] = {"states": list(states) or None, "weights": weights}
+    if work.dry_run:
+        sizes = work.arguments("chunk_bytes", "shard_bytes", "workers", "verify")
+        print_cost(ucformat.estimate("convert", opening.open(src), dst, **chosen, **sizes), out)
         return
     begun = time.perf_counter()
-    ignore_dependents_of(ignored, [dst], out, "convert")
-    try:
-        with out.progress("converting") as progress:
-            source = ucformat.open(src, view=view, options=options)
-            ck = ucformat.convert(
-                source,
-                dst,
-                list(states) or None,
-                chunk_bytes,
-                shard_bytes,
-                overwrite,
-                workers,
-                run=run,
-                config=config,
-                metrics=metrics,
-                step=step,
-                weights=weights,
-                verify=not no_verify,
-                on=where_of(on, part),
-                progress=progress,
-            )
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"interrupted: nothing is committed at {dst}; run the same command again and it continues"
-        ) from None
+    ignore_dependents_of(work.ignored, [dst], out, "convert")
+    with work.running("converting", out, f"nothing is committed at {dst}") as progress:
+        source = opening.open(src)
+        how = work.arguments("chunk_bytes", "shard_bytes", "overwrite", "workers", "verify", "on")
+        ck = ucformat.convert(source, dst, **chosen, **how, **asdict(facts), progress=progress)
     seconds = time.perf_counter() - begun
     for name in outdated(source.viewed, source.assets, source.objects):
         out.note(
@@ -150,7 +94,9 @@ def convert(
     verified = ck.manifest.verified
     if verified is not None and (verified.but or not verified.default):
         bare = len(verified.but) if verified.default else len(ck.tensors) - len(verified.but)
-        why = "--no-verify was given" if no_verify else "SRC's files have no checksums for them"
+        why = (
+            "--no-verify was given" if work.no_verify else "SRC's files have no checksums for them"
+        )
         out.note(f"{plural(bare, 'tensor')} converted without verification: {why}")
     print_written(ck, seconds, out)
 
@@ -158,28 +104,17 @@ def convert(
 @command
 @SRC
 @click.argument("dst", metavar="DST")
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace another checkpoint at DST, which stays intact until the copy is committed; repair the same one.",
+@work_options(
+    click.option(
+        "--overwrite",
+        is_flag=True,
+        help="Replace another checkpoint at DST, which stays intact until the copy is committed; repair the same one.",
+    ),
+    workers_option("files to copy"),
+    *_JOB,
 )
-@workers_option("files to copy")
-@ON
-@PART
-@DRY_RUN
-@IGNORE_DEPENDENT
 @CATALOG
-def copy(
-    src: str,
-    dst: str,
-    overwrite: bool,  # noqa: FBT001
-    workers: int | None,
-    on: str | None,
-    part: str | None,
-    dry_run: bool,  # noqa: FBT001
-    ignored: tuple[str, ...],
-    out: Output,
-) -> None:
+def copy(src: str, dst: str, work: Work, out: Output) -> None:
     """Copy a universal checkpoint to another place, keeping its id.
 
     Every byte is checked against its checksum. Resumable: if interrupted, nothing is visible at
@@ -187,22 +122,15 @@ def copy(
     checkpoint, nothing is done.
     """
     import ucformat
-    from ucformat.cli.program import Interrupted
 
-    if dry_run:
-        print_cost(ucformat.estimate("copy", src, dst, workers=workers), out)
+    if work.dry_run:
+        print_cost(ucformat.estimate("copy", src, dst, workers=work.workers), out)
         return
     begun = time.perf_counter()
-    ignore_dependents_of(ignored, [dst], out, "copy")
-    try:
-        with out.progress("copying") as progress:
-            done = ucformat.copy(
-                src, dst, overwrite, workers, on=where_of(on, part), progress=progress
-            )
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"interrupted: nothing is committed at {dst}; run the same command again and it continues"
-        ) from None
+    ignore_dependents_of(work.ignored, [dst], out, "copy")
+    with work.running("copying", out, f"nothing is committed at {dst}") as progress:
+        how = work.arguments("overwrite", "workers", "on")
+        done = ucformat.copy(src, dst, **how, progress=progress)
     seconds = time.perf_counter() - begun
     found = {
         "url": done.url,
@@ -230,30 +158,9 @@ def copy(
 @command
 @SRC
 @click.argument("dst", metavar="[DST]", required=False)
-@CHUNK_BYTES
-@SHARD_BYTES
-@OVERWRITE
-@workers_option("shards to write")
-@NO_VERIFY
-@ON
-@PART
-@DRY_RUN
-@IGNORE_DEPENDENT
+@work_options(*_SIZES, *_JOB)
 @CATALOG
-def materialize(
-    src: str,
-    dst: str | None,
-    chunk_bytes: int | None,
-    shard_bytes: int | None,
-    overwrite: bool,  # noqa: FBT001
-    workers: int | None,
-    no_verify: bool,  # noqa: FBT001
-    on: str | None,
-    part: str | None,
-    dry_run: bool,  # noqa: FBT001
-    ignored: tuple[str, ...],
-    out: Output,
-) -> None:
+def materialize(src: str, dst: str | None, work: Work, out: Output) -> None:
     """Convert the packed checkpoint SRC to arrays: in place, or as a new checkpoint at DST.
 
     In place, the checkpoint keeps its id, and the packed files are deleted once the arrays are
@@ -261,37 +168,20 @@ def materialize(
     continues.
     """
     import ucformat
-    from ucformat.cli.program import Interrupted
     from ucformat.jobs.materialize import is_packed
 
-    if dry_run:
-        sizes = (chunk_bytes, shard_bytes, workers)
-        print_cost(
-            ucformat.estimate("materialize", src, dst, None, *sizes, verify=not no_verify), out
-        )
+    sizes = work.arguments("chunk_bytes", "shard_bytes", "workers", "verify")
+    if work.dry_run:
+        print_cost(ucformat.estimate("materialize", src, dst, **sizes), out)
         return
     begun = time.perf_counter()
     source = ucformat.open(src)
-    ignore_dependents_of(ignored, [source.home if dst is None else dst], out, "materialize")
+    ignore_dependents_of(work.ignored, [source.home if dst is None else dst], out, "materialize")
     nothing = dst is None and source.kind == "ucformat" and not is_packed(source)
-    try:
-        with out.progress("materialising") as progress:
-            ck = ucformat.materialize(
-                source,
-                dst,
-                chunk_bytes,
-                shard_bytes,
-                overwrite,
-                workers,
-                verify=not no_verify,
-                on=where_of(on, part),
-                progress=progress,
-            )
-    except KeyboardInterrupt:
-        state = f"{source.url} is intact" if dst is None else f"nothing is committed at {dst}"
-        raise Interrupted(
-            f"interrupted: {state}; run the same command again and it continues"
-        ) from None
+    left = f"{source.url} is intact" if dst is None else f"nothing is committed at {dst}"
+    with work.running("materialising", out, left) as progress:
+        how = work.arguments("overwrite", "on")
+        ck = ucformat.materialize(source, dst, **sizes, **how, progress=progress)
     if nothing:
         out.note(f"{ck.url} is not packed: nothing to do")
     print_written(ck, time.perf_counter() - begun, out, nothing=nothing)

@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.program import Interrupted, LazyGroup
-from ucformat.cli.ui.options import CATALOG, SIZE, SOURCE, SRC, STATES, VIEW, command, layout_of
+from ucformat.cli.program import LazyGroup
+from ucformat.cli.ui.options import CATALOG, OPENING, SIZE, SRC, STATES, Opening, command, layout_of
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, field, plural
-from ucformat.cli.ui.where import NO_VERIFY, ON, PART, cost_fields, where_of, workers_option
+from ucformat.cli.ui.where import (
+    NO_VERIFY,
+    ON,
+    PART,
+    Work,
+    cost_fields,
+    work_options,
+    workers_option,
+)
 from ucformat.exporters.base import options_of
 from ucformat.exporters.registry import EXPORTERS
 
@@ -53,17 +61,9 @@ def export_command(kind: str) -> click.Command:
         src: str,
         dst: str,
         states: tuple[str, ...],
-        cast: str | None,
         like: str | None,
-        overwrite: bool,  # noqa: FBT001
-        yes: bool,  # noqa: FBT001
-        workers: int | None,
-        no_verify: bool,  # noqa: FBT001
-        view: str | None,
-        options: dict[str, Any] | None,
-        on: str | None,
-        part: str | None,
-        dry_run: bool,  # noqa: FBT001
+        opening: Opening,
+        work: Work,
         out: Output,
         **given: Any,
     ) -> None:
@@ -72,39 +72,22 @@ def export_command(kind: str) -> click.Command:
         from ucformat.jobs.export import planned_job
 
         given = {name: value for name, value in given.items() if value is not None}
-        source = ucformat.open(src, view=view, options=options)
+        source = opening.open(src)
         chosen = list(states) or None
-        if dry_run:
-            with planned_job(
-                source, dst, kind, states=chosen, cast=cast, verify=not no_verify, **given
-            ) as job:
-                _print_plan(job.target, estimate_export(job, workers), out)
+        verify = not work.no_verify
+        if work.dry_run:
+            with planned_job(source, dst, kind, states=chosen, verify=verify, **given) as job:
+                _print_plan(job.target, estimate_export(job, work.workers), out)
             return
-        if overwrite and not out.confirm(
-            f"remove the checkpoint at {dst}, if there is one?", yes=yes
-        ):
+        question = f"remove the checkpoint at {dst}, if there is one?"
+        if work.overwrite and not out.confirm(question, yes=work.yes):
             raise click.exceptions.Exit(1)
         begun = time.perf_counter()
-        try:
-            with out.progress("exporting") as progress:
-                done = ucformat.export(
-                    source,
-                    dst,
-                    kind,
-                    states=chosen,
-                    cast=cast,
-                    like=like,
-                    overwrite=overwrite,
-                    workers=workers,
-                    verify=not no_verify,
-                    on=where_of(on, part),
-                    progress=progress,
-                    **given,
-                )
-        except KeyboardInterrupt:
-            raise Interrupted(
-                f"interrupted: {dst} is not complete; run the same command again and it continues"
-            ) from None
+        with work.running("exporting", out, f"{dst} is not complete") as progress:
+            how = work.arguments("overwrite", "workers", "verify", "on")
+            done = ucformat.export(
+                source, dst, kind, states=chosen, like=like, **how, progress=progress, **given
+            )
         seconds = time.perf_counter() - begun
         found = {
             "url": done.url,
@@ -128,7 +111,7 @@ def export_command(kind: str) -> click.Command:
         elif not done.verified:
             why = (
                 "--no-verify was given"
-                if no_verify
+                if work.no_verify
                 else "SRC's files have no checksums for all of it"
             )
             out.note(f"exported without verification: {why}")
@@ -150,15 +133,8 @@ def export_command(kind: str) -> click.Command:
         click.argument("dst", metavar="DST"),
         STATES,
         *_COMMON,
-        VIEW,
-        SOURCE,
-        ON,
-        PART,
-        click.option(
-            "--dry-run",
-            is_flag=True,
-            help="Print the files, their sizes, what is left out, and about how long it takes; write nothing.",
-        ),
+        _WORK,
+        OPENING,
         CATALOG,
     )[::-1]:
         made = option(made)
@@ -178,6 +154,8 @@ _COMMON = (
         metavar="REF",
         help="A checkpoint of the model that will load the export; other names and shapes than there are an error.",
     ),
+)
+_WORK = work_options(
     click.option(
         "--overwrite",
         is_flag=True,
@@ -188,6 +166,13 @@ _COMMON = (
     ),
     workers_option("files to write"),
     NO_VERIFY,
+    ON,
+    PART,
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Print the files, their sizes, what is left out, and about how long it takes; write nothing.",
+    ),
 )
 
 

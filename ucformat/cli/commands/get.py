@@ -6,12 +6,13 @@ import os
 import re
 import secrets
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, VIEW, command
+from ucformat.cli.ui.options import CATALOG, OPENING, SRC, Opening, bundle, command
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import bytes_text, shape_text
 from ucformat.errors import Conflict, NotFound, UsageError
@@ -27,12 +28,25 @@ if TYPE_CHECKING:
 _MAX_PRINTED = 10_000  # values
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is read: a tensor, or a slice of one."""
+
+    name: str
+    where: str | None = None
+    state: str | None = None
+
+
 @command
 @SRC
-@click.argument("name", metavar="NAME")
-@click.argument("where", metavar="[SLICE]", required=False)
-@click.option(
-    "-s", "--state", metavar="STATE", help="The tensor's state.  [default: weight, else master]"
+@bundle(
+    "wanted",
+    Wanted,
+    click.argument("name", metavar="NAME"),
+    click.argument("where", metavar="[SLICE]", required=False),
+    click.option(
+        "-s", "--state", metavar="STATE", help="The tensor's state.  [default: weight, else master]"
+    ),
 )
 @click.option(
     "-o",
@@ -46,19 +60,15 @@ _MAX_PRINTED = 10_000  # values
     "--dtype", metavar="DTYPE", help="Cast to this dtype, such as float32.  [default: no cast]"
 )
 @click.option("-f", "--force", is_flag=True, help="Replace FILE if it exists.")
-@VIEW
-@SOURCE
+@OPENING
 @CATALOG
 def get(
     src: str,
-    name: str,
-    where: str | None,
-    state: str | None,
+    wanted: Wanted,
     target: str,
     dtype: str | None,
     force: bool,  # noqa: FBT001
-    view: str | None,
-    options: dict[str, Any] | None,
+    opening: Opening,
     out: Output,
 ) -> None:
     """Read a tensor or a slice of one, and nothing else of the checkpoint.
@@ -69,14 +79,12 @@ def get(
     A .npy file cannot hold bfloat16 or float8: their bits are stored as uint16 or uint8, with a
     note on stderr. Use --dtype float32 to store values instead.
     """
-    import ucformat
-
-    index = (...,) if where is None else parse_slice(where)
+    index = (...,) if wanted.where is None else parse_slice(wanted.where)
     file = None if target == "-" else Path(target)
     if file is not None:
         check_target(file, force=force)
-    ck = ucformat.open(src, view=view, options=options)
-    tensor = ck[name] if state is None else ck[name, state]
+    ck = opening.open(src)
+    tensor = ck[wanted.name] if wanted.state is None else ck[wanted.name, wanted.state]
     shape = _shape(tensor, index)
     if file is None:
         _check_small(shape)
@@ -94,7 +102,7 @@ def get(
             "url": ck.url,
             "name": tensor.name,
             "state": tensor.state,
-            "slice": where,
+            "slice": wanted.where,
             "dtype": tensor.info.dtype,
             "cast_to": dtype,
             "shape": list(array.shape),

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, STATES, VIEW, command, ref_argument
+from ucformat.cli.ui.options import (
+    CATALOG,
+    OPENING,
+    SOURCE,
+    SRC,
+    STATES,
+    Opening,
+    command,
+    ref_argument,
+)
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, plural, table
 from ucformat.errors import first_names
@@ -48,8 +57,7 @@ _SUMS = (
     help="Which checksums to check: those of chunks that are read completely, all (reads complete chunks), or none.  "
     "[default: whole]",
 )
-@VIEW
-@SOURCE
+@OPENING
 @CATALOG
 def plan(
     src: str,
@@ -57,14 +65,13 @@ def plan(
     rank: str,
     states: tuple[str, ...],
     verify: Literal["whole", "always", "never"],
-    view: str | None,
-    options: dict[str, Any] | None,
+    opening: Opening,
     out: Output,
 ) -> None:
     """Show what the ranks of a layout would read: bytes, requests, files and memory. Reads no tensor."""
     import ucformat
 
-    ck = ucformat.open(src, view=view, options=options)
+    ck = opening.open(src)
     layout = ucformat.Layout.load(file)
     ranks = range(layout.mesh.size) if rank == "all" else [_rank(rank)]
     found, described = [], ""

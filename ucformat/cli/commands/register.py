@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,18 +12,19 @@ import click
 from ucformat.cli.ui.catalogs import entry_data, opened_catalog, url_of_catalog
 from ucformat.cli.ui.options import (
     CATALOG,
-    CONFIG,
     IGNORE_DEPENDENT,
-    METRIC,
+    OPENING,
     SOURCE,
-    STEP,
-    VIEW,
+    Facts,
+    Opening,
+    bundle,
     command,
+    facts_options,
     ignore_dependents_of,
 )
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, plural, table
-from ucformat.cli.ui.where import DRY_RUN, ON, print_cost, where_of
+from ucformat.cli.ui.where import DRY_RUN, ON, Work, print_cost, work_options
 from ucformat.errors import UsageError, first_names
 
 if TYPE_CHECKING:
@@ -41,61 +43,76 @@ TRUST = click.option(
 )
 
 
+@dataclass(frozen=True)
+class Search:
+    """Where checkpoints are looked for, and what their documents may change."""
+
+    recursive: bool = False
+    rescan: bool = False
+    trust_documents: bool = False
+
+
+@dataclass(frozen=True)
+class Virtual:
+    """Whether a virtual checkpoint is created, and how."""
+
+    virtual: bool = False
+    checksums: bool = False
+    overwrite: bool = False
+    unprotected: bool = False
+
+
 @command
 @click.argument("places", metavar="PLACE…", nargs=-1, required=True)
-@click.option("-r", "--recursive", is_flag=True, help="Also search subfolders.")
-@ON
-@click.option(
-    "--part", metavar="I/N", help="With -r: record one of N parts of the folders, I from 0 on."
+@bundle(
+    "search",
+    Search,
+    click.option("-r", "--recursive", is_flag=True, help="Also search subfolders."),
+    click.option(
+        "--rescan",
+        is_flag=True,
+        help="With -r: also read checkpoints that are recorded and unchanged.",
+    ),
+    TRUST,
 )
-@DRY_RUN
-@click.option(
-    "--rescan", is_flag=True, help="With -r: also read checkpoints that are recorded and unchanged."
+@bundle(
+    "virtual",
+    Virtual,
+    click.option("--virtual", is_flag=True, help="Create a virtual checkpoint: PLACE… is SRC DST."),
+    click.option(
+        "--checksums",
+        is_flag=True,
+        help="With --virtual: read SRC's files once and record their checksums.",
+    ),
+    click.option(
+        "--overwrite", is_flag=True, help="With --virtual: replace the checkpoint at DST."
+    ),
+    click.option(
+        "--unprotected",
+        is_flag=True,
+        help="With --virtual: proceed even if no record that SRC's files are needed can be written beside them.",
+    ),
 )
-@click.option(
-    "--run",
-    metavar="NAME",
-    help="The run they belong to.  [default: the run in the checkpoint, else the parent folder]",
+@work_options(
+    ON,
+    click.option(
+        "--part", metavar="I/N", help="With -r: record one of N parts of the folders, I from 0 on."
+    ),
+    DRY_RUN,
+    IGNORE_DEPENDENT,
 )
-@click.option("--virtual", is_flag=True, help="Create a virtual checkpoint: PLACE… is SRC DST.")
-@click.option(
-    "--checksums",
-    is_flag=True,
-    help="With --virtual: read SRC's files once and record their checksums.",
+@facts_options(
+    "The run they belong to.  [default: the run in the checkpoint, else the parent folder]"
 )
-@click.option("--overwrite", is_flag=True, help="With --virtual: replace the checkpoint at DST.")
-@click.option(
-    "--unprotected",
-    is_flag=True,
-    help="With --virtual: proceed even if no record that SRC's files are needed can be written beside them.",
-)
-@IGNORE_DEPENDENT
-@TRUST
-@CONFIG
-@METRIC
-@STEP
-@VIEW
-@SOURCE
+@OPENING
 @CATALOG
 def register(
     places: tuple[str, ...],
-    recursive: bool,  # noqa: FBT001
-    on: str | None,
-    part: str | None,
-    dry_run: bool,  # noqa: FBT001
-    rescan: bool,  # noqa: FBT001
-    run: str | None,
-    config: dict[str, Any] | None,
-    metrics: dict[str, float],
-    step: int | None,
-    virtual: bool,  # noqa: FBT001
-    checksums: bool,  # noqa: FBT001
-    overwrite: bool,  # noqa: FBT001
-    unprotected: bool,  # noqa: FBT001
-    ignored: tuple[str, ...],
-    trust_documents: bool,  # noqa: FBT001
-    view: str | None,
-    options: dict[str, Any] | None,
+    search: Search,
+    virtual: Virtual,
+    work: Work,
+    facts: Facts,
+    opening: Opening,
     out: Output,
 ) -> None:
     """Record existing checkpoints in the catalog: universal ones, and those of training engines.
@@ -112,32 +129,28 @@ def register(
     import ucformat
     from ucformat.cli.program import Interrupted
 
-    if virtual:
-        if len(places) != 2 or recursive or rescan or trust_documents or on or part or dry_run:
+    elsewhere = bool(work.on or work.part)
+    if virtual.virtual:
+        if len(places) != 2 or search != Search() or elsewhere or work.dry_run:
             raise UsageError(
                 "--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual"
             )
-        source = ucformat.open(places[0], view=view, options=options)
-        facts = {"run": run, "config": config, "metrics": metrics, "step": step}
-        ignore_dependents_of(ignored, [places[1]], out, "register")
-        flags = {"checksums": checksums, "overwrite": overwrite, "unprotected": unprotected}
-        _register_virtual(source, places[1], facts, out, flags)
+        source = opening.open(places[0])
+        ignore_dependents_of(work.ignored, [places[1]], out, "register")
+        _register_virtual(source, places[1], facts, virtual, out)
         return
-    if checksums or overwrite or unprotected or ignored or view is not None:
+    if virtual != Virtual() or work.ignored or opening.view is not None:
         raise UsageError(
             "--checksums, --overwrite, --unprotected, --ignore-dependent and --view go with --virtual"
         )
-    if dry_run:
-        if not recursive or on or part:
+    if work.dry_run:
+        if not search.recursive or elsewhere:
             raise UsageError(
                 "--dry-run goes with -r, and without --on and --part: it estimates one process"
             )
-        _estimate(
-            places,
-            rescan or bool(run or config or metrics or options or trust_documents),
-            options,
-            out,
-        )
+        new = facts.run or facts.config or facts.metrics or opening.options
+        read_all = search.rescan or search.trust_documents or bool(new)
+        _estimate(places, opening.options, out, rescan=read_all)
         return
     try:
         with opened_catalog() as catalog:
@@ -146,15 +159,10 @@ def register(
                 found = ucformat.register(
                     places,
                     catalog,
-                    recursive=recursive,
-                    run=run,
-                    config=config,
-                    metrics=metrics,
-                    step=step,
-                    rescan=rescan,
-                    trust_documents=trust_documents,
-                    options=options,
-                    on=where_of(on, part),
+                    **asdict(search),
+                    **asdict(facts),
+                    options=opening.options,
+                    on=work.where,
                     progress=progress,
                 )
             out.result(lambda: _list(found), lambda: _data(found), lambda: found.ids)
@@ -166,10 +174,7 @@ def register(
 
 
 def _estimate(
-    places: tuple[str, ...],
-    rescan: bool,  # noqa: FBT001
-    options: dict[str, Any] | None,
-    out: Output,
+    places: tuple[str, ...], options: dict[str, Any] | None, out: Output, *, rescan: bool
 ) -> None:
     import ucformat
     from ucformat.errors import NotFound
@@ -183,12 +188,12 @@ def _estimate(
 
 
 def _register_virtual(
-    source: Checkpoint, dst: str, facts: dict[str, Any], out: Output, flags: dict[str, Any]
+    source: Checkpoint, dst: str, facts: Facts, virtual: Virtual, out: Output
 ) -> None:
     import ucformat
 
     with out.progress("reading checksums") as progress:
-        ck = ucformat.convert(source, dst, virtual=True, progress=progress, **flags, **facts)
+        ck = ucformat.convert(source, dst, **asdict(virtual), **asdict(facts), progress=progress)
     nbytes = sum(info.nbytes for info in ck.tensors.values())
     sidecar = ck.manifest.sidecar
     files = len(sidecar.sources) if sidecar else 0
@@ -203,7 +208,7 @@ def _register_virtual(
     if ck.manifest.verified is not None and not ck.manifest.verified.default:
         why = (
             "SRC's files have no checksums for them"
-            if flags["checksums"]
+            if virtual.checksums
             else "--checksums verifies those it can"
         )
         bare = len(ck.tensors) - len(ck.manifest.verified.but)

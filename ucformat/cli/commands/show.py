@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.ui.catalogs import entry_data, file_of
-from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, STATES, VIEW, command
+from ucformat.cli.ui.options import CATALOG, OPENING, SRC, STATES, Opening, command
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, field, moment, plural, shape_text, table
 from ucformat.errors import first_names
@@ -177,15 +177,13 @@ _MAX_LISTED = 20  # unread files that are listed
     help="List the tensors whose names match: '*' for all, '*.bias', … May be repeated.",
 )
 @STATES
-@VIEW
-@SOURCE
+@OPENING
 @CATALOG
 def show(
     src: str,
     globs: tuple[str, ...],
     states: tuple[str, ...],
-    view: str | None,
-    options: dict[str, Any] | None,
+    opening: Opening,
     out: Output,
 ) -> None:
     """Show what a checkpoint contains: its writer, step, layout, parameters, tensors by state, objects and assets.
@@ -194,7 +192,7 @@ def show(
     of the checkpoint's size. Also shows the checkpoint's entry in the catalog; if its files are
     gone, only that.
     """
-    found, every, known = _opened(src, view, options, out)
+    found, every, known = _opened(src, opening, out)
     tensors = _chosen(every, found["aliases"] or {}, globs, states)
     found |= _totals(tensors)
 
@@ -210,15 +208,13 @@ def show(
 
 
 def _opened(
-    src: str, view: str | None, options: dict[str, Any] | None, out: Output
+    src: str, opening: Opening, out: Output
 ) -> tuple[dict[str, Any], Sequence[TensorInfo], Recorded | None]:
     """The summary of a checkpoint, its tensors, and its entry in the catalog."""
-    import ucformat
-    from ucformat.cli.commands.show import look_up
     from ucformat.errors import NotFound
 
     try:
-        ck = ucformat.open(src, view=view, options=options)
+        ck = opening.open(src)
     except NotFound as gone:
         known = look_up(src, out, tensors=True)
         if known is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -225,6 +226,30 @@ def command(function: Callable[..., None]) -> click.Command:
     return made
 
 
+def bundle(
+    name: str, kind: type[Any], *options: Callable[[Any], Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declare options that a command takes together: as one parameter, an instance of a dataclass.
+
+    Args:
+        name: of the parameter.
+        kind: the dataclass; its fields are called as the values of the options.
+    """
+    names = {field.name for field in dataclasses.fields(kind)}
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def bundled(**given: Any) -> None:
+            values = {key: given.pop(key) for key in names & given.keys()}
+            function(**{name: kind(**values)}, **given)
+
+        for option in reversed(options):
+            bundled = option(bundled)
+        return bundled
+
+    return decorate
+
+
 def parse_metric(text: str, hint: str) -> tuple[str, float]:
     """Parse a metric such as `val_loss=2.13`."""
     name, equals, value = text.rpartition("=")
@@ -385,3 +410,36 @@ SOURCE = click.option(
     help="Information that a foreign checkpoint's files lack: layout=FILE, groups=FILE, … May be repeated. See "
     "docs/sources for each format.",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """How a command opens checkpoints: with which view, and which options of their source."""
+
+    view: str | None = None
+    options: dict[str, Any] | None = None
+
+    def open(self, src: str) -> Checkpoint:
+        """Open the checkpoint of a reference."""
+        import ucformat
+
+        return ucformat.open(src, view=self.view, options=self.options)
+
+
+OPENING = bundle("opening", Opening, VIEW, SOURCE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a command records in the catalog besides what the files contain."""
+
+    run: str | None = None
+    config: dict[str, Any] | None = None
+    metrics: dict[str, float] | None = None
+    step: int | None = None
+
+
+def facts_options(run: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declare the options of `Facts`, with the help of `--run`."""
+    name = click.option("--run", metavar="NAME", help=run)
+    return bundle("facts", Facts, name, CONFIG, METRIC, STEP)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.ui.options import SIZE
+from ucformat.cli.ui.options import SIZE, bundle
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, field, plural
 from ucformat.errors import UsageError
@@ -84,6 +85,57 @@ DRY_RUN = click.option(
     is_flag=True,
     help="Print what the job would do, and about how long it takes; write nothing.",
 )
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a command does its job; each command has the options of these that its job takes."""
+
+    chunk_bytes: int | None = None
+    shard_bytes: int | None = None
+    overwrite: bool = False
+    yes: bool = False
+    workers: int | None = None
+    no_verify: bool = False
+    on: str | None = None
+    part: str | None = None
+    dry_run: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The value of `on` for the job."""
+        return where_of(self.on, self.part)
+
+    def arguments(self, *names: str) -> dict[str, Any]:
+        """The arguments of these names for a function of the public API."""
+        values = {**vars(self), "verify": not self.no_verify, "on": self.where}
+        return {name: values[name] for name in names}
+
+    @contextmanager
+    def running(
+        self, what: str, out: Output, interrupted: str
+    ) -> Iterator[Callable[[int, int], None]]:
+        """Show the progress of the job, and say after Ctrl-C what became of it.
+
+        Args:
+            what: what is being done, such as `copying`.
+            interrupted: what is left if it is interrupted.
+        """
+        from ucformat.cli.program import Interrupted
+
+        try:
+            with out.progress(what) as progress:
+                yield progress
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"interrupted: {interrupted}; run the same command again and it continues"
+            ) from None
+
+
+def work_options(*options: Callable[[Any], Any]) -> Callable[..., Callable[..., None]]:
+    """Declare options of `Work`."""
+    return bundle("work", Work, *options)
 
 
 def print_cost(cost: Cost, out: Output) -> None:
