@@ -8,9 +8,9 @@ checkpoint, so that a catalog can be rebuilt from it.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ucformat.schema.manifest import ATTEMPT, LineageDoc
 from ucformat.schema.values import Instant, loads
@@ -133,10 +133,15 @@ class HoldDoc(_Document):
     who: str
 
 
+def _number(value: Any) -> Any:
+    """Infinity, for which JSON has no number, is a text."""
+    return float(value) if value in ("Infinity", "-Infinity") else value
+
+
 class MetricDoc(_Document):
     """A measured number; null if it was not a number (NaN)."""
 
-    value: float | None
+    value: Annotated[float, BeforeValidator(_number)] | None
     measured: Instant
 
 
