@@ -13,10 +13,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError
-from ucformat.exporters.base import (
-    Span,
-    TargetFile,
-)
+from ucformat.exporters.base import Span, TargetFile
 from ucformat.reading.readable import PART_OF
 from ucformat.sources.safetensors import DTYPES, PACKED
 

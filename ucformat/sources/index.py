@@ -151,6 +151,17 @@ class TensorIndex:
         self.optimizer = to_json(values, read=file.read, spill=spill, path="optimizer")
 
 
+class IndexedSource:
+    """An opened checkpoint whose tensors are those of an index, `contents`."""
+
+    store: Store
+    contents: TensorIndex
+
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
+        """Find where the bytes of a tensor are stored; opens files that hold them, if they are not yet open."""
+        return self.contents.extents(key, within, self.store.url)
+
+
 class PrefixedSource:
     """An opened checkpoint in a folder of a larger one: its files become keys of the outer store."""
 

@@ -286,5 +286,5 @@ def check_shards(
             )
 
 
-def _some(names: list[str]) -> Any:
+def _some(names: list[str]) -> str:
     return first_names(map(reprlib.repr, names), _MAX_NAMED)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _MAX_LISTED = 10_000  # files that are listed to find siblings
 _MAX_INDEXES = 5
-_MAX_NAMED = 10
 
 #: Items of `torch.distributed.checkpoint`, which `.metadata` describes.
 _ITEMS = (r".*\.distcp", "one file of a distributed checkpoint, whose `.metadata` describes it")
@@ -103,7 +102,7 @@ def parts_of_one(names: Iterable[str], url: str) -> UnsupportedError | None:
         return None
     return UnsupportedError(
         f"{url} holds parts of a checkpoint, and no file says how they belong together: "
-        f"{first_names(parts, _MAX_NAMED)}",
+        f"{first_names(parts, 10)}",
         hint=f"put them together with {_merger(parts, url)}; to open one file by itself, give its path and "
         f"{option_text('part', 'True', 'true')}",
     )

@@ -224,9 +224,8 @@ def _damaged(file: str, problem: str) -> IntegrityError:
     return IntegrityError(f"{file}: its header {problem}", hint=_HINT)
 
 
-_SHARDING_INFO = (
-    "DCP_SHARDING_INFO"  # in `__metadata__`: PyTorch DCP sharded the tensors across the files
-)
+#: In `__metadata__` of a shard, if PyTorch DCP sharded the tensors across files.
+SHARDING_INFO = "DCP_SHARDING_INFO"
 
 
 class OpenSafetensors:
@@ -288,7 +287,7 @@ class OpenSafetensors:
 
 def _add(header: Header, contents: TensorIndex) -> None:
     """Add the tensors of a file."""
-    if _SHARDING_INFO in header.metadata:
+    if SHARDING_INFO in header.metadata:
         raise UnsupportedError(
             f"{header.file} was saved by PyTorch's HuggingFaceStorageWriter, which shards tensors across files",
             hint="open the folder that it wrote as a DCP checkpoint, or consolidate it with PyTorch",

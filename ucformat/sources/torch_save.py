@@ -373,7 +373,6 @@ def _engine(value: Any) -> dict[str, str]:
 
 
 _RANK_FILE = re.compile(r"consolidated\.(\d+)\.pth")
-_MAX_NAMED = 10
 
 
 def choose_files(names: Sequence[str], url: str, *, part: bool = False) -> FileSet:
@@ -395,7 +394,7 @@ def choose_files(names: Sequence[str], url: str, *, part: bool = False) -> FileS
         if (error := parts_of_one(sets, url)) is not None:
             raise error
         raise UsageError(
-            f"{url} holds several files of torch.save: {first_names(sets, _MAX_NAMED)}",
+            f"{url} holds several files of torch.save: {first_names(sets, 10)}",
             hint=f"open one of them: {url}/{next(iter(sets))}",
         )
     files, index = sets[chosen[0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 METADATA = ".metadata"  # the file that describes all items
+#: The shards of DCP's safetensors writer: number of the rank, of the file, and of all files.
+SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)

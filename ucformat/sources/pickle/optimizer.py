@@ -63,8 +63,11 @@ def shape_of_states(states: Mapping[str, Any]) -> tuple[int, ...] | None:
         states: the states by name; values that are not tensors are ignored.
     """
     tensors = {k: v for k, v in states.items() if isinstance(v, StoredTensor)}
-    # torch's Adafactor keeps the reduced dim with size 1, transformers' drops it
-    for rows, columns, kept in _FACTORS:
+    for (
+        rows,
+        columns,
+        kept,
+    ) in _FACTORS:  # torch's Adafactor keeps the reduced dim with size 1, transformers' drops it
         if rows in tensors and columns in tensors:
             row, column = tensors[rows].shape, tensors[columns].shape
             return (*(row[:-1] if kept else row), column[-1])
@@ -99,8 +102,9 @@ def _in_order(
     total = sum(map(len, groups))
     start = (0,) * len(groups)
     ways: dict[tuple[int, ...], int] = {start: 1}
-    # for each candidate: state after it -> group it went to, -1 for none
-    steps: list[dict[tuple[int, ...], int]] = []
+    steps: list[
+        dict[tuple[int, ...], int]
+    ] = []  # for each candidate: state after it -> group it went to, -1 for none
     for number, candidate in enumerate(candidates):
         after: Counter[tuple[int, ...]] = Counter()
         taken: dict[tuple[int, ...], int] = {}

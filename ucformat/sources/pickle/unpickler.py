@@ -404,8 +404,9 @@ class _Meaning:
                     "its pickle fills a file in memory with something other than bytes"
                 )
             target.data = state[0]
-        # attributes of a state dict or a parameter are not needed
-        elif not isinstance(target, dict | StoredTensor):
+        elif not isinstance(
+            target, dict | StoredTensor
+        ):  # attributes of a state dict or a parameter are not needed
             raise UnsafeError(f"its pickle sets the state of a {type(target).__name__}")
         return target
 
