@@ -11,9 +11,8 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucformat.engines.orbax import ocdbt_export as ocdbt
-from ucformat.engines.orbax.ocdbt import read_ocdbt
-from ucformat.engines.orbax.ocdbt_export import Located, make_tree
+from ucformat.engines.orbax import ocdbt
+from ucformat.engines.orbax.ocdbt import ValueLocation, make_tree, read_ocdbt
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -28,10 +27,10 @@ values = st.dictionaries(
 def put(folder: Path, given_: Mapping[str, tuple[int, bytes]]) -> None:
     """Write the values: inline, or in one of three data files."""
     files = {f"d/{i}": bytearray(b"x" * i) for i in (1, 2, 3)}
-    found: dict[str, bytes | Located] = {}
+    found: dict[str, bytes | ValueLocation] = {}
     for key, (where, data) in given_.items():
         if where:
-            found[key] = Located(f"d/{where}", len(files[f"d/{where}"]), len(data))
+            found[key] = ValueLocation(f"d/{where}", len(files[f"d/{where}"]), len(data))
             files[f"d/{where}"] += data
         else:
             found[key] = data
@@ -70,7 +69,7 @@ def test_tensorstore_reads_it(given_: dict[str, tuple[int, bytes]], cut: int) ->
 
 
 def test_many_values_take_several_nodes() -> None:
-    found = {f"{i:06}": Located("d/0", 64 * i, 64) for i in range(200_000)}
+    found = {f"{i:06}": ValueLocation("d/0", 64 * i, 64) for i in range(200_000)}
     nodes, manifest = make_tree(found, "d/nodes")
     assert len(nodes) < 16 * len(found)
     assert len(manifest) < 200

@@ -28,7 +28,7 @@ from tests.fuzz.fuzzing import (
 from tests.fuzz.ocdbt_files import manifest_of, node_of, unpacked
 from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.engines.orbax.zarr import Zarr
+from ucformat.engines.orbax.source import Zarr
 from ucformat.errors import IntegrityError, UcformatError, UnsupportedError
 
 CONSTANT = 192 << 20

@@ -18,8 +18,8 @@ import ucformat
 from tests.sources.suite import Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.orbax.ocdbt import _Body, _body, _locate
+from ucformat.engines.orbax.opened import tensor_keys
 from ucformat.engines.orbax.source import Orbax
-from ucformat.engines.orbax.tree import tensor_keys
 from ucformat.errors import (
     IntegrityError,
     MissingData,

@@ -12,7 +12,7 @@ from tests.sources.suite import DATA
 from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import Checkpoint
 from ucformat.engines.deepspeed.source import DeepSpeed
-from ucformat.engines.pytorch.dcp import Dcp
+from ucformat.engines.pytorch.source import Dcp
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

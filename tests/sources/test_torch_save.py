@@ -9,7 +9,7 @@ import torch
 
 from tests.sources.suite import Sample, SourceSuite
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.engines.pytorch.torch_save import TorchSave
+from ucformat.engines.pytorch.source import TorchSave
 from ucformat.errors import (
     IntegrityError,
     MissingData,

@@ -23,7 +23,7 @@ import ucformat
 from tests.sources.suite import Sample, SourceSuite, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.orbax import zarr_chunks as chunks_module
-from ucformat.engines.orbax.zarr import Zarr
+from ucformat.engines.orbax.source import Zarr
 from ucformat.engines.orbax.zarr_array import parse_v3
 from ucformat.engines.orbax.zarr_chunks import Chunks
 from ucformat.errors import (

@@ -12,11 +12,10 @@ import torch
 from tests.sources.reading import Counting
 from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.engines.pytorch.dcp import Dcp
-from ucformat.engines.pytorch.dcp_folder import INFO
 from ucformat.engines.pytorch.dcp_shards import _offsets
+from ucformat.engines.pytorch.source import Dcp
 from ucformat.errors import IntegrityError, MissingData
-from ucformat.sources.safetensors import Header
+from ucformat.sources.safetensors import SHARDING_INFO, Header
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def sample_of(name: str) -> Sample:
     return Sample(
         folder=made.folder,
         place="ckpt",
-        kind="dcp",
+        kind="lightning" if name == "lightning" else "dcp",
         truth=truth,
         groups=made.facts["groups"],
         step=made.facts["step"],
@@ -63,7 +62,7 @@ def sample_of(name: str) -> Sample:
 
 
 class TestDcp(SourceSuite):
-    outranked = frozenset({"torch_save"})  # Lightning's `meta.pt`
+    outranked = frozenset({"dcp", "torch_save"})  # by Lightning, and its `meta.pt`
     most_requests = 400  # all items of a world of one are in one file
 
     def damageable(self, copy: Sample) -> list[Path]:
@@ -93,7 +92,9 @@ class TestSafetensorsShards(SourceSuite):
 def test_offsets_of_pieces_that_cannot_be(offset: object) -> None:
     def read(offset: object) -> Any:
         return _offsets(
-            Header("x", {}, {}, {INFO: json.dumps({"w": {"saved_offsets": [0, offset]}})}, {})
+            Header(
+                "x", {}, {}, {SHARDING_INFO: json.dumps({"w": {"saved_offsets": [0, offset]}})}, {}
+            )
         )
 
     assert read((1 << 62) - 1) == {"w": (0, (1 << 62) - 1)}

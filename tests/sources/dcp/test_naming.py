@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ucformat.checkpoint import open_checkpoint
-from ucformat.engines.pytorch.dcp import Dcp
+from ucformat.engines.pytorch.source import Dcp
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.storage.local import LocalStore
 

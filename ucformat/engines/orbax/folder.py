@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
+
 TREE = "_METADATA"
 CHECKPOINT = "_CHECKPOINT_METADATA"
 MANIFEST = "manifest.ocdbt"
-_ARRAYS = (MANIFEST, ".zarray", "zarr.json")
+_ARRAY_FILES = (MANIFEST, ".zarray", "zarr.json")
 _AGGREGATE = "checkpoint"  # msgpack, of Orbax before 0.3 or so
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 _MAX_LISTED = 10_000  # files that are listed to recognise a folder
 _MAX_DEPTH = 4  # <step>/<item>/<part of the item>/_METADATA
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})")
-_MAX_NAMED = 10  # steps in an error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,6 @@ class Step:
     Attributes:
         folder: its key in the store; empty if it is the root.
         trees: the folder of each tree, by the name of the item.
-        sizes: the bytes of each file, by key.
-        others: the files that belong to no tree.
-        number: the training step in the folder's name, if it has one.
     """
 
     folder: str
@@ -81,7 +78,7 @@ def find_step(store: Store) -> Step:
     if "" not in finished and CHECKPOINT not in keys and all(_STEP.fullmatch(s) for s in steps):
         if len(steps) > 1:
             raise UsageError(
-                f"{store.url} holds the Orbax checkpoints of several steps: {first_names(steps, _MAX_NAMED)}",
+                f"{store.url} holds the Orbax checkpoints of several steps: {first_names(steps, 10)}",
                 hint=f"open the folder of one of them: {store.url}/{steps[-1]}",
             )
         folder = steps[0]
@@ -97,7 +94,7 @@ def find_step(store: Store) -> Step:
     within = tuple(f"{t}/" if t else "" for t in inside)
     others = tuple(key for key in sizes if not key.startswith(within))
     for key in others:
-        if key.rpartition("/")[2] in _ARRAYS:
+        if key.rpartition("/")[2] in _ARRAY_FILES:
             raise MissingData(
                 f"{store.url}: {key} belongs to an item whose {TREE} is missing",
                 hint="the file was lost: restore it from another copy; or open the folder of another item",

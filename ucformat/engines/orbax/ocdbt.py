@@ -15,20 +15,25 @@ The expanded size is computed before TensorStore decodes them.
 from __future__ import annotations
 
 import re
+import struct
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
 
 from ucformat.engines.orbax.folder import MANIFEST
-from ucformat.engines.orbax.zarr_chunks import tensorstore
+from ucformat.engines.orbax.zarr_chunks import FAILURES, tensorstore
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.reading.repeats import first_repeated
 from ucformat.storage.base import ByteRange, check_key
+from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -101,11 +106,10 @@ class _Body:
         starts = np.concatenate(([0], ends[:-1] + 1))
         widths = ends + 1 - starts
         shifts = 7 * (np.arange(ends[-1] + 1) - np.repeat(starts, widths))
-        if (
-            widths.max() > 4
-            or (out := np.add.reduceat((part[: len(shifts)] & 127) << shifts, starts)).max()
-            > _MAX_KEY
-        ):
+        if widths.max() > 4:
+            raise self.damaged()
+        out = np.add.reduceat((part[: len(shifts)] & 127) << shifts, starts)
+        if out.max() > _MAX_KEY:
             raise self.damaged()
         self.at += int(ends[-1]) + 1
         return out
@@ -146,12 +150,8 @@ def _check_zstd(data: bytes, limit: int, where: str) -> None:
     """
     if data[:4] != b"\x28\xb5\x2f\xfd" or not data[4:]:
         raise IntegrityError(f"{where} is damaged: it does not contain a frame of zstd")
-    size_flag, single, checksum, dict_flag = (
-        data[4] >> 6,
-        data[4] >> 5 & 1,
-        data[4] >> 2 & 1,
-        data[4] & 3,
-    )
+    flags = data[4]
+    size_flag, single, checksum, dict_flag = flags >> 6, flags >> 5 & 1, flags >> 2 & 1, flags & 3
     begin = 5 + (not single) + (0, 1, 2, 4)[dict_flag]
     at = begin + (single, 2, 4, 8)[size_flag]
     declared = int.from_bytes(data[begin:at], "little")
@@ -192,7 +192,6 @@ def _inflate(data: bytes, where: str) -> bytes:
 _MAX_MANIFEST = 64 << 20  # bytes
 _MAX_NODE = 256 << 20  # bytes; Orbax allows nodes of 100 MB
 _MAX_NODES = 1 << 20
-_FAILURES = (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImplementedError)
 
 
 def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> dict[str, Value]:
@@ -200,7 +199,6 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> dict[str,
 
     Args:
         folder: the folder of the manifest in the store; empty for the root.
-        sizes: the bytes of each file of the store, by key.
 
     Returns:
         the location of each value by its key, or the value itself if it is in a node.
@@ -258,12 +256,10 @@ def _walk(
             elif "inline_value" in entry:
                 values[_text(name)] = entry["inline_value"]
             else:
-                values[_text(name)] = _locate(
-                    store, prefix, entry["indirect_value"], "value", sizes
-                )
-    if (
-        repeated := first_repeated(v for v in values.values() if isinstance(v, ByteRange))
-    ) is not None:
+                at = entry["indirect_value"]
+                values[_text(name)] = _locate(store, prefix, at, "value", sizes)
+    repeated = first_repeated(v for v in values.values() if isinstance(v, ByteRange))
+    if repeated is not None:
         raise IntegrityError(
             f"{store.url}: its OCDBT tree puts so many values at the same bytes of {repeated} that they are far more "
             "than it has: no save writes that"
@@ -303,8 +299,184 @@ def _dump(store: Store, file: str, name: str, data: bytes, node: str | None) -> 
     try:
         base = ts.KvStore.open("memory://", context=context).result()
         base.write(name, data).result()
-        found: dict[str, Any] = ts.ocdbt.dump(base, node, context=context).result()
-    except _FAILURES as error:
+        dumped: dict[str, Any] = ts.ocdbt.dump(base, node, context=context).result()
+    except FAILURES as error:
         reason = str(error).partition(" [")[0][:300]
         raise IntegrityError(f"{store.url}/{file} is damaged: {reason}") from None
-    return found
+    return dumped
+
+
+# OCDBT, TensorStore's key-value store: the B+tree and the manifest that locate values in data files.
+#
+# The format is specified by TensorStore (https://google.github.io/tensorstore/kvstore/ocdbt). A tree
+# is written whole, from its sorted keys: leaves of bounded size, one after another, then each level
+# above them, and the root last.
+
+
+_Item = TypeVar("_Item")
+
+_MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
+_MAX_INLINE = 1024  # bytes; recorded for later writers, like the next two
+_MAX_NODE_WRITTEN = 8 << 20
+_ARITY_LOG2 = 4
+_CUT = 1 << 20  # bytes of keys and values after which a node ends
+
+
+class ValueLocation(NamedTuple):
+    """A value in a data file."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A node that was written: its first key, place and height, and the sums over all nodes below it."""
+
+    key: bytes
+    place: ValueLocation
+    height: int
+    keys: int
+    tree_nbytes: int
+    value_nbytes: int
+
+
+def make_tree(values: Mapping[str, bytes | ValueLocation], file: str) -> tuple[bytes, bytes]:
+    """The content of a file with the tree of all values, and that of `manifest.ocdbt`."""
+    out = bytearray()
+    entries = sorted((key.encode(), value) for key, value in values.items())
+    leaves = _cut((len(k) + (len(v) if isinstance(v, bytes) else 16), (k, v)) for k, v in entries)
+    level = [_put(out, file, _leaf(part), _sums(part), height=0) for part in leaves]
+    while len(level) > 1:
+        parts = list(_cut((len(node.key) + 32, node) for node in level))
+        height = level[0].height + 1
+        level = [_put(out, file, _inner(p), _sums_above(p), height=height) for p in parts]
+    return bytes(out), _manifest(bytes(out), level[0])
+
+
+def _cut(sized: Iterable[tuple[int, _Item]]) -> Iterator[list[_Item]]:
+    """The items of each node: at least two, if there are."""
+    part: list[_Item] = []
+    nbytes = 0
+    for size, item in sized:
+        if nbytes + size > _CUT and len(part) > 1:
+            yield part
+            part, nbytes = [], 0
+        part.append(item)
+        nbytes += size
+    yield part
+
+
+_Sums = tuple[bytes, int, int, int]
+
+
+def _sums(part: Sequence[tuple[bytes, bytes | ValueLocation]]) -> _Sums:
+    return part[0][0], len(part), 0, sum(v.nbytes for _, v in part if isinstance(v, ValueLocation))
+
+
+def _sums_above(part: Sequence[_Node]) -> _Sums:
+    columns = zip(*((n.keys, n.tree_nbytes, n.value_nbytes) for n in part), strict=True)
+    keys, tree_nbytes, value_nbytes = map(sum, columns)
+    return part[0].key, keys, tree_nbytes, value_nbytes
+
+
+def _put(out: bytearray, file: str, body: bytes, sums: _Sums, *, height: int) -> _Node:
+    """Append a node."""
+    node = _document(_NODE_MAGIC, bytes([height]) + body)
+    key, keys, below, nbytes = sums
+    place = ValueLocation(file, len(out), len(node))
+    out += node
+    return _Node(key, place, height, keys, below + len(node), nbytes)
+
+
+def _leaf(part: Sequence[tuple[bytes, bytes | ValueLocation]]) -> bytes:
+    located = [v for _, v in part if isinstance(v, ValueLocation)]
+    table, numbers = _files(located)
+    return b"".join(
+        (
+            table,
+            _names([k for k, _ in part]),
+            _varints(v.nbytes if isinstance(v, ValueLocation) else len(v) for _, v in part),
+            _varints(int(isinstance(v, ValueLocation)) for _, v in part),
+            _varints(numbers[v.file] for v in located),
+            _varints(v.offset for v in located),
+            *(v for _, v in part if isinstance(v, bytes)),
+        )
+    )
+
+
+def _inner(part: Sequence[_Node]) -> bytes:
+    table, numbers = _files([n.place for n in part])
+    return table + _names([n.key for n in part], [0] * len(part)) + _places(part, numbers)
+
+
+def _places(nodes: Sequence[_Node], numbers: Mapping[str, int]) -> bytes:
+    """The place and the sums of each node, as columns."""
+    rows = (
+        (
+            numbers[n.place.file],
+            n.place.offset,
+            n.place.nbytes,
+            n.keys,
+            n.tree_nbytes,
+            n.value_nbytes,
+        )
+        for n in nodes
+    )
+    return b"".join(map(_varints, zip(*rows, strict=True)))
+
+
+def _files(places: Sequence[ValueLocation]) -> tuple[bytes, dict[str, int]]:
+    """The table of data files, and the number of each in it."""
+    files = sorted({p.file for p in places})
+    names = _names([f.encode() for f in files], [0] * len(files))  # no path is relative to another
+    return names, {f: n for n, f in enumerate(files)}
+
+
+def _names(names: Sequence[bytes], lengths: Sequence[int] = ()) -> bytes:
+    """How many names, the length of each, which begins with a prefix of the one before, and what is new of it."""
+    shared = [_shared(a, b) for a, b in pairwise(names)]
+    own = [name[n:] for name, n in zip(names, [0, *shared], strict=True)] if names else []
+    return _varints([len(names), *shared, *map(len, own), *lengths]) + b"".join(own)
+
+
+def _shared(a: bytes, b: bytes) -> int:
+    """The length of the common prefix."""
+    differing = (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differing, min(len(a), len(b)))
+
+
+def _manifest(nodes: bytes, root: _Node) -> bytes:
+    table, numbers = _files([root.place])
+    body = (
+        sha256(nodes).digest()[:16]  # the id of the database
+        + _varints([0, _MAX_INLINE, _MAX_NODE_WRITTEN])  # a single manifest
+        + bytes([_ARITY_LOG2])
+        + _varints([0])  # new nodes are not compressed
+        + table
+        + _varints([1, 1])  # one version, the first
+        + bytes([root.height])
+        + _places([root], numbers)
+        + struct.pack("<Q", 1)  # the time of the version
+        + _varints([0])  # no older ones
+    )
+    return _document(_MANIFEST_MAGIC, body)
+
+
+def _document(magic: int, body: bytes) -> bytes:
+    """A manifest or a node, not compressed, with its length and its checksum."""
+    data = struct.pack(">I", magic) + struct.pack("<Q", 18 + len(body)) + b"\0\0" + body
+    return data + struct.pack("<I", checksum(data))
+
+
+def _varints(values: Iterable[int]) -> bytes:
+    """Numbers in groups of seven bits, the lowest first."""
+    out = bytearray()
+    for value in values:
+        left = value
+        while left > 127:
+            out.append(left & 127 | 128)
+            left >>= 7
+        out.append(left)
+    return bytes(out)

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.orbax.folder import CHECKPOINT, Step
-from ucformat.engines.orbax.tree import NAMES, Item, scalar_json, tensor_keys
-from ucformat.engines.orbax.zarr_chunks import Chunks
-from ucformat.errors import IntegrityError, MissingData
+from ucformat.engines.orbax.folder import CHECKPOINT, MANIFEST, TREE, Step
+from ucformat.engines.orbax.ocdbt import read_ocdbt
+from ucformat.engines.orbax.zarr_array import ZarrArray, is_file_of, parse_v2, parse_v3
+from ucformat.engines.orbax.zarr_chunks import Chunks, OpenArrays
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
-from ucformat.reading.readable import CheckpointMetadata, path_to_json, unreadable_error
-from ucformat.sources.index import unknown_tensor
+from ucformat.reading.readable import CheckpointMetadata, path_to_json
+from ucformat.sources.pickle.stand_ins import NdArray
 from ucformat.sources.values import to_json
 from ucformat.storage.base import ByteRange
 from ucformat.storage.decoded import DecodedStore, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
-    from ucformat.engines.orbax.zarr_array import Array
-    from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent
-    from ucformat.reading.readable import FileRecord
+    from ucformat.engines.orbax.zarr_array import ZarrArray
+    from ucformat.reading.readable import StatePath
     from ucformat.storage.base import Store
+    from ucformat.storage.decoded import Value
 
 _MISSING_HINT = "files were lost, or the save was incomplete: restore them from another copy"
 _JSON = ("metadata", "metrics")  # the files of items that are JSON
 _OWN = (CHECKPOINT, "commit_success.txt", "orbax.checkpoint")  # bookkeeping of Orbax
 
 
-class OpenOrbax:
+class OpenOrbax(OpenArrays):
     """An opened Orbax checkpoint."""
 
     kind = "orbax"
@@ -73,19 +76,13 @@ class OpenOrbax:
             objects["orbax"] = more
         own = {key for key in step.others if key.rpartition("/")[2] in (*_OWN, *_JSON)}
         own |= {key for item in items for key in item.files()}
+        sorted_arrays = ((key, self._arrays[key]) for key in self._order())
+        infos = (TensorInfo(*key, array.dtype, array.shape) for key, array in sorted_arrays)
         self.metadata = CheckpointMetadata(
-            tensor_list=TensorList(
-                tuple(
-                    TensorInfo(*k, self._arrays[k].dtype, self._arrays[k].shape)
-                    for k in self._order()
-                )
-            ),
+            tensor_list=TensorList(tuple(infos)),
             objects=objects,
             paths={
-                keys[i.path_of(leaf)]: (i.state_path(leaf),)
-                for i in items
-                for leaf in i.tree.arrays
-                if i.path_of(leaf) in arrays
+                keys[path]: (at,) for i in items for path, at in i.array_paths() if path in arrays
             },
             unreadable={keys[path]: why for path, why in unreadable.items()},
             step=self._step(numbers, step),
@@ -105,7 +102,7 @@ class OpenOrbax:
             order.setdefault(key.name, len(order))
         return sorted(self._arrays, key=lambda k: (order[k.name], k.state != "weight"))
 
-    def _read(self, array: Array) -> bytes:
+    def _read(self, array: ZarrArray) -> bytes:
         """The bytes of a 0-d array."""
         if array.shape:
             return b""
@@ -118,14 +115,10 @@ class OpenOrbax:
             if type(numbers.get(name)) is int:
                 return int(numbers[name])
             for key, array in self._arrays.items():
-                if (
-                    key == (name, "weight")
-                    and not array.shape
-                    and array.dtype.startswith(("int", "uint"))
-                ):
-                    return int.from_bytes(
-                        self._read(array), "little", signed=array.dtype.startswith("int")
-                    )
+                is_number = not array.shape and array.dtype.startswith(("int", "uint"))
+                if key == (name, "weight") and is_number:
+                    signed = array.dtype.startswith("int")
+                    return int.from_bytes(self._read(array), "little", signed=signed)
         return step.number
 
     def _other_objects(self, step: Step, items: list[Item]) -> dict[str, Any]:
@@ -137,17 +130,10 @@ class OpenOrbax:
             document = read_json(self.store, files, below + CHECKPOINT)
             if isinstance(document, dict):
                 self._check_items(below, document.get("item_handlers"), files)
-                out |= {
-                    k: to_json(document[k])
-                    for k in ("metrics", "custom_metadata")
-                    if document.get(k)
-                }
-        custom = {
-            name: own
-            for name, i in zip(step.trees, items, strict=True)
-            if (own := _without_notes(i.tree.custom))
-        }
-        if custom:
+                kept = [k for k in ("metrics", "custom_metadata") if document.get(k)]
+                out |= {k: to_json(document[k]) for k in kept}
+        notes = {n: _without_notes(i.tree.custom) for n, i in zip(step.trees, items, strict=True)}
+        if custom := {name: own for name, own in notes.items() if own}:
             out["trees"] = to_json(custom)
         others = [(item.state_path(leaf), leaf.kind) for item in items for leaf in item.others()]
         if others:
@@ -171,18 +157,6 @@ class OpenOrbax:
                     hint="restore its folder from another copy; or open the folder of another item",
                 )
 
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Find where the chunks of an array are stored."""
-        if key in self.metadata.unreadable:
-            raise unreadable_error({key: self.metadata.unreadable[key]}, self.store.url)
-        if key not in self._arrays:
-            raise unknown_tensor(key, self._arrays, self.store.url)
-        return self._chunks.extents(self._arrays[key], within)
-
-    def records(self) -> Iterator[FileRecord]:
-        """None: Orbax has no checksums of data."""
-        yield from ()
-
 
 def _without_notes(custom: Any) -> Any:
     """The custom metadata of a tree, without what ucformat noted in it."""
@@ -196,3 +170,334 @@ def _check_names(store: Store, keys: Any) -> None:
             f"{store.url}: two arrays of its items would be named {twice[0]}",
             hint="open the folder of one item; or rename the keys with dots in them where the tree is saved",
         )
+
+
+# The trees of an Orbax checkpoint: the leaves that `_METADATA` lists, their arrays, and the tensor that each array is.
+#
+# Names are paths joined by dots. Optax stores its moments in trees of the parameters' structure:
+# `opt_state.0.mu` mirrors `params` next to it, so `opt_state.0.mu.layers.0.w` is the state `mu` of
+# `params.layers.0.w`.
+
+
+#: In the custom metadata of a tree that ucformat wrote: name and state of each tensor whose path
+#: says another.
+NAMES = "ucformat"
+#: The file with the leaves that are text.
+STRINGS = "_strings.json"
+
+_OWN_FILE = re.compile(
+    rf"{TREE}|{CHECKPOINT}|_sharding|{re.escape(STRINGS)}|commit_success\.txt|array_metadatas/process_\d+|"
+    rf"(ocdbt\.process_\d+/)?({re.escape(MANIFEST)}|d/[0-9a-f]{{32}})"
+)
+
+#: Kinds of leaves without data: empty parts of the tree.
+_EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
+_SEQUENCE, _MAX_DIGITS = 1, 9  # the type of keys that are positions; digits of one
+_ARRAYS = frozenset({"jax.Array", "np.ndarray"})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLeaf:
+    """A leaf: its path from the root, its type (an array, `scalar` or `string`), and its path with positions."""
+
+    path: tuple[str, ...]
+    kind: str
+    at: StatePath
+
+    @property
+    def name(self) -> str:
+        """Its name, which is also the name of its array in the storage."""
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTree:
+    """The leaves that have data, and how they are stored."""
+
+    arrays: tuple[StoredLeaf, ...]
+    scalars: tuple[StoredLeaf, ...]
+    strings: tuple[StoredLeaf, ...]
+    empty: tuple[StoredLeaf, ...]  # parts of the tree without data
+    zarr3: bool | None  # None: not recorded
+    stores_fill: bool  # whether chunks with nothing but the fill value are stored like all others
+    custom: Any
+
+
+def _parse_tree(where: str, doc: Any) -> StoredTree:
+    """Parse a `_METADATA` document, whose name in messages is `where`."""
+    entries = doc.get("tree_metadata") if isinstance(doc, dict) else None
+    if not isinstance(entries, dict):
+        raise IntegrityError(f"{where} does not describe a tree")
+    leaves: dict[str, list[StoredLeaf]] = {"arrays": [], "scalars": [], "strings": [], "empty": []}
+    names: set[str] = set()
+    for key, entry in entries.items():
+        leaf, skipped = _leaf(f"{where}: {key[:200]}", entry)
+        kind = leaf.kind
+        if kind in _EMPTY:
+            leaves["empty"].append(leaf)
+            continue
+        if skipped:
+            raise UnsupportedError(
+                f"{where}: {leaf.name} ({kind}) is not an array of its own: an old version of Orbax put it into the "
+                "msgpack file 'checkpoint'",
+                hint="restore the checkpoint with Orbax, and save it again",
+            )
+        if leaf.name in names:
+            raise IntegrityError(
+                f"{where}: two leaves are named {leaf.name}, and Orbax stored one over the other",
+                hint="keys of the tree with dots in them make such names: rename them where it is saved",
+            )
+        names.add(leaf.name)
+        if kind in _ARRAYS:
+            leaves["arrays"].append(leaf)
+        elif kind in ("scalar", "string"):
+            leaves[f"{kind}s"].append(leaf)
+        else:
+            raise UnsupportedError(
+                f"{where}: {leaf.name} is a {kind!r}, which is not read",
+                hint="arrays, numbers and text are: save it as one of these, or in an item of its own",
+            )
+    zarr3 = doc.get("use_zarr3")
+    return StoredTree(
+        tuple(leaves["arrays"]),
+        tuple(leaves["scalars"]),
+        tuple(leaves["strings"]),
+        tuple(leaves["empty"]),
+        zarr3 if isinstance(zarr3, bool) else None,
+        doc.get("store_array_data_equal_to_fill_value") is True,
+        doc.get("custom_metadata"),
+    )
+
+
+def _leaf(where: str, entry: Any) -> tuple[StoredLeaf, bool]:
+    """A leaf, and whether the value is stored elsewhere."""
+    keys = entry.get("key_metadata") if isinstance(entry, dict) else None
+    value = entry.get("value_metadata") if isinstance(entry, dict) else None
+    if (
+        not isinstance(keys, list)
+        or not isinstance(value, dict)
+        or not all(isinstance(k, dict) and isinstance(k.get("key"), str | int) for k in keys)
+        or not isinstance(value.get("value_type"), str)
+    ):
+        raise IntegrityError(f"{where} is not described as a leaf of a tree")
+    at = tuple(int(k["key"]) if _is_position(k) else str(k["key"]) for k in keys)
+    leaf = StoredLeaf(tuple(str(k["key"]) for k in keys), value["value_type"], at)
+    return leaf, value.get("skip_deserialize") is True
+
+
+def _is_position(key: Mapping[str, Any]) -> bool:
+    """Whether a key is a position in a list or tuple."""
+    text = str(key["key"])
+    return (
+        key.get("key_type") == _SEQUENCE
+        and text.isascii()
+        and text.isdecimal()
+        and len(text) <= _MAX_DIGITS
+    )
+
+
+# the path of an array that is an item of its own: it gets the name of the item
+_UNNAMED = ("checkpoint",)
+_METADATA = {".zarray": parse_v2, "zarr.json": parse_v3}
+_PLAIN = {"bool": "?", "int64": "<q", "float64": "<d"}  # dtypes of Python's own numbers
+
+
+class Item:
+    """The leaves of an item, by their paths in the checkpoint, which begin with the item's name if there are several.
+
+    Attributes:
+        values: the location of each value in the item's folder, by its key in the store.
+        ocdbt: whether the item is stored in OCDBT.
+    """
+
+    def __init__(self, store: Store, name: str, folder: str, sizes: Mapping[str, int]) -> None:
+        self._store, self._folder = store, folder
+        self._below = f"{folder}/" if folder else ""
+        self._files = {k: ByteRange(k, 0, n) for k, n in sizes.items() if k.startswith(self._below)}
+        where = f"{store.url}: {self._below}{TREE}"
+        doc = read_json(store, self._files, self._below + TREE)
+        self.tree = _parse_tree(where, doc)
+        self.ocdbt = self._below + MANIFEST in sizes
+        if doc.get("use_ocdbt") is True and not self.ocdbt:
+            raise MissingData(
+                f"{store.url}/{self._below}{MANIFEST} is missing, and the arrays of the checkpoint are in OCDBT",
+                hint="the save did not finish, or the file was lost: restore it from another copy",
+            )
+        self.values: Mapping[str, Value] = self._files
+        if self.ocdbt:
+            self.values = {self._below + k: v for k, v in read_ocdbt(store, folder, sizes).items()}
+        first = tuple(part for part in name.split(".") if part)
+        self._paths = {
+            leaf: first if first and leaf.path == _UNNAMED else first + leaf.path
+            for leaf in self._leaves()
+        }
+        self.arrays: dict[tuple[str, ...], ZarrArray] = {}
+        self.unreadable: dict[tuple[str, ...], str] = {}
+        for leaf in self.tree.arrays:
+            try:
+                self.arrays[self._paths[leaf]] = self._array(leaf)
+            except UnsupportedError as error:
+                self.unreadable[self._paths[leaf]] = f"is not read: {error.message}"
+        self.scalars = {self._paths[leaf]: self._array(leaf) for leaf in self.tree.scalars}
+
+        self._first = first
+
+    def files(self) -> set[str]:
+        """The files of the checkpoint that Orbax writes for this item."""
+        arrays = {array.path for array in (*self.arrays.values(), *self.scalars.values())}
+        below = len(self._below)
+        return {k for k in self._files if _OWN_FILE.fullmatch(k[below:]) or is_file_of(arrays, k)}
+
+    def array_paths(self) -> Iterator[tuple[tuple[str, ...], StatePath]]:
+        """The path of each array in the checkpoint, as text and with positions in lists."""
+        return ((self._paths[leaf], self.state_path(leaf)) for leaf in self.tree.arrays)
+
+    def others(self) -> tuple[StoredLeaf, ...]:
+        """The leaves that are no arrays, empty parts of the tree included."""
+        return self.tree.scalars + self.tree.strings + self.tree.empty
+
+    def state_path(self, leaf: StoredLeaf) -> StatePath:
+        """The path of a leaf in the checkpoint, with positions in lists."""
+        is_item = self._paths.get(leaf) == self._first
+        return self._paths[leaf] if is_item else (*self._first, *leaf.at)
+
+    def noted_keys(self) -> dict[tuple[str, ...], Key]:
+        """The name and state of tensors that were noted when ucformat wrote the tree, by path."""
+        custom: Any = self.tree.custom
+        if self._first or not isinstance(custom, dict) or not isinstance(custom.get(NAMES), dict):
+            return {}
+        noted = custom[NAMES]
+        by_path = {leaf.path: noted.get(leaf.name) for leaf in self.tree.arrays}
+        return {
+            path: Key(*key)
+            for path, key in by_path.items()
+            if isinstance(key, list)
+            and len(key) == 2
+            and all(isinstance(part, str) for part in key)
+        }
+
+    def _leaves(self) -> tuple[StoredLeaf, ...]:
+        return self.tree.arrays + self.tree.scalars + self.tree.strings
+
+    def _array(self, leaf: StoredLeaf) -> ZarrArray:
+        """The array of a leaf, from its metadata."""
+        path = self._below + leaf.name
+        documents = [name for name in _METADATA if f"{path}/{name}" in self.values]
+        if self.tree.zarr3 is not None and len(documents) > 1:
+            documents = ["zarr.json" if self.tree.zarr3 else ".zarray"]
+        if len(documents) != 1:
+            raise MissingData(
+                f"{self._store.url}: the array {leaf.name}, which {self._below}{TREE} names, "
+                + ("is not stored" if not documents else "is stored as Zarr v2 and as v3"),
+                hint="files were lost, or belong to another save: restore the folder from another copy",
+            )
+        key = f"{path}/{documents[0]}"
+        return _METADATA[documents[0]](
+            path, f"{self._store.url}: {key}", read_json(self._store, self.values, key)
+        )
+
+    def strings(self) -> dict[tuple[str, ...], str]:
+        """The leaves that are text."""
+        if not self.tree.strings:
+            return {}
+        key = self._below + STRINGS
+        if key not in self._files:
+            raise MissingData(
+                f"{self._store.url}/{key} is missing: it contains {self.tree.strings[0].name}"
+            )
+        texts = read_json(self._store, self._files, key)
+        out = {}
+        for leaf in self.tree.strings:
+            value: Any = texts
+            for part in leaf.name.split("/"):  # the name is a JSON pointer
+                value = value.get(part) if isinstance(value, dict) else None
+            if not isinstance(value, str):
+                raise MissingData(f"{self._store.url}/{key} does not contain the text {leaf.name}")
+            out[self._paths[leaf]] = value
+        return out
+
+    def random_keys(self) -> dict[str, str]:
+        """The arrays that are JAX's typed random keys, with the name of the implementation."""
+        folder = f"{self._below}array_metadatas/"
+        keys = sorted(k for k in self._files if k.startswith(folder))
+        if not keys:
+            return {}
+        doc = read_json(self._store, self._files, keys[0])  # every process writes the same
+        entries = doc.get("array_metadatas") if isinstance(doc, dict) else None
+        by_name = {leaf.name: path for leaf, path in self._paths.items()}
+        out = {}
+        for entry in entries if isinstance(entries, list) else []:
+            metadata = entry.get("array_metadata") if isinstance(entry, dict) else None
+            if not isinstance(metadata, dict) or not isinstance(metadata.get("ext_metadata"), dict):
+                continue
+            name, extensions = str(metadata.get("param_name")), metadata["ext_metadata"]
+            if name in by_name and "random_key_impl" in extensions:
+                out[".".join(by_name[name])] = str(extensions["random_key_impl"])
+        return out
+
+
+def scalar_json(name: str, array: ZarrArray, data: bytes) -> Any:
+    """The JSON form of a leaf that is a number: plain if it is of one of Python's types, otherwise with its dtype."""
+    if array.shape:
+        raise IntegrityError(f"{name} should be a number, but is an array of {list(array.shape)}")
+    if array.dtype in _PLAIN:
+        return to_json(struct.unpack(_PLAIN[array.dtype], data)[0])
+    return to_json(NdArray(array.dtype, (), data, fortran=False))
+
+
+Path = tuple[str, ...]
+Shapes = dict[Path, tuple[int, ...]]
+
+_PARAMS = "params"
+#: Optax's names of trees of moments. These may leave out parameters (frozen, or another
+#: optimizer's), and have tensors of other shapes (factored).
+_MOMENTS = frozenset(
+    [
+        "mu", "nu", "nu_max", "trace", "v", "v_row", "v_col", "sum_of_squares", "e_g", "e_x",
+        "acc_grads", "ema", "z",
+    ]
+)  # fmt: skip
+
+
+def tensor_keys(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Key]:
+    """Decide which tensor each array is.
+
+    A tree next to `params` mirrors it if it has the same paths and shapes; one of optax's moments,
+    if it has some of the paths. The name of the tree is the state. If two arrays would be the same
+    tensor, neither is treated so: like all other arrays, they are weights with names of their own.
+    """
+    plain = {path: Key(".".join(path), "weight") for path in shapes}
+    nodes = _nodes(shapes)
+    roots = [n for n in nodes if n[-1] == _PARAMS and _PARAMS not in n[:-1]]
+    states: dict[Path, Key] = {}
+    for root in roots:
+        for node in nodes:
+            beside = node[: len(root) - 1] == root[:-1] and node[: len(root)] != root
+            if beside and _mirrors(node[-1], nodes[node], nodes[root]):
+                for path in nodes[node]:
+                    states.setdefault(node + path, Key(".".join(root + path), node[-1]))
+    times = Counter({**plain, **states}.values())
+    return {
+        path: states[path] if path in states and times[states[path]] == 1 else key
+        for path, key in plain.items()
+    }
+
+
+def _nodes(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Shapes]:
+    """The inner nodes, outer ones first, and the leaves below each by their paths from it."""
+    out: dict[Path, Shapes] = {}
+    for path, shape in shapes.items():
+        for node in _above(path):
+            out.setdefault(node, {})[path[len(node) :]] = shape
+    return dict(sorted(out.items(), key=lambda item: len(item[0])))
+
+
+def _above(path: Path) -> Iterator[Path]:
+    for n in range(1, len(path)):
+        yield path[:n]
+
+
+def _mirrors(name: str, below: Shapes, params: Shapes) -> bool:
+    if name in _MOMENTS:
+        return below.keys() <= params.keys()
+    return below == params and not name.isdecimal() and name not in ("weight", _PARAMS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,16 +31,9 @@ _CODECS: dict[str, Codec] = {
 
 #: The dtypes of `ml_dtypes` that TensorStore knows, in Zarr v2 and v3 under the same name.
 ML_DTYPES = (
-    *(
-        "bfloat16",
-        "float8_e3m4",
-        "float8_e4m3fn",
-        "float8_e4m3b11fnuz",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-    ),
-    *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4"),
-)
+    "bfloat16", "float8_e3m4", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4",
+)  # fmt: skip
 _DTYPES = {*ZARR_DTYPES, *ML_DTYPES}
 
 _MAX_DEPTH = 4  # shards within shards
@@ -88,24 +81,14 @@ def _check_chain(
     for given in codecs:
         name, config = _named(where, given)
         if name == "transpose" and stage == 0:
-            out.append(
-                {"name": name, "configuration": {"order": _order(where, config, len(shape))}}
-            )
-            shape = tuple(shape[i] for i in out[-1]["configuration"]["order"])
+            checked: Codec = {"order": _order(where, config, len(shape))}
+            shape = tuple(shape[i] for i in checked["order"])
         elif name == "bytes" and stage == 0:
-            out.append(
-                {"name": name, "configuration": {"endian": _endian(where, config, itemsize)}}
-            )
-            stage = 1
+            checked, stage = {"endian": _endian(where, config, itemsize)}, 1
         elif name == "sharding_indexed" and stage == 0:
-            out.append(
-                {"name": name, "configuration": _shards(where, config, shape, itemsize, depth)}
-            )
-            stage = 1
+            checked, stage = _shards(where, config, shape, itemsize, depth), 1
         elif name in _CODECS and stage == 1:
-            out.append(
-                {"name": name, "configuration": _CODECS[name]} if _CODECS[name] else {"name": name}
-            )
+            checked = _CODECS[name]
         elif name in (*_CODECS, "transpose", "bytes", "sharding_indexed"):
             raise IntegrityError(f"{where}: its codec {name!r} is in the wrong place of the chain")
         else:
@@ -114,6 +97,7 @@ def _check_chain(
                 hint=f"those are: {', '.join(['bytes', 'transpose', 'sharding_indexed', *_CODECS])}; write the array "
                 "anew with one of them",
             )
+        out.append({"name": name, "configuration": checked} if checked else {"name": name})
     if stage == 0:
         raise IntegrityError(f"{where}: none of its codecs converts an array to bytes")
     return tuple(out)
@@ -173,14 +157,13 @@ def _shards(
     location = config.get("index_location", "end")
     if location not in ("start", "end"):
         raise IntegrityError(f"{where}: its shards have an index at {str(location)[:80]!r}")
+    codecs = _check_chain(where, config.get("codecs"), tuple(inner), itemsize, depth + 1)
+    index = (*(1 for _ in inner), 2)
+    index_codecs = _check_chain(where, config.get("index_codecs"), index, 8, _MAX_DEPTH)
     return {
         "chunk_shape": inner,
-        "codecs": list(
-            _check_chain(where, config.get("codecs"), tuple(inner), itemsize, depth + 1)
-        ),
-        "index_codecs": list(
-            _check_chain(where, config.get("index_codecs"), (*(1 for _ in inner), 2), 8, _MAX_DEPTH)
-        ),
+        "codecs": list(codecs),
+        "index_codecs": list(index_codecs),
         "index_location": location,
     }
 
@@ -224,23 +207,14 @@ V2_DTYPES = {
     "u4": "uint32", "u8": "uint64", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64",
     "c16": "complex128",
 }  # fmt: skip
-_V3_KEYS = frozenset(
-    {
-        "zarr_format",
-        "node_type",
-        "shape",
-        "data_type",
-        "chunk_grid",
-        "chunk_key_encoding",
-        "fill_value",
-        "codecs",
-    }
-    | {"attributes", "dimension_names", "storage_transformers", "consolidated_metadata"}
-)
+_V3_KEYS = frozenset((
+    "zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs",
+    "attributes", "dimension_names", "storage_transformers", "consolidated_metadata",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Array:
+class ZarrArray:
     """One array: its tensor, its chunks, and how the keys of stored values are made.
 
     `stored` is the shape of one stored value: a chunk, or a shard of many. `stream` is the
@@ -280,9 +254,9 @@ class Array:
     @cached_property
     def raw(self) -> Raw | None:
         """The layout of a chunk that is stored raw; None if it must be decoded."""
-        return (
-            None if self.stream else _raw_layout(self.chunk_codecs, len(self.shape), self.itemsize)
-        )
+        if self.stream:
+            return None
+        return _raw_layout(self.chunk_codecs, len(self.shape), self.itemsize)
 
     @cached_property
     def chunk_nbytes(self) -> int:
@@ -296,13 +270,13 @@ class Array:
         return f"{self.path}/{name}" if self.path else name
 
 
-def parse_v2(path: str, where: str, doc: Any) -> Array:
+def parse_v2(path: str, where: str, doc: Any) -> ZarrArray:
     """Parse a `.zarray` document."""
     if not isinstance(doc, dict) or doc.get("zarr_format") != 2:
         raise IntegrityError(f"{where} is not the metadata of a Zarr v2 array")
     dtype, endian = _v2_dtype(where, doc.get("dtype"))
-    shape = _sizes(where, "shape", doc.get("shape"), 0)
-    chunks = _sizes(where, "chunks", doc.get("chunks"), 0)
+    shape = _sizes(where, "shape", doc.get("shape"))
+    chunks = _sizes(where, "chunks", doc.get("chunks"))
     if filters := doc.get("filters"):
         listed = filters[:5] if isinstance(filters, list) else [filters]
         names = [str(f.get("id") if isinstance(f, dict) else f)[:80] for f in listed]
@@ -330,22 +304,12 @@ def parse_v2(path: str, where: str, doc: Any) -> Array:
                 f"{where}: chunks compressed with {str(name or compressor)[:80]!r} are not read",
                 hint="those are: zstd, gzip, blosc, zlib, bz2; write the array anew with one of them",
             )
-    fill = doc.get("fill_value")
-    return _array(
-        where,
-        path,
-        dtype,
-        shape,
-        chunks,
-        codecs,
-        "",
-        doc.get("dimension_separator", "."),
-        fill,
-        stream=stream,
-    )
+    separator, fill = doc.get("dimension_separator", "."), doc.get("fill_value")
+    array = ZarrArray(path, dtype, shape, chunks, (), "", separator, fill, stream)
+    return _checked(where, array, codecs)
 
 
-def parse_v3(path: str, where: str, doc: Any) -> Array:
+def parse_v3(path: str, where: str, doc: Any) -> ZarrArray:
     """Parse the `zarr.json` document of an array."""
     if not isinstance(doc, dict) or doc.get("zarr_format") != 3 or doc.get("node_type") != "array":
         raise IntegrityError(f"{where} is not the metadata of a Zarr v3 array")
@@ -357,9 +321,8 @@ def parse_v3(path: str, where: str, doc: Any) -> Array:
     if doc.get("storage_transformers"):
         raise UnsupportedError(f"{where} has storage transformers, which are not known")
     dtype = doc.get("data_type")
-    dtype = (
-        dtype.get("name") if isinstance(dtype, dict) and not dtype.get("configuration") else dtype
-    )
+    if isinstance(dtype, dict) and not dtype.get("configuration"):
+        dtype = dtype.get("name")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _unknown_dtype(where, dtype)
     grid, encoding = doc.get("chunk_grid"), doc.get("chunk_key_encoding")
@@ -369,7 +332,7 @@ def parse_v3(path: str, where: str, doc: Any) -> Array:
         raise UnsupportedError(
             f"{where}: the chunk grid {str(grid.get('name'))[:80]!r} is not read, only 'regular'"
         )
-    chunks = _sizes(where, "chunk_shape", grid["configuration"].get("chunk_shape"), 0)
+    chunks = _sizes(where, "chunk_shape", grid["configuration"].get("chunk_shape"))
     encoding = {"name": encoding} if isinstance(encoding, str) else encoding
     config = encoding.get("configuration") or {}
     if encoding.get("name") not in ("default", "v2") or not isinstance(config, dict):
@@ -377,58 +340,38 @@ def parse_v3(path: str, where: str, doc: Any) -> Array:
             f"{where}: the chunk keys {str(encoding.get('name'))[:80]!r} are not known"
         )
     prefix, default = ("c", "/") if encoding["name"] == "default" else ("", ".")
-    shape = _sizes(where, "shape", doc.get("shape"), 0)
+    shape = _sizes(where, "shape", doc.get("shape"))
     separator = config.get("separator", default)
-    return _array(
-        where,
-        path,
-        dtype,
-        shape,
-        chunks,
-        doc.get("codecs"),
-        prefix,
-        separator,
-        doc.get("fill_value"),
-    )
+    fill = doc.get("fill_value")
+    array = ZarrArray(path, dtype, shape, chunks, (), prefix, separator, fill)
+    return _checked(where, array, doc.get("codecs"))
 
 
-def _array(
-    where: str,
-    path: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    chunks: tuple[int, ...],
-    codecs: Any,
-    prefix: str,
-    separator: Any,
-    fill: Any,
-    *,
-    stream: str | None = None,
-) -> Array:
-    """The checks that both versions share."""
-    if separator not in (".", "/"):
+def _checked(where: str, array: ZarrArray, codecs: Any) -> ZarrArray:
+    """The array with its codecs, after the checks that both versions share."""
+    shape, chunks, itemsize = array.shape, array.stored, ITEMSIZE[array.dtype]
+    if array.separator not in (".", "/"):
         raise IntegrityError(
-            f"{where}: its chunk keys are separated by {str(separator)[:80]!r}, not by '.' or '/'"
+            f"{where}: its chunk keys are separated by {str(array.separator)[:80]!r}, not by '.' or '/'"
         )
     if len(chunks) != len(shape) or any(c < 1 for c, n in zip(chunks, shape, strict=True) if n):
         raise IntegrityError(
             f"{where}: an array of {list(shape)} cannot be split into chunks of {list(chunks)}"
         )
     chunks = tuple(max(c, 1) for c in chunks)
-    itemsize = ITEMSIZE[dtype]
     if math.prod(shape) * itemsize > _MAX_BYTES or math.prod(chunks) * itemsize > _MAX_BYTES:
         raise IntegrityError(
             f"{where}: an array of {list(shape)} in chunks of {list(chunks)} is too large"
         )
     chain = _check_chain(where, codecs, chunks, itemsize)
-    return Array(path, dtype, shape, chunks, chain, prefix, separator, fill, stream)
+    return replace(array, stored=chunks, codecs=chain)
 
 
-def _sizes(where: str, what: str, sizes: Any, least: int) -> tuple[int, ...]:
+def _sizes(where: str, what: str, sizes: Any) -> tuple[int, ...]:
     if (
         not isinstance(sizes, list)
         or len(sizes) > _MAX_DIMS
-        or any(type(n) is not int or not least <= n <= _MAX_BYTES for n in sizes)
+        or any(type(n) is not int or not 0 <= n <= _MAX_BYTES for n in sizes)
     ):
         raise IntegrityError(f"{where}: its {what} is {str(sizes)[:80]}, not a list of sizes")
     return tuple(sizes)

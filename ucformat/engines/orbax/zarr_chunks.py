@@ -16,7 +16,9 @@ from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound
 from ucformat.geometry.box import Box, each_index, row_major
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.reading.dtypes import numpy_dtype
+from ucformat.reading.readable import unreadable_error
 from ucformat.reading.repeats import are_repeated
+from ucformat.sources.index import unknown_tensor
 from ucformat.storage.base import ByteRange, Info, content_version
 from ucformat.storage.decoded import DECODED, Cache, read_value, size_of, slice_value
 from ucformat.storage.strided import checksum
@@ -24,13 +26,19 @@ from ucformat.storage.strided import checksum
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from ucformat.engines.orbax.zarr_array import Array, Codec
+    from ucformat.engines.orbax.zarr_array import Codec, ZarrArray
+    from ucformat.geometry.tensor import Key
+    from ucformat.reading.readable import CheckpointMetadata, FileRecord
     from ucformat.storage.base import Store
     from ucformat.storage.decoded import Value
 
 _MIN_LIMIT = 64 << 20  # bytes that any chunk may decode to
 # or, for a large chunk, times its stored bytes: zstd compresses zeros to a 32,000th
 _MAX_RATIO = 1 << 17
+
+
+#: What TensorStore raises for values that it cannot decode.
+FAILURES = (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImplementedError)
 
 
 def tensorstore() -> Any:
@@ -45,7 +53,7 @@ def tensorstore() -> Any:
     return package
 
 
-def _decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) -> memoryview:
+def _decode_chunk(array: ZarrArray, at: tuple[int, ...], data: bytes, where: str) -> memoryview:
     """Decode a chunk to row-major little-endian elements; `where` is its name in messages.
 
     The elements of a chunk outside the array are zero, as they need not be stored.
@@ -62,7 +70,7 @@ def _decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) ->
     return _read(array, codecs, tuple(inside), data, where)
 
 
-def _fill_chunk(array: Array, where: str) -> memoryview:
+def _fill_chunk(array: ZarrArray, where: str) -> memoryview:
     """The content of a chunk that is not stored: the array's fill value."""
     if array.chunk_nbytes > _MIN_LIMIT:
         raise UnsupportedError(
@@ -119,7 +127,11 @@ def _has_blosc(codecs: Sequence[Codec]) -> bool:
 
 
 def _read(
-    array: Array, codecs: tuple[Codec, ...], inside: tuple[int, ...], data: bytes | None, where: str
+    array: ZarrArray,
+    codecs: tuple[Codec, ...],
+    inside: tuple[int, ...],
+    data: bytes | None,
+    where: str,
 ) -> memoryview:
     ts = tensorstore()
     ndim = len(array.chunk)
@@ -150,14 +162,7 @@ def _read(
         raise MemoryError(
             f"{where}: not enough memory for its {array.chunk_nbytes} bytes"
         ) from None
-    except (
-        ValueError,
-        TypeError,
-        RuntimeError,
-        OverflowError,
-        KeyError,
-        NotImplementedError,
-    ) as error:
+    except FAILURES as error:
         reason = str(error).partition(" [")[0][:300]
         raise IntegrityError(f"{where} cannot be decoded: {reason}") from None
     return out.view(np.uint8).data
@@ -189,7 +194,7 @@ class Chunks:
         self,
         store: Store,
         values: Mapping[str, Value],
-        arrays: Mapping[str, Array],
+        arrays: Mapping[str, ZarrArray],
         filled: Collection[str],
         hint: str,
     ) -> None:
@@ -200,12 +205,8 @@ class Chunks:
         )
         self._indexes = Cache(_INDEX_CACHE)
 
-    def extents(self, array: Array, within: Box | None = None) -> Iterator[Extent]:
-        """Find the extents of an array's chunks.
-
-        Args:
-            within: a box of it: only chunks that overlap it. None: all chunks.
-        """
+    def extents(self, array: ZarrArray, within: Box | None = None) -> Iterator[Extent]:
+        """Find the extents of an array's chunks."""
         if 0 in array.shape:
             return
         whole = Box.whole(array.shape)
@@ -227,7 +228,9 @@ class Chunks:
             ).intersect(whole)
             yield self._extent(array, at, box or whole, self._find(array, at))
 
-    def _extent(self, array: Array, at: tuple[int, ...], box: Box, stored: Value | None) -> Extent:
+    def _extent(
+        self, array: ZarrArray, at: tuple[int, ...], box: Box, stored: Value | None
+    ) -> Extent:
         if stored is None and array.path not in self._filled:
             raise MissingData(
                 f"{self._label(array)}: its chunk {list(at)} is not stored", hint=self._hint
@@ -248,10 +251,10 @@ class Chunks:
         block = Block(stored.offset, nbytes) if raw.checked else None
         return Extent(box, stored.file, stored.offset, strides, block)
 
-    def _label(self, array: Array) -> str:
+    def _label(self, array: ZarrArray) -> str:
         return f"{self._store.url}: array {array.path or 'at the root'}"
 
-    def _find(self, array: Array, at: tuple[int, ...]) -> Value | None:
+    def _find(self, array: ZarrArray, at: tuple[int, ...]) -> Value | None:
         """The location of a chunk; None if it is not stored."""
         if array.sharding is None:
             return self._values.get(array.key(at))
@@ -274,7 +277,9 @@ class Chunks:
             )
         return slice_value(shard, offset, nbytes)
 
-    def _index(self, array: Array, shard: Value, key: str, ratio: tuple[int, ...]) -> memoryview:
+    def _index(
+        self, array: ZarrArray, shard: Value, key: str, ratio: tuple[int, ...]
+    ) -> memoryview:
         """Read the index of a shard: offset and size of each of its chunks."""
         sharding = array.sharding
         assert sharding is not None  # noqa: S101
@@ -342,10 +347,31 @@ class Chunks:
         crc = any(c["name"] == "crc32c" for c in array.chunk_codecs)
         return crc and self._find(array, at) is not None
 
-    def _parse(self, name: str) -> tuple[Array, tuple[int, ...]]:
+    def _parse(self, name: str) -> tuple[ZarrArray, tuple[int, ...]]:
         path, _, last = name.rpartition("/")
         array = self._arrays.get(path)
         at = tuple(int(i) for i in last.split(".")[1:] if i.isdecimal())
         if array is None or len(at) != len(array.shape):
             raise NotFound(f"{self._store.url} has no decoded chunk {name}")
         return array, at
+
+
+class OpenArrays:
+    """An opened checkpoint whose tensors are arrays, by their keys."""
+
+    store: Store
+    metadata: CheckpointMetadata
+    _chunks: Chunks
+    _arrays: Mapping[Key, ZarrArray]
+
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
+        """Find where the chunks of an array are stored; reads the indexes of its shards."""
+        if key in self.metadata.unreadable:
+            raise unreadable_error({key: self.metadata.unreadable[key]}, self.store.url)
+        if key not in self._arrays:
+            raise unknown_tensor(key, self._arrays, self.store.url)
+        return self._chunks.extents(self._arrays[key], within)
+
+    def records(self) -> Iterator[FileRecord]:
+        """None: Orbax has no checksums of data, and Zarr's are next to its chunks."""
+        yield from ()

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.orbax.zarr_array import Array, is_file_of, parse_v2, parse_v3
-from ucformat.engines.orbax.zarr_chunks import Chunks
+from ucformat.engines.orbax.zarr_array import ZarrArray, is_file_of, parse_v2, parse_v3
+from ucformat.engines.orbax.zarr_chunks import Chunks, OpenArrays
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError, option_text
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
-from ucformat.reading.readable import CheckpointMetadata, unreadable_error
-from ucformat.sources.index import unknown_tensor
+from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.decoded import DecodedStore, list_values, read_json
@@ -21,9 +20,6 @@ from ucformat.storage.decoded import DecodedStore, list_values, read_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent
-    from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
     from ucformat.storage.decoded import Value
 
@@ -38,11 +34,13 @@ class _Hierarchy:
     """The arrays by path, in the order of paths, and the attributes of nodes."""
 
     version: int
-    arrays: dict[str, Array] = field(default_factory=dict)
+    arrays: dict[str, ZarrArray] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)  # by path: why an array cannot be read
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, path: str, parse: Callable[[str, str, Any], Array], where: str, doc: Any) -> None:
+    def add(
+        self, path: str, parse: Callable[[str, str, Any], ZarrArray], where: str, doc: Any
+    ) -> None:
         """Add an array, or why it cannot be read."""
         try:
             self.arrays[path] = parse(path, where, doc)
@@ -140,10 +138,10 @@ def _add_v3(out: _Hierarchy, path: str, where: str, doc: Any) -> None:
         out.attributes[path] = _attributes(where, doc["attributes"])
 
 
-def _attributes(where: str, found: Any) -> dict[str, Any]:
-    if not isinstance(found, dict):
+def _attributes(where: str, attributes: Any) -> dict[str, Any]:
+    if not isinstance(attributes, dict):
         raise IntegrityError(f"{where}: its attributes are not an object")
-    return found
+    return attributes
 
 
 def _check_version(store: Store, documents: dict[str, Any], path: str) -> None:
@@ -158,7 +156,7 @@ def _check_version(store: Store, documents: dict[str, Any], path: str) -> None:
 
 def _consolidated(
     store: Store, documents: dict[str, Any]
-) -> Iterator[tuple[str, Callable[[], Array]]]:
+) -> Iterator[tuple[str, Callable[[], ZarrArray]]]:
     """The arrays in the root's consolidated metadata, each with a function that parses its document."""
     v2, v3 = documents.get(".zmetadata"), documents.get(_V3)
     where = f"{store.url}: the consolidated metadata"
@@ -170,8 +168,8 @@ def _consolidated(
             if key.rpartition("/")[2] == ".zarray":
                 path = key.rpartition("/")[0]
                 yield path, partial(parse_v2, path, where, doc)
-    if isinstance(v3, dict) and (found := v3.get("consolidated_metadata")):
-        entries = found.get("metadata") if isinstance(found, dict) else None
+    if isinstance(v3, dict) and (consolidated := v3.get("consolidated_metadata")):
+        entries = consolidated.get("metadata") if isinstance(consolidated, dict) else None
         if not isinstance(entries, dict):
             raise IntegrityError(f"{where} are damaged: {_V3}")
         for path, doc in entries.items():
@@ -186,49 +184,34 @@ def _hint() -> str:
     )
 
 
-class OpenZarr:
+class OpenZarr(OpenArrays):
     """An opened Zarr group, or array."""
 
     kind = "zarr"
 
     def __init__(self, store: Store, *, fill_missing: bool) -> None:
         values = list_values(store)
-        found = _read_hierarchy(store, values)
+        hierarchy = _read_hierarchy(store, values)
         self._chunks = Chunks(
-            store, values, found.arrays, found.arrays if fill_missing else (), _hint()
+            store, values, hierarchy.arrays, hierarchy.arrays if fill_missing else (), _hint()
         )
         self.store: Store = DecodedStore(store, self._chunks)
-        keys = _keys(found, store.url)
-        self._arrays = {keys[path]: array for path, array in found.arrays.items()}
+        keys = _keys(hierarchy, store.url)
+        self._arrays = {keys[path]: array for path, array in hierarchy.arrays.items()}
+        infos = (TensorInfo(*key, a.dtype, a.shape) for key, a in self._arrays.items())
+        paths = set(hierarchy.paths)
+        files = (k for k in values if k.rpartition("/")[2] in _DOCUMENTS or is_file_of(paths, k))
         self.metadata = CheckpointMetadata(
-            tensor_list=TensorList(
-                tuple(TensorInfo(*k, a.dtype, a.shape) for k, a in self._arrays.items())
-            ),
-            objects={"attributes": to_json(found.attributes)} if found.attributes else {},
-            layout={"zarr_format": found.version},
-            engine={"name": "zarr", "version": str(found.version)},
-            files=tuple(
-                k
-                for k in values
-                if k.rpartition("/")[2] in _DOCUMENTS or is_file_of(found.paths, k)
-            ),
-            unreadable={keys[path]: why for path, why in found.unreadable.items()},
+            tensor_list=TensorList(tuple(infos)),
+            objects={"attributes": to_json(hierarchy.attributes)} if hierarchy.attributes else {},
+            layout={"zarr_format": hierarchy.version},
+            engine={"name": "zarr", "version": str(hierarchy.version)},
+            files=tuple(files),
+            unreadable={keys[path]: why for path, why in hierarchy.unreadable.items()},
         )
 
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Find where the chunks of an array are stored; reads the indexes of its shards."""
-        if key in self.metadata.unreadable:
-            raise unreadable_error({key: self.metadata.unreadable[key]}, self.store.url)
-        if key not in self._arrays:
-            raise unknown_tensor(key, self._arrays, self.store.url)
-        return self._chunks.extents(self._arrays[key], within)
 
-    def records(self) -> Iterator[FileRecord]:
-        """None: Zarr's checksums are next to its chunks."""
-        yield from ()
-
-
-def _keys(found: _Hierarchy, url: str) -> dict[str, Key]:
+def _keys(hierarchy: _Hierarchy, url: str) -> dict[str, Key]:
     """Decide which tensor each array is.
 
     The arrays of a universal checkpoint record it. Others are weights, named by their path, with
@@ -236,18 +219,19 @@ def _keys(found: _Hierarchy, url: str) -> dict[str, Key]:
     its folder.
     """
     recorded = {
-        path: _recorded_key(found.attributes.get(path, {}).get("ucformat")) for path in found.paths
+        path: _recorded_key(hierarchy.attributes.get(path, {}).get("ucformat"))
+        for path in hierarchy.paths
     }
     keys = {path: key for path, key in recorded.items() if key is not None}
     if len(keys) < len(recorded):
-        if set(found.paths) == {""}:
+        if set(hierarchy.paths) == {""}:
             name = url.rstrip("/").rpartition("/")[2].removesuffix(".zarr")
             return {"": Key(name or "array", "weight")}
-        dotted = {path.replace("/", ".") for path in found.paths}
-        with_slashes = len(dotted) < len(found.paths)
+        dotted = {path.replace("/", ".") for path in hierarchy.paths}
+        with_slashes = len(dotted) < len(hierarchy.paths)
         keys = {
             path: Key(path if with_slashes else path.replace("/", "."), "weight")
-            for path in found.paths
+            for path in hierarchy.paths
         }
     twice = [key for key, n in Counter(keys.values()).items() if n > 1]
     if twice:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError, UsageError
@@ -37,18 +38,10 @@ _PLAIN = ("params", "state")  # keys of a group that are not hyper-parameters
 
 #: The hyper-parameters that PyTorch's optimizers have besides those that all programs store.
 #: Loading requires each.
-_HYPER: dict[str, dict[str, Any]] = {
-    name: {
-        "amsgrad": False,
-        "maximize": False,
-        "foreach": None,
-        "capturable": False,
-        "differentiable": False,
-        "fused": None,
-        "decoupled_weight_decay": name == "AdamW",
-    }
-    for name in ("Adam", "AdamW")
-}
+_ADAM: dict[str, Any] = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+}  # fmt: skip
+_HYPER = {name: {**_ADAM, "decoupled_weight_decay": name == "AdamW"} for name in ("Adam", "AdamW")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +85,7 @@ class DcpExporter(Exporter):
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """See Exporter."""
-        state = _State(source, infos, self.options)
+        state = _DcpEntries(source, infos, self.options)
         items = ItemFiles(state.entries.values(), self.options, state.aliases)
         metadata = items.metadata(state.paths, save_id_of(source, infos, self.options))
         rest = left_out(source, state.kept, values=source.objects, groups=True)  # `left` names them
@@ -101,20 +94,12 @@ class DcpExporter(Exporter):
 
 def elements(info: TensorInfo, box: Box) -> Storage:
     """The elements of a box of a tensor."""
-    return Storage(
-        Span(
-            info.dtype, box.size, ((info, Piece(box, 0, row_major(box.shape))),) if box.size else ()
-        )
-    )
+    pieces = ((info, Piece(box, 0, row_major(box.shape))),) if box.size else ()
+    return Storage(Span(info.dtype, box.size, pieces))
 
 
-class _State:
-    """The entries of the program's state.
-
-    Attributes:
-        paths: the path of each, by name.
-        kept: the tensors that have a place.
-    """
+class _DcpEntries:
+    """The entries of the program's state."""
 
     def __init__(
         self, source: Checkpoint, infos: Sequence[TensorInfo], options: DcpOptions
@@ -126,19 +111,15 @@ class _State:
         self.left: list[str] = []
         self._source, self._options = source, options
         self._infos = {info.key: info for info in infos}
-        given = (
-            options.model_key is not None
-            or options.optimizer_key is not None
-            or options.flat_optimizer
-        )
+        keys = (options.model_key, options.optimizer_key)
+        given = options.flat_optimizer or any(key is not None for key in keys)
         self._recorded: Mapping[Key, tuple[StatePath, ...]] = {} if given else source.metadata.paths
         self._model = _path("model" if options.model_key is None else options.model_key)
         self._optimizer = _path("optim" if options.optimizer_key is None else options.optimizer_key)
         self._beside = _beside_model(source.metadata.paths) if given else set()
         values = list(_leaves(source.objects, (), _lists(source.metadata.paths)))
-        self._referenced = (
-            set() if self._recorded else {d["$ref"] for _, d in values if _is(d, "$ref")}
-        )
+        references = {d["$ref"] for _, d in values if _is(d, "$ref")}
+        self._referenced = set() if self._recorded else references
         self._add_tensors()
         self._add_aliases()
         for path, data in values:
@@ -185,17 +166,17 @@ class _State:
             return (*self._optimizer, f"state.{name}.{state}")
         return (*self._optimizer, "state", name, state)
 
-    def _alias(self, path: StatePath, of: str) -> None:
+    def _alias(self, path: StatePath, stored: str) -> None:
         name = dotted(path)
         if name not in self.entries and name not in self.aliases:
-            self.aliases[name], self.paths[name] = of, _as_flattened(path)
+            self.aliases[name], self.paths[name] = stored, _as_flattened(path)
 
     def _add_aliases(self) -> None:
         """The further names of tied weights, which a model's state dict lists, too."""
         for alias, stored in self._source.aliases.items():
-            of = dotted((*self._model, stored))
-            if of in self.entries and not self._recorded:
-                self._alias((*self._model, alias), of)
+            name = dotted((*self._model, stored))
+            if name in self.entries and not self._recorded:
+                self._alias((*self._model, alias), name)
 
     def _add_value(self, path: StatePath, data: Any) -> None:
         name = dotted(path)
@@ -223,11 +204,8 @@ class _State:
         trained = {key.name for key in self._infos if key.state not in _PARAMETER}
         if not metadata.groups:
             if trained and not self._recorded:  # readers recognize an optimizer by its groups
-                names = [
-                    name
-                    for name in dict.fromkeys(key.name for key in self._infos)
-                    if name in trained
-                ]
+                stored = dict.fromkeys(key.name for key in self._infos)
+                names = [name for name in stored if name in trained]
                 self._add_group(self._optimizer, 0, {"params": names}, {}, None)
             return
         if not trained and any(key.state not in _PARAMETER for key in self._source.tensors):
@@ -284,9 +262,8 @@ class _State:
                 for key, value in options.items():
                     self._add_value((*root, f"{GROUPS}.{name}.{key}"), value)
             return
-        for path, value in _leaves(
-            {"params": list(names), **options}, (*root, GROUPS, number), set()
-        ):
+        values = {"params": list(names), **options}
+        for path, value in _leaves(values, (*root, GROUPS, number), set()):
             self._add_value(path, value)
 
 
@@ -304,9 +281,8 @@ def _entry(name: str, info: TensorInfo) -> TensorEntry:
 
 
 def _constant(name: str, value: SavedTensor) -> TensorEntry:
-    return TensorEntry(
-        name, value.storage.span.dtype, value.shape, lambda _: value.storage, name, whole=True
-    )
+    storage = value.storage
+    return TensorEntry(name, storage.span.dtype, value.shape, lambda _: storage, name, whole=True)
 
 
 def _is(data: Any, form: str) -> bool:
@@ -315,23 +291,15 @@ def _is(data: Any, form: str) -> bool:
 
 def _beside_model(paths: Mapping[Key, tuple[StatePath, ...]]) -> set[Key]:
     """The tensors that are not in the model or an optimizer, if the names show it: they are named by their paths."""
-    named = {
-        key
-        for key, found in paths.items()
-        if key.state == "weight" and dotted(found[0]) == key.name
-    }
-    return named if len(named) < sum(key.state == "weight" for key in paths) else set()
+    weights = [key for key in paths if key.state == "weight"]
+    named = {key for key in weights if dotted(paths[key][0]) == key.name}
+    return named if len(named) < len(weights) else set()
 
 
 def _lists(paths: Mapping[Key, tuple[StatePath, ...]]) -> set[StatePath]:
     """The paths of lists that contain tensors."""
-    return {
-        p[:i]
-        for found in paths.values()
-        for p in found
-        for i, part in enumerate(p)
-        if type(part) is int
-    }
+    every = chain(*paths.values())
+    return {path[:i] for path in every for i, part in enumerate(path) if type(part) is int}
 
 
 def _leaves(data: Any, path: StatePath, lists: set[StatePath]) -> Iterator[tuple[StatePath, Any]]:

@@ -118,21 +118,13 @@ class Reader(StorageReader):
     @property
     def checkpoint_id(self) -> str | None:
         """The url of the checkpoint."""
-        return (
-            self._url.url
-            if isinstance(self._url, Checkpoint)
-            else None
-            if self._url is None
-            else str(self._url)
-        )
+        if isinstance(self._url, Checkpoint):
+            return self._url.url
+        return None if self._url is None else str(self._url)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Check whether ucformat can open a checkpoint.
-
-        Args:
-            checkpoint_id: its path, URL or reference.
-        """
+        """Check whether ucformat can open a checkpoint."""
         try:
             open_reference(checkpoint_id)
         except (LookupError, ValueError, OSError):
@@ -140,11 +132,7 @@ class Reader(StorageReader):
         return True
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """Prepare for another load.
-
-        Args:
-            checkpoint_id: replaces the path, unless None.
-        """
+        """Prepare for another load."""
         if checkpoint_id is not None:
             self._url = checkpoint_id
         self.load_id = uuid4().hex
@@ -152,10 +140,6 @@ class Reader(StorageReader):
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:  # noqa: ARG002 - `kwargs` would mean metadata by rank
         """Open the checkpoint, and return its metadata; entries are resolved when DCP looks them up.
-
-        Args:
-            args: ignored.
-            options: ignored.
 
         Raises:
             UsageError: there is no path.
@@ -175,9 +159,7 @@ class Reader(StorageReader):
         return Metadata(
             state_dict_metadata=cast("Any", self._entries),
             planner_data=_Paths(self._entries),
-            storage_meta=StorageMeta(
-                checkpoint_id=ck.url, save_id=ck.id or None, load_id=self.load_id
-            ),
+            storage_meta=StorageMeta(ck.url, ck.id or None, self.load_id),
             version=CURRENT_DCP_VERSION,
         )
 
@@ -188,40 +170,21 @@ class Reader(StorageReader):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Do nothing, since the checkpoint is open, except for a checkpoint with stream extensions.
-
-        Args:
-            metadata: from `read_metadata`.
-            is_coordinator: whether this rank coordinates the load.
-            args: as DCP passes them.
-            kwargs: as DCP passes them.
-        """
+        """Do nothing, since the checkpoint is open, except for a checkpoint with stream extensions."""
         if not isinstance(metadata.state_dict_metadata, Entries):
             self._stock = self._stock or FileSystemReader(str(self._url), self._extensions)
             self._stock.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged.
-
-        Args:
-            plan: of this rank.
-        """
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged.
-
-        Args:
-            plans: of all ranks.
-        """
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items of the plan.
-
-        Args:
-            plan: of this rank.
-            planner: of DCP, whose tensors are filled.
 
         Raises:
             StateMismatch: dtypes or values do not fit; the message lists all mismatches, and this
@@ -243,27 +206,22 @@ class Reader(StorageReader):
             (i, _live(planner, i) if w else planner.resolve_tensor(i))
             for i, w in zip(items, wrapped, strict=True)
         ]
-        plain = [
-            _target(entries, i, t.detach())
-            for (i, t), w in zip(wanted, wrapped, strict=True)
-            if not w
-        ]
+        unwrapped = compress(wanted, (not w for w in wrapped))
+        plain = [_target(entries, i, t.detach()) for i, t in unwrapped]
         inner, wrapper_problems = _wrapper_targets(entries, compress(wanted, wrapped))
         aliases, targets = without_ties([*plain, *inner])
         matched, tensor_problems, _ = match(
             targets, aliases, entries.ck, entries.names, cast=self._cast
         )
-        held = getattr(planner, "state_dict", {})
-        current = {k: None if isinstance(v, BytesStorageMetadata) else v for k, v in held.items()}
+        state = getattr(planner, "state_dict", {})
+        current = {k: None if isinstance(v, BytesStorageMetadata) else v for k, v in state.items()}
         fqns = [i.dest_index.fqn for i in plan.items if i.type == LoadItemType.BYTE_IO]
         values, value_problems = fit_values(
             entries, fqns, current, trust=self._trust, cast=self._cast
         )
-        _raise_for(
-            wrapper_problems | tensor_problems | value_problems,
-            entries.ck.url,
-            partial=getattr(planner, "allow_partial_load", False),
-        )
+        problems = wrapper_problems | tensor_problems | value_problems
+        partial = getattr(planner, "allow_partial_load", False)
+        _raise_for(problems, entries.ck.url, partial=partial)
         with consistent():
             self.nbytes, self.bytes_unverified = read(
                 entries.ck, matched, self._verify, self._threads
@@ -297,15 +255,14 @@ class _Paths(Mapping[str, tuple[str | int, ...]]):
 
 def _target(entries: Entries, item: ReadItem, tensor: torch.Tensor) -> LocalShard:
     """The target of a read item, as a piece of the stored tensor."""
-    found = entries.find(item.storage_index.fqn)
-    assert isinstance(found, StoredWeight)  # noqa: S101 - it was planned as a tensor
-    shape = entries.shape(found.key)
+    entry = entries.find(item.storage_index.fqn)
+    assert isinstance(entry, StoredWeight)  # noqa: S101 - it was planned as a tensor
+    shape = entries.shape(entry.key)
     assert shape is not None  # noqa: S101
-    info = TensorInfo(found.key.name, found.key.state, dtype_name(tensor.dtype), shape)
+    info = TensorInfo(*entry.key, dtype_name(tensor.dtype), shape)
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-    strides = (
-        tuple(tensor.stride()) if tensor.device.type == "cpu" else row_major(tuple(tensor.shape))
-    )
+    on_host = tensor.device.type == "cpu"
+    strides = tuple(tensor.stride()) if on_host else row_major(tuple(tensor.shape))
     return LocalShard(info, (Piece(box, 0, strides),) if box.size else (), tensor)
 
 
@@ -329,18 +286,14 @@ def _wrapper_targets(
             others.append(f"{fqn} is a plain tensor, in the checkpoint it is a wrapper")
             continue
         check_live(fqn, tensor, taken)
-        keys = {
-            n: entries.recorded.tensors.get(".".join((fqn, *n)), Key(fqn, ""))
-            for n in taken.tensors
-        }
+        recorded = entries.recorded.tensors
+        keys = {n: recorded.get(".".join((fqn, *n)), Key(fqn, "")) for n in taken.tensors}
         wrong = entries.recorded.other_wrapper((fqn,), keys, taken)
         if wrong is not None:
             others.append(f"{fqn} {wrong}")
             continue
-        out += [
-            replace(local_of(*keys[names], inner), wrapper=fqn)
-            for names, inner in taken.tensors.items()
-        ]
+        locals_ = ((local_of(*keys[names], inner)) for names, inner in taken.tensors.items())
+        out += [replace(local, wrapper=fqn) for local in locals_]
     return out, Problems(others=tuple(others))
 
 
@@ -436,10 +389,8 @@ class Entries(Mapping[str, Any]):
             return StoredWeight(self.recorded.tensors[fqn])
         option = self._option(fqn)
         if option is not None and option.root in self.recorded.optimizers:
-            known = isinstance(option.which, int) or self.recorded.find_group(option.root)(
-                option.which
-            )
-            return option if known else None
+            group_of = self.recorded.find_group(option.root)
+            return option if isinstance(option.which, int) or group_of(option.which) else None
         record = value_at(self.ck.objects, f"{fqn}.{RECORD}")
         if isinstance(record, dict):
             return StoredWrapper(from_json(record))
@@ -460,11 +411,8 @@ class Entries(Mapping[str, Any]):
         """Whether a tensor with this name was saved in another entry than the one that is asked for, which exists."""
         stored = self.names[key.name]
         asked_by_name = key.name == fqn or self.recorded.unrenamed.get(key.name) != stored
-        if (
-            asked_by_name
-            or key.state != "weight"
-            or not self.ck.metadata.paths.get(Key(stored, key.state))
-        ):
+        recorded = self.ck.metadata.paths.get(Key(stored, key.state))
+        if asked_by_name or key.state != "weight" or not recorded:
             return False
         return fqn.partition(".")[0] in self._entries
 
@@ -484,12 +432,9 @@ class Entries(Mapping[str, Any]):
             return None
         number, _, name = below[len(GROUPS) + 1 :].partition(".")
         param, _, last = below[len(GROUPS) + 1 :].rpartition(".")
-        groups = self.recorded.optimizers.get(root, ())
-        if (
-            number.isdecimal()
-            and name
-            and not any(p.flattened and param in p.names for _, p in groups)
-        ):
+        places = (place for _, place in self.recorded.optimizers.get(root, ()))
+        is_parameter = any(place.flattened and param in place.names for place in places)
+        if number.isdecimal() and name and not is_parameter:
             return Hyperparameter(root, int(number), name)
         return Hyperparameter(root, param, last) if param and last else None
 
@@ -500,23 +445,20 @@ class Entries(Mapping[str, Any]):
         return next((info.shape for info in stored if info is not None), None)
 
     def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        found = self.find(fqn)
-        if found is None:
+        entry = self.find(fqn)
+        if entry is None:
             raise KeyError(fqn)
-        if isinstance(found, StoredWrapper):
-            return _metadata(found.record["shape"], getattr(torch, found.record["dtype"]))
+        if isinstance(entry, StoredWrapper):
+            return _metadata(entry.record["shape"], getattr(torch, entry.record["dtype"]))
         return (
-            self._tensor(found.key) if isinstance(found, StoredWeight) else BytesStorageMetadata()
+            self._tensor(entry.key) if isinstance(entry, StoredWeight) else BytesStorageMetadata()
         )
 
     def _tensor(self, key: Key) -> TensorStorageMetadata:
         """The metadata of a tensor, as one chunk, however it is stored; DCP requests the box that a rank holds."""
         stored, shape = self.names[key.name], torch.Size(self.shape(key) or ())
-        state = (
-            "master"
-            if key.state == "weight" and "weight" not in self.states[key.name]
-            else key.state
-        )
+        only_master = key.state == "weight" and "weight" not in self.states[key.name]
+        state = "master" if only_master else key.state
         return _metadata(shape, torch_dtype(self.ck.tensors[Key(stored, state)].dtype))
 
     @cached_property

@@ -13,14 +13,14 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.pytorch.dcp_folder import INFO, SHARD
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.readable import CheckpointMetadata
-from ucformat.sources.index import TensorIndex
-from ucformat.sources.safetensors import read_header
+from ucformat.sources.distcp import SHARD
+from ucformat.sources.index import IndexedSource, TensorIndex
+from ucformat.sources.safetensors import SHARDING_INFO, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 
-class OpenShards:
+class OpenShards(IndexedSource):
     """The opened shards of a folder."""
 
     kind = "dcp"
@@ -43,12 +43,12 @@ class OpenShards:
         pieces: dict[str, list[tuple[Box, str, Extent | None]]] = {}
         dtypes: dict[str, str] = {}
         version = ""
-        self._contents = TensorIndex()
+        self.contents = TensorIndex()
         for file in files:
             header = read_header(store, file)
             offsets = _offsets(header)
             version = header.metadata.get("DCP_VERSION", version)
-            self._contents.unreadable |= {
+            self.contents.unreadable |= {
                 Key(name, "weight"): why for name, why in header.unreadable.items()
             }
             for name, stored in header.tensors.items():
@@ -65,17 +65,16 @@ class OpenShards:
                 extent = whole and Extent(whole.box.shift(start), file, whole.offset, whole.strides)
                 pieces.setdefault(name, []).append((Box(start, stored.shape), file, extent))
         ranks = len({match[1] for file in files if (match := SHARD.fullmatch(file))})
-        if not _all_there(
-            [[box for box, _, _ in of_tensor] for of_tensor in pieces.values()], ranks
-        ):
+        boxes = [[box for box, _, _ in placed] for placed in pieces.values()]
+        if not _all_there(boxes, ranks):
             saved_by = "one rank" if ranks == 1 else f"{ranks} ranks"
             self.part = f"the shards of {saved_by}, and nothing tells how many saved"
-        for name, found in pieces.items():
-            if Key(name, "weight") not in self._contents.unreadable:
-                self._add(name, dtypes[name], found)
+        for name, placed in pieces.items():
+            if Key(name, "weight") not in self.contents.unreadable:
+                self._add(name, dtypes[name], placed)
         self.metadata = CheckpointMetadata(
-            tensor_list=self._contents.tensor_list(),
-            unreadable=self._contents.unreadable,
+            tensor_list=self.contents.tensor_list(),
+            unreadable=self.contents.unreadable,
             engine={
                 "name": "torch.distributed.checkpoint",
                 "version": version,
@@ -109,16 +108,12 @@ class OpenShards:
                 hint="copy the files of all ranks; each contains other pieces",
             )
 
-    def _add(self, name: str, dtype: str, found: list[tuple[Box, str, Extent | None]]) -> None:
-        shape = tuple(map(max, zip(*(box.stop for box, _, _ in found), strict=True)))
+    def _add(self, name: str, dtype: str, pieces: list[tuple[Box, str, Extent | None]]) -> None:
+        shape = tuple(map(max, zip(*(box.stop for box, _, _ in pieces), strict=True)))
         info = TensorInfo(name, "weight", dtype, shape)
-        extents = {box: extent for box, _, extent in found if extent is not None}
-        prove(info, [(file, box) for box, file, _ in found])
-        self._contents.add(name, "weight", dtype, shape, lambda _: iter(extents.values()))
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Find where the bytes of a tensor are stored."""
-        return self._contents.extents(key, within, self.store.url)
+        extents = {box: extent for box, _, extent in pieces if extent is not None}
+        prove(info, [(file, box) for box, file, _ in pieces])
+        self.contents.add(name, "weight", dtype, shape, lambda _: iter(extents.values()))
 
     def records(self) -> Iterator[FileRecord]:
         """None: safetensors has no checksums."""
@@ -145,12 +140,12 @@ def _all_there(tensors: Iterable[Sequence[Box]], ranks: int) -> bool:
 def _offsets(header: Header) -> dict[str, tuple[int, ...]]:
     """The offset of each piece of a file in its tensor."""
     try:
-        document: Any = json.loads(header.metadata.get(INFO, ""))
+        document: Any = json.loads(header.metadata.get(SHARDING_INFO, ""))
         starts = {name: tuple(one["saved_offsets"]) for name, one in document.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise IntegrityError(
-            f"{header.file}: its {INFO} cannot be read ({type(error).__name__})"
+            f"{header.file}: its {SHARDING_INFO} cannot be read ({type(error).__name__})"
         ) from error
     if not all(type(n) is int and 0 <= n < 1 << 62 for start in starts.values() for n in start):
-        raise IntegrityError(f"{header.file}: its {INFO} has impossible offsets")
+        raise IntegrityError(f"{header.file}: its {SHARDING_INFO} has impossible offsets")
     return starts

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ucformat.engines.pytorch.dcp import Dcp
+from ucformat.engines.pytorch.source import Dcp
 from ucformat.errors import Conflict, LayoutError, UcformatError, UsageError
-from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import StatePath as Path
 from ucformat.reading.readable import json_key
@@ -106,10 +105,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
         form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes
             one file per rank without communication, which can be opened alike, and which `ucp
             materialize` converts to arrays; `safetensors` is as for `ucformat.torch.save`.
-        step: the training step.
         run: name of the training run, for the catalog.
         metrics: numbers to record in the catalog.
-        config: configuration of the training, JSON values.
         lineage: the checkpoints that this one was derived from.
         chunk_bytes: the maximum size of a chunk of the Zarr form (default 1 MiB).
         shard_bytes: the maximum size of a shard of the Zarr form (default 128 MiB).
@@ -160,17 +157,9 @@ class Writer(StorageWriter, BlockingAsyncStager):
             raise UsageError(f"thread_count must be at least 1, not {thread_count}")
         self.checkpoint_id = None if path is None else str(path)
         self.metadata = SaveMetadata.of(
-            {
-                "step": step,
-                "run": run,
-                "metrics": metrics,
-                "config": config,
-                "lineage": lineage,
-            }
+            {"step": step, "run": run, "metrics": metrics, "config": config, "lineage": lineage}
         )
-        self.saved: Saved | None = (
-            None  #: the last committed checkpoint, in the process that wrote it
-        )
+        self.saved: Saved | None = None  #: the last committed, in the process that wrote it
         self._options = SaveOptions("", form, overwrite, "equal", chunk_bytes, shard_bytes)
         self._group, self._timeout, self._threads = group, timeout, thread_count
         self._collectives = self._coordinates = True
@@ -187,22 +176,15 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 tensors of them.
         """
         given, state_dict = state_dict, _without_wrappers(state_dict)
-        if (
-            self.cache_staged_state_dict
-            and self.state_dict_cache is None
-            and not torch.accelerator.is_available()
-        ):
+        cached = not self.cache_staged_state_dict or self.state_dict_cache is not None
+        if not cached and not torch.accelerator.is_available():
             self.state_dict_cache = _create_cpu_state_dict(state_dict)
         staged: dict[str, Any] = _with_wrappers(super().stage(state_dict), given)
         return staged
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Check whether ucformat supports a location.
-
-        Args:
-            checkpoint_id: its path or URL.
-        """
+        """Check whether ucformat supports a location."""
         try:
             open_store(checkpoint_id)
         except UcformatError:
@@ -210,11 +192,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         return True
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """Prepare for another save.
-
-        Args:
-            checkpoint_id: replaces the path, unless None.
-        """
+        """Prepare for another save."""
         if checkpoint_id is not None:
             self.checkpoint_id = str(checkpoint_id)
         self.saved = None
@@ -231,18 +209,11 @@ class Writer(StorageWriter, BlockingAsyncStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
         """Record whether DCP plans with all ranks together.
 
-        Args:
-            is_coordinator: whether this rank coordinates the save.
-            args: ignored.
-            kwargs: `use_collectives` (default True); others are ignored.
-
         Raises:
             UsageError: there is no path.
         """
-        self._collectives, self._coordinates = (
-            bool(kwargs.get("use_collectives", True)),
-            is_coordinator,
-        )
+        self._collectives = bool(kwargs.get("use_collectives", True))
+        self._coordinates = is_coordinator
         if self.checkpoint_id is None:
             raise UsageError(
                 "the Writer has no path", hint="Writer(path), or give DCP a checkpoint_id"
@@ -250,9 +221,6 @@ class Writer(StorageWriter, BlockingAsyncStager):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Record all items of this rank, before DCP removes replicas from the plan.
-
-        Args:
-            plan: of this rank.
 
         Raises:
             Conflict: `FileSystemWriter` has written a checkpoint at this location, which is never
@@ -266,11 +234,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         return replace(plan, storage_data=local_items(plan)) if plan.usable else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Record how many ranks plan together.
-
-        Args:
-            plans: of all ranks.
-        """
+        """Record how many ranks plan together."""
         return [
             replace(p, storage_data=replace(p.storage_data, ranks=len(plans)))
             if isinstance(p.storage_data, LocalItems)
@@ -280,10 +244,6 @@ class Writer(StorageWriter, BlockingAsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write and commit the checkpoint, together with all ranks.
-
-        Args:
-            plan: of this rank.
-            planner: of DCP.
 
         Returns:
             one result, with the bytes that this rank wrote and the id of the checkpoint.
@@ -310,24 +270,19 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 values, lambda vs: [join_values(vs), *[{}] * (group.size - 1)], PlainValues, Any
             )
             assert part is not None  # noqa: S101 - `gather_scatter` has raised otherwise
-            info = StateInfo(
-                tensors=part.tensors,
-                objects=objects,
-                ranks={},
-                groups=part.groups,
-                aliases=part.aliases,
-                layout=part.layout,
-                engine={"name": "torch", "version": torch.__version__},
-                paths=part.paths,
-                places=part.places,
-            )
+            described = {
+                name: getattr(part, name)
+                for name in ("tensors", "groups", "aliases", "layout", "paths", "places")
+            }
+            engine = {"name": "torch", "version": torch.__version__}
+            info = StateInfo(objects=objects, ranks={}, engine=engine, **described)
             options = replace(self._options, url=str(self.checkpoint_id))
             try:
                 self.saved = write_checkpoint(
                     info, part.memories, options, self.metadata, group, threads=self._threads
                 )
-            # with the message of FileSystemWriter, which programs may check
             except Conflict as error:
+                # with the message of FileSystemWriter, which programs may check
                 already = f"Checkpoint already exists and overwrite={options.overwrite}"
                 raise Conflict(f"{already}: {error.message}", hint=error.hint) from error
         done: Future[list[WriteResult]] = Future()
@@ -336,10 +291,6 @@ class Writer(StorageWriter, BlockingAsyncStager):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - as DCP calls it
         """Check that all ranks have committed the same checkpoint in `write_data`.
-
-        Args:
-            metadata: ignored; the manifest replaces it.
-            results: of all ranks.
 
         Raises:
             UcformatError: ranks have committed different checkpoints.
@@ -392,11 +343,9 @@ def _is_wrapper(value: Any) -> bool:
 
 def _name_of(extension: Any) -> str:
     """The name of a stream extension of DCP."""
-    return (
-        str(extension.registry_name())
-        if hasattr(extension, "registry_name")
-        else type(extension).__name__
-    )
+    if hasattr(extension, "registry_name"):
+        return str(extension.registry_name())
+    return type(extension).__name__
 
 
 # Converts the write items of a PyTorch DCP plan to what this rank saves, named as by
@@ -451,16 +400,14 @@ def local_items(plan: SavePlan) -> LocalItems:
 
 def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> RankItems:
     """Collect what this rank saves."""
-    mappings = (
-        plan.planner_data
-        if isinstance(plan.planner_data, dict)
-        else getattr(planner, "mappings", {})
-    )
-    state = _State(planner, mappings, local)
+    mappings = plan.planner_data
+    if not isinstance(mappings, dict):
+        mappings = getattr(planner, "mappings", {})
+    state = _NestedState(planner, mappings, local)
     aliases = state.aliases()
     tensors, memories = _tensors(plan, planner, state, aliases)
     values: dict[Path, Any] = {
-        p: encode(record, dotted(p)) for p, record in records_of(state.found).items()
+        p: encode(record, dotted(p)) for p, record in records_of(state.collected).items()
     }
     for item in plan.items:
         path = state.path(item.index)
@@ -477,21 +424,18 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Ra
         tensors=tensors,
         memories=memories,
         values=PlainValues(values, state.lists_of_tensors()),
-        groups=groups_of(state.found, aliases),
+        groups=groups_of(state.collected, aliases),
         aliases=aliases,
         layout=mesh_of([t for t in held.values() if isinstance(t, torch.Tensor)]),
-        paths=paths_of(state.found, aliases),
-        places=places_of(state.found),
+        paths=paths_of(state.collected, aliases),
+        places=places_of(state.collected),
     )
 
 
 def _encodes(planner: SavePlanner) -> bool:
     """Whether a planner of the program encodes values itself."""
-    kind, stock = type(planner), DefaultSavePlanner
-    return any(
-        getattr(kind, f, None) is not getattr(stock, f)
-        for f in ("resolve_data", "transform_object")
-    )
+    kind, stock, own = type(planner), DefaultSavePlanner, ("resolve_data", "transform_object")
+    return any(getattr(kind, name, None) is not getattr(stock, name) for name in own)
 
 
 def _encoded(data: bytes) -> Any:
@@ -509,7 +453,7 @@ class _Value:
     """A placeholder for a plain value, whose type does not matter to names."""
 
 
-class _State:
+class _NestedState:
     """A rank's training state as DCP flattened it, nested again."""
 
     def __init__(
@@ -523,23 +467,17 @@ class _State:
             set_element(nested, path, self.look_up(index) if _below_groups(path) else stand_in)
         for index in local.values:
             path = self.path(index)
-            set_element(
-                nested, path, self.look_up(index, _BYTES) if _below_groups(path) else _Value()
-            )
-        self.found = collect(nested)
-        by_path = self.found.keys
+            value = self.look_up(index, _BYTES) if _below_groups(path) else _Value()
+            set_element(nested, path, value)
+        self.collected = collect(nested)
+        by_path = self.collected.keys
         #: Name and state of each tensor, except hyper-parameters.
         self.keys = {i.fqn: by_path[p] for i in local.tensors if (p := self.path(i)) in by_path}
         #: The wrappers among them.
-        self.taken = {
-            i.fqn: t
-            for i in local.tensors
-            if i.fqn in self.keys and (t := self._taken(i)) is not None
-        }
-        replace_wrappers(
-            self.found,
-            {self.path(i): self.taken[i.fqn] for i in local.tensors if i.fqn in self.taken},
-        )
+        named = [i for i in local.tensors if i.fqn in self.keys]
+        self.taken = {i.fqn: t for i in named if (t := self._taken(i)) is not None}
+        wrappers = {self.path(i): self.taken[i.fqn] for i in named if i.fqn in self.taken}
+        replace_wrappers(self.collected, wrappers)
 
     def path(self, index: MetadataIndex) -> Path:
         """The path of an entry in the program's state."""
@@ -547,38 +485,34 @@ class _State:
 
     def look_up(self, index: MetadataIndex, kind: WriteItemType = WriteItemType.SHARD) -> Any:
         """The value of an entry of this rank, or as the planner encoded it."""
-        if (kind != _BYTES or not _encodes(self.planner)) and hasattr(
-            self.planner, "lookup_object"
-        ):
+        plain = kind != _BYTES or not _encodes(self.planner)
+        if plain and hasattr(self.planner, "lookup_object"):
             return self.planner.lookup_object(index)
         data = self.planner.resolve_data(WriteItem(index, kind))
         return _encoded(data.getvalue()) if isinstance(data, io.BytesIO) else data
 
     def _taken(self, index: MetadataIndex) -> TakenApart | None:
         """A tensor of this rank taken apart, if it is a wrapper, or a DTensor of one."""
-        if why_refused(self.look_up(index)) is None:
+        value = self.look_up(index)
+        if why_refused(value) is None:
             return None
-        return take_apart(
-            index.fqn, getattr(self.planner, "state_dict", {}).get(index.fqn, self.look_up(index))
-        )
+        state = getattr(self.planner, "state_dict", {})
+        return take_apart(index.fqn, state.get(index.fqn, value))
 
     def is_option(self, path: Path) -> bool:
         """Whether an entry is part of an optimizer group."""
-        return any(path[:i] in self.found.group_entries for i in range(1, len(path) + 1))
+        return any(path[:i] in self.collected.group_entries for i in range(1, len(path) + 1))
 
     def aliases(self) -> dict[str, str]:
         """The first name of tied weights of this rank, by each further name."""
-        keys = ((i, self.keys.get(i.fqn)) for i in self.local.tensors)
-        weights = [
-            (index.offset, inner_key(key, names).name, memory_of(tensor))
-            for index, key in keys
-            if key is not None and key.state == "weight"
-            for names, tensor in (
-                self.taken[index.fqn].tensors
-                if index.fqn in self.taken
-                else {(): self.look_up(index)}
-            ).items()
-        ]
+        weights = []
+        for index in self.local.tensors:
+            key = self.keys.get(index.fqn)
+            if key is None or key.state != "weight":
+                continue
+            taken = self.taken.get(index.fqn)
+            for names, tensor in (taken.tensors if taken else {(): self.look_up(index)}).items():
+                weights.append((index.offset, inner_key(key, names).name, memory_of(tensor)))
         return tied_names(
             (name, tensor, (tensor.shape, offset))
             for offset, name, tensor in weights
@@ -587,7 +521,7 @@ class _State:
 
     def lists_of_tensors(self) -> frozenset[Path]:
         """The paths of lists that contain tensors at any depth."""
-        paths = self.found.tensors
+        paths = self.collected.tensors
         return frozenset(p[:i] for p in paths for i, part in enumerate(p) if isinstance(part, int))
 
 
@@ -596,7 +530,7 @@ def _below_groups(path: Path) -> bool:
 
 
 def _tensors(
-    plan: SavePlan, planner: SavePlanner, state: _State, aliases: Mapping[str, str]
+    plan: SavePlan, planner: SavePlanner, state: _NestedState, aliases: Mapping[str, str]
 ) -> tuple[tuple[tuple[TensorInfo, tuple[Piece, ...]], ...], tuple[Memory, ...]]:
     """The tensors that this rank writes, each once, and their host memory."""
     shards: dict[str, list[LocalShard]] = {}
@@ -640,15 +574,9 @@ def _shard(item: WriteItem, planner: SavePlanner, key: Key) -> LocalShard:
             hint="it is wrong for some uneven shards of one dim over two mesh axes; ucformat.torch.save is not",
         )
     info = TensorInfo(key.name, key.state, local.info.dtype, tuple(data.size))
-    pieces = tuple(
-        Piece(
-            Box(tuple(map(int.__add__, p.box.start, chunk.offsets)), p.box.shape),
-            p.offset,
-            p.strides,
-        )
-        for p in local.pieces
-        if p.box.size
-    )
+    shift = tuple(chunk.offsets)
+    filled = (p for p in local.pieces if p.box.size)
+    pieces = tuple(Piece(p.box.shift(shift), p.offset, p.strides) for p in filled)
     return type(local)(info, pieces, local.tensor)
 
 
@@ -677,8 +605,8 @@ def join_values(parts: Sequence[PlainValues]) -> dict[str, Any]:
             node = tree
             for step in path[:-1]:
                 node = node.setdefault(step, {})
-            found = node.setdefault(path[-1], _JsonLeaf(data))
-            if not isinstance(found, _JsonLeaf) or found.data != data:
+            leaf = node.setdefault(path[-1], _JsonLeaf(data))
+            if not isinstance(leaf, _JsonLeaf) or leaf.data != data:
                 raise UsageError(
                     f"the object {dotted(path)} has a different value on rank {rank} than on a rank before it",
                     hint="keep values that differ between ranks under keys that contain the rank",

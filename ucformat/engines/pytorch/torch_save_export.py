@@ -95,31 +95,21 @@ def _dtype(name: str) -> Global:
 # {name: weight}, "optim": {"state": {name: {state: tensor}}, "param_groups": […]}}`, and the values
 # by their names.
 
-_STATE = "state"
+_STATES = "state"
 _MODEL, _OPTIM = "model", "optim"
 _NOTES = ("unnamed", "orbax")  # objects that sources add
 #: Forms of values that cannot be written without code or classes, and what they are.
 _FOREIGN = {
-    "$class": "an object",
-    "$opaque": "a pickle",
-    "$stream": "a file in memory",
-    "$slice": "a slice",
-    "$datetime": "a date or time",
-    "$path": "a path",
-}
+    "$class": "an object", "$opaque": "a pickle", "$stream": "a file in memory",
+    "$slice": "a slice", "$datetime": "a date or time", "$path": "a path",
+}  # fmt: skip
 _MAX_NAMED = 10
 _MAX_DEPTH = 200  # of values, too
 
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """Makes the leaves of a state.
-
-    Attributes:
-        tensor: of a tensor of the checkpoint.
-        array: of the array of a value.
-        dtype: of the name of a dtype.
-    """
+    """Makes the leaves of a state."""
 
     tensor: Callable[[TensorInfo], Any]
     array: Callable[[NDArray[Any]], Any]
@@ -141,11 +131,7 @@ class _NoPlaceError(Exception):
 def nested_state(
     source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
 ) -> tuple[Any, tuple[str, ...]]:
-    """Build the state.
-
-    Returns:
-        The state, and which values are left out of it.
-    """
+    """The state, and which values are left out of it."""
     try:
         return _nested_state(source, infos, leaves)
     except (IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
@@ -201,7 +187,7 @@ def _usual_paths(source: Checkpoint, info: TensorInfo) -> list[StatePath]:
             (_MODEL, n)
             for n in (info.name, *(a for a, of in source.aliases.items() if of == info.name))
         ]
-    return [(_OPTIM, _STATE, info.name, info.state)]
+    return [(_OPTIM, _STATES, info.name, info.state)]
 
 
 class _Build:
@@ -305,7 +291,7 @@ class _Build:
         """The path of a state of a parameter that its optimizer numbers, where DCP made a text of the number."""
         if (
             len(path) < 3
-            or path[-3] != _STATE
+            or path[-3] != _STATES
             or not (isinstance(path[-2], str) and path[-2].isdecimal())
         ):
             return path
@@ -320,7 +306,7 @@ class _Build:
     def group(self, group: Mapping[str, Any], place: Place) -> None:
         """Put an optimizer group at its place."""
         options = self.items(
-            [(k, v) for k, v in group.items() if k not in ("params", _STATE)], GROUPS
+            [(k, v) for k, v in group.items() if k not in ("params", _STATES)], GROUPS
         )
         keys = [IntKey(name) if _is_numbered(place) else name for name in place.names]
         if place.flattened:
@@ -332,14 +318,14 @@ class _Build:
                 {"params": _List(enumerate(keys)), **options},
             ]
             self.put((*place.path, GROUPS), _List(enumerate(groups)))
-            self.put((*place.path, _STATE), self.at((*place.path, _STATE), {}))
-        stateful = self.at((*place.path, _STATE), {})
-        for state, values in group.get(_STATE, {}).items():
+            self.put((*place.path, _STATES), self.at((*place.path, _STATES), {}))
+        stateful = self.at((*place.path, _STATES), {})
+        for state, values in group.get(_STATES, {}).items():
             by_name = isinstance(values, dict) and values.keys() <= set(group["params"])
             for key, name in zip(keys, group["params"], strict=True):
                 if (name in values) if by_name else (key in stateful or not stateful):
                     value = self.decode(values[name] if by_name else values, f"{name}.{state}")
-                    self.put((*place.path, _STATE, key, state), value)
+                    self.put((*place.path, _STATES, key, state), value)
 
     def at(self, path: StatePath, default: Any) -> Any:
         """The value at a path."""

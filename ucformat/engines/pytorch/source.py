@@ -1,34 +1,115 @@
-"""The source for files of `torch.save`, and which files of a folder are its checkpoint."""
+"""The sources for checkpoints of torch.distributed.checkpoint, and for files of torch.save."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from ucformat.errors import MissingData, NotFound, UcformatError, UnsupportedError
 from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option
-from ucformat.sources.model_files import (
-    BIN_INDEX as INDEX,
-)
-from ucformat.sources.model_files import (
-    file_assets,
-    find_assets,
-    root_files,
-)
+from ucformat.sources.distcp import METADATA, SHARD, ItemOptions
+from ucformat.sources.model_files import BIN_INDEX as INDEX
+from ucformat.sources.model_files import file_assets, find_assets, root_files
+from ucformat.storage.base import exists
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ucformat.engines.pytorch.dcp_shards import OpenShards
+    from ucformat.sources.distcp.opened import OpenDcp
     from ucformat.sources.torch_save import OpenTorchSave
     from ucformat.storage.base import Store
 
-__all__ = ["TorchSave"]
+__all__ = ["Dcp", "TorchSave"]
+
+_RANK_METADATA = "__0" + METADATA  # of a rank that saved without collectives
+_ITEM_FILE = re.compile(r"__\d+_\d+\.distcp")
+_METADATA_MODULE = b"torch.distributed.checkpoint.metadata"
+_HEAD = 512  # bytes of `.metadata` that are read to recognise it
+_MAX_LISTED = 10_000
+
+
+class Dcp(Source):
+    """Recognises and opens checkpoints of torch.distributed.checkpoint."""
+
+    kind = "dcp"
+    title = "PyTorch DCP"
+    before = ("safetensors", "torch_save")
+    options_type = ItemOptions
+    options: ItemOptions
+
+    def is_marker(self, name: str) -> bool:
+        """Whether only a DCP checkpoint has a file of this name."""
+        return name in (METADATA, _RANK_METADATA) or SHARD.fullmatch(name) is not None
+
+    def find(self, store: Store) -> bool:
+        """Whether the folder has DCP's `.metadata`, shards of its safetensors writer, or files of ranks."""
+        heads = (_head(store, name) for name in (METADATA, _RANK_METADATA))
+        return (
+            any(_METADATA_MODULE in head for head in heads)
+            or _has_shards(store)
+            or _has_items(store)
+        )
+
+    def open(self, store: Store) -> OpenDcp | OpenShards:
+        """Open it: read `.metadata`, and the items of the training step; other items are read when needed."""
+        if not _head(store, METADATA):
+            if _has_shards(store):
+                from ucformat.engines.pytorch.dcp_shards import OpenShards
+
+                return OpenShards(store)
+            if not exists(store, _RANK_METADATA) and _has_items(store):
+                raise MissingData(
+                    f"{store.url} has files of ranks, and no {METADATA} (or an empty one), which describes them",
+                    hint="the save did not finish, or the file was not copied: its name begins with a dot",
+                )
+            raise UnsupportedError(
+                f"{store.url} was saved without collectives: each rank has metadata of its own",
+                hint="save with torch.distributed.checkpoint.save(…, no_dist=False, use_collectives=True)",
+            )
+        from ucformat.sources.distcp.metadata import Items, read_metadata
+        from ucformat.sources.distcp.opened import OpenDcp
+
+        how = self.options
+        items = Items(store, read_metadata(store, allow=how.allow), how.allow)
+        return OpenDcp(items, how.groups, how.owners)
+
+
+def _has_items(store: Store) -> bool:
+    """Whether a folder has files of ranks, such as `__0_0.distcp`."""
+    return any(_ITEM_FILE.fullmatch(info.key) for info in islice(store.list(), _MAX_LISTED))
+
+
+def _has_shards(store: Store) -> bool:
+    """Whether a folder has shards of DCP's safetensors writer, by their names and the metadata of the first."""
+    name = next(
+        (info.key for info in islice(store.list(), _MAX_LISTED) if SHARD.fullmatch(info.key)), None
+    )
+    if name is None:
+        return False
+    from ucformat.sources.safetensors import SHARDING_INFO, read_header
+
+    try:
+        return SHARDING_INFO in read_header(store, name).metadata
+    except (NotFound, UcformatError):
+        return True  # no other program writes such names: opening it reports the problem
+
+
+def _head(store: Store, key: str) -> bytes:
+    """The first bytes of a file; empty if there is no such file."""
+    try:
+        return store.read(key, 0, min(_HEAD, store.info(key).size))
+    except NotFound:
+        return b""
+
 
 _MAX_PROBED = 10  # files whose first bytes are read to recognise a folder
-_HEAD = 256  # bytes of a file that are read to recognise it
+_PROBED_BYTES = 256  # bytes of a file that are read to recognise it
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
 _INNER = re.compile(r"\.(pt|pth|ckpt|bin)[-._]")  # an ending with more behind it: `model.pt.rank0`
-_ITEMS = ".distcp"  # several archives, one after another
+_ITEMS_SUFFIX = ".distcp"  # several archives, one after another
 _PROGRAMS = (".pt", ".pth", ".pth.tar")
 # endings that people give to such files
 _ODD = (".pkl", ".tar", ".model", ".state", ".weights", ".chkpt", ".torch")
@@ -89,7 +170,7 @@ class TorchSave(Source):
 
     def find_file(self, store: Store, key: str) -> bool:
         """Whether the file begins as torch's files do, or is named as a model's."""
-        return not key.endswith(_ITEMS) and _looks_like_torch_save(store, key)
+        return not key.endswith(_ITEMS_SUFFIX) and _looks_like_torch_save(store, key)
 
     def open_file(self, store: Store, key: str) -> OpenTorchSave:
         """Open a single file, or an index with its shards."""
@@ -112,7 +193,7 @@ def _looks_like_torch_save(store: Store, key: str) -> bool:
     """Whether a file begins as torch's do, or is named as a model's."""
     if _is_named_as_model(key):
         return True
-    head = store.read(key, 0, min(_HEAD, store.info(key).size))
+    head = store.read(key, 0, min(_PROBED_BYTES, store.info(key).size))
     if head.startswith(_LEGACY):
         return True
     # the name of an archive's first file
