@@ -15,7 +15,7 @@ import ucformat
 from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.megatron.classic import NameResolver
-from ucformat.engines.megatron.folder import Arguments
+from ucformat.engines.megatron.folder import MegatronArguments
 from ucformat.engines.megatron.source import Megatron
 from ucformat.errors import (
     AmbiguousLayout,
@@ -576,4 +576,7 @@ class TestEvidence:
     def test_rows_beyond_the_vocabulary_are_padding_where_that_is_told(
         self, args: dict[str, int], rows: int
     ) -> None:
-        assert Arguments.of(args, None, "file").rows("embedding.word_embeddings.weight", 32) == rows
+        assert (
+            MegatronArguments.of(args, None, "file").rows("embedding.word_embeddings.weight", 32)
+            == rows
+        )

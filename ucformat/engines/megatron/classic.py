@@ -16,14 +16,14 @@ from ucformat.geometry.placement import Replicate, Shard
 from ucformat.geometry.tensor import Key
 from ucformat.geometry.tp_sharding import TP, Shapes, TPSharding, concatenate, replicate, shard
 from ucformat.reading.readable import CheckpointMetadata
-from ucformat.sources.index import Group, TensorIndex
+from ucformat.sources.index import Group, IndexedSource, TensorIndex
 from ucformat.sources.tp_merge import LocalContents, compare, cuts_option, layout_of_cuts
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ucformat.engines.megatron.folder import MegatronFolder, MegatronOptions
+    from ucformat.engines.megatron.folder import MegatronFolder, MegatronSourceOptions
     from ucformat.engines.megatron.rank_states import At
     from ucformat.geometry.box import Box
     from ucformat.geometry.layout import Layout
@@ -57,19 +57,17 @@ class _Rank:
     groups: list[list[Group]] = field(default_factory=list)
 
 
-class OpenClassic:
+class OpenClassic(IndexedSource):
     """One opened classic checkpoint."""
 
     kind = "megatron"
     part = ""  # there is a file for each of the ranks that the files record
 
-    def __init__(self, store: Store, place: MegatronFolder, how: MegatronOptions) -> None:
+    def __init__(self, store: Store, place: MegatronFolder, how: MegatronSourceOptions) -> None:
         self.store = store
         files, self.args = read_ranks(store, place, how.allow, how.vocab_size)
-        if (
-            len(files) == 1
-            and self.args.degree("tensor_model_parallel_size", "model_parallel_size") is None
-        ):
+        recorded = self.args.degree("tensor_model_parallel_size", "model_parallel_size")
+        if len(files) == 1 and recorded is None:
             self.part = "the file of one rank, which does not record how many ranks saved"
         self._ranks = {at: _Rank(at, f, LocalContents()) for at, f in files.items()}
         for rank in self._ranks.values():
@@ -84,16 +82,16 @@ class OpenClassic:
         self.contents = TensorIndex()
         self.aliases: dict[str, str] = {}
         first = files[0, 0, 0]
-        self._version = (
-            v if isinstance(v := first.values.get("checkpoint_version", 0), int | float) else 0
-        )
+        version = first.values.get("checkpoint_version", 0)
+        self._version = version if isinstance(version, int | float) else 0
         self._join(how)
         self.contents.groups = self._groups()
         objects = self._objects()
         step = first.values.get("iteration")
-        paths = [f.file.key for f in files.values()] + [
-            f.distrib.key for f in files.values() if f.distrib
-        ]
+        paths = [f.file.key for f in files.values()]
+        paths += [f.distrib.key for f in files.values() if f.distrib]
+        degrees = (1 + max(at[i] for at in files) for i in range(3))
+        has_core_names = "decoder" in str(list(first.chunks[0])[:99])
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
             unreadable=self.contents.unreadable,
@@ -101,25 +99,11 @@ class OpenClassic:
             objects=objects,
             groups=tuple(g.json() for g in self.contents.groups),
             step=step if type(step) is int else None,
-            layout=dict(
-                zip(
-                    ("tp", "pp", "ep"),
-                    (1 + max(at[i] for at in files) for i in range(3)),
-                    strict=True,
-                )
-            ),
-            engine={
-                "name": "megatron-core"
-                if "decoder" in str(list(first.chunks[0])[:99])
-                else "megatron-lm"
-            },
+            layout=dict(zip(("tp", "pp", "ep"), degrees, strict=True)),
+            engine={"name": "megatron-core" if has_core_names else "megatron-lm"},
             files=(*filter(None, [place.tracker]), *sorted(paths)),
             folder=place.folder,
         )
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor are."""
-        return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
         """Every record of the files of all ranks."""
@@ -128,12 +112,11 @@ class OpenClassic:
             if rank.file.distrib:
                 yield from rank.file.distrib.records()
 
-    def _join(self, how: MegatronOptions) -> None:
+    def _join(self, how: MegatronSourceOptions) -> None:
         """All tensors: the parts of each parameter by tensor-parallel rank, and the ranks with copies of them."""
         holders: dict[Key, dict[int, list[_Rank]]] = {}
-        for (t, _, _), rank in sorted(
-            self._ranks.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])
-        ):
+        for t, p, e in sorted(self._ranks, key=_by_stage):
+            rank = self._ranks[t, p, e]
             self.contents.unreadable |= rank.contents.unreadable
             for key in rank.contents.infos:
                 holders.setdefault(key, {}).setdefault(t, []).append(rank)
@@ -142,10 +125,10 @@ class OpenClassic:
                 self.contents.unreadable[key] = reason
                 del holders[key]
         weights = [k for k in holders if k.state == "weight"]
-        for key, found in holders.items():
-            if sorted(found) != list(range(self._degree)):
+        for key, by_rank in holders.items():
+            if sorted(by_rank) != list(range(self._degree)):
                 raise IntegrityError(
-                    f"{key} is only in the files of the tensor-parallel ranks {sorted(found)}",
+                    f"{key} is only in the files of the tensor-parallel ranks {sorted(by_rank)}",
                     hint=_MIXED,
                 )
         degree = self.args.degree("expert_tensor_parallel_size")
@@ -153,12 +136,8 @@ class OpenClassic:
             k.name: tuple(holders[k][t][0].contents.infos[k].shape for t in range(self._degree))
             for k in weights
         }
-        whole = {n for n in shapes if is_expert(n) and degree == 1}
-        whole |= {
-            n
-            for n in shapes
-            if is_expert(n) and degree is None and self._experts_are_whole(shapes, n)
-        }
+        experts = set(filter(is_expert, shapes)) if degree in (None, 1) else set()
+        whole = {n for n in experts if degree == 1 or self._experts_are_whole(shapes, n)}
         if degree not in (None, 1, self._degree):
             raise AmbiguousLayout(
                 f"experts are sharded across {degree} tensor-parallel ranks and the rest across {self._degree}: "
@@ -168,16 +147,12 @@ class OpenClassic:
 
         states = sorted({k.state for k in holders}, key=lambda state: state != "weight")
         given = (layout_of_cuts(how.cuts, self._degree), how.layout)
-        queries = (
-            self.args.number("num_query_groups")
-            if self.args.flag("group_query_attention")
-            else None
-        )
+        grouped = self.args.flag("group_query_attention")
+        queries = self.args.number("num_query_groups") if grouped else None
         cut = {n: s for n, s in shapes.items() if n not in whole}
-        shardings = NameResolver(
-            cut, self._version, [g for g in given if g is not None], queries
-        ).decide(lambda name: self._verdict(holders, states, name))
-        shardings |= {n: replicate(shapes[n]) for n in whole}
+        resolver = NameResolver(cut, self._version, [g for g in given if g is not None], queries)
+        shardings = resolver.decide(lambda name: self._verdict(holders, states, name))
+        shardings |= {n: replicate(shapes[n]) for n in shapes if n in whole}
         tied = self._tied(holders, shardings)
         order = {k.name: i for i, k in enumerate(weights)}
         for key in sorted(holders, key=lambda k: order.get(k.name, len(order))):
@@ -191,14 +166,14 @@ class OpenClassic:
         self, holders: Mapping[Key, dict[int, list[_Rank]]], states: Sequence[str], name: str
     ) -> Verdict:
         """Whether the parts of a parameter are equal: by its weight, and by its other states if that is constant."""
-        found: Verdict = "constant"
+        verdict: Verdict = "constant"
         shape = None
         for key in (k for state in states if (k := Key(name, state)) in holders):
             copies = [holders[key][t][0].contents.replica(key) for t in range(self._degree)]
             shape = shape or copies[0].box.shape
-            if found == "constant" and all(c.box.shape == shape for c in copies):
-                found = compare(self.store, copies)
-        return found
+            if verdict == "constant" and all(c.box.shape == shape for c in copies):
+                verdict = compare(self.store, copies)
+        return verdict
 
     def _experts_are_whole(
         self, shapes: Mapping[str, Sequence[tuple[int, ...]]], name: str
@@ -213,25 +188,15 @@ class OpenClassic:
             and shapes[second][0][-1] == width
         )
 
-    def _add(self, key: Key, found: dict[int, list[_Rank]], sharding: TPSharding) -> None:
-        infos = [found[t][0].contents.infos[key] for t in range(self._degree)]
-        if (
-            len(
-                {
-                    i.dtype
-                    for ranks in found.values()
-                    for i in (r.contents.infos[key] for r in ranks)
-                }
-            )
-            > 1
-        ):
+    def _add(self, key: Key, by_rank: dict[int, list[_Rank]], sharding: TPSharding) -> None:
+        firsts = [by_rank[t][0].contents.infos for t in range(self._degree)]
+        dtypes = {r.contents.infos[key].dtype for ranks in by_rank.values() for r in ranks}
+        if len(dtypes) > 1:
             raise IntegrityError(
                 f"{key} has different dtypes in the files of the ranks", hint=_MIXED
             )
-        own = tuple(i.shape for i in infos)
-        weights = tuple(
-            found[t][0].contents.infos[Key(key.name, "weight")].shape for t in range(self._degree)
-        )
+        own = tuple(infos[key].shape for infos in firsts)
+        weights = tuple(infos[Key(key.name, "weight")].shape for infos in firsts)
         if own != weights:
             if any(own) or len(set(own)) > 1:
                 raise AmbiguousLayout(
@@ -241,40 +206,34 @@ class OpenClassic:
                 )
             sharding = replicate(own)
         parts = [
-            (partial(self._agreed, key, found, t, sharding.regions), sharding.regions[t])
+            (partial(self._agreed, key, by_rank, t, sharding.regions), sharding.regions[t])
             for t in range(self._degree)
         ]
-        tensor = joined(key, infos[0].dtype, sharding.shape, parts)
+        tensor = joined(key, dtypes.pop(), sharding.shape, parts)
         rows = self.args.rows(key.name, sharding.shape[0]) if sharding.shape else 0
         add_tensor(self.contents, tensor, rows)
 
     def _agreed(
         self,
         key: Key,
-        found: dict[int, list[_Rank]],
+        by_rank: dict[int, list[_Rank]],
         t: int,
         regions: tuple[tuple[Part, ...], ...],
         within: Box | None,
     ) -> Iterator[Extent]:
         """The extents of one rank's part, after a check that all copies of it are equal."""
         if (key, t) not in self._agreeing:
-            same = [
-                r
-                for u in range(self._degree)
-                if u == t or regions[u] == regions[t]
-                for r in found[u]
-            ]
+            alike = [u for u in range(self._degree) if u == t or regions[u] == regions[t]]
+            same = [rank for u in alike for rank in by_rank[u]]
             for other in same[1:]:
                 self._must_agree(key, same[0], other)
             self._agreeing.add((key, t))
-        return found[t][0].contents.locate[key](within)
+        return by_rank[t][0].contents.locate[key](within)
 
     def _must_agree(self, key: Key, one: _Rank, other: _Rank) -> None:
-        if (
-            one.contents.infos[key].shape != other.contents.infos[key].shape
-            or compare(self.store, [one.contents.replica(key), other.contents.replica(key)])
-            == "different"
-        ):
+        shapes = {rank.contents.infos[key].shape for rank in (one, other)}
+        copies = [rank.contents.replica(key) for rank in (one, other)]
+        if len(shapes) > 1 or compare(self.store, copies) == "different":
             names = sorted({e.file for r in (one, other) for e in r.contents.locate[key](None)})
             raise IntegrityError(
                 f"{key}: {' and '.join(names)} should be equal, but differ",
@@ -309,7 +268,7 @@ class OpenClassic:
         """The groups of all ranks' optimizers by position; each parameter once."""
         merged: dict[tuple[int, int], Group] = {}
         seen: set[str] = set(self.aliases)
-        for at in sorted(self._ranks, key=lambda at: (at[1], at[2], at[0])):
+        for at in sorted(self._ranks, key=_by_stage):
             for o, groups in enumerate(self._ranks[at].groups):
                 for g, group in enumerate(groups):
                     names = [n for n in group.names if n not in seen]
@@ -333,10 +292,9 @@ class OpenClassic:
         for (t, p, e), rank in self._ranks.items():
             if (t, p, e) != (0, 0, 0):
                 plain = self._plain(rank, f"tp{t}.pp{p}.ep{e}.")
-                differing = {
-                    k: v for k, v in plain.items() if json.dumps(v) != json.dumps(out.get(k))
-                }
-                others |= {f"tp{t}.pp{p}.ep{e}": differing} if differing else {}
+                same = {k for k, v in plain.items() if json.dumps(v) == json.dumps(out.get(k))}
+                if differing := {k: v for k, v in plain.items() if k not in same}:
+                    others[f"tp{t}.pp{p}.ep{e}"] = differing
         return {**out, "ranks": others} if others else out
 
     def _plain(self, rank: _Rank, label: str) -> dict[str, Any]:
@@ -345,21 +303,23 @@ class OpenClassic:
         def spill(path: str, tensor: Any) -> str:
             return self.contents.add_large(label + path, file, tensor)
 
-        chosen = {
-            k: v
-            for k, v in rank.file.values.items()
-            if k not in _NOT_OURS and not str(k).startswith("model")
-        }
-        found = rank.file.values.get("optimizer")
-        optimizers = found if isinstance(found, list) else [found]
+        values = rank.file.values
+        names = [k for k in values if k not in _NOT_OURS and not str(k).startswith("model")]
+        chosen = {k: values[k] for k in names}
+        optimizer = values.get("optimizer")
+        optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         left = [_without_states(o) for o in optimizers if isinstance(o, dict)]
         if any(left):
-            chosen["optimizer"] = left if isinstance(found, list) else left[0]
+            chosen["optimizer"] = left if isinstance(optimizer, list) else left[0]
         if rank.file.extra:
             chosen["_extra_state"] = rank.file.extra
-        return {
-            str(k): to_json(v, read=file.read, spill=spill, path=str(k)) for k, v in chosen.items()
-        }
+        convert = partial(to_json, read=file.read, spill=spill)
+        return {str(k): convert(v, path=str(k)) for k, v in chosen.items()}
+
+
+def _by_stage(at: At) -> tuple[int, int, int]:
+    """The order of ranks by stage, then expert-parallel and tensor-parallel rank."""
+    return at[1], at[2], at[0]
 
 
 def _without_states(value: dict[Any, Any]) -> dict[Any, Any]:
@@ -419,12 +379,8 @@ class NameResolver:
         layouts: Sequence[Layout],
         queries: int | None = None,
     ) -> None:
-        self._shapes, self._version, self._layouts, self._queries = (
-            shapes,
-            version,
-            layouts,
-            queries,
-        )
+        self._shapes, self._version = shapes, version
+        self._layouts, self._queries = layouts, queries
 
     def decide(self, verdict: Callable[[str], Verdict]) -> dict[str, TPSharding]:
         """The sharding of each parameter."""
@@ -432,15 +388,13 @@ class NameResolver:
         doubts: list[str] = []
         for name, shapes in self._shapes.items():
             try:
-                found = self._given(name, shapes)
-                if found is None:
-                    found = self._by_name(name, shapes, verdict)
+                sharding = self._given(name, shapes) or self._by_name(name, shapes, verdict)
             except LayoutError as e:
                 raise type(e)(f"{name}: {e.message}", hint=e.hint) from e
-            if found is None:
+            if sharding is None:
                 doubts.append(name)
             else:
-                out[name] = found
+                out[name] = sharding
         if doubts:
             raise self._ambiguous(doubts)
         return out
@@ -448,10 +402,8 @@ class NameResolver:
     def _given(self, name: str, shapes: Shapes) -> TPSharding | None:
         if len(shapes) == 1:
             return replicate(shapes)
-        return next(
-            (found for layout in self._layouts if (found := self._in_layout(layout, name, shapes))),
-            None,
-        )
+        given = (self._in_layout(layout, name, shapes) for layout in self._layouts)
+        return next(filter(None, given), None)
 
     def _by_name(
         self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
@@ -459,12 +411,12 @@ class NameResolver:
         """The sharding by the name, if the bytes do not contradict it; for other names, by the bytes."""
         if _SAME.fullmatch(name):
             return replicate(shapes)  # it is checked when it is read
-        found = self._cut(name, shapes)
+        cut = self._cut(name, shapes)
         if len(set(shapes)) > 1:
-            return found
-        if found is None:
+            return cut
+        if cut is None:
             return replicate(shapes) if not shapes[0] or verdict(name) == "equal" else None
-        return found if verdict(name) != "equal" else None
+        return cut if verdict(name) != "equal" else None
 
     def _cut(self, name: str, shapes: Shapes) -> TPSharding | None:
         """How a parameter with this name is cut; None if the name or the cut is unknown."""
@@ -500,14 +452,10 @@ class NameResolver:
         cuts = [p for p in rule.place if not isinstance(p, Replicate)]
         if not cuts:
             return replicate(shapes)
-        if (
-            len(cuts) > 1
-            or not isinstance(cuts[0], Shard)
-            or tuple(cuts[0].over) != (TP,)
-            or cuts[0].pad_to
-        ):
+        cut = cuts[0] if len(cuts) == 1 else None
+        if not isinstance(cut, Shard) or tuple(cut.over) != (TP,) or cut.pad_to:
             raise LayoutError(f"{rule} must replicate it, or shard it once over the axis {TP!r}")
-        return shard(shapes, cuts[0])
+        return shard(shapes, cut)
 
     def _ambiguous(self, doubts: Sequence[str]) -> AmbiguousLayout:
         lines = [f"  {n} (parts of {list(self._shapes[n][0])})" for n in doubts[:_MAX_LISTED]]

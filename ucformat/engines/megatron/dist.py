@@ -6,6 +6,7 @@ on every rank.
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -14,17 +15,20 @@ from ucformat.engines.megatron.flat_states import add_flat_states
 from ucformat.engines.megatron.folder import (
     COMMON,
     CONFIG,
-    Arguments,
+    MegatronArguments,
     backend_of,
     built_by_megatron,
 )
 from ucformat.engines.megatron.names import (
+    MASTER,
     Bucket,
     Member,
     StateKey,
     groups_by_rule,
     name_of,
+    split_half,
     split_state_key,
+    unwrapped,
 )
 from ucformat.engines.megatron.stacked import (
     StackedTensor,
@@ -37,20 +41,19 @@ from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Key, TensorList
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence
 from ucformat.sources.distcp.metadata import Items, read_metadata
-from ucformat.sources.distcp.opened import plain_value
-from ucformat.sources.index import TensorIndex
+from ucformat.sources.distcp.opened import nested_objects, plain_value, shared_value
+from ucformat.sources.index import Group, IndexedSource, TensorIndex
 from ucformat.sources.pickle.file import TorchFile
-from ucformat.sources.pickle.stand_ins import StoredTensor
+from ucformat.sources.pickle.stand_ins import OpaqueFile, StoredTensor
 from ucformat.sources.values import to_json
 from ucformat.storage.base import exists
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ucformat.engines.megatron.folder import MegatronFolder, MegatronOptions
-    from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent
+    from ucformat.engines.megatron.folder import MegatronFolder, MegatronSourceOptions
     from ucformat.reading.readable import FileRecord
+    from ucformat.sources.distcp.metadata import Metadata
     from ucformat.storage.base import Store
 
 _SHARD = re.compile(r"(.+)/shard_([\d.]*)_([\d.]*)", re.DOTALL)
@@ -58,13 +61,13 @@ _EXTRA = "_extra_state"
 _NOT_OURS = ("optimizer", "args", "iteration")
 
 
-class OpenDist:
+class OpenDist(IndexedSource):
     """One opened distributed checkpoint."""
 
     kind = "megatron"
     part = ""  # there is a file for each of the ranks that the files record
 
-    def __init__(self, store: Store, place: MegatronFolder, how: MegatronOptions) -> None:
+    def __init__(self, store: Store, place: MegatronFolder, how: MegatronSourceOptions) -> None:
         self.store, self._how = store, how
         folder, allow, stacked = place.folder, how.allow, how.stacked
         below = f"{folder}/" if folder else ""
@@ -80,7 +83,7 @@ class OpenDist:
         if not isinstance(values, dict):
             raise IntegrityError(f"{below}{COMMON} holds no dictionary")
         self.values: dict[Any, Any] = values
-        self.args = Arguments.of(values.get("args"), how.vocab_size, below + COMMON)
+        self.args = MegatronArguments.of(values.get("args"), how.vocab_size, below + COMMON)
         self.local = self._is_local()
         self.contents = TensorIndex()
         self.buckets: list[tuple[Bucket, str]] = []
@@ -113,10 +116,6 @@ class OpenDist:
             folder=folder if place.context is None else "",
         )
 
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor are; opens the items that hold them, if they are not yet open."""
-        return self.contents.extents(key, within, self.store.url)
-
     def records(self) -> Iterator[FileRecord]:
         """Every record of the archives of all items, and of `common.pt`."""
         yield from self._common.records()
@@ -138,7 +137,7 @@ class OpenDist:
 
     def _fill(self, *, stacked: bool) -> None:
         meta, shapes = self._items.meta, original_shapes(self._items.meta)
-        found: dict[Key, dict[int | None, UnstackedPart]] = {}
+        parts: dict[Key, dict[int | None, UnstackedPart]] = {}
         order: dict[str, None] = {}
         trained = []
         for fqn in meta.tensors:
@@ -154,20 +153,19 @@ class OpenDist:
                     hint="save with --dist-ckpt-optim-fully-reshardable, and report this checkpoint",
                 )
             for key, half, part in self._unstack(fqn, parsed, shapes.get(fqn), stacked=stacked):
-                if half in found.setdefault(key, {}):
+                if half in parts.setdefault(key, {}):
                     raise IntegrityError(f"{meta.file}: {fqn} and another entry both map to {key}")
-                found[key][half] = part
+                parts[key][half] = part
                 order.setdefault(key.name)
                 trained += [key] if key.state != "weight" else []
-        lost = next((k for k in trained if Key(k.name, "weight") not in found), None)
+        lost = next((k for k in trained if Key(k.name, "weight") not in parts), None)
         if lost is not None:
             raise IntegrityError(
                 f"{meta.file} has {lost}, but no such weight", hint="files of two saves are mixed"
             )
         for name in order:
-            for key in [Key(name, s) for s in dict.fromkeys(k.state for k in found)]:
-                if key in found:
-                    halves = found[key]
+            for key in [Key(name, s) for s in dict.fromkeys(k.state for k in parts)]:
+                if halves := parts.get(key):
                     self._add(key, [halves[h] for h in sorted(halves, key=lambda h: h or 0)])
         if self.buckets:
             add_flat_states(self, self._items, self.buckets, stacked=stacked)
@@ -189,7 +187,7 @@ class OpenDist:
         if key.state == "weight":
             self.weights[key.name] = parts
         rows = self.args.rows(key.name, tensor.shape[0]) if tensor.shape else 0
-        add_tensor(self.contents, tensor, rows if tensor.shape else 0)
+        add_tensor(self.contents, tensor, rows)
 
     def _add_steps(self, *, stacked: bool) -> None:
         """The step that all parameters of a torch optimizer share, if it is a tensor."""
@@ -210,70 +208,51 @@ class OpenDist:
     def _aliases(self) -> dict[str, str]:
         """The tied output layer, if the arguments record one."""
         word, out = "embedding.word_embeddings.weight", "output_layer.weight"
-        return (
-            {out: word}
-            if self.args.tied and word in self.weights and out not in self.weights
-            else {}
-        )
+        tied = self.args.tied and word in self.weights and out not in self.weights
+        return {out: word} if tied else {}
 
     def _layout(self) -> dict[str, Any]:
-        degrees = {
-            "tp": self.args.degree("tensor_model_parallel_size"),
-            "pp": self.args.degree("pipeline_model_parallel_size"),
-            "ep": self.args.degree("expert_model_parallel_size"),
-        }
+        degrees = {a: self.args.degree(f"{n}_model_parallel_size") for a, n in _DEGREES.items()}
         out: dict[str, Any] = {axis: n for axis, n in degrees.items() if n is not None}
         kinds = {v.get("param_state_sharding_type") for v in self._optimizers()} - {None}
-        return out | (
-            {"optimizer": kind} if len(kinds) == 1 and isinstance(kind := kinds.pop(), str) else {}
-        )
+        if len(kinds) == 1 and isinstance(kind := kinds.pop(), str):
+            out["optimizer"] = kind
+        return out
 
     def _optimizers(self) -> list[dict[Any, Any]]:
         """The entry of each optimizer in `common.pt`."""
-        found = self.values.get("optimizer")
-        if not isinstance(found, dict):
+        entry = self.values.get("optimizer")
+        if not isinstance(entry, dict):
             return []
-        chained = [v for k, v in found.items() if isinstance(k, int) and isinstance(v, dict)]
-        return chained or [found]
+        chained = [v for k, v in entry.items() if isinstance(k, int) and isinstance(v, dict)]
+        return chained or [entry]
 
     def _raw_groups(self) -> list[dict[str, Any]]:
         """The optimizer groups of all optimizers, as stored."""
         out: list[dict[str, Any]] = []
-        sharded = [
-            k
-            for k in self._items.meta.values
-            if re.search(r"dp_group_idx_\d+\.optimizer/shard_", k)
-        ]
+        entry = re.compile(r"dp_group_idx_\d+\.optimizer/shard_")
+        sharded = [k for k in self._items.meta.values if entry.search(k)]
         if sharded:
             files = self._items.values(sharded)
-            by_chain: dict[str, list[Any]] = {}
+            firsts: dict[str, Any] = {}
             for key in sharded:
-                by_chain.setdefault(key.split("optimizer.", 1)[0], []).append(
-                    _unwrapped(files[key].value)
-                )
-            for inner in by_chain.values():
-                out += _groups(inner[0])
+                value = _unwrapped(files[key].value)
+                firsts.setdefault(key.split("optimizer.", 1)[0], value)
+            for inner in firsts.values():
+                out += _groups_in(inner)
             return out
         for optimizer in self._optimizers():
-            out += _groups(optimizer.get("optimizer", optimizer))
+            out += _groups_in(optimizer.get("optimizer", optimizer))
         return out
 
     def _groups(self) -> list[dict[str, Any]]:
         """The optimizer groups with their parameters; none if Megatron's rule does not determine these."""
-        trained = {
-            k.name
-            for k in self.contents.infos
-            if k not in ((w := Key(k.name, "weight")), w.padding)
-        }
-        members = [
-            Member(k.name, len(i.shape))
-            for k, i in self.contents.infos.items()
-            if k.state == "weight" and k.name in trained
-        ]
-
-        return [
-            group.json() for group in groups_by_rule(self._raw_groups(), members, self._json) or ()
-        ]
+        infos = self.contents.infos
+        trained = {k.name for k in infos if k.state not in ("weight", "weight.padding")}
+        weights = {k.name: i for k, i in infos.items() if k.state == "weight"}
+        members = [Member(n, len(i.shape)) for n, i in weights.items() if n in trained]
+        groups = groups_by_rule(self._raw_groups(), members, self._json)
+        return [group.json() for group in groups or ()]
 
     def _objects(self) -> dict[str, Any]:
         """All values other than tensors: those of `common.pt`, and the sharded objects by key and shard."""
@@ -305,6 +284,171 @@ def _unwrapped(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _groups(value: Any) -> list[dict[str, Any]]:
-    found = value.get("param_groups") if isinstance(value, dict) else None
-    return [g for g in found if isinstance(g, dict)] if isinstance(found, list) else []
+def _groups_in(value: Any) -> list[dict[str, Any]]:
+    groups = value.get("param_groups") if isinstance(value, dict) else None
+    return [g for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
+
+
+# Megatron-FSDP's checkpoints (format `fsdp_dtensor`), read in place: a PyTorch DCP checkpoint with Megatron's state.
+#
+# `model` has the parameters by name, perhaps with `module.` of the wrappers in front; `optimizer` has
+# `state` by such names, and in `param_to_group_meta` the hyper-parameters of each parameter; `args`,
+# `iteration` and others are values. Both halves of a gated projection are stored separately, under
+# `…_w` and `…_v`.
+
+
+_OPTIMIZER, _STATE, _GROUP = "optimizer", "state", "param_to_group_meta"
+_OWN_VALUES = ("args", "iteration")
+
+Path = tuple[Any, ...]
+
+
+def is_fsdp(meta: Metadata) -> bool:
+    """Whether a DCP checkpoint has the state of Megatron-FSDP, and not another program's."""
+    roots = {path[0] for path in meta.paths.values()}
+    return "model" in roots and (
+        "checkpoint_version" in roots or any(_split(p, _GROUP) for p in meta.paths.values())
+    )
+
+
+def _split(path: Path, part: str) -> tuple[str, Path] | None:
+    """The parameter of an optimizer's entry below `state` or `param_to_group_meta`, and the rest of its path."""
+    if path[0] != _OPTIMIZER or part not in path[1:3]:
+        return None
+    at = path.index(part, 1)
+    return (unwrapped(str(path[at + 1])), path[at + 2 :]) if len(path) > at + 2 else None
+
+
+class OpenFsdp(IndexedSource):
+    """One opened checkpoint of Megatron-FSDP."""
+
+    kind = "megatron"
+
+    def __init__(
+        self, store: Store, place: MegatronFolder, meta: Metadata, how: MegatronSourceOptions
+    ) -> None:
+        self.store, self._items = store, Items(store, meta, how.allow)
+        found = self._read([name for name in _OWN_VALUES if name in meta.values])
+        self.args = MegatronArguments.of(found.get("args"), how.vocab_size, meta.file)
+        self.contents = TensorIndex()
+        self._values: dict[str, Path] = {}
+        self._options: dict[str, tuple[str, str]] = {}
+        self._plain: dict[str, tuple[str, str]] = {}
+        self._sort_values(meta)
+        self._fill(meta, optimizer=how.optimizer)
+        guarded = built_by_megatron(store.url)
+        groups: LazySequence[Mapping[str, Any]] = LazySequence(guarded(self._groups))
+        numbers = LazyMapping(
+            lambda: {name: i for i, group in enumerate(groups) for name in group["params"]}
+        )
+        degrees = {a: self.args.degree(f"{n}_model_parallel_size") for a, n in _DEGREES.items()}
+        step = found.get("iteration")
+        self.metadata = CheckpointMetadata(
+            tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
+            groups=groups,
+            objects=LazyMapping(guarded(self._objects)),
+            aliases=self._aliases(),
+            step=step if type(step) is int else None,
+            layout={axis: n for axis, n in degrees.items() if n is not None},
+            engine={"name": "megatron-core", "format": "fsdp_dtensor"},
+            files=(*filter(None, [place.tracker]), meta.file, *meta.files),
+            save_id=meta.save_id,
+            folder=place.folder,
+        )
+
+    def records(self) -> Iterator[FileRecord]:
+        """Every record of the archives of all items."""
+        return self._items.records()
+
+    def _read(self, fqns: list[str]) -> dict[str, Any]:
+        files = self._items.values(fqns)
+        values = {fqn: files[fqn] for fqn in fqns}
+        return {n: None if isinstance(f, OpaqueFile) else f.value for n, f in values.items()}
+
+    def _sort_values(self, meta: Metadata) -> None:
+        """Separate hyper-parameters, and states that are no tensors, from all other values."""
+        for fqn in meta.values:
+            path = meta.paths.get(fqn, (fqn,))
+            if (option := _split(path, _GROUP)) is not None:
+                self._options[fqn] = (split_half(option[0])[0], ".".join(map(str, option[1])))
+            elif (state := _split(path, _STATE)) is not None:
+                self._plain[fqn] = (split_half(state[0])[0], ".".join(map(str, state[1])))
+            else:
+                self._values[fqn] = path
+
+    def _fill(self, meta: Metadata, *, optimizer: bool) -> None:
+        """Add every tensor; the two halves of a gated projection become one."""
+        parts: dict[Key, dict[int, UnstackedPart]] = {}
+        for fqn in meta.tensors:
+            path = meta.paths.get(fqn, (fqn,))
+            state = _split(path, _STATE)
+            if state is not None:
+                if not optimizer:
+                    continue
+                name, kind = state[0], ".".join(map(str, state[1]))
+                kind = "master" if kind in MASTER else kind
+            elif str(path[0]).startswith("model") and len(path) > 1:
+                name, kind = unwrapped(".".join(map(str, path[1:]))), "weight"
+            elif path[0] == _OPTIMIZER:
+                raise UnsupportedError(
+                    f"{meta.file}: {fqn} is an optimizer's tensor that ucformat does not know",
+                    hint="leave the optimizer out with the option optimizer=false, and report this checkpoint",
+                )
+            else:
+                name, kind = ".".join(map(str, path)), "weight"
+            whole, half = split_half(name)
+            key = Key(whole, kind)
+            if half in parts.setdefault(key, {}):
+                raise IntegrityError(f"{meta.file}: {fqn} and another entry both map to {key}")
+            parts[key][half] = UnstackedPart(StackedTensor(self._items, fqn, Key(name, kind)), ())
+        for key in sorted(parts, key=lambda key: key.state != "weight"):
+            if key.state != "weight" and (weight := Key(key.name, "weight")) not in parts:
+                raise IntegrityError(
+                    f"{meta.file} has {key}, but no such weight",
+                    hint="files of two saves are mixed",
+                )
+            halves = [parts[key][half] for half in sorted(parts[key])]
+            is_moment = key.state != "weight" and len(halves) == 2
+            if is_moment and _is_whole(halves[0], parts[weight][0]):
+                # Megatron splits the moments alone, and saves others whole under both names
+                halves = halves[:1]
+            tensor = unstacked(key, halves)
+            rows = self.args.rows(key.name, tensor.shape[0]) if tensor.shape else 0
+            add_tensor(self.contents, tensor, rows)
+
+    def _aliases(self) -> dict[str, str]:
+        """The tied output layer, if the arguments record one."""
+        word = Key("embedding.word_embeddings.weight", "weight")
+        out = Key("output_layer.weight", "weight")
+        tied = self.args.tied and word in self.contents.infos and out not in self.contents.infos
+        return {out.name: word.name} if tied else {}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer groups: parameters with equal hyper-parameters form one."""
+        files = self._items.values([*self._options, *self._plain])
+        options: dict[str, dict[str, Any]] = {}
+        for fqn, (name, option) in self._options.items():
+            options.setdefault(name, {})[option] = plain_value(files[fqn], fqn)
+        groups: dict[str, Group] = {}
+        for name, mine in options.items():
+            groups.setdefault(json.dumps(mine, sort_keys=True), Group([], mine)).names.append(name)
+        for group in groups.values():
+            by_state: dict[str, dict[str, Any]] = {}
+            for fqn, (name, state) in self._plain.items():
+                if name in set(group.names):
+                    by_state.setdefault(state, {})[name] = plain_value(files[fqn], fqn)
+            group.state = {state: shared_value(values) for state, values in by_state.items()}
+        return [group.json() for group in groups.values()]
+
+    def _objects(self) -> Mapping[str, Any]:
+        """All values but hyper-parameters and the optimizer's states, nested as in the program."""
+        values = {fqn: path for fqn, path in self._values.items() if fqn != "iteration"}
+        return nested_objects(values, self._items.values(values), self._items.meta.paths.values())
+
+
+_DEGREES = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
+
+
+def _is_whole(half: UnstackedPart, weight: UnstackedPart) -> bool:
+    """Whether what is stored under the name of one half has the rows of both."""
+    return bool(weight.shape) and half.shape[:1] == (2 * weight.shape[0],)

@@ -14,32 +14,29 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from struct import pack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ucformat.engines.megatron.export_common import (
-    common_of,
-    has_distributed_optimizer,
-    is_megatron,
-    objects_of,
-)
 from ucformat.engines.megatron.folder import COMMON, CONFIG
 from ucformat.engines.megatron.names import LAYER, LOCAL, is_expert, is_parameter
 from ucformat.errors import UnsupportedError, first_names
 from ucformat.exporters.base import Exporter, Span, Target, TargetFile, left_out, option
 from ucformat.exporters.distcp import DistcpOptions, ItemFiles, TensorEntry, ValueEntry, save_id_of
-from ucformat.exporters.pickle import Storage
-from ucformat.exporters.values import constant
+from ucformat.exporters.pickle import ALLOWED, Global, Instance, Storage
+from ucformat.exporters.values import constant, value_of
 from ucformat.exporters.zip_file import torch_file
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.engines.megatron.export_common import Wrapped
     from ucformat.exporters.distcp import Entry
     from ucformat.geometry.tensor import TensorInfo
 
@@ -55,7 +52,7 @@ _MASTER, _MASTER_OF_16_BITS = ("param", "fp32_param")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronOptions(DistcpOptions):
+class MegatronExportOptions(DistcpOptions):
     """The options of `MegatronExporter`."""
 
     distributed_optimizer: bool | None = option(
@@ -87,7 +84,7 @@ class MegatronExporter(Exporter):
     kind = "megatron"
     title = "Megatron-Core (torch_dist)"
     summary = "Megatron-Core's distributed checkpoints."
-    options_type = MegatronOptions
+    options_type = MegatronExportOptions
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """See Exporter."""
@@ -95,7 +92,7 @@ class MegatronExporter(Exporter):
         distributed = self.options.distributed_optimizer
         if distributed is None:
             distributed = has_distributed_optimizer(source)
-        plan = _Tensors(source, infos, keys, distributed=distributed)
+        plan = _ExportedTensors(source, infos, keys, distributed=distributed)
         prefixes = self._prefixes(source, plan)
         common = common_of(
             source, infos, trained=plan.trained, prefixes=prefixes, wrapped=plan.wrapped
@@ -114,7 +111,7 @@ class MegatronExporter(Exporter):
         files = (*items.files(), torch_file(COMMON, common.values), metadata, config)
         return Target(files, (*rest, *left, *common.left))
 
-    def _prefixes(self, source: Checkpoint, plan: _Tensors) -> dict[bool, str]:
+    def _prefixes(self, source: Checkpoint, plan: _ExportedTensors) -> dict[bool, str]:
         """The prefix of an optimizer's states, by whether it trains experts; a single optimizer trains all."""
         chained = self.options.expert_parallel
         if chained is None:
@@ -124,12 +121,12 @@ class MegatronExporter(Exporter):
         prefixed = self.options.chained_prefix
         if prefixed is None:
             about = source.objects.get("content_metadata")
-            known = about.get("chained_optim_avoid_prefix") if isinstance(about, dict) else None
-            prefixed = is_megatron(source) and not known
+            avoided = about.get("chained_optim_avoid_prefix") if isinstance(about, dict) else None
+            prefixed = is_megatron(source) and not avoided
         return {False: "chained_0.", True: "chained_1."} if prefixed else {False: "", True: ""}
 
 
-class _Tensors:
+class _ExportedTensors:
     """The tensors by the format's keys.
 
     Attributes:
@@ -157,9 +154,8 @@ class _Tensors:
             if (rows := source.tensors.get(key.padding)) is not None and rows.dtype == info.dtype
         }
         moments = [k for k in self._infos if k.state not in ("weight", "master", "step")]
-        shapes = {
-            k.name: i.shape for k, i in self._infos.items() if k.state in ("weight", "master")
-        }
+        parameters = {k: i for k, i in self._infos.items() if k.state in ("weight", "master")}
+        shapes = {k.name: i.shape for k, i in parameters.items()}
         self._states: dict[str, list[Key]] = {}
         for key in moments:
             if shapes.get(key.name) == self._infos[key].shape:
@@ -167,14 +163,11 @@ class _Tensors:
                 self._states.setdefault(key.state, []).append(key)
         self._weights = {n: self._parameter(n, "weight", "master") for n in shapes}
         narrow = {n for n in self.trained if self._infos[self._weights[n]].dtype != "float32"}
-        self._masters = {
-            n: self._parameter(n, "master", "weight")
-            for n in self.trained
-            if distributed or n in narrow
-        }
-        self.wrapped: Wrapped = (
-            "distributed" if distributed else "mixed_precision" if narrow else "plain"
-        )
+        copied = self.trained if distributed else [n for n in self.trained if n in narrow]
+        self._masters = {n: self._parameter(n, "master", "weight") for n in copied}
+        self.wrapped: Wrapped = "mixed_precision" if narrow else "plain"
+        if distributed:
+            self.wrapped = "distributed"
         lacking = [n for n, k in self._masters.items() if self._infos[k].dtype != "float32"]
         if lacking:
             raise UnsupportedError(
@@ -182,11 +175,7 @@ class _Tensors:
                 f"{len(lacking):,}: {', '.join(lacking[:3])}{', …' if len(lacking) > 3 else ''}",
                 hint="export the weights alone (--state weight), or cast everything to float32 (--cast float32)",
             )
-        used = {
-            *self._weights.values(),
-            *self._masters.values(),
-            *(k for keys in self._states.values() for k in keys),
-        }
+        used = {*self._weights.values(), *self._masters.values(), *chain(*self._states.values())}
         used |= {Key(name, "step") for name in self.trained}
         for key in used & self._infos.keys():
             self.kept += (self._infos[key], *self._padding.get(key, ()))
@@ -201,14 +190,12 @@ class _Tensors:
     def states(self, prefixes: dict[bool, str]) -> Iterator[TensorEntry]:
         """The optimizer's entries."""
         master = _MASTER if self.wrapped == "distributed" else _MASTER_OF_16_BITS
-        by_state = {master: self._masters} | {
-            s: {k.name: k for k in keys} for s, keys in self._states.items()
-        }
+        by_state = {master: self._masters}
+        by_state |= {s: {k.name: k for k in keys} for s, keys in self._states.items()}
+        apart = len(prefixes) > 1  # the optimizer of experts
         for state, mine in by_state.items():
             for experts in (False, True):
-                names = {
-                    n: k for n, k in mine.items() if (is_expert(n) and len(prefixes) > 1) is experts
-                }
+                names = {n: k for n, k in mine.items() if (apart and is_expert(n)) is experts}
                 yield from self._stacked(f"{prefixes.get(experts, '')}{OPTIMIZER}.{state}.", names)
 
     def _stacked(self, prefix: str, tensors: dict[str, Key]) -> Iterator[TensorEntry]:
@@ -220,11 +207,12 @@ class _Tensors:
             stacks.setdefault(place.key, {})[place.at] = parts
         for stacked, stack in stacks.items():
             sizes = tuple(max(at) + 1 for at in zip(*stack, strict=True))
-            kinds = Counter((parts[0].dtype, _joined(parts)) for parts in stack.values())
+            kinds = Counter((parts[0].dtype, _joined_shape(parts)) for parts in stack.values())
             (dtype, shape), _ = kinds.most_common(1)[0]
             first = next(iter(stack.values()))[0]
             odd = next(
-                (p[0] for p in stack.values() if (p[0].dtype, _joined(p)) != (dtype, shape)), None
+                (p[0] for p in stack.values() if (p[0].dtype, _joined_shape(p)) != (dtype, shape)),
+                None,
             )
             if odd is not None:
                 raise UnsupportedError(
@@ -237,18 +225,12 @@ class _Tensors:
                     "needed: Megatron stacks them in one tensor",
                     hint="export the weights alone (--state weight) if only some of the parameters were trained",
                 )
-            elements = partial(stacked_elements, stack, len(sizes))
-            yield TensorEntry(
-                prefix + stacked,
-                dtype,
-                (*sizes, *shape),
-                elements,
-                str(first.key),
-                leading=len(sizes),
-            )
+            n = len(sizes)
+            elements, name = partial(stacked_elements, stack, n), prefix + stacked
+            yield TensorEntry(name, dtype, (*sizes, *shape), elements, str(first.key), leading=n)
 
 
-def _joined(parts: Parts) -> tuple[int, ...]:
+def _joined_shape(parts: Parts) -> tuple[int, ...]:
     """The shape of a tensor with the rows that pad it."""
     shape = parts[0].shape
     return (sum(p.shape[0] for p in parts), *shape[1:]) if len(parts) > 1 else shape
@@ -289,8 +271,8 @@ def keys_of(
         local: whether the model is of the local specification; None: by the names of the norms.
     """
     names = list(dict.fromkeys(info.name for info in infos))
-    known = source.metadata.engine.get("name") == "megatron-core"
-    foreign = [n for n in names if not (known or is_parameter(n)) or _LEGACY.fullmatch(n)]
+    own = is_megatron(source)
+    foreign = [n for n in names if not (own or is_parameter(n)) or _LEGACY.fullmatch(n)]
     if foreign:
         raise UnsupportedError(
             f"{source.url} has names that Megatron does not have: {first_names(foreign, _MAX_LISTED)}",
@@ -298,14 +280,14 @@ def keys_of(
         )
     if local is None:
         local = any(".input_layernorm." in n for n in names)
-    found = {name: _key(name, local=local) for name in names}
-    uneven = _uneven(found)
+    keys = {name: _stacked_key(name, local=local) for name in names}
+    uneven = _uneven(keys)
     return {
-        n: _numbered(k) if k.key.partition(".layers.")[0] in uneven else k for n, k in found.items()
+        n: _numbered(k) if k.key.partition(".layers.")[0] in uneven else k for n, k in keys.items()
     }
 
 
-def _key(name: str, *, local: bool) -> StackedKey:
+def _stacked_key(name: str, *, local: bool) -> StackedKey:
     at: tuple[int, ...] = ()
     if match := _EXPERT.fullmatch(name):
         name, at = f"{match[1]}.experts.{match[3]}", (int(match[2]),)
@@ -320,18 +302,14 @@ def _key(name: str, *, local: bool) -> StackedKey:
     return StackedKey(name, at)
 
 
-def _uneven(found: Mapping[str, StackedKey]) -> set[str]:
+def _uneven(keys: Mapping[str, StackedKey]) -> set[str]:
     """The stacks whose layers differ in their parameters."""
     layers: dict[str, dict[int, set[tuple[str, tuple[int, ...]]]]] = {}
-    for key, index in found.values():
+    for key, index in keys.values():
         before, dot, after = key.partition(".layers.")
         if dot and index:
             layers.setdefault(before, {}).setdefault(index[0], set()).add((after, index[1:]))
-    return {
-        before
-        for before, each in layers.items()
-        if len({frozenset(held) for held in each.values()}) > 1
-    }
+    return {b for b, each in layers.items() if len(set(map(frozenset, each.values()))) > 1}
 
 
 def _numbered(key: StackedKey) -> StackedKey:
@@ -345,11 +323,9 @@ def extra_states(
     """The extra states that modules of the model ask for, by their keys: they are empty, except under FP8."""
     args = source.objects.get("args")
     recorded = args.get("transformer_impl") if isinstance(args, dict) else None
-    local = (
-        recorded == "local"
-        if isinstance(recorded, str)
-        else any(".input_layernorm." in n for n in keys)
-    )
+    local = recorded == "local"
+    if not isinstance(recorded, str):
+        local = any(".input_layernorm." in n for n in keys)
     empty = None if local else constant("uint8", (0,), b"")
     modules: dict[str, list[tuple[int, ...]]] = {}
     for key, index in keys.values():
@@ -376,9 +352,234 @@ def stacked_elements(stack: Mapping[tuple[int, ...], Parts], leading: int, box: 
         shift = (row, *[0] * (len(info.shape) - 1)) if info.shape else ()
         clip = within.intersect(Box(shift, info.shape))
         if clip is not None:
-            offset = sum(
-                (a - b) * s for a, b, s in zip(clip.start, within.start, strides, strict=True)
-            )
+            starts = zip(clip.start, within.start, strides, strict=True)
+            offset = sum((a - b) * stride for a, b, stride in starts)
             pieces.append((info, Piece(clip.shift(tuple(-n for n in shift)), offset, strides)))
         row += info.shape[0] if info.shape else 0
     return Storage(Span(parts[0].dtype, within.size, tuple(pieces)))
+
+
+# The values of a Megatron checkpoint: those in `common.pt`, with the optimizer groups, and those of single ranks.
+
+
+_SHARDING = "fully_reshardable"
+
+#: How the state dict of the torch optimizer lies in that of Megatron's: inside that of the
+#: distributed optimizer, or of the one for 16-bit parameters, or alone.
+Wrapped = Literal["distributed", "mixed_precision", "plain"]
+_NAMESPACE = Global("argparse", "Namespace")
+#: Classes of values that Megatron's own list of safe classes has, by the names that a source gives.
+_CLASSES = {
+    f"{module}.{name}": Global(module, name)
+    for module, name in (
+        ("megatron.core.transformer.enums", "AttnBackend"),
+        ("megatron.core.transformer.enums", "CudaGraphScope"),
+        ("megatron.core.enums", "ModelType"),
+        ("megatron.core.rerun_state_machine", "RerunMode"),
+        ("megatron.core.rerun_state_machine", "RerunState"),
+        ("megatron.core.rerun_state_machine", "RerunDiagnostic"),
+        ("signal", "Signals"),
+    )
+}
+ALLOWED |= {_NAMESPACE, *_CLASSES.values()}
+
+_INDICES = re.compile(r"\d+(\.\d+)*")
+# keys of a group that groups are not compared by
+_NOT_SHARED = ("params", "state", "step", "is_expert_parallel")
+_OURS = ("optimizer", "args", "iteration", "content_metadata")
+
+
+@dataclass
+class Common:
+    """The values of `common.pt`, and what has no place in it."""
+
+    values: dict[str, Any]
+    left: list[str] = field(default_factory=list)
+
+
+def common_of(
+    source: Checkpoint,
+    infos: Sequence[TensorInfo],
+    *,
+    trained: Collection[str],
+    prefixes: Mapping[bool, str],
+    wrapped: Wrapped,
+) -> Common:
+    """The values that all ranks share."""
+    common = Common({"checkpoint_version": 3.0})
+    if source.metadata.step is not None:
+        common.values["iteration"] = source.metadata.step
+    for name, data in source.objects.items():
+        if (name not in _OURS or not is_megatron(source)) and not _is_sharded(source, data):
+            _add(common, name, data)
+    args = source.objects.get("args")
+    if isinstance(args, dict) and is_megatron(source):
+        namespace = Common({}, common.left)
+        for name, data in args.items():
+            _add(namespace, name, data, "args.")
+        common.values["args"] = Instance(_NAMESPACE, namespace.values)
+    about = source.objects.get("content_metadata")
+    contents = about if isinstance(about, dict) else {}
+    contents = {k: v for k, v in contents.items() if isinstance(v, bool | str)}
+    contents.pop("distrib_optim_sharding_type", None)
+    if trained:
+        common.values["optimizer"] = _optimizers(source, infos, trained, prefixes, wrapped)
+        if wrapped == "distributed":
+            contents["distrib_optim_sharding_type"] = _SHARDING
+        contents["chained_optim_avoid_prefix"] = not any(prefixes.values())
+    elif source.metadata.groups:
+        common.left.append("the optimizer groups")
+    common.values["content_metadata"] = contents
+    return common
+
+
+def objects_of(source: Checkpoint) -> tuple[dict[str, Any], list[str]]:
+    """The values of single ranks, layers and experts, by their keys; and what cannot be written."""
+    sharded = Common({})
+    for name, data in source.objects.items():
+        if not _is_sharded(source, data):
+            continue
+        indices = [tuple(map(int, at.split("."))) for at in data]
+        sizes = ".".join(str(max(at) + 1) for at in zip(*indices, strict=True))
+        for at, value in data.items():
+            _add(sharded, f"{name.removesuffix(' (sharded)')}/shard_{at}_{sizes}", value)
+    return sharded.values, sharded.left
+
+
+def _is_sharded(source: Checkpoint, data: Any) -> bool:
+    """Whether a value of Megatron's is one for each shard, by the shard."""
+    is_map = isinstance(data, Mapping) and bool(data)
+    return is_map and is_megatron(source) and all(map(_INDICES.fullmatch, data))
+
+
+def is_megatron(source: Checkpoint) -> bool:
+    """Whether a checkpoint came from Megatron, perhaps by a conversion."""
+    return source.metadata.engine.get("name") == "megatron-core"
+
+
+def has_distributed_optimizer(source: Checkpoint) -> bool:
+    """Whether the optimizer of a Megatron checkpoint is the distributed one; of other sources true."""
+    args = source.objects.get("args") if is_megatron(source) else None
+    return not isinstance(args, dict) or args.get("use_distributed_optimizer") is not False
+
+
+def _add(common: Common, name: str, data: Any, below: str = "") -> None:
+    try:
+        common.values[name] = _value(data)
+    except UnsupportedError as error:
+        common.left.append(f"the value {below}{name}: {error.message}")
+
+
+def _value(data: Any) -> Any:
+    def refuse(name: str) -> TensorInfo:
+        raise UnsupportedError(f"it holds the tensor {name}")
+
+    return value_of(data, refuse, _CLASSES)
+
+
+def _optimizers(
+    source: Checkpoint,
+    infos: Sequence[TensorInfo],
+    trained: Collection[str],
+    prefixes: Mapping[bool, str],
+    wrapped: Wrapped,
+) -> dict[Any, Any]:
+    """The entry of the optimizer, or of each of several."""
+    chained = len(prefixes) > 1
+    step = _step(source, infos, trained)
+    fused = not has_distributed_optimizer(source) and any(
+        "step" in g for g in source.metadata.groups
+    )
+    in_groups = wrapped == "distributed" or fused
+    groups = _groups(source, infos, trained, chained=chained, step=step if in_groups else None)
+    shared = {}
+    if not in_groups and step is not None:
+        shared["common_step"] = constant("float32", (), pack("<f", step))
+    saved = source.objects.get("optimizer")
+    out: dict[int, dict[str, Any]] = {}
+    for experts in prefixes:
+        inner: dict[str, Any] = {
+            "param_groups": [g for g in groups if not chained or g["is_expert_parallel"] is experts]
+        }
+        if wrapped != "distributed":
+            inner["state"] = shared
+        entry: dict[str, Any] = inner if wrapped == "plain" else {"optimizer": inner}
+        if wrapped == "distributed":
+            entry["param_state_sharding_type"] = _SHARDING
+        if wrapped != "plain" and isinstance(saved, dict) and "grad_scaler" in saved:
+            entry["grad_scaler"] = _value(saved["grad_scaler"])
+        out[int(experts)] = entry
+    return out if chained else out[0]
+
+
+def _groups(
+    source: Checkpoint,
+    infos: Sequence[TensorInfo],
+    trained: Collection[str],
+    *,
+    chained: bool,
+    step: float | None,
+) -> list[dict[str, Any]]:
+    """The hyper-parameters of Megatron's groups: without weight decay are vectors and biases, experts may be apart.
+
+    They contain the step only if it is given.
+    """
+    shapes = {i.name: i.shape for i in infos if i.state in ("weight", "master")}
+    stored = [{k: v for k, v in g.items() if k not in _NOT_SHARED} for g in source.metadata.groups]
+    number = {n: i for i, g in enumerate(source.metadata.groups) for n in g["params"]}
+    members: dict[tuple[bool, float], list[str]] = {}
+    for name in trained:
+        if name not in number:
+            raise UnsupportedError(
+                f"{source.url} has states of {name}, but not the hyper-parameters of its optimizer",
+                hint="export the weights alone: --state weight",
+            )
+        matrix = len(shapes[name]) > 1 and not name.endswith(".bias")
+        members.setdefault((chained and is_expert(name), float(matrix)), []).append(name)
+    out = []
+    for (experts, decays), names in sorted(
+        members.items(), key=lambda item: (item[0][0], -item[0][1])
+    ):
+        options = [stored[i] for i in sorted({number[n] for n in names})]
+        if any(o != options[0] for o in options):
+            raise UnsupportedError(
+                f"{names[0]} and others that Megatron optimizes in one group have different hyper-parameters",
+                hint="export the weights alone: --state weight",
+            )
+        group = {k: _value(v) for k, v in options[0].items()}
+        if isinstance(group.get("betas"), list):
+            group["betas"] = tuple(group["betas"])
+        defaults = {
+            "wd_mult": decays,
+            "lr_mult": 1.0,
+            "is_decoupled_lr": False,
+            "default_config": True,
+        }
+        group = {**defaults, **group, "is_expert_parallel": experts}
+        out.append(group if step is None else {**group, "step": step})
+    return out
+
+
+def _step(
+    source: Checkpoint, infos: Sequence[TensorInfo], trained: Collection[str]
+) -> float | None:
+    """The step of the optimizer, which has one number; it is a scalar of each parameter in other programs."""
+    steps: dict[float, str] = {}
+    for group in source.metadata.groups:
+        step = (group.get("state") or {}).get("step", group.get("step"))
+        for name in group["params"]:
+            mine = step.get(name) if isinstance(step, dict) else step
+            if name in trained and isinstance(mine, int | float):
+                steps.setdefault(float(mine), name)
+    keys = {info.key for info in infos}
+    scalars = [key for name in trained if (key := Key(name, "step")) in keys]
+    values = map_io(lambda key: float(source[key.name, key.state][...]), scalars)
+    for key, value in zip(scalars, values, strict=True):
+        steps.setdefault(value, key.name)
+    if len(steps) > 1:
+        (a, first), (b, second), *_ = steps.items()
+        raise UnsupportedError(
+            f"{first} was optimized for {a:g} steps and {second} for {b:g}; Megatron's optimizer has one number",
+            hint="export the weights alone: --state weight",
+        )
+    return next(iter(steps), None)

@@ -12,6 +12,7 @@ import re
 import threading
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.engines.megatron.names import LAYER, is_expert, orders_of
@@ -136,11 +137,9 @@ def _place_params(
 def unproved(params: Iterable[Param], master: FlatTensor) -> str | None:
     """Why nothing proves which states are where in a flat buffer: its fp32 copy or a weight cannot be read; or None."""
     dtype = next((d for d in (master.dtype, *(p.dtype for p in params)) if d not in ITEMSIZE), None)
-    return (
-        None
-        if dtype is None
-        else f"is where only its weight and its fp32 copy could prove: one {why_refused(dtype)}"
-    )
+    if dtype is None:
+        return None
+    return f"is where only its weight and its fp32 copy could prove: one {why_refused(dtype)}"
 
 
 def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> bool:
@@ -156,20 +155,11 @@ def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> b
     low = np.dtype(getattr(ml_dtypes, param.dtype, param.dtype))
     n = min(param.size, _SAMPLE)
     for begin in dict.fromkeys((0, param.size - n)):
-        one = read_extents(
-            store,
-            lambda _: weight,
-            flat_boxes(param.shape, begin, begin + n),
-            low.itemsize,
-            "a parameter",
-        )
-        other = read_extents(
-            store,
-            partial(_located, master, start + begin),
-            [Box((0,), (n,))],
-            ITEMSIZE["float32"],
-            "a flat buffer",
-        )
+        boxes = flat_boxes(param.shape, begin, begin + n)
+        one = read_extents(store, lambda _: weight, boxes, low.itemsize, "a parameter")
+        locate = partial(_located, master, start + begin)
+        flat_box = [Box((0,), (n,))]
+        other = read_extents(store, locate, flat_box, ITEMSIZE["float32"], "a flat buffer")
         with np.errstate(all="ignore"):
             if np.frombuffer(other, "<f4").astype(low).tobytes() != one:
                 return False
@@ -184,11 +174,7 @@ def _located(flat: FlatTensor, start: int, box: Box) -> Iterable[Extent]:
 def in_local(
     flat: FlatTensor, start: int, shape: tuple[int, ...], within: Box | None
 ) -> Iterator[Extent]:
-    """The extents of a tensor stored in a flat buffer, as boxes of the tensor.
-
-    Args:
-        within: the box of the tensor that is read; None: all of it.
-    """
+    """The extents of a tensor stored in a flat buffer, as boxes of the tensor."""
     first, last = flat_range(shape, within)
     unit = ITEMSIZE[flat.dtype]
     for extent in flat.locate(start + first, start + last):
@@ -211,11 +197,29 @@ def _hint() -> str:
 _Buffer = dict[int, dict[str, str]]  # the entry of each bucket and state
 
 
+@dataclass(frozen=True, slots=True)
+class _RankBuffers:
+    """The buffers of one rank's model, and the dtypes of their parameters, by number."""
+
+    group: int
+    buffers: dict[int, _Buffer] = field(default_factory=dict)
+    dtypes: dict[int, str] = field(default_factory=dict)
+
+    def of_chunk(self, v: int, chunks: int) -> list[tuple[str, _Buffer]]:
+        """The buffers of one of several model chunks, each with the dtype of its parameters."""
+        each = len(self.buffers) // chunks
+        numbers = sorted(self.buffers)[v * each : (v + 1) * each]
+        return [(self.dtypes[b], self.buffers[b]) for b in numbers]
+
+
+_Groups = dict[tuple[int, int], _RankBuffers]  # by optimizer and group
+
+
 @dataclass(slots=True)
 class _Model:
     """The model: its parameters, the ranks' parts of each, and the stages."""
 
-    of: Opened
+    opened: Opened
     items: Items
     tp: int
     pp: int
@@ -224,7 +228,7 @@ class _Model:
     def weight(self, name: str) -> ReadableTensor:
         """The whole parameter."""
         if name not in self.whole:
-            self.whole[name] = unstacked(Key(name, "weight"), self.of.weights[name])
+            self.whole[name] = unstacked(Key(name, "weight"), self.opened.weights[name])
         return self.whole[name]
 
     def regions(self, name: str, rank: int, degree: int) -> tuple[Part, ...]:
@@ -263,69 +267,50 @@ class _Model:
 
 
 def add_flat_states(
-    of: Opened, items: Items, entries: Sequence[tuple[Bucket, str]], *, stacked: bool
+    opened: Opened, items: Items, entries: Sequence[tuple[Bucket, str]], *, stacked: bool
 ) -> None:
-    """Name the contents of the buckets, and add them to the checkpoint's.
-
-    Args:
-        stacked: whether parameters are shown stacked, which is not possible here.
-    """
+    """Name the contents of the buckets, and add them to the checkpoint's."""
     if stacked:
         raise AmbiguousLayout(
             "the optimizer's states are in flat buckets, which have no stacked form",
             hint=f"open it without `stacked`, or without the optimizer: {option_text('optimizer')}",
         )
-    groups: dict[tuple[int, int], dict[int, _Buffer]] = {}
-    dtypes: dict[tuple[int, int, int], str] = {}
+    groups: _Groups = {}
     for b, fqn in entries:
-        buffer = groups.setdefault((b.chained, b.group), {}).setdefault(b.buffer, {})
-        buffer.setdefault(b.number, {})[b.state] = fqn
-        dtypes[b.chained, b.group, b.buffer] = re.sub(r"^\(?torch\.(\w+).*", r"\1", b.dtype)
+        mine = groups.setdefault((b.chained, b.group), _RankBuffers(b.group))
+        mine.buffers.setdefault(b.buffer, {}).setdefault(b.number, {})[b.state] = fqn
+        mine.dtypes[b.buffer] = re.sub(r"^\(?torch\.(\w+).*", r"\1", b.dtype)
     chains = sorted({c for c, _ in groups})
     dense = [g for c, g in groups if c == chains[0]]
-    tp = of.args.degree("tensor_model_parallel_size") or 1
-    pp = of.args.degree("pipeline_model_parallel_size") or max(1, len(dense) // tp)
+    tp = opened.args.degree("tensor_model_parallel_size") or 1
+    pp = opened.args.degree("pipeline_model_parallel_size") or max(1, len(dense) // tp)
     if sorted(dense) != list(range(tp * pp)):
         raise IntegrityError(
             f"{items.meta.file} has optimizer states of the groups {sorted(dense)[:20]}, but {tp} tensor-parallel "
             f"ranks and {pp} stages saved it",
             hint="files of several saves are mixed, or some ranks' states are lost",
         )
-    model = _Model(of, items, tp, pp)
+    model = _Model(opened, items, tp, pp)
     out = _States(model)
-    stages = _stages(model, groups, dtypes, chains[0])
-    for p in range(pp):
-        for t in range(tp):
-            _add(
-                out,
-                groups[chains[0], p * tp + t],
-                dtypes,
-                (chains[0], p * tp + t),
-                stages[p],
-                t,
-                tp,
-            )
+    stages = _stages(model, groups, chains[0])
+    for p, t in product(range(pp), range(tp)):
+        _add(out, groups[chains[0], p * tp + t], stages[p], t, tp)
     for chain in chains[1:]:
-        _experts(out, groups, dtypes, chain, stages)
+        _experts(out, groups, chain, stages)
     out.finish()
 
 
 @dataclass(slots=True)
-class _Chunk:
+class _ModelChunk:
     """One model chunk of a stage: its dense parameters, and its experts, in the order of the checkpoint's list."""
 
     dense: list[str]
     experts: list[str]
 
 
-def _stages(
-    model: _Model,
-    groups: dict[tuple[int, int], dict[int, _Buffer]],
-    dtypes: dict[tuple[int, int, int], str],
-    chain: int,
-) -> list[list[_Chunk]]:
+def _stages(model: _Model, groups: _Groups, chain: int) -> list[list[_ModelChunk]]:
     """The chunks of every stage; the layers of each are those that fill the buckets of its first rank."""
-    names = list(model.of.weights)
+    names = list(model.opened.weights)
     stack = next((m[1] for n in names if (m := LAYER.fullmatch(n))), "")
     layered: dict[int, list[str]] = {}
     first: list[str] = []
@@ -336,18 +321,12 @@ def _stages(
             layered.setdefault(int(m[2]), []).append(n)
         else:
             (first if n.startswith("embedding.") else last).append(n)
-    buffers = groups[chain, 0]
-    kinds = len({dtypes[chain, 0, b] for b in buffers})
-    chunks = model.of.args.degree("virtual_pipeline_model_parallel_size") or max(
-        1, len(buffers) // kinds
-    )
+    each = len(groups[chain, 0].buffers) // len(set(groups[chain, 0].dtypes.values()))
+    chunks = model.opened.args.degree("virtual_pipeline_model_parallel_size") or max(1, each)
     total, count = len(layered), model.pp * chunks
-    tied = (
-        []
-        if _OUTPUT_LAYER in names or _WORD_EMBEDDING not in names or count == 1
-        else [_OUTPUT_LAYER]
-    )
-    stages: list[list[_Chunk]] = [[] for _ in range(model.pp)]
+    if _OUTPUT_LAYER not in names and _WORD_EMBEDDING in names and count > 1:
+        last.append(_OUTPUT_LAYER)  # the last stage's copy of the embedding
+    stages: list[list[_ModelChunk]] = [[] for _ in range(model.pp)]
     at = 0
     joint = any(c != chain for c, _ in groups)
     for number in range(count):
@@ -355,25 +334,12 @@ def _stages(
         per, rest = total // count, total - at
         tries = [rest] if number == count - 1 else [k for k in (per, *range(rest + 1)) if k <= rest]
         for own_layers in dict.fromkeys(tries):
-            mine = [x for i in range(at, at + own_layers) for x in layered.get(i, [])]
-            own = [
-                *(first if number == 0 else []),
-                *mine,
-                *((last + tied) if number == count - 1 else []),
-            ]
+            own = [x for i in range(at, at + own_layers) for x in layered.get(i, [])]
+            own = [*(first if number == 0 else []), *own, *(last if number == count - 1 else [])]
             experts = [x for x in own if joint and is_expert(x)]
-            chunk = _Chunk([x for x in own if x not in set(experts)], experts)
-            if _fit(
-                model,
-                groups[chain, p * model.tp],
-                dtypes,
-                (chain, p * model.tp),
-                v,
-                chunks,
-                chunk.dense,
-                0,
-                model.tp,
-            ):
+            chunk = _ModelChunk([x for x in own if x not in set(experts)], experts)
+            buffers = groups[chain, p * model.tp].of_chunk(v, chunks)
+            if _fit(model, buffers, chunk.dense, 0, model.tp):
                 stages[p].append(chunk)
                 at += own_layers
                 break
@@ -382,43 +348,23 @@ def _stages(
     return stages
 
 
-def _buffers_of(
-    buffers: dict[int, _Buffer],
-    dtypes: dict[tuple[int, int, int], str],
-    group: tuple[int, int],
-    v: int,
-    chunks: int,
-) -> list[tuple[str, _Buffer]]:
-    """The buffers of one of a rank's model chunks, with the dtype of their parameters."""
-    per = len(buffers) // chunks
-    return [(dtypes[(*group, b)], buffers[b]) for b in sorted(buffers)[v * per : (v + 1) * per]]
-
-
 def _fit(
-    model: _Model,
-    buffers: dict[int, _Buffer],
-    dtypes: dict[tuple[int, int, int], str],
-    group: tuple[int, int],
-    v: int,
-    chunks: int,
-    names: list[str],
-    rank: int,
-    degree: int,
+    model: _Model, buffers: list[tuple[str, _Buffer]], names: list[str], rank: int, degree: int
 ) -> list[tuple[_Buffer, list[BufferSlot]]] | None:
     """The slots of a chunk's parameters in its buffers; None unless they fit in exactly one way."""
-    found = []
-    for dtype, buffer in _buffers_of(buffers, dtypes, group, v, chunks):
+    fitting = []
+    for dtype, buffer in buffers:
         mine = [n for n in names if model.weight(_stored(model, n)).dtype == dtype]
         slots = _place(model, buffer, mine, rank, degree)
         if slots is None:
             return None
-        found.append((buffer, slots))
-    return found
+        fitting.append((buffer, slots))
+    return fitting
 
 
 def _stored(model: _Model, name: str) -> str:
     """The parameter whose values this one has: the last stage's copy of a tied embedding is the embedding."""
-    return name if name in model.of.weights else _WORD_EMBEDDING
+    return name if name in model.opened.weights else _WORD_EMBEDDING
 
 
 def _place(
@@ -432,26 +378,32 @@ def _place(
 
     def proved(slot: BufferSlot) -> bool:
         master = masters[slot.bucket]
-        return master is not None and same_values(model.of.store, slot.param, master, slot.start)
+        return master is not None and same_values(
+            model.opened.store, slot.param, master, slot.start
+        )
 
     params = {n: replace(model.param(_stored(model, n), rank, degree), name=n) for n in names}
-    ways: dict[tuple[tuple[str, int, int], ...], list[BufferSlot]] = {}
-    orders = orders_of(names)
-    for listed in orders:
-        if slots := place([params[n] for n in listed], sizes, edges=edges):
-            ways.setdefault(tuple(sorted((s.param.name, s.bucket, s.start) for s in slots)), slots)
+    orders = [[params[n] for n in listed] for listed in orders_of(names)]
+    ways = _ways(place(listed, sizes, edges=edges) for listed in orders)
     odd = any(unproved(params.values(), m) for m in masters if m is not None)
     if odd and ways:  # any of them: the states whose place nothing proves are refused
         return next(iter(ways.values()))
     if len(ways) > 1:
         ways = {k: slots for k, slots in ways.items() if all(map(proved, slots))}
     if not ways:  # some are frozen
-        for listed in orders:
-            if slots := place([params[n] for n in listed], sizes, edges=edges, proved=proved):
-                ways.setdefault(
-                    tuple(sorted((s.param.name, s.bucket, s.start) for s in slots)), slots
-                )
+        ways = _ways(place(listed, sizes, edges=edges, proved=proved) for listed in orders)
     return next(iter(ways.values())) if len(ways) == 1 else None
+
+
+def _ways(
+    placed: Iterable[list[BufferSlot] | None],
+) -> dict[tuple[tuple[str, int, int], ...], list[BufferSlot]]:
+    """The ways to place parameters that differ."""
+    ways: dict[tuple[tuple[str, int, int], ...], list[BufferSlot]] = {}
+    for slots in placed:
+        if slots:
+            ways.setdefault(tuple(sorted((s.param.name, s.bucket, s.start) for s in slots)), slots)
+    return ways
 
 
 def _edges(model: _Model, fqn: str) -> Iterator[int]:
@@ -490,9 +442,8 @@ class _Piece:
     def extents(self, within: Box | None) -> Iterator[Extent]:
         with self.lock:
             if not self.proved and self.master is not None:
-                if not same_values(
-                    self.model.of.store, self.slot.param, self.master, self.slot.start
-                ):
+                slot, store = self.slot, self.model.opened.store
+                if not same_values(store, slot.param, self.master, slot.start):
                     raise AmbiguousLayout(
                         f"the optimizer's flat buckets do not hold {self.slot.param.name} at the offset in "
                         "Megatron's order of parameters: the fp32 copy there does not match the weight",
@@ -507,11 +458,11 @@ class _States:
 
     def __init__(self, model: _Model) -> None:
         self.model = model
-        self.found: dict[Key, list[_Piece]] = {}
+        self.pieces: dict[Key, list[_Piece]] = {}
 
     def add(self, slot: BufferSlot, buffer: _Buffer, rank: int, degree: int) -> None:
         name = slot.param.name
-        if name not in self.model.of.weights:
+        if name not in self.model.opened.weights:
             return  # a copy of the embedding, whose states are those of the embedding
         states = buffer[sorted(buffer)[slot.bucket]]
         regions = self.model.regions(name, rank, degree)
@@ -519,9 +470,8 @@ class _States:
         for state, fqn in states.items():
             flat = _flat(self.model, fqn)
             if flat is not None:
-                self.found.setdefault(Key(name, state), []).append(
-                    _Piece(self.model, slot, flat, master, regions)
-                )
+                piece = _Piece(self.model, slot, flat, master, regions)
+                self.pieces.setdefault(Key(name, state), []).append(piece)
 
     def _refused(self, key: Key, pieces: Sequence[_Piece]) -> str | None:
         """Why a state cannot be read: because of its own dtype, or because its place cannot be proved; else None."""
@@ -533,47 +483,42 @@ class _States:
                 f"{key} has the dtypes {', '.join(sorted(dtypes))} in the ranks' flat buckets"
             )
         masters = (unproved([p.slot.param], p.master) for p in pieces if p.master is not None)
-        return self.model.of.contents.refused_with(key) or next(filter(None, masters), None)
+        return self.model.opened.contents.refused_with(key) or next(filter(None, masters), None)
 
     def finish(self) -> None:
         """Add them, in the order of the weights."""
-        states = dict.fromkeys(k.state for k in self.found)
-        for name in self.model.of.weights:
-            for key in (Key(name, s) for s in states):
-                if key in self.found:
-                    pieces = self.found[key]
-                    if (reason := self._refused(key, pieces)) is not None:
-                        self.model.of.contents.refuse(key, reason)
-                        continue
-                    shape = self.model.weight(name).shape
-                    tensor = joined(
-                        key, pieces[0].flat.dtype, shape, [(p.extents, p.regions) for p in pieces]
-                    )
-                    rows = self.model.of.args.rows(name, shape[0]) if shape else 0
-                    add_tensor(self.model.of.contents, tensor, rows)
+        opened, states = self.model.opened, dict.fromkeys(k.state for k in self.pieces)
+        for key in (Key(name, s) for name in opened.weights for s in states):
+            if (pieces := self.pieces.get(key)) is None:
+                continue
+            if (reason := self._refused(key, pieces)) is not None:
+                opened.contents.refuse(key, reason)
+                continue
+            shape = self.model.weight(key.name).shape
+            parts = [(p.extents, p.regions) for p in pieces]
+            tensor = joined(key, pieces[0].flat.dtype, shape, parts)
+            rows = opened.args.rows(key.name, shape[0]) if shape else 0
+            add_tensor(opened.contents, tensor, rows)
 
 
 def _add(
     out: _States,
-    buffers: dict[int, _Buffer],
-    dtypes: dict[tuple[int, int, int], str],
-    group: tuple[int, int],
-    chunks: list[_Chunk],
+    rank_buffers: _RankBuffers,
+    chunks: list[_ModelChunk],
     rank: int,
     degree: int,
-    experts: Sequence[range] | None = None,
+    experts: range | None = None,
 ) -> None:
-    """The states of one rank's buffers."""
+    """The states of one rank's buffers: of its dense parameters, or of these experts."""
     for v, chunk in enumerate(chunks):
-        names = (
-            chunk.dense
-            if experts is None
-            else [n for n in chunk.experts if _number(n) in experts[0]]
-        )
-        found = _fit(out.model, buffers, dtypes, group, v, len(chunks), names, rank, degree)
-        if found is None:
-            raise _unproved(out.model, f"group {group[1]}")
-        for buffer, slots in found:
+        names = chunk.dense
+        if experts is not None:
+            names = [n for n in chunk.experts if _number(n) in experts]
+        buffers = rank_buffers.of_chunk(v, len(chunks))
+        fitting = _fit(out.model, buffers, names, rank, degree)
+        if fitting is None:
+            raise _unproved(out.model, f"group {rank_buffers.group}")
+        for buffer, slots in fitting:
             for slot in slots:
                 out.add(slot, buffer, rank, degree)
 
@@ -583,19 +528,13 @@ def _number(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _experts(
-    out: _States,
-    groups: dict[tuple[int, int], dict[int, _Buffer]],
-    dtypes: dict[tuple[int, int, int], str],
-    chain: int,
-    stages: list[list[_Chunk]],
-) -> None:
+def _experts(out: _States, groups: _Groups, chain: int, stages: list[list[_ModelChunk]]) -> None:
     """The states of experts, whose ranks form another mesh."""
     model = out.model
     numbers = {_number(n) for stage in stages for chunk in stage for n in chunk.experts}
     mine = sorted(g for c, g in groups if c == chain)
     ranks = len(mine) // model.pp
-    etp = model.of.args.degree("expert_tensor_parallel_size")
+    etp = model.opened.args.degree("expert_tensor_parallel_size")
     degrees = [etp] if etp else [d for d in range(1, ranks + 1) if ranks % d == 0]
     for degree in degrees:
         ep = ranks // degree
@@ -607,12 +546,12 @@ def _experts(
             for g in mine:
                 p, r = divmod(g, ranks)
                 e, t = divmod(r, degree)
-                held = [range(e * per, (e + 1) * per)]
-                _add(trial, groups[chain, g], dtypes, (chain, g), stages[p], t, degree, held)
+                experts = range(e * per, (e + 1) * per)
+                _add(trial, groups[chain, g], stages[p], t, degree, experts)
         except AmbiguousLayout:
             continue
-        for key, pieces in trial.found.items():
-            out.found.setdefault(key, []).extend(pieces)
+        for key, pieces in trial.pieces.items():
+            out.pieces.setdefault(key, []).extend(pieces)
         return
     raise _unproved(model, "the experts")
 

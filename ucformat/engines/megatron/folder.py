@@ -21,6 +21,39 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 
+@dataclass(frozen=True, kw_only=True)
+class MegatronSourceOptions(PickleOptions):
+    """The options of `Megatron`."""
+
+    stacked: bool = option(
+        default=False,
+        how="flag",
+        text="of a distributed checkpoint, show the stacked tensors of all layers under their keys, as stored",
+    )
+    vocab_size: int | None = option(
+        None,
+        "number",
+        "rows of the vocabulary without its padding, if the checkpoint does not record it",
+    )
+    optimizer: bool = option(
+        default=True,
+        how="flag",
+        text="whether to read the optimizer's states; false if their parameters cannot be determined",
+    )
+    layout: Layout | None = option(  # noqa: RUF009 - it makes a field
+        None,
+        "layout",
+        "of a classic checkpoint, how parameters are sharded over tensor-parallel ranks if Megatron's own names do "
+        "not determine it: rules over the axis `tp`",
+    )
+    cuts: Mapping[str, str | int] | None = option(
+        None,
+        "cuts",
+        "the same for the parameters that a pattern matches: `replicate`, `halves` (two tensors, one after the other, "
+        "each sharded), or the dim along which parts are joined; it takes precedence over `layout`",
+    )
+
+
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"  # of a distributed checkpoint
 COMMON = "common.pt"  # likewise
@@ -37,7 +70,6 @@ _FSDP_ENTRIES = (b"checkpoint_version", b"param_to_group_meta")
 _MAX_KEYS = 10_000
 _MAX_METADATA_BYTES = 4096  # bytes of metadata.json
 _MAX_TRACKER_BYTES = 64  # bytes of the tracker
-_MAX_LISTED = 10
 _MAX_ASSET_BYTES = 64 << 20  # of a file in `context`
 
 
@@ -70,18 +102,12 @@ def is_marker(name: str) -> bool:
 
 
 def find_place(store: Store) -> MegatronFolder | None:
-    """Find the checkpoint; None if there is none.
-
-    Raises:
-        NotFound: the tracker names a folder that is missing.
-    """
+    """Find the checkpoint; None if there is none."""
     if backend_of(store) is not None:
         return MegatronFolder("", None, classic=False)
     if backend_of(store, WEIGHTS) is not None:
-        context = (info for info in store.list(CONTEXT) if info.size <= _MAX_ASSET_BYTES)
-        return MegatronFolder(
-            WEIGHTS, None, classic=False, context=tuple(info.key for info in context)
-        )
+        context = tuple(i.key for i in store.list(CONTEXT) if i.size <= _MAX_ASSET_BYTES)
+        return MegatronFolder(WEIGHTS, None, classic=False, context=context)
     if _ITERATION.fullmatch(store.url.rstrip("/").rpartition("/")[2]) and _is_fsdp(store):
         return MegatronFolder("", None, classic=False, fsdp=True)
     named = _named(store)
@@ -92,10 +118,8 @@ def find_place(store: Store) -> MegatronFolder | None:
         )
     if named is not None:
         if next(iter(store.list(named)), None) is None:
-            if (
-                next(iter(store.list(f"global_step_{named.rpartition('_')[2].lstrip('0')}")), None)
-                is not None
-            ):
+            verl = store.list(f"global_step_{named.rpartition('_')[2].lstrip('0')}")
+            if next(iter(verl), None) is not None:
                 return None  # of veRL, which writes the same tracker
             raise NotFound(
                 f"{store.url}/{TRACKER} names {named}, but there is no such folder",
@@ -105,16 +129,11 @@ def find_place(store: Store) -> MegatronFolder | None:
     keys = [info.key for info in islice(store.list(), _MAX_KEYS)]
     if any(MODEL.fullmatch(k) for k in keys):
         return MegatronFolder("", None, classic=True)
-    folders = sorted(
-        {
-            k.split("/", 1)[0]
-            for k in keys
-            if _ITERATION.fullmatch(k.split("/", 1)[0]) and _inside(k)
-        }
-    )
+    inside = {k.split("/", 1)[0] for k in keys if _inside(k)}
+    folders = sorted(filter(_ITERATION.fullmatch, inside))
     if len(folders) > 1:
         raise UsageError(
-            f"{store.url} holds several iterations and no {TRACKER}: {first_names(folders, _MAX_LISTED)}",
+            f"{store.url} holds several iterations and no {TRACKER}: {first_names(folders, 10)}",
             hint="open the folder of one of them",
         )
     return MegatronFolder.of(store, folders[0]) if folders else None
@@ -163,6 +182,10 @@ def _named(store: Store) -> str | None:
     return check_key(f"iter_{int(text):07d}") if text.isdecimal() else None
 
 
+#: What reading values raises that Megatron would not write.
+_NOT_WRITTEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+
+
 @contextmanager
 def built_by_megatron(where: str) -> Iterator[None]:
     """Report values that Megatron would not write, at any depth, as damage."""
@@ -170,14 +193,7 @@ def built_by_megatron(where: str) -> Iterator[None]:
         yield
     except UcformatError:
         raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:
+    except _NOT_WRITTEN as error:
         raise IntegrityError(
             f"{where} holds values that Megatron does not write ({type(error).__name__}: {error})",
             hint="the files are damaged, or of a version that ucformat does not know; report it if Megatron reads them",
@@ -198,7 +214,7 @@ _VOCABULARY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class MegatronArguments:
     """`args` of a checkpoint; every value is None if the checkpoint has none."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -206,21 +222,12 @@ class Arguments:
     file: str = ""
 
     @classmethod
-    def of(cls, value: Any, vocab_size: int | None, file: str) -> Arguments:
-        """Parse `args`.
-
-        Args:
-            value: the value in the file: a namespace, or a mapping; any other value is empty.
-            vocab_size: the caller's rows of the vocabulary without padding; None if not given.
-        """
+    def of(cls, value: Any, vocab_size: int | None, file: str) -> MegatronArguments:
+        """Parse `args`."""
         if isinstance(value, Inert):
             value = value.state
-        found = (
-            {k: v for k, v in value.items() if isinstance(k, str)}
-            if isinstance(value, dict)
-            else {}
-        )
-        return cls(found, vocab_size, file)
+        values = value if isinstance(value, dict) else {}
+        return cls({k: v for k, v in values.items() if isinstance(k, str)}, vocab_size, file)
 
     def number(self, *names: str) -> int | None:
         """The first of these arguments that is an integer; None if there is none."""
@@ -264,36 +271,3 @@ class Arguments:
             # otherwise the purpose of the other rows is unknown
             rows_kept = size if padded == stored else None
         return rows_kept if rows_kept is not None and 0 < rows_kept < stored else stored
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronOptions(PickleOptions):
-    """The options of `Megatron`."""
-
-    stacked: bool = option(
-        default=False,
-        how="flag",
-        text="of a distributed checkpoint, show the stacked tensors of all layers under their keys, as stored",
-    )
-    vocab_size: int | None = option(
-        None,
-        "number",
-        "rows of the vocabulary without its padding, if the checkpoint does not record it",
-    )
-    optimizer: bool = option(
-        default=True,
-        how="flag",
-        text="whether to read the optimizer's states; false if their parameters cannot be determined",
-    )
-    layout: Layout | None = option(  # noqa: RUF009 - it makes a field
-        None,
-        "layout",
-        "of a classic checkpoint, how parameters are sharded over tensor-parallel ranks if Megatron's own names do "
-        "not determine it: rules over the axis `tp`",
-    )
-    cuts: Mapping[str, str | int] | None = option(
-        None,
-        "cuts",
-        "the same for the parameters that a pattern matches: `replicate`, `halves` (two tensors, one after the other, "
-        "each sharded), or the dim along which parts are joined; it takes precedence over `layout`",
-    )

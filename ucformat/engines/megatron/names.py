@@ -223,11 +223,7 @@ def is_expert(name: str) -> bool:
 def groups_by_rule(
     raw: Sequence[dict[str, Any]], members: Sequence[Member], json: Callable[[Any], Any]
 ) -> list[Group] | None:
-    """The groups with their parameters in the order of the module; None if Megatron's rule does not determine them.
-
-    Args:
-        members: the trained parameters, in the order of the module.
-    """
+    """The groups with their parameters in the order of the module; None if Megatron's rule does not determine them."""
     if any(g.get("lr_mult", 1.0) != 1.0 or g.get("is_decoupled_lr") for g in raw) or not raw:
         return None
     expert_groups = any(g.get("is_expert_parallel") for g in raw)

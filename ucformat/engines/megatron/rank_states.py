@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.megatron.flat_states import (
@@ -22,7 +22,7 @@ from ucformat.engines.megatron.flat_states import (
     same_values,
     unproved,
 )
-from ucformat.engines.megatron.folder import MODEL, Arguments
+from ucformat.engines.megatron.folder import MODEL, MegatronArguments
 from ucformat.engines.megatron.names import Member, groups_by_rule, is_expert
 from ucformat.errors import (
     AmbiguousLayout,
@@ -61,10 +61,10 @@ def _without_optimizer() -> str:
 
 def read_states(rank: RankFile, contents: LocalContents) -> list[list[Group]]:
     """Add a rank's optimizer states to its contents."""
-    found = rank.values.get("optimizer")
-    if found is None:
+    optimizer = rank.values.get("optimizer")
+    if optimizer is None:
         return []
-    optimizers = found if isinstance(found, list) else [found]
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     flats = _flats(rank, len(optimizers))
     out = []
     for number, one in enumerate(optimizers):
@@ -82,11 +82,7 @@ def read_states(rank: RankFile, contents: LocalContents) -> list[list[Group]]:
             out.append(_numbered(rank, contents, inner, raw, members, copies))
         else:
             _distributed(rank, contents, flats, number, [m.name for m in members])
-            named = [
-                m
-                for m in members
-                if any(k.name == m.name and k.state == "exp_avg" for k in contents.infos)
-            ]
+            named = [m for m in members if Key(m.name, "exp_avg") in contents.infos]
             groups = groups_by_rule(raw, named or members, partial(_json, rank.file))
             out.append(groups or [])
     return out
@@ -124,10 +120,10 @@ def _numbered(
 ) -> list[Group]:
     """Add a torch optimizer's own states, which are numbered."""
     file, tensors = rank.file, _tensors(rank)
-    found: dict[Any, Any] = inner["state"]
+    by_number: dict[Any, Any] = inner["state"]
     numbers = [list(g["params"]) for g in raw]
     states = [
-        [s if isinstance(s := found.get(n), dict) else {} for n in group] for group in numbers
+        [s if isinstance(s := by_number.get(n), dict) else {} for n in group] for group in numbers
     ]
     shapes = [[shape_of_states(s) for s in group] for group in states]
     names = _by_rule(raw, members, shapes, tensors)
@@ -142,21 +138,17 @@ def _numbered(
         )
     if copies is not None:
         _add_masters(file, contents, names, tensors, copies)
-    for group, held in zip(names, states, strict=True):
-        for name, state in zip(group, held, strict=True):
-            for key, tensor in state.items():
-                if isinstance(tensor, StoredTensor):
-                    contents.add_whole(name, str(key), file, tensor)
     out = []
-    for g, group, held in zip(raw, names, states, strict=True):
-        plain = {k: v for s in held for k, v in s.items() if not isinstance(v, StoredTensor)}
-        out.append(
-            Group(
-                list(group),
-                _json(file, {k: v for k, v in g.items() if k != "params"}),
-                _json(file, plain),
-            )
-        )
+    for g, group, of_group in zip(raw, names, states, strict=True):
+        plain = {}
+        for name, state in zip(group, of_group, strict=True):
+            for key, value in state.items():
+                if isinstance(value, StoredTensor):
+                    contents.add_whole(name, str(key), file, value)
+                else:
+                    plain[key] = value
+        hyper = _json(file, {k: v for k, v in g.items() if k != "params"})
+        out.append(Group(list(group), hyper, _json(file, plain)))
     return out
 
 
@@ -170,8 +162,8 @@ def _add_masters(
     """Add the fp32 copies of the parameters in bf16 or fp16; one of an unknown dtype may have a copy, too."""
     low = [[n for n in group if tensors[n].dtype in ("bfloat16", "float16")] for group in names]
     odd = [
-        [n for n in group if n in low[i] or not tensors[n].readable]
-        for i, group in enumerate(names)
+        [n for n in group if n in of_group or not tensors[n].readable]
+        for group, of_group in zip(names, low, strict=True)
     ]
     counts = [len(c) for c in copies] if isinstance(copies, list) else None
     copied = next((groups for groups in (low, odd) if counts == [len(g) for g in groups]), None)
@@ -197,12 +189,8 @@ def _by_rule(
     if groups is None or [len(g.names) for g in groups] != [len(s) for s in shapes]:
         return None
     names = [g.names for g in groups]
-    fits = all(
-        s in (None, tensors[n].shape)
-        for g, row in zip(names, shapes, strict=True)
-        for n, s in zip(g, row, strict=True)
-    )
-    return names if fits else None
+    pairs = zip(chain(*names), chain(*shapes), strict=True)
+    return names if all(s in (None, tensors[n].shape) for n, s in pairs) else None
 
 
 def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
@@ -210,19 +198,19 @@ def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
     if rank.distrib is None:
         return [None] * count
     value = rank.distrib.value
-    found = value if isinstance(value, list) else [value]
-    for one in found:
+    flats = value if isinstance(value, list) else [value]
+    for one in flats:
         if one is not None and not (isinstance(one, dict) and one.get("buckets_coalesced") is True):
             raise UnsupportedError(
                 f"{rank.distrib.key} is of a distributed optimizer from before February 2024, which is not supported",
                 hint="update it with Megatron's --ckpt-convert-update-legacy-dist-opt-format, "
                 + _without_optimizer(),
             )
-    if len(found) != count:
+    if len(flats) != count:
         raise IntegrityError(
-            f"{rank.distrib.key} has the states of {len(found)} optimizers, {rank.file.key} {count}"
+            f"{rank.distrib.key} has the states of {len(flats)} optimizers, {rank.file.key} {count}"
         )
-    return found
+    return flats
 
 
 def _distributed(
@@ -250,17 +238,15 @@ def _distributed(
         )
     wanted = set(names)
     for i, b in enumerate(buffers):
-        chunk, named = rank.chunks[i // per], rank.names[i // per]
+        parameters, named = rank.chunks[i // per], rank.names[i // per]
         for dtypes, tensors in value[b].items():
-            low = (
-                dtypes[0].name
-                if isinstance(dtypes, tuple) and dtypes and isinstance(dtypes[0], Dtype)
-                else None
-            )
+            low = next(iter(dtypes), None) if isinstance(dtypes, tuple) else None
             params = [
                 Param(named[n], t.shape, t.dtype, partial(rank.file.whole, t))
-                for n, t in chunk.items()
-                if named[n] in wanted and t.dtype.partition(" ")[0] == low
+                for n, t in parameters.items()
+                if named[n] in wanted
+                and isinstance(low, Dtype)
+                and t.dtype.partition(" ")[0] == low.name
             ]
             _add_buffer(rank, contents, file, params, tensors)
 
@@ -275,10 +261,8 @@ def _add_buffer(
     flats = {}
     for key, tensor in tensors.items():
         if isinstance(tensor, StoredTensor):
-            locate = partial(_range, file, tensor)
-            flats["master" if key == "param" else key] = FlatTensor(
-                tensor.size, tensor.dtype, locate
-            )
+            flat = FlatTensor(tensor.size, tensor.dtype, partial(_range, file, tensor))
+            flats["master" if key == "param" else key] = flat
     master = flats.get("master")
     if master is None or len({f.size for f in flats.values()}) > 1:
         raise IntegrityError(
@@ -293,11 +277,8 @@ def _add_buffer(
         return same_values(file.store, slot.param, master, slot.start)
 
     slots = place(params, [master.size])
-    if (
-        slots is None
-        or not all(map(proved, slots[:: max(1, len(slots) // _CHECKED)]))
-        or not proved(slots[-1])
-    ):
+    checked = [*slots[:: max(1, len(slots) // _CHECKED)], slots[-1]] if slots else ()
+    if not checked or not all(map(proved, checked)):
         slots = place(params, [master.size], proved=proved, joined=True)
     if slots is None:
         raise AmbiguousLayout(
@@ -356,7 +337,6 @@ def _range(file: TorchFile, tensor: StoredTensor, start: int, stop: int) -> Iter
 At = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-parallel rank
 
 _DEPTH = 20
-_MAX_LISTED = 10
 _CHUNK = re.compile(r"model(\d{0,3})")
 _LAYER = re.compile(r"((?:[^.]+\.)*?layers)\.(\d{1,6})\.", re.DOTALL)
 _EXPERT = re.compile(
@@ -382,31 +362,26 @@ class RankFile:
 
 def read_ranks(
     store: Store, place: MegatronFolder, allow: tuple[str, ...], vocab: int | None
-) -> tuple[dict[At, RankFile], Arguments]:
-    """Open the files of all ranks, each of which must have one.
-
-    Args:
-        vocab: the caller's rows of the vocabulary without padding; None if not given.
-
-    Returns:
-        the files by rank, and the arguments in the first.
-    """
+) -> tuple[dict[At, RankFile], MegatronArguments]:
+    """The files of all ranks, each of which must have one, and the arguments in the first."""
     below = f"{place.folder}/" if place.folder else ""
     keys = [info.key for info in store.list(place.folder)]
-    found = {m: k for k in keys if (m := MODEL.fullmatch(k.removeprefix(below)))}
+    files = {m: k for k in keys if (m := MODEL.fullmatch(k.removeprefix(below)))}
     if old := next((k for k in keys if _OLD.fullmatch(k)), None):
         raise UnsupportedError(
             f"{old}: an optimizer in the files of data-parallel ranks is not read",
             hint="load it with the Megatron that wrote it, and save it with --ckpt-format torch_dist",
         )
-    if not found:
+    if not files:
         raise MissingData(
             f"{store.url}/{place.folder} has no mp_rank_*/model_optim_rng.pt",
             hint="the save did not finish, or files were lost",
         )
-    first = min(found.values())
-    args = Arguments.of(_value(TorchFile(store, first, allow=allow)).get("args"), vocab, first)
-    grid = _grid(found, args)
+    first = min(files.values())
+    args = MegatronArguments.of(
+        _value(TorchFile(store, first, allow=allow)).get("args"), vocab, first
+    )
+    grid = _grid(files, args)
     there = set(keys)
 
     def load(item: tuple[At, str]) -> RankFile:
@@ -428,12 +403,12 @@ def _value(file: TorchFile) -> dict[str, Any]:
     return file.value
 
 
-def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
+def _grid(files: dict[re.Match[str], str], args: MegatronArguments) -> dict[At, str]:
     """The files by rank; MissingData if there are fewer than the arguments record, IntegrityError if more."""
     pp = args.degree("pipeline_model_parallel_size")
     ep = args.degree("expert_model_parallel_size") or 1
     out: dict[At, str] = {}
-    for m, key in found.items():
+    for m, key in files.items():
         numbers = [int(n) for n in m.groups()[:3] if n is not None]
         t, rest = numbers[0], numbers[1:]
         if len(rest) == 1 and (pp == 1 and ep > 1):
@@ -449,9 +424,7 @@ def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
     wanted = (tp, pp or high[1], ep if args.degree("expert_model_parallel_size") else high[2])
     if wanted[0] * wanted[1] * wanted[2] > 1 << 20:
         raise IntegrityError(f"{args.file} records {wanted} ranks")
-    whole = {
-        (t, p, e) for t in range(wanted[0]) for p in range(wanted[1]) for e in range(wanted[2])
-    }
+    whole = set(product(*map(range, wanted)))
     if over := sorted(out.keys() - whole):
         raise IntegrityError(
             f"{out[over[0]]} does not belong to this checkpoint, which {wanted[0]} tensor-parallel ranks x {wanted[1]} "
@@ -459,9 +432,9 @@ def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
             hint="an earlier save by more ranks left it; move it elsewhere",
         )
     if lost := sorted(whole - out.keys()):
-        shown = first_names((f"tp {t} pp {p} ep {e}" for t, p, e in lost), _MAX_LISTED)
+        names = first_names((f"tp {t} pp {p} ep {e}" for t, p, e in lost), 10)
         raise MissingData(
-            f"the files of the ranks {shown} are missing; {len(out)} are present", hint=_COPY
+            f"the files of the ranks {names} are missing; {len(out)} are present", hint=_COPY
         )
     return out
 
@@ -478,11 +451,8 @@ def _parse(at: At, file: TorchFile, distrib: TorchFile | None) -> RankFile:
             raise MissingData(f"{file.key} has {', '.join(names)}, with a gap")
         flat = dict(_flattened(values[key], "", file.key, 0))
         chunks.append({k: v for k, v in flat.items() if isinstance(v, StoredTensor)})
-        extra |= {
-            f"{key}.{k}": v
-            for k, v in flat.items()
-            if not isinstance(v, StoredTensor) and v is not None
-        }
+        others = {k: v for k, v in flat.items() if not isinstance(v, StoredTensor)}
+        extra |= {f"{key}.{k}": v for k, v in others.items() if v is not None}
     if not chunks:
         raise IntegrityError(f"{file.key} has no `model`", hint="it is not a Megatron checkpoint")
     return RankFile(at, file, values, chunks, extra, distrib)
@@ -529,16 +499,16 @@ def _number(ranks: dict[At, RankFile]) -> None:
 
 def _layers(tensors: Iterable[str], key: str) -> dict[str, int]:
     """The number of layers of each stack."""
-    found: dict[str, set[int]] = {}
+    by_stack: dict[str, set[int]] = {}
     for name in tensors:
         if m := _LAYER.match(name):
-            found.setdefault(m[1], set()).add(int(m[2]))
-    for stack, numbers in found.items():
+            by_stack.setdefault(m[1], set()).add(int(m[2]))
+    for stack, numbers in by_stack.items():
         if numbers != set(range(len(numbers))):
             raise IntegrityError(
                 f"{key} has the layers {sorted(numbers)[:20]} of {stack}, with a gap"
             )
-    return {stack: len(numbers) for stack, numbers in found.items()}
+    return {stack: len(numbers) for stack, numbers in by_stack.items()}
 
 
 def _layer_name(name: str, offsets: dict[str, int]) -> str:
@@ -550,6 +520,6 @@ def _experts(tensors: Iterable[str]) -> int:
     return 1 + max((int(m[2]) for n in tensors if (m := _EXPERT.fullmatch(n))), default=-1)
 
 
-def _expert_name(name: str, rank: int, held: int) -> str:
+def _expert_name(name: str, rank: int, each: int) -> str:
     m = _EXPERT.fullmatch(name)
-    return f"{m[1]}{int(m[2]) + rank * held}{m[3]}" if m else name
+    return f"{m[1]}{int(m[2]) + rank * each}{m[3]}" if m else name

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from ucformat.engines.megatron.folder import (
     DIST,
     RANK_FOLDER,
-    MegatronOptions,
+    MegatronFolder,
+    MegatronSourceOptions,
     backend_of,
     built_by_megatron,
     find_place,
@@ -19,10 +20,9 @@ from ucformat.sources.base import Source
 
 if TYPE_CHECKING:
     from ucformat.engines.megatron.classic import OpenClassic
-    from ucformat.engines.megatron.dist import OpenDist
-    from ucformat.engines.megatron.folder import MegatronFolder
-    from ucformat.engines.megatron.fsdp import OpenFsdp
+    from ucformat.engines.megatron.dist import OpenDist, OpenFsdp
     from ucformat.storage.base import Store
+
 
 __all__ = ["Megatron"]
 
@@ -40,8 +40,8 @@ class Megatron(Source):
             r"model(_optim)?_rng\.pt": "one rank's file of a Megatron checkpoint",
         }
     )
-    options_type = MegatronOptions
-    options: MegatronOptions
+    options_type = MegatronSourceOptions
+    options: MegatronSourceOptions
 
     def is_marker(self, name: str) -> bool:
         """Whether a folder with a file of this name is a Megatron checkpoint."""
@@ -85,10 +85,10 @@ class Megatron(Source):
 
 
 def _open_fsdp(
-    store: Store, place: MegatronFolder, where: str, options: MegatronOptions
+    store: Store, place: MegatronFolder, where: str, options: MegatronSourceOptions
 ) -> OpenFsdp:
     """Open a folder that has DCP's `.metadata` alone, after a check that Megatron-FSDP wrote it."""
-    from ucformat.engines.megatron.fsdp import OpenFsdp, is_fsdp
+    from ucformat.engines.megatron.dist import OpenFsdp, is_fsdp
     from ucformat.sources.distcp.metadata import read_metadata
 
     meta = read_metadata(

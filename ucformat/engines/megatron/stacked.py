@@ -24,7 +24,7 @@ from ucformat.schema import ITEMSIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ucformat.engines.megatron.folder import Arguments
+    from ucformat.engines.megatron.folder import MegatronArguments
     from ucformat.sources.distcp.metadata import Items, Metadata
     from ucformat.sources.index import Locate, TensorIndex
     from ucformat.storage.base import Store
@@ -34,9 +34,9 @@ _SHAPE = "nd_reformulated_orig_global_shape"
 
 def original_shapes(meta: Metadata) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that are stored as flat ranges, by entry."""
-    found = meta.root.get("mcore_data")
+    data = meta.root.get("mcore_data")
     out = {}
-    for fqn, recorded in found.items() if isinstance(found, dict) else ():
+    for fqn, recorded in data.items() if isinstance(data, dict) else ():
         shape = recorded.get(_SHAPE) if isinstance(recorded, dict) else None
         if shape is None:
             continue
@@ -85,12 +85,8 @@ class StackedTensor:
 
     def extents(self, box: Box) -> Iterator[Extent]:
         """The extents of a box of the whole tensor, with their own boxes, after a check that they cover it."""
-        near = [
-            (chunk, clip)
-            for chunk in self._near(box)
-            for b in self._chunks[chunk]
-            if (clip := b.intersect(box))
-        ]
+        stored = ((chunk, b) for chunk in self._near(box) for b in self._chunks[chunk])
+        near = [(chunk, clip) for chunk, b in stored if (clip := b.intersect(box))]
         info = TensorInfo(*self.key, self.dtype, box.shape)
         shift = tuple(-a for a in box.start)
         prove(info, [(str(chunk), clip.shift(shift)) for chunk, clip in near])
@@ -101,33 +97,31 @@ class StackedTensor:
         """The chunks that may have a part of a box: of a stack those of the same layer and expert."""
         n = self.leading
         if self._by_index is None:
-            found: dict[tuple[int, ...], list[Box]] = {}
+            by_index: dict[tuple[int, ...], list[Box]] = {}
             if all(b.shape[:n] == (1,) * n for b in self.boxes()):
                 for chunk, boxes in self._chunks.items():
-                    found.setdefault(boxes[0].start[:n], []).append(chunk)
-            self._by_index = found
+                    by_index.setdefault(boxes[0].start[:n], []).append(chunk)
+            self._by_index = by_index  # whole: another thread may look at it
         if not self._by_index or box.shape[:n] != (1,) * n:
             return self._chunks
         return self._by_index.get(box.start[:n], [])
 
     def _read(self, chunk: Box) -> list[Extent]:
         with self._lock:
-            found = self._extents.get(chunk)
-        if found is None:
+            extents = self._extents.get(chunk)
+        if extents is None:
             shape = self.items.meta.tensors[self.fqn].shape
             info = TensorInfo(*self.key, self.dtype, shape)
-            found = self.items.chunk_extents(
-                self.fqn, chunk, self.items.locate(self.fqn, chunk, info), info
-            )
+            stored = self.items.locate(self.fqn, chunk, info)
+            extents = self.items.chunk_extents(self.fqn, chunk, stored, info)
             if self._chunks[chunk] != (chunk,):
-                found = list(self._unflattened(chunk, found))
+                extents = list(self._unflattened(chunk, *extents))
             with self._lock:
-                self._extents[chunk] = found
-        return found
+                self._extents[chunk] = extents
+        return extents
 
-    def _unflattened(self, chunk: Box, found: list[Extent]) -> Iterator[Extent]:
+    def _unflattened(self, chunk: Box, flat: Extent) -> Iterator[Extent]:
         """The extents of a flat range as boxes of the tensor."""
-        (flat,) = found
         unit = ITEMSIZE[self.dtype]
         if flat.strides[-1] != unit and flat.box.shape[-1] > 1:
             raise IntegrityError(
@@ -153,12 +147,8 @@ def _flat(
     local = tuple(n // g for n, g in zip(shape, grid, strict=True))
     start, stop = stored.start[-1], stored.start[-1] + stored.shape[-1]
     outside = any(a >= g for a, g in zip(stored.start, grid, strict=False))
-    if (
-        math.prod(local) != numel
-        or stop > numel
-        or stored.shape[:-1] != (1,) * len(grid)
-        or outside
-    ):
+    whole = math.prod(local) == numel and stored.shape[:-1] == (1,) * len(grid)
+    if not whole or stop > numel or outside:
         raise IntegrityError(
             f"{fqn}: {stored} is not a range of a chunk of the shape {list(local)}"
         )
@@ -211,7 +201,7 @@ class Opened(Protocol):
     """The attributes of an opened checkpoint needed to find parameters in the flat buckets of its optimizer."""
 
     store: Store
-    args: Arguments
+    args: MegatronArguments
     contents: TensorIndex
     weights: dict[str, list[UnstackedPart]]
 
@@ -250,34 +240,26 @@ def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
 def add_tensor(contents: TensorIndex, tensor: ReadableTensor, rows: int) -> None:
     """Add a tensor to the contents, its padding separately."""
     if not tensor.shape or rows >= tensor.shape[0]:
-        contents.add(
-            *tensor.key, tensor.dtype, tensor.shape, partial(_part, tensor, Box.whole(tensor.shape))
-        )
+        whole = Box.whole(tensor.shape)
+        contents.add(*tensor.key, tensor.dtype, tensor.shape, partial(_part, tensor, whole))
         return
     rest = tensor.shape[1:]
-    zeros = (0,) * len(rest)
-    kept, spare = (
-        Box((0, *zeros), (rows, *rest)),
-        Box((rows, *zeros), (tensor.shape[0] - rows, *rest)),
-    )
+    kept = Box.whole((rows, *rest))
+    spare = Box.whole((tensor.shape[0] - rows, *rest)).shift((rows, *[0] * len(rest)))
     contents.add(*tensor.key, tensor.dtype, kept.shape, partial(_part, tensor, kept))
     contents.add(*tensor.key.padding, tensor.dtype, spare.shape, partial(_part, tensor, spare))
 
 
-def _part(tensor: ReadableTensor, of: Box, within: Box | None) -> Iterator[Extent]:
+def _part(tensor: ReadableTensor, box: Box, within: Box | None) -> Iterator[Extent]:
     """The extents of a box of a tensor, as boxes of that box: those within `within`, which counts from its start."""
     if within is None:
-        return tensor.extents(of)
-    return (
-        replace(e, box=e.box.shift(within.start)) for e in tensor.extents(within.shift(of.start))
-    )
+        return tensor.extents(box)
+    inside = tensor.extents(within.shift(box.start))
+    return (replace(e, box=e.box.shift(within.start)) for e in inside)
 
 
 def joined(
-    key: Key,
-    dtype: str,
-    shape: tuple[int, ...],
-    parts: Sequence[tuple[Locate, Sequence[Part]]],
+    key: Key, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[Locate, Sequence[Part]]]
 ) -> ReadableTensor:
     """The global tensor whose parts ranks hold."""
     seen: dict[Box, int] = {}
@@ -294,16 +276,8 @@ def joined(
             clip = part.target.intersect(box)
             if clip is not None:
                 move = tuple(a - b for a, b in zip(clip.start, part.target.start, strict=True))
-                inner.append(
-                    (
-                        source,
-                        Part(
-                            clip.shift(shift),
-                            Box(part.box.shift(move).start, clip.shape),
-                            part.axes,
-                        ),
-                    )
-                )
+                box_inside = Box(part.box.shift(move).start, clip.shape)
+                inner.append((source, Part(clip.shift(shift), box_inside, part.axes)))
         return View(info, tuple(inner)).extents(
             lambda source, near: parts[int(source.name)][0](near)
         )
