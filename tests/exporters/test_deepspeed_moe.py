@@ -19,7 +19,7 @@ from tests.exporters.test_deepspeed import ADAM, contents, fake, form, globals_i
 from tests.fakes import FakeSource
 from tests.sources.suite import kept
 from ucformat.checkpoint import Checkpoint
-from ucformat.engines.deepspeed import export_experts as experts
+from ucformat.engines.deepspeed import export_model as experts
 from ucformat.errors import UcformatError, UnsupportedError
 from ucformat.exporters.pickle import ALLOWED
 from ucformat.jobs.export import export, plan_export

@@ -5,7 +5,7 @@ from __future__ import annotations
 #: The name of each change, as `python -m tests.mutants` prints it -> the argument.
 EQUIVALENT: dict[str, str] = {
     "ucformat/catalog/filter/compile.py:_ago: boundary: span > timedelta(0)": "a span of 0 takes no time over its ends",
-    "ucformat/engines/deepspeed/merge.py:Merged._add: check dropped: if len(slices) == 1 and "
+    "ucformat/engines/deepspeed/opened.py:Merged._add: check dropped: if len(slices) == 1 and "
     "(not (sharding.padding_rows or sharding.scaled)): local = slices[0].contents": "a single rank's sharding is one "
     "region, the whole tensor; the way of several ranks then finds the same, and takes states of other shapes as "
     "replicas: it only takes longer",

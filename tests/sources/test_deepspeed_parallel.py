@@ -12,7 +12,7 @@ import pytest
 from tests.sources.reading import Counting, read_tensor
 from tests.sources.suite import Sample, SourceSuite, kept
 from ucformat.engines.deepspeed import zero as ranks
-from ucformat.engines.deepspeed.merge import Merged
+from ucformat.engines.deepspeed.opened import Merged
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.engines.deepspeed.zero import Slice
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError

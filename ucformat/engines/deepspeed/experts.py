@@ -122,8 +122,10 @@ class Experts:
             raise UnsupportedError(
                 f"{file} has {other}, which is not an expert's, in a group that is sharded across {degree} ranks"
             )
-        # not all of them if the group was divided because of its size
-        for prefix, ids in held.items():
+        for (
+            prefix,
+            ids,
+        ) in held.items():  # not all of them if the group was divided because of its size
             count = self.counts.get(prefix, 0)
             if count % degree or max(ids) * degree >= count:
                 raise IntegrityError(

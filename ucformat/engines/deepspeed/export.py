@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ucformat.engines.deepspeed.export_options import DeepSpeedOptions, UniversalOptions
+from ucformat.engines.deepspeed.export_options import DeepSpeedExportOptions, UniversalExportOptions
 from ucformat.exporters.base import Exporter, Target
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
+
 
 __all__ = ["DeepSpeedExporter", "DeepSpeedUniversalExporter"]
 
@@ -22,7 +23,7 @@ class DeepSpeedExporter(Exporter):
     kind = "deepspeed"
     title = "DeepSpeed"
     summary = "DeepSpeed's own files, for any ZeRO stage and number of ranks."
-    options_type = DeepSpeedOptions
+    options_type = DeepSpeedExportOptions
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """See Exporter."""
@@ -38,7 +39,7 @@ class DeepSpeedUniversalExporter(Exporter):
     kind = "deepspeed-universal"
     title = "DeepSpeed's universal format"
     summary = "DeepSpeed's universal format."
-    options_type = UniversalOptions
+    options_type = UniversalExportOptions
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """See Exporter."""

@@ -6,19 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.deepspeed.experts import recorded_degree
-from ucformat.engines.deepspeed.export_options import DTYPES, DeepSpeedOptions, UniversalOptions
+from ucformat.engines.deepspeed.experts import Experts, expert_of, is_expert, recorded_degree
+from ucformat.engines.deepspeed.export_options import (
+    DTYPES,
+    DeepSpeedExportOptions,
+    UniversalExportOptions,
+)
 from ucformat.engines.deepspeed.zero import undo_round_robin
-from ucformat.errors import UnsupportedError, UsageError
+from ucformat.errors import UnsupportedError, UsageError, first_names
 from ucformat.geometry.tensor import Key
 from ucformat.schema import FLOATS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.engines.deepspeed.export_options import UniversalExportOptions
     from ucformat.geometry.tensor import TensorInfo
-
 
 #: The stage of ZeRO that partitions parameters.
 ZERO3 = 3
@@ -26,7 +30,7 @@ _SUB_GROUP = 10**9  # elements: DeepSpeed's default of `sub_group_size`
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class TargetEngine:
     """The engine that is to load a checkpoint.
 
     Attributes:
@@ -43,8 +47,8 @@ class Engine:
 
     @classmethod
     def of(
-        cls, options: UniversalOptions, source: Checkpoint, weights: Sequence[TensorInfo]
-    ) -> Engine:
+        cls, options: UniversalExportOptions, source: Checkpoint, weights: Sequence[TensorInfo]
+    ) -> TargetEngine:
         """The engine that the options describe, or else the one that saved the source."""
         layout = source.metadata.layout
         settings = settings_of(options, source)
@@ -56,15 +60,15 @@ class Engine:
                 "the source does not tell the ZeRO stage of the engine",
                 hint="pass stage (--stage) or config (--config)",
             )
-        dp, tp = _ranks(options, layout) if isinstance(options, DeepSpeedOptions) else (1, 1)
+        dp, tp = _ranks(options, layout) if isinstance(options, DeepSpeedExportOptions) else (1, 1)
         step = options.step if options.step is not None else source.metadata.step
         if step is None:
             raise UsageError(
                 "the source does not record the number of training steps", hint="pass step (--step)"
             )
         dtype = options.dtype or _dtype(options, settings, layout, weights)
-        if isinstance(options, DeepSpeedOptions):
-            _refuse(stage, dtype, settings)
+        if isinstance(options, DeepSpeedExportOptions):
+            _refuse_engine(stage, dtype, settings)
         return cls(stage, dp, tp, dtype, options.tag or f"global_step{step}", step, settings)
 
     @property
@@ -83,7 +87,7 @@ class Engine:
         return zero_of(self.settings).get(name) is True
 
 
-def settings_of(options: UniversalOptions, source: Checkpoint) -> Mapping[str, Any]:
+def settings_of(options: UniversalExportOptions, source: Checkpoint) -> Mapping[str, Any]:
     """The engine's configuration: the given one, or the one that the source recorded; empty if there is none."""
     found = source.objects.get("ds_config") if options.config is None else options.config
     return found if isinstance(found, Mapping) else {}
@@ -100,7 +104,7 @@ def _enabled(settings: Mapping[str, Any], section: str) -> bool:
     return isinstance(found, Mapping) and found.get("enabled") is True
 
 
-def _ranks(options: DeepSpeedOptions, layout: Mapping[str, Any]) -> tuple[int, int]:
+def _ranks(options: DeepSpeedExportOptions, layout: Mapping[str, Any]) -> tuple[int, int]:
     """The numbers of data-parallel and tensor-parallel ranks."""
     before = int(layout.get("tp", 1)) if "zero" in layout else None
     tp = options.tp or before or 1
@@ -118,7 +122,7 @@ def _ranks(options: DeepSpeedOptions, layout: Mapping[str, Any]) -> tuple[int, i
 
 
 def _dtype(
-    options: UniversalOptions,
+    options: UniversalExportOptions,
     settings: Mapping[str, Any],
     layout: Mapping[str, Any],
     weights: Sequence[TensorInfo],
@@ -144,7 +148,7 @@ def _dtype(
     return str(dtype)
 
 
-def _refuse(stage: int, dtype: str, settings: Mapping[str, Any]) -> None:
+def _refuse_engine(stage: int, dtype: str, settings: Mapping[str, Any]) -> None:
     """UnsupportedError for configurations whose files are others."""
     zero, types = zero_of(settings), settings.get("data_types")
     accumulated = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
@@ -168,8 +172,6 @@ def _refuse(stage: int, dtype: str, settings: Mapping[str, Any]) -> None:
 
 # The tensors of a checkpoint as DeepSpeed divides them: trained parameters by optimizer group, and
 # the rest.
-
-_LISTED = 8
 
 
 @dataclass(slots=True)
@@ -248,7 +250,7 @@ class TrainedModel:
     """The tensors of a checkpoint, by their part in an engine."""
 
     def __init__(
-        self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions
+        self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalExportOptions
     ) -> None:
         self.source, self.options = source, options
         self.by_name: dict[str, dict[str, TensorInfo]] = {}
@@ -274,7 +276,7 @@ class TrainedModel:
         missing = [n for n in names if not self.by_name.get(n, {}).keys() & {"weight", "master"}]
         if missing:
             raise UnsupportedError(
-                f"the optimizer has parameters of which no weight is exported: {listed(missing)}",
+                f"the optimizer has parameters of which no weight is exported: {some(missing)}",
                 hint="export all states, and all parameters",
             )
         for name in names:
@@ -308,7 +310,7 @@ class TrainedModel:
             if (n in self.trained if self.groups else i.dtype in FLOATS)
         ]
 
-    def module(self, engine: Engine) -> dict[str, TensorInfo]:
+    def module(self, engine: TargetEngine) -> dict[str, TensorInfo]:
         """What the module's parameters and buffers are read from: weights in the engine's precision, else masters.
 
         The engine rounds what is in another precision when it copies it to its parameters, as after
@@ -350,12 +352,12 @@ class TrainedModel:
                 [n for n in told if n not in module] if self.options.buffers is not None else []
             )
             if unknown:
-                raise UsageError(f"these buffers are not stored: {listed(unknown)}")
+                raise UsageError(f"these buffers are not stored: {some(unknown)}")
             return [n for n in told if n in rest]
         doubtful = [n for n, i in rest.items() if i.dtype in FLOATS and i.size]
         if must and doubtful:
             raise UsageError(
-                f"the optimizer does not have {listed(doubtful)}: these may be buffers, frozen or tied parameters, "
+                f"the optimizer does not have {some(doubtful)}: these may be buffers, frozen or tied parameters, "
                 "which are stored in different ways",
                 hint="name the buffers (--buffers NAME,… or `none`), and make tied names aliases by a view: "
                 "{drop: [ALIAS]}, then {alias: {ALIAS: STORED}}",
@@ -381,11 +383,9 @@ class TrainedModel:
         self.groups, self.trained = [OptimizerGroup(list(masters), {}, {}, masters)], masters
 
 
-def listed(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
     """Names for a message, at most eight."""
-    names = list(names)
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+    return first_names(names, 8)
 
 
 def outside(
@@ -409,3 +409,214 @@ def outside(
         elif dot and first in source.objects and own and first not in own:
             found[name] = (first, rest)
     return found
+
+
+# Experts (`deepspeed.moe`): which rank of an engine has which, under which names, and in which optimizer groups.
+#
+# `ucformat.engines.deepspeed.experts` describes the files. DeepSpeed moves the experts' parameters of
+# each optimizer group to a group of their own at the end, marked `moe`, or to several if they are
+# large.
+
+
+_MAX_GROUP = (
+    178_956_971  # elements of a rank's group of experts: DeepSpeed's default of `max_group_size`
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """How an engine divides experts among its ranks; without experts, every rank has all parameters.
+
+    Attributes:
+        experts: the number of experts of each layer, in the order of the layers, and which ranks
+            share them.
+    """
+
+    experts: Experts
+    degree: int = 1
+
+    @classmethod
+    def of(
+        cls, model: TrainedModel, engine: TargetEngine, options: UniversalExportOptions
+    ) -> ExpertRanks:
+        """The experts of a model."""
+        held: dict[str, set[int]] = {}
+        for name in model.by_name:
+            if (found := expert_of(name)) is not None:
+                held.setdefault(found[0], set()).add(found[1])
+        if not held:
+            return cls(Experts(engine.dp))
+        if not isinstance(options, DeepSpeedExportOptions):
+            raise UnsupportedError(
+                "experts of deepspeed.moe are not exported to DeepSpeed's universal format",
+                hint="export to `deepspeed`",
+            )
+        _refuse_experts(engine, options)
+        counts = {prefix: len(numbers) for prefix, numbers in held.items()}
+        if gaps := [prefix for prefix, numbers in held.items() if max(numbers) >= len(numbers)]:
+            raise UnsupportedError(
+                f"some of the experts are not exported: {some(f'{p}*' for p in gaps)}"
+            )
+        degree = _degree(model, options)
+        if engine.dp % degree:
+            raise UsageError(
+                f"{engine.dp} ranks are not divided by {degree} expert-parallel ones", hint=_HINT
+            )
+        if uneven := [prefix for prefix, n in counts.items() if n % degree]:
+            raise UsageError(
+                f"the {counts[uneven[0]]} experts of {uneven[0]}* are not divided by {degree} expert-parallel ranks",
+                hint=_HINT,
+            )
+        first = engine.settings.get("use_data_before_expert_parallelism") is True
+        return cls(Experts(engine.dp, first, counts), degree)
+
+    def rank_of(self, dp: int) -> int:
+        """The expert-parallel rank of a data-parallel one."""
+        return next(k for k in range(self.degree) if dp in self.experts.holders(self.degree, k))
+
+    def local(self, names: Iterable[str], rank: int) -> dict[str, str]:
+        """Those of some tensors that a rank has, and their names there."""
+        names = (n for n in names if self.experts.locally(n, self.degree, rank))
+        return {n: self.experts.local_name(n, self.degree) for n in names}
+
+    def on(self, group: OptimizerGroup, rank: int) -> OptimizerGroup:
+        """What a rank has of an optimizer group, under the names there."""
+        if self.degree == 1 or not any(map(is_expert, group.names)):
+            return group
+        part = group.part(self.local(group.names, rank))
+        part.ranks = self.experts.holders(self.degree, rank)
+        return part
+
+    def groups(
+        self, groups: Sequence[OptimizerGroup], before: int, *, split: bool
+    ) -> list[OptimizerGroup]:
+        """The optimizer groups as DeepSpeed makes them for this number of expert-parallel ranks.
+
+        Args:
+            split: whether experts are moved to groups of their own, if they are not.
+        """
+        out: list[OptimizerGroup] = []
+        moved: list[OptimizerGroup] = []
+        last: OptimizerGroup | None = None
+        for group in groups:
+            mine = [n for n in group.names if is_expert(n)]
+            rest = [n for n in group.names if not is_expert(n)]
+            recorded = recorded_degree(group.document)
+            if not mine or (recorded is None and not split):
+                out.append(group)
+                continue
+            if rest:
+                out.append(group.part({n: n for n in rest}))
+            part = group.part({n: n for n in mine}) if rest else group
+            if (
+                last is not None
+                and recorded not in (None, self.degree)
+                and _continues(last, group, before)
+            ):
+                moved[-1] = moved[-1].joined(part)
+            else:
+                moved.append(part)
+            last = group if recorded is not None else None
+        for group in out:
+            self._check(group)
+        return [*out, *(cut for group in moved for cut in self._cut(group, before))]
+
+    def _check(self, group: OptimizerGroup) -> None:
+        """Check that all ranks have the same of a group, as loaders take for granted."""
+
+        def on(rank: int) -> list[tuple[str, tuple[int, ...]]]:
+            return [
+                (local, group.masters[n].shape)
+                for n, local in self.local(group.names, rank).items()
+            ]
+
+        first = on(0)
+        for rank in range(1, self.degree):
+            if (mine := on(rank)) != first:
+                names = (n for n, _ in (*first, *mine) if (n in dict(first)) != (n in dict(mine)))
+                odd = next(names, "in another order, or of other shapes")
+                raise UnsupportedError(
+                    f"expert-parallel rank {rank} of {self.degree} would have other parameters of experts in the "
+                    f"optimizer than rank 0 ({odd}), and DeepSpeed has the same on all",
+                    hint=f"{_HINT}; perhaps some experts are frozen, and others are not",
+                )
+
+    def _cut(self, group: OptimizerGroup, before: int) -> Iterator[OptimizerGroup]:
+        """A group of experts for this number of ranks, divided where a rank's part is too large."""
+        names = self._ordered(group.names, before)
+        self._check(group.part({n: n for n in names}))
+        if recorded_degree(group.document) == self.degree:
+            yield group
+            return
+        numbers: dict[
+            str, int
+        ] = {}  # of the group that each parameter is in, by its name on a rank
+        number = numel = 0
+        for name, local in self.local(names, 0).items():
+            size = group.masters[name].size
+            if numel and numel + size > _MAX_GROUP:
+                number, numel = number + 1, 0
+            numel += size
+            numbers[local] = number
+        for wanted in range(number + 1):
+            mine = [n for n in names if numbers[self.experts.local_name(n, self.degree)] == wanted]
+            yield group.part({n: n for n in mine}, name=f"ep_size_{self.degree}", moe=True)
+
+    def _ordered(self, names: Sequence[str], before: int) -> Sequence[str]:
+        """Names in the order of the module, if it is that of each expert-parallel rank that saved them."""
+        if before in (1, self.degree):
+            return names
+        layers = {prefix: i for i, prefix in enumerate(self.experts.counts)}
+        places = {
+            n: (layers[found[0]], found[1]) for n in names if (found := expert_of(n)) is not None
+        }
+        out = sorted(names, key=places.__getitem__)
+        for rank in range(before):
+            mine = [n for n in names if self.experts.locally(n, before, rank)]
+            if mine != sorted(mine, key=places.__getitem__):
+                raise UnsupportedError(
+                    f"the optimizer has the experts' parameters in another order than the module ({some(mine)}), "
+                    f"so that their order on {self.degree} expert-parallel ranks is not known",
+                    hint=f"export for {before} expert-parallel ranks (--ep {before})",
+                )
+        return out
+
+
+_HINT = "pass ep (--ep), the `ep_size` of the model's layers"
+
+
+def _degree(model: TrainedModel, options: DeepSpeedExportOptions) -> int:
+    """The number of expert-parallel ranks."""
+    recorded = model.expert_ranks
+    if options.ep is not None:
+        return options.ep
+    if not model.groups:
+        return 1  # weights are in a file for each expert, whatever the ranks
+    if recorded is None:
+        raise UsageError(
+            "the source does not tell the number of expert-parallel ranks of the engine", hint=_HINT
+        )
+    return recorded
+
+
+def _continues(last: OptimizerGroup, group: OptimizerGroup, before: int) -> bool:
+    """Whether a group of experts was one with that before it, and DeepSpeed divided it because of its size."""
+    hypers = [
+        {k: v for k, v in g.document.items() if k not in ("params", "state")} for g in (last, group)
+    ]
+    numel = sum(last.masters[n].size for n in last.names) // before
+    return hypers[0] == hypers[1] and numel + group.masters[group.names[0]].size > _MAX_GROUP
+
+
+def _refuse_experts(engine: TargetEngine, options: DeepSpeedExportOptions) -> None:
+    """UnsupportedError for engines that DeepSpeed does not have, or whose files are not written."""
+    if engine.stage == ZERO3:
+        raise UnsupportedError(
+            "the model has experts of deepspeed.moe, which DeepSpeed does not train at stage 3",
+            hint="pass stage (--stage) 0, 1 or 2",
+        )
+    if engine.tp > 1 or options.fused:
+        feature = "tensor parallelism" if engine.tp > 1 else "FusedAdam at stage 0"
+        raise UnsupportedError(
+            f"experts of deepspeed.moe are not exported for an engine with {feature}"
+        )

@@ -18,7 +18,7 @@ from ucformat.sources.values import references, unkey
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucformat.engines.deepspeed.export_model import Engine, TrainedModel
+    from ucformat.engines.deepspeed.export_model import TargetEngine, TrainedModel
     from ucformat.geometry.tensor import TensorInfo
 
 
@@ -61,7 +61,7 @@ class Values:
     _named: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, model: TrainedModel, engine: Engine) -> Values:
+    def of(cls, model: TrainedModel, engine: TargetEngine) -> Values:
         """The values of a checkpoint; tensors that belong to them are taken from the model."""
         source, out = model.source, cls()
         decode = ValueDecoder(
@@ -115,7 +115,7 @@ class Values:
                 self.missing.append(f"the value {label}: {error.message}")
         self._named.add(label)
 
-    def _take_ranks(self, model: TrainedModel, engine: Engine, decode: ValueDecoder) -> None:
+    def _take_ranks(self, model: TrainedModel, engine: TargetEngine, decode: ValueDecoder) -> None:
         """Add the client states of further ranks, if these write files of their own as they did before."""
         found, layout = model.source.objects.get("rank"), model.source.metadata.layout
         if not isinstance(found, dict) or (engine.stage, engine.tp, engine.dp) != (
@@ -162,7 +162,7 @@ class Values:
         found = left_out(model.source, kept, values=self._named, groups=bool(model.groups))
         return (*found, *self.missing)
 
-    def counters(self, engine: Engine, rank: int) -> Iterator[tuple[str, Any]]:
+    def counters(self, engine: TargetEngine, rank: int) -> Iterator[tuple[str, Any]]:
         """The entries of a model states file that are not tensors, in DeepSpeed's order."""
         for name in ("lr_scheduler", "data_sampler", "random_ltd"):
             yield name, self.engine.get(name)
@@ -241,7 +241,7 @@ class ValueDecoder:
         return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
 
 
-def scale_of(engine: Engine, recorded: Any) -> dict[str, Any]:
+def scale_of(engine: TargetEngine, recorded: Any) -> dict[str, Any]:
     """The loss scale: `dynamic`, and the fields of the scaler."""
     if engine.dtype != "float16":
         return {"dynamic": False, "cur_scale": 1.0}

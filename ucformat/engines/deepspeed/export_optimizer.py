@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.deepspeed.export_model import ZERO3, listed
+from ucformat.engines.deepspeed.export_model import ZERO3, some
 from ucformat.engines.deepspeed.export_objects import (
     VERSION,
     ValueDecoder,
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.engines.deepspeed.export_model import Engine, OptimizerGroup
+    from ucformat.engines.deepspeed.export_model import OptimizerGroup, TargetEngine
     from ucformat.engines.deepspeed.export_objects import Values
-    from ucformat.engines.deepspeed.export_options import DeepSpeedOptions
+    from ucformat.engines.deepspeed.export_options import DeepSpeedExportOptions
     from ucformat.geometry.tensor import Piece, TensorInfo
 
 
@@ -52,7 +52,9 @@ _ALIGNMENT = 16  # bytes: of parameters under `parameter_alignment`
 class Shards:
     """What each tensor-parallel rank holds of each tensor."""
 
-    def __init__(self, options: DeepSpeedOptions, tp: int, infos: Mapping[str, TensorInfo]) -> None:
+    def __init__(
+        self, options: DeepSpeedExportOptions, tp: int, infos: Mapping[str, TensorInfo]
+    ) -> None:
         self._bound = None
         if tp == 1:
             return
@@ -109,7 +111,6 @@ class FlatGroup:
 
     Attributes:
         dims: what the tensor-parallel rank holds of each parameter, in order.
-        buffer: the flat buffer over the ranks that share the group.
         paddings: elements of padding after each parameter.
         ranks: the data-parallel ranks that share the group, in the order of their partitions.
     """
@@ -156,7 +157,7 @@ class FlatGroup:
 
 
 def flat_groups(
-    engine: Engine, groups: Sequence[OptimizerGroup], shards: Shards, rank: int
+    engine: TargetEngine, groups: Sequence[OptimizerGroup], shards: Shards, rank: int
 ) -> list[FlatGroup]:
     """The flat groups of a tensor-parallel rank."""
     found: list[FlatGroup] = []
@@ -172,7 +173,7 @@ def flat_groups(
 
 
 def _joined(
-    engine: Engine, number: int, group: OptimizerGroup, dims: dict[str, tuple[Dim, ...]]
+    engine: TargetEngine, number: int, group: OptimizerGroup, dims: dict[str, tuple[Dim, ...]]
 ) -> FlatGroup:
     """All parameters of an optimizer group, of which each rank gets a partition (stage 0: of one rank, not padded)."""
     names, ranks = list(dims), group.ranks or range(engine.dp)
@@ -194,7 +195,7 @@ def _joined(
 
 
 def _partitioned(
-    engine: Engine, number: int, group: OptimizerGroup, dims: dict[str, tuple[Dim, ...]]
+    engine: TargetEngine, number: int, group: OptimizerGroup, dims: dict[str, tuple[Dim, ...]]
 ) -> Iterator[FlatGroup]:
     """The parts of parameters; another flat group begins where one has reached `sub_group_size`."""
     numels = {n: math.prod(d.size for d in found) for n, found in dims.items()}
@@ -217,7 +218,7 @@ def _check_joined(group: OptimizerGroup, names: Sequence[str]) -> None:
         wrong = [n for n in names if n in infos and infos[n].shape != group.masters[n].shape]
         if wrong:
             raise UnsupportedError(
-                f"the state {state} of {listed(wrong)} has another shape than the parameter, and no place in a flat "
+                f"the state {state} of {some(wrong)} has another shape than the parameter, and no place in a flat "
                 "partition of ZeRO",
                 hint="leave the state out (--state), or export to stage 0",
             )
@@ -225,7 +226,7 @@ def _check_joined(group: OptimizerGroup, names: Sequence[str]) -> None:
     for state, held in {**group.states, **group.plain()}.items():
         if lacking := [n for n in names if n not in held]:
             raise UnsupportedError(
-                f"{listed(lacking)} have no {state}, which other parameters of their optimizer group have; ZeRO has "
+                f"{some(lacking)} have no {state}, which other parameters of their optimizer group have; ZeRO has "
                 "the same states for all of a group",
                 hint="such parameters never had a gradient: leave the state out (--state), or export to stage 0",
             )
@@ -286,7 +287,7 @@ def _members(groups: Sequence[OptimizerGroup], flat: Sequence[FlatGroup]) -> lis
 
 
 def zero_optimizer(
-    engine: Engine,
+    engine: TargetEngine,
     groups: Sequence[OptimizerGroup],
     values: Values,
     flat: Sequence[FlatGroup],
@@ -333,7 +334,7 @@ def zero_optimizer(
 
 
 def plain_optimizer(
-    engine: Engine,
+    engine: TargetEngine,
     groups: Sequence[OptimizerGroup],
     values: Values,
     shards: Shards,

@@ -22,7 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniversalOptions(ExportOptions):
+class UniversalExportOptions(ExportOptions):
     """The options of `DeepSpeedUniversalExporter`."""
 
     config: Mapping[str, Any] | str | None = option(
@@ -76,7 +76,7 @@ class UniversalOptions(ExportOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedOptions(UniversalOptions):
+class DeepSpeedExportOptions(UniversalExportOptions):
     """The options of `DeepSpeedExporter`."""
 
     world: int | None = option(
@@ -108,7 +108,7 @@ class DeepSpeedOptions(UniversalOptions):
     )
 
     def __post_init__(self) -> None:
-        UniversalOptions.__post_init__(self)
+        UniversalExportOptions.__post_init__(self)
         for name, value in (("world", self.world), ("tp", self.tp), ("ep", self.ep)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")

@@ -8,8 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.experts import expert_of
-from ucformat.engines.deepspeed.export_experts import ExpertRanks
-from ucformat.engines.deepspeed.export_model import ZERO3, Engine, TrainedModel
+from ucformat.engines.deepspeed.export_model import ZERO3, ExpertRanks, TargetEngine, TrainedModel
 from ucformat.engines.deepspeed.export_objects import VERSION, ValueDecoder, Values, size_of
 from ucformat.engines.deepspeed.export_optimizer import (
     Shards,
@@ -19,7 +18,7 @@ from ucformat.engines.deepspeed.export_optimizer import (
     plain_optimizer,
     zero_optimizer,
 )
-from ucformat.engines.deepspeed.export_options import DeepSpeedOptions, UniversalOptions
+from ucformat.engines.deepspeed.export_options import DeepSpeedExportOptions, UniversalExportOptions
 from ucformat.errors import UsageError
 from ucformat.exporters.base import Span, TargetFile
 from ucformat.exporters.pickle import SavedTensor, Storage
@@ -53,15 +52,17 @@ class EnginePlan:
     """The files of one checkpoint."""
 
     def __init__(
-        self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions
+        self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalExportOptions
     ) -> None:
         self.source, self.model = source, TrainedModel(source, infos, options)
         model = self.model
-        native = options if isinstance(options, DeepSpeedOptions) else DeepSpeedOptions()
+        native = (
+            options if isinstance(options, DeepSpeedExportOptions) else DeepSpeedExportOptions()
+        )
         weights_only = native.weights_only
         if not weights_only:
             model.check_groups()
-        self.engine = engine = Engine.of(options, source, model.weights)
+        self.engine = engine = TargetEngine.of(options, source, model.weights)
         self.values = Values.of(model, engine)
         self.fused = native.fused and engine.dtype != "float32"
         if weights_only:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, product
 from typing import TYPE_CHECKING
 
 from ucformat.errors import (
@@ -42,6 +42,39 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.layout import Layout
     from ucformat.storage.base import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedSourceOptions(PickleOptions):
+    """The options of `DeepSpeed`."""
+
+    groups: Sequence[Sequence[str]] | None = option(
+        None,
+        "document",
+        "the parameters of each optimizer group, in order, if a ZeRO 0 checkpoint does not list them",
+    )
+    layout: Layout | str | None = option(  # noqa: RUF009 - it makes a field
+        None,
+        "layout",
+        "how parameters are sharded over tensor-parallel ranks, if the checkpoint does not describe it, or does so "
+        "wrongly: rules over the axis `tp`, or a preset (`llama`, `megatron-deepspeed`, `megatron-deepspeed-swiglu`)",
+    )
+    vocab: int | None = option(
+        None, "number", "rows of the vocabulary without its padding, if the layout has `pad_to`"
+    )
+    optimizer: bool = option(
+        default=True,
+        how="flag",
+        text="whether to read the optimizer's states; false if their files are missing, and the weights suffice",
+    )
+    cuts: Mapping[str, str | int] | None = option(
+        None,
+        "cuts",
+        "how the parameters that a pattern (a glob or `/regex/`) matches are sharded: `replicate`, `mean`, `halves` "
+        "(two tensors, one after the other, each sharded), or the dim along which parts are joined; it "
+        "takes precedence over `layout`",
+    )
+
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _RANK = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
@@ -67,12 +100,8 @@ _NVME = (
 )
 _NOT_YET = (
     (re.compile(r"expert_\d+_mp_rank_\d+_.*"), "experts as DeepSpeed before 0.5 saved them", _READ),
-    (
-        re.compile(r"offloaded_tensors/.*"),
-        "an optimizer offloaded to NVMe, whose states are swap files",
-        _NVME,
-    ),
-)
+    (re.compile(r"offloaded_tensors/.*"), "an optimizer offloaded to NVMe, whose states are swap files", _NVME),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +121,10 @@ class TagFiles:
     @property
     def all(self) -> tuple[str, ...]:
         """All files."""
-        layers = (key for number in sorted(self.layers) for key in self.layers[number])
-        ranks = (*self.models, *self.optims)
+        latest = [self.latest] if self.latest else []
+        layers = (self.layers[number] for number in sorted(self.layers))
         experts = (*self.experts.values(), *self.expert_optims)
-        return (
-            *filter(None, [self.latest]),
-            *(key for keys in ranks for key in keys),
-            *layers,
-            *experts,
-        )
+        return (*latest, *chain(*self.models, *self.optims, *layers), *experts)
 
 
 def is_model_or_optimizer(name: str) -> bool:
@@ -127,17 +151,17 @@ def find_tag(store: Store) -> str:
     if tag:
         return _existing(store, tag, "latest")
     keys = [info.key for info in islice(store.list(), _MAX_FILES)]
-    found = [m for m in (_ANY.fullmatch(key) or _UNIVERSAL.fullmatch(key) for key in keys) if m]
-    if any(not m[1] for m in found):
+    named = [m for m in (_ANY.fullmatch(key) or _UNIVERSAL.fullmatch(key) for key in keys) if m]
+    if any(not m[1] for m in named):
         return ""
     tag = _tag_in(store, "latest_universal")
     if tag:
         return _existing(store, tag, "latest_universal")
-    tags = sorted({m[1].rstrip("/") for m in found})
+    tags = sorted({m[1].rstrip("/") for m in named})
     if len(tags) == 1:
         return tags[0]
     raise UsageError(
-        f"{store.url} holds several DeepSpeed checkpoints and no file `latest`: {first_names(tags, _MAX_LISTED)}"
+        f"{store.url} holds several DeepSpeed checkpoints and no file `latest`: {first_names(tags, 10)}"
         if tags
         else f"{store.url} holds no DeepSpeed checkpoint",
         hint="open the folder of one of them",
@@ -147,8 +171,8 @@ def find_tag(store: Store) -> str:
 def is_universal(store: Store, tag: str) -> bool:
     """Whether a tag folder has DeepSpeed's universal format."""
     prefix = f"{tag}/" if tag else ""
-    found = (_UNIVERSAL.fullmatch(info.key.removeprefix(prefix)) for info in store.list(tag))
-    return any(match is not None and not match[1] for match in found)
+    matches = (_UNIVERSAL.fullmatch(info.key.removeprefix(prefix)) for info in store.list(tag))
+    return any(match is not None and not match[1] for match in matches)
 
 
 def list_files(
@@ -163,8 +187,8 @@ def list_files(
                 raise _not_yet(feature, prefix + name, hint)
     single = {(_number(m[1]), 0): m[0] for m in map(_MODEL.fullmatch, names) if m}
     ranks = [m for m in map(_RANK.fullmatch, names) if m]
-    cut = _grid(prefix, [m for m in ranks if m[4] == "model"])
-    optims = _grid(prefix, [m for m in ranks if m[4] == "optim" and optimizer], whole=not cut)
+    cut = _rank_grid(prefix, [m for m in ranks if m[4] == "model"])
+    optims = _rank_grid(prefix, [m for m in ranks if m[4] == "optim" and optimizer], whole=not cut)
     if not single and not cut and not universal:
         raise MissingData(
             f"{store.url}: {tag or 'the folder'} has no model states (mp_rank_00_model_states.pt, or "
@@ -178,14 +202,11 @@ def list_files(
         )
     models = cut
     if single:
-        models = tuple(
-            (key,) for key in _whole(prefix, single, "mp_rank_{0:02d}_model_states.pt")[0]
-        )
+        models = _whole(prefix, single, "mp_rank_{0:02d}_model_states.pt")
     layers = _layers(prefix, [m for m in map(_LAYER.fullmatch, names) if m])
     experts, expert_optims = _experts(prefix, names, optimizer=optimizer)
-    latest = next(
-        (key for key in ("latest", "latest_universal") if tag and _tag_in(store, key) == tag), None
-    )
+    pointers = ("latest", "latest_universal") if tag else ()
+    latest = next((key for key in pointers if _tag_in(store, key) == tag), None)
     return TagFiles(tag, bool(cut), models, optims, layers, experts, expert_optims, latest)
 
 
@@ -201,12 +222,8 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
     for kind, ranks, wide in kinds:
         keys = ranks or ((_like(files.models[0][0], 0, 0, kind),),)
         there = {(m, r) for m, row in enumerate(ranks) for r in range(len(row))}
-        missing = [
-            _like(keys[0][0], m, r, kind)
-            for m in range(mp)
-            for r in range(wide)
-            if (m, r) not in there
-        ]
+        absent = (at for at in product(range(mp), range(wide)) if at not in there)
+        missing = [_like(keys[0][0], m, r, kind) for m, r in absent]
         if missing:
             raise MissingData(
                 f"{first_names(missing, _MAX_LISTED)} is missing: the checkpoint was saved by "
@@ -240,80 +257,66 @@ def _like(key: str, m: int, r: int, kind: str) -> str:
 
 def copy_hint(*, weights: bool = False) -> str:
     """What to do about missing files."""
-    alone = (
-        f"; without the optimizer's files the weights are whole: {option_text('optimizer')}"
-        if weights
-        else ""
+    hint = "copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk"
+    if not weights:
+        return hint
+    return (
+        f"{hint}; without the optimizer's files the weights are whole: {option_text('optimizer')}"
     )
-    return f"copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk{alone}"
 
 
-def _grid(
-    prefix: str, found: list[re.Match[str]], *, whole: bool = False
+def _rank_grid(
+    prefix: str, files: list[re.Match[str]], *, whole: bool = False
 ) -> tuple[tuple[str, ...], ...]:
     """Keys by model- and data-parallel rank, each 0, 1, 2 … without a gap; `whole`: the weights do not need them."""
-    if len({m[1] for m in found}) > 1:
-        plain, bf16 = (next(m[0] for m in found if bool(m[1]) == flag) for flag in (False, True))
+    if len({m[1] for m in files}) > 1:
+        plain, bf16 = (next(m[0] for m in files if bool(m[1]) == flag) for flag in (False, True))
         raise IntegrityError(
             f"{prefix}{plain} and {prefix}{bf16} are both present: two saves, one in bf16, were made to one folder",
             hint="move the files of the save that you do not want elsewhere",
         )
-    if not found:
+    if not files:
         return ()
-    name = f"{found[0][1] or ''}zero_pp_rank_{{1}}_mp_rank_{{0:02d}}_{found[0][4]}_states.pt"
-    by_rank = {(_number(m[3]), _number(m[2])): m[0] for m in found}
-    return _whole(prefix, by_rank, name, rows=True, hint=copy_hint(weights=whole))
+    name = f"{files[0][1] or ''}zero_pp_rank_{{1}}_mp_rank_{{0:02d}}_{files[0][4]}_states.pt"
+    by_rank = {(_number(m[3]), _number(m[2])): m[0] for m in files}
+    return _whole(prefix, by_rank, name, copy_hint(weights=whole))
 
 
 def _whole(
-    prefix: str,
-    found: Mapping[tuple[int, int], str],
-    name: str,
-    *,
-    rows: bool = False,
-    hint: str = "",
+    prefix: str, files: Mapping[tuple[int, int], str], name: str, hint: str = ""
 ) -> tuple[tuple[str, ...], ...]:
     """The files as a full grid of these two numbers; MissingData names those that are missing."""
-    high, wide = (1 + max(key[i] for key in found) for i in (0, 1))
-    if high * wide > 4 * len(found) + _MAX_FILES:
+    high, wide = (1 + max(key[i] for key in files) for i in (0, 1))
+    if high * wide > 4 * len(files) + _MAX_FILES:
         raise MissingData(
             f"{prefix}{name.format(0, 0)} and most of the {high * wide} files like it are missing",
             hint=hint or copy_hint(),
         )
-    missing = [
-        prefix + name.format(m, r) for m in range(high) for r in range(wide) if (m, r) not in found
-    ]
-    if missing:
+    absent = (at for at in product(range(high), range(wide)) if at not in files)
+    if missing := [prefix + name.format(*at) for at in absent]:
         raise MissingData(
-            f"{first_names(missing, _MAX_LISTED)} is missing, but files of higher ranks are present",
+            f"{first_names(missing, 10)} is missing, but files of higher ranks are present",
             hint=hint or copy_hint(),
         )
-    keys = tuple(tuple(prefix + found[m, r] for r in range(wide)) for m in range(high))
-    return keys if rows else (tuple(row[0] for row in keys),)
+    return tuple(tuple(prefix + files[m, r] for r in range(wide)) for m in range(high))
 
 
-def _layers(prefix: str, found: list[re.Match[str]]) -> dict[int, tuple[str, ...]]:
+def _layers(prefix: str, files: list[re.Match[str]]) -> dict[int, tuple[str, ...]]:
     """Keys by layer and tensor-parallel rank: every layer has a file for each rank, 0, 1, 2 … without a gap."""
-    if not found:
+    if not files:
         return {}
-    if len({m[2] is None for m in found}) > 1:
+    if len({m[2] is None for m in files}) > 1:
         raise IntegrityError(
             f"{prefix}: layers with and without a tensor-parallel rank (`-model_…`) are both present",
             hint="move the files of the save that you do not want elsewhere",
         )
-    by_rank = {(_number(m[1]), _number(m[2] or "0")): m[0] for m in found}
+    by_rank = {(_number(m[1]), _number(m[2] or "0")): m[0] for m in files}
     degree = 1 + max(rank for _, rank in by_rank)
-    name = (
-        "layer_{0:02d}-model_{1:02d}-model_states.pt"
-        if found[0][2]
-        else "layer_{0:02d}-model_states.pt"
-    )
+    name = f"layer_{{0:02d}}{'-model_{1:02d}' if files[0][2] else ''}-model_states.pt"
     out = {}
     for layer in sorted({layer for layer, _ in by_rank}):
-        missing = [
-            prefix + name.format(layer, r) for r in range(degree) if (layer, r) not in by_rank
-        ]
-        if missing:
+        absent = (r for r in range(degree) if (layer, r) not in by_rank)
+        if missing := [prefix + name.format(layer, r) for r in absent]:
             raise MissingData(
                 f"{', '.join(missing[:_MAX_LISTED])} is missing, but files of other tensor-parallel ranks are present",
                 hint=copy_hint(),
@@ -335,9 +338,9 @@ def _experts(
             )
     by_rank = {(_number(m[1]), 0): m[0] for m in optims}
     name, hint = "expp_rank_{0}_mp_rank_00_optim_states.pt", copy_hint(weights=True)
-    keys = _whole(prefix, by_rank, name, rows=True, hint=hint) if by_rank else ()
-    found = {(_number(m[1]), _number(m[2])): prefix + m[0] for m in weights}
-    return dict(sorted(found.items())), tuple(key for row in keys for key in row)
+    keys = _whole(prefix, by_rank, name, hint) if by_rank else ()
+    experts = {(_number(m[1]), _number(m[2])): prefix + m[0] for m in weights}
+    return dict(sorted(experts.items())), tuple(chain(*keys))
 
 
 def _not_yet(feature: str, key: str, hint: str = _READ) -> UnsupportedError:
@@ -346,11 +349,8 @@ def _not_yet(feature: str, key: str, hint: str = _READ) -> UnsupportedError:
 
 def _existing(store: Store, tag: str, file: str) -> str:
     if next(iter(store.list(check_key(tag))), None) is None:
-        beside = [
-            i.key
-            for i in islice(store.list(), _MAX_FILES)
-            if i.key.endswith(_WEIGHTS) and "/" not in i.key
-        ]
+        keys = (info.key for info in islice(store.list(), _MAX_FILES))
+        beside = [key for key in keys if key.endswith(_WEIGHTS) and "/" not in key]
         whole = next((key for key in sorted(beside, key=lambda k: not k.endswith(".json"))), None)
         weights = f"; for weights alone open {store.url}/{whole}" if whole else ""
         raise NotFound(
@@ -366,35 +366,3 @@ def _tag_in(store: Store, file: str) -> str | None:
         return None
     text = store.read(file).decode(errors="replace").strip()
     return text if text and "\n" not in text else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeedOptions(PickleOptions):
-    """The options of `DeepSpeed`."""
-
-    groups: Sequence[Sequence[str]] | None = option(
-        None,
-        "document",
-        "the parameters of each optimizer group, in order, if a ZeRO 0 checkpoint does not list them",
-    )
-    layout: Layout | str | None = option(  # noqa: RUF009 - it makes a field
-        None,
-        "layout",
-        "how parameters are sharded over tensor-parallel ranks, if the checkpoint does not describe it, or does so "
-        "wrongly: rules over the axis `tp`, or a preset (`llama`, `megatron-deepspeed`, `megatron-deepspeed-swiglu`)",
-    )
-    vocab: int | None = option(
-        None, "number", "rows of the vocabulary without its padding, if the layout has `pad_to`"
-    )
-    optimizer: bool = option(
-        default=True,
-        how="flag",
-        text="whether to read the optimizer's states; false if their files are missing, and the weights suffice",
-    )
-    cuts: Mapping[str, str | int] | None = option(
-        None,
-        "cuts",
-        "how the parameters that a pattern (a glob or `/regex/`) matches are sharded: `replicate`, `mean`, `halves` "
-        "(two tensors, one after the other, each sharded), or the dim along which parts are joined; it "
-        "takes precedence over `layout`",
-    )

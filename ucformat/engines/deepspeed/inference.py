@@ -150,12 +150,8 @@ def _quoted(name: str) -> str:
 _ARGUMENTS = ("args", "config", "model_config", "hf_config", "hparams")  # in the client state
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim_model")
 _POSITIONS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "seq_length",
-    "n_ctx",
-)
+    "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx",
+)  # fmt: skip
 _VOCABULARY = ("original_vocab_size", "vocab_size")
 _HEAD = re.compile(r"(^|[._])(q|k|query|key)_?(layer)?_?norm", re.IGNORECASE)
 _NORM = re.compile(r"norm|(^|\.)ln_?\w*\.(weight|bias)$", re.IGNORECASE)
@@ -185,11 +181,7 @@ class ModelSizes:
         return cls(recorded)
 
     def whole(self, name: str, shapes: Shapes) -> bool | None:
-        """Whether each rank's part is the whole parameter (True) or a cut of its rows (False); None if unknown.
-
-        Args:
-            shapes: the shapes of its parts, of at least one dim.
-        """
+        """Whether each rank's part is the whole parameter (True) or a cut of its rows (False); None if unknown."""
         rows, total = shapes[0][0], sum(s[0] for s in shapes)
         size = self._expected(name, len(shapes[0]))
         if (

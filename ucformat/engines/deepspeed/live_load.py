@@ -12,13 +12,16 @@ import torch
 from ucformat.checkpoint import Checkpoint
 from ucformat.engines.deepspeed.live_engine import inspect_engine, optimizer_tensors, update_module
 from ucformat.engines.deepspeed.live_save import (
+    ClientState,
     boxes_of,
+    fit_groups,
+    fit_parts,
+    fit_values,
     locals_of_buffers,
     master_state,
     part_of,
     weight_of,
 )
-from ucformat.engines.deepspeed.live_values import ClientState, fit_groups, fit_parts, fit_values
 from ucformat.geometry.tensor import Key
 from ucformat.storage.url import as_strings
 from ucformat.torch.comm.group import TIMEOUT, group_for_call

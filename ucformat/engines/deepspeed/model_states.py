@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # from them.
 
 
-T = TypeVar("T")
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Partition:
         return [{"master": m, **s} for m, s in zip(self.masters, self.states, strict=True)]
 
 
-class Ranks(ABC, Generic[T]):
+class Ranks(ABC, Generic[Parsed]):
     """The files of all ranks, opened and parsed on demand.
 
     Opening the checkpoint opens the first rank's file, and a request those that it needs. A request
@@ -70,39 +70,38 @@ class Ranks(ABC, Generic[T]):
 
     def __init__(self, keys: Sequence[str], load: Callable[[str], TorchFile]) -> None:
         self.keys, self._load_file = keys, load
-        self._open: dict[int, T] = {}
+        self._open: dict[int, Parsed] = {}
         self._lock = threading.Lock()
 
     @abstractmethod
-    def _parse(self, rank: int, file: TorchFile) -> T:
+    def _parse(self, rank: int, file: TorchFile) -> Parsed:
         """Parse and check a rank's file."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __getitem__(self, rank: int) -> T:
+    def __getitem__(self, rank: int) -> Parsed:
         return self.get((rank,))[rank]
 
-    def get(self, wanted: Iterable[int]) -> Mapping[int, T]:
+    def get(self, wanted: Iterable[int]) -> Mapping[int, Parsed]:
         """The parsed files of these ranks (and of others that are open), by rank."""
         with self._lock:
             missing = [rank for rank in wanted if rank not in self._open]
             if missing:
                 if missing[0] - 1 in self._open:
-                    ahead = range(
-                        missing[-1] + 1, min(missing[-1] + 1 + len(self._open), len(self))
-                    )
+                    after = missing[-1] + 1
+                    ahead = range(after, min(after + len(self._open), len(self)))
                     missing += [rank for rank in ahead if rank not in self._open]
                 self._load(missing)
             return self._open
 
-    def all(self) -> list[T]:
+    def all(self) -> list[Parsed]:
         """Every rank's file, in order."""
         opened = self.get(range(len(self)))
         return [opened[rank] for rank in range(len(self))]
 
     def _load(self, ranks: list[int]) -> None:
-        def load(rank: int) -> T:
+        def load(rank: int) -> Parsed:
             return self._parse(rank, self._load_file(self.keys[rank]))
 
         self._open |= zip(ranks, map_io(load, ranks), strict=True)
@@ -129,9 +128,9 @@ def need(mapping: Any, key: str, kind: type | tuple[type, ...], file: str) -> An
     return value
 
 
-def state_of(found: dict[Any, Any], index: Any, file: str) -> dict[str, Any]:
+def state_of(states: dict[Any, Any], index: Any, file: str) -> dict[str, Any]:
     """The optimizer states of one entry, by name; empty if the entry has none."""
-    value = found.get(index, {}) if isinstance(index, int | str) else None
+    value = states.get(index, {}) if isinstance(index, int | str) else None
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise IntegrityError(
             f"{file} has no usable optimizer states of the entry {index!r:.80}",
@@ -167,30 +166,27 @@ def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
     """The hyper-parameters of an optimizer group, as JSON."""
     if not isinstance(group, dict):
         raise IntegrityError(f"an optimizer group in {file.key} is a {type(group).__name__}")
-    plain: dict[str, Any] = to_json(
-        {k: v for k, v in group.items() if k != "params"}, read=file.read, path="param_groups"
-    )
+    hyper = {k: v for k, v in group.items() if k != "params"}
+    plain: dict[str, Any] = to_json(hyper, read=file.read, path="param_groups")
     return plain
 
 
 def scalars(file: TorchFile, state: dict[str, Any], dropped: frozenset[str]) -> dict[str, Any]:
     """All values of an optimizer file except its parameters' tensors and the dropped keys."""
     # the last two are in the model states too
-    known = ("optimizer_state_dict", "ds_config", "ds_version")
-    around = {k: v for k, v in file.value.items() if k not in known}
+    besides = ("optimizer_state_dict", "ds_config", "ds_version")
+    around = {k: v for k, v in file.value.items() if k not in besides}
     return {**around, **{k: v for k, v in state.items() if k not in dropped}}
 
 
 def read_scalars(partition: Partition) -> list[dict[str, bytes]]:
     """Read the 0-d tensors among an optimizer's states, as bytes by state, for each flat group."""
-    return [
-        {
-            n: partition.file.read(v)
-            for n, v in states.items()
-            if isinstance(v, StoredTensor) and not v.shape and v.readable
-        }
-        for states in partition.states
-    ]
+
+    def is_scalar(value: Any) -> bool:
+        return isinstance(value, StoredTensor) and not value.shape and value.readable
+
+    read = partition.file.read
+    return [{n: read(v) for n, v in s.items() if is_scalar(v)} for s in partition.states]
 
 
 def check_same_states(
@@ -198,7 +194,9 @@ def check_same_states(
 ) -> None:
     """Check that two ranks have the same optimizer states and scalars (`step`), as far as these can be read."""
     for index, (mine, theirs) in enumerate(zip(first.values(), partition.values(), strict=True)):
-        if mine.keys() != theirs.keys() or not all(_alike(v, theirs[n]) for n, v in mine.items()):
+        if mine.keys() != theirs.keys() or not all(
+            _alike_values(v, theirs[n]) for n, v in mine.items()
+        ):
             raise IntegrityError(
                 f"{partition.file.key} has other optimizer states of group {index} than {first.file.key}: "
                 f"{_described(theirs)} instead of {_described(mine)}"
@@ -211,7 +209,7 @@ def check_same_states(
             )
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike_values(one: Any, other: Any) -> bool:
     """Whether two values are tensors of one dtype and number of dims, or of one type; what cannot be read may be."""
     if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
         return type(one) is type(other)
@@ -220,10 +218,8 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _described(states: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{n} ({v.dtype if isinstance(v, StoredTensor) else type(v).__name__})"
-        for n, v in states.items()
-    )
+    kinds = {n: getattr(v, "dtype", type(v).__name__) for n, v in states.items()}
+    return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
 
 
 def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> UnsupportedError:
@@ -237,14 +233,10 @@ def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -
 #: Keys that hold or describe tensors.
 TENSOR_KEYS = frozenset(
     (
-        "module",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
+        "module", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
         "frozen_param_fragments",
     )
-)
+)  # fmt: skip
 #: Keys that DeepSpeed itself writes; all others are the client state.
 ENGINE_KEYS = frozenset(
     ("lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
@@ -264,30 +256,25 @@ class ModelStates:
         self.file, self.key = file, file.key
         self.value: dict[str, Any] = file.value if isinstance(file.value, dict) else {}
         self.in_layers = "module" in self.value and self.value["module"] is None
-        module = (
-            {}
-            if self.in_layers
-            else _flattened(need(self.value, "module", dict, self.key), self.key)
-        )
-        self.module: dict[str, StoredTensor] = {
-            k: v for k, v in module.items() if isinstance(v, StoredTensor)
-        }
+        module: dict[Any, Any] = {}
+        if not self.in_layers:
+            module = _flattened(need(self.value, "module", dict, self.key), self.key)
+        self.module: dict[str, StoredTensor] = {}
+        self.extra: dict[str, Any] = {}
+        for name, value in module.items():
+            (self.module if isinstance(value, StoredTensor) else self.extra)[name] = value
         self._homes: dict[str, TorchFile] = {}
-        self.extra: dict[str, Any] = {
-            k: v for k, v in module.items() if not isinstance(v, StoredTensor)
-        }
         self.buffers = frozenset(self._names("buffer_names", (list, tuple, set)))
         self._names("shared_params", dict)
         self._refuse_unsupported()
         shapes = self.value.get("param_shapes")
         if not isinstance(shapes, list | tuple | None):
             raise IntegrityError(f"{self.key} has no usable 'param_shapes'")
-        self.param_shapes = (
-            None if shapes is None else [self._shapes(g, "param_shapes") for g in shapes]
-        )
-        self.frozen_shapes = self._shapes(
-            self.value.get("frozen_param_shapes") or {}, "frozen_param_shapes"
-        )
+        self.param_shapes: list[dict[str, tuple[int, ...]]] | None = None
+        if shapes is not None:
+            self.param_shapes = [self._shapes(g, "param_shapes") for g in shapes]
+        frozen = self.value.get("frozen_param_shapes") or {}
+        self.frozen_shapes = self._shapes(frozen, "frozen_param_shapes")
         if any(not isinstance(name, str) for name in module):
             raise IntegrityError(f"{self.key} has a tensor whose name is not a string")
 
@@ -297,10 +284,8 @@ class ModelStates:
 
     def adopt_after(self, prefix: str, tensors: dict[str, tuple[StoredTensor, TorchFile]]) -> None:
         """Add tensors that other files hold, after the module's last tensor with a prefix, or else at the end."""
-        names = list(self.module)
-        at = max(
-            (i + 1 for i, name in enumerate(names) if name.startswith(prefix)), default=len(names)
-        )
+        places = (i + 1 for i, name in enumerate(self.module) if name.startswith(prefix))
+        at = max(places, default=len(self.module))
         duplicate = next((name for name in tensors if name in self.module), None)
         if duplicate is not None:
             raise IntegrityError(f"{duplicate} is in {self.key} and in {tensors[duplicate][1].key}")
@@ -322,11 +307,8 @@ class ModelStates:
         """The degrees of pipeline and tensor parallelism, and their product; None for those not recorded."""
         recorded = self.value.get("checkpoint_parallel_dimensions")
         recorded = recorded if isinstance(recorded, dict) else {}
-        sizes = (
-            recorded.get("pp_degree"),
-            recorded.get("tp_degree"),
-            self.value.get("mp_world_size"),
-        )
+        degrees = (recorded.get("pp_degree"), recorded.get("tp_degree"))
+        sizes = (*degrees, self.value.get("mp_world_size"))
         pp, tp, mp = (n if isinstance(n, int) and n > 0 else None for n in sizes)
         return pp, tp, mp
 
@@ -355,31 +337,27 @@ class ModelStates:
         if self.param_shapes is not None:
             return {}
         first: dict[tuple[str, StoredTensor], str] = {}
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name, tensor in self.module.items():
             where = self.home(name).key, tensor
             tied = tensor.size and tensor.readable and name not in self.buffers
             if tied and first.setdefault(where, name) != name:
-                found[name] = first[where]
-        return found
+                names[name] = first[where]
+        return names
 
     def _same(self, a: str, b: str) -> bool:
         one, other = self.module.get(a), self.module.get(b)
-        return (
-            one is not None
-            and one == other
-            and one.size > 0
-            and one.readable
-            and self.home(a).key == self.home(b).key
-        )
+        if one is None or one != other or self.home(a).key != self.home(b).key:
+            return False
+        return one.size > 0 and one.readable
 
     def _names(self, key: str, kind: type | tuple[type, ...]) -> Any:
         """An optional value that contains only names."""
         value = self.value.get(key) or ()
-        plain = value and isinstance(value, kind)
-        if value and not (
-            plain and all(isinstance(n, str) for n in (*value, *getattr(value, "values", tuple)()))
-        ):
+        if not value:
+            return value
+        names: Any = value if isinstance(value, kind) else (None,)
+        if not all(isinstance(name, str) for name in (*names, *getattr(names, "values", tuple)())):
             raise IntegrityError(f"{self.key} has no usable {key!r}")
         return value
 
@@ -401,12 +379,8 @@ def _flattened(module: dict[Any, Any], file: str, depth: int = 0) -> dict[Any, A
     """Nested dictionaries of tensors as one, their keys joined by dots; other values stay as they are."""
     out: dict[Any, Any] = {}
     for key, value in module.items():
-        if (
-            isinstance(key, str)
-            and isinstance(value, dict)
-            and _holds_tensors(value)
-            and not key.endswith(_EXTRA)
-        ):
+        is_module = isinstance(key, str) and not key.endswith(_EXTRA)
+        if is_module and isinstance(value, dict) and _holds_tensors(value):
             if depth > _DEPTH:
                 raise IntegrityError(f"{file} has modules nested more than {_DEPTH} deep")
             out.update((f"{key}.{k}", v) for k, v in _flattened(value, file, depth + 1).items())
@@ -433,12 +407,8 @@ class Objects:
         contents: TensorIndex,
         not_stored: list[str],
     ) -> None:
-        self._models, self._optimizers, self._contents, self._not_stored = (
-            models,
-            optimizers,
-            contents,
-            not_stored,
-        )
+        self._models, self._optimizers = models, optimizers
+        self._contents, self._not_stored = contents, not_stored
         # path -> tensor, CRC-32, name, as the first rank has it
         self._spilled: dict[str, tuple[StoredTensor, int, str]] = {}
 

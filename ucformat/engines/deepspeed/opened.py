@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.experts import adopt_experts, check_degree, expert_model
-from ucformat.engines.deepspeed.merge import Merged, merge_groups, tensor_list
 from ucformat.engines.deepspeed.model_states import ModelStates, Objects, load_all
 from ucformat.engines.deepspeed.pipeline import adopt_layers, layers_of, names_of_stages
 from ucformat.engines.deepspeed.resolver import ShardingResolver
-from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, read_slice
-from ucformat.errors import UnsupportedError, UsageError, option_text
+from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, models_by_label, read_slice
+from ucformat.errors import IntegrityError, UnsupportedError, UsageError, option_text
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
+from ucformat.geometry.tp_sharding import Shapes, TPSharding, replicate
+from ucformat.geometry.view import View
 from ucformat.reading.readable import CheckpointMetadata
+from ucformat.sources.index import Group, IndexedSource, TensorIndex
 from ucformat.sources.pickle.file import TorchFile, TorchZip
+from ucformat.sources.tp_merge import Replica, Verdict, compare, must_agree
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from ucformat.engines.deepspeed.experts import Experts
-    from ucformat.engines.deepspeed.folder import DeepSpeedOptions, TagFiles
-    from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key
+    from ucformat.engines.deepspeed.folder import DeepSpeedSourceOptions, TagFiles
+    from ucformat.engines.deepspeed.zero import Slice
+    from ucformat.geometry.tensor import Extent
+    from ucformat.geometry.view import Part
     from ucformat.reading.readable import FileRecord
+    from ucformat.sources.index import Locate
     from ucformat.storage.base import Store
 
 
-class OpenDeepSpeed:
+class OpenDeepSpeed(IndexedSource):
     """One opened DeepSpeed checkpoint."""
 
     kind = "deepspeed"
     part = ""  # there is a file for each of the ranks that the files record
 
-    def __init__(self, store: Store, files: TagFiles, how: DeepSpeedOptions) -> None:
+    def __init__(self, store: Store, files: TagFiles, how: DeepSpeedSourceOptions) -> None:
         self.store = store
         self._files = files
         self._opened: dict[str, TorchFile] = {}
@@ -42,20 +50,16 @@ class OpenDeepSpeed:
             return file
 
         degrees, stages = _read(load, files, how)
-        models = [m for slices in stages for of in slices for m in of.models]
+        models = [model for one in chain(*stages) for model in one.models]
         resolver = ShardingResolver(models, degrees.tp, how.layout, how.vocab, how.cuts)
         merged = Merged(store, stages, resolver)
-        contents = self._contents = merged.contents
+        contents = self.contents = merged.contents
         contents.groups = merge_groups(stages)
-        by_label = {
-            degrees.label(p, t, d) if d else of.label: model
-            for p, slices in enumerate(stages)
-            for t, of in enumerate(slices)
-            for d, model in enumerate(of.models)
-        }
-        optimizers = {of.label: of.contents.optimizer for slices in stages for of in slices}
+        optimizers = {one.label: one.contents.optimizer for one in chain(*stages)}
         not_stored = list(dict.fromkeys(name for slices in stages for name in slices[0].not_stored))
-        objects = Objects(by_label, optimizers, contents, not_stored).json()  # adds large tensors
+        objects = Objects(
+            models_by_label(degrees, stages), optimizers, contents, not_stored
+        ).json()  # adds large tensors
         first = stages[0][0]
         self.metadata = CheckpointMetadata(
             tensor_list=tensor_list(stages, contents),
@@ -71,10 +75,6 @@ class OpenDeepSpeed:
             folder=files.tag,
         )
 
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor are; opens the files of the ranks that hold them, if they are not yet open."""
-        return self._contents.extents(key, within, self.store.url)
-
     def records(self) -> Iterator[FileRecord]:
         """Every record of the zip files of all ranks; reads the directories of those that are not open."""
         for key in self._files.all:
@@ -83,7 +83,7 @@ class OpenDeepSpeed:
 
 
 def _read(
-    load: Callable[[str], TorchFile], files: TagFiles, how: DeepSpeedOptions
+    load: Callable[[str], TorchFile], files: TagFiles, how: DeepSpeedSourceOptions
 ) -> tuple[ParallelDegrees, list[list[Slice]]]:
     """The checkpoint's slices by pipeline stage and tensor-parallel rank."""
     if files.zero3 and not how.optimizer:
@@ -117,11 +117,8 @@ def _read(
             )
         weights = [row[0] for row in load_all(load, [[key] for key in files.experts.values()])]
         experts = adopt_experts(first, dict(zip(files.experts, weights, strict=True)), degrees.dp)
-        if (
-            first.param_shapes is None
-            and first.value.get("optimizer") is not None
-            and how.optimizer
-        ):
+        has_optimizer = first.value.get("optimizer") is not None and how.optimizer
+        if first.param_shapes is None and has_optimizer:
             return degrees, _expert_stages(files, load, experts, first, how)
     shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
     optims = files.optims or ((),) * len(rows)
@@ -155,7 +152,7 @@ def _expert_stages(
     load: Callable[[str], TorchFile],
     experts: Experts,
     first: ModelStates,
-    how: DeepSpeedOptions,
+    how: DeepSpeedSourceOptions,
 ) -> list[list[Slice]]:
     """Under ZeRO 0 each expert-parallel rank as a slice of its own; shared tensors must agree as across stages."""
     degree = len(files.expert_optims)
@@ -165,29 +162,319 @@ def _expert_stages(
     for rank, file in enumerate(opened):
         model = expert_model(first, file, experts, degree, rank)
         label = f"ep{rank}" if rank else ""
-        names = (
-            None
-            if how.groups is None
-            else [[n for n in g if experts.locally(n, degree, rank)] for g in how.groups]
-        )
-        of = read_slice([model], (), label, load, zero3=False, shared=None, names=names)
+        names = how.groups and [
+            [n for n in group if experts.locally(n, degree, rank)] for group in how.groups
+        ]
+        one = read_slice([model], (), label, load, zero3=False, shared=None, names=names)
         if rank:
-            of.contents.forget(key for key in stages[0][0].contents.infos if key.state == "weight")
+            one.contents.forget(key for key in stages[0][0].contents.infos if key.state == "weight")
         else:
-            of.models = [first]  # only the first has more than that
-        stages.append([of])
+            one.models = [first]  # only the first has more than that
+        stages.append([one])
     return stages
 
 
 def _layout(degrees: ParallelDegrees, stages: list[list[Slice]], files: TagFiles) -> dict[str, Any]:
     """Stage and ranks; under ZeRO 3 also the dtype of the weights, of which only the fp32 copy is stored."""
     first = stages[0][0]
-    out: dict[str, Any] = {"zero": first.stage, "dp": degrees.dp}
+    out = degrees.layout(first.stage)
     if files.experts and (first.degrees or files.expert_optims):
         sizes = sorted({n for n in first.degrees if n > 1} or {len(files.expert_optims) or 1})
         out["ep"] = sizes[0] if len(sizes) == 1 else sizes
-    out |= {axis: n for axis, n in (("tp", degrees.tp), ("pp", degrees.pp)) if n > 1}
-    described = [name for name in first.model.described if name in first.model.module]
-    if first.stage == 3 and described:
-        out["weight_dtype"] = first.model.module[described[0]].dtype
+    return out | first.weight_dtype(first.stage)
+
+
+# The tensors and optimizer groups of a whole checkpoint, out of those of its model-parallel ranks.
+
+
+_MIXED = "files of different saves are mixed in one folder"
+
+
+class Merged:
+    """All tensors of a checkpoint, merged from its slices, by pipeline stage and tensor-parallel rank."""
+
+    def __init__(
+        self, store: Store, stages: Sequence[Sequence[Slice]], resolver: ShardingResolver
+    ) -> None:
+        self.contents = TensorIndex()
+        self.means: dict[Key, tuple[Key, ...]] = {}
+        self._store, self._resolver = store, resolver
+        self._homes: dict[str, Sequence[Slice]] = {}  # the first stage that holds a parameter
+        for one in chain(*stages):
+            self.contents.unreadable |= one.contents.unreadable
+        shapes = [_shapes(stage, self.contents.unreadable) for stage in stages]
+        described = (name for slices in stages for name in slices[0].model.described)
+        resolver.recognise({n: parts for each in shapes for n, parts in each.items()}, described)
+        for stage, each in zip(stages, shapes, strict=True):
+            for name in [n for n in each if self.contents.refused_with(Key(n, "weight"))]:
+                del each[name]
+            self._homes.update((name, stage) for name in each if name not in self._homes)
+        for stage, each in zip(stages, shapes, strict=True):
+            self._add_stage(stage, each)
+
+    def _add_stage(self, slices: Sequence[Slice], shapes: dict[str, Shapes]) -> None:
+        first = slices[0].contents
+        buffers = frozenset().union(*(s.model.buffers for s in slices))
+        shardings = self._resolver.decide(shapes, buffers, self._verdict)
+        for key in first.infos:
+            if (reason := self.contents.refused_with(key)) is not None:
+                self.contents.unreadable[key] = reason
+            elif key not in first.large:
+                self._add(key, slices, shapes[key.name], shardings[key.name])
+        for contents in (one.contents for one in slices):
+            for key in contents.large:
+                self.contents.put(contents.infos[key], contents.locate[key])
+
+    def _add(
+        self,
+        key: Key,
+        slices: Sequence[Slice],
+        shapes: tuple[tuple[int, ...], ...],
+        sharding: TPSharding,
+    ) -> None:
+        """A tensor in one state, read as its parameter is; states without its shape must be whole on every rank."""
+        if len(slices) == 1 and not (sharding.padding_rows or sharding.scaled):
+            local = slices[0].contents
+            self._put(local.infos[key], local.locate[key])
+            return
+        infos = [s.contents.infos[key] for s in slices]
+        own = tuple(info.shape for info in infos)
+        if len({info.dtype for info in infos}) > 1:
+            raise IntegrityError(
+                f"{key} has the dtypes {', '.join(sorted({i.dtype for i in infos}))}", hint=_MIXED
+            )
+        if own != shapes:
+            whole = len(sharding.regions[0]) == 1 and len(set(sharding.regions)) == 1
+            if not whole and any(own):
+                raise UnsupportedError(
+                    f"{key} of the parts {[list(s) for s in own]} belongs to a parameter of the parts "
+                    f"{[list(s) for s in shapes]}: states of factored optimizers are means over a rank's part, and "
+                    "are not read under tensor parallelism",
+                    hint="read the weights and masters alone",
+                )
+            sharding = replicate(own)
+        info = TensorInfo(key.name, key.state, infos[0].dtype, sharding.shape)
+        if sharding.mean and own == shapes:
+            parts = tuple(key.partial(t) for t in range(len(slices)))
+            self._put(info, lambda _: _refuse_mean(key, parts))
+            for part, one in zip(parts, slices, strict=True):
+                self.contents.locate.setdefault(part, one.contents.locate[key])
+            self.means[key] = parts
+            return
+        if sharding.scaled:
+            self._put(info, lambda _: _refuse_scaled(key))
+            return
+        tensor = _MergedTensor(self._store, info, slices, sharding.regions)
+        self._put(info, tensor.extents)
+        if sharding.padding_rows:
+            spare = TensorInfo(*key.padding, info.dtype, sharding.padding_shape)
+            rows = _MergedTensor(self._store, spare, slices, sharding.padding, key)
+            self._put(spare, rows.extents)
+
+    def _put(self, info: TensorInfo, locate: Locate) -> None:
+        """Add a stage's tensor; copies in several stages must be equal."""
+        key = info.key
+        old = self.contents.infos.get(key)
+        if old is None:
+            self.contents.put(info, locate)
+            return
+        if old != info:
+            raise IntegrityError(
+                f"{key} is {old.dtype} {list(old.shape)} in one pipeline stage and {info.dtype} {list(info.shape)} "
+                "in another",
+                hint=_MIXED,
+            )
+        first = self.contents.locate[key]
+        if not isinstance(first, _Copies):
+            may_differ = self._resolver.may_differ(key.name)
+            first = _Copies(self._store, info, first, may_differ=may_differ)
+            self.contents.locate[key] = first
+        first.add(locate)
+
+    def _verdict(self, name: str) -> Verdict:
+        """Whether the parts of a parameter are equal: by its weight, or its other states if the weight is constant."""
+        slices = self._homes[name]
+        first, shape = slices[0].contents.infos, _shape(slices[0], name)
+        states = [key for key in first if key.name == name and first[key].shape == shape]
+        order = {"weight": 0, "master": 1}
+        verdict: Verdict = "constant"
+        for key in sorted(states, key=lambda key: order.get(key.state, 2)):
+            copies = [s.contents.replica(key, Box.whole(shape)) for s in slices]
+            verdict = compare(self._store, copies)
+            if verdict != "constant":
+                break
+        return verdict
+
+
+class _Copies:
+    """A tensor of several stages; the first stage's is read, after a check that all are equal."""
+
+    def __init__(self, store: Store, info: TensorInfo, first: Locate, *, may_differ: bool) -> None:
+        self._store, self._info = store, info
+        self._copies: list[Replica] = []
+        self._agreed = may_differ
+        self.add(first)
+
+    def add(self, locate: Locate) -> None:
+        self._copies.append(Replica(locate, Box.whole(self._info.shape), self._info.itemsize))
+
+    def __call__(self, within: Box | None) -> Iterator[Extent]:
+        if not self._agreed:
+            must_agree(self._store, self._info.key, self._copies)
+            self._agreed = True
+        return self._copies[0].locate(within)
+
+
+class _MergedTensor:
+    """One global tensor: a view of the ranks' local ones."""
+
+    def __init__(
+        self, store: Store, info: TensorInfo, slices: Sequence[Slice], regions: Sequence[Sequence[Part]],
+        key: Key | None = None,
+    ) -> None:  # fmt: skip
+        self._store, self._info, self._slices = store, info, slices
+        self._key = key or info.key  # of the local tensors
+        owners: dict[Box, tuple[int, Part]] = {}
+        self._replicas: dict[Box, list[tuple[int, Part]]] = {}
+        for rank, own in enumerate(regions):
+            for region in own:
+                box = region.target
+                if box in owners:
+                    self._replicas.setdefault(box, [owners[box]]).append((rank, region))
+                else:
+                    owners[box] = (rank, region)
+        self._owners = list(owners.values())
+        self._view: View | None = None
+
+    def extents(self, within: Box | None) -> Iterator[Extent]:
+        """The extents of the ranks' tensors, in global coordinates; the first call checks that replicas agree."""
+        if self._view is None:
+            for replicas in self._replicas.values():
+                copies = [self._slices[t].contents.replica(self._key, r.box) for t, r in replicas]
+                must_agree(self._store, self._key, copies)
+            self._view = View(self._info, tuple((Key(str(t), ""), r) for t, r in self._owners))
+
+        def local(source: Key, box: Box) -> Iterator[Extent]:
+            return self._slices[int(source.name)].contents.locate[self._key](box)
+
+        return self._view.extents(local, within)
+
+
+def tensor_list(stages: Sequence[Sequence[Slice]], contents: TensorIndex) -> TensorList:
+    """All tensors in the order of the module, others after them; the states of each parameter are adjacent."""
+    modules = (name for slices in stages for name in slices[0].model.module)
+    names = dict.fromkeys((*modules, *(key.name for key in contents.infos)))
+    order = {name: i for i, name in enumerate(names)}
+    infos = sorted(contents.infos.values(), key=lambda info: order[info.name])
+    groups = {name: g for g, group in enumerate(contents.groups) for name in group.names}
+    return TensorList(tuple(infos), groups)
+
+
+def _shapes(slices: Sequence[Slice], unreadable: Collection[Key]) -> dict[str, Shapes]:
+    """The shapes of the parts of each parameter of a stage."""
+    _check_same_tensors(slices, unreadable)
+    contents = slices[0].contents
+    names = {key.name: None for key in contents.infos if key not in contents.large}
+    return {name: tuple(_shape(s, name) for s in slices) for name in names}
+
+
+def _shape(one: Slice, name: str) -> tuple[int, ...]:
+    """The shape of the local part of a parameter."""
+    infos = one.contents.infos
+    for state in ("weight", "master"):
+        if Key(name, state) in infos:
+            return infos[Key(name, state)].shape
+    shape = one.model.described.get(name)
+    return next(i.shape for k, i in infos.items() if k.name == name) if shape is None else shape
+
+
+def _check_same_tensors(slices: Sequence[Slice], unreadable: Collection[Key]) -> None:
+    """All tensor-parallel ranks of a stage hold parts of the same tensors; of some only other ranks' can be read."""
+    first = slices[0].contents
+    for one in slices[1:]:
+        theirs = one.contents.infos.keys() - one.contents.large.keys()
+        unshared = (first.infos.keys() - first.large.keys()) ^ theirs
+        if unshared := unshared.difference(unreadable):
+            key = min(unshared)
+            there, not_there = (slices[0], one) if key in first.infos else (one, slices[0])
+            raise IntegrityError(
+                f"{there.model.key} or its optimizer has {key}, that of {not_there.model.key} does not"
+            )
+
+
+def _refuse_mean(key: Key, parts: Sequence[Key]) -> Iterator[Extent]:
+    raise UnsupportedError(
+        f"{key} is the mean of {len(parts)} values, one for each tensor-parallel rank, which are stored separately",
+        hint=f"they are {parts[0].state} to {parts[-1].state}",
+    )
+
+
+def _refuse_scaled(key: Key) -> Iterator[Extent]:
+    raise UnsupportedError(
+        f"{key} is scaled, according to the affine map of the checkpoint, so it is not read in place",
+        hint="DeepSpeed's own converter undoes it for weights; it refuses optimizer states, too",
+    )
+
+
+def merge_groups(stages: Sequence[Sequence[Slice]]) -> list[Group]:
+    """Check that groups of tensor-parallel ranks are the same, and join those of pipeline stages.
+
+    They are joined by position if all stages have equally many, with the same hyper-parameters;
+    else by hyper-parameters if these belong to only one group of the stage. Other groups stay
+    separate. Each parameter keeps its hyper-parameters.
+    """
+    merged: list[Group] = []
+    seen: set[str] = set()
+    for slices in stages:
+        groups = slices[0].contents.groups
+        described = [(g.names, g.hyper) for g in groups]
+        for one in slices[1:]:
+            if [(g.names, g.hyper) for g in one.contents.groups] != described:
+                raise IntegrityError(
+                    f"the optimizer groups of {slices[0].model.key} and {one.model.key} differ",
+                    hint=_MIXED,
+                )
+        for group, into in zip(groups, _partners(merged, groups), strict=True):
+            # a tied module's, in several stages
+            names = [name for name in group.names if name not in seen]
+            seen.update(names)
+            if into is None:
+                merged.append(Group(names, group.hyper, group.state))
+            else:
+                into.state = _joined(into, group)
+                into.names.extend(names)
+    return merged
+
+
+def _partners(merged: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:
+    """The group that each group of a stage is joined to."""
+    if len(merged) == len(groups) and all(map(_same_options, merged, groups)):
+        return list(merged)
+    partners: list[Group | None] = []
+    for group in groups:
+        same = [other for other in merged if _same_options(other, group)]
+        alone = sum(_same_options(other, group) for other in groups) == 1
+        partners.append(same[0] if alone and len(same) == 1 else None)
+    return partners
+
+
+def _same_options(one: Group, other: Group) -> bool:
+    return one.hyper == other.hyper and one.state.keys() == other.state.keys()
+
+
+def _joined(one: Group, other: Group) -> dict[str, Any]:
+    """Plain state: one value for all, or one for each name if they differ."""
+    out: dict[str, Any] = {}
+    for key, value in one.state.items():
+        theirs = other.state[key]
+        if type(value) is type(theirs) and value == theirs and not isinstance(value, dict):
+            out[key] = value
+        else:
+            out[key] = {**_by_name(value, one.names), **_by_name(theirs, other.names)}
     return out
+
+
+def _by_name(value: Any, names: Sequence[str]) -> dict[str, Any]:
+    if isinstance(value, dict) and value.keys() <= set(names):
+        return value
+    return dict.fromkeys(names, value)

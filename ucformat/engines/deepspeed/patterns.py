@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import (
@@ -45,15 +44,15 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.view import Part
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 
 
-class Patterns(Generic[T]):
+class Patterns(Generic[Value]):
     """Patterns with values; a name gets the value of the first pattern that matches."""
 
-    def __init__(self, pairs: Iterable[tuple[Any, T]], label: str) -> None:
-        self._exact: dict[str, tuple[str, T]] = {}
-        self._others: list[tuple[Pattern, str, T]] = []
+    def __init__(self, pairs: Iterable[tuple[Any, Value]], label: str) -> None:
+        self._exact: dict[str, tuple[str, Value]] = {}
+        self._others: list[tuple[Pattern, str, Value]] = []
         for pattern, value in pairs:
             if not isinstance(pattern, str):
                 raise IntegrityError(
@@ -68,15 +67,13 @@ class Patterns(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._exact or self._others)
 
-    def find(self, name: str) -> tuple[str, T] | None:
+    def find(self, name: str) -> tuple[str, Value] | None:
         """The first pattern that matches a name, and its value; None if no pattern matches."""
         if name in self._exact:
             return self._exact[name]
         try:
-            return next(
-                ((pattern, value) for regex, pattern, value in self._others if regex.match(name)),
-                None,
-            )
+            matching = ((p, value) for regex, p, value in self._others if regex.match(name))
+            return next(matching, None)
         except LayoutError as error:
             raise UnsupportedError(
                 error.message, hint=f"specify how the tensors are cut: {option_text('layout')}"
@@ -111,9 +108,7 @@ _KEY = "universal_checkpoint_info"
 _LISTS: dict[str, Callable[[Shapes], TPSharding]] = {
     "tp_replicated_parameter_patterns": replicate,
     "parameter_to_average_patterns": mean,
-    "parameter_with_2_sub_params_cat_dim_0": lambda shapes: shard(
-        shapes, Shard(0, TP, parts=(1, 1))
-    ),
+    "parameter_with_2_sub_params_cat_dim_0": lambda s: shard(s, Shard(0, TP, parts=(1, 1))),
 }
 _ROW = "parameter_with_row_parallelism_patterns"
 _SUB = "parameter_with_sub_params"
@@ -151,20 +146,15 @@ class TensorParallelInfo:
 
     def sharding(self, name: str, shapes: Shapes) -> TPSharding | None:
         """How a parameter is sharded; None if the checkpoint does not describe any parameter."""
-        found = self._find(name, shapes) if len(shapes) > 1 and self else None
         if len(shapes) == 1:
-            found = replicate(shapes)
-        return found and self.strip(name, found)
+            return self.strip(name, replicate(shapes))
+        return self.strip(name, self._find(name, shapes)) if self else None
 
     def is_default(self, name: str) -> bool:
         """Whether no pattern matches a parameter, so that it is joined along dim 0."""
-        found: tuple[Patterns[Any], ...] = (
-            *self._lists.values(),
-            self._sub,
-            self._affine,
-            self._unsupported,
-        )
-        return not any(patterns.find(name) for patterns in found)
+        others = (self._sub, self._affine, self._unsupported)
+        every: tuple[Patterns[Any], ...] = (*self._lists.values(), *others)
+        return not any(patterns.find(name) for patterns in every)
 
     def is_replicated(self, name: str) -> bool:
         """Whether a pattern declares a parameter replicated."""
@@ -175,25 +165,22 @@ class TensorParallelInfo:
         return self._vocabulary.find(name) is not None
 
     def _find(self, name: str, shapes: Shapes) -> TPSharding:
-        hit = self._affine.find(name)
-        if hit:
+        if hit := self._affine.find(name):
             return _affine(hit[1], shapes).because("its affine map")
-        hit = self._unsupported.find(name)
-        if hit:
+        if hit := self._unsupported.find(name):
             raise LayoutError(f"AutoTP marks it as cut in a way that it cannot describe ({hit[1]})")
         for key, make in _LISTS.items():
             if self._lists[key].find(name):
                 return make(shapes).because(key)
-        hit = self._sub.find(name)
-        if hit:
+        if hit := self._sub.find(name):
             return self._sub_param(hit[0], hit[1], shapes).because(_SUB)
         if not shapes[0]:
             raise LayoutError(
                 f"it has no dims to be joined along, and no pattern of {_KEY} marks it as replicated"
             )
-        return concatenate(shapes, 1 if self._lists[_ROW].find(name) else 0).because(
-            _ROW if self._lists[_ROW].find(name) else "no pattern, which means dim 0"
-        )
+        if self._lists[_ROW].find(name):
+            return concatenate(shapes, 1).because(_ROW)
+        return concatenate(shapes, 0).because("no pattern, which means dim 0")
 
     def _sub_param(self, pattern: str, entry: dict[str, Any], shapes: Shapes) -> TPSharding:
         view: Any = entry.get("shape")
@@ -221,13 +208,8 @@ class TensorParallelInfo:
         """The sharding without the padding of a vocabulary; AutoTP, which writes exact names, adds no padding."""
         hit = self._vocabulary.find(name)
         rows = self._value.get("original_vocab_size")
-        if (
-            hit is None
-            or is_exact(hit[0])
-            or not isinstance(rows, int)
-            or rows < 1
-            or not sharding.shape
-        ):
+        padded = hit is not None and not is_exact(hit[0]) and bool(sharding.shape)
+        if not padded or not isinstance(rows, int) or rows < 1:
             return sharding
         if self._padded and sharding.shape[0] != self._padded:
             if sharding.shape[0] > rows:
@@ -256,11 +238,10 @@ class TensorParallelInfo:
     def _sub_params(self) -> list[tuple[Any, dict[str, Any]]]:
         entries = self._value.get(_SUB) or []
         entries = [_fields(e) for e in entries] if isinstance(entries, list | tuple) else [None]
-        if not all(
-            isinstance(e, dict) and isinstance(e.get("patterns"), list | tuple) for e in entries
-        ):
+        lists = (e.get("patterns") if isinstance(e, dict) else None for e in entries)
+        if not all(isinstance(patterns, list | tuple) for patterns in lists):
             raise IntegrityError(f"{self._where} has no usable {_SUB}")
-        return list(chain.from_iterable(((p, e) for p in e["patterns"]) for e in entries))
+        return [(pattern, e) for e in entries for pattern in e["patterns"]]
 
 
 def _fields(entry: Any) -> Any:
@@ -288,12 +269,12 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
     """The sharding that an affine map describes."""
     try:
         shape = _sizes(entry["logical_shape"])
-        ranks = {int(rank): held for rank, held in entry["ranks"].items()}
+        ranks = {int(rank): described for rank, described in entry["ranks"].items()}
         if sorted(ranks) != list(range(len(shapes))):
             raise LayoutError(f"its affine map is for {len(ranks)} ranks, not for {len(shapes)}")
         regions, scaled = [], False
         for rank, local in enumerate(shapes):
-            found: list[Part] = []
+            parts: list[Part] = []
             if _sizes(ranks[rank]["shard_shape"]) != local:
                 raise LayoutError(
                     f"its affine map gives rank {rank} the shape {ranks[rank]['shard_shape']}, not {list(local)}"
@@ -302,18 +283,16 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
                 raise UnsupportedError(f"an affine map has more than {_PIECES} pieces")
             for piece in ranks[rank]["pieces"]:
                 at, to = ((int(o), _sizes(s)) for o, s in (piece["source"], piece["dest"]))
-                found += strided_regions(shape, local, _sizes(piece["shape"]), at, to)
+                parts += strided_regions(shape, local, _sizes(piece["shape"]), at, to)
                 scaled = scaled or float(piece.get("scale", 1.0)) != 1.0
-            prove(
-                TensorInfo("the part of a rank", "weight", "uint8", local),
-                enumerate(r.box for r in found),
-            )
-            regions.append(tuple(found))
+            info = TensorInfo("the part of a rank", "weight", "uint8", local)
+            prove(info, enumerate(part.box for part in parts))
+            regions.append(tuple(parts))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, LayoutError):
             raise
         raise LayoutError(f"its affine map is invalid ({type(error).__name__}: {error})") from error
-    first = {r.target: None for held in regions for r in held}
+    first = dict.fromkeys(part.target for parts in regions for part in parts)
     prove(TensorInfo("it", "weight", "uint8", shape), enumerate(first))
     return replace(TPSharding(shape, tuple(regions)), scaled=scaled)
 

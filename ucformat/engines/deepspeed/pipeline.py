@@ -58,13 +58,8 @@ def layers_of(files: Mapping[int, TorchFile]) -> list[Layer]:
             raise IntegrityError(
                 f"{files[number].key} holds a {type(value).__name__} instead of a layer's tensors"
             )
-        out.append(
-            Layer(
-                number,
-                files[number],
-                {n: t for n, t in value.items() if isinstance(t, StoredTensor)},
-            )
-        )
+        tensors = {n: t for n, t in value.items() if isinstance(t, StoredTensor)}
+        out.append(Layer(number, files[number], tensors))
     return out
 
 
@@ -86,7 +81,7 @@ class _StageLayers:
                     )
                 if name.startswith(_TIED):
                     self._add_tied(stage, name, model.described.get(name))
-        self._known = sorted(self.stage_of)
+        self._numbers = sorted(self.stage_of)
         self._last = len(models) - 1
 
     def _add_tied(self, stage: int, name: str, shape: tuple[int, ...] | None) -> None:
@@ -100,15 +95,14 @@ class _StageLayers:
         """The stage of a layer, and the key of the tied module that it is, if any."""
         if layer.number in self.stage_of:
             return self.stage_of[layer.number], None
-        at = bisect_right(self._known, layer.number)
-        before = self.stage_of[self._known[at - 1]] if at else 0
+        at = bisect_right(self._numbers, layer.number)
+        before = self.stage_of[self._numbers[at - 1]] if at else 0
         key = _tied_key(layer, self.tied)
         if key is None:
             return before, None
-        after = self.stage_of[self._known[at]] if at < len(self._known) else self._last
-        return next(
-            (s for s in self.holders[key] if before <= s <= after), self.holders[key][0]
-        ), key
+        after = self.stage_of[self._numbers[at]] if at < len(self._numbers) else self._last
+        between = (stage for stage in self.holders[key] if before <= stage <= after)
+        return next(between, self.holders[key][0]), key
 
 
 def adopt_layers(models: Sequence[ModelStates], layers: Sequence[Layer]) -> None:
@@ -149,14 +143,8 @@ def same_bytes(one: Layer, other: Layer, name: str) -> bool:
 
 def _tied_key(layer: Layer, tied: Mapping[str, Mapping[str, tuple[int, ...]]]) -> str | None:
     """The tied module stored in a layer that no stage knows by its number; None if there is none."""
-    fitting = [
-        key
-        for key, shapes in tied.items()
-        if all(
-            name in layer.tensors and layer.tensors[name].shape == shape
-            for name, shape in shapes.items()
-        )
-    ]
+    own = {name: tensor.shape for name, tensor in layer.tensors.items()}
+    fitting = [key for key, shapes in tied.items() if shapes.items() <= own.items()]
     if len(fitting) > 1:
         raise IntegrityError(
             f"{layer.file.key} may be any of the tied modules {', '.join(fitting)}: they have the same names",
@@ -173,17 +161,13 @@ def _check_all_there(
 ) -> None:
     """Check that every layer of a stage has a file, and every tied module that of one of its layers."""
     there = {layer.number for layer in layers}
-    example = (
-        layers[0].file.key
-        if layers
-        else models[0].key.rpartition("/")[0] + "/layer_00-model_states.pt"
-    )
-    missing = [
-        re.sub(r"layer_\d+", f"layer_{n:02d}", example) for n in sorted(stage_of) if n not in there
-    ]
-    if missing:
+    example = f"{models[0].key.rpartition('/')[0]}/layer_00-model_states.pt"
+    if layers:
+        example = layers[0].file.key
+    lost = sorted(stage_of.keys() - there)
+    if missing := [re.sub(r"layer_\d+", f"layer_{n:02d}", example) for n in lost]:
         raise MissingData(
-            f"{', '.join(missing[:10])} is missing: {models[stage_of[min(set(stage_of) - there)]].key} has "
+            f"{', '.join(missing[:10])} is missing: {models[stage_of[lost[0]]].key} has "
             "parameters of the layer",
             hint="copy all files of the tag folder; each stage wrote its own, perhaps to its node's disk",
         )
@@ -217,13 +201,10 @@ def names_of_stages(
     ties = _ties(layers)
     if groups is not None:
         names = _names_by_stage(models, groups)
-        for model, held in zip(models, names, strict=True):
-            mine = {name.partition(".")[0] for group in held for name in group}
-            _adopt(
-                model,
-                [layer for layer in layers if str(ties.get(layer.number, layer.number)) in mine],
-                ties,
-            )
+        for model, of_stage in zip(models, names, strict=True):
+            mine = {name.partition(".")[0] for group in of_stage for name in group}
+            own = [layer for layer in layers if str(ties.get(layer.number, layer.number)) in mine]
+            _adopt(model, own, ties)
         _adopt_rest(models, layers, ties)
         return list(names), _aliases(layers, ties)
     splits = list(islice(_splits(models, layers, ties, 0, 0), 2))
@@ -256,9 +237,8 @@ def _splits(
         inside = {ties.get(layer.number, layer.number) for layer in layers[first:last]}
         others = [i for i, layer in enumerate(layers) if layer.number not in inside]
         for extra in (None, *others):
-            if _fits(
-                models[stage], entries, [*_tied_first(layers, first, last, extra, ties)], ties
-            ):
+            mine = [*_tied_first(layers, first, last, extra, ties)]
+            if _fits(models[stage], entries, mine, ties):
                 for rest in _splits(models, layers, ties, stage + 1, last):
                     yield [(first, last, extra), *rest]
                 break
@@ -271,19 +251,17 @@ def _fits(
     ties: dict[int, int],
 ) -> bool:
     """Whether the parameters of these layers are the entries of a stage's optimizer, none left over."""
-    found: dict[str, StoredTensor] = {}
-    for layer in layers:
-        for name, tensor in layer.tensors.items():
-            whole = f"{ties.get(layer.number, layer.number)}.{name}"
-            if f"{layer.number}.{name}" not in model.buffers:
-                found.setdefault(whole, tensor)
+    parameters: dict[str, StoredTensor] = {}
+    for layer, name, tensor in _named(layers, ties):
+        if f"{layer.number}.{name.partition('.')[2]}" not in model.buffers:
+            parameters.setdefault(name, tensor)
     if isinstance(entries, int):
-        return sum(t.size for t in found.values()) == entries
-    if len(found) != sum(map(len, entries)):
+        return sum(t.size for t in parameters.values()) == entries
+    if len(parameters) != sum(map(len, entries)):
         return False
-    if match(entries, [Candidate(name, t.shape) for name, t in found.items()]) is not None:
+    if match(entries, [Candidate(name, t.shape) for name, t in parameters.items()]) is not None:
         return True
-    shapes = sorted(t.shape for t in found.values())
+    shapes = sorted(t.shape for t in parameters.values())
     return shapes == sorted(e.shape or () for group in entries for e in group)
 
 
@@ -297,24 +275,27 @@ def _tied_first(
     yield from (layer for layer in mine if layer.number not in tied)
 
 
-def _adopt(model: ModelStates, layers: Sequence[Layer], ties: dict[int, int]) -> None:
+def _named(
+    layers: Sequence[Layer], ties: dict[int, int]
+) -> Iterator[tuple[Layer, str, StoredTensor]]:
+    """The tensors of layers by the names of parameters; those of a tied module have the first layer's."""
     for layer in layers:
         for name, tensor in layer.tensors.items():
-            whole = f"{ties.get(layer.number, layer.number)}.{name}"
-            if whole not in model.module:
-                model.adopt(whole, tensor, layer.file)
+            yield layer, f"{ties.get(layer.number, layer.number)}.{name}", tensor
+
+
+def _adopt(model: ModelStates, layers: Sequence[Layer], ties: dict[int, int]) -> None:
+    for layer, name, tensor in _named(layers, ties):
+        if name not in model.module:
+            model.adopt(name, tensor, layer.file)
 
 
 def _adopt_rest(
     models: Sequence[ModelStates], layers: Sequence[Layer], ties: dict[int, int]
 ) -> None:
     """Layers of which no parameter is trained."""
-    known = {name for model in models for name in model.module}
-    rest = [
-        x
-        for x in layers
-        if not any(f"{ties.get(x.number, x.number)}.{n}" in known for n in x.tensors)
-    ]
+    adopted = {name for model in models for name in model.module}
+    rest = [x for x in layers if adopted.isdisjoint(n for _, n, _ in _named([x], ties))]
     _adopt(models[0], rest, ties)
 
 
@@ -346,10 +327,8 @@ def _ties(layers: Sequence[Layer]) -> dict[int, int]:
         for earlier in layers[:i]:
             if earlier.number in out or not layer.tensors or earlier.form != layer.form:
                 continue
-            names = layer.tensors
-            if all(same_bytes(earlier, layer, n) for n in names) and any(
-                _varies(layer, n) for n in names
-            ):
+            same = all(same_bytes(earlier, layer, n) for n in layer.tensors)
+            if same and any(_varies(layer, n) for n in layer.tensors):
                 out[layer.number] = earlier.number
                 break
     return out
@@ -365,9 +344,5 @@ def _varies(layer: Layer, name: str) -> bool:
 
 
 def _aliases(layers: Sequence[Layer], ties: dict[int, int]) -> dict[str, str]:
-    return {
-        f"{x.number}.{n}": f"{ties[x.number]}.{n}"
-        for x in layers
-        if x.number in ties
-        for n in x.tensors
-    }
+    tied = [layer for layer in layers if layer.number in ties]
+    return {f"{x.number}.{n}": f"{ties[x.number]}.{n}" for x in tied for n in x.tensors}

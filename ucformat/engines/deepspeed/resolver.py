@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.inference import (
@@ -46,22 +47,15 @@ class ShardingResolver:
     ) -> None:
         self._ranks, self._vocab = ranks, vocab
         self._file = models[0].key
-        described_by = next(
-            (m for m in models if m.value.get("universal_checkpoint_info")), models[0]
-        )
+        describing = (m for m in models if m.value.get("universal_checkpoint_info"))
+        described_by = next(describing, models[0])
         info = described_by.value.get("universal_checkpoint_info")
         self.info = TensorParallelInfo(info, described_by.key, _padded(described_by, info))
-        if (
-            vocab is None
-            and isinstance(info, dict)
-            and isinstance(info.get("original_vocab_size"), int)
-        ):
-            self._vocab = info["original_vocab_size"]
-        self._layouts = [
-            given
-            for given in (layout_of_cuts(cuts, ranks), _layout(layout, ranks))
-            if given is not None
-        ]
+        recorded = info.get("original_vocab_size") if isinstance(info, dict) else None
+        if vocab is None and isinstance(recorded, int):
+            self._vocab = recorded
+        given = (layout_of_cuts(cuts, ranks), _layout_of(layout, ranks))
+        self._layouts = [one for one in given if one is not None]
         self._sizes = ModelSizes.of(described_by.value)
         self._shapes: Mapping[str, Shapes] = {}
         self._described: list[str] = []
@@ -75,7 +69,7 @@ class ShardingResolver:
         self._shapes, self._width = shapes, _width(shapes)
         self._described = [name for name in described if name not in shapes]
         if not self.info and self._ranks > 1 and (preset := family_of(dict(shapes))):
-            self._family = _layout(preset, self._ranks)
+            self._family = _layout_of(preset, self._ranks)
 
     def decide(
         self,
@@ -83,43 +77,34 @@ class ShardingResolver:
         buffers: frozenset[str],
         verdict: Callable[[str], Verdict],
     ) -> dict[str, TPSharding]:
-        """The sharding of each of these parameters.
-
-        Args:
-            verdict: compares the bytes of the parts of a parameter.
-        """
+        """The sharding of each of these parameters."""
         out: dict[str, TPSharding] = {}
         doubts: dict[str, Doubt] = {}
         verdict = self._compared(shapes, verdict)
         for name, parts in shapes.items():
             try:
-                found = self._given(name, parts, buffers, verdict)
-                if found is None and self._family is not None:
-                    found = self._preset(self._family, name, parts, verdict)
-                if found is None:
-                    found = infer(name, parts, lambda name=name: verdict(name), shapes, self._width)  # type: ignore[misc]
-                    if (
-                        isinstance(found, TPSharding)
-                        and found.why == EQUAL
-                        and parts[0]
-                        and not self._differ(verdict)
-                    ):
-                        found = Doubt(name, parts, "replicate", cut(0))
+                reading = self._given(name, parts, buffers, verdict)
+                if reading is None and self._family is not None:
+                    reading = self._preset(self._family, name, parts, verdict)
+                if reading is None:
+                    reading = infer(name, parts, partial(verdict, name), shapes, self._width)
+                    by_bytes = isinstance(reading, TPSharding) and reading.why == EQUAL
+                    if by_bytes and parts[0] and not self._differ(verdict):
+                        reading = Doubt(name, parts, "replicate", cut(0))
             except LayoutError as error:
                 raise type(error)(
                     f"{self._file}: {name}: {error.message}",
                     hint=error.hint
                     or f"specify how it is cut: {cuts_option({name: 'replicate'})}, …",
                 ) from error
-            if isinstance(found, Doubt):
-                doubts[name] = found
+            if isinstance(reading, Doubt):
+                doubts[name] = reading
             else:
-                out[name] = found
+                out[name] = reading
         for name in list(doubts):
-            if len(set(shapes[name])) == 1 and verdict(name) == "constant":
-                settled = as_its_weight(name, shapes[name], out) or as_other_norms(
-                    name, shapes[name], out
-                )
+            parts = shapes[name]
+            if len(set(parts)) == 1 and verdict(name) == "constant":
+                settled = as_its_weight(name, parts, out) or as_other_norms(name, parts, out)
                 if settled is not None:
                     out[name] = settled
                     del doubts[name]
@@ -132,19 +117,16 @@ class ShardingResolver:
         self, shapes: Mapping[str, Shapes], verdict: Callable[[str], Verdict]
     ) -> Callable[[str], Verdict]:
         """`verdict`, cached, and computed at once for all parameters that no pattern matches."""
-        known: dict[str, Verdict] = {}
+        verdicts: dict[str, Verdict] = {}
         if self.info and self._ranks > 1:
-            asked = [
-                n
-                for n, s in shapes.items()
-                if len(set(s)) == 1 and s[0] and self.info.is_default(n)
-            ]
-            known.update(zip(asked, map_io(verdict, asked), strict=True))
+            alike = [n for n, s in shapes.items() if len(set(s)) == 1 and s[0]]
+            asked = [n for n in alike if self.info.is_default(n)]
+            verdicts.update(zip(asked, map_io(verdict, asked), strict=True))
 
         def compared(name: str) -> Verdict:
-            if name not in known:
-                known[name] = verdict(name)
-            return known[name]
+            if name not in verdicts:
+                verdicts[name] = verdict(name)
+            return verdicts[name]
 
         return compared
 
@@ -152,21 +134,18 @@ class ShardingResolver:
         self, name: str, shapes: Shapes, joined: TPSharding, verdict: Callable[[str], Verdict]
     ) -> TPSharding | Doubt:
         """The sharding of a parameter that no pattern matches; DeepSpeed joins it along dim 0, even replicas."""
-        whole, found = self._sizes.whole(name, shapes), verdict(name)
-        if found == "different":
+        whole, compared = self._sizes.whole(name, shapes), verdict(name)
+        if compared == "different":
             if whole:
                 return Doubt(name, shapes, MEAN, cut(0))
-            return (
-                Doubt(name, shapes, cut(0), cut(1))
-                if self._sizes.width(name, shapes) is False
-                else joined
-            )
+            is_turned = self._sizes.width(name, shapes) is False
+            return Doubt(name, shapes, cut(0), cut(1)) if is_turned else joined
         if whole is False:
             return joined.because("the rows that the arguments record")
         same = self.info.strip(name, replicate(shapes))
         if whole:
             return same.because("the rows that the arguments record")
-        if found == "equal" and self._equal_means_replica(verdict):
+        if compared == "equal" and self._equal_means_replica(verdict):
             return same.because("equal bytes, while those of sharded parameters differ")
         return Doubt(name, shapes, "replicate", cut(0))
 
@@ -202,38 +181,32 @@ class ShardingResolver:
     ) -> TPSharding | Doubt | None:
         """The sharding that the caller or the checkpoint gives."""
         for layout in self._layouts:
-            found = self._placed(layout, name, shapes)
-            if found is not None:
-                return found.because("the given layout")
+            given = self._placed(layout, name, shapes)
+            if given is not None:
+                return given.because("the given layout")
         if name in buffers and self._ranks > 1 and self.info and self.info.is_default(name):
             # patterns describe parameters only
             if len(set(shapes)) == 1 and verdict(name) != "different":
                 return replicate(shapes).because("equal buffers")
             return None
-        found = self.info.sharding(name, shapes)
-        if (
-            found is None
-            or self._ranks == 1
-            or len(set(shapes)) > 1
-            or not self.info.is_default(name)
-        ):
-            return found
-        return self._weigh(name, shapes, found, verdict)
+        sharding = self.info.sharding(name, shapes)
+        settled = sharding is None or self._ranks == 1 or len(set(shapes)) > 1
+        if sharding is None or settled or not self.info.is_default(name):
+            return sharding
+        return self._weigh(name, shapes, sharding, verdict)
 
     def _preset(
         self, family: Layout, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
     ) -> TPSharding | Doubt | None:
         """The sharding of a recognised family's preset, if the bytes do not contradict it."""
-        found = self._placed(family, name, shapes)
-        if found is None or len(set(shapes)) > 1:
-            return found
-        same = len({region.target for held in found.regions for region in held}) == len(
-            found.regions[0]
-        )
-        equal = verdict(name)
-        if equal == ("different" if same else "equal"):
+        placed = self._placed(family, name, shapes)
+        if placed is None or len(set(shapes)) > 1:
+            return placed
+        targets = {region.target for regions in placed.regions for region in regions}
+        same = len(targets) == len(placed.regions[0])
+        if verdict(name) == ("different" if same else "equal"):
             return Doubt(name, shapes, "replicate", cut(0))
-        return found.because("its family")
+        return placed.because("its family")
 
     def _placed(self, layout: Layout, name: str, shapes: Shapes) -> TPSharding | None:
         """The sharding that a layout gives a parameter; None if no rule matches it."""
@@ -242,11 +215,8 @@ class ShardingResolver:
             if match is None or not rule.has_state("weight"):
                 continue
             placed = place(layout.meshes[rule.mesh] if rule.mesh else layout.mesh, [(rule, match)])
-            if (
-                placed.flat
-                or placed.holders
-                or any(axes_of(p) not in ((), (TP,)) for p in rule.place)
-            ):
+            others = any(axes_of(p) not in ((), (TP,)) for p in rule.place)
+            if placed.flat or placed.holders or others:
                 raise LayoutError(f"{rule} uses another axis than {TP!r}")
             if placed.partial:
                 return mean(shapes)
@@ -254,11 +224,8 @@ class ShardingResolver:
                 return replicate(shapes)
             how = placed.shards[0]
             if how.pad_to is None:
-                return (
-                    self.info.strip(name, shard(shapes, how))
-                    if how.dim == 0
-                    else shard(shapes, how)
-                )
+                sharding = shard(shapes, how)
+                return sharding if how.dim else self.info.strip(name, sharding)
             if self._vocab is None:
                 raise LayoutError(
                     f"{rule} pads it, but its size without padding is unknown",
@@ -270,9 +237,9 @@ class ShardingResolver:
     def _check_vocabulary(self, shardings: Mapping[str, TPSharding]) -> None:
         """Check that all padded tables have one size; otherwise it is unclear which one is padded."""
         padded = self._tables
-        padded.update(
-            {r.shape[0] + r.padding_rows: n for n, r in shardings.items() if r.padding_rows}
-        )
+        for name, sharding in shardings.items():
+            if sharding.padding_rows:
+                padded[sharding.shape[0] + sharding.padding_rows] = name
         if len(padded) > 1:
             names = " and ".join(padded.values())
             raise AmbiguousLayout(
@@ -286,13 +253,13 @@ class ShardingResolver:
 def _padded(model: ModelStates, info: Any) -> int | None:
     """The size that the vocabulary was padded to, if the file has it."""
     args = model.value.get("args")
-    found = info.get("padded_vocab_size") if isinstance(info, dict) else None
-    if (found is None and isinstance(args, Inert)) or (found is None and isinstance(args, dict)):
-        found = args.get("padded_vocab_size")
-    return found if isinstance(found, int) else None
+    size = info.get("padded_vocab_size") if isinstance(info, dict) else None
+    if size is None and isinstance(args, Inert | dict):
+        size = args.get("padded_vocab_size")
+    return size if isinstance(size, int) else None
 
 
-def _layout(layout: Layout | str | None, ranks: int) -> Layout | None:
+def _layout_of(layout: Layout | str | None, ranks: int) -> Layout | None:
     """The caller's layout, or the preset with this name."""
     if isinstance(layout, str):
         if layout not in PRESETS:
@@ -313,10 +280,6 @@ def _layout(layout: Layout | str | None, ranks: int) -> Layout | None:
 
 def _width(shapes: Mapping[str, Shapes]) -> int | None:
     """The model's width, if all norms have the same length."""
-    lengths = {
-        s[0]
-        for n, s in shapes.items()
-        if "norm" in n.lower() and n.endswith("weight") and len(s[0]) == 1
-    }
-    lengths = {length for length in lengths if length}
-    return lengths.pop()[0] if len(lengths) == 1 else None
+    norms = (s[0] for n, s in shapes.items() if "norm" in n.lower() and n.endswith("weight"))
+    lengths = {shape[0] for shape in norms if len(shape) == 1}
+    return lengths.pop() if len(lengths) == 1 else None

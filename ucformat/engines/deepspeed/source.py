@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.folder import (
-    DeepSpeedOptions,
+    DeepSpeedSourceOptions,
     find_tag,
     is_model_or_optimizer,
     is_universal,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ucformat.engines.deepspeed.universal import OpenUniversal
     from ucformat.storage.base import Store
 
+
 __all__ = ["DeepSpeed"]
 
 
@@ -36,8 +37,8 @@ class DeepSpeed(Source):
     part_files = MappingProxyType(
         {r"[\w-]+[-_](model|optim)_states\.pt": "one file of a DeepSpeed checkpoint"}
     )
-    options_type = DeepSpeedOptions
-    options: DeepSpeedOptions
+    options_type = DeepSpeedSourceOptions
+    options: DeepSpeedSourceOptions
 
     def is_marker(self, name: str) -> bool:
         """Whether a folder with such a file is a tag folder."""

@@ -20,7 +20,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.folder import TagFiles, list_files
-from ucformat.engines.deepspeed.merge import Merged, tensor_list
 from ucformat.engines.deepspeed.model_states import (
     ModelStates,
     Objects,
@@ -30,15 +29,16 @@ from ucformat.engines.deepspeed.model_states import (
     stage_of,
     state_of,
 )
+from ucformat.engines.deepspeed.opened import Merged, tensor_list
 from ucformat.engines.deepspeed.resolver import ShardingResolver
-from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, read_weights
+from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, models_by_label, read_weights
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, first_names, option_text
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import Part, View
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.index import Group, TensorIndex
+from ucformat.sources.index import Group, IndexedSource, TensorIndex
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
@@ -47,7 +47,7 @@ from ucformat.storage.concurrency import map_io
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from ucformat.engines.deepspeed.folder import DeepSpeedOptions
+    from ucformat.engines.deepspeed.folder import DeepSpeedSourceOptions
     from ucformat.engines.deepspeed.patterns import TensorParallelInfo
     from ucformat.engines.deepspeed.zero import Slice
     from ucformat.geometry.tensor import Extent
@@ -98,11 +98,7 @@ class Atom:
 
 
 def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Find the atoms of each parameter.
-
-    Returns:
-        the key of each atom, by parameter and by the state in the file's name.
-    """
+    """The key of each atom, by parameter and by the state in the file's name."""
     names = list(names)
     found: dict[str, dict[str, str]] = {}
     for match in filter(None, map(_ATOM.fullmatch, names)):
@@ -255,13 +251,13 @@ _LAID_OUT = frozenset(  # the flat buffers that the atoms were cut from, and ran
 )  # fmt: skip
 
 
-class OpenUniversal:
+class OpenUniversal(IndexedSource):
     """One opened folder of the universal format."""
 
     kind = "deepspeed"
     part = ""  # it has no files of ranks
 
-    def __init__(self, store: Store, tag: str, how: DeepSpeedOptions) -> None:
+    def __init__(self, store: Store, tag: str, how: DeepSpeedSourceOptions) -> None:
         self.store = store
         prefix = f"{tag}/" if tag else ""
         names = [info.key.removeprefix(prefix) for info in store.list(tag)]
@@ -272,19 +268,12 @@ class OpenUniversal:
         self._degrees, self._stages, not_stored = _read_models(store, files, how)
         contents = self._add_weights(how, keys)
         self._add_atoms(keys, how, contents)
-        found = {key.name for key in contents.infos}
-        not_stored = [name for name in not_stored if name not in found]
-        by_label = {
-            self._degrees.label(p, t, d) if d else of.label: model
-            for p, slices in enumerate(self._stages)
-            for t, of in enumerate(slices)
-            for d, model in enumerate(of.models)
-        }
-        objects = (
-            Objects(by_label, {"": contents.optimizer}, contents, not_stored).json()
-            if by_label
-            else {}
-        )
+        stored = {key.name for key in contents.infos}
+        not_stored = [name for name in not_stored if name not in stored]
+        by_label = models_by_label(self._degrees, self._stages)
+        objects = {}
+        if by_label:
+            objects = Objects(by_label, {"": contents.optimizer}, contents, not_stored).json()
         first = self._stages[0][0].model.value if self._stages else {}
         atoms = (key for states in keys.values() for key in states.values())
         self.metadata = CheckpointMetadata(
@@ -301,10 +290,6 @@ class OpenUniversal:
             folder=tag,
         )
         self._latest = files.latest
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor are."""
-        return self._contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
         """Every record of the zip files; reads the directory of each."""
@@ -331,21 +316,23 @@ class OpenUniversal:
                 hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat",
             )
 
-    def _add_weights(self, how: DeepSpeedOptions, keys: dict[str, dict[str, str]]) -> TensorIndex:
+    def _add_weights(
+        self, how: DeepSpeedSourceOptions, keys: dict[str, dict[str, str]]
+    ) -> TensorIndex:
         """Add the tensors in the model states of all model-parallel ranks, and the atoms joined without a pattern."""
         self._means: Mapping[Key, tuple[Key, ...]] = {}
-        self._contents = TensorIndex()
+        self.contents = TensorIndex()
         self._taken: dict[str, list[Atom]] = {}
         if self._stages:
-            models = [m for slices in self._stages for of in slices for m in of.models]
+            models = [model for one in chain(*self._stages) for model in one.models]
             resolver = ShardingResolver(models, self._degrees.tp, how.layout, how.vocab, how.cuts)
             self._taken = take_apart(self.store, self._stages, resolver.info, keys, how.allow)
             merged = Merged(self.store, self._stages, resolver)
-            self._contents, self._means = merged.contents, merged.means
-        return self._contents
+            self.contents, self._means = merged.contents, merged.means
+        return self.contents
 
     def _add_atoms(
-        self, keys: dict[str, dict[str, str]], how: DeepSpeedOptions, contents: TensorIndex
+        self, keys: dict[str, dict[str, str]], how: DeepSpeedSourceOptions, contents: TensorIndex
     ) -> None:
         """The atoms, with the groups that their parameters were in."""
         groups: list[dict[str, tuple[int, ...]]] = [
@@ -478,20 +465,14 @@ class OpenUniversal:
 
     def _layout(self) -> dict[str, Any]:
         """As of the checkpoint that was converted."""
-        degrees = self._degrees
-        out: dict[str, Any] = {"universal": True}
-        if self._stages:
-            out |= {"zero": self._zero, "dp": degrees.dp}
-            out |= {axis: n for axis, n in (("tp", degrees.tp), ("pp", degrees.pp)) if n > 1}
-            model = self._stages[0][0].model
-            described = [name for name in model.described if name in model.module]
-            if self._zero == 3 and described:
-                out["weight_dtype"] = model.module[described[0]].dtype
-        return out
+        if not self._stages:
+            return {"universal": True}
+        dtype = self._stages[0][0].weight_dtype(self._zero)
+        return {"universal": True, **self._degrees.layout(self._zero), **dtype}
 
 
 def _read_models(
-    store: Store, files: TagFiles, how: DeepSpeedOptions
+    store: Store, files: TagFiles, how: DeepSpeedSourceOptions
 ) -> tuple[ParallelDegrees, list[list[Slice]], list[str]]:
     """The weights by pipeline stage and tensor-parallel rank, and the names of those that are empty placeholders."""
     if not files.models:

@@ -68,15 +68,8 @@ if TYPE_CHECKING:
 
 
 _MASTER = "single_partition_of_fp32_groups"
-_TENSORS = frozenset(
-    (
-        _MASTER,
-        "base_optimizer_state",
-        "param_slice_mappings",
-        "group_paddings",
-        "param_alignment_paddings",
-    )
-)
+_PADDINGS = ("group_paddings", "param_alignment_paddings")
+_TENSORS = frozenset((_MASTER, "base_optimizer_state", "param_slice_mappings", *_PADDINGS))
 
 
 class Zero12(Ranks[Partition]):
@@ -146,10 +139,8 @@ class Zero12(Ranks[Partition]):
             self.flat.append(buffer)
         if zero_options(self.model.value).get("round_robin_gradients"):
             for shapes, buffer, degree in zip(self.shapes, self.flat, self.degrees, strict=True):
-                order = {
-                    name: shapes[name]
-                    for name in undo_round_robin(list(shapes), self.world // degree)
-                }
+                names = undo_round_robin(list(shapes), self.world // degree)
+                order = {name: shapes[name] for name in names}
                 self.round_robin.append(_flat_buffer(order, [0] * len(order), buffer.size))
 
     def _degrees(self, state: dict[str, Any], file: TorchFile) -> list[int]:
@@ -195,11 +186,8 @@ class Zero12(Ranks[Partition]):
                     hint="files of different saves are mixed in one folder",
                 )
             for name, value in partition.states[index].items():
-                if (
-                    isinstance(value, StoredTensor)
-                    and value.shape
-                    and value.shape not in ((unpadded,), (buffer.size,))
-                ):
+                shape = value.shape if isinstance(value, StoredTensor) else ()
+                if shape not in ((), (unpadded,), (buffer.size,)):
                     raise refuse_flat_state(name, value, index, partition.file.key)
 
     def _check_slices(self, rank: int, mappings: Any, file: str) -> None:
@@ -207,20 +195,14 @@ class Zero12(Ranks[Partition]):
         if not isinstance(mappings, list):
             return
         for index, recorded in enumerate(mappings):
-            ranges = {
-                name: (a.get("start"), a.get("numel"))
-                for name, a in recorded.items()
-                if isinstance(a, Inert)
-            }
+            addresses = {name: a for name, a in recorded.items() if isinstance(a, Inert)}
+            ranges = {name: (a.get("start"), a.get("numel")) for name, a in addresses.items()}
             at = self.experts.place(self.degrees[index], rank)
-            accepted = [
-                _slices(layout[index], at) for layout in (self.flat, self.round_robin) if layout
-            ]
+            layouts = filter(None, (self.flat, self.round_robin))
+            accepted = [_slices(layout[index], at) for layout in layouts]
             if ranges not in accepted:
-                name = next(
-                    (n for n in chain(ranges, accepted[0]) if ranges.get(n) != accepted[0].get(n)),
-                    "?",
-                )
+                names = chain(ranges, accepted[0])
+                name = next((n for n in names if ranges.get(n) != accepted[0].get(n)), "?")
                 raise IntegrityError(
                     f"{file}: `param_slice_mappings` puts {name} at {ranges.get(name)} (start, elements) of group "
                     f"{index}, the "
@@ -285,12 +267,12 @@ def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any
                 f"{file}: its optimizer has not one flat tensor for each of the {groups} groups; not yet read"
             )
         base = [state_of(need(base, "state", dict, file), i[0], file) for i in indices]
-    found: list[dict[str, Any]] = [s for s in base if isinstance(s, dict)]
-    if not len(base) == len(found) == groups:
+    states: list[dict[str, Any]] = [s for s in base if isinstance(s, dict)]
+    if not len(base) == len(states) == groups:
         raise IntegrityError(
             f"{file} has optimizer states for {len(base)} groups, but {groups} masters"
         )
-    return found
+    return states
 
 
 def _flat_buffer(
@@ -310,9 +292,8 @@ def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
 
 def undo_round_robin(joined: list[str], lists: int) -> list[str]:
     """The original order of a list that was distributed round-robin to several lists, which were then joined."""
-    return [
-        name for _, name in sorted(zip(round_robin_order(len(joined), lists), joined, strict=True))
-    ]
+    places = round_robin_order(len(joined), lists)
+    return [name for _, name in sorted(zip(places, joined, strict=True))]
 
 
 # ZeRO 3: each parameter is partitioned across the ranks separately, and the parts are joined in
@@ -369,10 +350,9 @@ class Zero3(Ranks[Zero3Partition]):
             )
         masters = [stored(t, _MASTERS_3, file.key) for t in need(state, _MASTERS_3, list, file.key)]
         inner = need(state, "optimizer_state_dict", dict, file.key)
-        found = need(inner, "state", dict, file.key)
-        members = [
-            need(g, "params", list, file.key) for g in need(inner, "param_groups", list, file.key)
-        ]
+        states = need(inner, "state", dict, file.key)
+        groups = need(inner, "param_groups", list, file.key)
+        members = [need(g, "params", list, file.key) for g in groups]
         indices = [i for group in members for i in group]
         if len(masters) != len(self.flat) or indices != list(range(len(self.flat))):
             raise IntegrityError(
@@ -380,9 +360,8 @@ class Zero3(Ranks[Zero3Partition]):
                 f"describes {len(self.flat)}"
             )
         owners = [g for g, group in enumerate(members) for _ in group]
-        partition = Zero3Partition(
-            file, masters, [state_of(found, i, file.key) for i in indices], owners
-        )
+        by_entry = [state_of(states, i, file.key) for i in indices]
+        partition = Zero3Partition(file, masters, by_entry, owners)
         self._check(rank, partition)
         return partition
 
@@ -408,39 +387,25 @@ class Zero3(Ranks[Zero3Partition]):
             contents.groups.append(Group([], hyper_parameters(hyper, file)))
         for index, shapes in enumerate(self.shapes):
             entry, states = contents.groups[first.owners[index]], first.states[index]
-            plain = to_json(
-                {n: v for n, v in states.items() if not isinstance(v, StoredTensor)},
-                read=file.read,
-                path="state",
-            )
+            plain = {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}
+            plain = to_json(plain, read=file.read, path="state")
             if entry.names and plain != entry.state:
                 raise UnsupportedError(
                     f"{file.key}: the flat groups of one optimizer group have different plain states; not yet read"
                 )
             entry.names.extend(shapes)
             entry.state = plain
-            for name, shape in shapes.items():
-                contents.add(
-                    name,
-                    "master",
-                    first.masters[index].dtype,
-                    shape,
-                    partial(self._extents, index, name, "master"),
-                )
-                for kind, value in states.items():
-                    if isinstance(value, StoredTensor) and value.shape:
-                        contents.add(
-                            name,
-                            kind,
-                            value.dtype,
-                            shape,
-                            partial(self._extents, index, name, kind),
-                        )
-                    elif isinstance(value, StoredTensor):
-                        contents.add_whole(name, kind, file, value)
-        contents.keep_scalars(
-            file, scalars(file, state, frozenset((_MASTERS_3, "optimizer_state_dict")))
-        )
+            tensors = {"master": first.masters[index]}
+            tensors |= {n: v for n, v in states.items() if isinstance(v, StoredTensor)}
+            for (name, shape), kind in product(shapes.items(), tensors):
+                tensor = tensors[kind]
+                if tensor.shape or kind == "master":
+                    locate = partial(self._extents, index, name, kind)
+                    contents.add(name, kind, tensor.dtype, shape, locate)
+                else:
+                    contents.add_whole(name, kind, file, tensor)
+        dropped = frozenset((_MASTERS_3, "optimizer_state_dict"))
+        contents.keep_scalars(file, scalars(file, state, dropped))
 
     def _extents(self, index: int, name: str, state: str, within: Box | None) -> Iterator[Extent]:
         """The parts of a parameter in the flat groups of the ranks that hold elements of the box."""
@@ -469,14 +434,9 @@ def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
     world = len(models)
     for name, shape in models[0].frozen_shapes.items():
         part = part_size(math.prod(shape), world)
-        fragments = [
-            stored(
-                (m.value.get("frozen_param_fragments") or {}).get(name),
-                f"frozen_param_fragments[{name!r}]",
-                m.key,
-            )
-            for m in models
-        ]
+        recorded = ((m.value.get("frozen_param_fragments") or {}).get(name) for m in models)
+        label = f"frozen_param_fragments[{name!r}]"
+        fragments = [stored(f, label, m.key) for f, m in zip(recorded, models, strict=True)]
         for model, fragment in zip(models, fragments, strict=True):
             if fragment.shape != (part,):
                 raise IntegrityError(
@@ -484,13 +444,8 @@ def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
                     f"ranks, its shape {shape} gives {part} elements"
                 )
 
-        contents.add(
-            name,
-            "weight",
-            fragments[0].dtype,
-            shape,
-            partial(_frozen_extents, models, fragments, shape),
-        )
+        locate = partial(_frozen_extents, models, fragments, shape)
+        contents.add(name, "weight", fragments[0].dtype, shape, locate)
 
 
 def _frozen_extents(
@@ -522,6 +477,12 @@ class Slice:
     def model(self) -> ModelStates:
         """The first data-parallel rank's model states."""
         return self.models[0]
+
+    def weight_dtype(self, stage: int | None) -> dict[str, str]:
+        """The dtype of the weights, of which ZeRO 3 stores only the fp32 copy; nothing for other stages."""
+        model = self.model
+        first = next((name for name in model.described if name in model.module), None)
+        return {"weight_dtype": model.module[first].dtype} if stage == 3 and first else {}
 
 
 def read_slice(
@@ -561,8 +522,8 @@ def read_slice(
         out.stage, out.degrees = zero.stage, tuple(zero.degrees)
     else:
         read_zero0(model, names, contents)
-    found = {key.name for key in contents.infos}
-    out.not_stored = [name for name in placeholders if name not in found]
+    stored_names = {key.name for key in contents.infos}
+    out.not_stored = [name for name in placeholders if name not in stored_names]
     return out
 
 
@@ -573,47 +534,41 @@ def read_weights(
 
     Args:
         shared: the tied names in the first rank's file; None if it has none.
-
-    Returns:
-        the rank's tensors, and the names of empty placeholders.
     """
     model = models[0]
     contents = LocalContents(f"{label}." if label else "")
-    out = Slice(
-        models, label, contents, model.aliases(zero3=zero3, shared=shared), stage=3 if zero3 else 0
-    )
+    aliases = model.aliases(zero3=zero3, shared=shared)
+    out = Slice(models, label, contents, aliases, stage=3 if zero3 else 0)
     if not zero3:
-        return out, _add_weights(out)
+        _add_weights(out)
+        return out, []
     placeholders = _add_buffers(out)
     add_frozen(models, contents)
     return out, placeholders
 
 
-def _add_weights(of: Slice) -> list[str]:
+def _add_weights(one: Slice) -> None:
     """The module's tensors, each once."""
-    model = of.model
+    model = one.model
     for name, tensor in model.module.items():
-        if name not in of.aliases:
-            of.contents.add_whole(name, "weight", model.home(name), tensor)
-    for alias, name in of.aliases.items():
+        if name not in one.aliases:
+            one.contents.add_whole(name, "weight", model.home(name), tensor)
+    for alias, name in one.aliases.items():
         if name not in model.module and name not in model.described:
             raise IntegrityError(
                 f"{model.key}: {alias} is tied to {name}, which is not in the checkpoint"
             )
-    return []
 
 
-def _add_buffers(of: Slice) -> list[str]:
+def _add_buffers(one: Slice) -> list[str]:
     """The buffers of a ZeRO 3 module, as rank 0 has them; returns the names of its empty placeholders."""
-    model = of.model
-    described = model.described.keys() | model.frozen_shapes.keys()
+    model = one.model
+    parameters = {*model.described, *model.frozen_shapes, *one.aliases}
     placeholders = []
     for name, tensor in model.module.items():
-        if name in model.buffers or (
-            tensor.size and name not in described and name not in of.aliases
-        ):
-            of.contents.add_whole(name, "weight", model.file, tensor)
-        elif name not in of.aliases:
+        if name in model.buffers or (tensor.size and name not in parameters):
+            one.contents.add_whole(name, "weight", model.file, tensor)
+        elif name not in one.aliases:
             placeholders.append(name)
     return placeholders
 
@@ -650,8 +605,8 @@ class ParallelDegrees:
             there = mp or len(files.models)
             tp = in_names if in_names is not None else there
             if others is not None and model.in_layers:
-                names = [tuple(of.described) for of in others]
-                tp = next((i for i, of in enumerate(names) if of != names[0]), len(names))
+                names = [tuple(other.described) for other in others]
+                tp = next((i for i, each in enumerate(names) if each != names[0]), len(names))
             pp = there // tp
             if pp * tp != there:
                 raise IntegrityError(
@@ -679,10 +634,26 @@ class ParallelDegrees:
             return ""
         if self.pp == self.tp == 1:
             return str(dp)
-        parts = [
-            f"{name}{at}" for name, at, n in (("pp", pp, self.pp), ("tp", tp, self.tp)) if n > 1
-        ]
+        axes = (("pp", pp, self.pp), ("tp", tp, self.tp))
+        parts = [f"{name}{at}" for name, at, n in axes if n > 1]
         return ".".join([*parts, *([f"dp{dp}"] if dp else [])])
+
+    def layout(self, stage: int | None) -> dict[str, Any]:
+        """The stage of ZeRO and the degrees, in the form of manifests."""
+        degrees = {axis: n for axis, n in (("tp", self.tp), ("pp", self.pp)) if n > 1}
+        return {"zero": stage, "dp": self.dp, **degrees}
+
+
+def models_by_label(
+    degrees: ParallelDegrees, stages: Sequence[Sequence[Slice]]
+) -> dict[str, ModelStates]:
+    """The model states of all ranks, by their labels."""
+    return {
+        degrees.label(p, t, d) if d else one.label: model
+        for p, slices in enumerate(stages)
+        for t, one in enumerate(slices)
+        for d, model in enumerate(one.models)
+    }
 
 
 def _check_layers(files: TagFiles, model: ModelStates) -> None:

@@ -13,6 +13,7 @@ The content of `optimizer` depends on the precision (DeepSpeed 0.19.8):
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.experts import is_expert
@@ -59,59 +60,40 @@ def read_zero0(
         )
     wrapped = "optimizer_state_dict" in state
     inner = need(state, "optimizer_state_dict", dict, model.key) if wrapped else state
-    found = need(inner, "state", dict, model.key)
     hypers = need(inner, "param_groups", list, model.key)
-    states = [
-        [state_of(found, i, model.key) for i in need(g, "params", list, model.key)] for g in hypers
-    ]
+    states = _states(inner, model.key)
     for hyper in hypers:
         contents.groups.append(Group([], hyper_parameters(hyper, model.file)))
     if "fp32_groups_flat" in state:
         _flat(model, state["fp32_groups_flat"], states, contents)
     else:
         masters = need(state, "fp32_groups", list, model.key) if wrapped else None
-        counts = [
-            len(group)
-            for group in (states if masters is None else [_listed(g, model) for g in masters])
-        ]
-        _single(
-            model,
-            masters,
-            states,
-            names or _recorded(hypers, counts, model),
-            contents,
-            [_is_moe(h) for h in hypers],
-        )
-    dropped = (
-        ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat")
-        if wrapped
-        else ("state", "param_groups")
-    )
+        entries = states if masters is None else [_listed(g, model) for g in masters]
+        names = names or _recorded(hypers, [len(group) for group in entries], model)
+        _single(model, masters, states, names, contents, [_is_moe(h) for h in hypers])
+    own = ("state", "param_groups")
+    dropped = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat") if wrapped else own
     contents.keep_scalars(model.file, {k: v for k, v in state.items() if k not in dropped})
 
 
 def entries_of(model: ModelStates) -> list[list[Entry]] | int:
     """The evidence for each entry of the optimizer's groups; for flat groups, their total number of elements."""
     state = need(model.value, "optimizer", dict, model.key)
-    inner = (
-        need(state, "optimizer_state_dict", dict, model.key)
-        if "optimizer_state_dict" in state
-        else state
-    )
     if "fp32_groups_flat" in state:
         return sum(stored(t, "fp32_groups_flat", model.key).size for t in state["fp32_groups_flat"])
     if "fp32_groups" in state:
-        return [
-            [Entry(stored(t, "fp32_groups", model.key).shape) for t in group]
-            for group in state["fp32_groups"]
-        ]
-    found = need(inner, "state", dict, model.key)
-    groups = [
-        need(g, "params", list, model.key) for g in need(inner, "param_groups", list, model.key)
-    ]
-    return [
-        [Entry(shape_of_states(state_of(found, i, model.key))) for i in group] for group in groups
-    ]
+        masters = state["fp32_groups"]
+        return [[Entry(stored(t, "fp32_groups", model.key).shape) for t in g] for g in masters]
+    wrapped = "optimizer_state_dict" in state
+    inner = need(state, "optimizer_state_dict", dict, model.key) if wrapped else state
+    return [[Entry(shape_of_states(s)) for s in group] for group in _states(inner, model.key)]
+
+
+def _states(inner: dict[str, Any], file: str) -> list[list[dict[str, Any]]]:
+    """The states of each entry of each group of an optimizer."""
+    states = need(inner, "state", dict, file)
+    groups = [need(g, "params", list, file) for g in need(inner, "param_groups", list, file)]
+    return [[state_of(states, i, file) for i in group] for group in groups]
 
 
 def _recorded(
@@ -124,8 +106,8 @@ def _recorded(
     """
     names: list[list[str]] = [list(g.get("param_names") or ()) for g in hypers]
     if [len(g) for g in names] != counts:
-        known = _parameters(model)
-        names = [[n for n in group if n in known and known[n].size] for group in names]
+        filled = {n for n, tensor in _parameters(model).items() if tensor.size}
+        names = [[n for n in group if n in filled] for group in names]
     return names if [len(g) for g in names] == counts else None
 
 
@@ -140,10 +122,8 @@ def _single(
     """Add one entry for each parameter."""
     parameters = _parameters(model)
     if masters is not None:
-        copies = [
-            [stored(t, "fp32_groups", model.key) for t in _listed(group, model)]
-            for group in masters
-        ]
+        groups = [_listed(group, model) for group in masters]
+        copies = [[stored(t, "fp32_groups", model.key) for t in group] for group in groups]
         samples = _samples(model, [t for group in copies for t in group], parameters)
         by_name = dict(zip(parameters, samples[1], strict=True))
         rest = iter(samples[0])
@@ -173,9 +153,8 @@ def _single(
                 if isinstance(value, StoredTensor):
                     contents.add_whole(name, state, model.file, value)
                 else:
-                    plain.setdefault(state, {})[name] = to_json(
-                        value, read=model.file.read, path=state
-                    )
+                    number = to_json(value, read=model.file.read, path=state)
+                    plain.setdefault(state, {})[name] = number
         stateful = sum(map(bool, states[g]))  # a parameter that never had a gradient has no state
         contents.groups[g].state = {
             state: next(iter(values.values()))
@@ -205,19 +184,18 @@ def _match(
     names: dict[int, list[str]] = {}
     for kind in (True, False):
         groups = [g for g, is_moe in enumerate(moe) if is_moe is kind]
-        found = match(
-            [entries[g] for g in groups], [c for c in candidates if is_expert(c.name) is kind]
-        )
-        if found is None:
+        of_kind = [c for c in candidates if is_expert(c.name) is kind]
+        matched = match([entries[g] for g in groups], of_kind)
+        if matched is None:
             return None
-        names.update(zip(groups, found, strict=True))
+        names.update(zip(groups, matched, strict=True))
     return [names[g] for g in range(len(moe))]
 
 
 def _check_names(
     names: Sequence[Sequence[str]],
     entries: list[list[Entry]],
-    known: dict[str, Candidate],
+    candidates: dict[str, Candidate],
     file: str,
 ) -> None:
     """Check that the names exist, that there are as many as entries, and that the evidence for each entry fits."""
@@ -227,7 +205,7 @@ def _check_names(
         )
     for group, group_entries in zip(names, entries, strict=True):
         for name, entry in zip(group, group_entries, strict=True):
-            if name not in known or not known[name].fits(entry):
+            if name not in candidates or not candidates[name].fits(entry):
                 raise UsageError(
                     f"{file}: {name} cannot be the optimizer entry at its place in the group (its shape, or its fp32 "
                     "copy, "
@@ -247,10 +225,10 @@ def _samples(
 ) -> tuple[list[bytes], list[bytes]]:
     """The first elements of masters, rounded to the weights' dtype, and of weights."""
     low = {t.dtype for t in weights.values()} & {"bfloat16", "float16"} or {"float32"}
-    rounded = map_io(lambda t: sample(model.file, t, min(low)), masters)
-    return rounded, map_io(
-        lambda item: sample(model.home(item[0]), item[1], min(low)), weights.items()
-    )
+    dtype = min(low)
+    rounded = map_io(lambda t: sample(model.file, t, dtype), masters)
+    homes = [(model.home(name), tensor) for name, tensor in weights.items()]
+    return rounded, map_io(lambda item: sample(*item, dtype), homes)
 
 
 def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
@@ -258,21 +236,16 @@ def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
     import ml_dtypes
     import numpy as np
 
-    types = {
-        "bfloat16": np.dtype(ml_dtypes.bfloat16),
-        "float16": np.dtype("f2"),
-        "float32": np.dtype("f4"),
-    }
+    bf16 = np.dtype(ml_dtypes.bfloat16)
+    types = {"bfloat16": bf16, "float16": np.dtype("f2"), "float32": np.dtype("f4")}
     if tensor.dtype not in types:
         return b"?"
     n = min(_SAMPLE, tensor.size, tensor.numel - tensor.offset)
+    if not n:
+        return b""
     head = StoredTensor(tensor.storage, tensor.dtype, (n,), (1,), tensor.offset, tensor.numel)
     with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged, too
-        return (
-            np.frombuffer(file.read(head), types[tensor.dtype]).astype(types[dtype]).tobytes()
-            if n
-            else b""
-        )
+        return np.frombuffer(file.read(head), types[tensor.dtype]).astype(types[dtype]).tobytes()
 
 
 def _flat(
@@ -287,9 +260,8 @@ def _flat(
     by_storage: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name, tensor in _parameters(model).items():
         if tensor.size:
-            by_storage.setdefault((model.home(name).key, tensor.storage), []).append(
-                (tensor.offset, name)
-            )
+            storage = (model.home(name).key, tensor.storage)
+            by_storage.setdefault(storage, []).append((tensor.offset, name))
     free = {key: sorted(members) for key, members in by_storage.items()}
     for g, value in enumerate(masters):
         master = stored(value, "fp32_groups_flat", model.key)
@@ -314,9 +286,8 @@ def _flat(
                 elif tensor.shape != (master.size,):
                     raise refuse_flat_state(state, tensor, g, model.key)
                 else:
-                    contents.add(
-                        name, state, tensor.dtype, shape, _locator(model, tensor, offset, shape)
-                    )
+                    locate = _locator(model, tensor, offset, shape)
+                    contents.add(name, state, tensor.dtype, shape, locate)
 
 
 def _tiles(model: ModelStates, members: list[tuple[int, str]], master: StoredTensor) -> bool:
@@ -329,12 +300,8 @@ def _tiles(model: ModelStates, members: list[tuple[int, str]], master: StoredTen
         at += tensor.size
     if at != tensors[0].numel or at != master.size:
         return False
-    parts = [
-        StoredTensor(
-            master.storage, master.dtype, (t.size,), (1,), master.offset + t.offset, master.numel
-        )
-        for t in tensors
-    ]
+    starts = [(t.size, master.offset + t.offset) for t in tensors]
+    parts = [replace(master, shape=(n,), strides=(1,), offset=start) for n, start in starts]
     rounded, weights = _samples(model, parts, {name: model.module[name] for _, name in members})
     return rounded == weights
 
