@@ -2,8 +2,8 @@
 
 A save folder holds `latest_checkpointed_iteration.txt`, a number N, and the folders
 `global_step_N`. One of these holds `model` and `optimizer`, each with `.metadata` and a file
-`__R_K.distcp` of each rank R; `extra_state` with `extra_state_rank_R.pt`; and the data loader's own
-files.
+`__R_K.distcp` of each rank R; `extra_state` with `extra_state_rank_R.pt`; and the data loader's
+own files.
 """
 
 from __future__ import annotations
@@ -22,23 +22,11 @@ if TYPE_CHECKING:
 
 
 LATEST = "latest_checkpointed_iteration.txt"
-
-
 _CLASS = b"bytecheckpoint."
-
-
 _HEAD = 512
-
-
 _PARTS = ("model", "optimizer")
-
-
 _STEP = re.compile(r"(?:.*/)?global_step_(\d+)/?")
-
-
 _EXTRA = re.compile(r"extra_state/extra_state_rank_(\d+)\.pt")
-
-
 _MAX_LISTED = 10
 
 
@@ -55,34 +43,12 @@ class Folder:
     step: int | None
 
 
-def looks_like_bytecheckpoint(store: Store) -> bool:
-    """Whether this is a save folder, the folder of a step, or that of a model or optimizer."""
-    if _is_ours(store, ""):
-        return True
-    if any(_is_ours(store, f"{part}/") for part in _PARTS):
-        return True
-    step = _latest(store)
-    return step is not None and any(
-        _is_ours(store, f"global_step_{step}/{part}/") for part in _PARTS
-    )
-
-
 def find_folder(store: Store) -> Folder:
-    """Find the newest step of a save folder, or the step or part at the store's root.
-
-    Raises:
-        NotFound: the newest step, or a rank's extra state, is missing.
-    """
+    """Find the newest step of a save folder, or the step or part at the store's root."""
     if _is_ours(store, ""):
         name = "optimizer" if store.url.rstrip("/").endswith("/optimizer") else "model"
-        return Folder(
-            "",
-            {name: ""},
-            (),
-            (),
-            _empty(store.list()),
-            _step(store.url.rstrip("/").rpartition("/")[0]),
-        )
+        step = _step(store.url.rstrip("/").rpartition("/")[0])
+        return Folder("", {name: ""}, (), (), _empty(store.list()), step)
     below = ""
     if not any(_is_ours(store, f"{part}/") for part in _PARTS):
         below = f"global_step_{_latest(store)}/"
@@ -90,16 +56,13 @@ def find_folder(store: Store) -> Folder:
     keys = [info.key for info in infos]
     if not keys:
         raise NotFound(f"{store.url}: {LATEST} names {below[:-1]}, where there is no checkpoint")
-    parts = {
-        part: f"{below}{part}/"
-        for part in _PARTS
-        if any(k.startswith(f"{below}{part}/") for k in keys)
-    }
-    for lacking in [
-        k for k in {"model": f"{below}model/", **parts}.values() if not _is_ours(store, k)
-    ]:
+    folders = {part: f"{below}{part}/" for part in _PARTS}
+    parts = {p: f for p, f in folders.items() if any(k.startswith(f) for k in keys)}
+    for folder in dict.fromkeys((folders["model"], *parts.values())):
+        if _is_ours(store, folder):
+            continue
         raise MissingData(
-            f"{lacking}{METADATA} is missing or damaged; each step has a model, and that file describes it",
+            f"{folder}{METADATA} is missing or damaged; each step has a model, and that file describes it",
             hint="copy the folder again from where it was saved; the step's other folders can be opened separately",
         )
     extra = {int(m[1]): key for key in keys if (m := _EXTRA.fullmatch(key.removeprefix(below)))}
@@ -125,21 +88,17 @@ def _step(url: str) -> int | None:
 
 
 def _is_ours(store: Store, below: str) -> bool:
+    key = below + METADATA
     try:
-        return _CLASS in store.read(
-            below + METADATA, 0, min(_HEAD, store.info(below + METADATA).size)
-        )
+        return _CLASS in store.read(key, 0, min(_HEAD, store.info(key).size))
     except NotFound:
         return False
 
 
 def _latest(store: Store) -> int | None:
     try:
-        text = (
-            store.read(LATEST, 0, min(64, store.info(LATEST).size))
-            .decode("ascii", "replace")
-            .strip()
-        )
+        data = store.read(LATEST, 0, min(64, store.info(LATEST).size))
+        text = data.decode("ascii", "replace").strip()
     except NotFound:
         steps = {
             m[1]

@@ -60,6 +60,7 @@ class OpenByteCheckpoint(OpenDcp):
         assert isinstance(self.items, _RawItems)  # noqa: S101
         metas, folder = list(self.items.parts.values()), self._folder
         files = [f for meta in metas for f in (meta.file, *meta.files)]
+        version = metas[0].root.get("bytecheckpoint_version")
         groups, places, numbers = values.lazy_groups()
         return CheckpointMetadata(
             tensor_list=TensorList(infos, numbers),
@@ -68,10 +69,7 @@ class OpenByteCheckpoint(OpenDcp):
             places=places,
             objects=LazyMapping(lambda: _extra_states(self.store, folder)),
             step=folder.step,
-            engine={
-                "name": "bytecheckpoint",
-                "version": str(metas[0].root.get("bytecheckpoint_version") or ""),
-            },
+            engine={"name": "bytecheckpoint", "version": str(version or "")},
             files=(*files, *folder.extra, *folder.others, *folder.empty),
             assets=folder.others,
             folder=folder.below.rstrip("/"),
@@ -132,26 +130,17 @@ class _RawItems(Items):
             raise MissingData(
                 f"the metadata does not describe the layout of {label} in {stored.file}"
             )
-        found = unpickle(
-            layout, file=f"the layout of {label}", storage_nbytes=lambda _: stored.nbytes
-        )
-        if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (
-            info.dtype,
-            box.shape,
-        ):
+        where = f"the layout of {label}"
+        tensor = unpickle(layout, file=where, storage_nbytes=lambda _: stored.nbytes)
+        form = (info.dtype, box.shape)
+        if not isinstance(tensor, StoredTensor) or (tensor.dtype, tensor.shape) != form:
             raise IntegrityError(
                 f"{stored.file}: {label} should be {info.dtype} of shape {box.shape}, but its layout differs"
             )
-        check_dense(found, stored, label)
-        unit = ITEMSIZE[found.dtype]
-        return [
-            Extent(
-                box,
-                stored.file,
-                stored.offset + found.offset * unit,
-                tuple(s * unit for s in found.strides),
-            )
-        ]
+        check_dense(tensor, stored, label)
+        unit = ITEMSIZE[tensor.dtype]
+        strides = tuple(s * unit for s in tensor.strides)
+        return [Extent(box, stored.file, stored.offset + tensor.offset * unit, strides)]
 
     def records(self) -> Iterator[FileRecord]:
         """Empty: there are no checksums."""
@@ -168,11 +157,7 @@ def _extra_states(store: Store, folder: Folder) -> dict[str, Any]:
             out["extra_state"] = value
         elif value != out["extra_state"]:
             first = out["extra_state"]
-            both = isinstance(value, dict) and isinstance(first, dict)
-            differs = (
-                {k: v for k, v in value.items() if k not in first or first[k] != v}
-                if both
-                else value
-            )
-            others[str(rank)] = {"extra_state": differs}
+            if isinstance(value, dict) and isinstance(first, dict):
+                value = {k: v for k, v in value.items() if k not in first or first[k] != v}
+            others[str(rank)] = {"extra_state": value}
     return out | ({"rank": others} if others else {})

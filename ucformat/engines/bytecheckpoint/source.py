@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ucformat.engines.bytecheckpoint.folder import LATEST, find_folder, looks_like_bytecheckpoint
+from ucformat.engines.bytecheckpoint.folder import _PARTS, LATEST, _is_ours, _latest, find_folder
 from ucformat.sources.base import Source
 from ucformat.sources.distcp import ItemOptions
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 __all__ = ["ByteCheckpoint"]
+
 
 _ALLOW = ("bytecheckpoint",)
 
@@ -32,8 +33,13 @@ class ByteCheckpoint(Source):
         return name == LATEST
 
     def find(self, store: Store) -> bool:
-        """Whether there is a `.metadata` of ByteCheckpoint's at one of its usual paths."""
-        return looks_like_bytecheckpoint(store)
+        """Whether this is a save folder, the folder of a step, or that of a model or optimizer."""
+        if _is_ours(store, "") or any(_is_ours(store, f"{part}/") for part in _PARTS):
+            return True
+        step = _latest(store)
+        return step is not None and any(
+            _is_ours(store, f"global_step_{step}/{part}/") for part in _PARTS
+        )
 
     def open(self, store: Store) -> OpenByteCheckpoint:
         """Open the newest step of a save folder, or the step at the store's root, reading `.metadata`."""
@@ -43,11 +49,3 @@ class ByteCheckpoint(Source):
         return OpenByteCheckpoint(
             store, find_folder(store), allow, self.options.groups, self.options.owners
         )
-
-
-# The files of one ByteCheckpoint checkpoint.
-#
-# A save folder holds `latest_checkpointed_iteration.txt`, a number N, and the folders
-# `global_step_N`. One of these holds `model` and `optimizer`, each with `.metadata` and a file
-# `__R_K.distcp` of each rank R; `extra_state` with `extra_state_rank_R.pt`; and the data loader's
-# own files.

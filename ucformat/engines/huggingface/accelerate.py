@@ -23,7 +23,6 @@ def accelerator_state(accelerator: Accelerator, merge_dataloader: Any = None) ->
     step.
 
     Args:
-        accelerator: after `prepare`.
         merge_dataloader: `merge` of `PerRank` for the data loaders, with which another number of
             ranks loads them.
 
@@ -32,18 +31,18 @@ def accelerator_state(accelerator: Accelerator, merge_dataloader: Any = None) ->
     """
     kind = str(accelerator.distributed_type.value)
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
-        hint = (
-            "ucformat.torch.deepspeed saves an engine"
+        raise UnsupportedError(
+            f"the state of this Accelerator is managed by {kind}",
+            hint="ucformat.torch.deepspeed saves an engine"
             if kind == "DEEPSPEED"
-            else "save from Megatron-LM itself"
+            else "save from Megatron-LM itself",
         )
-        raise UnsupportedError(f"the state of this Accelerator is managed by {kind}", hint=hint)
     loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]  # noqa: SLF001
     parts: dict[str, list[Any]] = {
         "model": list(accelerator._models),  # noqa: SLF001 - there is no public list of prepared objects
         "optimizer": [unwrapped(o) for o in accelerator._optimizers],  # noqa: SLF001
         "scheduler": list(accelerator._schedulers),  # noqa: SLF001
-        "dataloader": [_Loader(d, merge_dataloader) for d in loaders],
+        "dataloader": [_PreparedLoader(d, merge_dataloader) for d in loaders],
         "object": list(accelerator._custom_objects),  # noqa: SLF001
     }
     state = {
@@ -55,7 +54,7 @@ def accelerator_state(accelerator: Accelerator, merge_dataloader: Any = None) ->
     return state if accelerator.scaler is None else {**state, "scaler": accelerator.scaler}
 
 
-class _Loader(PerRank):
+class _PreparedLoader(PerRank):
     call = "accelerator_state(accelerator, merge_dataloader"
 
 

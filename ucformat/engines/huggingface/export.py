@@ -18,13 +18,7 @@ from ucformat.exporters.base import (
     option,
     weights_of,
 )
-from ucformat.exporters.safetensors import (
-    DTYPE_NAMES,
-    MODEL,
-    SHARD_BYTES,
-    files_of,
-    header_of,
-)
+from ucformat.exporters.safetensors import DTYPE_NAMES, MODEL, SHARD_BYTES, files_of, header_of
 from ucformat.reading.readable import PART_OF
 from ucformat.sources.model_files import find_assets
 from ucformat.storage.base import Info

@@ -59,14 +59,7 @@ class SaveCallback(TrainerCallback):
         self.handle: SaveHandle | None = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **live: Any) -> None:
-        """Save a checkpoint after the Trainer has saved one.
-
-        Args:
-            args: of the Trainer.
-            state: of the Trainer.
-            live: the model, the optimizer and the scheduler, as `model`, `optimizer`,
-                `lr_scheduler`.
-        """
+        """Save a checkpoint after the Trainer has saved one."""
         parts = _training(live["model"], live["optimizer"], live["lr_scheduler"])
         if state.is_world_process_zero:
             parts[_STATE] = asdict(state)
@@ -105,8 +98,6 @@ class UniversalTrainer(Trainer):
                 checkpoint of a Trainer that ucformat can open or a reference to one, saved by any
                 number of ranks. The random generators of a folder that the Trainer itself has saved
                 are restored only on as many ranks, as by the Trainer.
-            args: passed to `Trainer.train`.
-            kwargs: passed to `Trainer.train`.
 
         Raises:
             UnsupportedError: no Trainer has saved the checkpoint.

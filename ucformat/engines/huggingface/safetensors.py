@@ -37,7 +37,6 @@ _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _MODEL_STEMS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
 _DUPLICATE = "consolidated*" + _SUFFIX
-_MAX_NAMED = 10
 
 
 class Safetensors(Source):
@@ -80,11 +79,7 @@ class Safetensors(Source):
 
 
 def choose(names: Iterable[str], url: str, *, part: bool = False) -> FileSet:
-    """Choose the checkpoint among the files of a folder.
-
-    Returns:
-        the files, and the key of their index or None.
-    """
+    """The files of a folder that are its checkpoint, and the key of their index or None."""
     names = list(names)
     own = [n for n in names if "/" not in n and n.endswith((_SUFFIX, _INDEX))]
     if not own:
@@ -98,7 +93,7 @@ def choose(names: Iterable[str], url: str, *, part: bool = False) -> FileSet:
         if (error := parts_of_one(sets, url)) is not None:
             raise error
         raise UsageError(
-            f"{url} holds several safetensors checkpoints: {first_names(sets, _MAX_NAMED)}",
+            f"{url} holds several safetensors checkpoints: {first_names(sets, 10)}",
             hint=f"open one of them: {url}/{next(iter(sets))}",
         )
     ((files, index),) = sets.values()
@@ -113,7 +108,7 @@ def _pipeline(files: Sequence[str], url: str) -> UsageError:
     """The error for a folder whose subfolders are checkpoints (a diffusers pipeline)."""
     folders = list(dict.fromkeys(f.partition("/")[0] for f in files))
     return UsageError(
-        f"{url} is a pipeline of several models: {first_names(folders, _MAX_NAMED)}",
+        f"{url} is a pipeline of several models: {first_names(folders, 10)}",
         hint=f"open one of its folders: {url}/{folders[0]}"
         if folders
         else "there are no safetensors files in it",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ucformat.engines.huggingface.trainer_opened import OpenHuggingFace
     from ucformat.storage.base import Store
 
+
 __all__ = ["HuggingFace"]
 
 
@@ -47,15 +48,9 @@ class HuggingFace(Source):
     # it may contain any of them
     before = ("dcp", "deepspeed", "megatron", "safetensors", "torch_save")
     packages = (
-        "accelerate",
-        "bitsandbytes",
-        "datasets",
-        "diffusers",
-        "peft",
-        "tokenizers",
-        "transformers",
-        "trl",
-    )
+        "accelerate", "bitsandbytes", "datasets", "diffusers", "peft", "tokenizers",
+        "transformers", "trl",
+    )  # fmt: skip
     options_type = HuggingFaceOptions
     options: Any
 

@@ -26,6 +26,7 @@ from ucformat.sources.registry import SOURCES
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
+
 _MARKERS = re.compile(
     r"trainer_state\.json|random_states_\d+\.pkl|training_args\.bin|pytorch_model_fsdp(_\d+)?\.bin"
 )
@@ -45,7 +46,6 @@ _NOT_READ = (
     (re.compile(r"(model|optimizer)\.(pt|bin)_\d.*|user_content\.pt"), "SageMaker's model parallelism"),
     (re.compile(r"pytorch_model_\d+/[^/]*(mp_rank|pp_rank)[^/]*\.pt"), "several DeepSpeed models in one folder"),
 )  # fmt: skip
-_MAX_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
         )
         if runs:
             raise UsageError(
-                f"{url} is the folder of a run: it holds {first_names(runs, _MAX_NAMED)}",
+                f"{url} is the folder of a run: it holds {first_names(runs, 10)}",
                 hint=f"open one of them: {url}/{runs[-1]}",
             )
         raise UsageError(

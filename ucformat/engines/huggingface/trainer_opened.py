@@ -21,7 +21,8 @@ from ucformat.errors import (
 )
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, FileRecord
-from ucformat.sources.index import Group, PrefixedSource, TensorIndex
+from ucformat.sources.base import with_options
+from ucformat.sources.index import Group, IndexedSource, PrefixedSource, TensorIndex
 from ucformat.sources.model_files import find_assets, read_json
 from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
     from ucformat.engines.huggingface.trainer_folder import FolderFiles
-    from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent
     from ucformat.sources.base import OpenSource
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Info, Store
@@ -56,46 +55,14 @@ if TYPE_CHECKING:
 
 
 _LLAMA = (
-    *(
-        "model",
-        "embed_tokens",
-        "layers",
-        "self_attn",
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "q_norm",
-        "k_norm",
-    ),
-    *("mlp", "gate_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm"),
-    *(
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-        "norm",
-        "lm_head",
-        "weight",
-        "bias",
-    ),
-)
+    "model", "embed_tokens", "layers", "self_attn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm",
+    "mlp", "gate_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm",
+    "pre_feedforward_layernorm", "post_feedforward_layernorm", "norm", "lm_head", "weight", "bias",
+)  # fmt: skip
 _GPT2 = (
-    *(
-        "transformer",
-        "wte",
-        "wpe",
-        "h",
-        "ln_1",
-        "attn",
-        "c_attn",
-        "ln_2",
-        "mlp",
-        "c_fc",
-        "c_proj",
-        "ln_f",
-        "lm_head",
-    ),
-    *("weight", "bias"),
-)
+    "transformer", "wte", "wpe", "h", "ln_1", "attn", "c_attn", "ln_2", "mlp", "c_fc", "c_proj", "ln_f", "lm_head",
+    "weight", "bias",
+)  # fmt: skip
 
 #: `model_type` of a configuration -> the parts of names, in the order in which modules register
 #: them; and the class.
@@ -128,14 +95,7 @@ def _module_order(store: Store, present: Container[str], names: Sequence[str]) -
 
 
 def sort_names(names: Sequence[str], parts: Sequence[str]) -> list[str] | None:
-    """Sort names part by part: numbers by value, others as in `parts`.
-
-    Args:
-        parts: all parts that names may have besides numbers, in order.
-
-    Returns:
-        the sorted names; None if a name has a part that is not in `parts`.
-    """
+    """Sort names part by part: numbers by value, others as in `parts`; None if a name has another part."""
     rank = {part: i for i, part in enumerate(parts)}
     keys: dict[str, tuple[int, ...]] = {}
     for name in names:
@@ -224,7 +184,7 @@ def _open_deepspeed(store: Store, found: FolderFiles, options: EngineOptions) ->
         **({} if options.optimizer else {"optimizer": False}),
     }
     try:
-        return SOURCES["deepspeed"](**given).open(store)
+        return with_options(SOURCES["deepspeed"](), given).open(store)
     except NotFound as error:
         if not found.models or isinstance(error, NotACheckpoint):
             raise
@@ -285,7 +245,7 @@ def _add_fsdp(
                     f"{folder} holds no checkpoint of PyTorch DCP",
                     hint="the save did not finish, or its `.metadata` was not copied; copy the whole folder again",
                 )
-            source = SOURCES["dcp"](**inner).open(below)
+            source = with_options(SOURCES["dcp"](), inner).open(below)
             _add_source(
                 PrefixedSource(source, store, folder),
                 _prefix(number) if several else "",
@@ -451,17 +411,13 @@ def _to_json(file: TorchFile | OpaqueFile, path: str, contents: TensorIndex) -> 
     return to_json(file.value, read=file.read, spill=spill, path=path)
 
 
-class OpenHuggingFace:
+class OpenHuggingFace(IndexedSource):
     """An opened directory of Trainer or Accelerate."""
 
     kind = "huggingface"
 
     def __init__(
-        self,
-        store: Store,
-        found: FolderFiles,
-        infos: Mapping[str, Info],
-        options: EngineOptions,
+        self, store: Store, found: FolderFiles, infos: Mapping[str, Info], options: EngineOptions
     ) -> None:
         self.store, self.contents = store, TensorIndex()
         engine = open_engine(store, found, infos, self.contents, options)
@@ -491,10 +447,6 @@ class OpenHuggingFace:
             engine=_engine(store, found, engine, assets),
             files=files,
         )
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Find where the bytes of a tensor are stored."""
-        return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
         """List every record of the engine's files and of the others; a safetensors file is one, without a checksum."""

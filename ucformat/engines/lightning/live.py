@@ -198,11 +198,6 @@ class UniversalCheckpointIO(CheckpointIO):
     ) -> None:
         """Save from this rank alone; an existing checkpoint is replaced.
 
-        Args:
-            checkpoint: the checkpoint of Lightning.
-            path: where to write it, a path or URL.
-            storage_options: not supported.
-
         Raises:
             UsageError: there are `storage_options`.
             UnsupportedError: an optimizer does not know the names of its parameters.
@@ -262,11 +257,7 @@ class UniversalCheckpointIO(CheckpointIO):
         return rest
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, here and in the catalog, unless it is protected.
-
-        Args:
-            path: of the checkpoint, a path or URL.
-        """
+        """Remove a checkpoint, here and in the catalog, unless it is protected."""
         discard(str(path))
 
 

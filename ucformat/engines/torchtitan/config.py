@@ -19,26 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = ["UniversalCheckpointManager"]
 
+_CONVERT = "convert the files by a view, and set initial_load_path to the result"
+_EXPORT = "export the last checkpoint: ucp export safetensors SRC DST"
 #: Options of torchtitan that would change what is stored, the values that are supported, and what
 #: to do instead.
 _FIXED = {
-    "initial_load_in_hf": (
-        False,
-        "convert the files by a view, and set initial_load_path to the result",
-    ),
-    "initial_load_in_hf_quantized": (
-        False,
-        "convert the files by a view, and set initial_load_path to the result",
-    ),
-    "last_save_in_hf": (
-        False,
-        "export the last checkpoint: ucp export safetensors SRC DST --view …",
-    ),
-    "export_dtype": (
-        "float32",
-        "export the last checkpoint: ucp export safetensors SRC DST --cast …",
-    ),
+    "initial_load_in_hf": (False, _CONVERT),
+    "initial_load_in_hf_quantized": (False, _CONVERT),
+    "last_save_in_hf": (False, f"{_EXPORT} --view …"),
+    "export_dtype": ("float32", f"{_EXPORT} --cast …"),
 }
+#: Options of the configuration that are the manager's own.
+_OPTIONS = ("interval", "enable_first_step_checkpoint", "keep_latest_k", "async_mode", "load_only", "form", "run",
+            "exclude_from_loading", "initial_load_path", "initial_load_model_only", "merge_dataloader")  # fmt: skip
 
 
 class UniversalCheckpointManager(BaseCheckpointManager):
@@ -99,17 +92,7 @@ class UniversalCheckpointManager(BaseCheckpointManager):
             lr_schedulers=lr_schedulers,
             dataloader=dataloader,
             states=states,
-            interval=config.interval,
-            enable_first_step_checkpoint=config.enable_first_step_checkpoint,
-            keep_latest_k=config.keep_latest_k,
-            async_mode=config.async_mode,
-            load_only=config.load_only,
-            exclude_from_loading=config.exclude_from_loading,
-            initial_load_path=config.initial_load_path,
-            initial_load_model_only=config.initial_load_model_only,
-            form=config.form,
-            run=config.run,
-            merge_dataloader=config.merge_dataloader,
+            **{name: getattr(config, name) for name in _OPTIONS},
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - as torchtitan calls it

@@ -88,19 +88,16 @@ class CheckpointManager:
             stateful = hasattr(lr_schedulers, "state_dict")
             self.states[_SCHEDULER] = lr_schedulers if stateful else _Alike(_listed(lr_schedulers))
         if dataloader is not None:
-            self.states[_DATALOADER] = _Loader(dataloader, merge_dataloader)
+            self.states[_DATALOADER] = _DataLoader(dataloader, merge_dataloader)
         if unknown := set(exclude_from_loading) - self.states.keys():
-            known = ", ".join(self.states)
             raise UsageError(
-                f"the state has no {', '.join(sorted(unknown))}", hint=f"there are {known}"
+                f"the state has no {', '.join(sorted(unknown))}",
+                hint=f"there are {', '.join(self.states)}",
             )
         self._excluded = frozenset(exclude_from_loading)
         self._initial, self._initial_model_only = initial_load_path, initial_load_model_only
-        self._interval, self._first, self._load_only = (
-            interval,
-            enable_first_step_checkpoint,
-            load_only,
-        )
+        self._interval, self._load_only = interval, load_only
+        self._first = enable_first_step_checkpoint
         self._manager = Manager(
             folder,
             every=interval,
@@ -113,11 +110,7 @@ class CheckpointManager:
         """Save a checkpoint if it is due; the one of the last step is committed when this returns.
 
         Args:
-            curr_step: the training step.
             last_step: whether it is the last one, at which a checkpoint is always due.
-
-        Returns:
-            whether a checkpoint was due.
 
         Raises:
             UcformatError: a rank failed, or the previous save failed; that checkpoint is not
@@ -138,9 +131,6 @@ class CheckpointManager:
             step: the training step, or -1 for the newest intact checkpoint. From step 0, an initial
                 checkpoint, only the model is loaded.
 
-        Returns:
-            whether there was a checkpoint.
-
         Raises:
             NotFound: there is no checkpoint of this step.
             IntegrityError: all checkpoints are damaged.
@@ -152,14 +142,14 @@ class CheckpointManager:
             self._manager.load({_MODEL: self.states[_MODEL]} if step == 0 else wanted, url)
             return True
         try:
-            found = self._manager.restore_latest(wanted)
+            newest = self._manager.restore_latest(wanted)
         except NotFound:  # no such folder
-            found = None
-        if found is None and self._initial is not None:
+            newest = None
+        if newest is None and self._initial is not None:
             model = {_MODEL: self.states[_MODEL]}
             self._manager.load(model if self._initial_model_only else wanted, self._initial)
             return True
-        return found is not None
+        return newest is not None
 
     def maybe_wait_for_staging(self) -> None:
         """Do nothing: when `save` returns, the state is copied, and training may change it."""
@@ -177,7 +167,7 @@ class CheckpointManager:
         self._manager.close()
 
 
-class _Loader(PerRank):
+class _DataLoader(PerRank):
     call = "CheckpointManager(…, merge_dataloader"
 
 
@@ -202,8 +192,8 @@ class _Alike:
         self.schedulers = schedulers
 
     def state_dict(self) -> dict[str, Any]:
-        held: dict[str, Any] = self.schedulers[0].state_dict()
-        return held
+        state: dict[str, Any] = self.schedulers[0].state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for scheduler in self.schedulers:
