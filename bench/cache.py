@@ -210,14 +210,14 @@ def bounded(served: Served, url: str, cache: Path) -> int:
 
 def against_raw(folder: Path, cache: Path) -> dict[str, float]:
     """GB/s of reading a file into memory: raw, through the cache's entries, and of the checksums alone."""
-    from ucformat.storage.cache.folder import CacheFolder, Entry
+    from ucformat.storage.cache.folder import CacheEntry, CacheFolder
     from ucformat.storage.strided import checksum
 
     path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     size, block = path.stat().st_size >> 20 << 20, 1 << 20
     shutil.rmtree(cache, ignore_errors=True)
     kept = CacheFolder(str(cache), 1 << 30)
-    entries = [Entry(f"block {n}".encode()) for n in range(size // block)]
+    entries = [CacheEntry(f"block {n}".encode()) for n in range(size // block)]
     target = np.empty(size, np.uint8).data
     with path.open("rb", buffering=0) as file:
         file.readinto(target)
@@ -251,7 +251,7 @@ def against_raw(folder: Path, cache: Path) -> dict[str, float]:
 
 def eviction(cache: Path) -> float:
     """Seconds to write a block into a cache that is full with many others."""
-    from ucformat.storage.cache.folder import CacheFolder, Entry
+    from ucformat.storage.cache.folder import CacheEntry, CacheFolder
 
     shutil.rmtree(cache, ignore_errors=True)
     limit = ENTRIES * (4096 + 128) + 8320
@@ -259,7 +259,7 @@ def eviction(cache: Path) -> float:
     for n in range(ENTRIES):
         (cache / f"{n:040x}").write_bytes(b"x")
     begun = time.perf_counter()
-    kept.write(Entry(b"one more"), b"x")
+    kept.write(CacheEntry(b"one more"), b"x")
     return time.perf_counter() - begun
 
 

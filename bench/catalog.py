@@ -28,7 +28,7 @@ from bench.catalog_fill import LRS, Plan, fill, made, manifest
 from bench.common import OUT, ROOT, median, ours, run, table
 from tests.catalog.databases import running_postgres
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.models import Checkpoint, Digest
+from ucformat.catalog.models import CheckpointRow, Digest
 from ucformat.catalog.retention import load_policy
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ class Bench:
         The first is None if there are not so many tensors.
         """
         with self.catalog.database.reading() as c:
-            last = sa.select(Checkpoint.digest_block, Checkpoint.serial).where(
-                Checkpoint.serial == self.plan.checkpoints
+            last = sa.select(CheckpointRow.digest_block, CheckpointRow.serial).where(
+                CheckpointRow.serial == self.plan.checkpoints
             )
             block, serial = c.execute(last).one()
             chosen = sa.select(Digest.position, Digest.digest).where(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.models import BLOCK, Checkpoint, Edge, Event, Location, Metric, Run, Tag
+from ucformat.catalog.models import BLOCK, CheckpointRow, Edge, Event, Location, Metric, RunRow, Tag
 from ucformat.schema.manifest import Manifest
 from ucformat.schema.tensors import TensorDoc, TensorTable
 
@@ -145,8 +145,8 @@ def fill(catalog: Catalog, plan: Plan) -> None:
     with catalog.database.writing() as c:
         _virtual(c, plan, everything)
         c.execute(
-            sa.update(Checkpoint)
-            .where(Checkpoint.serial % 1000 == 501)
+            sa.update(CheckpointRow)
+            .where(CheckpointRow.serial % 1000 == 501)
             .values(state="deleted", deleted=BEGIN)
         )
     if not catalog.database.sqlite:
@@ -156,7 +156,7 @@ def fill(catalog: Catalog, plan: Plan) -> None:
 
 def own_row(row: Mapping[Any, Any]) -> dict[str, Any]:
     """The row of a checkpoint, without what the database computes."""
-    columns = Checkpoint.__table__.columns
+    columns = CheckpointRow.__table__.columns
     return {k: v for k, v in row.items() if k in columns and columns[k].computed is None}
 
 
@@ -167,7 +167,11 @@ def _place(one: Made) -> str:
 def _copy(c: Connection, plan: Plan, later: list[Made]) -> None:
     """The rows of checkpoints, as those of the first step of their run; `serial` is one more than the number."""
     rows = (
-        c.execute(sa.select(Checkpoint.__table__, Run.name).join(Run).order_by(Checkpoint.serial))
+        c.execute(
+            sa.select(CheckpointRow.__table__, RunRow.name)
+            .join(RunRow)
+            .order_by(CheckpointRow.serial)
+        )
         .mappings()
         .all()
     )
@@ -175,7 +179,7 @@ def _copy(c: Connection, plan: Plan, later: list[Made]) -> None:
     of_run = [own_row(r) for r in rows]
     block, per = of_run[-1]["digest_block"], max(1, BLOCK // plan.tensors)
     c.execute(
-        sa.insert(Checkpoint),
+        sa.insert(CheckpointRow),
         [
             of_run[m.run]
             | {
@@ -194,7 +198,7 @@ def _copy(c: Connection, plan: Plan, later: list[Made]) -> None:
 def _say(c: Connection, plan: Plan, everything: list[Made]) -> None:
     """What else is known of them: the first step of each run is recorded, and has its places, metrics and event."""
     later, who = everything[plan.runs :], "bench@bench"
-    ids = dict(c.execute(sa.select(Checkpoint.serial, Checkpoint.id)).all())
+    ids = dict(c.execute(sa.select(CheckpointRow.serial, CheckpointRow.id)).all())
     c.execute(
         sa.insert(Metric),
         [
@@ -254,7 +258,9 @@ def _edge(everything: list[Made], plan: Plan, one: Made, ids: Mapping[int, str])
 def _virtual(c: Connection, plan: Plan, everything: list[Made]) -> None:
     """Checkpoints without a run whose bytes lie in the files of others."""
     like = own_row(
-        c.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == 1)).mappings().one()
+        c.execute(sa.select(CheckpointRow.__table__).where(CheckpointRow.serial == 1))
+        .mappings()
+        .one()
     )
     of = [
         (plan.checkpoints + 1 + n, everything[n * 97 % plan.checkpoints])
@@ -264,7 +270,7 @@ def _virtual(c: Connection, plan: Plan, everything: list[Made]) -> None:
         return
     own = like | {"run_id": None, "step": None}
     c.execute(
-        sa.insert(Checkpoint),
+        sa.insert(CheckpointRow),
         [own | {"serial": s, "id": uuid.uuid4().hex, "created": m.created} for s, m in of],
     )
     c.execute(

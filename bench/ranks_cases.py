@@ -218,7 +218,7 @@ def statement_of(case: Case, rank: int, ranks: int) -> Stated:
     """What a rank states, and the checksums of its pieces."""
     from ucformat.torch.saving.agree import checksums
     from ucformat.torch.saving.manifest import state_info
-    from ucformat.torch.saving.statement import Facts, Statement, WriteItem
+    from ucformat.torch.saving.statement import StatedFacts, Statement, WriteItem
     from ucformat.torch.state.elements import elements_of, host_memory
     from ucformat.torch.state.local import LocalState, local_of
 
@@ -231,7 +231,7 @@ def statement_of(case: Case, rank: int, ranks: int) -> Stated:
     info = state_info(LocalState(tuple(shards)))
     items = [WriteItem(i, tuple(p.box for p in pieces)) for i, pieces in info.tensors]
     distributions = [info.distributions[n] if n >= 0 else None for n in info.distributed]
-    statement = Statement(rank, items, distributions, Facts({}, {}))
+    statement = Statement(rank, items, distributions, StatedFacts({}, {}))
     memories = [host_memory(s.tensor) for s in shards]
     sums = checksums(
         items, lambda n, p: elements_of(shards[n].pieces[p], memories[n], shards[n].info.itemsize)

@@ -32,7 +32,7 @@ from bench.common import OUT, ours, run, table, targets
 from tests.catalog.databases import running_postgres
 from tests.zero_files import FLAT, write_zero3
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.models import Checkpoint, Edge, Location
+from ucformat.catalog.models import CheckpointRow, Edge, Location
 from ucformat.catalog.retention import load_policy
 from ucformat.errors import PermissionDenied, UnsupportedError
 from ucformat.format.structure import manifest_bytes
@@ -124,7 +124,7 @@ def large(folder: Path, steps: int) -> None:
             done = list(pool.map(run, each))
         seconds, processor = time.perf_counter() - begun, sum(one.processor for one in done)
         with Catalog(f"sqlite:///{folder}/{catalog}.db") as opened, opened.database.reading() as c:
-            if (number := c.scalar(sa.select(sa.func.count()).select_from(Checkpoint))) != steps:
+            if (number := c.scalar(sa.select(sa.func.count()).select_from(CheckpointRow))) != steps:
                 raise SystemExit(f"{number} of {steps} were registered")
         peak = f"{max(one.peak for one in done) >> 20}"
         rows.append(
@@ -164,10 +164,10 @@ def make_dependents(catalog: Catalog, dependents: int) -> str:
     """Record one checkpoint, and insert copies of its row that need it; its id."""
     base = catalog.record(manifest(next(made(Plan(1, 4))), 4, 0), BASE)
     with catalog.database.writing() as c:
-        row = own_row(c.execute(sa.select(Checkpoint.__table__)).mappings().one())
+        row = own_row(c.execute(sa.select(CheckpointRow.__table__)).mappings().one())
         serials = range(row["serial"] + 1, row["serial"] + 1 + dependents)
         copies = [row | {"serial": s, "id": uuid.uuid4().hex, "step": s} for s in serials]
-        c.execute(sa.insert(Checkpoint), copies)
+        c.execute(sa.insert(CheckpointRow), copies)
         places = [{"checkpoint": s, "url": f"/views/{s}", "seen": row["created"]} for s in serials]
         c.execute(sa.insert(Location), places)
         edge = {

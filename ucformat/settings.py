@@ -247,7 +247,7 @@ def _number(value: Any, kind: type[int | float], means: str) -> int | float:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _SettingsFile:
     """An opened file of settings."""
 
     path: Path
@@ -256,7 +256,7 @@ class _File:
     mode: int
 
 
-def _opened(path: Path | None) -> _File | None:
+def _opened(path: Path | None) -> _SettingsFile | None:
     """A file with its owners; None if there is none. It is opened only once, so that it cannot be exchanged."""
     if path is None:
         return None
@@ -277,10 +277,10 @@ def _opened(path: Path | None) -> _File | None:
         raise UsageError(
             f"the settings in {path} cannot be read: not a regular file of ≤ {_MAX_FILE_BYTES} bytes"
         )
-    return _File(path, text, frozenset({link.st_uid, found.st_uid}), found.st_mode)
+    return _SettingsFile(path, text, frozenset({link.st_uid, found.st_uid}), found.st_mode)
 
 
-def _not_ours(file: _File, key: str, trusted: tuple[str, ...]) -> UnsafeError | None:
+def _not_ours(file: _SettingsFile, key: str, trusted: tuple[str, ...]) -> UnsafeError | None:
     """The reason why a file is not trusted; None if it is."""
     from shlex import quote  # most files are trusted
 
@@ -300,7 +300,7 @@ def _not_ours(file: _File, key: str, trusted: tuple[str, ...]) -> UnsafeError | 
     )
 
 
-def _not_of_a_project(file: _File, key: str, value: Any) -> UnsafeError | None:
+def _not_of_a_project(file: _SettingsFile, key: str, value: Any) -> UnsafeError | None:
     """The reason why a project's file cannot set this; None if it can."""
     remote = key == "catalog" and "://" in value and not value.startswith("sqlite:")
     if key not in _USER_ONLY and not remote:
@@ -323,7 +323,7 @@ def _name_of(uid: int) -> str:
         return f"the user with number {uid}"
 
 
-def _read(file: _File) -> dict[str, Any]:
+def _read(file: _SettingsFile) -> dict[str, Any]:
     """The settings in a file."""
     import tomllib  # most users have no file
 

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from tests.catalog.stress import POSTS, made, post, shared
 from ucformat.catalog.models import (
-    Alias,
-    Checkpoint,
+    AliasRow,
+    CheckpointRow,
     Config,
     Digest,
     Edge,
@@ -19,9 +19,9 @@ from ucformat.catalog.models import (
     Hold,
     Location,
     Metric,
-    Run,
+    RunRow,
     Tag,
-    Tensor,
+    TensorRow,
     TensorSet,
     canonical_hash,
 )
@@ -85,12 +85,12 @@ def check(catalog: Catalog, notes: Notes) -> None:
 
 def _no_duplicates(c: Connection) -> None:
     unique: list[tuple[Any, ...]] = [
-        (Run.name,),
+        (RunRow.name,),
         (Config.hash,),
         (TensorSet.hash,),
-        (Checkpoint.id,),
+        (CheckpointRow.id,),
         (Location.url,),
-        (Alias.name,),
+        (AliasRow.name,),
         (Tag.checkpoint, Tag.name),
         (Metric.checkpoint, Metric.name),
         (Edge.child, Edge.kind, Edge.parent_url),
@@ -103,7 +103,7 @@ def _no_duplicates(c: Connection) -> None:
     )
     assert c.execute(recorded.having(sa.func.count() != 1)).all() == []
     assert c.scalar(sa.select(sa.func.count()).select_from(recorded.subquery())) == _number(
-        c, Checkpoint
+        c, CheckpointRow
     )
 
 
@@ -117,23 +117,25 @@ def _whole(c: Connection) -> None:
         assert r.hash == canonical_hash(r.document)
     sizes = dict(
         c.execute(
-            sa.select(Tensor.tensor_set_id, sa.func.count()).group_by(Tensor.tensor_set_id)
+            sa.select(TensorRow.tensor_set_id, sa.func.count()).group_by(TensorRow.tensor_set_id)
         ).all()
     )
     digests = dict(
         c.execute(sa.select(Digest.checkpoint, sa.func.count()).group_by(Digest.checkpoint)).all()
     )
-    for r in c.execute(sa.select(Checkpoint.serial, Checkpoint.tensor_set_id, Checkpoint.tensors)):
+    for r in c.execute(
+        sa.select(CheckpointRow.serial, CheckpointRow.tensor_set_id, CheckpointRow.tensors)
+    ):
         assert sizes[r.tensor_set_id] == digests[r.serial] == r.tensors
-    parent = Checkpoint.__table__.alias()
+    parent = CheckpointRow.__table__.alias()
     loose = sa.select(Edge.id, parent.c.serial).join(parent, parent.c.id == Edge.parent_id)
     assert c.execute(loose.where(Edge.parent.is_distinct_from(parent.c.serial))).all() == []
 
 
 def _names_protect(c: Connection) -> None:
     """Nothing is deleted that has an alias, a tag or a hold."""
-    gone = sa.select(Checkpoint.serial).where(Checkpoint.state != "committed")
-    for table, *where in ((Alias,), (Tag,), (Hold, Hold.released.is_(None))):
+    gone = sa.select(CheckpointRow.serial).where(CheckpointRow.state != "committed")
+    for table, *where in ((AliasRow,), (Tag,), (Hold, Hold.released.is_(None))):
         assert (
             c.execute(sa.select(table.checkpoint).where(table.checkpoint.in_(gone), *where)).all()
             == []
@@ -142,7 +144,7 @@ def _names_protect(c: Connection) -> None:
 
 def _said(c: Connection, notes: Notes) -> None:
     """Tags, metrics, holds and places that were acknowledged are there, with the last value that was."""
-    ids = dict(c.execute(sa.select(Checkpoint.serial, Checkpoint.id)).all())
+    ids = dict(c.execute(sa.select(CheckpointRow.serial, CheckpointRow.id)).all())
     tags = {(ids[r.checkpoint], r.name) for r in c.execute(sa.select(Tag.checkpoint, Tag.name))}
     assert {(n["id"], n["name"]) for n in notes.done("tag")} <= tags
 

@@ -14,7 +14,7 @@ from tests.catalog.acts import actions, purge, put, rows
 from tests.catalog.manifests import BEGIN, digest, made_from, manifest, packed_over, tensor
 from ucformat.catalog import content
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.models import Config, Edge, Run, Tensor, TensorSet
+from ucformat.catalog.models import Config, Edge, RunRow, TensorRow, TensorSet
 from ucformat.errors import NotFound, PermissionDenied, UcformatError, UsageError
 from ucformat.schema.manifest import LineageDoc
 
@@ -167,7 +167,7 @@ class TestRecording:
         monkeypatch.setattr("ucformat.catalog.recording._adopt_children", fail)
         with pytest.raises(ZeroDivisionError):
             put(catalog, 1)
-        assert [rows(catalog, t) for t in (Run, TensorSet, Tensor)] == [0, 0, 0]
+        assert [rows(catalog, t) for t in (RunRow, TensorSet, TensorRow)] == [0, 0, 0]
         assert catalog.events() == []
 
     def test_forgetting_places(self, catalog: Catalog) -> None:
@@ -200,11 +200,11 @@ class TestContent:
         for step in range(3):
             put(catalog, step, tensors=tensors, config={"lr": 1, "name": "x"})
         put(catalog, 3, tensors=tensors, config={"name": "x", "lr": 1})
-        assert [rows(catalog, t) for t in (TensorSet, Tensor, Config, Run)] == [1, 5, 1, 1]
+        assert [rows(catalog, t) for t in (TensorSet, TensorRow, Config, RunRow)] == [1, 5, 1, 1]
         put(catalog, 4, tensors=tensors[:4], config={"lr": 2, "name": "x"})
         put(catalog, 5, tensors=(*tensors[:4], tensor("layer4", "master")), config={})
         put(catalog, 6, tensors=(*tensors[:4], tensor("layer4", shape=(2, 4))), config={})
-        assert [rows(catalog, t) for t in (TensorSet, Tensor, Config)] == [4, 19, 2]
+        assert [rows(catalog, t) for t in (TensorSet, TensorRow, Config)] == [4, 19, 2]
         assert catalog.get("run7@5").config == {}
 
     def test_tensors_are_as_the_manifest_lists_them(self, catalog: Catalog) -> None:
@@ -662,7 +662,7 @@ class TestReadOnly:
                 pytest.raises(UcformatError),
                 reader.database.reading() as c,
             ):  # not even by mistake
-                c.execute(sa.insert(Run).values(name="x", created=BEGIN))
+                c.execute(sa.insert(RunRow).values(name="x", created=BEGIN))
 
     def test_it_makes_nothing(self, empty_database_url: str, tmp_path: Path) -> None:
         with pytest.raises(NotFound, match="no catalog"):

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tests.catalog.acts import actions, purge, put, rows
 from tests.catalog.manifests import manifest, tensor
 from ucformat.catalog.labels import ANY
-from ucformat.catalog.models import Run
+from ucformat.catalog.models import RunRow
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UsageError
 from ucformat.schema.manifest import LineageDoc
 
@@ -63,7 +63,7 @@ class TestHostileText:
             kept: {"x": [kept, {"$float": "nan"}, {"$float": "-inf"}, None, "\ufffd"]}
         }
         assert [t.name for t in catalog.tensors("/data/1")] == [kept, kept]
-        assert rows(catalog, Run) == 1
+        assert rows(catalog, RunRow) == 1
         catalog.note("/data/1", f"n {text}")
         catalog.hold("/data/1", f"r {text}")
         catalog.verified(

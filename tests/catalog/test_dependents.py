@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from tests.catalog.acts import put
 from ucformat.catalog import deletion
 from ucformat.catalog.deletion import begin_purge
-from ucformat.catalog.models import Checkpoint, Edge, Location
+from ucformat.catalog.models import CheckpointRow, Edge, Location
 from ucformat.catalog.retention import load_policy, protections, retention_rows
 from ucformat.catalog.rows import lock
 from ucformat.catalog.stamp import make_stamp, now
@@ -43,7 +43,7 @@ def needing(catalog: Catalog, base: str, numbers: range) -> None:
     """Checkpoints whose bytes lie in another one's files, as virtual ones of it."""
     serials = {n: put(catalog, n) for n in numbers}
     with catalog.database.writing() as c:
-        of = dict(c.execute(sa.select(Checkpoint.id, Checkpoint.serial)).all())
+        of = dict(c.execute(sa.select(CheckpointRow.id, CheckpointRow.serial)).all())
         parent = c.scalar(sa.select(Location.checkpoint).where(Location.url == base))
         edge = {
             "parent": parent,
@@ -89,7 +89,7 @@ def test_the_number_of_statements_does_not_grow_with_what_is_deleted(catalog: Ca
 
 def catalog_serial(connection: sa.Connection, checkpoint: str) -> int:
     return connection.execute(
-        sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint)
+        sa.select(CheckpointRow.serial).where(CheckpointRow.id == checkpoint)
     ).scalar_one()
 
 

@@ -27,7 +27,7 @@ from ucformat.catalog.lineage import (
     render_mermaid,
     render_tree,
 )
-from ucformat.catalog.models import Alias, Checkpoint, Edge, Event, TensorSet
+from ucformat.catalog.models import AliasRow, CheckpointRow, Edge, Event, TensorSet
 from ucformat.catalog.recording import record
 from ucformat.catalog.stamp import Stamp
 from ucformat.errors import NotFound, UsageError
@@ -93,9 +93,11 @@ def bare(
             sa.insert(TensorSet).values(hash=ids[0]).returning(TensorSet.id)
         ).scalar_one()
         rows = [{"id": i, "tensor_set_id": structure, **values, **more} for i in ids]
-        c.execute(sa.insert(Checkpoint), rows)
+        c.execute(sa.insert(CheckpointRow), rows)
         found = c.execute(
-            sa.select(Checkpoint.id, Checkpoint.serial).where(Checkpoint.tensor_set_id == structure)
+            sa.select(CheckpointRow.id, CheckpointRow.serial).where(
+                CheckpointRow.tensor_set_id == structure
+            )
         )
         known = {r.id: r.serial for r in found}
         serials = [known[i] for i in ids]
@@ -359,7 +361,9 @@ def test_a_parent_that_lies_nowhere_any_more(database: Database) -> None:
     serials = put(database, first, child)
     put(database, manifest(3, step=5))
     with database.writing() as c:
-        c.execute(sa.insert(Alias).values(name="old", checkpoint=serials[0], version=1, moved=NOW))
+        c.execute(
+            sa.insert(AliasRow).values(name="old", checkpoint=serials[0], version=1, moved=NOW)
+        )
     assert link(database, serials[1], "alias:old")
     assert not link(database, serials[1], first.id)
     assert [e.parent for e in ask(database, serials[1]).edges] == [first.id]

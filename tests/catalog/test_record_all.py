@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from tests.catalog.manifests import made_from, manifest
 from tests.catalog.test_dependents import statements
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.models import Checkpoint, Digest, Edge, Form, Location
+from ucformat.catalog.models import CheckpointRow, Digest, Edge, Form, Location
 from ucformat.catalog.recording import Found
 from ucformat.errors import Conflict
 
@@ -24,7 +24,7 @@ def state(catalog: Catalog) -> dict[str, Any]:
     """What a catalog has, without serials and times of recording."""
     with catalog.database.reading() as c:
         ids: dict[int | None, str | None] = dict(
-            c.execute(sa.select(Checkpoint.serial, Checkpoint.id)).all()
+            c.execute(sa.select(CheckpointRow.serial, CheckpointRow.id)).all()
         )
         ids[None] = None
         edges = c.execute(

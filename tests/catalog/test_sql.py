@@ -21,9 +21,9 @@ from tests.patience import wait_until
 from ucformat.catalog import sql
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.database import Database
-from ucformat.catalog.models import Base, Run
+from ucformat.catalog.models import Base, RunRow
 from ucformat.catalog.recording import record
-from ucformat.catalog.sql import Table, run_sql
+from ucformat.catalog.sql import QueryResult, run_sql
 from ucformat.catalog.stamp import Stamp
 from ucformat.cli.main import ucp
 from ucformat.errors import PermissionDenied, UcformatError, UnsafeError, UsageError
@@ -67,14 +67,14 @@ def contents(database: Database) -> dict[str, list[Any]]:
 
 def test_rows_and_columns(database: Database) -> None:
     found = run_sql(database, "select step, id as who from checkpoint order by step", None)
-    assert found == Table(
+    assert found == QueryResult(
         ("step", "who"), tuple((i, manifest(i).id) for i in (1, 2, 3)), truncated=False
     )
-    assert run_sql(database, "select 1 as a, 2 as a", None) == Table(
+    assert run_sql(database, "select 1 as a, 2 as a", None) == QueryResult(
         ("a", "a"), ((1, 2),), truncated=False
     )
     empty = run_sql(database, "select id from checkpoint where step > 100", None)
-    assert empty == Table(("id",), (), truncated=False)
+    assert empty == QueryResult(("id",), (), truncated=False)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_limit(database: Database, limit: int, rows: int, truncated: bool) -> 
 
 def test_a_limit_fetches_no_more(database: Database) -> None:
     series = "with recursive n(i) as (select 1 union all select i + 1 from n) select i from n"
-    assert run_sql(database, series, 5) == Table(
+    assert run_sql(database, series, 5) == QueryResult(
         ("i",), ((1,), (2,), (3,), (4,), (5,)), truncated=True
     )
 
@@ -233,12 +233,12 @@ def test_what_was_written_before_is_seen(database_url: str) -> None:
     database = Database(database_url)
     for i in (10, 20):
         with database.writing() as c:
-            c.execute(sa.insert(Run).values(name=f"run{i}", created=NOW))
+            c.execute(sa.insert(RunRow).values(name=f"run{i}", created=NOW))
         assert (f"run{i}",) in run_sql(database, "select name from run", None).rows
     with pytest.raises(PermissionDenied):
         run_sql(database, "delete from run", None)
     with database.writing() as c:
-        c.execute(sa.insert(Run).values(name="later", created=NOW))
+        c.execute(sa.insert(RunRow).values(name="later", created=NOW))
     assert run_sql(database, "select count(*) from run", None).rows == ((3,),)
     database.close()
 
@@ -398,7 +398,7 @@ def server(postgres_server: Postgres) -> Iterator[Database]:
     url = postgres_server.fresh(superuser=True)
     database = Database(url)
     with database.writing() as c:
-        c.execute(sa.insert(Run).values(name="keep", created=NOW))
+        c.execute(sa.insert(RunRow).values(name="keep", created=NOW))
     yield database
     database.close()
     postgres_server.drop(url)

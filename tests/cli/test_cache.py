@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.cli.conftest import object_of
-from ucformat.storage.cache.folder import CacheFolder, Entry
+from ucformat.storage.cache.folder import CacheEntry, CacheFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def test_it_is_shown_and_cleared(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     monkeypatch.setenv("UCP_CACHE", str(cache))
-    CacheFolder(str(cache), 1 << 30).write(Entry(b"one"), bytes(100_000))
+    CacheFolder(str(cache), 1 << 30).write(CacheEntry(b"one"), bytes(100_000))
     found = object_of(run("cache", "--json").stdout)
     assert (found["path"], found["entries"], found["limit"]) == (str(cache), 1, 64 << 30)
     assert 100_000 < found["bytes"] < 120_000

@@ -24,7 +24,7 @@ from ucformat.exporters.pickle import ALLOWED, SavedTensor, Storage
 from ucformat.exporters.zip_file import torch_archive
 from ucformat.jobs.convert import convert
 from ucformat.jobs.export import export, plan_export
-from ucformat.reading.readable import Place, path_from_json
+from ucformat.reading.readable import GroupPlace, path_from_json
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -389,7 +389,7 @@ def test_paths_of_any_kind_end_in_an_error_or_in_a_state_with_all_tensors(
     source.metadata = source.metadata.replace(
         paths={key: (path_from_json(path),) for key, path in zip(keys, at, strict=True) if path},
         groups=tuple({"params": ["a", "b"], "state": state} for _, state, _ in groups),
-        places=tuple(Place(path_from_json(path), tuple(names)) for path, _, names in groups),
+        places=tuple(GroupPlace(path_from_json(path), tuple(names)) for path, _, names in groups),
     )
     try:
         export(Checkpoint(source), tmp_path / "b.pt", "torch", nested=True, overwrite=True)

@@ -18,7 +18,7 @@ from ucformat.geometry.placement import compile_match
 from ucformat.geometry.tensor import TensorInfo, TensorList
 from ucformat.views.document import read_steps
 from ucformat.views.steps import apply
-from ucformat.views.table import Table
+from ucformat.views.table import ViewTable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +64,7 @@ TEXTS = (
 
 def use(layout: Layout) -> None:
     """Bind it, and do its steps."""
-    table = Table.of(TENSORS, {}, {})
+    table = ViewTable.of(TENSORS, {}, {})
     with suppress(UcformatError):
         apply(table, layout.view)
     layout.bind(TENSORS)
@@ -87,7 +87,7 @@ def test_documents_near_a_layout(document: Any) -> None:
 def test_documents_near_a_view(document: Any) -> None:
     def view() -> None:
         apply(
-            Table.of(TENSORS, {}, {}),
+            ViewTable.of(TENSORS, {}, {}),
             read_steps(document if isinstance(document, list) else [document]),
         )
 

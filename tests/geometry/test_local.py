@@ -20,10 +20,10 @@ from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.local import ShardAt, keep_rows, local_dims, regions_of, strided_regions
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
-from ucformat.geometry.view import Part, View
+from ucformat.geometry.view import BoxPair, View
 
 
-def fill(local: Any, regions: tuple[Part, ...], whole: Any) -> None:
+def fill(local: Any, regions: tuple[BoxPair, ...], whole: Any) -> None:
     for region in regions:
         inside(local, region.box)[...] = inside(whole, region.target)
 
@@ -60,8 +60,8 @@ def test_flat_ranges_of_sharded_tensors_are_boxes_of_the_whole(
     whole = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     files: dict[str, bytes] = {}
     extents: dict[str, list[Extent]] = {}
-    parts: list[tuple[Key, Part]] = []
-    spare: list[Part] = []
+    parts: list[tuple[Key, BoxPair]] = []
+    spare: list[BoxPair] = []
     for at in range(degree):
         dims = local_dims(shape, (ShardAt(shard, degree, at),))
         local = np.full([d.size for d in dims], -2, np.int32)
@@ -88,8 +88,8 @@ def test_rows_of_padding_are_kept_apart(columns: int, rows: int, widths: list[in
     whole = np.arange(total * columns, dtype=np.int32).reshape(total, columns)
     files: dict[str, bytes] = {}
     extents: dict[str, list[Extent]] = {}
-    kept: list[tuple[Key, Part]] = []
-    spare: list[tuple[Key, Part]] = []
+    kept: list[tuple[Key, BoxPair]] = []
+    spare: list[tuple[Key, BoxPair]] = []
     at = 0
     shard = Shard(0, "tp", sizes=tuple(widths))
     for t, n in enumerate(widths):

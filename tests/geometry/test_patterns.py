@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tests.fuzz.fuzzing import bounded
 from ucformat.errors import LayoutError
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.patterns import Node, Pattern, compile_pattern, expand, parse
+from ucformat.geometry.patterns import Pattern, RegexNode, compile_pattern, expand, parse
 from ucformat.geometry.placement import compile_match
 from ucformat.geometry.tensor import TensorInfo, TensorList
 from ucformat.views.document import read_steps
 from ucformat.views.steps import apply
-from ucformat.views.table import Table
+from ucformat.views.table import ViewTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +100,7 @@ def test_it_is_refused_wherever_a_pattern_stands() -> None:
     ):
         with pytest.raises(LayoutError, match="may take too long: "):
             Layout.parse({"version": 1, "mesh": {"dp": 2}, **document})
-    table = Table.of(TensorList((TensorInfo("a" * 60, "weight", "float32", (2,)),)), {}, {})
+    table = ViewTable.of(TensorList((TensorInfo("a" * 60, "weight", "float32", (2,)),)), {}, {})
     with bounded(100), pytest.raises(LayoutError, match=r"view\[0\].*may take too long: "):
         apply(table, read_steps([{"drop": [bad]}]))
 
@@ -116,7 +116,7 @@ def test_a_name_that_is_too_long_for_a_pattern() -> None:
 
 def test_a_template_that_makes_a_very_long_name() -> None:
     steps = [{"rename": "/(.*)/", "to": r"\1\1"}] * 60
-    table = Table.of(TensorList((TensorInfo("a", "weight", "float32", (2,)),)), {}, {})
+    table = ViewTable.of(TensorList((TensorInfo("a", "weight", "float32", (2,)),)), {}, {})
     with bounded(1000), pytest.raises(LayoutError, match="may produce a name of more than"):
         apply(table, read_steps(steps))
     found = compile_pattern("(.*)").match("name")
@@ -137,17 +137,17 @@ class Engine:
     def __init__(self, name: str, most: int) -> None:
         self.name, self.left = name, most
 
-    def fullmatch(self, nodes: tuple[Node, ...]) -> bool:
+    def fullmatch(self, nodes: tuple[RegexNode, ...]) -> bool:
         return any(end == len(self.name) for end in self.seq(nodes, 0))
 
-    def seq(self, nodes: tuple[Node, ...], at: int) -> Iterator[int]:
+    def seq(self, nodes: tuple[RegexNode, ...], at: int) -> Iterator[int]:
         if not nodes:
             yield at
             return
         for end in self.node(nodes[0], at):
             yield from self.seq(nodes[1:], end)
 
-    def node(self, node: Node, at: int) -> Iterator[int]:
+    def node(self, node: RegexNode, at: int) -> Iterator[int]:
         self.left -= 1
         if self.left < 0:
             raise Enough
@@ -164,7 +164,7 @@ class Engine:
             yield at + 1
 
     def repeat(
-        self, greedy: bool, least: int, most: int | None, inner: tuple[Node, ...], at: int
+        self, greedy: bool, least: int, most: int | None, inner: tuple[RegexNode, ...], at: int
     ) -> Iterator[int]:
         if not greedy and least <= 0:
             yield at

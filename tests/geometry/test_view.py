@@ -17,7 +17,7 @@ from ucformat.errors import CoverageError, LayoutError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Block, Extent, Key, TensorInfo
-from ucformat.geometry.view import Part, View
+from ucformat.geometry.view import BoxPair, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 SOURCE = Key("source", "weight")
 
 
-def from_source(target: Box, box: Box, axes: tuple[int | None, ...]) -> tuple[Key, Part]:
-    return SOURCE, Part(target, box, axes)
+def from_source(target: Box, box: Box, axes: tuple[int | None, ...]) -> tuple[Key, BoxPair]:
+    return SOURCE, BoxPair(target, box, axes)
 
 
 def stored(shape: tuple[int, ...], cuts: list[int]) -> tuple[np.ndarray, list[Extent]]:
@@ -161,7 +161,7 @@ WHOLE = Box((0, 0), (2, 3))
         (from_source(WHOLE, Box((0, 0, 0), (2, 3, 2)), (0, 1)), "omit a dim longer than 1"),
     ],
 )
-def test_a_part_that_does_not_fit(part: tuple[Key, Part], message: str) -> None:
+def test_a_part_that_does_not_fit(part: tuple[Key, BoxPair], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         View(TensorInfo("target", "weight", "float32", (2, 3)), (part,))
 

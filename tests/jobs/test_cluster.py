@@ -24,7 +24,7 @@ from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, NotFound, UcformatError, UsageError
 from ucformat.geometry.layout import Layout
 from ucformat.jobs.reopen import reopen, spec_of
-from ucformat.jobs.shards import How, ShardJob
+from ucformat.jobs.shards import ShardJob, WriteOptions
 from ucformat.jobs.tasks import run_batch
 from ucformat.storage.memory import MemoryStore
 
@@ -183,7 +183,9 @@ def test_what_only_this_process_has_is_refused(tmp_path: Path) -> None:
 def test_a_worker_that_sees_other_files_refuses(tmp_path: Path) -> None:
     source = source_of(tmp_path / "src", 27)
     ck = ucformat.open(source)
-    job = ShardJob(ck, MemoryStore("none"), "0" * 20, list(ck.tensors.values()), How(2048, 1 << 14))
+    job = ShardJob(
+        ck, MemoryStore("none"), "0" * 20, list(ck.tensors.values()), WriteOptions(2048, 1 << 14)
+    )
     spec = json.dumps({**job.spec(), "store": str(tmp_path / "dst")})
     file = next(source.glob("*optim_states.pt"))
     os.utime(file, ns=(1, 1))
@@ -203,7 +205,9 @@ def test_what_is_sent_is_plain_and_has_no_secret(
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     ck = ucformat.open(source_of(tmp_path / "src", 28))
-    job = ShardJob(ck, MemoryStore("none"), "0" * 20, list(ck.tensors.values()), How(2048, 1 << 14))
+    job = ShardJob(
+        ck, MemoryStore("none"), "0" * 20, list(ck.tensors.values()), WriteOptions(2048, 1 << 14)
+    )
     sent = json.dumps(job.spec())
     assert not [s for s in secrets.values() if s in sent]
     assert json.loads(sent)["job"] == "shards:ShardJob"

@@ -18,7 +18,7 @@ from ucformat.jobs.combine.combining import plan_average, plan_merge
 from ucformat.jobs.cost import estimate_combination, estimate_export
 from ucformat.jobs.export import planned_job
 from ucformat.jobs.profiles import Profile, keep_profile, profile_of
-from ucformat.jobs.shards import How
+from ucformat.jobs.shards import WriteOptions
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import RecordingStore
@@ -102,7 +102,7 @@ def test_combinations(method: str, tmp_path: Path) -> None:
         adapter(tmp_path / "adapter", low_rank("q", 300, 400))
         stores[1] = RecordingStore(LocalStore(tmp_path / "adapter"))
         planned = plan_merge("lora", [ucformat.open(stores[1])], {"base": opened[0]})
-    how = How(*SIZES.values())
+    how = WriteOptions(*SIZES.values())
     cost = estimate_combination(planned.combination, tmp_path / "made", how)
     assert not (tmp_path / "made").exists()
     assert set(cost.unmeasured) == {str(ck.url) for ck in planned.combination.sources} | {

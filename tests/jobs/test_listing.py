@@ -147,13 +147,13 @@ def test_gc_takes_nothing_for_purged_that_it_cannot_see(
 def _expire(catalog: Catalog) -> None:
     import sqlalchemy as sa
 
-    from ucformat.catalog.models import Checkpoint
+    from ucformat.catalog.models import CheckpointRow
 
     with catalog.database.writing() as c:
         c.execute(
-            sa.update(Checkpoint)
-            .where(Checkpoint.state == "deleted")
-            .values(purge_after=Checkpoint.created)
+            sa.update(CheckpointRow)
+            .where(CheckpointRow.state == "deleted")
+            .values(purge_after=CheckpointRow.created)
         )
 
 

@@ -107,11 +107,13 @@ def test_any_order_of_parts(
 
 def shards_of(source: Path, index: int, count: int) -> int:
     """How many shards a part has."""
-    from ucformat.jobs.shards import How, ShardJob
+    from ucformat.jobs.shards import ShardJob, WriteOptions
     from ucformat.storage.memory import MemoryStore
 
     ck = ucformat.open(source)
-    job = ShardJob(ck, MemoryStore("none"), "0" * 20, list(ck.tensors.values()), How(2048, 1 << 14))
+    job = ShardJob(
+        ck, MemoryStore("none"), "0" * 20, list(ck.tensors.values()), WriteOptions(2048, 1 << 14)
+    )
     return len(list(part_of(job, index, count)))
 
 
@@ -322,11 +324,13 @@ def test_shards_with_other_content_are_found_by_one_part(tmp_path: Path) -> None
 
 
 def test_parts_have_about_as_many_bytes(tmp_path: Path) -> None:
-    from ucformat.jobs.shards import How, ShardJob
+    from ucformat.jobs.shards import ShardJob, WriteOptions
     from ucformat.storage.memory import MemoryStore
 
     ck = ucformat.open(source_of(tmp_path / "src", 17, tensors=30))
-    job = ShardJob(ck, MemoryStore("none"), "0" * 20, list(ck.tensors.values()), How(2048, 1 << 14))
+    job = ShardJob(
+        ck, MemoryStore("none"), "0" * 20, list(ck.tensors.values()), WriteOptions(2048, 1 << 14)
+    )
     parts = [list(part_of(job, n, 4)) for n in range(4)]
     assert sorted(sum(parts, [])) == list(range(job.count))  # noqa: RUF017 - few
     loads = [sum(map(job.nbytes, p)) for p in parts]

@@ -694,7 +694,7 @@ def _patches(world: World) -> Iterator[Any]:
     def file(data: bytes, _: int) -> Any:
         return kept(data, world.version(), world.time.timestamp())
 
-    kept = memory._File
+    kept = memory._MemoryFile
     yield mock.patch.object(memory, "_FILES", world.files)
     yield mock.patch.object(memory, "_File", file)
     yield mock.patch.object(memory, "_VERSIONS", itertools.repeat(0))

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError
-from ucformat.storage.base import Writer
+from ucformat.storage.base import FileWriter
 from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class FaultyStore(WrappedStore):
         self.count_read()
         return super().read_versioned(key)
 
-    def create(self, key: str, unit: int = 1) -> Writer:
+    def create(self, key: str, unit: int = 1) -> FileWriter:
         self.count_write()
         return _FaultyWriter(self, super().create(key, unit))
 
@@ -98,8 +98,8 @@ class FaultyStore(WrappedStore):
         super().delete_prefix(prefix)
 
 
-class _FaultyWriter(Writer):
-    def __init__(self, store: FaultyStore, inner: Writer) -> None:
+class _FaultyWriter(FileWriter):
+    def __init__(self, store: FaultyStore, inner: FileWriter) -> None:
         self._store, self._inner = store, inner
 
     def write(self, data: Bytes) -> None:

@@ -20,7 +20,7 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, MissingData, NotFound, PermissionDenied, UnsafeError
 from ucformat.storage.cache import scope
 from ucformat.storage.cache import store as blocks
-from ucformat.storage.cache.folder import CacheFolder, Entry
+from ucformat.storage.cache.folder import CacheEntry, CacheFolder
 from ucformat.storage.cache.store import CachingStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
@@ -410,7 +410,7 @@ class TestFolder:
 class TestBound:
     def test_what_was_used_least_recently_goes_first(self, cache: Path) -> None:
         folder = CacheFolder(str(cache), 12 * (4096 + 4096 + 128))
-        made = [Entry(f"entry {n}".encode()) for n in range(30)]
+        made = [CacheEntry(f"entry {n}".encode()) for n in range(30)]
         for n, entry in enumerate(made):
             folder.write(entry, bytes([n]) * 4096)
             assert folder.read(made[0]) == bytes(4096)
@@ -424,7 +424,7 @@ class TestBound:
         folder = CacheFolder(str(cache), 100_000)
         cache.joinpath("mine").write_bytes(bytes(200_000))
         for n in range(50):
-            folder.write(Entry(f"entry {n}".encode()), bytes(10_000))
+            folder.write(CacheEntry(f"entry {n}".encode()), bytes(10_000))
         folder.clear()
         assert (folder.usage().entries, cache.joinpath("mine").stat().st_size) == (0, 200_000)
 
@@ -441,9 +441,9 @@ class TestBound:
         def write(seed: int) -> None:
             folder, rng = CacheFolder(str(cache), limit), random.Random(seed)
             for _ in range(100):
-                entry = Entry(f"entry {rng.randrange(60)}".encode())
+                entry = CacheEntry(f"entry {rng.randrange(60)}".encode())
                 folder.write(entry, entry.description * rng.randrange(1, 4000))
-                folder.read(Entry(f"entry {rng.randrange(60)}".encode()))
+                folder.read(CacheEntry(f"entry {rng.randrange(60)}".encode()))
 
         CacheFolder(str(cache), limit)
         watcher = threading.Thread(target=watch)

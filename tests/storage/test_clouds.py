@@ -10,7 +10,7 @@ import pytest
 from ucformat.errors import UcformatError, UnsafeError, UnsupportedError, UsageError
 from ucformat.settings import using
 from ucformat.storage import clouds
-from ucformat.storage.clouds import Options, Place, connect, parse
+from ucformat.storage.clouds import Options, UrlParts, connect, parse
 from ucformat.storage.objects import BUDGET, ObjectStore
 from ucformat.storage.url import open_store
 
@@ -38,7 +38,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatc
     return monkeypatch
 
 
-def s3(place: Place, options: Options) -> Any:
+def s3(place: UrlParts, options: Options) -> Any:
     """The client of S3."""
     return connect(place, options)
 
@@ -46,15 +46,15 @@ def s3(place: Place, options: Options) -> Any:
 @pytest.mark.parametrize(
     ("url", "place"),
     [
-        ("s3://bucket", Place("s3", "s3://bucket", "bucket", "")),
-        ("s3://bucket/", Place("s3", "s3://bucket", "bucket", "")),
-        ("s3://bucket/a//b c/", Place("s3", "s3://bucket/a/b c", "bucket", "a/b c")),
-        ("S3A://bucket/100%?x", Place("s3", "s3a://bucket/100%?x", "bucket", "100%?x")),
-        ("gs://bucket/a", Place("gs", "gs://bucket/a", "bucket", "a")),
-        ("az://container/a", Place("az", "az://container/a", "container", "a")),
+        ("s3://bucket", UrlParts("s3", "s3://bucket", "bucket", "")),
+        ("s3://bucket/", UrlParts("s3", "s3://bucket", "bucket", "")),
+        ("s3://bucket/a//b c/", UrlParts("s3", "s3://bucket/a/b c", "bucket", "a/b c")),
+        ("S3A://bucket/100%?x", UrlParts("s3", "s3a://bucket/100%?x", "bucket", "100%?x")),
+        ("gs://bucket/a", UrlParts("gs", "gs://bucket/a", "bucket", "a")),
+        ("az://container/a", UrlParts("az", "az://container/a", "container", "a")),
         (
             "abfss://container@account.dfs.core.windows.net/a/b",
-            Place(
+            UrlParts(
                 "az",
                 "abfss://container@account.dfs.core.windows.net/a/b",
                 "container",
@@ -62,10 +62,10 @@ def s3(place: Place, options: Options) -> Any:
                 "account",
             ),
         ),
-        ("https://host:80/a/b/", Place("http", "https://host:80/a/b", "host:80", "a/b")),
+        ("https://host:80/a/b/", UrlParts("http", "https://host:80/a/b", "host:80", "a/b")),
     ],
 )
-def test_urls_are_taken_apart(url: str, place: Place) -> None:
+def test_urls_are_taken_apart(url: str, place: UrlParts) -> None:
     assert parse(url) == place
     assert open_store(url).url == place.root
 

@@ -21,7 +21,7 @@ from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.saving import shards
 from ucformat.torch.saving.agree import join, merge_summaries
 from ucformat.torch.saving.shards import plan_shards
-from ucformat.torch.saving.statement import Exceptions, Facts, Statement, WriteItem
+from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement, WriteItem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,8 @@ def worlds(draw: st.DrawFn) -> Claims:
 def agreed(items: Claims, form: str = "packed") -> tuple[list[Statement], GlobalPlan]:
     """What ranks that know no distributions state, and the plan that follows."""
     statements = [
-        Statement(rank, mine, [None] * len(mine), Facts({}, {})) for rank, mine in enumerate(items)
+        Statement(rank, mine, [None] * len(mine), StatedFacts({}, {}))
+        for rank, mine in enumerate(items)
     ]
     sums = [[np.zeros(len(i.boxes), np.uint32) for i in mine] for mine in items]
     summaries = [

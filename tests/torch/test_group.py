@@ -23,7 +23,7 @@ from tests.torch.ranks import all_gather
 from ucformat.errors import Conflict, UcformatError
 from ucformat.torch.comm import bulk
 from ucformat.torch.comm import group as tree
-from ucformat.torch.comm.connections import Node
+from ucformat.torch.comm.connections import TreeNode
 from ucformat.torch.comm.group import Group, Host, connect_by_store, group_of, single_process_group
 from ucformat.torch.saving.worker import WorkerStart, _connect
 from ucformat.torch.state.elements import SharedMemory, map_range, write_shared
@@ -299,7 +299,7 @@ def test_a_writing_process_that_does_not_reach_the_others_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         parent = gone.getsockname()
     listening = socket.create_server(("127.0.0.1", 0))
-    start = WorkerStart(Node(1, 2, 0, ()), parent, b"s" * 32, listening.detach(), 0.5)
+    start = WorkerStart(TreeNode(1, 2, 0, ()), parent, b"s" * 32, listening.detach(), 0.5)
     with pytest.raises(
         UcformatError, match="the writing processes of the ranks could not connect: "
     ):

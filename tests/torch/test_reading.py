@@ -17,7 +17,7 @@ import ucformat.torch
 from tests.fakes import ODD, random_array
 from tests.packed import write_packed
 from ucformat.errors import ChecksumError, UsageError
-from ucformat.geometry.local import Dim, Run
+from ucformat.geometry.local import Dim, IndexRun
 from ucformat.geometry.tensor import Key
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch.loading import read as reading
@@ -118,8 +118,8 @@ def test_pieces_of_a_shard(ck: Checkpoint, dtype: torch.dtype, turned: bool) -> 
     assert nbytes >= kept.nbytes
 
 
-def run(start: int, at: int, size: int) -> Run:
-    return Run(range(start, start + size), at)
+def run(start: int, at: int, size: int) -> IndexRun:
+    return IndexRun(range(start, start + size), at)
 
 
 @settings(max_examples=60)

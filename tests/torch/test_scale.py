@@ -16,7 +16,7 @@ from tests.forkserver import run as forked
 from tests.patience import PATIENCE
 from tests.torch.many_ranks import LAYOUTS, whole
 from tests.torch.running import MODULES, environment
-from ucformat.torch.comm.connections import Node
+from ucformat.torch.comm.connections import TreeNode
 from ucformat.torch.comm.group import FAN_OUT, parents_of, ranks_of_hosts
 
 if TYPE_CHECKING:
@@ -173,7 +173,9 @@ def test_the_ranks_of_a_host_are_a_part_of_the_tree(hosts: list[int]) -> None:
     for run in ranks_of_hosts(of):
         for rank in run:
             children = tuple(r for r, parent in enumerate(parents) if parent == rank)
-            place = Node(rank, len(of), parents[rank], children, (run.start, run.stop)).on_host()
+            place = TreeNode(
+                rank, len(of), parents[rank], children, (run.start, run.stop)
+            ).on_host()
             assert place.size == len(run)
             assert (place.parent < 0) == (rank == run.start)
             assert place.parent < 0 or place.parent in run

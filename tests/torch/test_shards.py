@@ -21,7 +21,7 @@ from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.saving import shards
 from ucformat.torch.saving.agree import join, merge_summaries
 from ucformat.torch.saving.shards import plan_shards
-from ucformat.torch.saving.statement import Exceptions, Facts, Statement, WriteItem
+from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement, WriteItem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ def worlds(draw: st.DrawFn) -> list[Statement]:
             assert at is not None
             held[rank].append((WriteItem(info, d.boxes(shape, at)), None if whole else d))
     return [
-        Statement(rank, [item for item, _ in mine], [d for _, d in mine], Facts({}, {}))
+        Statement(rank, [item for item, _ in mine], [d for _, d in mine], StatedFacts({}, {}))
         for rank, mine in enumerate(held)
     ]
 
@@ -105,7 +105,10 @@ def grid_of(info: TensorInfo) -> Grid:
 @given(listed_worlds(), st.sampled_from([16, 64, 10**6]))
 def test_the_plans_of_ranks_that_list_boxes_fit_each_other(items: Claims, batch_bytes: int) -> None:
     check_plans(
-        [Statement(rank, own, [None] * len(own), Facts({}, {})) for rank, own in enumerate(items)],
+        [
+            Statement(rank, own, [None] * len(own), StatedFacts({}, {}))
+            for rank, own in enumerate(items)
+        ],
         batch_bytes,
     )
 
@@ -159,7 +162,7 @@ def stated(size: int, held: Held) -> list[Statement]:
     for rank in range(size):
         mine = [(info, d, at) for info, d in held if (at := d.mesh.coordinate(rank)) is not None]
         items = [WriteItem(info, d.boxes(info.shape, at)) for info, d, at in mine]
-        out.append(Statement(rank, items, [d for _, d, _ in mine], Facts({}, {})))
+        out.append(Statement(rank, items, [d for _, d, _ in mine], StatedFacts({}, {})))
     return out
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.torch.test_fragments import raw, tensors
-from ucformat.geometry.local import Dim, Run
+from ucformat.geometry.local import Dim, IndexRun
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.saving import background as staging
 from ucformat.torch.saving.background import HostBuffer, room_for, stage
@@ -78,8 +78,8 @@ def test_each_piece_of_a_shard_is_staged(pool: ThreadPoolExecutor) -> None:
     """A dim of several runs, in memory that is transposed."""
     tensor = torch.arange(35, dtype=torch.float32).reshape(5, 7).t()
     dims = (
-        Dim(7, (Run(range(3)), Run(range(20, 24), 3))),
-        Dim(5, (Run(range(1, 3)), Run(range(8, 11), 2))),
+        Dim(7, (IndexRun(range(3)), IndexRun(range(20, 24), 3))),
+        Dim(5, (IndexRun(range(1, 3)), IndexRun(range(8, 11), 2))),
     )
     info = TensorInfo("t", "weight", "float32", (30, 30))
     local = LocalShard(info, pieces_in(tensor, dims), tensor)

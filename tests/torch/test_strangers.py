@@ -25,7 +25,7 @@ from ucformat.errors import IntegrityError, UcformatError
 from ucformat.torch.comm import group as tree
 from ucformat.torch.comm import handshake
 from ucformat.torch.comm.bulk import Links
-from ucformat.torch.comm.connections import Node
+from ucformat.torch.comm.connections import TreeNode
 from ucformat.torch.comm.group import Group, Host, connect_by_store, host_here, listen
 from ucformat.torch.comm.handshake import ask, connect, send_alarm
 from ucformat.torch.state.elements import SharedMemory
@@ -42,7 +42,7 @@ def at_loopback(count: int) -> list[socket.socket]:
 
 def member(listener: socket.socket, rank: int, size: int, timeout: float = PATIENCE) -> Links:
     """One rank of a group in which all others are children of rank 0."""
-    place = Node(rank, size, 0 if rank else -1, () if rank else tuple(range(1, size)))
+    place = TreeNode(rank, size, 0 if rank else -1, () if rank else tuple(range(1, size)))
     return Links(place, timeout, listener, SECRET)
 
 

@@ -14,9 +14,9 @@ from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.jobs.run import Report
-from ucformat.reading.readable import IntKey, Place
+from ucformat.reading.readable import GroupPlace, IntKey
 from ucformat.schema.manifest import LineageDoc
-from ucformat.torch.comm.connections import Node
+from ucformat.torch.comm.connections import TreeNode
 from ucformat.torch.comm.wire import decode, encode
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
 from ucformat.torch.saving.options import SaveOptions
@@ -48,7 +48,7 @@ LISTING = StateInfo(
     layout={"world": 2},
     engine={"name": "torch"},
     paths={INFO.key: (("model", 0, IntKey(0), "w"), ())},
-    places=(None, Place(("optim", 1), ("x",), flattened=True)),
+    places=(None, GroupPlace(("optim", 1), ("x",), flattened=True)),
     stall=0.25,
 )
 
@@ -70,7 +70,7 @@ TOLD: list[tuple[Any, Any]] = [
         ),
         SaveMetadata,
     ),
-    (WorkerStart(Node(1, 5, 0, (2, 3)), ("10.0.0.1", 1234), b"s" * 32, 7, 30.0), WorkerStart),
+    (WorkerStart(TreeNode(1, 5, 0, (2, 3)), ("10.0.0.1", 1234), b"s" * 32, 7, 30.0), WorkerStart),
     *(
         (order, Command)
         for order in (MapBuffer(0, 4096), UnmapBuffer(3), StagingFailed(2, "no memory"))

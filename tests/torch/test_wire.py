@@ -20,7 +20,7 @@ from ucformat import errors
 from ucformat.errors import Conflict, Inconsistent, IntegrityError, UcformatError, UsageError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
-from ucformat.reading.readable import IntKey, Place, StatePath
+from ucformat.reading.readable import GroupPlace, IntKey, StatePath
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.comm.wire import decode, encode, message
 
@@ -75,8 +75,8 @@ BOX = Box((1, 2), (3, 4))
     ("value", "kind"),
     [
         (
-            (INFO, Piece(BOX, 3, (4, 1)), Place(("optim", 1), ("x",), flattened=True)),
-            tuple[TensorInfo, Piece, Place],
+            (INFO, Piece(BOX, 3, (4, 1)), GroupPlace(("optim", 1), ("x",), flattened=True)),
+            tuple[TensorInfo, Piece, GroupPlace],
         ),
         (SAMPLE, Sample),
         (None, None),

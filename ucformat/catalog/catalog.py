@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from ucformat.catalog import labels, on_change, recording
 from ucformat.catalog.labels import ANY
 from ucformat.catalog.loading import load_entries
-from ucformat.catalog.models import Checkpoint
+from ucformat.catalog.models import CheckpointRow
 from ucformat.catalog.reader import CatalogReader
 from ucformat.catalog.recording import Found
 from ucformat.catalog.refs import parse_ref, places_of, resolve, resolve_committed, same_url
@@ -127,7 +127,7 @@ class Catalog(CatalogReader):
 
         def work(c: Connection) -> tuple[Entry, list[str]]:
             serial = c.execute(
-                sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint)
+                sa.select(CheckpointRow.serial).where(CheckpointRow.id == checkpoint)
             ).scalar_one()
             refused = import_document(c, serial, doc, url, stamp, trust=trust)
             return load_entries(c, [serial], stamp.now)[0], refused

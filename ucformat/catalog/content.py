@@ -11,11 +11,11 @@ import sqlalchemy as sa
 
 from ucformat.catalog.models import (
     BLOCK,
-    Checkpoint,
+    CheckpointRow,
     Digest,
     Form,
     Location,
-    Tensor,
+    TensorRow,
     TensorSet,
     storable_text,
 )
@@ -144,10 +144,12 @@ def _joined(numbers: Sequence[int] | None) -> str | None:
 
 def digest_blocks(connection: Connection, tables: Iterable[TensorTable]) -> list[int]:
     """The blocks for the digests of new checkpoints: the last one while it has room, then new ones."""
-    last: int | None = connection.scalar(sa.select(sa.func.max(Checkpoint.digest_block)))
+    last: int | None = connection.scalar(sa.select(sa.func.max(CheckpointRow.digest_block)))
     filled = 0
     if last is not None:
-        inside = sa.select(sa.func.sum(Checkpoint.tensors)).where(Checkpoint.digest_block == last)
+        inside = sa.select(sa.func.sum(CheckpointRow.tensors)).where(
+            CheckpointRow.digest_block == last
+        )
         filled = connection.execute(inside).scalar_one()
     block, blocks = last or 0, []
     for tensors in tables:
@@ -168,8 +170,8 @@ def add_digests(connection: Connection, tables: Mapping[int, TensorTable]) -> No
     ]
     if not found:
         return
-    chosen = sa.select(Checkpoint.serial, Checkpoint.digest_block).where(
-        Checkpoint.serial.in_(tables)
+    chosen = sa.select(CheckpointRow.serial, CheckpointRow.digest_block).where(
+        CheckpointRow.serial.in_(tables)
     )
     blocks: dict[int, int] = dict(connection.execute(chosen).all())
     rows = sorted((blocks[serial], digest, serial, i) for digest, serial, i in found)
@@ -178,7 +180,11 @@ def add_digests(connection: Connection, tables: Mapping[int, TensorTable]) -> No
 
 def _digests(connection: Connection, serial: int) -> dict[int, str]:
     """The digests of a checkpoint's tensors that have one, by position in the structure."""
-    block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
+    block = (
+        sa.select(CheckpointRow.digest_block)
+        .where(CheckpointRow.serial == serial)
+        .scalar_subquery()
+    )
     rows = sa.select(Digest.position, Digest.digest).where(
         Digest.block == block, Digest.checkpoint == serial
     )
@@ -187,7 +193,11 @@ def _digests(connection: Connection, serial: int) -> dict[int, str]:
 
 def remove_digests(connection: Connection, serial: int) -> None:
     """Delete the digests of a checkpoint's tensors."""
-    block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
+    block = (
+        sa.select(CheckpointRow.digest_block)
+        .where(CheckpointRow.serial == serial)
+        .scalar_subquery()
+    )
     connection.execute(sa.delete(Digest).where(Digest.block == block, Digest.checkpoint == serial))
 
 
@@ -218,7 +228,9 @@ def check_same(
 
 def contradiction(connection: Connection, manifest: Manifest, url: str) -> str | None:
     """As `Catalog.contradiction`, in a transaction."""
-    serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
+    serial = connection.scalar(
+        sa.select(CheckpointRow.serial).where(CheckpointRow.id == manifest.id)
+    )
     if (
         serial is None
         or url not in _places_of(connection, serial)
@@ -255,7 +267,7 @@ def _is_other(
     manifests of packed files have none.
     """
     if (
-        connection.scalar(sa.select(Checkpoint.content).where(Checkpoint.serial == serial))
+        connection.scalar(sa.select(CheckpointRow.content).where(CheckpointRow.serial == serial))
         != content
     ):
         return True
@@ -267,7 +279,7 @@ def _is_other(
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class ListedTensor:
     """One tensor of a checkpoint, as its manifest lists it."""
 
     name: str
@@ -280,31 +292,32 @@ class TensorEntry:
     digest: str | None
 
 
-def load_tensors(connection: Connection, serial: int) -> list[TensorEntry]:
+def load_tensors(connection: Connection, serial: int) -> list[ListedTensor]:
     """The tensors of a checkpoint, in the order of its manifest."""
     rows = connection.execute(
-        sa.select(Tensor.__table__)
-        .join(Checkpoint, Checkpoint.tensor_set_id == Tensor.tensor_set_id)
-        .where(Checkpoint.serial == serial)
-        .order_by(Tensor.position)
+        sa.select(TensorRow.__table__)
+        .join(CheckpointRow, CheckpointRow.tensor_set_id == TensorRow.tensor_set_id)
+        .where(CheckpointRow.serial == serial)
+        .order_by(TensorRow.position)
     ).all()
     digests = _digests(connection, serial)
     return [_tensor(r, digests.get(r.position)) for r in rows]
 
 
-def find_digest(connection: Connection, digest: str) -> dict[int, list[TensorEntry]]:
+def find_digest(connection: Connection, digest: str) -> dict[int, list[ListedTensor]]:
     """The checkpoints and tensors with a content digest.
 
     Returns:
         The tensors, by the serials of the checkpoints that contain them.
     """
     query = (
-        sa.select(Digest.checkpoint, Tensor.__table__, Digest.digest)
-        .join(Checkpoint, Checkpoint.serial == Digest.checkpoint)
+        sa.select(Digest.checkpoint, TensorRow.__table__, Digest.digest)
+        .join(CheckpointRow, CheckpointRow.serial == Digest.checkpoint)
         .join(
-            Tensor,
+            TensorRow,
             sa.and_(
-                Tensor.tensor_set_id == Checkpoint.tensor_set_id, Tensor.position == Digest.position
+                TensorRow.tensor_set_id == CheckpointRow.tensor_set_id,
+                TensorRow.position == Digest.position,
             ),
         )
         .where(
@@ -312,14 +325,14 @@ def find_digest(connection: Connection, digest: str) -> dict[int, list[TensorEnt
         )  # IN: for a join SQLite would scan all
         .order_by(Digest.checkpoint, Digest.position)
     )
-    found: dict[int, list[TensorEntry]] = {}
+    found: dict[int, list[ListedTensor]] = {}
     for r in connection.execute(query):
         found.setdefault(r.checkpoint, []).append(_tensor(r, r.digest))
     return found
 
 
-def _tensor(r: Any, digest: str | None) -> TensorEntry:
-    return TensorEntry(
+def _tensor(r: Any, digest: str | None) -> ListedTensor:
+    return ListedTensor(
         r.name,
         r.state,
         r.dtype,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.content import remove_digests
-from ucformat.catalog.models import Checkpoint, Edge, Location
+from ucformat.catalog.models import CheckpointRow, Edge, Location
 from ucformat.catalog.retention import (
     LIVE,
     OWN_KIND,
@@ -200,13 +200,15 @@ def protections_at(
     connection: Connection, checkpoint: str, url: str, now: datetime, *, annotations: bool = True
 ) -> tuple[str, ...]:
     """As `Catalog.protections`, in a transaction."""
-    serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint))
+    serial = connection.scalar(
+        sa.select(CheckpointRow.serial).where(CheckpointRow.id == checkpoint)
+    )
     found = (
         retention_rows(connection, now, serials=[serial])
         if serial is not None and annotations
         else []
     )
-    child = Checkpoint.__table__.alias()
+    child = CheckpointRow.__table__.alias()
     here = near(url) if serial is None else sa.or_(Edge.parent == serial, near(url))
     others = (
         sa.select(child.c.id).join(Edge, child.c.serial == Edge.child).where(Edge.depends, here)
@@ -235,7 +237,7 @@ def ignore_dependent(
         Whether there was a record, beside the files or in the catalog.
     """
     parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
-    child = sa.select(Checkpoint.serial).where(Checkpoint.id == dependent).scalar_subquery()
+    child = sa.select(CheckpointRow.serial).where(CheckpointRow.id == dependent).scalar_subquery()
     here = near(url) if parent is None else sa.or_(Edge.parent == parent, near(url))
     update = sa.update(Edge).where(Edge.child == child, Edge.depends, here).values(depends=False)
     found = connection.execute(update).rowcount > 0 or beside
@@ -366,7 +368,7 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
         if row.kind != "ucformat" or not expired or protections(row, stamp.now):
             return None
         connection.execute(
-            sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="purging")
+            sa.update(CheckpointRow).where(CheckpointRow.serial == serial).values(state="purging")
         )
         event(connection, "purge", stamp, serial, nbytes=row.nbytes)
     places = sa.select(Location.url).where(Location.checkpoint == serial, ~Location.spared)
@@ -382,7 +384,7 @@ def stop_purge(
         sa.delete(Location).where(Location.checkpoint == serial, Location.url.in_(gone))
     )
     connection.execute(
-        sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="deleted")
+        sa.update(CheckpointRow).where(CheckpointRow.serial == serial).values(state="deleted")
     )
     event(connection, "purge-stopped", stamp, serial, needed=list(needed), gone=list(gone))
 

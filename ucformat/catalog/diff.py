@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from ucformat.catalog.content import TensorEntry
+    from ucformat.catalog.content import ListedTensor
     from ucformat.catalog.entries import Entry
 
 Aspect = Literal["shape", "dtype", "digest", "grid"]
@@ -24,7 +24,7 @@ Aspect = Literal["shape", "dtype", "digest", "grid"]
 _BARE = re.compile(r"[^\W\d]\w*(-\w+)*|[0-9]+")
 
 
-class Missing(Enum):
+class MissingType(Enum):
     """The type of MISSING."""
 
     MISSING = "missing"
@@ -34,7 +34,7 @@ class Missing(Enum):
 
 
 #: Marks a value that a checkpoint does not have, which is not the same as None.
-MISSING: Final = Missing.MISSING
+MISSING: Final = MissingType.MISSING
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class TensorChange:
     name: str
     state: str
     aspects: tuple[Aspect, ...]
-    a: TensorEntry
-    b: TensorEntry
+    a: ListedTensor
+    b: ListedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class TensorsDiff:
     no digest, or their chunk grids differ, on which digests depend.
     """
 
-    added: tuple[TensorEntry, ...]
-    removed: tuple[TensorEntry, ...]
+    added: tuple[ListedTensor, ...]
+    removed: tuple[ListedTensor, ...]
     changed: tuple[TensorChange, ...]
     unknown: int
     same: int
@@ -155,7 +155,7 @@ def _spelled(path: tuple[str | int, ...]) -> str:
     return ".".join(p if _BARE.fullmatch(p) else '"' + p.replace('"', '""') + '"' for p in parts)
 
 
-def _tensors(a: list[TensorEntry], b: list[TensorEntry]) -> TensorsDiff:
+def _tensors(a: list[ListedTensor], b: list[ListedTensor]) -> TensorsDiff:
     left, right = ({(t.name, t.state): t for t in side} for side in (a, b))
     changed, unknown, same = [], 0, 0
     for key, x in left.items():
@@ -174,7 +174,7 @@ def _tensors(a: list[TensorEntry], b: list[TensorEntry]) -> TensorsDiff:
     return TensorsDiff(added, removed, tuple(changed), unknown, same)
 
 
-def _aspects(a: TensorEntry, b: TensorEntry) -> tuple[Aspect, ...]:
+def _aspects(a: ListedTensor, b: ListedTensor) -> tuple[Aspect, ...]:
     """The aspects in which two tensors certainly differ; a different grid alone is no difference."""
     differ: dict[Aspect, bool] = {
         "shape": a.shape != b.shape,
@@ -187,7 +187,7 @@ def _aspects(a: TensorEntry, b: TensorEntry) -> tuple[Aspect, ...]:
     return tuple(aspect for aspect, found in differ.items() if found)
 
 
-def _comparable(a: TensorEntry, b: TensorEntry) -> bool:
+def _comparable(a: ListedTensor, b: ListedTensor) -> bool:
     """Whether both have digests of the same kind, over the same chunks."""
     if (
         a.digest is None

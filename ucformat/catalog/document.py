@@ -19,10 +19,10 @@ import sqlalchemy as sa
 from ucformat.catalog.labels import alias_target, record_untag, set_tag
 from ucformat.catalog.lineage import insert_edge
 from ucformat.catalog.models import (
-    Alias,
     AliasClaim,
     AliasMove,
-    Checkpoint,
+    AliasRow,
+    CheckpointRow,
     Edge,
     Event,
     Hold,
@@ -30,7 +30,7 @@ from ucformat.catalog.models import (
     Location,
     Metric,
     Note,
-    Run,
+    RunRow,
     Tag,
     Untag,
     stored_metric,
@@ -71,39 +71,43 @@ MAX_REVISION = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Stale:
+class StaleDocument:
     """A checkpoint whose document has to be written, and its places."""
 
     serial: int
     urls: tuple[str, ...]
 
 
-def stale(connection: Connection, limit: int | None, first: Collection[int] = ()) -> list[Stale]:
+def stale(
+    connection: Connection, limit: int | None, first: Collection[int] = ()
+) -> list[StaleDocument]:
     """Find checkpoints whose documents are out of date.
 
     Args:
         limit: the maximum number, besides those in `first` (None: all).
         first: serials of checkpoints to list first; the others follow, newest first.
     """
-    due = sa.select(Checkpoint.serial).where(
-        Checkpoint.document_due > 0, unindexed(Checkpoint.state).in_(("committed", "deleted"))
+    due = sa.select(CheckpointRow.serial).where(
+        CheckpointRow.document_due > 0, unindexed(CheckpointRow.state).in_(("committed", "deleted"))
     )
-    chosen = list(connection.scalars(due.where(Checkpoint.serial.in_(first)))) if first else []
-    others = due.where(Checkpoint.serial.not_in(chosen)) if chosen else due
-    chosen += connection.scalars(others.order_by(unindexed(Checkpoint.serial).desc()).limit(limit))
+    chosen = list(connection.scalars(due.where(CheckpointRow.serial.in_(first)))) if first else []
+    others = due.where(CheckpointRow.serial.not_in(chosen)) if chosen else due
+    chosen += connection.scalars(
+        others.order_by(unindexed(CheckpointRow.serial).desc()).limit(limit)
+    )
     urls: dict[int, list[str]] = {s: [] for s in chosen}
     for at in range(0, len(chosen), MAX_IN_LIST):
         some = Location.checkpoint.in_(chosen[at : at + MAX_IN_LIST])
         for row in connection.execute(sa.select(Location.checkpoint, Location.url).where(some)):
             urls[row.checkpoint].append(row.url)
-    return [Stale(s, tuple(u)) for s, u in urls.items()]
+    return [StaleDocument(s, tuple(u)) for s, u in urls.items()]
 
 
 def mark_written(connection: Connection, serial: int, revision: int) -> None:
     """Record that a document was written."""
     connection.execute(
-        sa.update(Checkpoint)
-        .where(Checkpoint.serial == serial, Checkpoint.document_written < revision)
+        sa.update(CheckpointRow)
+        .where(CheckpointRow.serial == serial, CheckpointRow.document_written < revision)
         .values(document_written=revision)
     )
 
@@ -121,9 +125,9 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
         return connection.execute(chosen.order_by(*table.__table__.primary_key.columns))
 
     row = connection.execute(
-        sa.select(Checkpoint.__table__, Run.name.label("run"))
-        .outerjoin(Run, Run.id == Checkpoint.run_id)
-        .where(Checkpoint.serial == serial)
+        sa.select(CheckpointRow.__table__, RunRow.name.label("run"))
+        .outerjoin(RunRow, RunRow.id == CheckpointRow.run_id)
+        .where(CheckpointRow.serial == serial)
     ).one()
     edges = connection.execute(
         sa.select(Edge.__table__).where(Edge.child == serial).order_by(Edge.id)
@@ -136,7 +140,9 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
         ).one_or_none()
         or row
     )
-    aliases = {r.name: AliasDoc(name=r.name, version=r.version, moved=r.moved) for r in rows(Alias)}
+    aliases = {
+        r.name: AliasDoc(name=r.name, version=r.version, moved=r.moved) for r in rows(AliasRow)
+    }
     for r in rows(AliasClaim, AliasClaim.document_url == url):
         aliases.setdefault(r.name, AliasDoc(name=r.name, version=r.version, moved=r.moved))
     removed = sa.or_(Untag.document_url.is_(None), Untag.document_url == url)
@@ -187,7 +193,7 @@ def reasons_at(connection: Connection, serial: int, url: str) -> tuple[ReasonDoc
         for hold in rows(Hold, (Hold.reason, Hold.until), Hold.released.is_(None))
     )
     return (
-        *(ReasonDoc(text=f"alias {name}") for (name,) in rows(Alias, (Alias.name,))),
+        *(ReasonDoc(text=f"alias {name}") for (name,) in rows(AliasRow, (AliasRow.name,))),
         *(ReasonDoc(text=f"tag {name}") for (name,) in rows(Tag, (Tag.name,))),
         *(ReasonDoc(text=hold.text, until=hold.until) for hold in holds),
     )
@@ -216,7 +222,7 @@ def import_document(
     )
     lock(connection, [serial])
     row = connection.execute(
-        sa.select(Checkpoint.__table__).where(Checkpoint.serial == serial)
+        sa.select(CheckpointRow.__table__).where(CheckpointRow.serial == serial)
     ).one()
     ours = doc.catalog == _identity(connection) and doc.revision <= row.document_written
     if doc.id != row.id or (ours and not trust):  # our own may contain what was refused before
@@ -240,7 +246,9 @@ def import_document(
     latest = max(row.document_revision, min(doc.revision, MAX_REVISION))
     due = unwritten or after != _content(doc)
     values = {"document_revision": latest + due, "document_written": latest}
-    connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(**values))
+    connection.execute(
+        sa.update(CheckpointRow).where(CheckpointRow.serial == serial).values(**values)
+    )
     if after != before:
         event(
             connection, "import", stamp, serial, catalog=doc.catalog, revision=doc.revision, url=url
@@ -320,14 +328,16 @@ def _import_deletion(origin: _Origin, row: Any, doc: CatalogDoc, *, unwritten: b
         }
         values["deleted_clocks"] = {} if origin.trust else clocks(connection)
     connection.execute(
-        sa.update(Checkpoint).where(Checkpoint.serial == row.serial).values(**values)
+        sa.update(CheckpointRow).where(CheckpointRow.serial == row.serial).values(**values)
     )
 
 
 def _import_annotations(origin: _Origin, doc: CatalogDoc) -> None:
     connection, serial = origin.connection, origin.serial
     _import_tags(origin, doc)
-    created = sa.select(Checkpoint.created).where(Checkpoint.serial == serial).scalar_subquery()
+    created = (
+        sa.select(CheckpointRow.created).where(CheckpointRow.serial == serial).scalar_subquery()
+    )
     for name, metric in doc.metrics.items():
         value = None if metric.value is None else stored_metric(metric.value)
         values = {"value": value, "measured": metric.measured, "document_url": origin.document_url}
@@ -449,10 +459,10 @@ def _take_alias(origin: _Origin, alias: AliasDoc, here: int | None) -> None:
     values = {"checkpoint": origin.serial, "version": alias.version, "moved": alias.moved}
     if here is None:
         connection.execute(
-            sa.insert(Alias).values(name=alias.name, **values, document_url=origin.document_url)
+            sa.insert(AliasRow).values(name=alias.name, **values, document_url=origin.document_url)
         )
     else:
-        connection.execute(sa.update(Alias).where(Alias.name == alias.name).values(**values))
+        connection.execute(sa.update(AliasRow).where(AliasRow.name == alias.name).values(**values))
         touch(connection, [here])
     connection.execute(
         sa.insert(AliasMove).values(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import sqlalchemy as sa
 
 from ucformat.catalog.models import (
-    Alias,
     AliasMove,
-    Checkpoint,
+    AliasRow,
+    CheckpointRow,
     Hold,
     Metric,
     Note,
@@ -63,14 +63,16 @@ def move_alias(
     found = _alias(connection, name)
     _check_expected(connection, name, None if found is None else found.checkpoint, expect)
     if found is not None and found.checkpoint == target:
-        connection.execute(sa.update(Alias).where(Alias.name == name).values(document_url=None))
+        connection.execute(
+            sa.update(AliasRow).where(AliasRow.name == name).values(document_url=None)
+        )
         return ()
     version = _next_version(connection, name) if found is None else found.version + 1
     values = {"checkpoint": target, "version": version, "moved": stamp.now, "document_url": None}
     if found is None:
-        connection.execute(sa.insert(Alias).values(name=name, **values))
+        connection.execute(sa.insert(AliasRow).values(name=name, **values))
     else:
-        connection.execute(sa.update(Alias).where(Alias.name == name).values(**values))
+        connection.execute(sa.update(AliasRow).where(AliasRow.name == name).values(**values))
     source = None if found is None else found.checkpoint
     _record_move(connection, name, version, source, target, stamp)
     return (target,) if source is None else (source, target)
@@ -91,7 +93,7 @@ def remove_alias(
     if found is None:
         raise NotFound(f"there is no alias {name!r}", hint="`ucp alias list` shows all")
     _check_expected(connection, name, found.checkpoint, expect)
-    connection.execute(sa.delete(Alias).where(Alias.name == name))
+    connection.execute(sa.delete(AliasRow).where(AliasRow.name == name))
     _record_move(connection, name, found.version + 1, found.checkpoint, None, stamp)
     return (found.checkpoint,)
 
@@ -108,7 +110,9 @@ def alias_target(connection: Connection, name: str) -> int | None:
 
 def _alias(connection: Connection, name: str) -> Any:
     lock_names(connection, f"alias {name}")
-    return connection.execute(sa.select(Alias.__table__).where(Alias.name == name)).one_or_none()
+    return connection.execute(
+        sa.select(AliasRow.__table__).where(AliasRow.name == name)
+    ).one_or_none()
 
 
 def _check_expected(
@@ -126,7 +130,7 @@ def _check_expected(
 
 def _id(connection: Connection, serial: int) -> str:
     return connection.execute(
-        sa.select(Checkpoint.id).where(Checkpoint.serial == serial)
+        sa.select(CheckpointRow.id).where(CheckpointRow.serial == serial)
     ).scalar_one()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import sqlalchemy as sa
 
 from ucformat.catalog.lines import link_launches
-from ucformat.catalog.models import Checkpoint, Edge, Location, Run
+from ucformat.catalog.models import CheckpointRow, Edge, Location, RunRow
 from ucformat.catalog.refs import parse_ref, resolve, same_place
 from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock_names
 from ucformat.errors import NotFound, UsageError
@@ -70,7 +70,9 @@ def insert_edge(
     lock_names(connection, parent_id or parent_url)
     parent = None
     if parent_id is not None:
-        parent = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == parent_id))
+        parent = connection.scalar(
+            sa.select(CheckpointRow.serial).where(CheckpointRow.id == parent_id)
+        )
     else:
         parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == parent_url))
     values = {
@@ -167,7 +169,10 @@ def load_lineage(
         )
     up = direction == "up"
     start = connection.execute(
-        sa.select(*_NODE).select_from(Checkpoint).outerjoin(Run).where(Checkpoint.serial == serial)
+        sa.select(*_NODE)
+        .select_from(CheckpointRow)
+        .outerjoin(RunRow)
+        .where(CheckpointRow.serial == serial)
     ).one()
     steps = _steps(connection, serial, depth, up=up)
     keys, root = {serial: start.id}, start.id
@@ -238,7 +243,7 @@ def _link(connection: Connection, serial: int, parent: int, place: str | None, k
     if connection.scalar(known.limit(1)) is not None:
         return False
     found = connection.execute(
-        sa.select(Checkpoint.id, _URL).where(Checkpoint.serial == parent)
+        sa.select(CheckpointRow.id, _URL).where(CheckpointRow.serial == parent)
     ).one()
     # The edge of this url may lead to another parent, which was at the place before.
     urls = (place or found.url or found.id, found.id)
@@ -247,21 +252,21 @@ def _link(connection: Connection, serial: int, parent: int, place: str | None, k
 
 _URL = (
     sa.select(Location.url)
-    .where(Location.checkpoint == Checkpoint.serial)
+    .where(Location.checkpoint == CheckpointRow.serial)
     .order_by(Location.id + 0)  # else PostgreSQL scans the index of ids for this checkpoint
     .limit(1)
-    .correlate(Checkpoint)
+    .correlate(CheckpointRow)
     .scalar_subquery()
     .label("url")
 )
 _NODE = (
-    Checkpoint.serial,
-    Checkpoint.id,
-    Checkpoint.state,
-    Checkpoint.kind,
-    Checkpoint.step,
-    Checkpoint.created,
-    Run.name.label("run"),
+    CheckpointRow.serial,
+    CheckpointRow.id,
+    CheckpointRow.state,
+    CheckpointRow.kind,
+    CheckpointRow.step,
+    CheckpointRow.created,
+    RunRow.name.label("run"),
     _URL,
 )
 
@@ -345,8 +350,8 @@ def _edges(
         sa.select(*_STEP, *_NODE)
         .select_from(reached)
         .join(Edge, Edge.id == reached.c.edge)
-        .outerjoin(Checkpoint, Checkpoint.serial == reached.c.far)
-        .outerjoin(Run, Run.id == Checkpoint.run_id)
+        .outerjoin(CheckpointRow, CheckpointRow.serial == reached.c.far)
+        .outerjoin(RunRow, RunRow.id == CheckpointRow.run_id)
         .order_by(Edge.id)
     ).all()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import sqlalchemy as sa
 
-from ucformat.catalog.models import Checkpoint, Continuation, Edge, Launch
+from ucformat.catalog.models import CheckpointRow, Continuation, Edge, Launch
 from ucformat.catalog.newest import Dated, ranked
 from ucformat.catalog.rows import MAX_IN_LIST, get_or_insert, lock_names
 
@@ -69,7 +69,7 @@ def record_continued(
 
 def link_launches(connection: Connection, edges: ColumnElement[bool]) -> None:
     """Record that the launches of children continue those of their parents, where a training went on."""
-    child, parent = Checkpoint.__table__.alias().c, Checkpoint.__table__.alias().c
+    child, parent = CheckpointRow.__table__.alias().c, CheckpointRow.__table__.alias().c
     query = (
         sa.select(child.launch_id, parent.launch_id, Launch.name, parent.commits, parent.step)
         .select_from(Edge)
@@ -166,7 +166,7 @@ def load_families(
     return load_continuations(connection, connection.scalars(members).all())
 
 
-class Placed(Protocol):
+class PlacedInLaunch(Protocol):
     """A checkpoint with its place in a launch."""
 
     @property
@@ -182,7 +182,7 @@ class Placed(Protocol):
         """The training step."""
 
 
-class Launched(Placed, Dated, Protocol):
+class Launched(PlacedInLaunch, Dated, Protocol):
     """A checkpoint with what its launch records."""
 
     @property
@@ -208,7 +208,7 @@ def position(launch: str | None, commits: int | None, step: int | None) -> int |
     return step if launch is not None and "/" in launch else commits
 
 
-def _is_behind(item: Placed, positions: Positions) -> bool:
+def _is_behind(item: PlacedInLaunch, positions: Positions) -> bool:
     bound = positions.get(item.launch)
     here = position(item.launch, item.commits, item.step)
     return bound is not None and (here is None or here <= bound)
@@ -231,7 +231,7 @@ def all_continued(
 
 
 def heads(
-    newest: Mapping[str | None, Placed], direct: Mapping[str | None, Mapping[str, int]]
+    newest: Mapping[str | None, PlacedInLaunch], direct: Mapping[str | None, Mapping[str, int]]
 ) -> list[str | None]:
     """Return the launches of a run that no other continues to the end.
 

@@ -17,15 +17,15 @@ from ucformat.catalog.entries import (
 )
 from ucformat.catalog.lines import load_continuations
 from ucformat.catalog.models import (
-    Alias,
     AliasMove,
-    Checkpoint,
+    AliasRow,
+    CheckpointRow,
     Config,
     Hold,
     Location,
     Metric,
     Note,
-    Run,
+    RunRow,
     Tag,
     Verification,
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
 _TABLE_ORDER: dict[Any, Any] = {
-    Alias: Alias.name,
+    AliasRow: AliasRow.name,
     Hold: Hold.id,
     Location: Location.id,
     Metric: Metric.name,
@@ -54,13 +54,13 @@ _ROWS = {
     for t, o in _TABLE_ORDER.items()
 }
 _CHECKPOINTS = (
-    sa.select(Checkpoint.__table__, Run.name.label("run"), Config.document.label("config"))
-    .outerjoin(Run, Run.id == Checkpoint.run_id)
-    .outerjoin(Config, Config.id == Checkpoint.config_id)
-    .where(Checkpoint.serial.in_(_SERIALS))
+    sa.select(CheckpointRow.__table__, RunRow.name.label("run"), Config.document.label("config"))
+    .outerjoin(RunRow, RunRow.id == CheckpointRow.run_id)
+    .outerjoin(Config, Config.id == CheckpointRow.config_id)
+    .where(CheckpointRow.serial.in_(_SERIALS))
 )
 #: The attributes of an entry that are columns of the same name.
-_COLUMNS = [f.name for f in fields(Entry) if f.name in Checkpoint.__table__.c]
+_COLUMNS = [f.name for f in fields(Entry) if f.name in CheckpointRow.__table__.c]
 
 
 def load_entries(connection: Connection, serials: Sequence[int], now: datetime) -> list[Entry]:
@@ -75,9 +75,9 @@ def load_by_id(connection: Connection, ids: Sequence[str], now: datetime) -> lis
     """As `load_entries`, by id."""
     serials: dict[str, int] = {}
     for at in range(0, len(ids), MAX_IN_LIST):
-        page = Checkpoint.id.in_(ids[at : at + MAX_IN_LIST])
+        page = CheckpointRow.id.in_(ids[at : at + MAX_IN_LIST])
         serials |= dict(
-            connection.execute(sa.select(Checkpoint.id, Checkpoint.serial).where(page)).all()
+            connection.execute(sa.select(CheckpointRow.id, CheckpointRow.serial).where(page)).all()
         )
     return load_entries(connection, [serials[i] for i in ids], now)
 
@@ -99,7 +99,7 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
 
     metrics = many(Metric, "name", lambda r: (r.name, float("nan") if r.value is None else r.value))
     tags = many(Tag, "name", lambda r: r.name)
-    aliases = many(Alias, "name", lambda r: r.name)
+    aliases = many(AliasRow, "name", lambda r: r.name)
     urls = many(Location, None, lambda r: r.url)
     holds = many(Hold, "id", lambda r: r)
     notes = many(Note, "text", lambda r: NoteEntry(r.text, r.created, r.who))
@@ -141,16 +141,16 @@ def _verification(r: Row[Any]) -> VerificationEntry:
 def load_aliases(connection: Connection) -> list[AliasEntry]:
     """All aliases, sorted by name."""
     rows = connection.execute(
-        sa.select(Alias.name, Checkpoint.id, Alias.version, Alias.moved)
-        .join(Checkpoint, Checkpoint.serial == Alias.checkpoint)
-        .order_by(Alias.name)
+        sa.select(AliasRow.name, CheckpointRow.id, AliasRow.version, AliasRow.moved)
+        .join(CheckpointRow, CheckpointRow.serial == AliasRow.checkpoint)
+        .order_by(AliasRow.name)
     )
     return [AliasEntry(*r) for r in rows]
 
 
 def load_alias_history(connection: Connection, name: str) -> list[MoveEntry]:
     """The moves of an alias, oldest first."""
-    source, target = Checkpoint.__table__.alias(), Checkpoint.__table__.alias()
+    source, target = CheckpointRow.__table__.alias(), CheckpointRow.__table__.alias()
     rows = connection.execute(
         sa.select(
             AliasMove.name,

@@ -211,7 +211,7 @@ class Identity(Base):
     created = column(UtcDateTime)
 
 
-class Run(Base):
+class RunRow(Base):
     """A training run, such as `run7` in the reference `run7@1000`."""
 
     __tablename__ = "run"
@@ -260,7 +260,7 @@ class TensorSet(Base):
     hash = column(PlainText, unique=True)
 
 
-class Tensor(Base):
+class TensorRow(Base):
     """One tensor of a structure. `shape`, `chunk` and `shard` are text such as `4096,1024`, empty for a scalar."""
 
     __tablename__ = "tensor"
@@ -278,7 +278,7 @@ class Tensor(Base):
     nbytes = column(BigInteger)
 
 
-class Checkpoint(Base):
+class CheckpointRow(Base):
     """A checkpoint, whether it still exists or not (`state`: committed, deleted, purging, purged or replaced).
 
     `deleted` checkpoints are still in storage and can be restored; of `purged` and `replaced` ones
@@ -405,7 +405,7 @@ class Edge(Base):
     how = column(Json, nullable=True)
 
 
-class Alias(Base):
+class AliasRow(Base):
     """A name that points to one checkpoint, and can be moved; every move adds one to `version`."""
 
     __tablename__ = "alias"

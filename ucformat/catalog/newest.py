@@ -95,14 +95,16 @@ def select_newest_first(*where: ColumnElement[bool]) -> Select[Any]:
     """
     import sqlalchemy as sa
 
-    from ucformat.catalog.models import Checkpoint, Launch
+    from ucformat.catalog.models import CheckpointRow, Launch
 
     alone = sa.or_(
-        Checkpoint.run_id.is_(None),
-        sa.and_(Checkpoint.step.is_(None), Checkpoint.commits.is_(None)),
+        CheckpointRow.run_id.is_(None),
+        sa.and_(CheckpointRow.step.is_(None), CheckpointRow.commits.is_(None)),
     )
     family = sa.func.coalesce(Launch.family, Launch.id)
-    counted = _counted([Checkpoint.run_id, family, sa.case((alone, Checkpoint.serial))], where)
+    counted = _counted(
+        [CheckpointRow.run_id, family, sa.case((alone, CheckpointRow.serial))], where
+    )
     order = (counted["counted"], counted["at"], counted.created, counted.serial)
     latest = sa.func.max(counted.created).over(
         partition_by=(counted.part_0, counted.part_1, counted.part_2), order_by=order
@@ -115,9 +117,9 @@ def select_newest_of_launches(*where: ColumnElement[bool]) -> Select[Any]:
     """A query for the newest checkpoints of each launch, several where they tie."""
     import sqlalchemy as sa
 
-    from ucformat.catalog.models import Checkpoint
+    from ucformat.catalog.models import CheckpointRow
 
-    counted = _counted([Checkpoint.launch_id], where)
+    counted = _counted([CheckpointRow.launch_id], where)
     order = (counted["counted"].desc(), counted["at"].desc())
     place = sa.func.rank().over(partition_by=counted.part_0, order_by=order).label("place")
     placed = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")), place).subquery()
@@ -131,15 +133,15 @@ def _counted(parts: list[Any], where: Iterable[ColumnElement[bool]]) -> Any:
     """The columns of a query for checkpoints with their counts, or the substitutes in their part of all."""
     import sqlalchemy as sa
 
-    from ucformat.catalog.models import Checkpoint, Launch
+    from ucformat.catalog.models import CheckpointRow, Launch
 
-    step = sa.func.coalesce(Checkpoint.step, -1)
-    before = sa.func.max(Checkpoint.commits).over(partition_by=parts, order_by=step)
-    columns = (getattr(Checkpoint, name) for name in _COLUMNS)
+    step = sa.func.coalesce(CheckpointRow.step, -1)
+    before = sa.func.max(CheckpointRow.commits).over(partition_by=parts, order_by=step)
+    columns = (getattr(CheckpointRow, name) for name in _COLUMNS)
     keys = (part.label(f"part_{i}") for i, part in enumerate(parts))
-    count = sa.func.coalesce(Checkpoint.commits, before, 0).label("counted")
+    count = sa.func.coalesce(CheckpointRow.commits, before, 0).label("counted")
     query = sa.select(*columns, *keys, count, step.label("at")).outerjoin(
-        Launch, Launch.id == Checkpoint.launch_id
+        Launch, Launch.id == CheckpointRow.launch_id
     )
     return query.where(*where).subquery().c
 
@@ -153,12 +155,12 @@ def before(connection: Connection, last: Select[Any]) -> ColumnElement[bool]:
     """
     import sqlalchemy as sa
 
-    from ucformat.catalog.models import Checkpoint
+    from ucformat.catalog.models import CheckpointRow
 
     rows = connection.execute(last.limit(_FEW + 1)).all()
     if len(rows) > _FEW:
-        return Checkpoint.serial.in_(_before_many(last))
-    step, commits = Checkpoint.step, Checkpoint.commits
+        return CheckpointRow.serial.in_(_before_many(last))
+    step, commits = CheckpointRow.step, CheckpointRow.commits
     least: dict[int, tuple[int, int]] = {}
     for row in rows:
         if row.run_id is not None:
@@ -167,15 +169,18 @@ def before(connection: Connection, last: Select[Any]) -> ColumnElement[bool]:
             least[row.run_id] = min(steps, own), min(counts, row.commits or 0)
     counted = sa.or_(
         sa.false(),
-        *(sa.and_(Checkpoint.run_id == run, commits >= count) for run, (_, count) in least.items()),
+        *(
+            sa.and_(CheckpointRow.run_id == run, commits >= count)
+            for run, (_, count) in least.items()
+        ),
     )
-    query = sa.select(Checkpoint.run_id, sa.func.min(sa.func.coalesce(step, -1))).where(counted)
-    lower: dict[int, int] = dict(connection.execute(query.group_by(Checkpoint.run_id)).all())
-    parts: list[ColumnElement[bool]] = [Checkpoint.serial.in_([row.serial for row in rows])]
+    query = sa.select(CheckpointRow.run_id, sa.func.min(sa.func.coalesce(step, -1))).where(counted)
+    lower: dict[int, int] = dict(connection.execute(query.group_by(CheckpointRow.run_id)).all())
+    parts: list[ColumnElement[bool]] = [CheckpointRow.serial.in_([row.serial for row in rows])]
     for run, (own, _) in least.items():
         begin = min(own, lower.get(run, own))
         later = sa.or_(step >= begin, step.is_(None)) if begin < 0 else step >= begin
-        parts.append(sa.and_(Checkpoint.run_id == run, later))
+        parts.append(sa.and_(CheckpointRow.run_id == run, later))
     return sa.or_(*parts)
 
 
@@ -189,7 +194,7 @@ def _before_many(last: Select[Any]) -> CompoundSelect[Any]:
     """The serials of these checkpoints, found in the same query."""
     import sqlalchemy as sa
 
-    from ucformat.catalog.models import Checkpoint
+    from ucformat.catalog.models import CheckpointRow
 
     newest = last.cte()
     step, commits = (
@@ -201,7 +206,7 @@ def _before_many(last: Select[Any]) -> CompoundSelect[Any]:
         .group_by(newest.c.run_id)
         .cte()
     )
-    run, other = Checkpoint.__table__.alias().c, Checkpoint.__table__.alias().c
+    run, other = CheckpointRow.__table__.alias().c, CheckpointRow.__table__.alias().c
     counted = sa.select(sa.func.min(sa.func.coalesce(other.step, -1))).where(
         other.run_id == least.c.run_id, other.commits >= least.c.commits
     )

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from types import TracebackType
 
-    from ucformat.catalog.content import TensorEntry
+    from ucformat.catalog.content import ListedTensor
     from ucformat.catalog.deletion import PurgePlan
     from ucformat.catalog.diff import Diff
     from ucformat.catalog.entries import AliasEntry, Entry, MoveEntry
     from ucformat.catalog.lineage import Lineage
     from ucformat.catalog.refs import LocationEntry
     from ucformat.catalog.rows import EventEntry
-    from ucformat.catalog.sql import Table
+    from ucformat.catalog.sql import QueryResult
     from ucformat.schema.manifest import Manifest
 
 
@@ -165,12 +165,12 @@ class CatalogReader:
         with self._database.reading() as c:
             return refs.listings(c, same_url(root))
 
-    def tensors(self, ref: str) -> list[TensorEntry]:
+    def tensors(self, ref: str) -> list[ListedTensor]:
         """The tensors of a checkpoint, in the order of its manifest."""
         with self._database.reading() as c:
             return content.load_tensors(c, resolve(c, parse_ref(ref)))
 
-    def holding(self, digest: str) -> list[tuple[Entry, TensorEntry]]:
+    def holding(self, digest: str) -> list[tuple[Entry, ListedTensor]]:
         """Find the checkpoints and tensors with a content digest."""
         with self._database.reading() as c:
             found = content.find_digest(c, digest)
@@ -201,7 +201,7 @@ class CatalogReader:
         timeout: float | None = 60,
         memory: int | None = None,
         trust_role: bool = False,
-    ) -> Table:
+    ) -> QueryResult:
         """Run one read-only SQL query, which the database enforces.
 
         Args:

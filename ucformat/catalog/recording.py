@@ -21,14 +21,14 @@ from ucformat.catalog.entries import KEYS
 from ucformat.catalog.lineage import insert_edges, parent_names
 from ucformat.catalog.lines import folder_launch, link_launches, record_continued
 from ucformat.catalog.models import (
-    Checkpoint,
+    CheckpointRow,
     Config,
     Edge,
     Form,
     Launch,
     Location,
     Metric,
-    Run,
+    RunRow,
     Verification,
     canonical_hash,
     storable_json,
@@ -116,8 +116,8 @@ def record_all(connection: Connection, found: Sequence[Found], stamp: Stamp) -> 
         *(name for f in found for name in (f.manifest.id, f.url, *parent_names(f.manifest))),
     )
     urls = Counter(f.url for f in found)
-    known = sa.select(Checkpoint.id, Checkpoint.serial).where(
-        Checkpoint.id.in_({f.manifest.id for f in found})
+    known = sa.select(CheckpointRow.id, CheckpointRow.serial).where(
+        CheckpointRow.id.in_({f.manifest.id for f in found})
     )
     serials: dict[str, int] = dict(connection.execute(known).all())
     taken = set(connection.scalars(sa.select(Location.url).where(Location.url.in_(urls))))
@@ -183,7 +183,7 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
             new.items(), configs, structures, blocks, strict=True
         )
     ]
-    insert = sa.insert(Checkpoint).returning(Checkpoint.id, Checkpoint.serial)
+    insert = sa.insert(CheckpointRow).returning(CheckpointRow.id, CheckpointRow.serial)
     serials: dict[str, int] = dict(connection.execute(insert, rows).all())
     add_digests(connection, {serials[i]: f.manifest.tensors for i, f in new.items()})
     forms = [
@@ -220,7 +220,7 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
 
 
 def _run(connection: Connection, name: str, now: datetime) -> int:
-    return get_or_insert(connection, Run, {"name": name}, {"created": now})
+    return get_or_insert(connection, RunRow, {"name": name}, {"created": now})
 
 
 def _launches(connection: Connection, new: Mapping[str, Found]) -> dict[str, int]:
@@ -240,12 +240,12 @@ def _launch(connection: Connection, manifest: Manifest, url: str) -> str | int:
     for edge in manifest.lineage:
         if edge.kind in ("convert", "quantize"):
             place = same_place(edge.url)
-            parent = Checkpoint.id == edge.id
+            parent = CheckpointRow.id == edge.id
             if edge.id is None:
-                parent = Checkpoint.serial.in_(
+                parent = CheckpointRow.serial.in_(
                     sa.select(Location.checkpoint).where(Location.url == place)
                 )
-            number = connection.scalar(sa.select(Checkpoint.launch_id).where(parent))
+            number = connection.scalar(sa.select(CheckpointRow.launch_id).where(parent))
             return folder_launch(place) if number is None else number
     return folder_launch(url)
 
@@ -285,13 +285,13 @@ def _update_foreign(connection: Connection, serial: int, found: Found) -> None:
     """Add what is missing of a foreign checkpoint: its reader may find more than the version that recorded it."""
     manifest = found.manifest
     if manifest.config:
-        replaced = sa.true() if found.replace_config else Checkpoint.config_id.is_(None)
-        update = sa.update(Checkpoint).where(Checkpoint.serial == serial, replaced)
+        replaced = sa.true() if found.replace_config else CheckpointRow.config_id.is_(None)
+        update = sa.update(CheckpointRow).where(CheckpointRow.serial == serial, replaced)
         [config] = _configs(connection, [manifest.config])
         connection.execute(update.values(config_id=config))
     if manifest.step is not None:
-        replaced = sa.true() if found.replace_step else Checkpoint.step.is_(None)
-        update = sa.update(Checkpoint).where(Checkpoint.serial == serial, replaced)
+        replaced = sa.true() if found.replace_step else CheckpointRow.step.is_(None)
+        update = sa.update(CheckpointRow).where(CheckpointRow.serial == serial, replaced)
         connection.execute(update.values(step=manifest.step))
     for name, value in manifest.metrics.items():
         keys = {"checkpoint": serial, "name": storable_text(name)}
@@ -307,8 +307,8 @@ def _materialised(connection: Connection, serial: int, manifest: Manifest) -> bo
     if manifest.sidecar is not None or not manifest.attempt:
         return False
     changed = connection.execute(
-        sa.update(Checkpoint)
-        .where(Checkpoint.serial == serial, Checkpoint.attempt != manifest.attempt)
+        sa.update(CheckpointRow)
+        .where(CheckpointRow.serial == serial, CheckpointRow.attempt != manifest.attempt)
         .values(
             attempt=manifest.attempt, tensor_set_id=tensor_sets(connection, [manifest.tensors])[0]
         )
@@ -347,8 +347,8 @@ def set_run(connection: Connection, serial: int, run: str, now: datetime) -> boo
     """Set the run of a checkpoint."""
     run_id = _run(connection, run, now)
     changed = connection.execute(
-        sa.update(Checkpoint)
-        .where(Checkpoint.serial == serial, Checkpoint.run_id.is_distinct_from(run_id))
+        sa.update(CheckpointRow)
+        .where(CheckpointRow.serial == serial, CheckpointRow.run_id.is_distinct_from(run_id))
         .values(run_id=run_id)
     )
     return changed.rowcount > 0
@@ -377,7 +377,7 @@ def record_location(
     if before != serial:
         _undo_documented_deletion(connection, serial)
         deleted = sa.exists().where(
-            Checkpoint.serial == serial, Checkpoint.state.in_(("deleted", "purging"))
+            CheckpointRow.serial == serial, CheckpointRow.state.in_(("deleted", "purging"))
         )
         here |= {
             "deleted": None,
@@ -390,19 +390,19 @@ def record_location(
         connection.execute(sa.insert(Location).values(url=url, **here))
     elif before is not None and before != serial:
         elsewhere = sa.exists().where(Location.checkpoint == before)
-        over = sa.update(Checkpoint).where(
-            Checkpoint.serial == before, Checkpoint.state != "purged", ~elsewhere
+        over = sa.update(CheckpointRow).where(
+            CheckpointRow.serial == before, CheckpointRow.state != "purged", ~elsewhere
         )
         if connection.execute(over.values(state="replaced")).rowcount:
             event(connection, "replaced", stamp, before, url=url)
     if before != serial:  # its annotations must be written beside it there, too
-        annotated = sa.select(Checkpoint.serial).where(
-            Checkpoint.serial == serial, Checkpoint.document_revision > 0
+        annotated = sa.select(CheckpointRow.serial).where(
+            CheckpointRow.serial == serial, CheckpointRow.document_revision > 0
         )
         touch(connection, connection.scalars(annotated).all())
-    gone = (Checkpoint.serial == serial, Checkpoint.state.in_(("replaced", "purged")))
+    gone = (CheckpointRow.serial == serial, CheckpointRow.state.in_(("replaced", "purged")))
     again = {"state": "committed", "deleted": None, "purge_after": None}
-    found = connection.execute(sa.update(Checkpoint).where(*gone).values(**again)).rowcount > 0
+    found = connection.execute(sa.update(CheckpointRow).where(*gone).values(**again)).rowcount > 0
     if found:
         event(connection, "found", stamp, serial, url=url)
     return found
@@ -412,9 +412,9 @@ def _undo_documented_deletion(connection: Connection, serial: int) -> None:
     """Undo a deletion that only the documents of all places record, when the checkpoint gets another place."""
     ours = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_(None))
     documented = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_not(None))
-    where = (Checkpoint.serial == serial, Checkpoint.state == "deleted", documented, ~ours)
+    where = (CheckpointRow.serial == serial, CheckpointRow.state == "deleted", documented, ~ours)
     again = {"state": "committed", "deleted": None, "purge_after": None}
-    connection.execute(sa.update(Checkpoint).where(*where).values(**again))
+    connection.execute(sa.update(CheckpointRow).where(*where).values(**again))
 
 
 def forget(connection: Connection, gone: Iterable[LocationEntry], stamp: Stamp) -> list[str]:
@@ -431,8 +431,12 @@ def forget(connection: Connection, gone: Iterable[LocationEntry], stamp: Stamp) 
         if not connection.execute(sa.delete(Location).where(*here)).rowcount:
             continue
         elsewhere = sa.exists().where(Location.checkpoint == place.checkpoint)
-        lost = (Checkpoint.serial == place.checkpoint, Checkpoint.state != "replaced", ~elsewhere)
-        connection.execute(sa.update(Checkpoint).where(*lost).values(state="purged"))
+        lost = (
+            CheckpointRow.serial == place.checkpoint,
+            CheckpointRow.state != "replaced",
+            ~elsewhere,
+        )
+        connection.execute(sa.update(CheckpointRow).where(*lost).values(state="purged"))
         event(connection, "missing", stamp, place.checkpoint, url=place.url)
         forgotten.append(place.url)
     return forgotten

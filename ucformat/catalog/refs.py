@@ -22,7 +22,7 @@ from urllib.parse import unquote
 import sqlalchemy as sa
 
 from ucformat.catalog.lines import all_continued, contradiction, heads, launch_label, load_families
-from ucformat.catalog.models import Alias, Checkpoint, Launch, Location, Run
+from ucformat.catalog.models import AliasRow, CheckpointRow, Launch, Location, RunRow
 from ucformat.catalog.newest import select_newest_of_launches
 from ucformat.catalog.rows import MAX_IN_LIST, lock, starts_with, unindexed
 from ucformat.errors import NotFound, PermissionDenied, UsageError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection
 
-    from ucformat.catalog.lines import Placed
+    from ucformat.catalog.lines import PlacedInLaunch
 
 _log = logging.getLogger("ucformat")
 _PREFIXES = ("alias:", "launch:", "folder:")
@@ -149,17 +149,19 @@ def resolve(connection: Connection, ref: Ref) -> int:
         return _at(
             connection,
             ref,
-            Checkpoint.launch_id == launches[0].id,
+            CheckpointRow.launch_id == launches[0].id,
             f"the launch {launches[0].name!r}",
         )
     if ref.folder is not None:
         below = sa.select(Location.checkpoint).where(starts_with(Location.url, f"{ref.folder}/"))
-        return _at(connection, ref, Checkpoint.serial.in_(below), f"the folder {ref.folder!r}")
-    by_id = sa.select(Checkpoint.serial).where(Checkpoint.id == ref.text)
+        return _at(connection, ref, CheckpointRow.serial.in_(below), f"the folder {ref.folder!r}")
+    by_id = sa.select(CheckpointRow.serial).where(CheckpointRow.id == ref.text)
     serial: int | None = None
     if ref.id is not None:
         serial = connection.scalar(by_id)
-        matches = _rows(connection, sa.select(*_COLUMNS).where(starts_with(Checkpoint.id, ref.id)))
+        matches = _rows(
+            connection, sa.select(*_COLUMNS).where(starts_with(CheckpointRow.id, ref.id))
+        )
         if serial is None and matches:
             return _one(ref, matches)
     if serial is None:
@@ -168,7 +170,9 @@ def resolve(connection: Connection, ref: Ref) -> int:
     if serial is None:  # ids from other writers need not be hexadecimal
         serial = connection.scalar(by_id)
     if serial is None:
-        named = connection.scalar(sa.select(Alias.name).where(Alias.name == ref.text)) is not None
+        named = (
+            connection.scalar(sa.select(AliasRow.name).where(AliasRow.name == ref.text)) is not None
+        )
         raise NotFound(
             f"the catalog has no checkpoint {ref.text!r}",
             hint=f"there is an alias of this name: alias:{ref.text}"
@@ -184,11 +188,14 @@ def resolve_between(connection: Connection, run: str, first: int, last: int) -> 
     Returns:
         The serials of the checkpoints, in order of steps; of several at one step the universal one.
     """
-    there = (Checkpoint.run_id == _run_id(connection, run), Checkpoint.step.between(first, last))
+    there = (
+        CheckpointRow.run_id == _run_id(connection, run),
+        CheckpointRow.step.between(first, last),
+    )
     query = (
         sa.select(*_COLUMNS)
-        .where(*there, unindexed(Checkpoint.state) == "committed")
-        .order_by(Checkpoint.step)
+        .where(*there, unindexed(CheckpointRow.state) == "committed")
+        .order_by(CheckpointRow.step)
     )
     by_step: dict[int, list[Any]] = {}
     for row in connection.execute(query):
@@ -207,8 +214,10 @@ def greatest_commits(connection: Connection, run: str) -> int:
     Args:
         run: the run, which need not be in the catalog.
     """
-    of_run = Checkpoint.run_id == sa.select(Run.id).where(Run.name == run).scalar_subquery()
-    return connection.scalar(sa.select(sa.func.max(Checkpoint.commits)).where(of_run)) or 0
+    of_run = (
+        CheckpointRow.run_id == sa.select(RunRow.id).where(RunRow.name == run).scalar_subquery()
+    )
+    return connection.scalar(sa.select(sa.func.max(CheckpointRow.commits)).where(of_run)) or 0
 
 
 def resolve_committed(connection: Connection, ref: str, *others: int | None) -> int:
@@ -225,17 +234,23 @@ def resolve_committed(connection: Connection, ref: str, *others: int | None) -> 
     return serial
 
 
-_COLUMNS = (Checkpoint.serial, Checkpoint.id, Checkpoint.kind, Checkpoint.state, Checkpoint.step)
+_COLUMNS = (
+    CheckpointRow.serial,
+    CheckpointRow.id,
+    CheckpointRow.kind,
+    CheckpointRow.state,
+    CheckpointRow.step,
+)
 
 
 def _rows(connection: Connection, query: Any) -> Sequence[Any]:
-    return connection.execute(query.order_by(Checkpoint.serial).limit(100)).all()
+    return connection.execute(query.order_by(CheckpointRow.serial).limit(100)).all()
 
 
 def _alias(connection: Connection, name: str) -> int:
-    serial = connection.scalar(sa.select(Alias.checkpoint).where(Alias.name == name))
+    serial = connection.scalar(sa.select(AliasRow.checkpoint).where(AliasRow.name == name))
     if serial is None:
-        names = connection.scalars(sa.select(Alias.name)).all()
+        names = connection.scalars(sa.select(AliasRow.name)).all()
         raise NotFound(
             f"there is no alias {name!r}",
             hint=_nearest(name, names) or "`ucp alias list` shows all",
@@ -244,9 +259,9 @@ def _alias(connection: Connection, name: str) -> int:
 
 
 def _run_id(connection: Connection, run: str) -> int:
-    run_id = connection.scalar(sa.select(Run.id).where(Run.name == run))
+    run_id = connection.scalar(sa.select(RunRow.id).where(RunRow.name == run))
     if run_id is None:
-        names = connection.scalars(sa.select(Run.name)).all()
+        names = connection.scalars(sa.select(RunRow.name)).all()
         raise NotFound(
             f"the catalog has no run {run!r}",
             hint=_nearest(run, names) or "`ucp ls` lists checkpoints",
@@ -257,12 +272,17 @@ def _run_id(connection: Connection, run: str) -> int:
 def _of_run(connection: Connection, ref: Ref, run: str) -> int:
     run_id = _run_id(connection, run)
     if isinstance(ref.at, int) or ref.at == "latest":
-        return _at(connection, ref, Checkpoint.run_id == run_id, f"the run {run!r}")
-    scoped = connection.scalar(sa.select(Alias.checkpoint).where(Alias.name == f"{run}/{ref.at}"))
+        return _at(connection, ref, CheckpointRow.run_id == run_id, f"the run {run!r}")
+    scoped = connection.scalar(
+        sa.select(AliasRow.checkpoint).where(AliasRow.name == f"{run}/{ref.at}")
+    )
     if scoped is not None:
         return scoped
     serial = _alias(connection, str(ref.at))
-    if connection.scalar(sa.select(Checkpoint.run_id).where(Checkpoint.serial == serial)) != run_id:
+    if (
+        connection.scalar(sa.select(CheckpointRow.run_id).where(CheckpointRow.serial == serial))
+        != run_id
+    ):
         raise NotFound(
             f"the alias {ref.at!r} points to a checkpoint of another run than {run!r}",
             hint=f"write alias:{ref.at}, or give the run an alias of its own: ucp alias set {run}/{ref.at} REF",
@@ -273,9 +293,9 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
 def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str) -> int:
     """The checkpoint at a step of a run, launch or folder, or its newest."""
     if isinstance(ref.at, int):
-        here = sa.select(*_COLUMNS).where(these, Checkpoint.step == ref.at)
+        here = sa.select(*_COLUMNS).where(these, CheckpointRow.step == ref.at)
         matches = _rows(
-            connection, here.where(unindexed(Checkpoint.state).in_(("committed", "deleted")))
+            connection, here.where(unindexed(CheckpointRow.state).in_(("committed", "deleted")))
         )
         matches = [
             r for r in matches if r.state == "committed"
@@ -288,7 +308,7 @@ def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str)
             )
             raise NotFound(f"{name} has no checkpoint of step {ref.at}", hint=hint)
         return _one(ref, matches)
-    there = (these, Checkpoint.state == "committed", Checkpoint.step.is_not(None))
+    there = (these, CheckpointRow.state == "committed", CheckpointRow.step.is_not(None))
     newest: dict[int | None, list[Any]] = {}
     for row in connection.execute(select_newest_of_launches(*there)):
         newest.setdefault(row.launch_id, []).append(row)
@@ -298,7 +318,7 @@ def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str)
     numbers: dict[str | None, int | None] = {
         launch: number for number, (launch, _, _) in launches.items()
     }
-    tips: dict[str | None, Placed] = {
+    tips: dict[str | None, PlacedInLaunch] = {
         launches[n][0]: _Tip(launches[n][0], rows[0].commits, rows[0].step)
         for n, rows in newest.items()
     }
@@ -308,9 +328,11 @@ def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str)
     last = [numbers[h] for h in heads(tips, direct)]
     if len(last) > 1:
         raise _several_heads(connection, ref, name, [newest[n][0] for n in last], launches)
-    behind: list[ColumnElement[bool]] = [Checkpoint.launch_id.is_not_distinct_from(last[0])]
+    behind: list[ColumnElement[bool]] = [CheckpointRow.launch_id.is_not_distinct_from(last[0])]
     for launch, most in all_continued(launches[last[0]][0], direct).items():
-        behind.append(sa.and_(Checkpoint.launch_id == numbers[launch], Checkpoint.commits <= most))
+        behind.append(
+            sa.and_(CheckpointRow.launch_id == numbers[launch], CheckpointRow.commits <= most)
+        )
     _warn_of_clocks(connection, (*there, sa.or_(*behind)), newest[last[0]][0])
     return _one(ref, newest[last[0]])
 
@@ -354,11 +376,11 @@ _CHOOSE = (
 
 def _warn_of_clocks(connection: Connection, there: tuple[Any, ...], newest: Any) -> None:
     """Log a warning if a checkpoint with fewer commits was created later than the newest."""
-    older = (Checkpoint.commits < newest.counted, Checkpoint.created > newest.created)
+    older = (CheckpointRow.commits < newest.counted, CheckpointRow.created > newest.created)
     other = connection.execute(
-        sa.select(Checkpoint.id, Checkpoint.created)
+        sa.select(CheckpointRow.id, CheckpointRow.created)
         .where(*there, *older)
-        .order_by(Checkpoint.created.desc())
+        .order_by(CheckpointRow.created.desc())
         .limit(1)
     ).first()
     if newest.commits is not None and other is not None:
@@ -419,12 +441,12 @@ def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
     root = root.rstrip("/")
     below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
     query = (
-        sa.select(Location.url, Checkpoint.id, Location.listing)
-        .join(Checkpoint, Checkpoint.serial == Location.checkpoint)
+        sa.select(Location.url, CheckpointRow.id, Location.listing)
+        .join(CheckpointRow, CheckpointRow.serial == Location.checkpoint)
         .where(
             below,
             Location.listing.is_not(None),
-            unindexed(Checkpoint.state).in_(("committed", "deleted")),
+            unindexed(CheckpointRow.state).in_(("committed", "deleted")),
         )
     )
     return {
@@ -441,8 +463,8 @@ def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[
     urls: dict[str, list[str]] = {}
     for at in range(0, len(serials), MAX_IN_LIST):
         some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
-        here = sa.select(Checkpoint.id, Location.url).join(
-            Location, Location.checkpoint == Checkpoint.serial
+        here = sa.select(CheckpointRow.id, Location.url).join(
+            Location, Location.checkpoint == CheckpointRow.serial
         )
         for name, url in connection.execute(here.where(some).order_by(Location.url)):
             urls.setdefault(name, []).append(url)

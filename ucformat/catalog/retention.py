@@ -25,14 +25,14 @@ import sqlalchemy as sa
 
 from ucformat.catalog.lines import contradictions, lines, load_continuations
 from ucformat.catalog.models import (
-    Alias,
     AliasClaim,
-    Checkpoint,
+    AliasRow,
+    CheckpointRow,
     Edge,
     Hold,
     Location,
     Metric,
-    Run,
+    RunRow,
     Tag,
 )
 from ucformat.catalog.rows import MAX_IN_LIST, starts_with, unindexed
@@ -58,29 +58,29 @@ _AFTER = "0"  # the character after the slash: texts that begin with `a/` are be
 _FEW = 100  # checkpoints and places whose edges are looked up by index
 _SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
 _STATES: BindParameter[Any] = sa.bindparam("states", expanding=True)
-_CHILD = Checkpoint.__table__.alias()
+_CHILD = CheckpointRow.__table__.alias()
 _EDGES = (  # no condition on the state, which SQLite would evaluate first although it selects nearly all rows
     sa.select(
         Edge.parent, Edge.parent_url, Edge.child, _CHILD.c.id, _CHILD.c.state, Edge.depends
     ).join(_CHILD, _CHILD.c.serial == Edge.child)
 )
 _NEEDED = (
-    Checkpoint.serial,
-    Checkpoint.id,
-    Checkpoint.kind,
-    Checkpoint.state,
-    Checkpoint.step,
-    Checkpoint.commits,
-    Checkpoint.created,
-    Checkpoint.nbytes,
-    Checkpoint.deleted,
-    Checkpoint.purge_after,
-    Checkpoint.deleted_clocks,
-    Checkpoint.launch_id,
+    CheckpointRow.serial,
+    CheckpointRow.id,
+    CheckpointRow.kind,
+    CheckpointRow.state,
+    CheckpointRow.step,
+    CheckpointRow.commits,
+    CheckpointRow.created,
+    CheckpointRow.nbytes,
+    CheckpointRow.deleted,
+    CheckpointRow.purge_after,
+    CheckpointRow.deleted_clocks,
+    CheckpointRow.launch_id,
 )
 #: Reading all columns takes twice as long, because of their times.
 _COLUMNS: dict[Any, tuple[Any, ...]] = {
-    Alias: (Alias.name,),
+    AliasRow: (AliasRow.name,),
     AliasClaim: (AliasClaim.name,),
     Hold: (Hold.reason, Hold.until),
     Location: (Location.url,),
@@ -122,7 +122,7 @@ def retention_rows(
             grouped.setdefault(serial, []).append(value(*columns))
         return grouped
 
-    aliases, tags, claimed = many(Alias), many(Tag), many(AliasClaim)
+    aliases, tags, claimed = many(AliasRow), many(Tag), many(AliasClaim)
     claims = {
         serial: sorted({*names}.difference(aliases.get(serial, ())))
         for serial, names in claimed.items()
@@ -130,14 +130,14 @@ def retention_rows(
     holds = many(Hold, RetentionHold)
     measured = many(Metric, lambda *pair: pair, metrics=sorted(metrics)) if metrics else {}
     matching = [
-        sa.select(Checkpoint.serial).where(_condition(connection, text, now), *scoped)
+        sa.select(CheckpointRow.serial).where(_condition(connection, text, now), *scoped)
         for text in filters
     ]
     matches: dict[int, list[int]] = {}
     for i, found in enumerate(matching):
         for serial in connection.scalars(found):
             matches.setdefault(serial, []).append(i)
-    rows = connection.execute(query(Checkpoint), given).all()
+    rows = connection.execute(query(CheckpointRow), given).all()
     launches = load_continuations(connection, {r.launch_id for r in rows})
     places = many(Location)
     owners = {url: serial for serial, urls in places.items() for url in urls}
@@ -172,18 +172,18 @@ def _known_rows(table: Any, *, some: bool) -> Executable:
 
 
 def _these(*, some: bool) -> tuple[ColumnElement[bool], ...]:
-    return (Checkpoint.serial.in_(_SERIALS),) if some else ()
+    return (CheckpointRow.serial.in_(_SERIALS),) if some else ()
 
 
 def _rows(table: Any, *these: ColumnElement[bool]) -> Executable:
     """The query for a table's rows of some checkpoints."""
-    state: ColumnElement[str] = unindexed(Checkpoint.state) if these else Checkpoint.state
-    chosen = sa.select(Checkpoint.serial).where(state.in_(_STATES), *these)
-    if table is Checkpoint:
-        with_run = sa.select(*_NEEDED, Run.name.label("run")).outerjoin(
-            Run, Run.id == Checkpoint.run_id
+    state: ColumnElement[str] = unindexed(CheckpointRow.state) if these else CheckpointRow.state
+    chosen = sa.select(CheckpointRow.serial).where(state.in_(_STATES), *these)
+    if table is CheckpointRow:
+        with_run = sa.select(*_NEEDED, RunRow.name.label("run")).outerjoin(
+            RunRow, RunRow.id == CheckpointRow.run_id
         )
-        return with_run.where(Checkpoint.serial.in_(chosen))
+        return with_run.where(CheckpointRow.serial.in_(chosen))
     found = sa.select(table.checkpoint, *_COLUMNS[table]).where(table.checkpoint.in_(chosen))
     if table is Hold:
         found = found.where(Hold.released.is_(None))

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from ucformat.catalog.models import Checkpoint, Event, storable_json
+from ucformat.catalog.models import CheckpointRow, Event, storable_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -56,9 +56,11 @@ def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
     found: dict[int, str] = {}
     ordered = sorted(set(serials))
     for at in range(0, len(ordered), MAX_IN_LIST):
-        chosen = Checkpoint.serial.in_(ordered[at : at + MAX_IN_LIST])
+        chosen = CheckpointRow.serial.in_(ordered[at : at + MAX_IN_LIST])
         query = (
-            sa.select(Checkpoint.serial, Checkpoint.state).where(chosen).order_by(Checkpoint.serial)
+            sa.select(CheckpointRow.serial, CheckpointRow.state)
+            .where(chosen)
+            .order_by(CheckpointRow.serial)
         )
         found |= dict(connection.execute(query.with_for_update(key_share=True)).all())
     return found
@@ -96,15 +98,15 @@ def touch(connection: Connection, serials: Iterable[int]) -> None:
     serials = set(serials)
     connection.info.setdefault(TOUCHED, set()).update(serials)
     lock(connection, serials)
-    update_checkpoints(connection, serials, document_revision=Checkpoint.document_revision + 1)
+    update_checkpoints(connection, serials, document_revision=CheckpointRow.document_revision + 1)
 
 
 def update_checkpoints(connection: Connection, serials: Iterable[int], **values: Any) -> None:
     """Update columns of checkpoints."""
     chosen = sorted(serials)
     for at in range(0, len(chosen), MAX_IN_LIST):
-        page = Checkpoint.serial.in_(chosen[at : at + MAX_IN_LIST])
-        connection.execute(sa.update(Checkpoint).where(page).values(**values))
+        page = CheckpointRow.serial.in_(chosen[at : at + MAX_IN_LIST])
+        connection.execute(sa.update(CheckpointRow).where(page).values(**values))
 
 
 def get_or_insert(
@@ -189,7 +191,7 @@ _LAST, _SURROGATES, _AFTER_SURROGATES = (
 
 def all_blocks() -> Select[Any]:
     """The numbers of the blocks of digests: from 0 to the last one, for one search in each."""
-    last = sa.select(sa.func.max(Checkpoint.digest_block)).scalar_subquery()
+    last = sa.select(sa.func.max(CheckpointRow.digest_block)).scalar_subquery()
     numbers = sa.select(sa.literal(0).label("block")).cte(recursive=True)
     numbers = numbers.union_all(sa.select(numbers.c.block + 1).where(numbers.c.block < last))
     return sa.select(numbers.c.block)
@@ -268,8 +270,8 @@ class EventEntry:
 def load_events(connection: Connection, serial: int | None, limit: int) -> list[EventEntry]:
     """The last events of the audit log, newest first."""
     query = (
-        sa.select(Event.at, Event.who, Event.action, Checkpoint.id, Event.detail)
-        .outerjoin(Checkpoint, Checkpoint.serial == Event.checkpoint)
+        sa.select(Event.at, Event.who, Event.action, CheckpointRow.id, Event.detail)
+        .outerjoin(CheckpointRow, CheckpointRow.serial == Event.checkpoint)
         .order_by(Event.id.desc())
         .limit(limit)
     )

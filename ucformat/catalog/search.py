@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.lines import lines, load_continuations
-from ucformat.catalog.models import Checkpoint, Metric, Run
+from ucformat.catalog.models import CheckpointRow, Metric, RunRow
 from ucformat.catalog.newest import before, select_newest_first
 from ucformat.catalog.rows import unindexed
 
@@ -54,7 +54,7 @@ def find_serials(
             if len(first := list(connection.scalars(best))) == limit:
                 return first
         chosen = (
-            sa.select(Checkpoint.serial)
+            sa.select(CheckpointRow.serial)
             .where(*(criteria or conditions.all(connection)))
             .order_by(*order)
         )
@@ -71,41 +71,41 @@ def _newest_first(
 ) -> Select[Any]:
     """The query for at least so many of the newest checkpoints that match, in order."""
     columns: Any = sa.select(
-        Checkpoint.serial, Checkpoint.run_id, Checkpoint.step, Checkpoint.commits
+        CheckpointRow.serial, CheckpointRow.run_id, CheckpointRow.step, CheckpointRow.commits
     )
     for walked in _WALKED if count is not None and conditions.committed else ():
         if (
             criteria := conditions.few(connection, walked // 4)
         ) is not None:  # the newest lie side by side
             return select_newest_first(*criteria)
-        committed = Checkpoint.state == "committed"
+        committed = CheckpointRow.state == "committed"
         start = _created(connection, walked, committed)
-        later = () if start is None else (Checkpoint.created > start,)
+        later = () if start is None else (CheckpointRow.created > start,)
         since = _created(connection, (count or 1) - 1, committed, *later, *conditions.each)
         if since is not None:
-            last = columns.where(Checkpoint.created >= since, committed, *conditions.each)
+            last = columns.where(CheckpointRow.created >= since, committed, *conditions.each)
             return select_newest_first(*conditions.each, before(connection, last))
     criteria = conditions.all(connection)
     since = (
         None
         if count is None
-        else _created(connection, count - 1, Checkpoint.serial.in_(_all(criteria)))
+        else _created(connection, count - 1, CheckpointRow.serial.in_(_all(criteria)))
     )
     if since is None:
         return select_newest_first(*criteria)
-    last = columns.where(Checkpoint.created >= since, *criteria)
+    last = columns.where(CheckpointRow.created >= since, *criteria)
     return select_newest_first(*conditions.each, before(connection, last))
 
 
 def _all(criteria: Sequence[ColumnElement[bool]]) -> Select[Any]:
     """The serials of checkpoints, found before they are sorted: PostgreSQL would go through all others in the order."""
-    serials = sa.select(Checkpoint.serial).where(*criteria).cte()
+    serials = sa.select(CheckpointRow.serial).where(*criteria).cte()
     return sa.select(serials.prefix_with("MATERIALIZED", dialect="postgresql"))
 
 
 def _created(connection: Connection, number: int, *where: ColumnElement[bool]) -> datetime | None:
     """When the checkpoint was created that comes after so many others which were created later; None if none does."""
-    chosen = sa.select(Checkpoint.created).where(*where).order_by(Checkpoint.created.desc())
+    chosen = sa.select(CheckpointRow.created).where(*where).order_by(CheckpointRow.created.desc())
     return connection.scalar(chosen.offset(number).limit(1))
 
 
@@ -149,7 +149,9 @@ def _first_by_metric(
         sa.select(values.order_by(value).offset(walked).limit(1).subquery().c.value)
     )
     chosen = (
-        sa.select(Checkpoint.serial).join(best, best.c.checkpoint == Checkpoint.serial).where(*each)
+        sa.select(CheckpointRow.serial)
+        .join(best, best.c.checkpoint == CheckpointRow.serial)
+        .where(*each)
     )
     if last is not None:  # of equal values, others may come first
         chosen = chosen.where(best.c.value > last if down else best.c.value < last)
@@ -174,15 +176,15 @@ def count_checkpoints(
     else:
         criteria = conditions.few(connection, most)
         everything = sa.select(sa.func.count()).select_from(
-            sa.select(Checkpoint.serial).limit(most + 1).subquery()
+            sa.select(CheckpointRow.serial).limit(most + 1).subquery()
         )
         if criteria is None and connection.execute(everything).scalar_one() > most:
             return None
         criteria = criteria or conditions.each
     if len(criteria) == 1 and criteria[0] is _COMMITTED:
-        criteria = (Checkpoint.state == "committed",)  # whose index has all that is counted
+        criteria = (CheckpointRow.state == "committed",)  # whose index has all that is counted
     return connection.execute(
-        sa.select(sa.func.count()).select_from(Checkpoint).where(*criteria)
+        sa.select(sa.func.count()).select_from(CheckpointRow).where(*criteria)
     ).scalar_one()
 
 
@@ -213,19 +215,19 @@ def find_lines(
         Of each line the run, the serial of the head, the number of checkpoints, and their bytes.
     """
     conditions = _where(connection, where, now, deleted=False)
-    chosen = sa.select(Checkpoint.serial).where(*conditions.all(connection))
+    chosen = sa.select(CheckpointRow.serial).where(*conditions.all(connection))
     columns = (
-        Checkpoint.serial,
-        Checkpoint.id,
-        Run.name,
-        Checkpoint.step,
-        Checkpoint.commits,
-        Checkpoint.created,
+        CheckpointRow.serial,
+        CheckpointRow.id,
+        RunRow.name,
+        CheckpointRow.step,
+        CheckpointRow.commits,
+        CheckpointRow.created,
     )
-    query = sa.select(*columns, Checkpoint.nbytes, Checkpoint.launch_id).join(
-        Run, Run.id == Checkpoint.run_id
+    query = sa.select(*columns, CheckpointRow.nbytes, CheckpointRow.launch_id).join(
+        RunRow, RunRow.id == CheckpointRow.run_id
     )
-    rows = connection.execute(query.where(Checkpoint.serial.in_(chosen))).all()
+    rows = connection.execute(query.where(CheckpointRow.serial.in_(chosen))).all()
     launches = load_continuations(connection, {row.launch_id for row in rows})
     runs: dict[str, list[_Row]] = {}
     for serial, name, run, step, commits, created, nbytes, number in rows:
@@ -241,13 +243,13 @@ def find_lines(
 
 def is_recorded(connection: Connection, checkpoint: str) -> bool:
     """Whether there is a checkpoint of this id."""
-    here = sa.exists().where(Checkpoint.id == checkpoint)
+    here = sa.exists().where(CheckpointRow.id == checkpoint)
     return bool(connection.scalar(sa.select(here)))
 
 
 def is_empty(connection: Connection) -> bool:
     """Whether there is no checkpoint at all."""
-    return connection.scalar(sa.select(Checkpoint.serial).limit(1)) is None
+    return connection.scalar(sa.select(CheckpointRow.serial).limit(1)) is None
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ class _Conditions:
         return next((f for f in few if f is not None), [condition for condition, _ in self.parts])
 
 
-_COMMITTED = unindexed(Checkpoint.state) == "committed"
+_COMMITTED = unindexed(CheckpointRow.state) == "committed"
 
 
 def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) -> _Conditions:

@@ -32,7 +32,7 @@ _MAX_RESULT = 256 << 20  # bytes of all the values of a result
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class QueryResult:
     """The result of a query; with `truncated`, there were more rows than the limit.
 
     Values are text, numbers, bytes, lists, dicts and None. PostgreSQL's times are text in ISO 8601;
@@ -52,7 +52,7 @@ def run_sql(
     timeout: float | None = TIMEOUT,
     memory: int | None = None,
     trust_role: bool = False,
-) -> Table:
+) -> QueryResult:
     """Run one query.
 
     Args:
@@ -97,7 +97,7 @@ def _refused(reason: str) -> PermissionDenied:
     )
 
 
-def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]], limit: int | None) -> Table:
+def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]], limit: int | None) -> QueryResult:
     found: list[tuple[Any, ...]] = []
     room = _MAX_RESULT
     for row in islice(rows, None if limit is None else limit + 1):
@@ -108,7 +108,9 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]], limit: int | N
                 f"the result has more than {_MAX_RESULT >> 20} MiB, at row {len(found)}",
                 hint="ask for fewer rows (`-n`), or fewer columns",
             )
-    return Table(tuple(columns), tuple(found[:limit]), limit is not None and len(found) > limit)
+    return QueryResult(
+        tuple(columns), tuple(found[:limit]), limit is not None and len(found) > limit
+    )
 
 
 def _nbytes(value: Any) -> int:
@@ -188,7 +190,7 @@ def _allowed(action: int, first: str, second: str) -> bool:
 
 def _sqlite(
     database: Database, statement: str, limit: int | None, timeout: float | None, memory: int | None
-) -> Table:
+) -> QueryResult:
     with database.reading() as c:
         file = next(
             Path(path)
@@ -325,7 +327,7 @@ def _postgresql(
     timeout: float | None,
     *,
     trust_role: bool,
-) -> Table:
+) -> QueryResult:
     with translated_errors(database.url), database.engine.connect() as opened:
         c = opened.execution_options(
             postgresql_readonly=True,

@@ -167,7 +167,7 @@ def own_folder(key: Key) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class StoredArray:
     """A tensor, its grids, and the key of the folder that it is stored in."""
 
     info: TensorInfo
@@ -181,7 +181,7 @@ def lay_out(
     chunk_bytes: int | None = None,
     shard_bytes: int | None = None,
     folders: Mapping[Key, str] | None = None,
-) -> list[Array]:
+) -> list[StoredArray]:
     """Choose grids and folders for tensors.
 
     Args:
@@ -201,7 +201,9 @@ def lay_out(
             )
     found = array_folders(i.key for i in infos) if folders is None else folders
     arrays = [
-        Array(i, Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes), f"{folder}/{found[i.key]}")
+        StoredArray(
+            i, Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes), f"{folder}/{found[i.key]}"
+        )
         for i in infos
     ]
     for info, grid in ((a.info, a.grid) for a in arrays):
@@ -224,13 +226,13 @@ def grid_doc(chunk_bytes: int | None, shard_bytes: int | None) -> GridDoc:
     return GridDoc(chunk_bytes=chunk_bytes or CHUNK_BYTES, shard_bytes=shard_bytes or SHARD_BYTES)
 
 
-def put_groups(store: Store, arrays: Iterable[Array]) -> None:
+def put_groups(store: Store, arrays: Iterable[StoredArray]) -> None:
     """Write the `zarr.json` of the root group and of each state's group."""
     for group in _groups(a.path for a in arrays):
         put_file(store, f"{group}/zarr.json", group_json())
 
 
-def put_array(store: Store, array: Array) -> None:
+def put_array(store: Store, array: StoredArray) -> None:
     """Write the `zarr.json` of an array."""
     put_file(
         store, f"{array.path}/zarr.json", array_json(array.info.key, array.info.dtype, array.grid)
@@ -260,7 +262,7 @@ def _groups(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*(state.rpartition("/")[0] for state in states), *states]))
 
 
-def array_doc(array: Array, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDoc:
+def array_doc(array: StoredArray, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDoc:
     """An array's entry in the manifest.
 
     Args:

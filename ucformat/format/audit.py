@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ucformat.format.universal import Universal
     from ucformat.geometry.tensor import Block
     from ucformat.schema.manifest import FileDoc, SourceFileDoc
-    from ucformat.storage.base import Store, Writer
+    from ucformat.storage.base import FileWriter, Store
 
     Leaves = Mapping[Key, Mapping[tuple[int, ...], bytes]]
 
@@ -59,7 +59,7 @@ class AuditItem(Protocol):
     def key(self) -> Key | None:
         """The tensor that the file belongs to; None if it belongs to several or to none."""
 
-    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
+    def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:
         """Read the file and compare it.
 
         Args:
@@ -88,7 +88,7 @@ class ListedFile:
         """See AuditItem."""
         return self.doc.nbytes
 
-    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
+    def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:
         """See AuditItem."""
         try:
             size = store.info(self.file).size
@@ -116,7 +116,7 @@ class ZarrJson:
         """See AuditItem."""
         return len(self.data)
 
-    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
+    def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:
         """See AuditItem.
 
         Args:
@@ -155,7 +155,7 @@ class ShardFile:
         """See AuditItem."""
         return self.grid.file_nbytes(self.shard)
 
-    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
+    def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:
         """See AuditItem.
 
         Args:
@@ -187,7 +187,7 @@ class SourceFile:
         """See AuditItem."""
         return 0 if self.doc.digest is None else self.doc.nbytes
 
-    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:  # noqa: ARG002 - see AuditItem
+    def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:  # noqa: ARG002 - see AuditItem
         """See AuditItem."""
         store.info(self.file)  # compares size and time
         if self.doc.digest is None or file_digest(store, self.file) == self.doc.digest:
@@ -206,7 +206,7 @@ class _LostShards:
     reason: str
     nbytes: int = 0
 
-    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:  # noqa: ARG002 - see AuditItem
+    def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:  # noqa: ARG002 - see AuditItem
         """See AuditItem."""
         return b"", [Problem(self.file, self.reason, *self.key)]
 
@@ -332,7 +332,11 @@ def wrong_digests(
 
 
 def read_through(
-    store: Store, file: str, nbytes: int, see: Callable[[int, memoryview], None], out: Writer | None
+    store: Store,
+    file: str,
+    nbytes: int,
+    see: Callable[[int, memoryview], None],
+    out: FileWriter | None,
 ) -> None:
     """Read a file from beginning to end.
 

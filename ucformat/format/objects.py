@@ -95,7 +95,7 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
     def __init__(self, source: Universal, doc: PerRankDoc) -> None:
         self._doc = doc
         names = frozenset(doc.names)
-        self._files = [_Ranges(source, file, names) for file in doc.files]
+        self._files = [_RankFile(source, file, names) for file in doc.files]
 
     def __getitem__(self, name: str) -> Sequence[Any]:
         if name not in self._doc.names:
@@ -119,11 +119,11 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
             file.read_all()
         return [file.of_rank(rank) for file, rank in zip(files, ranks, strict=True)]
 
-    def _with(self, rank: int) -> _Ranges:
+    def _with(self, rank: int) -> _RankFile:
         return self._files[bisect_right(self._files, rank, key=attrgetter("doc.first")) - 1]
 
 
-class _Ranges:
+class _RankFile:
     """A file with the values of consecutive ranks."""
 
     def __init__(self, source: Universal, doc: RangesDoc, names: frozenset[str]) -> None:

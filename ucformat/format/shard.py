@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.format.chunking import Grid
-    from ucformat.storage.base import Store, Writer
+    from ucformat.storage.base import FileWriter, Store
 
 #: Bytes of chunks that are gathered, encoded and written at once.
 BAND_BYTES = 4 << 20
@@ -131,7 +131,7 @@ def index_of(grid: Grid, shard: tuple[int, ...]) -> bytes:
 
 
 def check_shard(
-    store: Store, key: str, grid: Grid, shard: tuple[int, ...], out: Writer | None = None
+    store: Store, key: str, grid: Grid, shard: tuple[int, ...], out: FileWriter | None = None
 ) -> tuple[bytes, list[Problem]]:
     """Read a shard's file back and check its size, every checksum and its index.
 

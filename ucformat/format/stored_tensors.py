@@ -63,7 +63,7 @@ class ValueByKey(Mapping[Key, T]):
         return repr(self._all)
 
 
-class _States(Mapping[str, list[str]]):
+class _StoredStates(Mapping[str, list[str]]):
     """The states in which each name of a table is stored."""
 
     def __init__(self, table: TensorTable) -> None:
@@ -99,7 +99,7 @@ class StoredTensors(Sequence[TensorInfo]):
             return TensorInfo(name, kind.state, kind.stored_dtype, kind.shape)
 
         self.by_key: Mapping[Key, TensorInfo] = ValueByKey(table, info)
-        self.states: Mapping[str, list[str]] = _States(table)
+        self.states: Mapping[str, list[str]] = _StoredStates(table)
         self._info, self._rows = info, range(len(table))
 
     @overload

@@ -17,9 +17,9 @@ from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import (
     CheckpointMetadata,
+    GroupPlace,
     LazyMapping,
     LazySequence,
-    Place,
     path_from_json,
     path_to_json,
 )
@@ -264,10 +264,10 @@ class Universal:
         return decode(self.read_file(doc), self.manifest.tensors, where)
 
 
-def _place(group: GroupDoc) -> Place | None:
+def _place(group: GroupDoc) -> GroupPlace | None:
     if group.at is None:
         return None
-    return Place(
+    return GroupPlace(
         path_from_json(group.at),
         group.params if group.names is None else group.names,
         group.flattened,
@@ -319,7 +319,9 @@ def group_docs(metadata: CheckpointMetadata) -> tuple[GroupDoc, ...]:
     )
 
 
-def group_doc(params: tuple[str, ...], options: dict[str, Any], place: Place | None) -> GroupDoc:
+def group_doc(
+    params: tuple[str, ...], options: dict[str, Any], place: GroupPlace | None
+) -> GroupDoc:
     """An optimizer group in the form of the manifest.
 
     Args:

@@ -124,7 +124,7 @@ def lower_rule(rule: Rule | Mapping[str, Any], label: str) -> Rule:
     if isinstance(rule, Rule):
         return replace(rule, label=label)
     try:
-        return _rule(schema.checked(schema.Rule, dict(rule)), label)
+        return _rule(schema.checked(schema.RuleDoc, dict(rule)), label)
     except schema.Faults as e:
         raise LayoutError(f"{label} is not a valid rule:\n{e}") from e
 
@@ -148,7 +148,7 @@ def _mesh(mesh: dict[str, int] | schema.OrderedMesh) -> Mesh:
     return Mesh(dict(axes), mesh.ranks)
 
 
-def _rule(rule: schema.Rule, label: str) -> Rule:
+def _rule(rule: schema.RuleDoc, label: str) -> Rule:
     match = (rule.match,) if isinstance(rule.match, str) else tuple(rule.match)
     try:
         return Rule(
@@ -167,7 +167,7 @@ def _rule(rule: schema.Rule, label: str) -> Rule:
 
 
 def _placements(p: schema.Placement) -> tuple[Placement, ...]:
-    if not isinstance(p, schema.Pattern):
+    if not isinstance(p, schema.PatternDoc):
         return (_placement(p),)
     over = _over(p.over)
     if p.pattern.startswith("shard") and not over:
@@ -195,7 +195,7 @@ def _placements(p: schema.Placement) -> tuple[Placement, ...]:
 
 def _placement(p: schema.Placement) -> Placement:
     match p:
-        case schema.Shard():
+        case schema.ShardDoc():
             parts = (
                 None
                 if p.parts is None
@@ -203,7 +203,7 @@ def _placement(p: schema.Placement) -> Placement:
             )
             sizes = None if p.sizes is None else tuple(p.sizes)
             return Shard(p.shard, _over(p.over), sizes, parts, p.pad_to, p.even)
-        case schema.Flat():
+        case schema.FlatDoc():
             return Flat(
                 _over(p.over),
                 p.flat,
@@ -214,12 +214,12 @@ def _placement(p: schema.Placement) -> Placement:
                 p.total_align,
                 p.max_elements,
             )
-        case schema.Stage():
+        case schema.StageDoc():
             index = p.stage if isinstance(p.stage, int) else None
             return Stage(_over(p.over), index, None if isinstance(p.stage, int) else tuple(p.stage))
-        case schema.Owner():
+        case schema.OwnerDoc():
             return Owner(p.owner, _over(p.over))
-        case schema.Partial():
+        case schema.PartialDoc():
             return Partial(p.partial, _over(p.over))
         case _:
             return Replicate()
@@ -246,7 +246,7 @@ def lift_rule(rule: Rule) -> dict[str, Any]:
 
 
 def _lift(p: Placement) -> str | dict[str, Any]:
-    model: schema.Shard | schema.Flat | schema.Stage | schema.Owner | schema.Partial
+    model: schema.ShardDoc | schema.FlatDoc | schema.StageDoc | schema.OwnerDoc | schema.PartialDoc
     match p:
         case Replicate():
             return "replicate"
@@ -255,23 +255,23 @@ def _lift(p: Placement) -> str | dict[str, Any]:
                 None if p.parts is None else [w if isinstance(w, int) else list(w) for w in p.parts]
             )
             sizes = None if p.sizes is None else list(p.sizes)
-            model = schema.Shard(
+            model = schema.ShardDoc(
                 shard=p.dim, over=_names(p), sizes=sizes, parts=parts, pad_to=p.pad_to, even=p.even
             )
         case Flat():
-            model = schema.Flat(
+            model = schema.FlatDoc(
                 flat=p.group, over=_names(p), order=p.order, cut=p.cut, tensor_align=p.tensor_align,
                 group_pad=p.group_pad, total_align=p.total_align, max_elements=p.max_elements,
             )  # fmt: skip
         case Stage():
-            model = schema.Stage(
+            model = schema.StageDoc(
                 stage=p.index if p.starts is None else list(p.starts),  # type: ignore[arg-type]
                 over=_names(p),
             )
         case Owner():
-            model = schema.Owner(owner=p.index, over=_names(p) or None)
+            model = schema.OwnerDoc(owner=p.index, over=_names(p) or None)
         case Partial():
-            model = schema.Partial(partial=p.reduction, over=_names(p) or None)
+            model = schema.PartialDoc(partial=p.reduction, over=_names(p) or None)
     return model.model_dump(exclude_defaults=True)
 
 

@@ -20,7 +20,7 @@ from ucformat.errors import LayoutError
 from ucformat.geometry.box import Box, chunk, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece
-from ucformat.geometry.view import Part
+from ucformat.geometry.view import BoxPair
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.placement import Shard
 
 
-class Run(NamedTuple):
+class IndexRun(NamedTuple):
     """Consecutive indices of the global dim, and the index of the local dim at which they begin.
 
     With `padding`, they are indices of the padding tensor and count from the end of the tensor.
@@ -44,12 +44,12 @@ class Dim:
     """One dim of a local tensor: its size and its runs, ascending in `at`."""
 
     size: int
-    runs: tuple[Run, ...]
+    runs: tuple[IndexRun, ...]
 
     @classmethod
     def whole(cls, size: int, start: int = 0) -> Dim:
         """A dim with a single run."""
-        return cls(size, (Run(range(start, start + size)),) if size else ())
+        return cls(size, (IndexRun(range(start, start + size)),) if size else ())
 
     def take(self, intervals: Iterable[tuple[int, int]]) -> Dim:
         """The concatenation of intervals of this dim.
@@ -57,14 +57,14 @@ class Dim:
         Args:
             intervals: pairs of start and exclusive end, as indices of the local dim.
         """
-        runs: list[Run] = []
+        runs: list[IndexRun] = []
         at = 0
         for a, b in intervals:
             for r in self.runs:
                 low, high = max(a, r.at), min(b, r.at + len(r.indices))
                 if low >= high:
                     continue
-                run = Run(r.indices[low - r.at : high - r.at], at + low - a, r.padding)
+                run = IndexRun(r.indices[low - r.at : high - r.at], at + low - a, r.padding)
                 last = runs[-1] if runs else None
                 if (
                     last
@@ -72,7 +72,7 @@ class Dim:
                     and last.at + len(last.indices) == run.at
                     and last.indices.stop == run.indices.start
                 ):
-                    runs[-1] = Run(
+                    runs[-1] = IndexRun(
                         range(last.indices.start, run.indices.stop), last.at, last.padding
                     )
                 else:
@@ -129,7 +129,7 @@ def _pad(dim: Dim, to: int, degree: int) -> Dim:
             hint=f"make pad_to, now {to}, a multiple of {degree}",
         )
     extra = size - dim.size
-    return Dim(size, (*dim.runs, Run(range(extra), dim.size, padding=True))) if extra else dim
+    return Dim(size, (*dim.runs, IndexRun(range(extra), dim.size, padding=True))) if extra else dim
 
 
 def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int, int]]:
@@ -209,37 +209,39 @@ def pieces_of(
 _MAX_BOXES = 1 << 16  # boxes that one strided piece may be split into
 
 
-def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[BoxPair, ...], tuple[BoxPair, ...]]:
     """The parts of the global tensor that a local tensor holds, and those of the padding tensor."""
-    regions: list[Part] = []
-    padding: list[Part] = []
+    regions: list[BoxPair] = []
+    padding: list[BoxPair] = []
     for runs in product(*(d.runs for d in dims)):
         shape = tuple(len(r.indices) for r in runs)
-        region = Part.aligned(
+        region = BoxPair.aligned(
             Box(tuple(r.indices.start for r in runs), shape), Box(tuple(r.at for r in runs), shape)
         )
         (padding if any(r.padding for r in runs) else regions).append(region)
     return tuple(regions), tuple(padding)
 
 
-def keep_rows(regions: Iterable[Part], rows: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+def keep_rows(
+    regions: Iterable[BoxPair], rows: int
+) -> tuple[tuple[BoxPair, ...], tuple[BoxPair, ...]]:
     """Split regions at a row of the global tensor; the rows after it are padding that a file holds.
 
     Returns:
         the regions before the row, and the regions from it on, as boxes of the padding tensor.
     """
-    kept: list[Part] = []
-    padding: list[Part] = []
+    kept: list[BoxPair] = []
+    padding: list[BoxPair] = []
     for region in regions:
         box, local = region.target, region.box
         kept_rows = min(box.stop[0], rows) - box.start[0]
         if kept_rows > 0:
-            kept.append(Part.aligned(_rows(box, 0, kept_rows), _rows(local, 0, kept_rows)))
+            kept.append(BoxPair.aligned(_rows(box, 0, kept_rows), _rows(local, 0, kept_rows)))
         if kept_rows < box.shape[0]:
             first = max(0, kept_rows)
             shift = (-rows, *[0] * (len(box.start) - 1))
             spare = _rows(box, first, box.shape[0]).shift(shift)
-            padding.append(Part.aligned(spare, _rows(local, first, box.shape[0])))
+            padding.append(BoxPair.aligned(spare, _rows(local, first, box.shape[0])))
     return tuple(kept), tuple(padding)
 
 
@@ -249,7 +251,7 @@ def strided_regions(
     size: tuple[int, ...],
     source: tuple[int, tuple[int, ...]],
     target: tuple[int, tuple[int, ...]],
-) -> Iterator[Part]:
+) -> Iterator[BoxPair]:
     """The regions of a strided piece: one, or one for each index of the axes that skip elements.
 
     Args:
@@ -266,7 +268,7 @@ def strided_regions(
         return
     part = tuple(1 if c else n for n, c in zip(size, cut, strict=True))
     for index in product(*(range(n if c else 1) for n, c in zip(size, cut, strict=True))):
-        yield Part.aligned(Box(whole.at(index), part), Box(inner.at(index), part))
+        yield BoxPair.aligned(Box(whole.at(index), part), Box(inner.at(index), part))
 
 
 def _rows(box: Box, first: int, last: int) -> Box:

@@ -136,7 +136,7 @@ def _short(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Node:
+class RegexNode:
     """A part of a regular expression.
 
     Attributes:
@@ -149,13 +149,13 @@ class Node:
     kind: Literal["char", "group", "atomic", "look", "anchor", "reference", "repeat"]
     text: str
     chars: int = 0
-    options: tuple[tuple[Node, ...], ...] = ()
+    options: tuple[tuple[RegexNode, ...], ...] = ()
     low: int = 1
     high: int | None = 1
     mode: str = ""
 
 
-def parse(regex: str, flags: int) -> tuple[Node, ...]:
+def parse(regex: str, flags: int) -> tuple[RegexNode, ...]:
     """Parse a pattern that `re` has compiled with these flags."""
     if flags & re.VERBOSE:
         raise LayoutError(
@@ -168,7 +168,7 @@ class _Parser:
     def __init__(self, regex: str) -> None:
         self._regex, self._at = regex, 0
 
-    def options(self, flags: int) -> tuple[Node, ...]:
+    def options(self, flags: int) -> tuple[RegexNode, ...]:
         """What follows, up to the end of its group."""
         begin, options = self._at, [self._sequence(flags)]
         while self._regex.startswith("|", self._at):
@@ -176,7 +176,7 @@ class _Parser:
             options.append(self._sequence(flags))
         if len(options) == 1:
             return options[0]
-        prefix: list[Node] = []  # `re` tries what all begin with once, too
+        prefix: list[RegexNode] = []  # `re` tries what all begin with once, too
         while all(options) and len({(o[0].kind, o[0].text) for o in options}) == 1:
             if options[0][0].kind not in ("char", "anchor"):
                 break
@@ -186,11 +186,11 @@ class _Parser:
         single = [o[0] for o in options if len(o) == 1 and o[0].kind == "char"]
         if len(single) == len(options) and not any(n.text[:2] in (".", "[^") for n in single):
             chars = reduce(or_, (n.chars for n in single))  # as `re` does, one class
-            return (*prefix, Node("char", text, chars))
-        return (*prefix, Node("group", text, options=tuple(options)))
+            return (*prefix, RegexNode("char", text, chars))
+        return (*prefix, RegexNode("group", text, options=tuple(options)))
 
-    def _sequence(self, flags: int) -> tuple[Node, ...]:
-        out: list[Node] = []
+    def _sequence(self, flags: int) -> tuple[RegexNode, ...]:
+        out: list[RegexNode] = []
         while self._at < len(self._regex) and self._regex[self._at] not in "|)":
             begin = self._at
             node = self._atom(flags)
@@ -202,12 +202,12 @@ class _Parser:
                 bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(sign, (least, most))
                 alone = node.kind != "group" or len(node.options) > 1
                 inner, text = ((node,),) if alone else node.options, self._regex[begin : self._at]
-                node = Node("repeat", text, 0, inner, *bounds, mode)
+                node = RegexNode("repeat", text, 0, inner, *bounds, mode)
             if node is not None:
                 out.append(node)
         return tuple(out)
 
-    def _atom(self, flags: int) -> Node | None:
+    def _atom(self, flags: int) -> RegexNode | None:
         begin, char = self._at, self._regex[self._at]
         if char == "(":
             return self._group(flags)
@@ -215,18 +215,18 @@ class _Parser:
         assert match is not None  # noqa: S101 - `re` has compiled it
         self._at, text = match.end(), match[0]
         if text in ("^", "$", "\\A", "\\Z", "\\b", "\\B"):
-            return Node("anchor", text)
+            return RegexNode("anchor", text)
         if re.fullmatch(r"\\[1-9]\d?", text):
-            return Node("reference", text)
-        return Node("char", text, _chars(text, flags))
+            return RegexNode("reference", text)
+        return RegexNode("char", text, _chars(text, flags))
 
-    def _group(self, flags: int) -> Node | None:
+    def _group(self, flags: int) -> RegexNode | None:
         begin, match = self._at, _OPENING.match(self._regex, self._at)
         assert match is not None  # noqa: S101 - `re` has compiled it
         nothing, reference, look, atomic, plus, minus = match.groups()
         self._at = match.end()
         if nothing or (reference and reference.startswith("P")):
-            return Node("reference", match[0]) if reference else None
+            return RegexNode("reference", match[0]) if reference else None
         for letter in plus or "":
             flags |= getattr(re, letter.upper())
             if letter in "au":
@@ -238,7 +238,7 @@ class _Parser:
         kind: Literal["reference", "look", "atomic", "group"] = (
             "reference" if reference else "look" if look else "atomic" if atomic else "group"
         )
-        return Node(kind, self._regex[begin : self._at], options=(inside,))
+        return RegexNode(kind, self._regex[begin : self._at], options=(inside,))
 
 
 class _Count:
@@ -249,9 +249,9 @@ class _Count:
 
     def __init__(self, regex: str) -> None:
         self._regex = regex
-        self._heads: dict[tuple[Node, ...], tuple[int, bool, int]] = {}
+        self._heads: dict[tuple[RegexNode, ...], tuple[int, bool, int]] = {}
 
-    def seq(self, nodes: tuple[Node, ...], follow: _Head) -> tuple[_Bound, _Bound]:
+    def seq(self, nodes: tuple[RegexNode, ...], follow: _Head) -> tuple[_Bound, _Bound]:
         """The ways and the steps of a sequence of nodes."""
         ways, work = _ONE, _ONE
         for node in reversed(nodes):
@@ -262,7 +262,7 @@ class _Count:
             follow = (chars | follow[0], checks + follow[1]) if empty else (chars, checks)
         return ways, work
 
-    def _node(self, node: Node, follow: _Head) -> tuple[_Bound, _Bound]:
+    def _node(self, node: RegexNode, follow: _Head) -> tuple[_Bound, _Bound]:
         match node.kind:
             case "repeat":
                 return self._repeat(node, follow)
@@ -281,7 +281,7 @@ class _Count:
         return _ONE, _ONE
 
     def _branch(
-        self, options: tuple[tuple[Node, ...], ...], follow: _Head
+        self, options: tuple[tuple[RegexNode, ...], ...], follow: _Head
     ) -> tuple[_Bound, _Bound]:
         if len(options) == 1:
             return self.seq(options[0], follow)
@@ -298,7 +298,7 @@ class _Count:
             work = _add(work, steps)
         return largest if disjoint else total, work
 
-    def _repeat(self, node: Node, follow: _Head) -> tuple[_Bound, _Bound]:
+    def _repeat(self, node: RegexNode, follow: _Head) -> tuple[_Bound, _Bound]:
         low, (inner,) = node.low, node.options
         high = node.high if node.high is not None else 1 << 32
         chars, empty, checks = self._first(inner)
@@ -329,7 +329,7 @@ class _Count:
             power = self._checked(_times(power, own_ways), node) if i < high else power
         return ways, work
 
-    def _first(self, nodes: tuple[Node, ...]) -> tuple[int, bool, int]:
+    def _first(self, nodes: tuple[RegexNode, ...]) -> tuple[int, bool, int]:
         """The characters that nodes may begin with, whether they may be empty, and how many nodes check for them.
 
         All characters if they may be empty in several ways, or look ahead: then more work happens
@@ -345,7 +345,7 @@ class _Count:
             self._heads[nodes] = chars, empty, checks
         return self._heads[nodes]
 
-    def _head(self, node: Node) -> tuple[int, bool, int]:
+    def _head(self, node: RegexNode) -> tuple[int, bool, int]:
         if node.kind in ("look", "reference"):
             return _ALL, True, 1
         if not node.options:
@@ -358,12 +358,12 @@ class _Count:
             return (_ALL, True, checks) if empties else (chars, node.low == 0, checks + 1)
         return _ALL if empties > 1 else chars, empties > 0, checks
 
-    def _checked(self, bound: _Bound, node: Node) -> _Bound:
+    def _checked(self, bound: _Bound, node: RegexNode) -> _Bound:
         if _value(bound, _MIN_NAME) > _MAX_STEPS:
             raise self._too_much_work(node, "can match in too many ways", _HINT)
         return bound
 
-    def _too_much_work(self, node: Node, why: str, hint: str) -> LayoutError:
+    def _too_much_work(self, node: RegexNode, why: str, hint: str) -> LayoutError:
         return LayoutError(
             f"the pattern {_short(self._regex)} may take too long: its part {_short(node.text)} {why}",
             hint=hint,

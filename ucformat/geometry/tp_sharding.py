@@ -14,7 +14,7 @@ from ucformat.errors import LayoutError
 from ucformat.geometry.box import Box
 from ucformat.geometry.local import ShardAt, keep_rows, local_dims, regions_of
 from ucformat.geometry.placement import Shard
-from ucformat.geometry.view import Part
+from ucformat.geometry.view import BoxPair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,8 +36,8 @@ class TPSharding:
     """
 
     shape: tuple[int, ...]
-    regions: tuple[tuple[Part, ...], ...]
-    padding: tuple[tuple[Part, ...], ...] = ()
+    regions: tuple[tuple[BoxPair, ...], ...]
+    padding: tuple[tuple[BoxPair, ...], ...] = ()
     padding_rows: int = 0
     mean: bool = False
     scaled: bool = False
@@ -71,7 +71,7 @@ def replicate(shapes: Shapes) -> TPSharding:
     if len(set(shapes)) > 1:
         raise LayoutError(f"its parts have the shapes {_list(shapes)}, so they cannot be replicas")
     whole = Box.whole(shapes[0])
-    return TPSharding(shapes[0], ((Part.aligned(whole, whole),),) * len(shapes))
+    return TPSharding(shapes[0], ((BoxPair.aligned(whole, whole),),) * len(shapes))
 
 
 def mean(shapes: Shapes) -> TPSharding:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BoxPair:
     """A box of a target tensor that equals a box of a source tensor.
 
     Target dim `i` runs along source dim `axes[i]`; None is a target dim of size 1 that corresponds
@@ -32,7 +32,7 @@ class Part:
     axes: tuple[int | None, ...]
 
     @classmethod
-    def aligned(cls, target: Box, box: Box) -> Part:
+    def aligned(cls, target: Box, box: Box) -> BoxPair:
         """The part of two boxes of the same shape, with their dims in the same order."""
         return cls(target, box, tuple(range(len(box.shape))))
 
@@ -42,7 +42,7 @@ class View:
     """A target tensor and the parts that tile it, each with its source."""
 
     info: TensorInfo
-    parts: tuple[tuple[Key, Part], ...]
+    parts: tuple[tuple[Key, BoxPair], ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
@@ -59,7 +59,7 @@ class View:
             ((f"part {i} from {source}", p.target) for i, (source, p) in enumerate(self.parts)),
         )
 
-    def _check(self, source: Key, part: Part) -> None:
+    def _check(self, source: Key, part: BoxPair) -> None:
         where = f"the view of {self.info.key} takes {part.target} from {part.box} of {source}"
         named = [a for a in part.axes if a is not None]
         if len(part.axes) != len(part.target.shape) or len(set(named)) < len(named):
@@ -119,7 +119,7 @@ class View:
                     yield _mapped(part, extent, clip, self.info.itemsize)
 
 
-def _source_box(part: Part, within: Box | None) -> Box | None:
+def _source_box(part: BoxPair, within: Box | None) -> Box | None:
     """The box of the source that a part takes for a box of the target; None if it takes nothing."""
     if within is None:
         return part.box
@@ -134,7 +134,7 @@ def _source_box(part: Part, within: Box | None) -> Box | None:
     return Box(tuple(start), tuple(shape))
 
 
-def _mapped(part: Part, extent: Extent, clip: Box, itemsize: int) -> Extent:
+def _mapped(part: BoxPair, extent: Extent, clip: Box, itemsize: int) -> Extent:
     skipped = zip(clip.start, extent.box.start, extent.strides, strict=True)
     strides: list[int] = []
     dense = itemsize  # a dim without a source dim has one element: any stride is right, so use the contiguous one

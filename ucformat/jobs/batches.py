@@ -98,7 +98,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class RecordOptions:
     """How to record: the run, what was given and replaces what is recorded, and whether failures are errors."""
 
     run: str | None = None
@@ -111,7 +111,7 @@ class How:
 def record_all(
     catalog: Catalog,
     opened: Iterable[Opened],
-    how: How,
+    how: RecordOptions,
     progress: Callable[[int, int], None] | None,
     *,
     listings: Mapping[str, str] | None = None,
@@ -156,7 +156,7 @@ def _batches(opened: Iterable[Opened]) -> Iterator[list[Opened]]:
 def _record(
     catalog: Catalog,
     opened: Sequence[tuple[str, OpenedCheckpoint]],
-    how: How,
+    how: RecordOptions,
     listings: Mapping[str, str],
 ) -> dict[str, UcformatError]:
     """Record checkpoints in one transaction, or each on its own if one of them is refused.
@@ -192,7 +192,9 @@ def _record(
     return refused
 
 
-def _found(root: str, ck: OpenedCheckpoint, how: How, listings: Mapping[str, str]) -> Found:
+def _found(
+    root: str, ck: OpenedCheckpoint, how: RecordOptions, listings: Mapping[str, str]
+) -> Found:
     listing = listings.get(root) if same_url(root) == same_url(ck.url) else None
     return Found(
         ck.manifest,

@@ -32,7 +32,7 @@ from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.inputs import joined, verifying
 from ucformat.jobs.record import lineage_from, record_commits, step_in_name
 from ucformat.jobs.run import workers_for
-from ucformat.jobs.shards import How, ShardJob, plan_document
+from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.jobs.virtual import VirtualExtents, put_virtual
 from ucformat.jobs.weight_files import WeightsJob, plan_files, put_assets
 from ucformat.jobs.where import HERE, Where, run_job
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
-    from ucformat.format.arrays import Array
+    from ucformat.format.arrays import StoredArray
     from ucformat.format.commit import Attempt
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.storage.base import Store
@@ -148,7 +148,7 @@ def convert(
         {"run": run, "config": with_config({}, config), "metrics": dict(metrics or {})},
         "the checkpoint",
     )
-    how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    how = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     infos = _chosen(source, None if states is None else as_strings(states))
     _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)
     _check_weights(source, infos, weights, virtual=virtual)
@@ -224,7 +224,7 @@ def _write_virtual(
     store: Store,
     attempt: Attempt,
     placed: VirtualExtents,
-    how: How,
+    how: WriteOptions,
     *,
     checksums: bool,
     unprotected: bool,
@@ -249,7 +249,7 @@ def _write_virtual(
     return made.with_sidecar(sidecar, requires).model_copy(update=own)
 
 
-def _check_virtual(how: How, *, virtual: bool, checksums: bool, unprotected: bool) -> None:
+def _check_virtual(how: WriteOptions, *, virtual: bool, checksums: bool, unprotected: bool) -> None:
     if checksums and not virtual:
         raise UsageError(
             "checksums of the source's files are for a virtual checkpoint; others always have their own"
@@ -438,7 +438,7 @@ def _check_unchanged(source: Checkpoint) -> None:
     check_unchanged(source.store, "nothing was committed", TRACKERS)
 
 
-def _write_metadata(store: Store, arrays: Sequence[Array]) -> None:
+def _write_metadata(store: Store, arrays: Sequence[StoredArray]) -> None:
     """Write every `zarr.json`: of the group, of each state, of each array."""
     put_groups(store, arrays)
     each = (

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ucformat.format.universal import Universal
     from ucformat.geometry.tensor import Block
     from ucformat.schema.manifest import Manifest
-    from ucformat.storage.base import Store, Writer
+    from ucformat.storage.base import FileWriter, Store
 
 
 # Copies the files of a checkpoint: each is read once, compared with its checksums, and written
@@ -260,7 +260,7 @@ class PackedFile:
     bare: bool
     key: Key | None = None
 
-    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
+    def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:
         """See AuditItem.
 
         Args:

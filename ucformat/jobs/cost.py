@@ -20,7 +20,7 @@ from ucformat.jobs.copy import CopyJob
 from ucformat.jobs.opening import by_outermost, left_inside, tree_of, try_open, unchanged
 from ucformat.jobs.profiles import profile_of
 from ucformat.jobs.run import workers_for
-from ucformat.jobs.shards import How, ShardJob
+from ucformat.jobs.shards import ShardJob, WriteOptions
 from ucformat.jobs.verify import VerifyJob
 from ucformat.jobs.weight_files import plan_files
 from ucformat.reading.plan import ReadItem, make_plan
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.combine.job import Combination
     from ucformat.jobs.export_files import ExportJob
     from ucformat.jobs.inputs import InputBox
-    from ucformat.jobs.listing import Tree
+    from ucformat.jobs.listing import ListedTree
     from ucformat.reading.plan import Verify
     from ucformat.storage.base import Info, Store
 
@@ -155,7 +155,7 @@ def _names(infos: Iterable[Info], folders: Iterable[str]) -> dict[str, frozenset
 
 
 def _sample(
-    tree: Tree,
+    tree: ListedTree,
     folders: Iterable[str],
     names: Mapping[str, frozenset[str]],
     options: Mapping[str, Any] | None,
@@ -307,7 +307,7 @@ def estimate(
     if planned is not None:
         infos = [i for i in infos if i.key not in planned.tensors]
     with ShardJob(
-        ck, store, _ATTEMPT, infos, How(chunk_bytes, shard_bytes, verify=verify)
+        ck, store, _ATTEMPT, infos, WriteOptions(chunk_bytes, shard_bytes, verify=verify)
     ) as shards:
         reads, sizes = _of_shards(shards)
     for file in () if planned is None else planned.files:
@@ -316,7 +316,9 @@ def estimate(
     return _cost(reads, store, sizes, workers)
 
 
-def estimate_combination(combination: Combination, dst: str | PathLike[str], how: How) -> Cost:
+def estimate_combination(
+    combination: Combination, dst: str | PathLike[str], how: WriteOptions
+) -> Cost:
     """Estimate what `average` or `merge` costs; reads metadata alone, and writes nothing.
 
     Returns:

@@ -208,7 +208,7 @@ class _Examined:
         """Run a probe and record its result."""
         try:
             result = Probe(name, "ok", probe())
-        except (PermissionDenied, UnsupportedError, probes.Missing) as error:
+        except (PermissionDenied, UnsupportedError, probes.NotSupported) as error:
             result = Probe(name, "missing", str(getattr(error, "message", error)))
         except UcformatError as error:
             result = Probe(name, "failed", error.message)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.document import Stale
+    from ucformat.catalog.document import StaleDocument
     from ucformat.schema.documents import ReasonDoc
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
@@ -128,7 +128,7 @@ def _parse(data: bytes, store: Store) -> CatalogDoc:
         ) from None
 
 
-def _write_everywhere(catalog: Catalog, checkpoint: Stale) -> dict[str, UcformatError]:
+def _write_everywhere(catalog: Catalog, checkpoint: StaleDocument) -> dict[str, UcformatError]:
     """Write the document of a checkpoint in all its places; returns the failures."""
     revisions, failures = [], {}
     for url in checkpoint.urls:

@@ -27,7 +27,7 @@ from ucformat.errors import (
 )
 from ucformat.exporters.base import weights_of
 from ucformat.exporters.registry import EXPORTERS, make_exporter
-from ucformat.jobs.batches import How, record_all
+from ucformat.jobs.batches import RecordOptions, record_all
 from ucformat.jobs.export_files import ExportJob
 from ucformat.jobs.export_place import begin_export, end_export, give_up_export
 from ucformat.jobs.opening import try_open
@@ -361,7 +361,7 @@ def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
         if part:
             about["layout"] = {**found.manifest.layout, PART_OF: part}
         found = replace(found, manifest=found.manifest.model_copy(update=about))
-        record_all(catalog, [(url, found, 0)], How(strict=True), None)
+        record_all(catalog, [(url, found, 0)], RecordOptions(strict=True), None)
 
     with_catalog(
         record,

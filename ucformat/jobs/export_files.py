@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.jobs.export_claim import Claim
     from ucformat.jobs.finished import SumPart
-    from ucformat.storage.base import Info, Store, Writer
+    from ucformat.storage.base import FileWriter, Info, Store
 
 
 # The parts of an exported file in bands of a few MiB, one of which is written while the next one is
@@ -62,7 +62,7 @@ _PARTS = 4096  # of a band
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PartRange:
     """A range of a part: of its bytes, or of the elements of a span."""
 
     part: bytes | Span
@@ -84,12 +84,12 @@ class Cut:
                 yield info, replace(cut, offset=cut.offset - self.start)
 
 
-def bands(parts: Iterable[Part]) -> Iterator[list[Cut] | Sealed]:
+def bands(parts: Iterable[Part]) -> Iterator[list[PartRange] | Sealed]:
     """Group the consecutive parts of a file that are read and written together, at most 8 MiB.
 
     Large spans are cut at multiples of that, which are mostly the ends of chunks in the source.
     """
-    band: list[Cut] = []
+    band: list[PartRange] = []
     left = _BAND_BYTES
     for part in parts:
         if band and (isinstance(part, Sealed) or _nbytes(part) > left):
@@ -104,7 +104,7 @@ def bands(parts: Iterable[Part]) -> Iterator[list[Cut] | Sealed]:
         at = 0
         while True:
             stop = min(size, at + max(1, left // unit))
-            band.append(Cut(part, at, stop))
+            band.append(PartRange(part, at, stop))
             left -= (stop - at) * unit
             at = stop
             if left < unit or len(band) >= _PARTS:
@@ -127,7 +127,7 @@ class WriteBehind:
         nbytes: bytes of the file. One of a single band is written by the caller's thread.
     """
 
-    def __init__(self, out: Writer, nbytes: int) -> None:
+    def __init__(self, out: FileWriter, nbytes: int) -> None:
         self._out, self._turn = out, 0
         self._pool = ThreadPoolExecutor(1, "ucformat-write") if nbytes > _BAND_BYTES else None
         self._writing: Future[None] | None = None
@@ -329,7 +329,7 @@ class FilesJob(RecordedJob):
     def check_claim(self) -> object:
         """Check that the destination still belongs to this job."""
 
-    def _fill(self, band: Sequence[Cut], memory: NDArray[np.uint8]) -> bool:
+    def _fill(self, band: Sequence[PartRange], memory: NDArray[np.uint8]) -> bool:
         """Fill memory with consecutive parts of a file; returns whether elements have no checksum."""
         buffers: list[NDArray[np.uint8]] = []
         wanted: dict[Key, tuple[TensorInfo, list[tuple[int, Piece]]]] = {}
@@ -541,7 +541,7 @@ def _info_or_none(store: Store, key: str) -> Info | None:
         return None
 
 
-def _continue_crcs(band: Sequence[Cut], memory: NDArray[np.uint8], crcs: list[int]) -> None:
+def _continue_crcs(band: Sequence[PartRange], memory: NDArray[np.uint8], crcs: list[int]) -> None:
     """Continue the CRC-32 of each span with its bytes in a band."""
     at = 0
     for cut in band:

@@ -157,11 +157,11 @@ _log = logging.getLogger("ucformat")
 _Count = Annotated[int, Field(ge=0)]
 
 
-class _Document(BaseModel):
+class _TaskDocument(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class TaskDoc(_Document):
+class TaskDoc(_TaskDocument):
     """A finished task: the file that it has written, as it was then, and what else is known of it.
 
     `leaves` are digests of chunks, `crcs` checksums of blocks. `bare`: some bytes that it has read
@@ -214,7 +214,7 @@ class TaskDoc(_Document):
         return Info(self.file, self.size, self.version, None, self.etag, self.changed)
 
 
-class SumDoc(_Document):
+class SumDoc(_TaskDocument):
     """Parts of the bytes of a checksum in the source, which tasks have read: their ranges, and their CRC combined.
 
     `value` is that of the bytes as if all others were zeros, without the CRC of zeros. `input` is
@@ -231,7 +231,7 @@ class SumDoc(_Document):
     value: _Count
 
 
-class FinishedDoc(_Document):
+class FinishedDoc(_TaskDocument):
     """Finished tasks of an attempt; `parts` is into how many parts it was cut, if the process ran one of these."""
 
     format: Literal["ucformat-finished-1"] = "ucformat-finished-1"

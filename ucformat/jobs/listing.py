@@ -37,7 +37,7 @@ _FINE, _COARSE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class ListedTree:
     """A place, the folders below it that look like checkpoints, and the hashes of their listings."""
 
     store: Store

@@ -29,7 +29,7 @@ from ucformat.jobs.convert import write
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run as run_tasks
-from ucformat.jobs.shards import How, ShardJob, plan_document
+from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.jobs.where import Where
 from ucformat.references import open_reference
 from ucformat.storage.url import as_store
@@ -93,7 +93,7 @@ def materialize(
             replacement of files.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
-    how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    how = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     if dst is None:
         return _in_place(source, how)
     store = as_store(dst)
@@ -121,7 +121,7 @@ def is_packed(ck: Checkpoint) -> bool:
     )
 
 
-def _in_place(source: Checkpoint, how: How) -> Checkpoint:
+def _in_place(source: Checkpoint, how: WriteOptions) -> Checkpoint:
     found = find_watched(source.store)
     store = (
         source.store if found is None else found.inner
@@ -207,7 +207,7 @@ _FILE_FIELDS = (
 
 
 def _write(
-    source: Checkpoint, store: Store, attempt: Attempt, how: How
+    source: Checkpoint, store: Store, attempt: Attempt, how: WriteOptions
 ) -> tuple[Manifest, Manifest, bool]:
     """Verify registered files, then write; returns the source's manifest with the new files, and `write`'s result."""
     infos = list(source.tensors.values())

@@ -16,7 +16,7 @@ from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotFound, UcformatError
 from ucformat.jobs.batches import Opened, OpenedCheckpoint
 from ucformat.jobs.documents import find_document
-from ucformat.jobs.listing import Tree, listing_hashes, search
+from ucformat.jobs.listing import ListedTree, listing_hashes, search
 from ucformat.jobs.record import step_in_name
 from ucformat.jobs.reopen import options_of, plain_options
 from ucformat.jobs.run import naming_place
@@ -44,13 +44,13 @@ _AHEAD_ELSEWHERE = 2048  # the same on a cluster
 _OPENED_BYTES = 64 << 10
 
 
-def search_tree(store: Store) -> Tree:
+def search_tree(store: Store) -> ListedTree:
     """Search a place for folders that look like checkpoints."""
     begun = time.time()
     return tree_of(store, list(store.list()), begun)
 
 
-def tree_of(store: Store, infos: Sequence[Info], begun: float) -> Tree:
+def tree_of(store: Store, infos: Sequence[Info], begun: float) -> ListedTree:
     """The folders of a place that look like checkpoints, according to its listing.
 
     Args:
@@ -62,10 +62,10 @@ def tree_of(store: Store, infos: Sequence[Info], begun: float) -> Tree:
             f"there is no checkpoint below {store.url}",
             hint="check the path; if it is right, is its disk mounted?",
         )
-    return Tree(store, folders, listing_hashes(store, folders, infos, begun))
+    return ListedTree(store, folders, listing_hashes(store, folders, infos, begun))
 
 
-def part_of(tree: Tree, where: Where) -> Tree:
+def part_of(tree: ListedTree, where: Where) -> ListedTree:
     """The folders of one part: the outermost ones are dealt by a hash of their names."""
     index, count = where.part
     if count == 1:
@@ -245,7 +245,7 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     return ck.manifest.model_copy(update={"id": ck.id, "created": created, "step": step})
 
 
-def unchanged(catalog: Catalog, tree: Tree) -> dict[str, str]:
+def unchanged(catalog: Catalog, tree: ListedTree) -> dict[str, str]:
     """The places of a tree whose files are unchanged since their checkpoints were read, with the ids of these."""
     known = catalog.listings(tree.store.url)
     found = {}

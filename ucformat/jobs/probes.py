@@ -44,7 +44,7 @@ _NAMES = (
 _READ_HINT = "data read from here cannot be trusted"
 
 
-class Missing(Exception):
+class NotSupported(Exception):
     """The place does not support this."""
 
 
@@ -233,7 +233,7 @@ def find(store: Store, usual: str, *, listed: bool) -> tuple[str, int]:
         there = store.list() if listed else ()
         found = max(islice(there, _MAX_LISTED), key=lambda i: i.size, default=None)
     if found is None or not found.size:
-        raise Missing("there is no file to read: give the place of a checkpoint")
+        raise NotSupported("there is no file to read: give the place of a checkpoint")
     return found.key, found.size
 
 

@@ -10,7 +10,7 @@ from ucformat.catalog.loading import load_by_id
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.stamp import now
 from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError
-from ucformat.jobs.batches import Failure, How, Opened, OpenedCheckpoint, record_all
+from ucformat.jobs.batches import Failure, Opened, OpenedCheckpoint, RecordOptions, record_all
 from ucformat.jobs.documents import write_documents
 from ucformat.jobs.listing import check_listed, is_empty, search
 from ucformat.jobs.opening import open_all, open_below, part_of, search_tree, unchanged
@@ -125,7 +125,7 @@ def register(
     if config or step is not None:
         opened = ((root, _with(found, config, step), left) for root, found, left in opened)
     listed = {t.url(folder): value for t in trees for folder, value in t.listings.items()}
-    how = How(
+    how = RecordOptions(
         run,
         bool(config),
         strict=not recursive,
@@ -177,7 +177,7 @@ def reindex(
     if empty and not forget:
         check_listed(store, catalog)
     folders = [] if empty else search(store.list())
-    how = How(trust=trust_documents or catalog.empty)
+    how = RecordOptions(trust=trust_documents or catalog.empty)
     done = record_all(catalog, open_below(store, folders, options), how, progress)
     missing, reopened = _missing(
         known, [u for u, _ in done.present] + [f.url for f in done.failures], options

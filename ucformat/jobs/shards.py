@@ -21,7 +21,7 @@ from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.where import HERE, Where
 from ucformat.schema.manifest import VerifiedDoc
-from ucformat.storage.base import Writer
+from ucformat.storage.base import FileWriter
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.format.arrays import Array
+    from ucformat.format.arrays import StoredArray
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.jobs.inputs import InputBox
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class WriteOptions:
     """Options for writing arrays, with the meaning and the defaults of the parameters of `convert`."""
 
     chunk_bytes: int | None = None
@@ -59,7 +59,9 @@ class How:
                 raise UsageError(f"{option} must be at least 1, not {given}")
 
 
-def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> dict[str, Any]:
+def plan_document(
+    source: Checkpoint, infos: Sequence[TensorInfo], how: WriteOptions
+) -> dict[str, Any]:
     """The plan of a conversion, which identifies it: the source's files as they are now, the tensors and the grids."""
     files = map_io(source.store.info, source.metadata.files)
     return {
@@ -72,7 +74,7 @@ def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> 
     } | ({} if how.verify else {"verify": False})
 
 
-def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], How]:
+def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], WriteOptions]:
     """The source, the tensors and the options of a conversion, in another process.
 
     Raises:
@@ -81,7 +83,7 @@ def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], H
     source = reopen(spec["source"])
     infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
     chunk_bytes, shard_bytes = spec["grids"]
-    how = How(chunk_bytes, shard_bytes, verify=spec["verify"])
+    how = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"])
     if document_digest(plan_document(source, infos, how)) != spec["plan"]:
         raise other_found(source)
     return source, infos, how
@@ -105,7 +107,7 @@ class ShardJob(RecordedJob):
         store: Store,
         attempt: str,
         infos: Sequence[TensorInfo],
-        how: How,
+        how: WriteOptions,
         compared: Collection[str] = (),
     ) -> None:
         self.source, self.store, self.attempt, self.infos, self.how = (
@@ -139,7 +141,7 @@ class ShardJob(RecordedJob):
             one.close()
         super().__exit__(kind)
 
-    def shard(self, task: int) -> tuple[Array, tuple[int, ...]]:
+    def shard(self, task: int) -> tuple[StoredArray, tuple[int, ...]]:
         """The array and the coordinates of a task's shard."""
         n = bisect_right(self._ends, task)
         array = self._large[n]
@@ -183,17 +185,17 @@ class ShardJob(RecordedJob):
             leaves, bare = self._write(array, shard, key)
         return TaskDoc.of(task, self.store.info(key), leaves, bare=bare), sums
 
-    def boxes(self, array: Array, box: Box) -> Sequence[InputBox]:
+    def boxes(self, array: StoredArray, box: Box) -> Sequence[InputBox]:
         """What is read for a box of an array."""
         return [self.inputs[0].within(array.info, box)]
 
-    def times_read(self, array: Array) -> int:  # noqa: ARG002
+    def times_read(self, array: StoredArray) -> int:  # noqa: ARG002
         """How often `boxes` are read."""
         return 1
 
     def fill(
         self,
-        array: Array,  # noqa: ARG002
+        array: StoredArray,  # noqa: ARG002
         boxes: Sequence[InputBox],
         piece: Piece,
         raw: NDArray[np.uint8],
@@ -202,7 +204,7 @@ class ShardJob(RecordedJob):
         (only,) = boxes
         return only.read(piece, raw)
 
-    def _write(self, array: Array, shard: tuple[int, ...], key: str) -> tuple[bytes, bool]:
+    def _write(self, array: StoredArray, shard: tuple[int, ...], key: str) -> tuple[bytes, bool]:
         """Write a shard, unless it is there; returns the digests of its chunks, and whether bytes have no checksum."""
         grid = array.grid
         boxes = self.boxes(array, grid.box(shard))
@@ -227,7 +229,7 @@ class ShardJob(RecordedJob):
                 return kept, bare
         return write_shard(self.store, key, grid, shard, fill), bare
 
-    def _kept(self, array: Array, shard: tuple[int, ...], key: str) -> bytes | None:
+    def _kept(self, array: StoredArray, shard: tuple[int, ...], key: str) -> bytes | None:
         """The digests of a shard's chunks if its file exists and is intact."""
         try:
             if self.store.info(key).size != array.grid.file_nbytes(shard):
@@ -286,15 +288,15 @@ class ShardJob(RecordedJob):
         return tuple(array_doc(a, self._leaves[a.info.key]) for a in self.arrays), verified
 
 
-def _nbytes(array: Array, shard: tuple[int, ...]) -> int:
+def _nbytes(array: StoredArray, shard: tuple[int, ...]) -> int:
     """The bytes of a shard's elements."""
     return array.grid.box(shard).size * array.info.itemsize
 
 
-class _NullWriter(Writer):
+class _NullWriter(FileWriter):
     """A store that discards what is written."""
 
-    def create(self, key: str, unit: int = 1) -> Writer:  # noqa: ARG002 - see Store
+    def create(self, key: str, unit: int = 1) -> FileWriter:  # noqa: ARG002 - see Store
         return self
 
     def write(self, data: Bytes) -> None:

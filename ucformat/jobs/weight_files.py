@@ -25,7 +25,7 @@ from ucformat.format.small import packed_keys
 from ucformat.geometry.box import Box, row_major
 from ucformat.jobs.export_files import FilesJob
 from ucformat.jobs.reopen import spec_of
-from ucformat.jobs.shards import How, plan_document, planned_of
+from ucformat.jobs.shards import WriteOptions, plan_document, planned_of
 from ucformat.schema.manifest import SidecarDoc, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable, quoted
 from ucformat.sources.model_files import find_assets
@@ -91,7 +91,7 @@ class WeightsJob(FilesJob):
         attempt: str,
         infos: Sequence[TensorInfo],
         files: PlacedFiles,
-        how: How,
+        how: WriteOptions,
         weights: str | None = "safetensors",
     ) -> None:
         self.attempt, self.infos, self.placed, self.how, self._weights = (

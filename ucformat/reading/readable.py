@@ -133,7 +133,7 @@ class LazySequence(Sequence[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupPlace:
     """The location of an optimizer group in a program's state: its optimizer's path, and the names of its parameters.
 
     In `flattened` state dicts the hyper-parameters are stored in an entry for each parameter.
@@ -158,7 +158,7 @@ class CheckpointMetadata:
     #: The paths of each tensor, and the place of each optimizer group, in the state of the program
     #: that saved; empty if unknown.
     paths: Mapping[Key, tuple[StatePath, ...]] = field(default_factory=dict)
-    places: Sequence[Place | None] = ()
+    places: Sequence[GroupPlace | None] = ()
     step: int | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
     # {"name": "deepspeed", "version": "0.19.8", …}

@@ -17,7 +17,7 @@ VERSION = 1
 _MAX_FAULTS = 100  # the most that an error lists
 
 
-class Shard(Written):
+class ShardDoc(Written):
     """Cut along a dim over one or several axes; by default as `torch.chunk` cuts."""
 
     shard: int = Field(description="The dim; -1 is the last.")
@@ -36,7 +36,7 @@ class Shard(Written):
     )
 
 
-class Flat(Written):
+class FlatDoc(Written):
     """The local tensors of a group, flattened, joined, padded and cut over one or several axes."""
 
     flat: Text = Field(
@@ -55,7 +55,7 @@ class Flat(Written):
     max_elements: Size | None = Field(None, description="A buffer with so many elements is closed.")
 
 
-class Stage(Written):
+class StageDoc(Written):
     """Only one stage holds it: this one, or by the first layer of each stage."""
 
     stage: int | Annotated[list[Index], Field(min_length=1)] = Field(
@@ -64,21 +64,21 @@ class Stage(Written):
     over: Names
 
 
-class Owner(Written):
+class OwnerDoc(Written):
     """Only one coordinate holds it: this one over the axes, by default over the whole mesh."""
 
     owner: Index
     over: Names | None = None
 
 
-class Partial(Written):
+class PartialDoc(Written):
     """Each coordinate holds its own value; reduce to read."""
 
     partial: Literal["mean"]
     over: Names | None = None
 
 
-class Pattern(Written):
+class PatternDoc(Written):
     """A pattern of the Universal Checkpointing paper (USENIX ATC '25, section 5.3), by its name there."""
 
     pattern: Literal["unique", "replicate", "partial", "shard-V", "shard-H", "shard-Hy", "shard-NC"]
@@ -113,12 +113,12 @@ def _kind(value: Any) -> str | None:
 
 Placement = Annotated[
     Annotated[Literal["replicate"], Tag("replicate")]
-    | Annotated[Shard, Tag("shard")]
-    | Annotated[Flat, Tag("flat")]
-    | Annotated[Stage, Tag("stage")]
-    | Annotated[Owner, Tag("owner")]
-    | Annotated[Partial, Tag("partial")]
-    | Annotated[Pattern, Tag("pattern")],
+    | Annotated[ShardDoc, Tag("shard")]
+    | Annotated[FlatDoc, Tag("flat")]
+    | Annotated[StageDoc, Tag("stage")]
+    | Annotated[OwnerDoc, Tag("owner")]
+    | Annotated[PartialDoc, Tag("partial")]
+    | Annotated[PatternDoc, Tag("pattern")],
     Discriminator(
         _kind,
         custom_error_type="placement",
@@ -127,7 +127,7 @@ Placement = Annotated[
 ]
 
 
-class Rule(Written):
+class RuleDoc(Written):
     """Tensors by name and state, and how they are placed."""
 
     match: Names = Field(
@@ -171,7 +171,7 @@ Mesh = Annotated[
 ]
 
 
-class Rename(Written):
+class RenameDoc(Written):
     r"""A source's name, as a regex of the whole name, and the target's, which may say `\1` or `\g<name>`."""
 
     from_: Text = Field(alias="from")
@@ -191,18 +191,18 @@ class LayoutDocument(Written):
         None,
         description="Several meshes over the same ranks, by name, instead of `mesh`; the first is the default.",
     )
-    stages: list[Rule] = Field(
+    stages: list[RuleDoc] = Field(
         [], description="Which pipeline stage holds a tensor; if given, for every tensor."
     )
     view: list[Step] = Field(
         [], description="What becomes of the source's tensors before all else, step by step."
     )
-    rules: list[Rule] = Field([], description="How a tensor is cut; the first match wins.")
-    data: list[Rule] = Field(
+    rules: list[RuleDoc] = Field([], description="How a tensor is cut; the first match wins.")
+    data: list[RuleDoc] = Field(
         [],
         description="How what is left is spread over data-parallel ranks (ZeRO, FSDP); if given, for every tensor.",
     )
-    renames: list[Rename] = Field(
+    renames: list[RenameDoc] = Field(
         [], description="Names of a source's tensors; the first match wins."
     )
 

@@ -34,18 +34,18 @@ Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Commits = Annotated[int, Field(ge=1, le=MOST_COMMITS)]
 
 
-class _Document(BaseModel):
+class _ManifestPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class GridDoc(_Document):
+class GridDoc(_ManifestPart):
     """The targets, in bytes, from which the writer computed the chunk and shard shapes of the arrays."""
 
     chunk_bytes: Edge
     shard_bytes: Edge
 
 
-class FileDoc(_Document):
+class FileDoc(_ManifestPart):
     """A file that the checkpoint holds besides its tensors."""
 
     path: Text
@@ -60,7 +60,7 @@ class RangesDoc(FileDoc):
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
 
 
-class PerRankDoc(_Document):
+class PerRankDoc(_ManifestPart):
     """The values that the `ranks` that saved have as their own, under these names; the files are in order of ranks."""
 
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
@@ -68,7 +68,7 @@ class PerRankDoc(_Document):
     files: tuple[RangesDoc, ...]
 
 
-class SourceFileDoc(_Document):
+class SourceFileDoc(_ManifestPart):
     """A file of another checkpoint, as it was when its extents were listed: `roots/<n>/…`, below root number n.
 
     `modified` is when it was written, in seconds since 1970, where its place tells; `etag` is of an
@@ -93,7 +93,7 @@ class SidecarDoc(FileDoc):
     sources: tuple[SourceFileDoc, ...] = ()
 
 
-class GroupDoc(_Document):
+class GroupDoc(_ManifestPart):
     """An optimizer group: its parameters by name, in order, and its hyper-parameters.
 
     `at` is the optimizer's path in the state of the program that saved, and `names` are the
@@ -108,7 +108,7 @@ class GroupDoc(_Document):
     flattened: bool = False
 
 
-class LineageDoc(_Document):
+class LineageDoc(_ManifestPart):
     """What this checkpoint was made from; `commits` is what that one counts, as far as is known.
 
     `how` tells more of how it was made, such as the method of a merge and the weight of this
@@ -123,7 +123,7 @@ class LineageDoc(_Document):
     how: Values = {}
 
 
-class LaunchDoc(_Document):
+class LaunchDoc(_ManifestPart):
     """The launch that saved a checkpoint: a training from its start, or from a load, to its end.
 
     `continues` are the launches behind it, by id, each up to a count of commits: those of the
@@ -138,7 +138,7 @@ class LaunchDoc(_Document):
         return dict(self.continues) if commits is None else {**self.continues, self.id: commits}
 
 
-class VerifiedDoc(_Document):
+class VerifiedDoc(_ManifestPart):
     """Of which tensors a conversion compared all bytes with the checksums that the source's files carry.
 
     Of every tensor if `default`, of none if not; of those in `but`, by name and state, the
@@ -151,7 +151,7 @@ class VerifiedDoc(_Document):
     besides: Size = 0
 
 
-class WriterDoc(_Document):
+class WriterDoc(_ManifestPart):
     """What one of the ranks that saved did: bytes written, seconds for that, seconds for which training stood still."""
 
     rank: Size
@@ -160,7 +160,7 @@ class WriterDoc(_Document):
     stall: Finite
 
 
-class Manifest(_Document):
+class Manifest(_ManifestPart):
     """A committed checkpoint.
 
     `requires` names the forms besides arrays in which its tensors are stored (`FEATURES`), which a
@@ -230,7 +230,7 @@ class Manifest(_Document):
         return self.model_copy(update={"sidecar": sidecar, "requires": requires})
 
 
-class AttemptDoc(_Document):
+class AttemptDoc(_ManifestPart):
     """Who is writing what; put before the first byte of data, and replaced by who continues it.
 
     `id` is that of the checkpoint, whoever commits it, where it has to be known before, because it

@@ -107,7 +107,7 @@ Group = Annotated[
 ]
 
 
-class _Document(BaseModel):
+class _PolicyDocument(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @model_validator(mode="before")
@@ -138,7 +138,7 @@ class _Document(BaseModel):
         return dict(document)
 
 
-class Last(_Document):
+class Last(_PolicyDocument):
     """The last checkpoints: those of the highest steps, and the newest."""
 
     count: Count
@@ -148,7 +148,7 @@ class Last(_Document):
 LastRule = Annotated[Last, BeforeValidator(_counted, json_schema_input_type=Count | Last)]
 
 
-class Best(_Document):
+class Best(_PolicyDocument):
     """The checkpoints with the best values of a metric, and those tied with the last of them."""
 
     metric: Text
@@ -159,7 +159,7 @@ class Best(_Document):
     group: Group = "run"
 
 
-class Keep(_Document):
+class Keep(_PolicyDocument):
     """What stays: the union of these rules."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
@@ -185,7 +185,7 @@ class Keep(_Document):
         return self
 
 
-class Policy(_Document):
+class Policy(_PolicyDocument):
     """A whole policy file."""
 
     version: Literal[1]

@@ -31,7 +31,7 @@ class Written(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Keep(Written):
+class KeepStep(Written):
     """Only these tensors stay."""
 
     keep: Names = Field(description=_NAMES)
@@ -45,7 +45,7 @@ class Drop(Written):
     states: list[Text] = Field([], description=_STATES)
 
 
-class Rename(Written):
+class RenameStep(Written):
     """Tensors get other names."""
 
     rename: Names = Field(description=_NAMES)
@@ -156,7 +156,7 @@ class Unstack(Written):
     start: Index = Field(0, description="The first number.")
 
 
-class Alias(Written):
+class AliasStep(Written):
     """Further names of stored tensors: {lm_head.weight: model.embed_tokens.weight}."""
 
     alias: Annotated[dict[Text, Text], Field(min_length=1)] = Field(
@@ -205,9 +205,9 @@ STEPS: dict[str, type[Written]] = {
     next(iter(model.model_fields)): model
     for model in (
         *(
-            Keep,
+            KeepStep,
             Drop,
-            Rename,
+            RenameStep,
             RenameStates,
             Transpose,
             Trim,
@@ -218,7 +218,7 @@ STEPS: dict[str, type[Written]] = {
             Stack,
             Unstack,
         ),
-        *(Alias, Untie, Cast, Mean, Preset),
+        *(AliasStep, Untie, Cast, Mean, Preset),
     )
 }
 
@@ -235,9 +235,9 @@ def _verb(value: Any) -> str | None:
 
 
 Step = Annotated[
-    Annotated[Keep, Tag("keep")]
+    Annotated[KeepStep, Tag("keep")]
     | Annotated[Drop, Tag("drop")]
-    | Annotated[Rename, Tag("rename")]
+    | Annotated[RenameStep, Tag("rename")]
     | Annotated[RenameStates, Tag("rename_states")]
     | Annotated[Transpose, Tag("transpose")]
     | Annotated[Trim, Tag("trim")]
@@ -247,7 +247,7 @@ Step = Annotated[
     | Annotated[Fuse, Tag("fuse")]
     | Annotated[Stack, Tag("stack")]
     | Annotated[Unstack, Tag("unstack")]
-    | Annotated[Alias, Tag("alias")]
+    | Annotated[AliasStep, Tag("alias")]
     | Annotated[Untie, Tag("untie")]
     | Annotated[Cast, Tag("cast")]
     | Annotated[Mean, Tag("mean")]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.reading.readable import FileRecord, Place, StatePath
+    from ucformat.reading.readable import FileRecord, GroupPlace, StatePath
     from ucformat.sources.base import OpenSource
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.pickle.stand_ins import StoredTensor
@@ -61,7 +61,7 @@ class TensorIndex:
     groups: list[Group] = field(default_factory=list)
     # as in CheckpointMetadata
     paths: dict[Key, tuple[StatePath, ...]] = field(default_factory=dict)
-    places: list[Place | None] = field(default_factory=list)  # likewise
+    places: list[GroupPlace | None] = field(default_factory=list)  # likewise
     unreadable: dict[Key, str] = field(default_factory=dict)  # as in CheckpointMetadata
     # other values of the optimizer's file, as JSON
     optimizer: dict[str, Any] = field(default_factory=dict)

@@ -33,11 +33,11 @@ __all__ = [
     "Bytes",
     "Checksums",
     "Costs",
+    "FileWriter",
     "Info",
     "RangeReader",
     "Ranges",
     "Store",
-    "Writer",
     "check_key",
     "check_range",
     "content_version",
@@ -124,7 +124,7 @@ class Costs:
     in_flight: int | None = None
 
 
-class Writer(Protocol):
+class FileWriter(Protocol):
     """A file that one thread writes sequentially; it becomes visible under its key, as a whole, on `close`.
 
     It is durable after the next `Store.flush`. As a context manager, it closes on success and
@@ -235,7 +235,7 @@ class Store(Protocol):
         data = self.read(key)
         return data, content_version(data)
 
-    def create(self, key: str, unit: int = 1) -> Writer:
+    def create(self, key: str, unit: int = 1) -> FileWriter:
         """Write a file as a stream; missing parent folders are created.
 
         Args:

@@ -76,7 +76,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class UrlParts:
     """The parts of a URL: `root` is its normal form, `bucket` the bucket, container or server, `prefix` the rest."""
 
     cloud: str
@@ -108,7 +108,7 @@ def _secret(scheme: str) -> UsageError:
     )
 
 
-def parse(url: str) -> Place:
+def parse(url: str) -> UrlParts:
     """Parse the URL of an object store."""
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
@@ -131,12 +131,12 @@ def parse(url: str) -> Place:
     if prefix:
         check_key(prefix)
     host = f"{bucket}@{rest.partition('/')[0].partition('@')[2]}" if account else bucket
-    return Place(
+    return UrlParts(
         cloud, f"{scheme}://{host}" + (f"/{prefix}" if prefix else ""), bucket, prefix, account
     )
 
 
-def connect(place: Place, options: Options) -> Client:
+def connect(place: UrlParts, options: Options) -> Client:
     """Create a client, without sending anything; each process needs its own, because clients do not survive a fork."""
     from obstore import store
 

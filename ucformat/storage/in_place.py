@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from ucformat.storage.base import Bytes, Store, Writer
+    from ucformat.storage.base import Bytes, FileWriter, Store
     from ucformat.storage.objects import Multipart
 
 #: How files are written together: by positional writes, in parts of an upload, or each file by one
@@ -122,7 +122,7 @@ class PartsWriter:
         self._store, self._files, self._way, self._uploads = store, files, way, uploads
         self._lock, self._stack = threading.Lock(), ExitStack()
         self._opened: dict[int, InPlaceFile] = {}
-        self._writing: tuple[int, Writer] | None = None
+        self._writing: tuple[int, FileWriter] | None = None
 
     def write(self, file: int, part: int, begin: int, data: Bytes) -> None:
         """Write a part; unless files are written whole, several threads may do so at once.

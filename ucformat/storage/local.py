@@ -24,9 +24,9 @@ from ucformat.settings import local_path
 from ucformat.storage.base import (
     HIDDEN,
     Costs,
+    FileWriter,
     Info,
     Store,
-    Writer,
     check_key,
     check_range,
     content_version,
@@ -339,7 +339,7 @@ class LocalStore(Store):
             ) from error
 
 
-class LocalWriter(Writer):
+class LocalWriter(FileWriter):
     """A file that is being written under a hidden name in its folder."""
 
     _file = Descriptor(-1)  # until one is open

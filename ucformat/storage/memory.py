@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ucformat.errors import Conflict, NotFound, UnsupportedError, UsageError
 from ucformat.storage.base import (
     Costs,
+    FileWriter,
     Info,
     Store,
-    Writer,
     check_key,
     check_range,
     content_version,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _MemoryFile:
     data: bytes
     version: int
     modified: float = field(default_factory=time.time)
@@ -37,7 +37,7 @@ class _File:
 
 
 _LOCK = threading.Lock()
-_FILES: dict[str, _File] = {}  # of the whole process, by root and key
+_FILES: dict[str, _MemoryFile] = {}  # of the whole process, by root and key
 _VERSIONS = itertools.count()
 
 
@@ -101,7 +101,7 @@ class MemoryStore(Store):
         with _LOCK:
             if path in _FILES:
                 raise Conflict(f"{self.url}/{key} exists already")
-            _FILES[path] = _File(bytes(data), next(_VERSIONS))
+            _FILES[path] = _MemoryFile(bytes(data), next(_VERSIONS))
         return content_version(data)
 
     def replace(self, key: str, data: bytes, version: str) -> str:
@@ -114,7 +114,7 @@ class MemoryStore(Store):
                     f"{self.url}/{key} was changed by another writer since it was read",
                     hint="read it again and retry",
                 )
-            _FILES[path] = _File(bytes(data), next(_VERSIONS))
+            _FILES[path] = _MemoryFile(bytes(data), next(_VERSIONS))
         return content_version(data)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
@@ -142,7 +142,7 @@ class MemoryStore(Store):
     def prune(self, folder: str) -> None:
         """Do nothing: there are no folders."""
 
-    def _get(self, key: str) -> _File:
+    def _get(self, key: str) -> _MemoryFile:
         with _LOCK:
             file = _FILES.get(self._root + check_key(key))
         if file is None:
@@ -150,7 +150,7 @@ class MemoryStore(Store):
         return file
 
 
-class MemoryWriter(Writer):
+class MemoryWriter(FileWriter):
     """A file of a MemoryStore that is being written."""
 
     def __init__(self, path: str) -> None:
@@ -167,7 +167,7 @@ class MemoryWriter(Writer):
         """Make the file visible."""
         if self._data is not None:
             with _LOCK:
-                _FILES[self._path] = _File(bytes(self._data), next(_VERSIONS))
+                _FILES[self._path] = _MemoryFile(bytes(self._data), next(_VERSIONS))
         self._data = None
 
     def abort(self) -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
     from ucformat.storage.base import Bytes
-    from ucformat.storage.clouds import Place
+    from ucformat.storage.clouds import UrlParts
 
 
 # Multipart uploads to S3 of which several processes put parts, through boto3: obstore has no call
@@ -56,7 +56,7 @@ _DENIED = {401, 403}
 class Multipart:
     """Uploads to a bucket. Safe to use from several threads at once."""
 
-    def __init__(self, client: Any, place: Place) -> None:
+    def __init__(self, client: Any, place: UrlParts) -> None:
         self._client, self._place = client, place
 
     def begin(self, key: str) -> str:

@@ -19,7 +19,7 @@ from ucformat.errors import (
     Uncertain,
     UnsupportedError,
 )
-from ucformat.storage.base import Writer
+from ucformat.storage.base import FileWriter
 from ucformat.storage.error_mapping import (
     is_failed_precondition,
     is_transient,
@@ -123,7 +123,7 @@ def part_size(unit: int) -> int:
     return -(-_PART // unit) * unit
 
 
-class ObjectWriter(Writer):
+class ObjectWriter(FileWriter):
     """Holds at most `2 + _IN_FLIGHT` parts in memory; nothing is visible before `close`, or after `abort`.
 
     If the answer to the last request is lost, the write id shows whether the object was written.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from ucformat.storage.base import Checksums, Costs, Info, Ranges, Store, Writer
+    from ucformat.storage.base import Checksums, Costs, FileWriter, Info, Ranges, Store
 
 
 class WrappedStore:
@@ -60,7 +60,7 @@ class WrappedStore:
         """See Store."""
         return self.inner.read_versioned(key)
 
-    def create(self, key: str, unit: int = 1) -> Writer:
+    def create(self, key: str, unit: int = 1) -> FileWriter:
         """See Store."""
         return self.inner.create(key, unit)
 
@@ -207,7 +207,7 @@ class PrefixStore(WrappedStore):
         """See Store."""
         return self.inner.read_versioned(self._key(key))
 
-    def create(self, key: str, unit: int = 1) -> Writer:
+    def create(self, key: str, unit: int = 1) -> FileWriter:
         """See Store."""
         return self.inner.create(self._key(key), unit)
 

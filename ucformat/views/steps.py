@@ -21,7 +21,7 @@ from ucformat.geometry.placement import compile_match
 from ucformat.geometry.tensor import Key
 from ucformat.schema import CASTABLE, NUMBERS
 from ucformat.schema import view as schema
-from ucformat.views.table import Entry, Formula, Picks, chosen, compose, part_of, renamed
+from ucformat.views.table import Formula, Picks, ViewedTensor, chosen, compose, part_of, renamed
 
 if TYPE_CHECKING:
     import re
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.geometry.view import View
     from ucformat.schema.view import Labelled, Take
-    from ucformat.views.table import Table
+    from ucformat.views.table import ViewTable
 
 
 # The operations of a view's steps on tensors and their states: cut, join, transpose, stack, cast,
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 Shape = tuple[int, ...]
-Named = Sequence[tuple[str, Entry]]
+Named = Sequence[tuple[str, ViewedTensor]]
 
 
-def transposed(name: str, entry: Entry, axes: Sequence[int] | None) -> Entry:
+def transposed(name: str, entry: ViewedTensor, axes: Sequence[int] | None) -> ViewedTensor:
     """Permute the dims of a tensor.
 
     Args:
@@ -59,7 +59,7 @@ def transposed(name: str, entry: Entry, axes: Sequence[int] | None) -> Entry:
     return _each_state(name, entry, change)
 
 
-def trimmed(name: str, entry: Entry, dim: int, size: int) -> Entry:
+def trimmed(name: str, entry: ViewedTensor, dim: int, size: int) -> ViewedTensor:
     """Keep the first indices along a dim."""
     _check_dim(name, entry, dim)
     if size > entry.shape[dim]:
@@ -69,7 +69,7 @@ def trimmed(name: str, entry: Entry, dim: int, size: int) -> Entry:
     return _each_state(name, entry, lambda view: _taken(view, name, dim, [(0, size)]))
 
 
-def taken(table: Table, name: str, entry: Entry, step: Take) -> Entry:
+def taken(table: ViewTable, name: str, entry: ViewedTensor, step: Take) -> ViewedTensor:
     """Take indices along a dim, in their order."""
     _check_dim(name, entry, step.dim)
     length = entry.shape[step.dim]
@@ -86,8 +86,13 @@ def taken(table: Table, name: str, entry: Entry, step: Take) -> Entry:
 
 
 def split(
-    name: str, entry: Entry, into: Sequence[str], dim: int, sizes: Sequence[int] | None, repeat: int
-) -> list[tuple[str, Entry]]:
+    name: str,
+    entry: ViewedTensor,
+    into: Sequence[str],
+    dim: int,
+    sizes: Sequence[int] | None,
+    repeat: int,
+) -> list[tuple[str, ViewedTensor]]:
     """Split a tensor along a dim, which consists of `repeat` blocks, each with a part of every new tensor.
 
     Args:
@@ -122,7 +127,7 @@ def _taken(view: View, name: str, dim: int, runs: Iterable[tuple[int, int]]) -> 
     return compose(info, parts)
 
 
-def fused(name: str, members: Named, dim: int, repeat: int) -> Entry:
+def fused(name: str, members: Named, dim: int, repeat: int) -> ViewedTensor:
     """Concatenate tensors along a dim; each is cut into blocks, which are interleaved."""
     for member, entry in members:
         _check_dim(member, entry, dim)
@@ -153,7 +158,7 @@ def fused(name: str, members: Named, dim: int, repeat: int) -> Entry:
     return _together(name, members, join)
 
 
-def stacked(name: str, members: Named, dim: int) -> Entry:
+def stacked(name: str, members: Named, dim: int) -> ViewedTensor:
     """Stack tensors along a new dim."""
     first = members[0][1].shape
     if dim > len(first):
@@ -177,7 +182,9 @@ def stacked(name: str, members: Named, dim: int) -> Entry:
     return _together(name, members, join)
 
 
-def unstacked(name: str, entry: Entry, into: str, dim: int, start: int) -> list[tuple[str, Entry]]:
+def unstacked(
+    name: str, entry: ViewedTensor, into: str, dim: int, start: int
+) -> list[tuple[str, ViewedTensor]]:
     """Make a tensor of each index of a dim, without that dim."""
     _check_dim(name, entry, dim)
 
@@ -194,7 +201,9 @@ def unstacked(name: str, entry: Entry, into: str, dim: int, start: int) -> list[
     return [(to, _each_state(name, entry, partial(take, i=i, to=to), to)) for i, to in names]
 
 
-def cast(table: Table, name: str, entry: Entry, states: set[str], dtype: str) -> Entry:
+def cast(
+    table: ViewTable, name: str, entry: ViewedTensor, states: set[str], dtype: str
+) -> ViewedTensor:
     """Round states of a tensor to another floating-point dtype."""
 
     def change(view: View) -> View:
@@ -208,14 +217,14 @@ def cast(table: Table, name: str, entry: Entry, states: set[str], dtype: str) ->
                 )
         return table.computed(Formula(replace(view.info, dtype=dtype), "cast", (view,)))
 
-    return Entry(
+    return ViewedTensor(
         {s: change(v) if s in states else v for s, v in entry.states.items()},
         entry.param,
         entry.alias,
     )
 
 
-def meaned(table: Table, name: str, members: Named) -> Entry:
+def meaned(table: ViewTable, name: str, members: Named) -> ViewedTensor:
     """Average tensors, state by state."""
     for member, entry in members:
         if entry.shape != members[0][1].shape:
@@ -235,8 +244,8 @@ def meaned(table: Table, name: str, members: Named) -> Entry:
 
 
 def _each_state(
-    name: str, entry: Entry, change: Callable[[View], View], to: str | None = None
-) -> Entry:
+    name: str, entry: ViewedTensor, change: Callable[[View], View], to: str | None = None
+) -> ViewedTensor:
     """Change all states that have the shape of the parameter; states of one element stay as they are."""
     new, states = to or name, {}
     for state, view in entry.states.items():
@@ -246,10 +255,10 @@ def _each_state(
             states[state] = renamed(view, new, state)
         else:
             raise _odd(name, state, view.info, entry.shape)
-    return Entry(states, entry.param, entry.alias)
+    return ViewedTensor(states, entry.param, entry.alias)
 
 
-def _together(name: str, members: Named, join: Callable[[Sequence[View]], View]) -> Entry:
+def _together(name: str, members: Named, join: Callable[[Sequence[View]], View]) -> ViewedTensor:
     """Join tensors state by state; for states of one element the first tensor's is taken."""
     first_name, first = members[0]
     states = {}
@@ -271,7 +280,7 @@ def _together(name: str, members: Named, join: Callable[[Sequence[View]], View])
             states[state] = renamed(view, name, state)
         else:
             raise _odd(first_name, state, view.info, first.shape)
-    return Entry(states, first.param, all(e.alias for _, e in members))
+    return ViewedTensor(states, first.param, all(e.alias for _, e in members))
 
 
 def _dtypes(views: Sequence[View]) -> Iterator[str]:
@@ -285,7 +294,7 @@ def _odd(name: str, state: str, info: TensorInfo, shape: Shape) -> LayoutError:
     )
 
 
-def _check_dim(name: str, entry: Entry, dim: int) -> None:
+def _check_dim(name: str, entry: ViewedTensor, dim: int) -> None:
     if dim >= len(entry.shape):
         raise LayoutError(f"{name} has the shape {entry.shape}: there is no dim {dim}")
 
@@ -312,7 +321,7 @@ class Taken:
     made: tuple[str, ...]
 
 
-def apply(table: Table, steps: Sequence[Labelled]) -> list[Taken]:
+def apply(table: ViewTable, steps: Sequence[Labelled]) -> list[Taken]:
     """Apply steps in order.
 
     Returns:
@@ -321,7 +330,7 @@ def apply(table: Table, steps: Sequence[Labelled]) -> list[Taken]:
     return [_apply(table, label, step) for label, step in steps]
 
 
-def _apply(table: Table, label: str, step: Any) -> Taken:
+def _apply(table: ViewTable, label: str, step: Any) -> Taken:
     verb = next(iter(type(step).model_fields))
     names = getattr(step, verb)
     where = f"{label} ({verb} {names if isinstance(names, str) else ', '.join(names)})"
@@ -342,16 +351,16 @@ def left_unreadable(unreadable: Mapping[Key, str], steps: Sequence[Labelled]) ->
     left = dict(unreadable)
     for _, step in steps:
         match step:
-            case schema.Keep() | schema.Drop():
-                keep, states = isinstance(step, schema.Keep), _Names(step.states)
-                names = _Names(step.keep if isinstance(step, schema.Keep) else step.drop)
+            case schema.KeepStep() | schema.Drop():
+                keep, states = isinstance(step, schema.KeepStep), _Names(step.states)
+                names = _Names(step.keep if isinstance(step, schema.KeepStep) else step.drop)
                 left = {
                     key: why
                     for key, why in left.items()
                     if bool(names.find(key.name) and (not step.states or states.find(key.state)))
                     is keep
                 }
-            case schema.Rename():
+            case schema.RenameStep():
                 renames = _Names(step.rename)
                 left = {
                     Key(expand(found, step.to), key.state)
@@ -380,7 +389,7 @@ class _Names:
     def find(self, name: str) -> re.Match[str] | None:
         return next(filter(None, (p.fullmatch(name) for p in self._patterns)), None)
 
-    def all_among(self, table: Table) -> Iterator[tuple[str, Entry, re.Match[str]]]:
+    def all_among(self, table: ViewTable) -> Iterator[tuple[str, ViewedTensor, re.Match[str]]]:
         """As `among`; LayoutError if a pattern matches nothing."""
         for pattern, text in zip(self._patterns, self._texts, strict=True):
             if not any(map(pattern.fullmatch, table.entries)):
@@ -390,36 +399,38 @@ class _Names:
                 )
         return self.among(table)
 
-    def among(self, table: Table) -> Iterator[tuple[str, Entry, re.Match[str]]]:
+    def among(self, table: ViewTable) -> Iterator[tuple[str, ViewedTensor, re.Match[str]]]:
         for name, entry in list(table.entries.items()):
             if found := self.find(name):
                 yield name, entry, found
 
-    def states(self, entry: Entry) -> set[str]:
+    def states(self, entry: ViewedTensor) -> set[str]:
         """The states that match; all if there are no patterns."""
         return {s for s in entry.states if not self._patterns or self.find(s)}
 
 
-def _keep(table: Table, step: schema.Keep, where: str) -> None:
+def _keep(table: ViewTable, step: schema.KeepStep, where: str) -> None:
     _filter(table, _Names(step.keep), _Names(step.states), where, keep=True)
 
 
-def _drop(table: Table, step: schema.Drop, where: str) -> None:
+def _drop(table: ViewTable, step: schema.Drop, where: str) -> None:
     _filter(table, _Names(step.drop), _Names(step.states), where, keep=False)
 
 
-def _filter(table: Table, names: _Names, states: _Names, where: str, *, keep: bool) -> None:
-    out: dict[str, list[tuple[str, Entry]]] = {}
+def _filter(table: ViewTable, names: _Names, states: _Names, where: str, *, keep: bool) -> None:
+    out: dict[str, list[tuple[str, ViewedTensor]]] = {}
     for name, entry in table.entries.items():
         chosen = states.states(entry) if names.find(name) else set()
         left = {s: v for s, v in entry.states.items() if (s in chosen) is keep}
         if len(left) < len(entry.states):
-            out[name] = [(name, Entry(left, entry.param, entry.alias))] if left else []
+            out[name] = [(name, ViewedTensor(left, entry.param, entry.alias))] if left else []
     table.put(out, where)
 
 
-def _rename(table: Table, step: schema.Rename, where: str) -> None:
-    def changed(name: str, entry: Entry, match: re.Match[str]) -> list[tuple[str, Entry]]:
+def _rename(table: ViewTable, step: schema.RenameStep, where: str) -> None:
+    def changed(
+        name: str, entry: ViewedTensor, match: re.Match[str]
+    ) -> list[tuple[str, ViewedTensor]]:
         to = expand(match, step.to)
         if to == name:
             return [(name, entry)]
@@ -428,18 +439,18 @@ def _rename(table: Table, step: schema.Rename, where: str) -> None:
     table.put({n: changed(n, e, m) for n, e, m in _Names(step.rename).among(table)}, where)
 
 
-def _renamed(to: str, entry: Entry) -> list[tuple[str, Entry]]:
+def _renamed(to: str, entry: ViewedTensor) -> list[tuple[str, ViewedTensor]]:
     return [
         (
             to,
-            Entry(
+            ViewedTensor(
                 {s: renamed(v, to, s) for s, v in entry.states.items()}, entry.param, entry.alias
             ),
         )
     ]
 
 
-def _rename_states(table: Table, step: schema.RenameStates, where: str) -> None:
+def _rename_states(table: ViewTable, step: schema.RenameStates, where: str) -> None:
     out = {}
     for name, entry, _ in _Names(step.match).among(table):
         new = [step.rename_states.get(s, s) for s in entry.states]
@@ -451,32 +462,35 @@ def _rename_states(table: Table, step: schema.RenameStates, where: str) -> None:
             states = {
                 to: renamed(v, name, to) for to, v in zip(new, entry.states.values(), strict=True)
             }
-            out[name] = [(name, Entry(states, entry.param, entry.alias))]
+            out[name] = [(name, ViewedTensor(states, entry.param, entry.alias))]
     table.put(out, where)
 
 
 def _each(
-    table: Table, where: str, patterns: str | list[str], change: Callable[[str, Entry], Entry]
+    table: ViewTable,
+    where: str,
+    patterns: str | list[str],
+    change: Callable[[str, ViewedTensor], ViewedTensor],
 ) -> None:
     table.put({n: [(n, change(n, e))] for n, e, _ in _Names(patterns).among(table)}, where)
 
 
-def _transpose(table: Table, step: schema.Transpose, where: str) -> None:
+def _transpose(table: ViewTable, step: schema.Transpose, where: str) -> None:
     _each(table, where, step.transpose, lambda n, e: transposed(n, e, step.axes))
 
 
-def _trim(table: Table, step: schema.Trim, where: str) -> None:
+def _trim(table: ViewTable, step: schema.Trim, where: str) -> None:
     _each(table, where, step.trim, lambda n, e: trimmed(n, e, step.dim, step.size))
 
 
-def _take(table: Table, step: schema.Take, where: str) -> None:
+def _take(table: ViewTable, step: schema.Take, where: str) -> None:
     table.put(
         {n: [(n, taken(table, n, e, step))] for n, e, _ in _Names(step.take).all_among(table)},
         where,
     )
 
 
-def _split(table: Table, step: schema.Split, where: str) -> None:
+def _split(table: ViewTable, step: schema.Split, where: str) -> None:
     out = {}
     for name, entry, match in _Names(step.split).among(table):
         into = [expand(match, t) for t in step.into]
@@ -484,8 +498,8 @@ def _split(table: Table, step: schema.Split, where: str) -> None:
     table.put(out, where)
 
 
-def _fuse(table: Table, step: schema.Fuse, where: str) -> None:
-    out: dict[str, list[tuple[str, Entry]]] = {}
+def _fuse(table: ViewTable, step: schema.Fuse, where: str) -> None:
+    out: dict[str, list[tuple[str, ViewedTensor]]] = {}
     for name, _, match in _Names(step.fuse).among(table):
         members = [name, *(expand(match, t) for t in step.and_)]
         _must_be_there(table, members, where)
@@ -495,22 +509,22 @@ def _fuse(table: Table, step: schema.Fuse, where: str) -> None:
     table.put(out, where)
 
 
-def _stack(table: Table, step: schema.Stack, where: str) -> None:
+def _stack(table: ViewTable, step: schema.Stack, where: str) -> None:
     _gather(
         table, step.stack, step.into, where, lambda into, members: stacked(into, members, step.dim)
     )
 
 
-def _mean(table: Table, step: schema.Mean, where: str) -> None:
+def _mean(table: ViewTable, step: schema.Mean, where: str) -> None:
     _gather(table, step.mean, step.into, where, lambda into, members: meaned(table, into, members))
 
 
 def _gather(
-    table: Table,
+    table: ViewTable,
     pattern: str,
     into: str,
     where: str,
-    make: Callable[[str, list[tuple[str, Entry]]], Entry],
+    make: Callable[[str, list[tuple[str, ViewedTensor]]], ViewedTensor],
 ) -> None:
     """Replace numbered tensors by one, in the position of the first."""
     groups: dict[str, dict[int, str]] = {}
@@ -522,7 +536,7 @@ def _gather(
                 f"{name} and {numbers[number]} are both number {number} of {expand(match, into)}"
             )
         numbers[number] = name
-    out: dict[str, list[tuple[str, Entry]]] = {}
+    out: dict[str, list[tuple[str, ViewedTensor]]] = {}
     for to, numbers in groups.items():
         missing = next((i for i in range(len(numbers)) if i not in numbers), None)
         if missing is not None:
@@ -535,14 +549,14 @@ def _gather(
     table.put(out, where)
 
 
-def _select(table: Table, step: schema.Select, where: str) -> None:
+def _select(table: ViewTable, step: schema.Select, where: str) -> None:
     """Of tensors whose names differ in a number, keep some, under new numbers and in the order of these."""
     # the text before the number -> names, and where the number ends
     groups: dict[str, list[tuple[str, int]]] = {}
     for name, _, match in _Names(step.select).all_among(table):
         start, stop = _number(match, name)
         groups.setdefault(name[:start], []).append((name, stop))
-    out: dict[str, list[tuple[str, Entry]]] = {
+    out: dict[str, list[tuple[str, ViewedTensor]]] = {
         name: [] for members in groups.values() for name, _ in members
     }
     for before, members in groups.items():
@@ -589,7 +603,7 @@ def _number(match: re.Match[str], name: str) -> tuple[int, int]:
     return match.span(group)
 
 
-def _unstack(table: Table, step: schema.Unstack, where: str) -> None:
+def _unstack(table: ViewTable, step: schema.Unstack, where: str) -> None:
     if "{i}" not in step.into:
         raise LayoutError(f"{where}: `into` must have {{i}}, which is the number")
     out = {}
@@ -599,7 +613,7 @@ def _unstack(table: Table, step: schema.Unstack, where: str) -> None:
     table.put(out, where)
 
 
-def _alias(table: Table, step: schema.Alias, where: str) -> None:
+def _alias(table: ViewTable, step: schema.AliasStep, where: str) -> None:
     for alias, name in step.alias.items():
         if alias in table.entries:
             raise LayoutError(
@@ -608,30 +622,30 @@ def _alias(table: Table, step: schema.Alias, where: str) -> None:
             )
         _must_be_there(table, [name], where)
         entry = table.entries[name]
-        table.entries[alias] = Entry(
+        table.entries[alias] = ViewedTensor(
             {s: renamed(v, alias, s) for s, v in entry.states.items()}, entry.param, alias=True
         )
 
 
-def _untie(table: Table, step: schema.Untie, where: str) -> None:
-    _each(table, where, step.untie, lambda _, e: Entry(e.states, e.param))
+def _untie(table: ViewTable, step: schema.Untie, where: str) -> None:
+    _each(table, where, step.untie, lambda _, e: ViewedTensor(e.states, e.param))
 
 
-def _cast(table: Table, step: schema.Cast, where: str) -> None:
+def _cast(table: ViewTable, step: schema.Cast, where: str) -> None:
     states = _Names(step.states)
     _each(table, where, step.cast, lambda n, e: cast(table, n, e, states.states(e), step.dtype))
 
 
-def _must_be_there(table: Table, names: Sequence[str], where: str) -> None:
+def _must_be_there(table: ViewTable, names: Sequence[str], where: str) -> None:
     missing = [n for n in names if n not in table.entries]
     if missing:
         raise LayoutError(f"{where} needs {', '.join(missing)}, which the checkpoint does not have")
 
 
-_DO: dict[type, Callable[[Table, Any, str], None]] = {
-    schema.Keep: _keep,
+_DO: dict[type, Callable[[ViewTable, Any, str], None]] = {
+    schema.KeepStep: _keep,
     schema.Drop: _drop,
-    schema.Rename: _rename,
+    schema.RenameStep: _rename,
     schema.RenameStates: _rename_states,
     schema.Transpose: _transpose,
     schema.Trim: _trim,
@@ -641,7 +655,7 @@ _DO: dict[type, Callable[[Table, Any, str], None]] = {
     schema.Fuse: _fuse,
     schema.Stack: _stack,
     schema.Unstack: _unstack,
-    schema.Alias: _alias,
+    schema.AliasStep: _alias,
     schema.Untie: _untie,
     schema.Cast: _cast,
     schema.Mean: _mean,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, TensorInfo, TensorList
-from ucformat.geometry.view import Part, View
+from ucformat.geometry.view import BoxPair, View
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -162,7 +162,7 @@ class Formula:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ViewedTensor:
     """A tensor under a name; `param` is the source's parameter it comes from, `alias` whether it is a further name."""
 
     states: Mapping[str, View]
@@ -181,24 +181,24 @@ def identity(info: TensorInfo) -> View:
     return View(info, ((info.key, _all_of(info)),))
 
 
-def _all_of(info: TensorInfo) -> Part:
+def _all_of(info: TensorInfo) -> BoxPair:
     whole = Box.whole(info.shape)
-    return Part.aligned(whole, whole)
+    return BoxPair.aligned(whole, whole)
 
 
 def part_of(
     view: View, target: Box, box: Box, axes: tuple[int | None, ...] | None = None
-) -> tuple[View, Part]:
+) -> tuple[View, BoxPair]:
     """A part of a new tensor: a box that is taken from a view.
 
     Args:
         axes: for each dim of the new tensor the view's dim, None for a new one (default: the same
             dims).
     """
-    return view, Part.aligned(target, box) if axes is None else Part(target, box, axes)
+    return view, BoxPair.aligned(target, box) if axes is None else BoxPair(target, box, axes)
 
 
-def compose(info: TensorInfo, parts: Iterable[tuple[View, Part]]) -> View:
+def compose(info: TensorInfo, parts: Iterable[tuple[View, BoxPair]]) -> View:
     """Compose a tensor of boxes of views."""
     found = (
         (source, _through(part, inner)) for view, part in parts for source, inner in view.parts
@@ -206,7 +206,7 @@ def compose(info: TensorInfo, parts: Iterable[tuple[View, Part]]) -> View:
     return View(info, tuple((source, p) for source, p in found if p is not None))
 
 
-def _through(part: Part, inner: Part) -> Part | None:
+def _through(part: BoxPair, inner: BoxPair) -> BoxPair | None:
     """The intersection of a part taken from a view with one of the view's own parts; None if it is empty."""
     clip = inner.target.intersect(part.box)
     if clip is None:
@@ -222,21 +222,21 @@ def _through(part: Part, inner: Part) -> Part | None:
         tuple(1 if a is None else clip.shape[a] for a in part.axes),
     )  # fmt: skip
     axes = tuple(None if a is None else inner.axes[a] for a in part.axes)
-    return Part(target, Box(tuple(start), tuple(shape)), axes)
+    return BoxPair(target, Box(tuple(start), tuple(shape)), axes)
 
 
 @dataclass(slots=True)
-class Table:
+class ViewTable:
     """All tensors, in order."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, ViewedTensor]
     formulas: dict[Key, Formula] = field(default_factory=dict)
     _known: dict[object, Key] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, tensor_list: TensorList, aliases: Mapping[str, str], means: Mapping[Key, Sequence[Key]]
-    ) -> Table:
+    ) -> ViewTable:
         """The table of a source."""
         table = cls({})
         states: dict[str, dict[str, View]] = {}
@@ -249,10 +249,10 @@ class Table:
             else:
                 view = identity(info)
             states.setdefault(info.name, {})[info.state] = view
-        table.entries = {name: Entry(found, name) for name, found in states.items()}
+        table.entries = {name: ViewedTensor(found, name) for name, found in states.items()}
         for alias, name in aliases.items():
             if name in states and alias not in states:
-                table.entries[alias] = Entry(
+                table.entries[alias] = ViewedTensor(
                     {s: renamed(v, alias, s) for s, v in states[name].items()}, name, alias=True
                 )
         return table
@@ -291,9 +291,9 @@ class Table:
         info = replace(view.info, shape=(*shape[:dim], picks.size, *shape[dim + 1 :]))
         return self.computed(Formula(info, "take", (source,), axes))
 
-    def put(self, old: Mapping[str, Sequence[tuple[str, Entry]]], step: str) -> None:
+    def put(self, old: Mapping[str, Sequence[tuple[str, ViewedTensor]]], step: str) -> None:
         """Replace entries in place."""
-        found: dict[str, Entry] = {}
+        found: dict[str, ViewedTensor] = {}
         for name, entry in self.entries.items():
             for to, new in old.get(name, ((name, entry),)):
                 if to in found:
@@ -304,7 +304,7 @@ class Table:
                 found[to] = new
         self.entries = found
 
-    def tied(self) -> tuple[dict[str, Entry], dict[str, str]]:
+    def tied(self) -> tuple[dict[str, ViewedTensor], dict[str, str]]:
         """The stored tensors, and the aliases: further names whose parts are still those of a stored tensor."""
         first: dict[object, str] = {}
         ordered = sorted(self.entries.items(), key=lambda item: item[1].alias)
@@ -320,7 +320,7 @@ class Table:
         return {name: e for name, e in self.entries.items() if name not in aliases}, aliases
 
 
-def _origin(entry: Entry, other: Entry) -> str:
+def _origin(entry: ViewedTensor, other: ViewedTensor) -> str:
     return f"another part of {entry.param}" if entry.param == other.param else entry.param
 
 

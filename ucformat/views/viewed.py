@@ -21,7 +21,7 @@ from ucformat.schema.view import Select, Take
 from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.wrappers import SyntheticStore, WrappedStore
 from ucformat.views.steps import apply, left_unreadable
-from ucformat.views.table import Picks, Table, clipped, mapped, source_box
+from ucformat.views.table import Picks, ViewTable, clipped, mapped, source_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.view import View
     from ucformat.reading.readable import CheckpointMetadata, FileRecord, Readable
     from ucformat.schema.view import Labelled
-    from ucformat.views.table import Entry
+    from ucformat.views.table import ViewedTensor
 
 
 # Scattered indices: rows of a file are read with the gaps between them, and the indices are picked
@@ -334,7 +334,7 @@ class Viewed:
 
     def __init__(self, base: Readable, steps: Sequence[Labelled]) -> None:
         self.base, self.kind, self.steps = base, base.kind, tuple(steps)
-        table = Table.of(base.metadata.tensor_list, base.metadata.aliases, base.metadata.means)
+        table = ViewTable.of(base.metadata.tensor_list, base.metadata.aliases, base.metadata.means)
         self.taken = apply(table, self.steps)
         stored, aliases = table.tied()
         self._views = {Key(n, s): v for n, entry in stored.items() for s, v in entry.states.items()}
@@ -439,7 +439,7 @@ class Viewed:
 
 
 def _view_metadata(
-    metadata: CheckpointMetadata, stored: dict[str, Entry], aliases: dict[str, str]
+    metadata: CheckpointMetadata, stored: dict[str, ViewedTensor], aliases: dict[str, str]
 ) -> CheckpointMetadata:
     """The metadata of the source, with the names after the steps.
 

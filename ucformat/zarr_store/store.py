@@ -182,7 +182,7 @@ def _stored_chunk(source: Readable, info: TensorInfo) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _ChunkRequest:
     """The bytes `[start, stop)` of a chunk, and the future that waits for them."""
 
     array: TensorArray
@@ -196,7 +196,7 @@ class _Request:
         """Whether these are all bytes of the chunk."""
         return (self.start, self.stop) == (0, self.array.nbytes)
 
-    def precedes(self, other: _Request) -> bool:
+    def precedes(self, other: _ChunkRequest) -> bool:
         """Whether the other one is the next chunk, and follows this one in memory if both are of one buffer."""
         array, at = self.array, self.at
         adjacent = (
@@ -213,7 +213,7 @@ class ChunkReader:
     def __init__(self, source: Readable, verify: Verify) -> None:
         self._source, self._verify = source, check_verify(verify)
         # what each loop starts to read next
-        self._waiting: dict[asyncio.AbstractEventLoop, list[_Request]] = {}
+        self._waiting: dict[asyncio.AbstractEventLoop, list[_ChunkRequest]] = {}
 
     async def read(
         self, array: TensorArray, at: tuple[int, ...], start: int, stop: int
@@ -224,7 +224,7 @@ class ChunkReader:
             Conflict: the file changed since the checkpoint was opened.
         """
         loop = asyncio.get_running_loop()
-        request = _Request(array, at, start, stop, loop.create_future())
+        request = _ChunkRequest(array, at, start, stop, loop.create_future())
         waiting = self._waiting.setdefault(loop, [])
         waiting.append(request)
         if len(waiting) == 1:
@@ -249,7 +249,7 @@ class ChunkReader:
             return
         running.add_done_callback(lambda done: _give(wanted, done.result()))
 
-    def _results(self, wanted: Sequence[_Request]) -> list[NDArray[np.uint8] | BaseException]:
+    def _results(self, wanted: Sequence[_ChunkRequest]) -> list[NDArray[np.uint8] | BaseException]:
         """The bytes of each request, or why they cannot be read."""
         try:
             return list(self._read_together(wanted))
@@ -259,9 +259,9 @@ class ChunkReader:
             # the others are intact
             return [found for one in wanted for found in self._results([one])]
 
-    def _read_together(self, wanted: Sequence[_Request]) -> Iterator[NDArray[np.uint8]]:
+    def _read_together(self, wanted: Sequence[_ChunkRequest]) -> Iterator[NDArray[np.uint8]]:
         source = self._source
-        runs: list[list[_Request]] = []
+        runs: list[list[_ChunkRequest]] = []
         for r in wanted:
             if runs and runs[-1][-1].precedes(r):
                 runs[-1].append(r)
@@ -284,7 +284,9 @@ class ChunkReader:
                 at += r.stop - r.start
 
 
-def _give(wanted: Sequence[_Request], found: Sequence[NDArray[np.uint8] | BaseException]) -> None:
+def _give(
+    wanted: Sequence[_ChunkRequest], found: Sequence[NDArray[np.uint8] | BaseException]
+) -> None:
     """Let those go on that wait for bytes, unless they were cancelled."""
     for request, result in zip(wanted, found, strict=True):
         if request.result.done():
@@ -299,7 +301,7 @@ def _give(wanted: Sequence[_Request], found: Sequence[NDArray[np.uint8] | BaseEx
 _REFUSAL = "store was opened in read-only mode and does not support writing"
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """What the store needs of a `Checkpoint`."""
 
     source: Readable
@@ -331,7 +333,7 @@ class CheckpointStore(Store):
     supports_listing = True
 
     def __init__(
-        self, checkpoint: Source, *, verify: Verify = "whole", read_only: bool = False
+        self, checkpoint: TensorSource, *, verify: Verify = "whole", read_only: bool = False
     ) -> None:
         super().__init__(read_only=read_only)
         self._checkpoint, self._verify = checkpoint, verify
@@ -362,7 +364,9 @@ class CheckpointStore(Store):
     def __str__(self) -> str:
         return self._checkpoint.url
 
-    def __reduce__(self) -> tuple[Callable[..., CheckpointStore], tuple[Source, Verify, bool]]:
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., CheckpointStore], tuple[TensorSource, Verify, bool]]:
         return _unpickled, (self._checkpoint, self._verify, self.read_only)
 
     def with_read_only(self, read_only: bool = False) -> Store:  # noqa: FBT001, FBT002 - zarr's signature
@@ -516,7 +520,7 @@ class CheckpointStore(Store):
         raise ValueError(_REFUSAL)
 
 
-def _unpickled(checkpoint: Source, verify: Verify, read_only: bool) -> CheckpointStore:  # noqa: FBT001 - pickled
+def _unpickled(checkpoint: TensorSource, verify: Verify, read_only: bool) -> CheckpointStore:  # noqa: FBT001 - pickled
     return CheckpointStore(checkpoint, verify=verify, read_only=read_only)
 
 

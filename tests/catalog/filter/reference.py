@@ -16,13 +16,13 @@ from ucformat.catalog.filter.syntax import (
     Compare,
     In,
     IsNull,
-    Key,
+    KeyPath,
     Like,
     Node,
     Not,
     Number,
     Or,
-    Size,
+    SizeLiteral,
     Sort,
     Text,
     Value,
@@ -62,7 +62,7 @@ def matches(row: Row, node: Node) -> bool:
             return any(regex(pattern.value).fullmatch(v) for v in found) is not negated
 
 
-def values(row: Row, key: Key) -> list[Any]:
+def values(row: Row, key: KeyPath) -> list[Any]:
     """All values that a checkpoint has for a key."""
     root, *path = key.parts
     if root in DOCUMENTS:
@@ -101,7 +101,7 @@ def reach(value: Any, path: list[str]) -> list[Any]:
     return [] if value is None else [value]
 
 
-def holds(key: Key, value: Any, op: str, literal: Value) -> bool:
+def holds(key: KeyPath, value: Any, op: str, literal: Value) -> bool:
     """Whether a value of a key compares so; of another type than the literal, it does not."""
     bound: Any
     match literal:
@@ -116,7 +116,7 @@ def holds(key: Key, value: Any, op: str, literal: Value) -> bool:
                 return False
         case Age(bound):
             assert isinstance(value, timedelta)
-        case Number(bound) | Size(bound):
+        case Number(bound) | SizeLiteral(bound):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return False
             if key.parts[0] in DOCUMENTS:
@@ -154,7 +154,7 @@ def ordered(rows: list[Row], sort: Sort) -> list[int]:
     return [row.serial for row in sorted(rows, key=cmp_to_key(compare))]
 
 
-def rank(row: Row, key: Key) -> tuple[int, Any] | None:
+def rank(row: Row, key: KeyPath) -> tuple[int, Any] | None:
     """What is compared to order: numbers before text, text before false and true, nothing else has an order."""
     match values(row, key):
         case [bool() as truth]:

@@ -27,13 +27,13 @@ from ucformat.catalog.filter.syntax import (
     Compare,
     In,
     IsNull,
-    Key,
+    KeyPath,
     Like,
     Node,
     Not,
     Number,
     Or,
-    Size,
+    SizeLiteral,
     Sort,
     SortKey,
     Text,
@@ -50,7 +50,7 @@ texts = (st.sampled_from(TEXTS) | any_text).map(Text)
 floats = st.floats(-(2.0**53), 2.0**53) | st.sampled_from(FLOATS)
 numbers = (st.sampled_from([*INTEGERS, *BIG]) | st.integers(-(2**70), 2**70) | floats).map(Number)
 truths = st.booleans().map(Boolean)
-sizes = st.sampled_from([0, 1, 1000, 1024, 1536, 10**9, 2**62]).map(Size)
+sizes = st.sampled_from([0, 1, 1000, 1024, 1536, 10**9, 2**62]).map(SizeLiteral)
 times = st.sampled_from(
     [written for t in TIMES for written in (f"{t}", f"{t.replace(tzinfo=None)}", f"{t.date()}")]
 )
@@ -109,7 +109,7 @@ def near(value: Any) -> list[Value]:
 
 
 FOUND = [
-    (Key((root, *path)), near(value))
+    (KeyPath((root, *path)), near(value))
     for rows in WORLDS.values()
     for row in rows
     for root, document in row.documents.items()
@@ -117,17 +117,17 @@ FOUND = [
 ]
 
 paths = st.builds(
-    lambda root, path: Key((root, *path)),
+    lambda root, path: KeyPath((root, *path)),
     st.sampled_from([key.root for key in KEYS if key.kind is Kind.JSON]),
     st.lists(st.sampled_from(NAMES), min_size=1, max_size=3),
 )
-metrics = st.sampled_from(METRICS).map(lambda name: Key(("metric", name)))
+metrics = st.sampled_from(METRICS).map(lambda name: KeyPath(("metric", name)))
 
 #: Name -> kind of values, the keys, and what they are compared with.
-Subject = tuple[Kind, st.SearchStrategy[tuple[Key, st.SearchStrategy[Any]]]]
+Subject = tuple[Kind, st.SearchStrategy[tuple[KeyPath, st.SearchStrategy[Any]]]]
 SUBJECTS: dict[str, Subject] = {
     **{
-        key.name: (key.kind, st.just((Key(tuple(key.name.split("."))), LITERALS[key.kind])))
+        key.name: (key.kind, st.just((KeyPath(tuple(key.name.split("."))), LITERALS[key.kind])))
         for key in KEYS
         if key.kind is not None and not key.name.endswith(("NAME", "PATH"))
     },
@@ -179,7 +179,7 @@ filters: st.SearchStrategy[Node] = st.recursive(atoms, joined, max_leaves=8)
 
 scalars = st.sampled_from(
     [
-        Key((key.name,))
+        KeyPath((key.name,))
         for key in KEYS
         if key.kind not in {None, Kind.BOOLEAN} and "." not in key.name and not key.many
     ]

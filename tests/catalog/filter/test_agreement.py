@@ -18,7 +18,7 @@ from ucformat.catalog import search
 from ucformat.catalog.filter import parse
 from ucformat.catalog.filter.compile import compile_filter, compile_sort
 from ucformat.catalog.filter.syntax import unparse
-from ucformat.catalog.models import Checkpoint
+from ucformat.catalog.models import CheckpointRow
 from ucformat.catalog.search import NEWEST, find_serials
 from ucformat.errors import UsageError
 
@@ -41,7 +41,7 @@ def test_every_comparison_is_what_python_says(worlds: dict[int, Connection], nam
         condition = compile_filter(atom, now=NOW).label("found")
         expected = {row.serial: matches(row, atom) for row in WORLDS[seed]}
         said = {
-            r.serial: r.found for r in worlds[seed].execute(select(Checkpoint.serial, condition))
+            r.serial: r.found for r in worlds[seed].execute(select(CheckpointRow.serial, condition))
         }
         assert said == expected  # so none of them is NULL
         outcomes.update(expected.values())
@@ -59,7 +59,7 @@ def test_every_filter_is_what_python_says(worlds: dict[int, Connection]) -> None
     def check(node: Node, seed: int) -> None:
         expected = {row.serial for row in WORLDS[seed] if matches(row, node)}
         for each in (False, True):
-            query = select(Checkpoint.serial).where(
+            query = select(CheckpointRow.serial).where(
                 compile_filter(parse(unparse(node)), now=NOW, each=each)
             )
             assert set(worlds[seed].scalars(query)) == expected
@@ -73,7 +73,7 @@ def test_every_order_is_what_python_says(worlds: dict[int, Connection]) -> None:
     @settings(max_examples=200)
     @given(sorts, seeds)
     def check(sort: Sort, seed: int) -> None:
-        query = select(Checkpoint.serial).order_by(*compile_sort(sort))
+        query = select(CheckpointRow.serial).order_by(*compile_sort(sort))
         assert list(worlds[seed].scalars(query)) == ordered(WORLDS[seed], sort)
 
     check()

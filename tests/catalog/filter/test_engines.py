@@ -14,7 +14,7 @@ from tests.catalog.filter.world import NOW, WORLDS, store
 from ucformat.catalog.filter import parse
 from ucformat.catalog.filter.compile import check_names, compile_filter, compile_sort
 from ucformat.catalog.filter.parse import parse_sort
-from ucformat.catalog.models import Checkpoint, Config, Metric, Tag
+from ucformat.catalog.models import CheckpointRow, Config, Metric, Tag
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def connection(empty_database_url: str) -> Iterator[Connection]:
 
 def is_so(connection: Connection, text: str) -> bool:
     return bool(
-        connection.scalar(select(compile_filter(parse(text), now=NOW)).select_from(Checkpoint))
+        connection.scalar(select(compile_filter(parse(text), now=NOW)).select_from(CheckpointRow))
     )
 
 
@@ -74,7 +74,7 @@ def test_values_of_documents(connection: Connection) -> None:
             insert(Config).values(id=100 + i, hash=f"h{i}", document={"x": value, "é": [value]})
         )
         both = {"x": value, "é": [value]}
-        connection.execute(update(Checkpoint).values(config_id=100 + i, topology=both))
+        connection.execute(update(CheckpointRow).values(config_id=100 + i, topology=both))
         for key in ("config.x", "topology.x", "config.é.0", "topology.'é'.0"):
             for condition in true:
                 assert is_so(connection, f"{key} {condition}".replace("config.x", key)), (
@@ -108,7 +108,7 @@ def test_metrics_and_integers_between_two_floats(connection: Connection) -> None
 
 def test_a_list_is_not_an_object_and_an_object_no_list(connection: Connection) -> None:
     document = {"l": ["a", ["b"]], "o": {"0": "a", "01": "b", "-1": "c"}}
-    connection.execute(update(Checkpoint).values(topology=document))
+    connection.execute(update(CheckpointRow).values(topology=document))
     for text in (
         "topology.l.0 = 'a'",
         "topology.l.1.0 = 'b'",
@@ -158,14 +158,14 @@ def test_age_is_of_the_instant_that_is_given(connection: Connection) -> None:
     week = parse("age < 7d")
     for days, young in ((6.99, True), (7, False), (8, False), (-1, True)):
         now = created + timedelta(days=days)
-        query = select(compile_filter(week, now=now)).select_from(Checkpoint)
+        query = select(compile_filter(week, now=now)).select_from(CheckpointRow)
         assert connection.scalar(query) == young, days
     assert is_so(connection, "age < 999999999d")
     assert is_so(connection, "age > -999999999d")
 
 
 def test_times_have_zones(connection: Connection) -> None:
-    connection.execute(update(Checkpoint).values(created=NOW))  # 12:00 UTC
+    connection.execute(update(CheckpointRow).values(created=NOW))  # 12:00 UTC
     for text in (
         "created = '2026-11-08T12:00'", "created = '2026-11-08 12:00:00Z'", "created = '2026-11-08T14:00:00+02:00'",
         "created > '2026-11-08'", "created < '2026-11-09'", "created in ('2026-11-08T11:00-01:00')",
@@ -178,7 +178,7 @@ def test_times_have_zones(connection: Connection) -> None:
 def test_unknown_names_are_errors_where_there_are_others(connection: Connection) -> None:
     connection.execute(delete(Metric))
     text = "metric.los < 1 and config.optimizer.l = 1"
-    connection.execute(update(Checkpoint).values(config_id=None))
+    connection.execute(update(CheckpointRow).values(config_id=None))
     connection.execute(delete(Config))
     check_names(connection, parse(text), text)  # nothing is known
     connection.execute(insert(Metric).values(checkpoint=1, name="loss", value=1, measured=NOW))
@@ -217,7 +217,7 @@ def test_digests_are_searched_by_blocks(tmp_path: Path) -> None:
             "tensor.digest != 'x'",
             "not tensor.digest in ('x', 'y') or tag = 'a'",
         ):
-            query = select(Checkpoint.serial).where(compile_filter(parse(text), now=NOW))
+            query = select(CheckpointRow.serial).where(compile_filter(parse(text), now=NOW))
             written = str(query.compile(connection, compile_kwargs={"literal_binds": True}))
             plan = " ".join(
                 row.detail for row in connection.exec_driver_sql(f"explain query plan {written}")

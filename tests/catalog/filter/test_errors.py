@@ -14,7 +14,7 @@ from ucformat.catalog.filter.parse import parse_sort
 from ucformat.catalog.filter.syntax import (
     Compare,
     IsNull,
-    Key,
+    KeyPath,
     Number,
     Sort,
     SortKey,
@@ -184,7 +184,7 @@ def test_names_are_checked_where_they_are_known() -> None:
     with pytest.raises(UsageError, match=r"config\.layers\.x"):
         parse("config.layers.x = 1", known=KNOWN)
     with pytest.raises(UsageError) as caught:
-        check_known(IsNull(Key(("metric", "val_lss"))), KNOWN)
+        check_known(IsNull(KeyPath(("metric", "val_lss"))), KNOWN)
     assert "metric.val_loss" in str(caught.value.hint)
 
 
@@ -196,9 +196,9 @@ def test_paths_of_a_document() -> None:
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        (Compare(Key(("stpe",)), "=", Number(1)), "unknown key stpe"),
-        (Compare(Key(("step",)), "=", Text("a")), "step cannot be compared with 'a'"),
-        (Compare(Key(("created",)), "<", Text("a")), "'a' is not a time"),
+        (Compare(KeyPath(("stpe",)), "=", Number(1)), "unknown key stpe"),
+        (Compare(KeyPath(("step",)), "=", Text("a")), "step cannot be compared with 'a'"),
+        (Compare(KeyPath(("created",)), "<", Text("a")), "'a' is not a time"),
     ],
 )
 def test_trees_made_by_hand_are_checked_too(node: Compare, message: str) -> None:
@@ -213,4 +213,4 @@ def test_what_is_made_by_hand_needs_a_zone_and_an_order() -> None:
     with pytest.raises(UsageError, match="zone"):
         compile_filter(parse("age < 7d"), now=NOW.replace(tzinfo=None))
     with pytest.raises(UsageError, match="cannot be sorted by"):
-        compile_sort(Sort((SortKey(Key(("tag",))),)))
+        compile_sort(Sort((SortKey(KeyPath(("tag",))),)))

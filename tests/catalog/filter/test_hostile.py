@@ -22,7 +22,7 @@ from ucformat.catalog.filter.syntax import (
     Compare,
     In,
     IsNull,
-    Key,
+    KeyPath,
     Like,
     Node,
     Not,
@@ -33,7 +33,7 @@ from ucformat.catalog.filter.syntax import (
     Text,
     unparse,
 )
-from ucformat.catalog.models import Checkpoint, Config, Metric, Tag
+from ucformat.catalog.models import CheckpointRow, Config, Metric, Tag
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def engine(empty_database_url: str) -> Iterator[Engine]:
         )
         topology = {"l": [{word: i} for i, word in enumerate(NASTY)]}
         changed = c.execute(
-            update(Checkpoint).where(Checkpoint.serial == 2).values(config_id=99, topology=topology)
+            update(CheckpointRow)
+            .where(CheckpointRow.serial == 2)
+            .values(config_id=99, topology=topology)
         )
         assert changed.rowcount == 1
         here: dict[str, Any] = {"checkpoint": 2}
@@ -87,7 +89,7 @@ def test_nasty_words_are_found_where_they_are(engine: Engine) -> None:
             condition = compile_filter(parse(unparse(node)), now=NOW)
             return list(
                 connection.scalars(
-                    select(Checkpoint.serial).where(condition).order_by(Checkpoint.serial)
+                    select(CheckpointRow.serial).where(condition).order_by(CheckpointRow.serial)
                 )
             )
 
@@ -96,20 +98,22 @@ def test_nasty_words_are_found_where_they_are(engine: Engine) -> None:
         for i, word in enumerate(NASTY):
             escaped = "".join("\\" + c if c in "\\%_" else c for c in word)
             bearers = [serial for serial, words in tags.items() if word in words]
-            assert found(Compare(Key(("tag",)), "=", Text(word))) == bearers, word
-            assert found(In(Key(("tag",)), (Text(word), Text("nobody's")))) == bearers, word
-            assert found(Like(Key(("tag",)), Text(escaped))) == bearers, word
-            assert found(Compare(Key(("metric", word)), "=", Number(i))) == [2], word
-            assert found(Compare(Key(("config", word, word)), "=", Text(word))) == [2], word
-            assert found(IsNull(Key(("config", word, word + "x")), negated=True)) == [], word
-            assert found(Compare(Key(("topology", "l", str(i), word)), "=", Number(i))) == [2], word
+            assert found(Compare(KeyPath(("tag",)), "=", Text(word))) == bearers, word
+            assert found(In(KeyPath(("tag",)), (Text(word), Text("nobody's")))) == bearers, word
+            assert found(Like(KeyPath(("tag",)), Text(escaped))) == bearers, word
+            assert found(Compare(KeyPath(("metric", word)), "=", Number(i))) == [2], word
+            assert found(Compare(KeyPath(("config", word, word)), "=", Text(word))) == [2], word
+            assert found(IsNull(KeyPath(("config", word, word + "x")), negated=True)) == [], word
+            assert found(Compare(KeyPath(("topology", "l", str(i), word)), "=", Number(i))) == [
+                2
+            ], word
             for root in ("config", "topology"):
-                sort = Sort((SortKey(Key((root, word, word))),))
+                sort = Sort((SortKey(KeyPath((root, word, word))),))
                 assert (
                     len(
                         list(
                             connection.scalars(
-                                select(Checkpoint.serial).order_by(*compile_sort(sort))
+                                select(CheckpointRow.serial).order_by(*compile_sort(sort))
                             )
                         )
                     )
@@ -147,8 +151,8 @@ def test_statements_have_only_parameters(node: Node, sort: Sort) -> None:
         match value:
             case Text(text):
                 return Text(f"MARK{text}" if text[:1].isalpha() else text)
-            case Key((root, *path)) if root in {"config", "topology", "producer", "metric"}:
-                return Key((root, *(f"MARK{p}" for p in path)))
+            case KeyPath((root, *path)) if root in {"config", "topology", "producer", "metric"}:
+                return KeyPath((root, *(f"MARK{p}" for p in path)))
             case And(nodes) | Or(nodes):
                 return type(value)(tuple(map(marked, nodes)))
             case Not(inner):
@@ -171,7 +175,7 @@ def test_statements_have_only_parameters(node: Node, sort: Sort) -> None:
                 return value
 
     query = (
-        select(Checkpoint.serial)
+        select(CheckpointRow.serial)
         .where(compile_filter(marked(node), now=NOW))
         .order_by(*compile_sort(sort))
     )
@@ -250,11 +254,11 @@ def bushy(depth: int, atom: Node) -> Node:
 
 
 ATOMS = [
-    Compare(Key(("config", *["a"] * 31)), "=", Number(1)),
-    Compare(Key(("config", *["a'"] * 31)), "!=", Text("x")),
-    Compare(Key(("verified",)), "=", parse("verified = true").value),  # type: ignore[union-attr]
-    Compare(Key(("tensor", "digest")), "=", Text("x")),
-    Not(Compare(Key(("step",)), ">", Number(1))),
+    Compare(KeyPath(("config", *["a"] * 31)), "=", Number(1)),
+    Compare(KeyPath(("config", *["a'"] * 31)), "!=", Text("x")),
+    Compare(KeyPath(("verified",)), "=", parse("verified = true").value),  # type: ignore[union-attr]
+    Compare(KeyPath(("tensor", "digest")), "=", Text("x")),
+    Not(Compare(KeyPath(("step",)), ">", Number(1))),
 ]
 
 
@@ -281,7 +285,7 @@ def test_what_is_allowed_can_be_run(engine: Engine, atom: Node) -> None:
         if len(unparse(node)) <= MAX_LENGTH:
             tried += 1
             inner = (
-                select(Checkpoint.serial)
+                select(CheckpointRow.serial)
                 .where(compile_filter(parse(unparse(node)), now=NOW))
                 .limit(5)
             )

@@ -25,12 +25,12 @@ from ucformat.catalog.filter.syntax import (
     Compare,
     In,
     IsNull,
-    Key,
+    KeyPath,
     Like,
     Not,
     Number,
     Or,
-    Size,
+    SizeLiteral,
     Sort,
     SortKey,
     Text,
@@ -41,8 +41,8 @@ from ucformat.errors import UsageError
 if TYPE_CHECKING:
     from ucformat.catalog.filter.syntax import Node, Value
 
-STEP, TAG, LOSS = Key(("step",)), Key(("tag",)), Key(("metric", "val_loss"))
-LR = Key(("config", "optimizer", "lr"))
+STEP, TAG, LOSS = KeyPath(("step",)), KeyPath(("tag",)), KeyPath(("metric", "val_loss"))
+LR = KeyPath(("config", "optimizer", "lr"))
 ONE = Compare(STEP, "=", Number(1))
 
 EXAMPLES: dict[str, Node] = {
@@ -72,29 +72,29 @@ EXAMPLES: dict[str, Node] = {
     'tag = "it\'s ""it"""': Compare(TAG, "=", Text('it\'s "it"')),
     "tag = ''": Compare(TAG, "=", Text("")),
     "tag = 'a\\n'": Compare(TAG, "=", Text("a\\n")),
-    "hold = TRUE": Compare(Key(("hold",)), "=", Boolean(True)),
+    "hold = TRUE": Compare(KeyPath(("hold",)), "=", Boolean(True)),
     "step > -5": Compare(STEP, ">", Number(-5)),
     "step > +5": Compare(STEP, ">", Number(5)),
-    "metric.x < .5": Compare(Key(("metric", "x")), "<", Number(0.5)),
-    "metric.x < 1.": Compare(Key(("metric", "x")), "<", Number(1.0)),
-    "metric.x < -1E+3": Compare(Key(("metric", "x")), "<", Number(-1000.0)),
-    "age < 1.5d": Compare(Key(("age",)), "<", Age(timedelta(hours=36))),
-    "age < 36h": Compare(Key(("age",)), "<", Age(timedelta(hours=36))),
+    "metric.x < .5": Compare(KeyPath(("metric", "x")), "<", Number(0.5)),
+    "metric.x < 1.": Compare(KeyPath(("metric", "x")), "<", Number(1.0)),
+    "metric.x < -1E+3": Compare(KeyPath(("metric", "x")), "<", Number(-1000.0)),
+    "age < 1.5d": Compare(KeyPath(("age",)), "<", Age(timedelta(hours=36))),
+    "age < 36h": Compare(KeyPath(("age",)), "<", Age(timedelta(hours=36))),
     "age in (2w, 3m, 4s)": In(
-        Key(("age",)), tuple(Age(timedelta(seconds=s)) for s in (1209600, 180, 4))
+        KeyPath(("age",)), tuple(Age(timedelta(seconds=s)) for s in (1209600, 180, 4))
     ),
-    "size > 10GB": Compare(Key(("size",)), ">", Size(10**10)),
-    "size > 1.5gib": Compare(Key(("size",)), ">", Size(3 * 2**29)),
-    "size > 7b": Compare(Key(("size",)), ">", Size(7)),
-    "size > 0.1GiB": Compare(Key(("size",)), ">", Size(107374182)),
-    'config."a.b".c = 1': Compare(Key(("config", "a.b", "c")), "=", Number(1)),
-    "config.'a\"b' = 1": Compare(Key(("config", 'a"b')), "=", Number(1)),
-    "config.betas.0 = 1": Compare(Key(("config", "betas", "0")), "=", Number(1)),
-    "config.and.in.null.true is null": IsNull(Key(("config", "and", "in", "null", "true"))),
-    "config.größe-1.x = 1": Compare(Key(("config", "größe-1", "x")), "=", Number(1)),
-    'metric."val/loss" < 1': Compare(Key(("metric", "val/loss")), "<", Number(1)),
-    "created > '2026-11-01'": Compare(Key(("created",)), ">", Text("2026-11-01")),
-    "tensor.shape like '%,4096'": Like(Key(("tensor", "shape")), Text("%,4096")),
+    "size > 10GB": Compare(KeyPath(("size",)), ">", SizeLiteral(10**10)),
+    "size > 1.5gib": Compare(KeyPath(("size",)), ">", SizeLiteral(3 * 2**29)),
+    "size > 7b": Compare(KeyPath(("size",)), ">", SizeLiteral(7)),
+    "size > 0.1GiB": Compare(KeyPath(("size",)), ">", SizeLiteral(107374182)),
+    'config."a.b".c = 1': Compare(KeyPath(("config", "a.b", "c")), "=", Number(1)),
+    "config.'a\"b' = 1": Compare(KeyPath(("config", 'a"b')), "=", Number(1)),
+    "config.betas.0 = 1": Compare(KeyPath(("config", "betas", "0")), "=", Number(1)),
+    "config.and.in.null.true is null": IsNull(KeyPath(("config", "and", "in", "null", "true"))),
+    "config.größe-1.x = 1": Compare(KeyPath(("config", "größe-1", "x")), "=", Number(1)),
+    'metric."val/loss" < 1': Compare(KeyPath(("metric", "val/loss")), "<", Number(1)),
+    "created > '2026-11-01'": Compare(KeyPath(("created",)), ">", Text("2026-11-01")),
+    "tensor.shape like '%,4096'": Like(KeyPath(("tensor", "shape")), Text("%,4096")),
 }
 
 
@@ -159,9 +159,9 @@ def test_filters_survive_being_written(node: Node) -> None:
 
 @given(st.lists(any_text, min_size=1, max_size=5), any_text)
 def test_any_text_survives(path: list[str], text: str) -> None:
-    node = Compare(Key(("config", *path)), "=", Text(text))
+    node = Compare(KeyPath(("config", *path)), "=", Text(text))
     assert parse(unparse(node)) == node
-    named = IsNull(Key(("metric", text)))
+    named = IsNull(KeyPath(("metric", text)))
     assert parse(unparse(named)) == named
 
 
@@ -171,18 +171,18 @@ numbers = st.integers(-(10**300), 10**300) | st.floats(allow_nan=False, allow_in
 @given(
     st.sampled_from([("config.x", OPERATORS), ("metric.x", OPERATORS)]),
     st.data(),
-    numbers.map(Number) | st.integers(-(10**30), 10**30).map(Size),
+    numbers.map(Number) | st.integers(-(10**30), 10**30).map(SizeLiteral),
 )
 def test_any_number_survives(
     where: tuple[str, list[str]], data: st.DataObject, value: Value
 ) -> None:
-    node = Compare(Key(tuple(where[0].split("."))), data.draw(st.sampled_from(where[1])), value)
+    node = Compare(KeyPath(tuple(where[0].split("."))), data.draw(st.sampled_from(where[1])), value)
     assert repr(parse(unparse(node))) == repr(node)
 
 
 @given(st.timedeltas())
 def test_any_age_survives(span: timedelta) -> None:
-    node = Compare(Key(("age",)), "<", Age(span))
+    node = Compare(KeyPath(("age",)), "<", Age(span))
     assert parse(unparse(node)) == node
 
 
@@ -219,9 +219,9 @@ def test_the_names_that_are_used() -> None:
         lambda: Text("\0"),
         lambda: Text("\ud800"),
         lambda: Text("x" * 10_001),
-        lambda: Key(()),
-        lambda: Key(("config",) * 33),
-        lambda: Key(("a\0",)),
+        lambda: KeyPath(()),
+        lambda: KeyPath(("config",) * 33),
+        lambda: KeyPath(("a\0",)),
         lambda: Compare(STEP, "; drop", Number(1)),
         lambda: In(STEP, ()),
         lambda: And((ONE,)),

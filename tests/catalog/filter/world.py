@@ -11,18 +11,18 @@ from sqlalchemy import insert
 
 from ucformat.catalog.entries import KEYS, Kind
 from ucformat.catalog.models import (
-    Alias,
+    AliasRow,
     Base,
-    Checkpoint,
+    CheckpointRow,
     Config,
     Digest,
     Hold,
     Location,
     Metric,
     Note,
-    Run,
+    RunRow,
     Tag,
-    Tensor,
+    TensorRow,
     TensorSet,
     Verification,
 )
@@ -222,10 +222,10 @@ def store(engine: Engine, rows: list[Row]) -> None:
             for i, t in enumerate(structure.tensors):
                 values = {k if k != "size" else "nbytes": v for k, v in t.items()}
                 connection.execute(
-                    insert(Tensor).values(tensor_set_id=serial, position=i, **values)
+                    insert(TensorRow).values(tensor_set_id=serial, position=i, **values)
                 )
         for name, i in runs.items():
-            connection.execute(insert(Run).values(id=i, name=name, created=NOW))
+            connection.execute(insert(RunRow).values(id=i, name=name, created=NOW))
         for i, document in configs.items():
             connection.execute(insert(Config).values(id=i + 1, hash=str(i), document=document))
         for r in rows:
@@ -237,7 +237,7 @@ def store(engine: Engine, rows: list[Row]) -> None:
 
 def _checkpoint(r: Row, runs: dict[str, int]) -> Insert:
     scalars = {k: v for k, v in r.scalars.items() if k not in {"run", "age", "size"}}
-    return insert(Checkpoint).values(
+    return insert(CheckpointRow).values(
         serial=r.serial,
         run_id=runs.get(r.scalars["run"]),
         nbytes=r.scalars["size"],
@@ -266,7 +266,7 @@ def _said(r: Row) -> list[Insert]:
     return [
         *(insert(Tag).values(name=name, **by) for name in r.tag),
         *(insert(Note).values(text=text, **by) for text in r.note),
-        *(insert(Alias).values(name=name, version=1, moved=NOW, **here) for name in r.alias),
+        *(insert(AliasRow).values(name=name, version=1, moved=NOW, **here) for name in r.alias),
         *(insert(Location).values(url=url, seen=NOW, **here) for url in r.url),
         *(
             insert(Metric).values(name=name, value=value, measured=NOW, **here)

@@ -23,7 +23,7 @@ from ucformat.errors import NotFinished
 from ucformat.jobs import tasks
 from ucformat.jobs.combine.combining import plan_merge
 from ucformat.jobs.combine.job import CombineJob
-from ucformat.jobs.shards import How
+from ucformat.jobs.shards import WriteOptions
 from ucformat.jobs.tasks import batches
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
@@ -189,7 +189,9 @@ def test_a_tensor_that_is_read_whole_is_in_one_batch(
     method: str, together: bool, inputs: list[str]
 ) -> None:
     planned = plan_merge(method, inputs[1:], {"base": inputs[0]})
-    with CombineJob(planned.combination, MemoryStore("none"), "0" * 20, How(512, 1024)) as job:
+    with CombineJob(
+        planned.combination, MemoryStore("none"), "0" * 20, WriteOptions(512, 1024)
+    ) as job:
         found = list(batches(job, 10**6))
         assert sorted(n for batch in found for n in batch) == list(range(job.count))
         tensors = [{job.shard(n)[0].info.key for n in batch} for batch in found]

@@ -26,7 +26,7 @@ from ucformat.errors import (
 )
 from ucformat.jobs.combine.job import Combination, CombineJob
 from ucformat.jobs.combine.methods import Average, Ties
-from ucformat.jobs.shards import How
+from ucformat.jobs.shards import WriteOptions
 from ucformat.jobs.tasks import run_batch
 from ucformat.settings import using
 from ucformat.storage.memory import MemoryStore
@@ -119,7 +119,7 @@ def test_another_process_makes_the_same_job(method: str, tmp_path: Path) -> None
         Combination(opened, formula, None, ("b",), "float64"),
         MemoryStore("none"),
         "0" * 20,
-        How(**SIZES),
+        WriteOptions(**SIZES),
     )
     spec = {**job.spec(), "store": str(tmp_path / "dst")}
     record = json.loads(run_batch(json.dumps(spec), list(range(job.count))))

@@ -16,7 +16,7 @@ from ucformat.catalog.filter.syntax import (
     In,
     Like,
     Number,
-    Size,
+    SizeLiteral,
     Sort,
     Text,
     atoms,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from ucformat.catalog.entries import EntryKey
-    from ucformat.catalog.filter.syntax import Atom, Key, Node, Span, Value
+    from ucformat.catalog.filter.syntax import Atom, KeyPath, Node, Span, Value
 
 _MAX_MESSAGE = 400  # characters of a message, which may quote the filter
 _BEFORE, _AFTER = 60, 40  # characters of a long filter that are shown before and after the place
@@ -88,7 +88,7 @@ class Names:
         metrics = {spell(("metric", name)) for name in self.metrics}
         return sorted(metrics | {spell(("config", *path)) for path in self.configs})
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: KeyPath) -> bool:
         """Whether a metric or path exists; without any known names, all are accepted."""
         root, *rest = key.parts
         path = tuple(rest)
@@ -150,7 +150,7 @@ def nearest(name: str, options: Iterable[str]) -> str | None:
     return f"did you mean {' or '.join(found)}?" if found else None
 
 
-def _keys(node: Node | Sort) -> list[Key]:
+def _keys(node: Node | Sort) -> list[KeyPath]:
     return (
         [by.key for by in node.keys]
         if isinstance(node, Sort)
@@ -159,7 +159,7 @@ def _keys(node: Node | Sort) -> list[Key]:
 
 
 @dataclass(frozen=True)
-class Target:
+class KeyTarget:
     """A resolved key: `root` is its first part, `path` the rest."""
 
     root: str
@@ -168,7 +168,7 @@ class Target:
     key: EntryKey
 
 
-def resolve(key: Key, text: str | None = None, *, more: Iterable[str] = ()) -> Target:
+def resolve(key: KeyPath, text: str | None = None, *, more: Iterable[str] = ()) -> KeyTarget:
     """Resolve a key."""
     root, *path = key.parts
     written = f"tensor.{path[0]}" if root == "tensor" and path else root
@@ -187,7 +187,7 @@ def resolve(key: Key, text: str | None = None, *, more: Iterable[str] = ()) -> T
         if entry_key.name == root and path:
             raise wrong(f"{root} takes no path", f"write {root} alone")
         if root != "tensor" or len(path) == 1:
-            return Target(root, kind, tuple(path), entry_key)
+            return KeyTarget(root, kind, tuple(path), entry_key)
     keys = {
         name: k.name
         for name, k in BY_NAME.items()
@@ -201,12 +201,12 @@ def resolve(key: Key, text: str | None = None, *, more: Iterable[str] = ()) -> T
 _TAKES: dict[Kind, tuple[type, ...]] = {
     Kind.TEXT: (Text,),
     Kind.INTEGER: (Number,),
-    Kind.SIZE: (Number, Size),
-    Kind.FLOAT: (Number, Size),
+    Kind.SIZE: (Number, SizeLiteral),
+    Kind.FLOAT: (Number, SizeLiteral),
     Kind.TIME: (Text,),
     Kind.AGE: (Age,),
     Kind.BOOLEAN: (Boolean,),
-    Kind.JSON: (Text, Number, Size, Boolean),
+    Kind.JSON: (Text, Number, SizeLiteral, Boolean),
 }
 
 
@@ -270,7 +270,7 @@ def _check_value(atom: Atom, kind: Kind, value: Value, text: str | None) -> None
             ) from None
 
 
-def _check_sort(key: Key, target: Target, text: str | None) -> None:
+def _check_sort(key: KeyPath, target: KeyTarget, text: str | None) -> None:
     if target.key.many or target.root == "tensor" or target.kind is Kind.BOOLEAN:
         hint = "sort by id, run, step, created, age, size, …, metric.NAME or config.PATH"
         raise pointing_error(f"{key} cannot be sorted by", text, key.at, hint=hint)

@@ -43,18 +43,18 @@ from ucformat.catalog.filter.syntax import (
     Not,
     Number,
     Or,
-    Size,
+    SizeLiteral,
     Text,
 )
 from ucformat.catalog.models import (
     Base,
-    Checkpoint,
+    CheckpointRow,
     Config,
     Digest,
     Hold,
     Metric,
-    Run,
-    Tensor,
+    RunRow,
+    TensorRow,
     Verification,
 )
 from ucformat.catalog.rows import all_blocks, unindexed
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Select
 
     from ucformat.catalog.entries import EntryKey
-    from ucformat.catalog.filter.check import Target
+    from ucformat.catalog.filter.check import KeyTarget
     from ucformat.catalog.filter.documents import DocumentValue
     from ucformat.catalog.filter.syntax import Atom, Node, Sort, Value
 
@@ -88,19 +88,19 @@ def _stored(key: EntryKey) -> tuple[Any, Any]:
     return table.c[column], table.c.get("checkpoint")
 
 
-def column_of(target: Target, *, each: bool = False) -> KeyColumn:
+def column_of(target: KeyTarget, *, each: bool = False) -> KeyColumn:
     """The column of a key, except of `hold` and of paths into documents; `each` as for `compile_filter`."""
 
     def owned(owner: Any, *more: ColumnElement[bool]) -> Lift:
         if each:
-            return lambda c: select(owner).where(owner == Checkpoint.serial, *more, c).exists()
-        return lambda c: Checkpoint.serial.in_(select(owner).where(*more, c))
+            return lambda c: select(owner).where(owner == CheckpointRow.serial, *more, c).exists()
+        return lambda c: CheckpointRow.serial.in_(select(owner).where(*more, c))
 
     column, owner = _stored(target.key)
     match target.root:
         case "run":
-            run = unindexed(Checkpoint.run_id) if each else Checkpoint.run_id
-            return KeyColumn(column, lambda c: _and_there(run, run.in_(select(Run.id).where(c))))
+            run = unindexed(CheckpointRow.run_id) if each else CheckpointRow.run_id
+            return KeyColumn(column, lambda c: _and_there(run, run.in_(select(RunRow.id).where(c))))
         case "metric":
             return KeyColumn(column, owned(owner, Metric.name == target.path[0]))
         case "verified":
@@ -108,26 +108,30 @@ def column_of(target: Target, *, each: bool = False) -> KeyColumn:
         case "tensor" if target.path == ("digest",):
             return KeyColumn(column, _with_digest)
         case "tensor":
-            structure = unindexed(Checkpoint.tensor_set_id) if each else Checkpoint.tensor_set_id
-            return KeyColumn(column, lambda c: structure.in_(select(Tensor.tensor_set_id).where(c)))
+            structure = (
+                unindexed(CheckpointRow.tensor_set_id) if each else CheckpointRow.tensor_set_id
+            )
+            return KeyColumn(
+                column, lambda c: structure.in_(select(TensorRow.tensor_set_id).where(c))
+            )
         case _ if target.key.many:
             return KeyColumn(column, owned(owner))
     return KeyColumn(column, lambda c: _and_there(column, c))
 
 
-def document_column(target: Target, *, each: bool = False) -> KeyColumn:
+def document_column(target: KeyTarget, *, each: bool = False) -> KeyColumn:
     """The column of the JSON document that a key points into; `each` as for `compile_filter`."""
     column, _ = _stored(target.key)
     if target.root != "config":
         return KeyColumn(column, lambda c: c)
-    config: Any = unindexed(Checkpoint.config_id) if each else Checkpoint.config_id
+    config: Any = unindexed(CheckpointRow.config_id) if each else CheckpointRow.config_id
     return KeyColumn(column, lambda c: _and_there(config, config.in_(select(Config.id).where(c))))
 
 
 def is_held(now: datetime) -> ColumnElement[bool]:
     """Whether a checkpoint has a hold that is neither released nor expired."""
     active = Hold.released.is_(None), or_(Hold.until.is_(None), Hold.until > now)
-    return Checkpoint.serial.in_(select(Hold.checkpoint).where(*active))
+    return CheckpointRow.serial.in_(select(Hold.checkpoint).where(*active))
 
 
 def _and_there(column: Any, condition: ColumnElement[bool]) -> ColumnElement[bool]:
@@ -141,12 +145,14 @@ def _last_verified(condition: ColumnElement[bool]) -> ColumnElement[bool]:
         later.at > Verification.at, and_(later.at == Verification.at, later.id > Verification.id)
     )
     superseded = select(later.id).where(later.checkpoint == Verification.checkpoint, after).exists()
-    return Checkpoint.serial.in_(select(Verification.checkpoint).where(condition, not_(superseded)))
+    return CheckpointRow.serial.in_(
+        select(Verification.checkpoint).where(condition, not_(superseded))
+    )
 
 
 def _with_digest(condition: ColumnElement[bool]) -> ColumnElement[bool]:
     """One index search for each block, if the condition names the digest."""
-    return Checkpoint.serial.in_(
+    return CheckpointRow.serial.in_(
         select(Digest.checkpoint).where(Digest.block.in_(all_blocks()), condition)
     )
 
@@ -185,7 +191,7 @@ def compile_rows(node: Node, *, now: datetime) -> Select[Any] | None:
     if owner is not None:
         named = (Metric.name == target.path[0],) if target.root == "metric" else ()
         return select(owner).where(*named, _on_column(column, target.kind, node, now))
-    return select(Checkpoint.serial).where(_atom(node, now, each=False))
+    return select(CheckpointRow.serial).where(_atom(node, now, each=False))
 
 
 def _condition(node: Node, now: datetime, *, negated: bool, each: bool) -> ColumnElement[bool]:
@@ -300,7 +306,7 @@ def _bound(kind: Kind, value: Value, now: datetime) -> Any:
     match value:
         case Age(span):
             return _ago(now, span)
-        case Size(nbytes):
+        case SizeLiteral(nbytes):
             return nbytes
         case Text(text):
             return instant(text) if kind is Kind.TIME else text
@@ -330,31 +336,31 @@ def compile_sort(sort: Sort, *, now: datetime | None = None) -> list[ColumnEleme
         ordered += [
             (value.desc() if down else value.asc()).nulls_last() for value in _sort_values(target)
         ]
-    return [*ordered, Checkpoint.serial.desc()]
+    return [*ordered, CheckpointRow.serial.desc()]
 
 
-def _sort_values(target: Target) -> list[ColumnElement[Any]]:
+def _sort_values(target: KeyTarget) -> list[ColumnElement[Any]]:
     match target.root:
         case "config":
-            own = Config.id == Checkpoint.config_id
+            own = Config.id == CheckpointRow.config_id
             return document_order(
                 Config.document,
                 target.path,
-                lambda value: select(value).where(own).correlate(Checkpoint).scalar_subquery(),
+                lambda value: select(value).where(own).correlate(CheckpointRow).scalar_subquery(),
             )
         case "topology" | "producer":
             return document_order(document_column(target).column, target.path)
         case "run":
             name = (
-                select(Run.name)
-                .where(Run.id == Checkpoint.run_id)
-                .correlate(Checkpoint)
+                select(RunRow.name)
+                .where(RunRow.id == CheckpointRow.run_id)
+                .correlate(CheckpointRow)
                 .scalar_subquery()
             )
             return [by_code_point(name)]
         case "metric":
-            named = Metric.checkpoint == Checkpoint.serial, Metric.name == target.path[0]
-            return [select(Metric.value).where(*named).correlate(Checkpoint).scalar_subquery()]
+            named = Metric.checkpoint == CheckpointRow.serial, Metric.name == target.path[0]
+            return [select(Metric.value).where(*named).correlate(CheckpointRow).scalar_subquery()]
         case _:
             column = column_of(target).column
             return [by_code_point(column) if target.kind is Kind.TEXT else column]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.filter.expressions import OPERATORS, by_code_point, by_engine, is_long, like
-from ucformat.catalog.filter.syntax import Boolean, Number, Size, Text
+from ucformat.catalog.filter.syntax import Boolean, Number, SizeLiteral, Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ class DocumentValue(ABC):
         match value:
             case Text(text):
                 return self._when_text(compared(by_code_point(self.text), _text(text)))
-            case Number(number) | Size(number):
+            case Number(number) | SizeLiteral(number):
                 bound = self._bounds(number)[0 if operator in {"<", ">="} else -1]
                 return self._when_number(compared(self._number([number]), bound))
             case _:
@@ -102,7 +102,7 @@ class DocumentValue(ABC):
         numbers = [
             v.value if isinstance(v, Number) else v.nbytes
             for v in values
-            if isinstance(v, Number | Size)
+            if isinstance(v, Number | SizeLiteral)
         ]
         found = [
             self._truth(wanted=t)

@@ -22,12 +22,12 @@ from ucformat.catalog.filter.syntax import (
     Compare,
     In,
     IsNull,
-    Key,
+    KeyPath,
     Like,
     Not,
     Number,
     Or,
-    Size,
+    SizeLiteral,
     Sort,
     SortKey,
     Text,
@@ -137,7 +137,7 @@ def _lark() -> Lark:
         grammar,
         parser="lalr",
         start=["filter", "sort"],
-        transformer=_Build(),
+        transformer=_ParsedTree(),
         maybe_placeholders=True,
     )
 
@@ -152,7 +152,7 @@ class _Misfit(Exception):
 
 
 @v_args(inline=True)
-class _Build(Transformer[Any, Any]):
+class _ParsedTree(Transformer[Any, Any]):
     """Builds the tree while the text is parsed, without recursion."""
 
     def disjunction(self, *nodes: Node) -> Node:
@@ -167,24 +167,24 @@ class _Build(Transformer[Any, Any]):
         with _placed(_at(word)):
             return Not(node)
 
-    def compare(self, key: Key, operator: Token, value: Value) -> Node:
+    def compare(self, key: KeyPath, operator: Token, value: Value) -> Node:
         return Compare(key, {"==": "=", "<>": "!="}.get(operator, str(operator)), value)
 
-    def member(self, key: Key, negation: Token | None, *values: Value) -> Node:
+    def member(self, key: KeyPath, negation: Token | None, *values: Value) -> Node:
         return In(key, values, negated=negation is not None)
 
-    def like(self, key: Key, negation: Token | None, pattern: Text) -> Node:
+    def like(self, key: KeyPath, negation: Token | None, pattern: Text) -> Node:
         with _placed(pattern.at):
             return Like(key, pattern, negated=negation is not None)
 
-    def null(self, key: Key, negation: Token | None) -> Node:
+    def null(self, key: KeyPath, negation: Token | None) -> Node:
         return IsNull(key, negated=negation is not None)
 
     def sort(self, *keys: SortKey) -> Sort:
         with _placed(keys[-1].key.at):
             return Sort(keys)
 
-    def by(self, minus: Token | None, key: Key, direction: Token | None) -> SortKey:
+    def by(self, minus: Token | None, key: KeyPath, direction: Token | None) -> SortKey:
         if minus is not None and direction is not None:
             with _placed(_at(direction)):
                 raise UsageError(
@@ -194,10 +194,10 @@ class _Build(Transformer[Any, Any]):
             key, minus is not None or (direction is not None and direction.lower() == "desc")
         )
 
-    def key(self, *parts: Token) -> Key:
+    def key(self, *parts: Token) -> KeyPath:
         at = (_at(parts[0])[0], _at(parts[-1])[1])
         with _placed(at):
-            return Key(tuple(map(_unquoted, parts)), at=at)
+            return KeyPath(tuple(map(_unquoted, parts)), at=at)
 
     def text(self, token: Token) -> Text:
         return Text(_unquoted(token), at=_at(token))
@@ -221,10 +221,10 @@ class _Build(Transformer[Any, Any]):
             except OverflowError:
                 raise UsageError("this age is too large", hint="ages go up to 999999999d") from None
 
-    def size(self, token: Token) -> Size:
+    def size(self, token: Token) -> SizeLiteral:
         with _placed(_at(token)):
             number = _short(token).rstrip("kmgtibKMGTIB")
-            return Size(
+            return SizeLiteral(
                 round(Fraction(number) * _SIZES[token[len(number) :].upper()]), at=_at(token)
             )
 

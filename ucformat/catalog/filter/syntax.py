@@ -28,12 +28,12 @@ Span = tuple[int, int]  # of the filter's text: the first character, and the one
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _Term:
     at: Span | None = field(default=None, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)
-class Key(_Leaf):
+class KeyPath(_Term):
     """The left side of a comparison: `step`, or a path such as `config."a.b".c`."""
 
     parts: tuple[str, ...]
@@ -49,7 +49,7 @@ class Key(_Leaf):
 
 
 @dataclass(frozen=True)
-class Text(_Leaf):
+class Text(_Term):
     """Text in quotes, or a time."""
 
     value: str
@@ -62,7 +62,7 @@ class Text(_Leaf):
 
 
 @dataclass(frozen=True)
-class Number(_Leaf):
+class Number(_Term):
     """An integer or a float, compared by value."""
 
     value: int | float
@@ -75,7 +75,7 @@ class Number(_Leaf):
 
 
 @dataclass(frozen=True)
-class Boolean(_Leaf):
+class Boolean(_Term):
     """`true` or `false`."""
 
     value: bool
@@ -85,7 +85,7 @@ class Boolean(_Leaf):
 
 
 @dataclass(frozen=True)
-class Age(_Leaf):
+class Age(_Term):
     """A span of time such as `7d`."""
 
     span: timedelta
@@ -99,7 +99,7 @@ class Age(_Leaf):
 
 
 @dataclass(frozen=True)
-class Size(_Leaf):
+class SizeLiteral(_Term):
     """A size such as `10GB`, in bytes."""
 
     nbytes: int
@@ -112,7 +112,7 @@ class Size(_Leaf):
         return f"{self.nbytes // SIZE_UNITS[unit]}{unit}"
 
 
-Value = Text | Number | Boolean | Age | Size
+Value = Text | Number | Boolean | Age | SizeLiteral
 
 
 def _check_text(text: str) -> None:
@@ -163,7 +163,7 @@ MAX_SORT_KEYS = 16  # keys of an order
 class Compare:
     """`key operator value`; the operator is one of `=`, `!=`, `<`, `<=`, `>` and `>=`."""
 
-    key: Key
+    key: KeyPath
     operator: str
     value: Value
 
@@ -182,7 +182,7 @@ class Compare:
 class In:
     """`key in (value, …)`: it equals one of them."""
 
-    key: Key
+    key: KeyPath
     values: tuple[Value, ...]
     negated: bool = False
 
@@ -198,7 +198,7 @@ class In:
 class Like:
     r"""`key like 'pattern'`: `%` is any text, `_` any character, and a backslash escapes the next one."""
 
-    key: Key
+    key: KeyPath
     pattern: Text
     negated: bool = False
 
@@ -217,7 +217,7 @@ class Like:
 class IsNull:
     """`key is null`: it has no value."""
 
-    key: Key
+    key: KeyPath
     negated: bool = False
 
     def __str__(self) -> str:
@@ -278,7 +278,7 @@ Node = And | Or | Not | Atom
 class SortKey:
     """A key to sort by, and its direction."""
 
-    key: Key
+    key: KeyPath
     descending: bool = False
 
     def __str__(self) -> str:

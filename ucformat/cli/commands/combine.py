@@ -15,8 +15,8 @@ from ucformat.cli.ui.options import (
     METRIC,
     OPENING,
     STATES,
-    Facts,
     Opening,
+    RecordedFacts,
     bundle,
     command,
     ignore_dependents_of,
@@ -106,7 +106,7 @@ _MORE: tuple[Callable[[Any], Any], ...] = (
     ),
     bundle(
         "facts",
-        Facts,
+        RecordedFacts,
         click.option(
             "--run",
             metavar="NAME",
@@ -263,13 +263,13 @@ def _run(
     out: Output,
     *,
     work: Work,
-    facts: Facts,
+    facts: RecordedFacts,
 ) -> None:
     from ucformat.jobs.cost import estimate_combination
-    from ucformat.jobs.shards import How
+    from ucformat.jobs.shards import WriteOptions
     from ucformat.jobs.where import Where
 
-    how = How(
+    how = WriteOptions(
         work.chunk_bytes,
         work.shard_bytes,
         work.workers,

@@ -15,8 +15,8 @@ from ucformat.cli.ui.options import (
     OPENING,
     SRC,
     STATES,
-    Facts,
     Opening,
+    RecordedFacts,
     command,
     facts_options,
     ignore_dependents_of,
@@ -63,7 +63,7 @@ def convert(
     states: tuple[str, ...],
     work: Work,
     weights: Literal["safetensors"] | None,
-    facts: Facts,
+    facts: RecordedFacts,
     opening: Opening,
     out: Output,
 ) -> None:

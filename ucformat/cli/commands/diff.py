@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.content import TensorEntry
+    from ucformat.catalog.content import ListedTensor
     from ucformat.catalog.diff import Changed, Diff
     from ucformat.catalog.entries import Entry
     from ucformat.cli.ui.output import Output
@@ -181,7 +181,7 @@ def _tensors(found: _Found, width: int | None) -> Iterator[str]:
     )
 
 
-def _tensor(tensor: TensorEntry) -> str:
+def _tensor(tensor: ListedTensor) -> str:
     return f"{tensor.dtype} {shape_text(tensor.shape)}"
 
 
@@ -222,7 +222,7 @@ def _change(change: Changed) -> dict[str, Any]:
     }
 
 
-def _tensor_data(tensor: TensorEntry) -> dict[str, Any]:
+def _tensor_data(tensor: ListedTensor) -> dict[str, Any]:
     return {
         "name": tensor.name,
         "state": tensor.state,

@@ -15,8 +15,8 @@ from ucformat.cli.ui.options import (
     IGNORE_DEPENDENT,
     OPENING,
     SOURCE,
-    Facts,
     Opening,
+    RecordedFacts,
     bundle,
     command,
     facts_options,
@@ -111,7 +111,7 @@ def register(
     search: Search,
     virtual: Virtual,
     work: Work,
-    facts: Facts,
+    facts: RecordedFacts,
     opening: Opening,
     out: Output,
 ) -> None:
@@ -188,7 +188,7 @@ def _estimate(
 
 
 def _register_virtual(
-    source: Checkpoint, dst: str, facts: Facts, virtual: Virtual, out: Output
+    source: Checkpoint, dst: str, facts: RecordedFacts, virtual: Virtual, out: Output
 ) -> None:
     import ucformat
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import timedelta
 
-    from ucformat.catalog.sql import Table
+    from ucformat.catalog.sql import QueryResult
     from ucformat.cli.ui.output import Output
 
 _MAX_ROWS = 100
@@ -78,7 +78,7 @@ def sql(
         out.note(f"there are more than {plural(len(found.rows), 'row')}; -n 0 shows all")
 
 
-def _table(found: Table) -> Iterator[str]:
+def _table(found: QueryResult) -> Iterator[str]:
     columns = range(len(found.columns))
     numbers = [
         i for i in columns if all(isinstance(row[i], int | float | None) for row in found.rows)

@@ -430,7 +430,7 @@ OPENING = bundle("opening", Opening, VIEW, SOURCE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class RecordedFacts:
     """What a command records in the catalog besides what the files contain."""
 
     run: str | None = None
@@ -442,4 +442,4 @@ class Facts:
 def facts_options(run: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Declare the options of `Facts`, with the help of `--run`."""
     name = click.option("--run", metavar="NAME", help=run)
-    return bundle("facts", Facts, name, CONFIG, METRIC, STEP)
+    return bundle("facts", RecordedFacts, name, CONFIG, METRIC, STEP)

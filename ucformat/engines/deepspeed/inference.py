@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.tp_sharding import Shapes, TPSharding, concatenate, replicate
-from ucformat.geometry.view import Part
+from ucformat.geometry.view import BoxPair
 from ucformat.sources.pickle.stand_ins import Inert
 from ucformat.sources.tp_merge import CUTS, cuts_option
 
@@ -267,10 +267,10 @@ def as_other_norms(
     return replicate(shapes).because("the other norms") if alike else None
 
 
-def _rows(regions: tuple[tuple[Part, ...], ...]) -> tuple[tuple[Part, ...], ...]:
+def _rows(regions: tuple[tuple[BoxPair, ...], ...]) -> tuple[tuple[BoxPair, ...], ...]:
     """The regions of the rows of a matrix."""
     return tuple(
-        tuple(dict.fromkeys(Part.aligned(_first(r.target), _first(r.box)) for r in held))
+        tuple(dict.fromkeys(BoxPair.aligned(_first(r.target), _first(r.box)) for r in held))
         for held in regions
     )
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ucformat.engines.deepspeed.folder import DeepSpeedSourceOptions, TagFiles
     from ucformat.engines.deepspeed.zero import Slice
     from ucformat.geometry.tensor import Extent
-    from ucformat.geometry.view import Part
+    from ucformat.geometry.view import BoxPair
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.index import Locate
     from ucformat.storage.base import Store
@@ -329,13 +329,13 @@ class _MergedTensor:
     """One global tensor: a view of the ranks' local ones."""
 
     def __init__(
-        self, store: Store, info: TensorInfo, slices: Sequence[Slice], regions: Sequence[Sequence[Part]],
+        self, store: Store, info: TensorInfo, slices: Sequence[Slice], regions: Sequence[Sequence[BoxPair]],
         key: Key | None = None,
     ) -> None:  # fmt: skip
         self._store, self._info, self._slices = store, info, slices
         self._key = key or info.key  # of the local tensors
-        owners: dict[Box, tuple[int, Part]] = {}
-        self._replicas: dict[Box, list[tuple[int, Part]]] = {}
+        owners: dict[Box, tuple[int, BoxPair]] = {}
+        self._replicas: dict[Box, list[tuple[int, BoxPair]]] = {}
         for rank, own in enumerate(regions):
             for region in own:
                 box = region.target

@@ -42,7 +42,7 @@ from ucformat.geometry.tp_sharding import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from ucformat.geometry.view import Part
+    from ucformat.geometry.view import BoxPair
 
 Value = TypeVar("Value")
 
@@ -274,7 +274,7 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
             raise LayoutError(f"its affine map is for {len(ranks)} ranks, not for {len(shapes)}")
         regions, scaled = [], False
         for rank, local in enumerate(shapes):
-            parts: list[Part] = []
+            parts: list[BoxPair] = []
             if _sizes(ranks[rank]["shard_shape"]) != local:
                 raise LayoutError(
                     f"its affine map gives rank {rank} the shape {ranks[rank]['shard_shape']}, not {list(local)}"

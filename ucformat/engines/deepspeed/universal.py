@@ -35,7 +35,7 @@ from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, models_by_la
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, first_names, option_text
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.geometry.view import Part, View
+from ucformat.geometry.view import BoxPair, View
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.index import Group, IndexedSource, TensorIndex
@@ -240,7 +240,7 @@ def _joinable(shapes: Shapes) -> bool:
 def _part(name: str, atom: Atom, of: Box, within: Box | None) -> Iterator[Extent]:
     """The extents of a box of an atom, as boxes of that box."""
     info = TensorInfo(name, atom.state, atom.dtype, of.shape)
-    view = View(info, ((Key(name, atom.state), Part.aligned(Box.whole(of.shape), of)),))
+    view = View(info, ((Key(name, atom.state), BoxPair.aligned(Box.whole(of.shape), of)),))
     return view.extents(lambda _key, box: atom.locate(box), within)
 
 

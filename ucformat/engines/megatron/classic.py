@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import Extent
-    from ucformat.geometry.view import Part
+    from ucformat.geometry.view import BoxPair
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.tp_merge import Verdict
     from ucformat.storage.base import Store
@@ -218,7 +218,7 @@ class OpenClassic(IndexedSource):
         key: Key,
         by_rank: dict[int, list[_Rank]],
         t: int,
-        regions: tuple[tuple[Part, ...], ...],
+        regions: tuple[tuple[BoxPair, ...], ...],
         within: Box | None,
     ) -> Iterator[Extent]:
         """The extents of one rank's part, after a check that all copies of it are equal."""

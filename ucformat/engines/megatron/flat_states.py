@@ -21,7 +21,7 @@ from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import align_up, flat_boxes, flat_extents, flat_range
 from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.geometry.view import Part, View
+from ucformat.geometry.view import BoxPair, View
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import why_refused
 
@@ -231,14 +231,14 @@ class _Model:
             self.whole[name] = unstacked(Key(name, "weight"), self.opened.weights[name])
         return self.whole[name]
 
-    def regions(self, name: str, rank: int, degree: int) -> tuple[Part, ...]:
+    def regions(self, name: str, rank: int, degree: int) -> tuple[BoxPair, ...]:
         """The regions of a parameter that a tensor-parallel rank holds, one after another along the dim that is cut."""
         tensor = self.weight(name)
         boxes = sorted({b for b in tensor.boxes() if b.size})
         cut = [d for d, n in enumerate(tensor.shape) if any(b.shape[d] != n for b in boxes)]
         if not cut or not boxes:
             whole = Box.whole(tensor.shape)
-            return (Part.aligned(whole, whole),)
+            return (BoxPair.aligned(whole, whole),)
         if len(cut) > 1 or len(boxes) not in (degree, 2 * degree):
             raise AmbiguousLayout(
                 f"{name} was stored as {len(boxes)} boxes by {degree} tensor-parallel ranks, which fits no sharding",
@@ -249,7 +249,7 @@ class _Model:
         for box in mine:
             start = [0] * len(box.shape)
             start[cut[0]] = at
-            out.append(Part.aligned(box, Box(tuple(start), box.shape)))
+            out.append(BoxPair.aligned(box, Box(tuple(start), box.shape)))
             at += box.shape[cut[0]]
         return tuple(out)
 
@@ -421,7 +421,7 @@ def _flat(model: _Model, fqn: str | None) -> FlatTensor | None:
     def locate(start: int, stop: int) -> Iterator[Extent]:
         box = Box((start,), (stop - start,))
         info = TensorInfo(fqn, "flat", stored.dtype, box.shape)
-        whole = Part.aligned(Box.whole(box.shape), box)
+        whole = BoxPair.aligned(Box.whole(box.shape), box)
         return View(info, ((info.key, whole),)).extents(lambda _, near: stored.extents(near))
 
     return FlatTensor(stored.shape[0], stored.dtype, locate)
@@ -435,7 +435,7 @@ class _Piece:
     slot: BufferSlot
     flat: FlatTensor
     master: FlatTensor | None
-    regions: tuple[Part, ...]
+    regions: tuple[BoxPair, ...]
     proved: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -18,7 +18,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.flat_buffer import flat_boxes, flat_extents
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
-from ucformat.geometry.view import Part, View
+from ucformat.geometry.view import BoxPair, View
 from ucformat.schema import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class UnstackedPart:
         inside = Box((*self.index, *box.start), (*[1] * n, *box.shape))
         info = TensorInfo(*self.stored.key, self.stored.dtype, box.shape)
         axes = tuple(range(n, n + len(box.shape)))
-        view = View(info, ((info.key, Part(Box.whole(box.shape), inside, axes)),))
+        view = View(info, ((info.key, BoxPair(Box.whole(box.shape), inside, axes)),))
         return view.extents(lambda _, box: self.stored.extents(box))
 
 
@@ -259,11 +259,11 @@ def _part(tensor: ReadableTensor, box: Box, within: Box | None) -> Iterator[Exte
 
 
 def joined(
-    key: Key, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[Locate, Sequence[Part]]]
+    key: Key, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[Locate, Sequence[BoxPair]]]
 ) -> ReadableTensor:
     """The global tensor whose parts ranks hold."""
     seen: dict[Box, int] = {}
-    views: list[tuple[Key, Part]] = []
+    views: list[tuple[Key, BoxPair]] = []
     for i, (_, regions) in enumerate(parts):
         views += ((Key(str(i), ""), r) for r in regions if seen.setdefault(r.target, i) == i)
     view = View(TensorInfo(*key, dtype, shape), tuple(views))
@@ -277,7 +277,7 @@ def joined(
             if clip is not None:
                 move = tuple(a - b for a, b in zip(clip.start, part.target.start, strict=True))
                 box_inside = Box(part.box.shift(move).start, clip.shape)
-                inner.append((source, Part(clip.shift(shift), box_inside, part.axes)))
+                inner.append((source, BoxPair(clip.shift(shift), box_inside, part.axes)))
         return View(info, tuple(inner)).extents(
             lambda source, near: parts[int(source.name)][0](near)
         )

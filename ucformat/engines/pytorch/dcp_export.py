@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ucformat.exporters.distcp import Entry
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.reading.readable import Place, StatePath
+    from ucformat.reading.readable import GroupPlace, StatePath
 
 _PARAMETER = ("weight", "master")
 _PLAIN = ("params", "state")  # keys of a group that are not hyper-parameters
@@ -254,7 +254,7 @@ class _DcpEntries:
         number: int,
         group: Mapping[str, Any],
         options: dict[str, Any],
-        place: Place | None,
+        place: GroupPlace | None,
     ) -> None:
         names = group["params"] if place is None else place.names
         if self._options.flat_optimizer if place is None else place.flattened:

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-    from ucformat.reading.readable import Place
+    from ucformat.reading.readable import GroupPlace
     from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.save import Saved
@@ -387,7 +387,7 @@ class RankItems:
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
-    places: tuple[Place, ...] = ()
+    places: tuple[GroupPlace, ...] = ()
 
 
 def local_items(plan: SavePlan) -> LocalItems:

@@ -10,7 +10,7 @@ from ucformat.exporters.base import Exporter, ExportOptions, Span, Target, left_
 from ucformat.exporters.pickle import ALLOWED, Global, SavedTensor, Storage
 from ucformat.exporters.zip_file import torch_file
 from ucformat.geometry.tensor import Key
-from ucformat.reading.readable import IntKey, Place, path_from_json
+from ucformat.reading.readable import GroupPlace, IntKey, path_from_json
 from ucformat.sources.state_names import GROUPS, dotted
 from ucformat.sources.values import from_json, plain_form
 
@@ -149,9 +149,9 @@ def _nested_state(
     recorded = source.metadata.paths
     known = any(info.key in recorded for info in infos)
     groups = source.metadata.groups
-    places: Sequence[Place | None] = source.metadata.places
+    places: Sequence[GroupPlace | None] = source.metadata.places
     if not places:
-        places = [None if known else Place((_OPTIM,), tuple(g["params"])) for g in groups]
+        places = [None if known else GroupPlace((_OPTIM,), tuple(g["params"])) for g in groups]
     further: list[tuple[StatePath, Key]] = []  # of tied tensors: last, as modules mostly have them
     for info in infos:
         for number, path in enumerate(
@@ -176,7 +176,7 @@ def _nested_state(
     return build.finished(build.root), tuple(build.left)
 
 
-def _is_numbered(place: Place) -> bool:
+def _is_numbered(place: GroupPlace) -> bool:
     """Whether an optimizer numbers its parameters."""
     return all(name.isdecimal() for name in place.names)
 
@@ -303,7 +303,7 @@ class _Build:
         )
         return (*path[:-2], IntKey(path[-2]), path[-1]) if known else path
 
-    def group(self, group: Mapping[str, Any], place: Place) -> None:
+    def group(self, group: Mapping[str, Any], place: GroupPlace) -> None:
         """Put an optimizer group at its place."""
         options = self.items(
             [(k, v) for k, v in group.items() if k not in ("params", _STATES)], GROUPS

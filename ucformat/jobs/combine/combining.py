@@ -18,7 +18,7 @@ from ucformat.jobs.combine.methods import Average, Dare, Slerp, TaskArithmetic, 
 from ucformat.jobs.convert import write
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import lineage_to, record_commits
-from ucformat.jobs.shards import How
+from ucformat.jobs.shards import WriteOptions
 from ucformat.jobs.where import Where
 from ucformat.reading.readable import PART_OF
 from ucformat.references import expand_references, open_catalog, open_reference
@@ -108,7 +108,7 @@ def average(
         Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed
             since it was opened.
     """
-    how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    how = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     planned = plan_average(
         sources,
         weights=weights,
@@ -361,7 +361,7 @@ def merge(
         Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed
             since it was opened.
     """
-    how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    how = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     given = {
         "base": base,
         "weights": weights,
@@ -512,7 +512,7 @@ class Planned:
     def write(
         self,
         dst: str | PathLike[str] | Store,
-        how: How,
+        how: WriteOptions,
         *,
         overwrite: bool = False,
         run: str | None = None,

@@ -16,10 +16,10 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.jobs.combine.lora import Lora
 from ucformat.jobs.combine.methods import METHODS, Operand
-from ucformat.jobs.combine.outputs import Output, find_outputs
+from ucformat.jobs.combine.outputs import CombinedTensor, find_outputs
 from ucformat.jobs.reopen import reopen, spec_of
 from ucformat.jobs.run import run
-from ucformat.jobs.shards import How, ShardJob, plan_document
+from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.scratch import thread_memory
 from ucformat.storage.url import open_store
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.format.arrays import Array
+    from ucformat.format.arrays import StoredArray
     from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.jobs.combine.formulas import Block
     from ucformat.jobs.combine.methods import Method
@@ -70,10 +70,10 @@ class Combination:
         found = find_outputs(
             self.sources[:1] if isinstance(method, Lora) else self.sources, states, take, cast
         )
-        self.outputs: dict[Key, Output] = {output.info.key: output for output in found}
+        self.outputs: dict[Key, CombinedTensor] = {output.info.key: output for output in found}
         self.infos = [output.info for output in found]
 
-    def plan(self, how: How) -> dict[str, Any]:
+    def plan(self, how: WriteOptions) -> dict[str, Any]:
         """The plan, which identifies it: the files of the inputs as they are now, tensors, method and grids."""
         return {
             "combine": {"method": self.method.name, **self.method.document()},
@@ -103,7 +103,7 @@ class Combination:
         method = Lora(sources, **parameters) if name == Lora.name else METHODS[name](**parameters)
         return cls(sources, method, *spec["chosen"])
 
-    def operands(self, output: Output, box: Box) -> Sequence[Operand]:
+    def operands(self, output: CombinedTensor, box: Box) -> Sequence[Operand]:
         """What has to be read for a box of a tensor."""
         if output.how == "combined":
             return self.method.operands(output.inputs, box)
@@ -115,7 +115,9 @@ class CombineJob(ShardJob):
 
     kind = "combine"
 
-    def __init__(self, combination: Combination, store: Store, attempt: str, how: How) -> None:
+    def __init__(
+        self, combination: Combination, store: Store, attempt: str, how: WriteOptions
+    ) -> None:
         self.combination = combination
         super().__init__(combination.sources[0], store, attempt, combination.infos, how)
         self._known: dict[Key, Any] = {}
@@ -148,7 +150,7 @@ class CombineJob(ShardJob):
         """See Job."""
         combination = Combination.of_spec(spec["combination"])
         chunk_bytes, shard_bytes = spec["grids"]
-        how = How(chunk_bytes, shard_bytes, verify=spec["verify"])
+        how = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"])
         if document_digest(combination.plan(how)) != spec["plan"]:
             raise Conflict(
                 "a worker reads other files of the inputs than those with which the job was started",
@@ -156,25 +158,25 @@ class CombineJob(ShardJob):
             )
         return cls(combination, open_store(spec["store"]), spec["attempt"], how)
 
-    def boxes(self, array: Array, box: Box) -> Sequence[InputBox]:
+    def boxes(self, array: StoredArray, box: Box) -> Sequence[InputBox]:
         """See ShardJob."""
         return self._boxes(self.combination.outputs[array.info.key], box)
 
-    def times_read(self, array: Array) -> int:
+    def times_read(self, array: StoredArray) -> int:
         """See ShardJob."""
         return 1 + self._scans(self.combination.outputs[array.info.key])
 
-    def _scans(self, output: Output) -> int:
+    def _scans(self, output: CombinedTensor) -> int:
         return self.combination.method.scans if output.how == "combined" else 0
 
-    def _boxes(self, output: Output, box: Box) -> list[InputBox]:
+    def _boxes(self, output: CombinedTensor, box: Box) -> list[InputBox]:
         return [
             self.inputs[o.input].within(o.info, o.box)
             for o in self.combination.operands(output, box)
         ]
 
     def fill(
-        self, array: Array, boxes: Sequence[InputBox], piece: Piece, raw: NDArray[np.uint8]
+        self, array: StoredArray, boxes: Sequence[InputBox], piece: Piece, raw: NDArray[np.uint8]
     ) -> bool:
         """See ShardJob."""
         info, output = array.info, self.combination.outputs[array.info.key]
@@ -209,7 +211,7 @@ class CombineJob(ShardJob):
         return cut(box, max(1, _READ_BYTES // sum(b.info.itemsize for b in boxes)))
 
     def _read(
-        self, output: Output, boxes: Sequence[InputBox], part: Box
+        self, output: CombinedTensor, boxes: Sequence[InputBox], part: Box
     ) -> tuple[list[NDArray[Any]], bool]:
         """Read the operands of a part; returns them, and whether checksums cover all bytes that were read."""
         arrays: list[NDArray[Any]] = []
@@ -223,7 +225,7 @@ class CombineJob(ShardJob):
 
     # --- what a method finds of a whole tensor
 
-    def _knowledge(self, output: Output) -> Any:
+    def _knowledge(self, output: CombinedTensor) -> Any:
         key = output.info.key
         with self._locks[key]:
             if key not in self._known:
@@ -235,7 +237,10 @@ class CombineJob(ShardJob):
             return self._known[key]
 
     def _scan(
-        self, output: Output, find: Callable[[Iterator[Block]], T], fold: Callable[[T, T], T]
+        self,
+        output: CombinedTensor,
+        find: Callable[[Iterator[Block]], T],
+        fold: Callable[[T, T], T],
     ) -> T:
         """See Scan. The blocks are those of default grids, so that their sums do not depend on options."""
         info = output.inputs[0]
@@ -261,7 +266,7 @@ class CombineJob(ShardJob):
         return total
 
     def _finite(
-        self, output: Output, box: Box, part: Box, arrays: Sequence[NDArray[Any]]
+        self, output: CombinedTensor, box: Box, part: Box, arrays: Sequence[NDArray[Any]]
     ) -> Iterator[Block]:
         from ucformat.jobs.combine.methods import wide
 
@@ -272,7 +277,7 @@ class CombineJob(ShardJob):
 
     # --- what may be wrong with values
 
-    def _check(self, output: Output, block: Block, arrays: Sequence[NDArray[Any]]) -> None:
+    def _check(self, output: CombinedTensor, block: Block, arrays: Sequence[NDArray[Any]]) -> None:
         """Raise UsageError if a value of an input is not finite, or one of the result does not fit the dtype."""
         if not block.size:
             return
@@ -296,7 +301,7 @@ class CombineJob(ShardJob):
             hint="leave out this input, or keep the tensor of the first one: --take PATTERN (take=)",
         )
 
-    def _must_be_equal(self, output: Output, arrays: Sequence[NDArray[Any]]) -> None:
+    def _must_be_equal(self, output: CombinedTensor, arrays: Sequence[NDArray[Any]]) -> None:
         """Raise UsageError if a tensor without floating-point numbers differs between inputs."""
         first, *others = (array.reshape(-1).view(np.uint8) for array in arrays)
         for n, other in enumerate(others, 1):

@@ -170,7 +170,7 @@ class Lora(Method):
 
     def _add(self, base: Checkpoint, n: int, adapter: Checkpoint, weight: float) -> None:
         config = _Config.read(adapter)
-        tensors = _Tensors.of(adapter, config)
+        tensors = _AdapterTensors.of(adapter, config)
         strange: list[str] = []
         for name, info in tensors.replaced.items():
             target = _target(base, name)
@@ -235,7 +235,7 @@ class Lora(Method):
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensors:
+class _AdapterTensors:
     """The tensors of an adapter.
 
     PEFT's `save_pretrained` writes them without the name of the adapter, and nothing else: tensors
@@ -251,7 +251,7 @@ class _Tensors:
     replaced: dict[str, TensorInfo]
 
     @classmethod
-    def of(cls, adapter: Checkpoint, config: _Config) -> _Tensors:
+    def of(cls, adapter: Checkpoint, config: _Config) -> _AdapterTensors:
         """Find them by their names."""
         found = cls({}, {})
         others: dict[str, TensorInfo] = {}

@@ -21,7 +21,7 @@ _HINT = "--take PATTERN (take=) keeps such tensors as they are in the first inpu
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class CombinedTensor:
     """A tensor of a combined checkpoint.
 
     Attributes:
@@ -41,7 +41,7 @@ def find_outputs(
     states: Sequence[str] | None,
     take: Iterable[str],
     cast: str | None,
-) -> list[Output]:
+) -> list[CombinedTensor]:
     """Find the tensors to combine.
 
     Args:
@@ -91,7 +91,7 @@ def find_outputs(
     return [
         _output([infos[key] for infos in combined], cast, scaled)
         if key in mine
-        else Output(info, "taken", (info,))
+        else CombinedTensor(info, "taken", (info,))
         for key, info in chosen.items()
     ]
 
@@ -107,11 +107,13 @@ def is_scaled(info: TensorInfo, scaled: set[str]) -> bool:
     return info.dtype.startswith("float8") and info.name.rpartition(".")[0] in scaled
 
 
-def _output(infos: Sequence[TensorInfo], cast: str | None, scaled: set[str]) -> Output:
+def _output(infos: Sequence[TensorInfo], cast: str | None, scaled: set[str]) -> CombinedTensor:
     info = infos[0]
     if info.dtype not in REAL or is_scaled(info, scaled):
-        return Output(info, "equal", tuple(infos))
-    return Output(info if cast is None else replace(info, dtype=cast), "combined", tuple(infos))
+        return CombinedTensor(info, "equal", tuple(infos))
+    return CombinedTensor(
+        info if cast is None else replace(info, dtype=cast), "combined", tuple(infos)
+    )
 
 
 def _chosen(ck: Checkpoint, states: Sequence[str] | None) -> dict[Key, TensorInfo]:

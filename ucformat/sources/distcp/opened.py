@@ -11,9 +11,9 @@ from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.tensor import TensorInfo, TensorList
 from ucformat.reading.readable import (
     CheckpointMetadata,
+    GroupPlace,
     LazyMapping,
     LazySequence,
-    Place,
     json_key,
     unreadable_error,
 )
@@ -93,7 +93,7 @@ def _items(value: Any) -> list[Any] | None:
 
 def _groups_of(
     optimizer: Optimizer, files: Values
-) -> list[tuple[Mapping[str, Any], Place | None]] | None:
+) -> list[tuple[Mapping[str, Any], GroupPlace | None]] | None:
     """The optimizer groups in the form of `CheckpointMetadata`, and the place of each; None if they are unknown.
 
     A group without a place is also stored as an object of the checkpoint.
@@ -112,7 +112,7 @@ def _groups_of(
             if optimizer.numbers and len(raw.get("param_names") or ()) == len(entries):
                 raw.pop("param_names")
             named.append((Group([optimizer.name(p) for p in entries], raw), entries))
-    out: list[tuple[Mapping[str, Any], Place | None]] = []
+    out: list[tuple[Mapping[str, Any], GroupPlace | None]] = []
     kept = optimizer.numbers is not None or (GROUPS,) in optimizer.options.values()
     for group, entries in named:
         by_state: dict[str, dict[str, Any]] = {}
@@ -123,7 +123,7 @@ def _groups_of(
         out.append(
             (
                 group.json(),
-                None if kept else Place(optimizer.root, tuple(entries), flattened=bool(flat)),
+                None if kept else GroupPlace(optimizer.root, tuple(entries), flattened=bool(flat)),
             )
         )
     return out
@@ -284,7 +284,7 @@ class ItemValues:
         self._items, self._named = items, named
         self._placed = LazySequence(self._read_groups)
 
-    def _read_groups(self) -> list[list[tuple[Mapping[str, Any], Place | None]] | None]:
+    def _read_groups(self) -> list[list[tuple[Mapping[str, Any], GroupPlace | None]] | None]:
         """The groups of each optimizer."""
         optimizers = self._named.optimizers
         files = self._items.values(f for o in optimizers for f in (*o.options, *o.plain))
@@ -292,7 +292,9 @@ class ItemValues:
 
     def lazy_groups(
         self,
-    ) -> tuple[LazySequence[Mapping[str, Any]], LazySequence[Place | None], LazyMapping[str, int]]:
+    ) -> tuple[
+        LazySequence[Mapping[str, Any]], LazySequence[GroupPlace | None], LazyMapping[str, int]
+    ]:
         """The groups of all optimizers, the place of each, and the number of the group of each parameter."""
         groups = LazySequence(
             lambda: tuple(group for some in self._placed for group, _ in some or ())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UsageError
 from ucformat.geometry.tensor import Key
-from ucformat.reading.readable import IntKey, Place
+from ucformat.reading.readable import GroupPlace, IntKey
 from ucformat.sources.index import Group, TensorIndex
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import all_equal, to_json
@@ -352,7 +352,7 @@ def _add_group(
         optimizer.states[number],
     )
     place = optimizer.place
-    contents.places.append(None if place is None else Place(place, tuple(map(str, entries))))
+    contents.places.append(None if place is None else GroupPlace(place, tuple(map(str, entries))))
     spare = place is None and len(hyper.get("param_names") or ()) == len(names)
     kept = {k: v for k, v in hyper.items() if k != "params" and not (k == "param_names" and spare)}
     group = Group(list(names), _json(kept, optimizer, f"{optimizer.path}.param_groups", contents))

@@ -98,7 +98,7 @@ class Asks(Protocol):
 _PAGE = 64 << 10  # bytes of the content that one checksum covers
 
 
-class Entry:
+class CacheEntry:
     """An entry, whether or not there is a file of it."""
 
     __slots__ = ("_seed", "description", "digest")
@@ -189,18 +189,18 @@ class State:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return Descriptor(os.open(_STATE_NAME, flags, 0o600, dir_fd=self._folder.fd))
 
-    def lock(self, entry: Entry) -> Descriptor | None:
+    def lock(self, entry: CacheEntry) -> Descriptor | None:
         """Lock the making of an entry until the descriptor is closed.
 
         None if another thread or process has the lock.
         """
         return self._lock(_byte(_MADE, entry), fcntl.F_WRLCK)
 
-    def join(self, entry: Entry) -> Descriptor | None:
+    def join(self, entry: CacheEntry) -> Descriptor | None:
         """Be among those who use an answer until the descriptor is closed; None if that is being examined."""
         return self._lock(_byte(_USED, entry), fcntl.F_RDLCK)
 
-    def has_others(self, entry: Entry, joined: Descriptor | None) -> bool:
+    def has_others(self, entry: CacheEntry, joined: Descriptor | None) -> bool:
         """Whether other threads or processes use an answer.
 
         Args:
@@ -213,7 +213,7 @@ class State:
         _set_lock(joined.fd, byte, fcntl.F_RDLCK)
         return not alone
 
-    def wanted(self, entry: Entry) -> tuple[int, int]:
+    def wanted(self, entry: CacheEntry) -> tuple[int, int]:
         """When an entry, or one of those with the same stamp, was last wanted, and by which process."""
         file = self._open()
         when, pid = _STAMP.unpack(
@@ -221,7 +221,7 @@ class State:
         )
         return when, pid
 
-    def want(self, entry: Entry, now: int) -> None:
+    def want(self, entry: CacheEntry, now: int) -> None:
         """Record that this process wants an entry."""
         file = self._open()
         os.pwrite(file.fd, _STAMP.pack(now, os.getpid()), _stamp(entry))
@@ -276,11 +276,11 @@ def _set_lock(fd: int, byte: int, kind: int) -> bool:
     return True
 
 
-def _byte(first: int, entry: Entry) -> int:
+def _byte(first: int, entry: CacheEntry) -> int:
     return first + int.from_bytes(entry.digest[:5], "little")
 
 
-def _stamp(entry: Entry) -> int:
+def _stamp(entry: CacheEntry) -> int:
     """The place of an entry's stamp in the file."""
     return 8 + entry.digest[-1] * _STAMP.size
 
@@ -327,7 +327,9 @@ class CacheFolder:
 
     # --- entries
 
-    def read_into(self, entry: Entry, size: int, begin: int, buffers: Sequence[memoryview]) -> bool:
+    def read_into(
+        self, entry: CacheEntry, size: int, begin: int, buffers: Sequence[memoryview]
+    ) -> bool:
         """Read a range of an entry; False if there is none, or it is damaged: then it is removed."""
         with self._forgiving:
             try:
@@ -343,7 +345,7 @@ class CacheFolder:
             self._remove(entry.name)
         return False
 
-    def read(self, entry: Entry) -> bytes | None:
+    def read(self, entry: CacheEntry) -> bytes | None:
         """The content of a small entry; None if there is none, or it is damaged."""
         try:
             found = os.stat(entry.name, dir_fd=self._folder.fd, follow_symlinks=False)
@@ -352,7 +354,7 @@ class CacheFolder:
         data = bytearray(max(0, min(entry.content_size(found.st_size), _SMALL)))
         return bytes(data) if self.read_into(entry, len(data), 0, [memoryview(data)]) else None
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: CacheEntry) -> bool:
         """Whether there is a file of an entry, perhaps a damaged one."""
         try:
             os.stat(entry.name, dir_fd=self._folder.fd, follow_symlinks=False)
@@ -360,7 +362,7 @@ class CacheFolder:
             return False
         return True
 
-    def write(self, entry: Entry, data: Bytes) -> None:
+    def write(self, entry: CacheEntry, data: Bytes) -> None:
         """Write an entry, in place of an earlier one; those that were not read for longest make room for it."""
         temporary = f"{entry.name}.{os.urandom(8).hex()}.tmp"
         with self._forgiving:
@@ -468,7 +470,7 @@ class CacheFolder:
 
     # --- between processes
 
-    def try_lock(self, entry: Entry) -> Descriptor | None:
+    def try_lock(self, entry: CacheEntry) -> Descriptor | None:
         """Lock the making of an entry until the descriptor is closed.
 
         None if another thread or process has the lock.
@@ -477,17 +479,17 @@ class CacheFolder:
             return self._state.lock(entry)
         return Descriptor(-1)  # without a lock
 
-    def lock(self, entry: Entry, patience: float) -> Descriptor | None:
+    def lock(self, entry: CacheEntry, patience: float) -> Descriptor | None:
         """Lock the making of an entry, as `try_lock` does, as soon as it is free; None if that takes too long."""
         return patiently(lambda: self.try_lock(entry), patience)
 
-    def join(self, entry: Entry) -> Descriptor | None:
+    def join(self, entry: CacheEntry) -> Descriptor | None:
         """Be among those who use an answer until the descriptor is closed; None if that fails."""
         with self._forgiving:
             return self._state.join(entry)
         return None
 
-    def has_others(self, entry: Entry, joined: Descriptor | None = None) -> bool:
+    def has_others(self, entry: CacheEntry, joined: Descriptor | None = None) -> bool:
         """Whether other threads or processes use an answer.
 
         Args:
@@ -497,13 +499,13 @@ class CacheFolder:
             return self._state.has_others(entry, joined)
         return False
 
-    def wanted(self, entry: Entry) -> tuple[int, int]:
+    def wanted(self, entry: CacheEntry) -> tuple[int, int]:
         """When an entry, or one of those with the same stamp, was last wanted, and by which process."""
         with self._forgiving:
             return self._state.wanted(entry)
         return 0, 0
 
-    def want(self, entry: Entry, now: int) -> None:
+    def want(self, entry: CacheEntry, now: int) -> None:
         """Record that this process wants an entry."""
         with self._forgiving:
             self._state.want(entry, now)

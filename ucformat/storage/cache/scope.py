@@ -27,7 +27,7 @@ _PATIENCE = 2.0  # seconds to wait for others that read, so as to ask together
 _TRIES = 5  # before reading what is rewritten again and again is given up
 
 
-class Stale(Conflict):
+class StaleVersion(Conflict):
     """What was read is of a version of a file that is not current."""
 
 
@@ -118,8 +118,8 @@ class Pins:
         self._current.update(found)
         self._store.known.update(found)
 
-    def _stale(self, key: str) -> Stale:
-        return Stale(
+    def _stale(self, key: str) -> StaleVersion:
+        return StaleVersion(
             f"{self._store.url}/{key} was rewritten or deleted while it was read",
             hint="retry when nothing writes there any more",
         )
@@ -152,7 +152,7 @@ class _Scope:
         """Raise Stale if a version is known not to be current; errors of asking are suppressed."""
         try:
             self.confirm()
-        except Stale:
+        except StaleVersion:
             raise
         except UcformatError:
             pass
@@ -188,7 +188,7 @@ def consistent(*, optimistic: bool = True, listing: bool = True) -> Iterator[Non
         try:
             yield
         except UcformatError as error:  # perhaps because of versions that do not belong together
-            if not isinstance(error, Stale):
+            if not isinstance(error, StaleVersion):
                 scope.check()
             raise
         scope.confirm()
@@ -228,7 +228,7 @@ def read_consistently(
         try:
             with consistent(optimistic=optimistic, listing=listing):
                 return read()
-        except Stale:
+        except StaleVersion:
             if not _tries:
                 raise
         listing = False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ucformat.errors import NotFound, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.storage.base import Info, check_key, check_range, content_version
-from ucformat.storage.cache.folder import Entry
+from ucformat.storage.cache.folder import CacheEntry
 from ucformat.storage.cache.scope import current_pins, is_uncached, read_consistently
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.strided import extend, fill
@@ -47,7 +47,7 @@ _LONGEST = 1_000_000_000  # nanoseconds after which it is sent although more kee
 _PAUSE = 0.005  # seconds
 
 
-class _Request(Protocol):
+class _SharedCall(Protocol):
     """Sends a question; `first` if it was never asked before. None: the files cannot be listed, or are too many."""
 
     def __call__(self, *, first: bool) -> Sequence[Info] | None: ...
@@ -96,7 +96,7 @@ class Answers:
         )
 
     @property
-    def _listing(self) -> Entry:
+    def _listing(self) -> CacheEntry:
         return _entry("list", self._store.identity)
 
     def listing(self, patience: float) -> Mapping[str, Info] | None:
@@ -130,7 +130,7 @@ class Answers:
         return None if found is None else {info.key: info for info in found}
 
     def _share(
-        self, entry: Entry, request: _Request, gather: Callable[[], None] = lambda: None
+        self, entry: CacheEntry, request: _SharedCall, gather: Callable[[], None] = lambda: None
     ) -> Sequence[Info] | None:
         """The answer to a request that is sent after this call begins, by this process or another.
 
@@ -166,9 +166,9 @@ class Answers:
             time.sleep(_PAUSE)
 
 
-def _entry(*question: str) -> Entry:
+def _entry(*question: str) -> CacheEntry:
     """The entry of an answer; those of other hosts, or from before a restart, are others."""
-    return Entry(json.dumps([*question, _clock()]).encode())
+    return CacheEntry(json.dumps([*question, _clock()]).encode())
 
 
 @cache
@@ -212,7 +212,7 @@ class FileVersion(NamedTuple):
         return None
 
 
-class Part(NamedTuple):
+class FileBytes(NamedTuple):
     """Bytes of a file, and the memory to fill with them."""
 
     begin: int
@@ -223,10 +223,10 @@ class Part(NamedTuple):
         """Offset in the file after the last byte."""
         return self.begin + self.view.nbytes
 
-    def clip(self, begin: int, end: int) -> Part:
+    def clip(self, begin: int, end: int) -> FileBytes:
         """The part of it in a range of the file."""
         first, last = max(begin, self.begin), min(end, self.end)
-        return Part(first, self.view[first - self.begin : last - self.begin])
+        return FileBytes(first, self.view[first - self.begin : last - self.begin])
 
 
 class Blocks:
@@ -258,7 +258,7 @@ class Blocks:
     def fill(
         self,
         file: FileVersion,
-        parts: Sequence[Part],
+        parts: Sequence[FileBytes],
         received: Callable[[Info], None],
         has_others: Callable[[], bool],
     ) -> None:
@@ -268,7 +268,7 @@ class Blocks:
             received: called with the version of the file of which bytes were received; raises an
                 error if it is not `file`.
         """
-        wanted: dict[int, list[Part]] = {}
+        wanted: dict[int, list[FileBytes]] = {}
         for part in parts:
             for number in range(part.begin // _BLOCK, -(-part.end // _BLOCK)):
                 wanted.setdefault(number, []).append(
@@ -299,7 +299,7 @@ class Blocks:
                 for lock in locks.values():
                     _unlock(lock)
 
-    def _entry(self, file: FileVersion, number: int) -> Entry:
+    def _entry(self, file: FileVersion, number: int) -> CacheEntry:
         info = file.info
         what = [
             "block",
@@ -310,9 +310,9 @@ class Blocks:
             number * _BLOCK,
             _BLOCK,
         ]
-        return Entry(json.dumps(what).encode())
+        return CacheEntry(json.dumps(what).encode())
 
-    def _load(self, file: FileVersion, number: int, parts: Sequence[Part]) -> bool:
+    def _load(self, file: FileVersion, number: int, parts: Sequence[FileBytes]) -> bool:
         """Fill parts of a block from the cache; False if it is missing there."""
         if not parts:
             return self._folder.holds(self._entry(file, number))
@@ -360,7 +360,7 @@ class Blocks:
         self,
         file: FileVersion,
         numbers: Sequence[int],
-        wanted: Mapping[int, Sequence[Part]],
+        wanted: Mapping[int, Sequence[FileBytes]],
         received: Callable[[Info], None],
     ) -> None:
         """Receive blocks that follow each other with one request, fill their parts, and put them into the cache."""
@@ -379,7 +379,7 @@ def _unlock(lock: Descriptor | None) -> None:
         lock.close()
 
 
-def _copy(data: Bytes, begin: int, parts: Sequence[Part]) -> None:
+def _copy(data: Bytes, begin: int, parts: Sequence[FileBytes]) -> None:
     """Fill parts from bytes of the file that begin at an offset."""
     for part in parts:
         part.view[:] = data[part.begin - begin : part.end - begin]
@@ -490,7 +490,7 @@ class CachingStore(WrappedStore):
             nbytes = file.info.size - offset
         self._check(file, offset, nbytes)
         out = bytearray(nbytes)
-        self._fill(file, [Part(offset, memoryview(out))])
+        self._fill(file, [FileBytes(offset, memoryview(out))])
         return bytes(out)
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
@@ -508,13 +508,13 @@ class CachingStore(WrappedStore):
             self.inner.read_into(key, offset, buffers, crcs)
             return
         direct = all(b.c_contiguous for b in buffers)
-        parts: list[Part] = []
+        parts: list[FileBytes] = []
         for row in (
             [row for b in buffers for row in rows_of(b)]
             if direct
             else [memoryview(bytearray(nbytes))]
         ):
-            parts.append(Part(parts[-1].end if parts else offset, row))
+            parts.append(FileBytes(parts[-1].end if parts else offset, row))
         if not read_consistently(lambda: self._read_parts(key, parts), listing=False):
             self.inner.read_into(key, offset, buffers, crcs)
         elif direct:
@@ -525,7 +525,9 @@ class CachingStore(WrappedStore):
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""
         check_key(key)
-        parts = [Part(offset + k * step, row.cast("B")) for k, row in enumerate(rows) if row.nbytes]
+        parts = [
+            FileBytes(offset + k * step, row.cast("B")) for k, row in enumerate(rows) if row.nbytes
+        ]
         if (
             not parts
             or is_uncached()
@@ -533,7 +535,7 @@ class CachingStore(WrappedStore):
         ):
             self.inner.read_rows(key, offset, step, rows)
 
-    def _read_parts(self, key: str, parts: Sequence[Part]) -> bool:
+    def _read_parts(self, key: str, parts: Sequence[FileBytes]) -> bool:
         """Fill parts; False if the file is not cached, because its versions cannot be told apart."""
         file = self._find(key, (parts[0].begin, max(part.end for part in parts)))
         if file is None:
@@ -561,6 +563,6 @@ class CachingStore(WrappedStore):
     def _check(self, file: FileVersion, offset: int, nbytes: int) -> None:
         check_range(f"{self.url}/{file.info.key}", offset, nbytes, file.info.size)
 
-    def _fill(self, file: FileVersion, parts: Sequence[Part]) -> None:
+    def _fill(self, file: FileVersion, parts: Sequence[FileBytes]) -> None:
         pins = self._pins()
         self._blocks.fill(file, parts, partial(pins.received, file.info.key), pins.has_others)

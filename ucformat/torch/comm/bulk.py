@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from ucformat.torch.comm.connections import Node
+    from ucformat.torch.comm.connections import TreeNode
     from ucformat.torch.comm.handshake import Address
     from ucformat.torch.state.elements import SharedMemory
 
@@ -111,7 +111,7 @@ class Bulk(Connections):
 
     def __init__(
         self,
-        place: Node,
+        place: TreeNode,
         timeout: float,
         listening: socket.socket | None = None,
         secret: bytes = b"",

@@ -72,7 +72,7 @@ class Lost(Exception):
         self.cause, self.late = cause, late
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """The place of a rank in the tree over the ranks of a group.
 
     The root, the lowest of `size` consecutive ranks, has the parent -1. `host` are the first rank
@@ -85,11 +85,11 @@ class Node(NamedTuple):
     children: tuple[int, ...]
     host: tuple[int, int] = (0, 0)
 
-    def on_host(self) -> Node:
+    def on_host(self) -> TreeNode:
         """Return the place in the part of the tree that consists of the ranks of this host; if not known, of one."""
         here = range(*self.host) or range(self.rank, self.rank + 1)
         parent = self.parent if self.parent in here else -1
-        return Node(
+        return TreeNode(
             self.rank, len(here), parent, tuple(c for c in self.children if c in here), self.host
         )
 
@@ -115,7 +115,7 @@ class Connections(ABC):
 
     def __init__(
         self,
-        place: Node,
+        place: TreeNode,
         timeout: float,
         listening: socket.socket | None = None,
         secret: bytes = b"",

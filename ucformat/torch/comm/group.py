@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ucformat.errors import IntegrityError, UcformatError, UsageError
 from ucformat.torch.comm.bulk import Links
-from ucformat.torch.comm.connections import Node
+from ucformat.torch.comm.connections import TreeNode
 from ucformat.torch.comm.wire import (
     EVERYBODY,
     Addressed,
@@ -131,7 +131,7 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
         timeout: seconds to wait for the other ranks, and then for each message.
     """
     if size == 1:
-        return Links(Node(0, 1, -1, ()), timeout, store=store)
+        return Links(TreeNode(0, 1, -1, ()), timeout, store=store)
     if not rank:
         store.set("secret", secrets.token_hex(32))
     mine = host_here(store)
@@ -152,7 +152,7 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
             problem = f"rank {rank} cannot listen: {error}"
     store.set(f"address/{rank}", json.dumps([listening and listening.getsockname()[:2], problem]))
     secret = bytes.fromhex(store.get("secret").decode())
-    place = Node(rank, size, parent, tuple(children) if listening else (), (here[0], here[1]))
+    place = TreeNode(rank, size, parent, tuple(children) if listening else (), (here[0], here[1]))
     links = Links(place, timeout, listening, secret, store)
     failure = UcformatError(problem, hint=_LISTEN_HINT) if problem else None
     if failure is not None and not meeting:  # the parent cannot listen, or there is none
@@ -325,7 +325,7 @@ class Group:
         self._set_up(links, links.place, "", 0, {})
 
     def _set_up(
-        self, links: Links, place: Node, call: str, number: int, channels: dict[str, Group]
+        self, links: Links, place: TreeNode, call: str, number: int, channels: dict[str, Group]
     ) -> Group:
         self.links, self._place, self.call, self._number = links, place, call, number
         self._channels = channels  # by name; shared by all channels of these connections
@@ -593,7 +593,7 @@ class Group:
 
 def single_process_group() -> Group:
     """Return a group that consists of this process alone."""
-    return Group(Links(Node(0, 1, -1, ()), TIMEOUT))
+    return Group(Links(TreeNode(0, 1, -1, ()), TIMEOUT))
 
 
 def group_of(

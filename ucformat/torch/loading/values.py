@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.reading.readable import Place
+    from ucformat.reading.readable import GroupPlace
     from ucformat.reading.readable import StatePath as Path
     from ucformat.schema.manifest import GroupDoc
     from ucformat.torch.comm.group import Group as Ranks
@@ -48,10 +48,10 @@ class SavedState:
                 self.tensors |= dict.fromkeys(mine, key)
 
     @cached_property
-    def optimizers(self) -> dict[str, list[tuple[GroupDoc, Place]]]:
+    def optimizers(self) -> dict[str, list[tuple[GroupDoc, GroupPlace]]]:
         """The groups of each optimizer, by its dotted path."""
         groups = self.ck.manifest.groups
-        out: dict[str, list[tuple[GroupDoc, Place]]] = {}
+        out: dict[str, list[tuple[GroupDoc, GroupPlace]]] = {}
         for group, place in zip(
             groups, self.ck.metadata.places or (None,) * len(groups), strict=True
         ):

@@ -37,10 +37,10 @@ from ucformat.torch.saving.statement import (
     AskedOfRanks,
     Description,
     Exceptions,
-    Facts,
     ListedTensor,
     Replies,
     Row,
+    StatedFacts,
     Summary,
     written_rows,
 )
@@ -247,7 +247,10 @@ class Coordinator:
             check_replicas(self._sums)
         objects = sorted((rank, digest) for digest, rank in summary.facts.items())
         providers = object_owners(
-            ((rank, decode(self._encoded[digest], Facts).objects) for rank, digest in objects),
+            (
+                (rank, decode(self._encoded[digest], StatedFacts).objects)
+                for rank, digest in objects
+            ),
             equal=self._options.replicas == "equal",
         )
         attempt, weights = self._start(plan)
@@ -308,7 +311,8 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
         key=itemgetter(0, 1),
     )
     facts = sorted(
-        ((rank, decode(encoded[d], Facts)) for d, rank in summary.facts.items()), key=itemgetter(0)
+        ((rank, decode(encoded[d], StatedFacts)) for d, rank in summary.facts.items()),
+        key=itemgetter(0),
     )
     aliases = {alias: name for _, one in facts for alias, name in one.aliases.items()}
     order: dict[bytes, tuple[int, ...]] = {}

@@ -24,7 +24,7 @@ from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.jobs.weight_files import put_assets
 from ucformat.reading.garbage import gc_paused
-from ucformat.reading.readable import PART_OF, Place, path_to_json
+from ucformat.reading.readable import PART_OF, GroupPlace, path_to_json
 from ucformat.reading.readable import StatePath as Path
 from ucformat.schema.limits import MAX_DEPTH, MAX_INTEGER, MOST_COMMITS
 from ucformat.schema.manifest import (
@@ -192,7 +192,7 @@ class StateInfo:
     layout: Mapping[str, Any]
     engine: Mapping[str, str]
     paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
-    places: tuple[Place | None, ...] = ()
+    places: tuple[GroupPlace | None, ...] = ()
     stall: float = 0.0  # seconds for which training was blocked
     distributions: tuple[Distribution, ...] = ()
     distributed: tuple[int, ...] = ()
@@ -429,7 +429,7 @@ def slowest(ranks: Sequence[RankReport]) -> list[RankReport]:
 
 def _groups(states: Sequence[StateInfo]) -> tuple[GroupDoc, ...]:
     """The groups of all ranks; equal place, number and hyper-parameters are merged."""
-    merged: dict[str, tuple[dict[str, str], dict[str, Any], Place | None]] = {}
+    merged: dict[str, tuple[dict[str, str], dict[str, Any], GroupPlace | None]] = {}
     for state in states:
         for number, group in enumerate(state.groups):
             options = {k: v for k, v in group.items() if k != "params"}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from ucformat.format.arrays import Array
+    from ucformat.format.arrays import StoredArray
     from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.schema.manifest import LaunchDoc, LineageDoc
     from ucformat.torch.state.local import LocalState
@@ -122,7 +122,7 @@ class SaveOptions:
 
     def arrays(
         self, infos: Sequence[TensorInfo], attempt: str, folders: Mapping[Key, str] | None = None
-    ) -> list[Array]:
+    ) -> list[StoredArray]:
         """Return the arrays of tensors in the Zarr form.
 
         Args:

@@ -16,7 +16,7 @@ from ucformat.torch.saving.agree import Coordinator, agree, digest_of
 from ucformat.torch.saving.in_place import WeightPlanner, begin_weights
 from ucformat.torch.saving.planned import OwnPart
 from ucformat.torch.saving.shards import plan_shards
-from ucformat.torch.saving.statement import Exceptions, Facts, Statement
+from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ucformat.format.arrays import Array
+    from ucformat.format.arrays import StoredArray
     from ucformat.format.commit import Attempt
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
@@ -39,7 +39,7 @@ class Begun(NamedTuple):
 
     attempt: Attempt
     plan: GlobalPlan
-    arrays: Sequence[Array]
+    arrays: Sequence[StoredArray]
 
 
 class RankPlan(NamedTuple):
@@ -56,7 +56,7 @@ class RankPlan(NamedTuple):
 
     attempt: str
     part: OwnPart
-    arrays: dict[int, Array]
+    arrays: dict[int, StoredArray]
     objects: frozenset[str]
     packed: bool
     weights: InPlace | None
@@ -88,7 +88,9 @@ class SavePlanner:
 
     def state(self, rank: int, options: SaveOptions, state: RankState) -> Statement:
         """What a rank states."""
-        facts = Facts(state.aliases, {k: document_digest(v) for k, v in state.objects.items()})
+        facts = StatedFacts(
+            state.aliases, {k: document_digest(v) for k, v in state.objects.items()}
+        )
         if self._statement is not None:
             last_options, last = self._statement
             if last_options.stored_like(options) and last.is_of(

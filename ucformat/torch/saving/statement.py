@@ -86,7 +86,7 @@ class RankState(NamedTuple):
 
 
 @message
-class Facts:
+class StatedFacts:
     """What ranks state besides descriptions.
 
     Attributes:
@@ -257,7 +257,7 @@ class Statement:
         rank: int,
         items: Sequence[WriteItem],
         distributions: Sequence[Distribution | None],
-        facts: Facts,
+        facts: StatedFacts,
         weights: frozenset[Key] = frozenset(),
     ) -> None:
         self.rank, self.items, self.facts = rank, items, facts
@@ -294,7 +294,7 @@ class Statement:
             self.order[digest] = tuple(number for number, _ in numbered)
             if mesh != "listed":
                 self.descriptions[digest] = description
-        self._facts = self._keep(encode(replace(facts, order=self.order), Facts))
+        self._facts = self._keep(encode(replace(facts, order=self.order), StatedFacts))
         self._replicated = [
             (digest, d, numbers)
             for digest, description in self.descriptions.items()
@@ -305,7 +305,7 @@ class Statement:
         self,
         items: Sequence[WriteItem],
         distributions: Sequence[Distribution | None],
-        facts: Facts,
+        facts: StatedFacts,
     ) -> bool:
         """Whether another statement with these arguments would be equal."""
         return (self.facts, self._distributions, self.items) == (facts, [*distributions], items)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UcformatError
 from ucformat.redacted import Hiding
 from ucformat.torch.comm.bulk import Links
-from ucformat.torch.comm.connections import Node
+from ucformat.torch.comm.connections import TreeNode
 from ucformat.torch.comm.group import Group, listen_at
 from ucformat.torch.comm.handshake import Address
 from ucformat.torch.comm.wire import decode, encode, message
@@ -47,7 +47,7 @@ class WorkerStart:
     its own process.
     """
 
-    place: Node
+    place: TreeNode
     parent: Address | None
     secret: bytes
     listen: int | None

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.format.arrays import Array
+    from ucformat.format.arrays import StoredArray
     from ucformat.format.described import Described
     from ucformat.format.sidecar import Column
     from ucformat.geometry.box import Box
@@ -175,7 +175,7 @@ Leaves = list[tuple[Key, tuple[int, ...], bytes]]
 def write_shards(
     store: Store,
     group: Group,
-    arrays: Mapping[int, Array],
+    arrays: Mapping[int, StoredArray],
     part: OwnPart,
     elements: Callable[[Fragment], Elements],
     progress: Callable[[int], None],
@@ -325,7 +325,7 @@ def _receive(
 
 def _write(
     store: Store,
-    array: Array,
+    array: StoredArray,
     shard: ShardTask,
     parts: Sequence[Elements],
     progress: Callable[[int], None],

@@ -15,9 +15,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.box import chunk, row_major
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
-from ucformat.geometry.local import Dim, Run, pieces_of
+from ucformat.geometry.local import Dim, IndexRun, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
-from ucformat.reading.readable import Place, json_key
+from ucformat.reading.readable import GroupPlace, json_key
 from ucformat.sources.state_names import GROUPS, dotted
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.memory import dtype_name, synchronize
@@ -82,7 +82,7 @@ class LocalState:
     layout: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
-    places: tuple[Place | None, ...] = ()
+    places: tuple[GroupPlace | None, ...] = ()
 
 
 def pieces_in(tensor: torch.Tensor, dims: Sequence[Dim]) -> tuple[Piece, ...]:
@@ -203,7 +203,7 @@ def _scaled(label: str, dim: Dim, ratio: Fraction) -> Dim:
                 hint="use a number of ranks that cuts between blocks, or smaller blocks",
             )
         first, stop, at = (edge.numerator for edge in edges)
-        runs.append(Run(range(first, stop), at))
+        runs.append(IndexRun(range(first, stop), at))
     return Dim((dim.size * ratio).numerator, tuple(runs))
 
 
@@ -324,10 +324,10 @@ def paths_of(collected: CollectedState, aliases: Mapping[str, str]) -> dict[Key,
     return out
 
 
-def places_of(collected: CollectedState) -> tuple[Place, ...]:
+def places_of(collected: CollectedState) -> tuple[GroupPlace, ...]:
     """Return the place of each optimizer group in the state, in the order of `groups_of`."""
     return tuple(
-        Place(root, g.params, g.flattened)
+        GroupPlace(root, g.params, g.flattened)
         for root, groups in collected.groups.items()
         for g in groups
     )
