@@ -51,12 +51,13 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## test: all but the full matrices, in about 20 minutes on two cores
+## test: the first tier, in about 10 minutes on two cores: every behaviour and every family once from end to end
 test: check $(ENGINE)
 	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not matrix"
 
-## test-all: the full matrices too
+## test-all: both tiers (hours): also PostgreSQL, processes on S3, 4 ranks and more, every kill, schedule, power failure
+## and mutated input, all configurations of engines, and other random examples each time
 test-all: check $(ENGINE) $(ORBAX)
 	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=explore

@@ -17,11 +17,12 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["in_front", "set_tiers"]
+__all__ = ["rounds", "set_tiers"]
 
 
 def set_tiers(cases: Sequence[pytest.Item]) -> None:
@@ -43,9 +44,9 @@ def set_tiers(cases: Sequence[pytest.Item]) -> None:
             item.add_marker("matrix")
 
 
-def in_front(item: pytest.Item) -> bool:
-    """Whether a case is of the first tier."""
-    return item.get_closest_marker("matrix") is None
+def rounds(few: int, many: int) -> int:
+    """How often to try what is left to chance: `few` times in `make test`, `many` in `make test-all`."""
+    return few if settings().derandomize else many
 
 
 def _id(item: pytest.Item) -> str:

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WORKERS = 16
-TURNS, MANY = 25, 400  # of each worker
+FEW, TURNS, MANY = 5, 25, 400  # of each worker
 
-lengths = pytest.mark.parametrize("turns", [TURNS, pytest.param(MANY, marks=pytest.mark.matrix)])
+lengths = pytest.mark.parametrize("turns", [FEW, TURNS, MANY])
 
 
+@pytest.mark.front(f"sqlite-{FEW}")
 @lengths
 def test_many_that_work_at_once_lose_nothing(database_url: str, tmp_path: Path, turns: int) -> None:
     tasks = _tasks(database_url, tmp_path, turns)
@@ -38,6 +39,7 @@ def test_many_that_work_at_once_lose_nothing(database_url: str, tmp_path: Path, 
     _check(database_url, notes)
 
 
+@pytest.mark.matrix
 @lengths
 def test_many_of_whom_half_are_killed_lose_nothing(
     database_url: str, tmp_path: Path, turns: int

@@ -112,6 +112,7 @@ def begun(place: Path) -> str:
     return attempt.id
 
 
+@pytest.mark.front("convert-*", "*-data", "*-attempts")
 @pytest.mark.parametrize("name", [*FOLDERS, *FILES])
 @pytest.mark.parametrize("command", TO_ONE)
 def test_in_a_checkpoint(tmp_path: Path, place: Path, command: str, name: str) -> None:
@@ -122,6 +123,7 @@ def test_in_a_checkpoint(tmp_path: Path, place: Path, command: str, name: str) -
     check(tmp_path, place, name, TO_ONE[command])
 
 
+@pytest.mark.front("convert-*", "gc-*", "*-data")
 @pytest.mark.parametrize("name", [*FOLDERS, *FILES])
 @pytest.mark.parametrize("command", TO_NONE)
 def test_where_there_is_none_yet(tmp_path: Path, place: Path, command: str, name: str) -> None:

@@ -353,6 +353,7 @@ def test_ranks_that_would_train_different_experts_are_refused() -> None:
         plan_export(source, "deepspeed", stage=1, world=4, ep=4)
 
 
+@pytest.mark.matrix
 @given(data=st.data())
 def test_any_geometry_comes_back(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -419,9 +419,8 @@ STREAM = packed_column("offset", [0])
 
 
 @pytest.mark.parametrize("name", [*ROWS, *DIMS])
-@pytest.mark.parametrize(
-    "stream",
-    [
+def test_a_stream_that_is_not_one_column_is_refused(name: str, subtests: pytest.Subtests) -> None:
+    for stream in (
         b"",
         b"noise",
         STREAM[:-1],
@@ -431,11 +430,9 @@ STREAM = packed_column("offset", [0])
         zlib.compress(bytes(7)),
         zlib.compress(bytes(9)),
         zlib.compress(bytes(16)),
-    ],
-)
-def test_a_stream_that_is_not_one_column_is_refused(name: str, stream: bytes) -> None:
-    with pytest.raises(IntegrityError, match=f"column {name}"):
-        decode(sidecar_of(columns(), **{name: stream}), tensors_of([1]), "sidecar")
+    ):
+        with subtests.test(stream=stream), pytest.raises(IntegrityError, match=f"column {name}"):
+            decode(sidecar_of(columns(), **{name: stream}), tensors_of([1]), "sidecar")
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,14 @@ def test_what_is_changed_below_is_read() -> None:
     assert check({**FILES, ".metadata": pickle.dumps(REAL)})
 
 
+@pytest.mark.matrix
 @given(st.sampled_from([FILES, NUMBERED]), st.data())
 @settings(max_examples=60)
 def test_mutated_metadata(files: Files, draw: st.DataObject) -> None:
     check({**files, ".metadata": draw.draw(mutated([files[".metadata"]]))})
 
 
+@pytest.mark.matrix
 @given(st.sampled_from(sorted(set(FILES) - {".metadata"})), st.data())
 @settings(max_examples=25)
 def test_mutated_items(name: str, draw: st.DataObject) -> None:
@@ -181,6 +183,7 @@ class Edits:
 _EDITS = [name for name in vars(Edits) if not name.startswith("_")]
 
 
+@pytest.mark.matrix
 @given(st.lists(st.sampled_from(_EDITS), min_size=1, max_size=4), st.data())
 @settings(max_examples=25)
 def test_metadata_with_other_numbers(edits: list[str], draw: st.DataObject) -> None:

@@ -76,12 +76,14 @@ def load(path: Path, data: bytes) -> None:
     use(Layout.load(path))
 
 
+@pytest.mark.matrix
 @given(changed(DOCUMENT))
 @settings(max_examples=120)
 def test_documents_near_a_layout(document: Any) -> None:
     harmless(lambda: use(Layout.parse(document)), 2000, constant=CONSTANT)
 
 
+@pytest.mark.matrix
 @given(changed(STEPS))
 @settings(max_examples=120)
 def test_documents_near_a_view(document: Any) -> None:
@@ -94,12 +96,14 @@ def test_documents_near_a_view(document: Any) -> None:
     harmless(view, 1000, constant=CONSTANT)
 
 
+@pytest.mark.matrix
 @given(mutated(TEXTS))
 @settings(max_examples=40)
 def test_mutated_yaml(tmp_path: Path, data: bytes) -> None:
     harmless(lambda: load(tmp_path / "a.yaml", data), len(data), constant=CONSTANT)
 
 
+@pytest.mark.matrix
 @given(mutated([json.dumps(DOCUMENT).encode()]))
 @settings(max_examples=60)
 def test_mutated_json(tmp_path: Path, data: bytes) -> None:

@@ -99,12 +99,14 @@ _opcode = (
 opcode_sequences = st.lists(_opcode, max_size=40).map(b"".join)
 
 
+@pytest.mark.matrix
 @given(mutated(CORPUS))
 @settings(max_examples=120)
 def test_mutated_pickles(data: bytes) -> None:
     check(data)
 
 
+@pytest.mark.matrix
 @given(opcode_sequences)
 @settings(max_examples=150)
 def test_sequences_of_opcodes(body: bytes) -> None:

@@ -71,6 +71,7 @@ def test_what_is_changed_below_is_read() -> None:
     assert check(CUT)
 
 
+@pytest.mark.matrix
 @given(mutated([PLAIN, *SHARDS.values()]))
 @settings(max_examples=200)
 def test_mutated_files(data: bytes) -> None:
@@ -102,6 +103,7 @@ _SHAPES = (
 _DTYPES = ("F16", "I64", "F8_E8M0", "F4", "F6_E2M3", "F9", "f32", "BOOL", "C64")
 
 
+@pytest.mark.matrix
 @given(changed(HEADER, values=(*_SHAPES, *_DTYPES)), st.sampled_from((0, 33, 64)))
 @settings(max_examples=200)
 def test_headers_near_a_valid_one(header: Any, nbytes: int) -> None:
@@ -109,6 +111,7 @@ def test_headers_near_a_valid_one(header: Any, nbytes: int) -> None:
         check({"model.safetensors": file_of(header, bytes(nbytes))})
 
 
+@pytest.mark.matrix
 @given(mutated([json.dumps(HEADER).encode()]))
 @settings(max_examples=120)
 def test_headers_of_mutated_text(text: bytes) -> None:
@@ -139,6 +142,7 @@ _FILES = (
 )
 
 
+@pytest.mark.matrix
 @given(changed(MAP, values=(*HOSTILE, *_FILES)))
 @settings(max_examples=150)
 def test_indexes_near_a_valid_one(document: Any) -> None:
@@ -146,12 +150,14 @@ def test_indexes_near_a_valid_one(document: Any) -> None:
         check({**SHARDS, INDEX: json.dumps(document).encode()})
 
 
+@pytest.mark.matrix
 @given(mutated([json.dumps(MAP).encode()]))
 @settings(max_examples=60)
 def test_mutated_indexes(text: bytes) -> None:
     check({**SHARDS, INDEX: text})
 
 
+@pytest.mark.matrix
 @given(st.sampled_from(sorted(CUT)), st.data())
 @settings(max_examples=60)
 def test_mutated_files_of_the_writer_that_cuts(name: str, draw: st.DataObject) -> None:
@@ -161,6 +167,7 @@ def test_mutated_files_of_the_writer_that_cuts(name: str, draw: st.DataObject) -
 _LENGTH = int.from_bytes(next(iter(CUT.values()))[:8], "little")
 
 
+@pytest.mark.matrix
 @given(st.sampled_from(sorted(CUT)), st.data())
 @settings(max_examples=60)
 def test_offsets_of_pieces_near_valid_ones(name: str, draw: st.DataObject) -> None:

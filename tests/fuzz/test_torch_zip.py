@@ -53,12 +53,14 @@ def check(data: bytes) -> bool:
     return harmless(lambda: open_files({NAME: data}), len(data), constant=CONSTANT)
 
 
+@pytest.mark.matrix
 @given(mutated(CORPUS))
 @settings(max_examples=120)
 def test_mutated_files(data: bytes) -> None:
     check(data)
 
 
+@pytest.mark.matrix
 @given(st.sampled_from(CORPUS), st.data())
 @settings(max_examples=80)
 def test_files_mutated_in_their_directory(whole: bytes, draw: st.DataObject) -> None:
@@ -66,6 +68,7 @@ def test_files_mutated_in_their_directory(whole: bytes, draw: st.DataObject) -> 
     check(whole[:at] + draw.draw(mutated([whole[at:]])))
 
 
+@pytest.mark.matrix
 @given(st.sampled_from(CORPUS), st.data())
 @settings(max_examples=60)
 def test_files_with_another_pickle(whole: bytes, draw: st.DataObject) -> None:
@@ -217,6 +220,7 @@ _members = st.lists(st.sampled_from(PLAIN) | _member, max_size=6) | st.builds(
 )
 
 
+@pytest.mark.matrix
 @given(
     st.just(list(PLAIN)) | _members,
     _numbers(_END),

@@ -37,6 +37,7 @@ def check(files: Files) -> bool:
     return harmless(lambda: open_files(files), sum(map(len, files.values())))
 
 
+@pytest.mark.matrix
 @given(
     st.sampled_from([ARRAYS, PACKED]).flatmap(
         lambda f: st.tuples(st.just(f), changed(json.loads(f["manifest.json"])))
@@ -47,6 +48,7 @@ def test_documents_near_a_manifest(case: tuple[Files, Any]) -> None:
     check(with_manifest(*case))
 
 
+@pytest.mark.matrix
 @given(mutated([ARRAYS["manifest.json"], PACKED["manifest.json"]]))
 @settings(max_examples=40)
 def test_mutated_manifests(data: bytes) -> None:
@@ -68,12 +70,14 @@ _SIZE = 8 + int.from_bytes(SIDECAR[:8], "little")
 HEADER = json.loads(SIDECAR[8:_SIZE])
 
 
+@pytest.mark.matrix
 @given(mutated([SIDECAR]))
 @settings(max_examples=120)
 def test_mutated_sidecars(data: bytes) -> None:
     harmless(lambda: use(data), len(data))
 
 
+@pytest.mark.matrix
 @given(changed(HEADER))
 @settings(max_examples=120)
 def test_sidecars_with_other_headers(header: Any) -> None:
@@ -82,6 +86,7 @@ def test_sidecars_with_other_headers(header: Any) -> None:
         harmless(lambda: use(data), len(data))
 
 
+@pytest.mark.matrix
 @given(st.sampled_from([n for n in HEADER if n != "__metadata__"]), st.data())
 @settings(max_examples=60)
 def test_columns_of_other_numbers(name: str, draw: st.DataObject) -> None:

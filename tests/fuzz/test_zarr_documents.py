@@ -149,6 +149,7 @@ _DTYPES = (
 _VALUES = (*HOSTILE, *_SIZES, *_CODECS, *_DTYPES)
 
 
+@pytest.mark.matrix
 @given(st.sampled_from(GROUPS), st.booleans(), st.data())
 @settings(max_examples=60)
 def test_documents_near_valid_ones(
@@ -175,6 +176,7 @@ def use(ck: Checkpoint) -> None:
                 ck[name].read()
 
 
+@pytest.mark.matrix
 @given(st.sampled_from(GROUPS), st.data())
 @settings(max_examples=80)
 def test_mutated_files_of_a_group(group: tuple[Documents, Files], draw: st.DataObject) -> None:
@@ -221,6 +223,7 @@ def test_what_is_changed_of_orbax_is_read() -> None:
         assert ck["params.embed"].read().shape == (74, 30)
 
 
+@pytest.mark.matrix
 @given(st.sampled_from(sorted(JSON)), st.data())
 @settings(max_examples=20)
 def test_documents_near_those_of_orbax(name: str, draw: st.DataObject) -> None:
@@ -228,6 +231,7 @@ def test_documents_near_those_of_orbax(name: str, draw: st.DataObject) -> None:
         check({**PLAIN, name: json.dumps(draw.draw(changed(JSON[name], values=_VALUES))).encode()})
 
 
+@pytest.mark.matrix
 @given(
     st.sampled_from(sorted(k for k in OCDBT if k not in ("_sharding", "commit_success.txt"))),
     st.data(),
@@ -237,12 +241,14 @@ def test_mutated_files_of_orbax(name: str, draw: st.DataObject) -> None:
     check({**OCDBT, name: draw.draw(mutated([OCDBT[name]]))})
 
 
+@pytest.mark.matrix
 @given(mutated([NODE]), st.booleans())
 @settings(max_examples=25)
 def test_mutated_nodes_of_the_right_checksum(body: bytes, packed: bool) -> None:
     check(with_node(body, packed=packed))
 
 
+@pytest.mark.matrix
 @given(mutated([MANIFEST]), st.booleans())
 @settings(max_examples=25)
 def test_mutated_manifests_of_the_right_checksum(body: bytes, packed: bool) -> None:

@@ -19,7 +19,8 @@ pytest.importorskip(
 )
 
 
-@pytest.mark.parametrize("what", [SOME, pytest.param((), marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("what", [SOME, ()])
 def test_memory_ends_at_some_allocations(what: tuple[str, ...]) -> None:
     """In a process of its own: it forks, and must have one thread."""
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The power fails under commands; those that take long are part of `make test-all`."""
+"""The power fails under commands, all of which are part of `make test-all`; and the model of a disk."""
 
 from __future__ import annotations
 
@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-#: Those that are tried by `make test`, too: with all that is asked, or but for repeating them.
-WHOLE = ("delete", "hold")
-SEEN = ("save-packed", "virtual")
-
-
-def _marked(names: tuple[str, ...]) -> list[object]:
-    return [
-        pytest.param(name, marks=() if name in names else pytest.mark.matrix) for name in COMMANDS
-    ]
-
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
@@ -33,24 +23,22 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield bench
 
 
-@pytest.mark.parametrize("command", _marked(WHOLE))
+@pytest.mark.matrix
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_power_fails_after_each_call(bench: Bench, command: str) -> None:
     found = bench.fail(command)
     assert found.complaints == []
     assert found.judged > found.calls // 4
 
 
-@pytest.mark.parametrize("command", SEEN)
-def test_what_is_found_after_each_call(bench: Bench, command: str) -> None:
-    assert bench.fail(command, again=False).complaints == []
-
-
-@pytest.mark.parametrize("command", _marked(("hold",)))
+@pytest.mark.matrix
+@pytest.mark.parametrize("command", COMMANDS)
 def test_what_was_killed_is_repeated_and_lasts(bench: Bench, command: str) -> None:
     assert bench.kill(command).complaints == []
 
 
-@pytest.mark.parametrize("command", _marked((*WHOLE, *SEEN)))
+@pytest.mark.matrix
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_sync_that_does_nothing_gives_no_wrong_bytes(bench: Bench, command: str) -> None:
     assert bench.lie(command).complaints == []
 

@@ -57,6 +57,7 @@ def numbered(player: Player, schedule: str) -> str:
     return _UNTIL.sub(number, schedule)
 
 
+@pytest.mark.front("hold overwrite", "register-copies gc", "virtual materialize")
 @pytest.mark.parametrize("schedule", MENDED)
 def test_what_was_mended_stays_so(player: Player, schedule: str) -> None:
     assert player.play(parse(numbered(player, schedule))).complaints == ()
@@ -67,23 +68,27 @@ def test_one_of_two_twins_fails_later(player: Player) -> None:
     assert player.play(parse(schedule)).complaints == ()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(1, 4))
 def test_an_attempt_that_cannot_be_removed_is_continued(player: Player, stage: int) -> None:
     assert player.play(parse(f"virtual%flush{stage}")).complaints == ()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_command_is_killed_before_each_call(player: Player, command: str) -> None:
     for played in single(player, command):
         assert played.complaints == (), played
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_faults_befall_a_command(player: Player, command: str) -> None:
     for played in faults(player, command, stride=7):
         assert played.complaints == (), played
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_fault_befalls_each_call(player: Player, stride: int) -> None:
     whole, *struck = faults(player, "hold", stride)
@@ -109,6 +114,7 @@ def test_a_command_that_hides_a_fault_is_found(player: Player) -> None:
     assert complaints == ("silent quiet: it succeeded, and did not do all",)
 
 
+@pytest.mark.matrix
 def test_three_at_once(player: Player) -> None:
     for seed in range(60):
         played = player.play(three(seed))
@@ -127,6 +133,7 @@ def test_a_schedule_comes_out_the_same_again(player: Player) -> None:
         assert [c.state for c in one.trace] == [c.state for c in two.trace]
 
 
+@pytest.mark.matrix
 def test_a_pair_finds_what_its_schedules_have_in_common_once(player: Player) -> None:
     played = [*pair(player, "hold", "delete")]
     texts = [text_of(p.steps) for p in played]

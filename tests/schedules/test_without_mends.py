@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.schedules.schedule import Player, parse
 from tests.schedules.test_schedules import numbered
 from tests.schedules.world import World
 from ucformat.format.attempts import parse_record
 
 if TYPE_CHECKING:
-    import pytest
-
     from ucformat.schema.manifest import AttemptDoc
 
 
+@pytest.mark.matrix
 def test_what_was_mended_is_found_again_without_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is refused who goes on with an attempt that is being removed."""
 

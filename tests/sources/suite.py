@@ -24,6 +24,7 @@ from click.testing import CliRunner
 import ucformat
 from tests.engines import Made
 from tests.sources.reading import Counting, nbytes_read, read_tensor
+from tests.tiers import rounds
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.cli.main import ucp
 from ucformat.errors import UcformatError
@@ -286,7 +287,7 @@ class SourceSuite:
         rng = random.Random(11)
         for path in self.damageable(copy)[:6]:
             data = path.read_bytes()
-            for _ in range(8):
+            for _ in range(rounds(3, 8)):
                 hurt = bytearray(data)
                 for at in [rng.randrange(len(data)) for _ in range(3)] if data else []:
                     hurt[at] ^= 1 << rng.randrange(8)

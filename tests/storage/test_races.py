@@ -89,6 +89,7 @@ def test_a_commit_that_only_looks_first_is_caught(faulty: Faulty, tmp_path: Path
         assert [racer.hear()[0] for racer in racers] == ["won", "won"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("rounds", "faults"), RUNS)
 def test_exactly_one_of_two_processes_wins(
     rounds: int, faults: tuple[str, ...], faulty: Faulty, tmp_path: Path

@@ -54,8 +54,12 @@ def test_what_looks_like_a_secret_is_left_out(text: str) -> None:
 @pytest.mark.parametrize(
     "of", [OSError, PermissionError, FileNotFoundError, ValueError, RuntimeError, KeyError]
 )
-@pytest.mark.parametrize("text", [*SPELLED, f"it is {CANARY}"])
-def test_no_error_of_a_store_repeats_one(of: type[Exception], text: str) -> None:
+def test_no_error_of_a_store_repeats_one(of: type[Exception]) -> None:
+    for text in (*SPELLED, f"it is {CANARY}"):
+        _check_errors(of, text)
+
+
+def _check_errors(of: type[Exception], text: str) -> None:
     options = {"token": CANARY, "client_kwargs": {"headers": [("x", f"Bearer {CANARY}")]}}
     fs = Telling(**options)
     fs.failure = of(text)
@@ -71,7 +75,7 @@ def test_no_error_of_a_store_repeats_one(of: type[Exception], text: str) -> None
         with pytest.raises(UcformatError) as failure:
             act()
         shown = "".join(traceback.format_exception(failure.value))
-        assert CANARY not in shown
+        assert CANARY not in shown, text
         assert "telling://bucket/run" in str(failure.value)
 
 

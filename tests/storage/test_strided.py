@@ -164,6 +164,7 @@ def test_a_read_of_more_bytes_than_the_system_reads_at_once() -> None:
         os.close(fd)
 
 
+@pytest.mark.front("native-*", "python-[38]*", "python-10*", "python-70000")
 @pytest.mark.parametrize(
     "nbytes", [1, 2, 3, 4, 8, 16, 32, 384, 1023, 1024, 1025, 70_000, (1 << 20) - 1, 1 << 20]
 )
