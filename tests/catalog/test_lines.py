@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from tests.catalog.acts import put
 from tests.catalog.manifests import BEGIN, manifest
 from tests.catalog.rows import policy, row
+from tests.tiers import rounds
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.lines import contradictions, lines
 from ucformat.cli.main import ucp
@@ -391,7 +392,7 @@ def test_launches_against_a_model(
         server = request.getfixturevalue("postgres_server")
         urls = (server.fresh_catalog(), server.fresh_catalog())
     machine = type("Machine", (Launches,), {"urls": urls})
-    examples = 12 if engine == "sqlite" else 3
+    examples = rounds(5, 12) if engine == "sqlite" else 3
     chosen = settings(
         max_examples=examples,
         stateful_step_count=15,

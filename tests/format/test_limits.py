@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import ucformat
 import ucformat.torch
 from tests.fakes import FakeSource, random_array, same
+from tests.tiers import rounds
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UcformatError, UsageError
 from ucformat.format import sidecar as sidecar_module
@@ -111,7 +112,7 @@ ARRAYS = {("w", "weight"): random_array((2,), "float32")}
     TEXT | LONG,
     st.sampled_from(["safetensors", None]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(60, 150), deadline=None)
 def test_whatever_is_committed_opens(
     config: dict[str, Any],
     metrics: dict[str, float],

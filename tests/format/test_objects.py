@@ -8,11 +8,12 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ucformat
 from tests.fakes import FakeSource, give_values
+from tests.tiers import rounds
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.format.structure import per_rank_problems
@@ -96,6 +97,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=rounds(40, 100))
 @given(st.data())
 def test_values_come_back_under_their_names(data: st.DataObject) -> None:
     """Each rank has names of its own; wherever files begin."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import ucformat
 from tests.fakes import random_array
 from tests.jobs.forks import Forks
+from tests.tiers import rounds
 from tests.zero_files import FLAT, write_zero3
 from ucformat.errors import (
     ChecksumError,
@@ -75,7 +76,7 @@ def same_content(one: Checkpoint, other: Checkpoint) -> None:
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 6), data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=rounds(8, 25), deadline=None)
 def test_any_order_of_parts(
     tmp_path_factory: pytest.TempPathFactory, seed: int, count: int, data: st.DataObject
 ) -> None:

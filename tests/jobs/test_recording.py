@@ -48,6 +48,7 @@ Catalog.record = lambda catalog, manifest, url: (told.append(url), record(catalo
 """
 
 
+@pytest.mark.front("ucformat.convert", "torch.saving", "Writer", "all are imported")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_commit_is_in_the_catalog_and_told_once(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +81,7 @@ MARKS = {
 }
 
 
+@pytest.mark.front("ucp", "catalog.names")
 @pytest.mark.parametrize("way", MARKS)
 def test_a_mark_is_written_beside_the_checkpoint(way: str, tmp_path: Path) -> None:
     write_packed(LocalStore(tmp_path / "src"), ARRAYS)

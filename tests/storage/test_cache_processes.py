@@ -38,6 +38,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     return found
 
 
+@pytest.mark.matrix
 def test_readers_that_are_killed_at_any_instant(
     tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

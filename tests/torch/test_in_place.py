@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
 import ucformat
 from tests.conformance import reader
+from tests.tiers import rounds
 from tests.torch.ranks import KILLED, Ranks
 from ucformat.errors import NotFound, UsageError
 from ucformat.exporters.safetensors import files_of
@@ -296,6 +297,7 @@ class Uploads:
         return upload
 
 
+@settings(max_examples=rounds(30, 100))
 @given(seed=st.integers(0, 10**9))
 def test_any_boxes_of_any_ranks(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Whoever provides which box, the bytes are those of the export, and the checksums those of the bytes."""

@@ -574,14 +574,16 @@ class TestRanks:
 
     RANKS = Ranks("tests.torch.subclasses_program")
 
-    def test_what_is_inside_is_sharded_as_the_wrapper(self, tmp_path: Path) -> None:
-        for saved in (2, 4):
-            self.RANKS.run("blocks", saved, tmp_path / f"{saved}", writes=True)
-            for loading in (1, 3, 4, 2):
-                assert all(
-                    map(all, self.RANKS.run("blocks", loading, tmp_path / f"{saved}", writes=False))
-                )
-        whole = ucformat.open(tmp_path / "2" / "zarr-0-of-10")
+    @pytest.mark.front("2-few")
+    @pytest.mark.parametrize("loading", [(1, 2), (3, 4)], ids=["few", "many"])
+    @pytest.mark.parametrize("saving", [2, 4])
+    def test_what_is_inside_is_sharded_as_the_wrapper(
+        self, saving: int, loading: tuple[int, ...], tmp_path: Path
+    ) -> None:
+        self.RANKS.run("blocks", saving, tmp_path, writes=True)
+        for ranks in loading:
+            assert all(map(all, self.RANKS.run("blocks", ranks, tmp_path, writes=False)))
+        whole = ucformat.open(tmp_path / "zarr-0-of-10")
         assert [whole[n].shape for n in ("w.codes", "w.scale", "w.table")] == [(10, 8), (20,), (6,)]
         assert whole["w.scale"][...].tolist() == list(range(20))
 
