@@ -169,14 +169,15 @@ def average(
     interrupted, nothing is visible at DST, and running the same command again writes only what is
     missing.
     """
-    from ucformat.jobs.combine.combining import plan_average
+    from ucformat.jobs.combine.combining import Weighting, plan_average
 
     best: Any = None if least is None else "min" if least else "max"
-    weighting = {name: given.pop(name) for name in ("by", "temperature", "ema", "weights")}
+    names = ("by", "temperature", "ema", "weights")
+    weighting = Weighting(best=best, **{name: given.pop(name) for name in names})
     _run(
         "average",
         dst,
-        lambda: plan_average(_opened(refs, opening), best=best, **weighting, **_arguments(chosen)),
+        lambda: plan_average(_opened(refs, opening), weighting, **_arguments(chosen)),
         out,
         **given,
     )

@@ -1,11 +1,12 @@
-"""Averages of checkpoints: with weights, with those of a metric in the catalog, or exponentially along a run."""
+"""Averaging and merging checkpoints: what users call, and how it is planned and written."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound, UsageError
@@ -39,6 +40,64 @@ record_commits()  # on import, because `format` does not depend on the catalog
 _METRIC = "metric."
 
 
+class CombineArguments(TypedDict, total=False):
+    """The arguments that `average` and `merge` share.
+
+    Attributes:
+        states: the state, or states, to combine (default: `weight`, or `master` where only that is
+            stored). `average` takes those of optimizers, too, but only if they are listed here.
+        take: globs or `/regex/`es of names: these tensors are taken from the first checkpoint, or
+            from the base, as they are.
+        cast: the dtype of combined tensors (default: that of the first checkpoint, or of the base).
+        chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
+        shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
+        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one
+            is.
+        workers: shards written at once (default: one for each core; for object stores eight at
+            least).
+        run: the name of the run, for the catalog (default: none, so that it takes that of the
+            folder).
+        metrics: measured numbers by name.
+        verify: compare the bytes that are read with the checksums in the files of the checkpoints
+            (default: yes).
+        on: where shards are written, as for `convert`.
+        progress: called with the bytes done and the bytes in all.
+    """
+
+    states: str | Iterable[str] | None
+    take: str | Iterable[str]
+    cast: str | None
+    chunk_bytes: int | None
+    shard_bytes: int | None
+    overwrite: bool
+    workers: int | None
+    run: str | None
+    metrics: Mapping[str, float] | None
+    verify: bool
+    on: str
+    progress: Callable[[int, int], None] | None
+
+
+class MergeArguments(CombineArguments, total=False):
+    """The arguments of `merge` besides the method, the sources, the base and the destination.
+
+    Attributes:
+        weights: a weight for each source (default: 1 for each).
+        scale: the factor λ of all differences (default 1).
+        density: the share of elements to keep: of ties those with the greatest magnitudes (default
+            0.2), of dare random ones (1 minus the probability of dropping one; it must be given).
+        t: of slerp, 0 for the first source, 1 for the second (default 0.5).
+        seed: of dare; the elements that are dropped depend only on it, the tensor's name, and the
+            number of the source.
+    """
+
+    weights: Sequence[float] | None
+    scale: float | None
+    density: float | None
+    t: float | None
+    seed: int | None
+
+
 def average(
     sources: Place | Iterable[Place],
     dst: str | PathLike[str] | Store,
@@ -48,18 +107,7 @@ def average(
     best: Literal["min", "max"] | None = None,
     temperature: float | None = None,
     ema: float | None = None,
-    states: str | Iterable[str] | None = None,
-    take: str | Iterable[str] = (),
-    cast: str | None = None,
-    chunk_bytes: int | None = None,
-    shard_bytes: int | None = None,
-    overwrite: bool = False,
-    workers: int | None = None,
-    run: str | None = None,
-    metrics: Mapping[str, float] | None = None,
-    verify: bool = True,
-    on: str = "threads",
-    progress: Callable[[int, int], None] | None = None,
+    **arguments: Unpack[CombineArguments],
 ) -> Checkpoint:
     """Write the weighted mean of checkpoints as a new checkpoint, and commit it.
 
@@ -81,23 +129,7 @@ def average(
             best one weighs.
         ema: instead of weights, the decay d of an exponential moving average in order of steps: e₀
             = x₀, eₜ = d eₜ₋₁ + (1 - d) xₜ.
-        states: the state, or states, to average (default: `weight`, or `master` where only that is
-            stored). Optimizer states are averaged only if they are listed here.
-        take: globs or `/regex/`es of names: these tensors are taken from the first checkpoint as
-            they are.
-        cast: the dtype of the means (default: that of the first checkpoint).
-        chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
-        shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
-        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one
-            is.
-        workers: shards written at once (default: one for each core; for object stores eight at
-            least).
-        run: the name of the run, for the catalog (default: none, so that it takes that of the
-            folder).
-        metrics: measured numbers by name.
-        verify: compare the bytes that are read with the checksums in the files of the checkpoints.
-        on: where shards are written, as for `convert`.
-        progress: called with the bytes done and the bytes in all.
+        arguments: see `CombineArguments`.
 
     Raises:
         NotFinished: this process has done its part, and another one commits.
@@ -108,35 +140,54 @@ def average(
         Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed
             since it was opened.
     """
-    how = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
-    planned = plan_average(
-        sources,
-        weights=weights,
-        by=by,
-        best=best,
-        temperature=temperature,
-        ema=ema,
-        states=states,
-        take=take,
-        cast=cast,
-    )
-    return planned.write(dst, how, overwrite=overwrite, run=run, metrics=metrics)
+    weighting = Weighting(weights, by, best, temperature, ema)
+    return _combine("average", dst, partial(plan_average, sources, weighting), arguments)
+
+
+def _combine(
+    function: str,
+    dst: str | PathLike[str] | Store,
+    plan: Callable[..., Planned],
+    arguments: CombineArguments,
+) -> Checkpoint:
+    """Write what is planned with the arguments that `average` and `merge` share."""
+    if unknown := arguments.keys() - CombineArguments.__annotations__.keys():
+        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
+    given: dict[str, Any] = dict(arguments)
+    where = Where.parse(given.pop("on", "threads"))
+    recorded = {
+        "overwrite": given.pop("overwrite", False),
+        "run": given.pop("run", None),
+        "metrics": given.pop("metrics", None),
+    }
+    chosen = {name: given.pop(name) for name in ("states", "take", "cast") if name in given}
+    return plan(**chosen).write(dst, WriteOptions(**given, where=where), **recorded)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """How the checkpoints of an average are weighted: the arguments of `average` of these names."""
+
+    weights: Sequence[float] | None = None
+    by: str | None = None
+    best: Literal["min", "max"] | None = None
+    temperature: float | None = None
+    ema: float | None = None
 
 
 def plan_average(
     sources: Place | Iterable[Place],
+    weighting: Weighting,
     *,
-    weights: Sequence[float] | None = None,
-    by: str | None = None,
-    best: Literal["min", "max"] | None = None,
-    temperature: float | None = None,
-    ema: float | None = None,
     states: str | Iterable[str] | None = None,
     take: str | Iterable[str] = (),
     cast: str | None = None,
 ) -> Planned:
     """Plan an average; reads no tensors, and writes nothing."""
     chosen = None if states is None else as_strings(states)
+    weights, by, best, temperature, ema = (
+        getattr(weighting, field.name) for field in fields(weighting)
+    )
     _check_options(weights, by, best, temperature, ema)
     given, opened = open_inputs(sources)
     if len(opened) < 2:
@@ -291,23 +342,7 @@ def merge(
     dst: str | PathLike[str] | Store,
     *,
     base: Place | None = None,
-    weights: Sequence[float] | None = None,
-    scale: float | None = None,
-    density: float | None = None,
-    t: float | None = None,
-    seed: int | None = None,
-    states: str | Iterable[str] | None = None,
-    take: str | Iterable[str] = (),
-    cast: str | None = None,
-    chunk_bytes: int | None = None,
-    shard_bytes: int | None = None,
-    overwrite: bool = False,
-    workers: int | None = None,
-    run: str | None = None,
-    metrics: Mapping[str, float] | None = None,
-    verify: bool = True,
-    on: str = "threads",
-    progress: Callable[[int, int], None] | None = None,
+    **arguments: Unpack[MergeArguments],
 ) -> Checkpoint:
     """Merge models, or LoRA adapters and their base, into a new checkpoint, and commit it.
 
@@ -327,30 +362,7 @@ def merge(
         dst: the path, url or store of the new checkpoint.
         base: what the sources were fine-tuned from; all methods but slerp need it. What is not a
             tensor is that of the base, of slerp that of the first source.
-        weights: a weight for each source (default: 1 for each).
-        scale: the factor λ of all differences (default 1).
-        density: the share of elements to keep: of ties those with the greatest magnitudes (default
-            0.2), of dare random ones (1 minus the probability of dropping one; it must be given).
-        t: of slerp, 0 for the first source, 1 for the second (default 0.5).
-        seed: of dare; the elements that are dropped depend only on it, the tensor's name, and the
-            number of the source.
-        states: the state, or states, to merge (default: `weight`, or `master` where only that is
-            stored).
-        take: globs or `/regex/`es of names: these tensors are taken from the base (of slerp the
-            first source) as they are.
-        cast: the dtype of merged tensors (default: that of the base, of slerp of the first source).
-        chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
-        shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
-        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one
-            is.
-        workers: shards written at once (default: one for each core; for object stores eight at
-            least).
-        run: the name of the run, for the catalog (default: none, so that it takes that of the
-            folder).
-        metrics: measured numbers by name.
-        verify: compare the bytes that are read with the checksums in the files of the sources.
-        on: where shards are written, as for `convert`.
-        progress: called with the bytes done and the bytes in all.
+        arguments: see `MergeArguments`.
 
     Raises:
         NotFinished: this process has done its part, and another one commits.
@@ -361,17 +373,10 @@ def merge(
         Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed
             since it was opened.
     """
-    how = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
-    given = {
-        "base": base,
-        "weights": weights,
-        "scale": scale,
-        "density": density,
-        "t": t,
-        "seed": seed,
-    }
-    planned = plan_merge(method, sources, given, states=states, take=take, cast=cast)
-    return planned.write(dst, how, overwrite=overwrite, run=run, metrics=metrics)
+    own = MergeArguments.__annotations__.keys() - CombineArguments.__annotations__.keys()
+    parameters = {"base": base, **{n: v for n, v in arguments.items() if n in own}}
+    shared: Any = {n: v for n, v in arguments.items() if n not in own}
+    return _combine("merge", dst, partial(plan_merge, method, sources, parameters), shared)
 
 
 def plan_merge(
