@@ -39,6 +39,7 @@ LARGE = 10  # times as many tensors as usual, in what is recorded
 FILTER = f"config.optimizer.lr = {LRS[1]} and metric.val_loss < 2.1 and tag = 'good'"
 SORT = "metric.val_loss"
 MLFLOW_FILTER = f"params.`optimizer.lr` = '{LRS[1]}' and metrics.val_loss < 2.1 and tags.good = '1'"
+# milliseconds
 ASKED = {
     "find": 100,
     "best": 100,
@@ -49,7 +50,7 @@ ASKED = {
     "lineage": 500,
     "new": 1000,
     "next": 50,
-}  # milliseconds
+}
 LABELS = {
     "find": "`find`: configuration, metric and tag, sorted, 50 of {hits}",
     "ls": "the same by the command `ucp ls`",

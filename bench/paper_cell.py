@@ -55,9 +55,8 @@ def read_all(
         except UcformatError as error:
             return read, planning, f"rank {rank}: {error.message}"
         read += recorder.nbytes
-        found = {
-            b.key: arrays[b.key] for b in plan.buffers
-        }  # not the views of tensors in flat buffers
+        # not the views of tensors in flat buffers
+        found = {b.key: arrays[b.key] for b in plan.buffers}
         if wrong := _difference(expected(rank), found):
             return read, planning, f"rank {rank}: {wrong}"
     return read, planning, None

@@ -35,11 +35,8 @@ Arrays = dict[tuple[str, str], Any]  # (name, state) -> array
 
 HEADS, GROUPS, SIZE, INNER, LAYERS, VOCAB, SEQ = 4, 2, 3, 2050, 2, 27, 7
 HIDDEN = HEADS * SIZE
-QKV = (
-    HEADS * SIZE,
-    GROUPS * SIZE,
-    GROUPS * SIZE,
-)  # grouped-query attention: fewer rows of keys and values
+# grouped-query attention: fewer rows of keys and values
+QKV = (HEADS * SIZE, GROUPS * SIZE, GROUPS * SIZE)
 FIRST_LAYERS = (0, 1)  # of the stages of two
 DIVISIBLE = 4  # the vocabulary is padded to a multiple of this times TP, so to 28 or 32 rows
 LAYER = "language_model.encoder.layers."
@@ -176,10 +173,8 @@ def expected(truth: Truth, degrees: Degrees, rank: int) -> Arrays:
     rest, t = divmod(rank, degrees.tp)
     rest, s = divmod(rest, degrees.sp)
     stage, d = divmod(rest, degrees.dp)
-    ways, way = (
-        degrees.dp * degrees.sp,
-        d * degrees.sp + s,
-    )  # sequence-parallel ranks count as data-parallel ones
+    # sequence-parallel ranks count as data-parallel ones
+    ways, way = (degrees.dp * degrees.sp, d * degrees.sp + s)
     out: Arrays = {}
     for (name, state), a in truth.arrays.items():
         if not _on_stage(name, stage, degrees.pp):
@@ -233,9 +228,8 @@ def _local(truth: Truth, name: str, state: str, t: int, tp: int) -> Any:
     if name == EMBEDDING:
         rows = -len(a) % (DIVISIBLE * tp)
         spare = truth.padding.get((name, state), a[:0])
-        spare = (
-            spare if len(spare) == rows else np.zeros((rows, *a.shape[1:]), a.dtype)
-        )  # trained as many, or none
+        # trained as many, or none
+        spare = spare if len(spare) == rows else np.zeros((rows, *a.shape[1:]), a.dtype)
         return np.split(np.concatenate([a, spare]), tp)[t]
     if "query_key_value" in name:
         q, k, v = np.split(a, np.cumsum(QKV[:-1]))

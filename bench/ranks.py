@@ -392,9 +392,8 @@ def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
             extents[number[info.key], rank, end, box] += 1
             end += Tiling.of(info.shape, info.itemsize).nbytes(box)
         zarr = plans["zarr"]
-        received: Counter[int] = (
-            Counter()
-        )  # messages of each sender, which come in the order in which they are sent
+        # messages of each sender, which come in the order in which they are sent
+        received: Counter[int] = Counter()
         for batch in zarr.batches:
             for task in batch.shards:
                 owners[stated.items[task.tensor].info.key, task.at] += 1
@@ -462,9 +461,10 @@ def main() -> None:
         warm_up()
         print(json.dumps(simulate(given.case[0], given.ranks[0])))
         return
+    # longest first
     asked = [
         (case, ranks) for ranks in sorted(given.ranks, reverse=True) for case in given.case[::-1]
-    ]  # longest first
+    ]
     with ThreadPoolExecutor(2) as pool:
         rows = [row for found in pool.map(lambda one: run_alone(*one), asked) for row in found]
     order = {case: n for n, case in enumerate(CASES)}

@@ -23,11 +23,8 @@ STATES = (
     ("exp_avg_sq", "float32"),
 )
 LAYERS, HIDDEN, FFN, VOCAB, KV = 126, 16384, 53248, 128256, 1024
-DENSE, EXPERTS, EP = (
-    3,
-    256,
-    64,
-)  # layers without experts, experts of each other layer, and ranks over which these are
+# layers without experts, experts of each other layer, and ranks over which these are
+DENSE, EXPERTS, EP = (3, 256, 64)
 
 
 def llama() -> dict[str, tuple[int, ...]]:
@@ -188,9 +185,8 @@ def tensors_of(case: Case, rank: int, ranks: int) -> list[tuple[str, str, Any]]:
                 shape: tuple[int, ...], dtype: str, placements: tuple[Any, ...], mesh: Any = mesh
             ) -> Any:
                 local, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
-                one = torch.zeros((), dtype=getattr(torch, dtype)).expand(
-                    local
-                )  # replicas are equal
+                # replicas are equal
+                one = torch.zeros((), dtype=getattr(torch, dtype)).expand(local)
                 strides = torch.empty(shape, device="meta").stride()
                 return DTensor.from_local(
                     one, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides

@@ -320,9 +320,8 @@ def find_digest(connection: Connection, digest: str) -> dict[int, list[ListedTen
                 TensorRow.position == Digest.position,
             ),
         )
-        .where(
-            Digest.block.in_(all_blocks()), Digest.digest == digest
-        )  # IN: for a join SQLite would scan all
+        # IN: for a join SQLite would scan all
+        .where(Digest.block.in_(all_blocks()), Digest.digest == digest)
         .order_by(Digest.checkpoint, Digest.position)
     )
     found: dict[int, list[ListedTensor]] = {}

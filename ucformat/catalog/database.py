@@ -146,9 +146,8 @@ class Database:
 
     def _prepare_sqlite(self, connection: Any, _record: Any) -> None:
         connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute(
-            "PRAGMA synchronous = NORMAL"
-        )  # with WAL, a power failure loses whole commits at most
+        # with WAL, a power failure loses whole commits at most
+        connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA cache_size = -65536")
         if self.read_only:
             connection.execute("PRAGMA query_only = ON")
@@ -267,11 +266,8 @@ def _parse(url: str) -> URL:
     try:
         found = make_url(url)
         backend = found.get_backend_name()
-    except (
-        ArgumentError,
-        NoSuchModuleError,
-        ValueError,
-    ):  # the message would repeat parts of the url
+    # the message would repeat parts of the url
+    except (ArgumentError, NoSuchModuleError, ValueError):
         found = None
     server = None if found is None or backend == "sqlite" else f"{found.host}{found.database}"
     if found is None or (server and "@" in server):  # part of a password
@@ -392,9 +388,8 @@ def _migrate(connection: Connection) -> None:
     from alembic import command
 
     if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql(
-            "PRAGMA defer_foreign_keys = ON"
-        )  # batch mode drops tables that are referred to
+        # batch mode drops tables that are referred to
+        connection.exec_driver_sql("PRAGMA defer_foreign_keys = ON")
     command.upgrade(configuration(connection, Base.metadata, VERSION_TABLE), HEAD)
 
 

@@ -130,9 +130,8 @@ def _leaves(document: Mapping[str, Any]) -> dict[tuple[str | int, ...], Any]:
     while left:
         path, value = left.pop()
         below: Any = ()
-        if isinstance(value, Mapping) and list(value) != [
-            "$float"
-        ]:  # a number that JSON cannot express
+        # a number that JSON cannot express
+        if isinstance(value, Mapping) and list(value) != ["$float"]:
             below = value.items()
         elif isinstance(value, list):
             below = enumerate(value)

@@ -228,9 +228,8 @@ def import_document(
     if doc.id != row.id or (ours and not trust):  # our own may contain what was refused before
         return []
     before = _content(compose(connection, serial, url))
-    unwritten = (
-        row.document_revision > row.document_written
-    )  # changes of ours are in no document yet
+    # changes of ours are in no document yet
+    unwritten = row.document_revision > row.document_written
     origin = _Origin(connection, serial, url, stamp, trust)
     _import_annotations(origin, doc)
     refused = _import_aliases(origin, doc.aliases)
@@ -238,9 +237,8 @@ def import_document(
         insert_edge(connection, serial, edge.kind, edge.url, edge.id, depends=edge.depends)
     if doc.run is not None and not unwritten and doc.revision > row.document_written:
         set_run(connection, serial, doc.run, stamp.now)
-    if (
-        doc.revision >= row.document_written
-    ):  # documents at several places may have the same revision
+    # documents at several places may have the same revision
+    if doc.revision >= row.document_written:
         _import_deletion(origin, row, doc, unwritten=unwritten)
     after = _content(compose(connection, serial, url))
     latest = max(row.document_revision, min(doc.revision, MAX_REVISION))

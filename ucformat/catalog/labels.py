@@ -171,9 +171,8 @@ def add_tags(
         _check_name("a tag", tag)
         here = (Untag.checkpoint == serial, Untag.name == tag)
         removed = connection.scalar(sa.select(Untag.removed).where(*here))
-        created = (
-            stamp.now if removed is None else max(stamp.now, removed + _MICROSECOND)
-        )  # clocks may differ
+        # clocks may differ
+        created = stamp.now if removed is None else max(stamp.now, removed + _MICROSECOND)
         if set_tag(connection, serial, tag, created, stamp.who, permanent=permanent):
             new.append(tag)
     if new:

@@ -226,9 +226,8 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
 
 
 def _link(connection: Connection, serial: int, parent: int, place: str | None, kind: str) -> bool:
-    if (
-        connection.dialect.name == "postgresql"
-    ):  # two concurrent links could close a cycle that neither sees
+    # two concurrent links could close a cycle that neither sees
+    if connection.dialect.name == "postgresql":
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
     walk = _walk(connection, [parent], None, up=True)
     if (
@@ -325,9 +324,8 @@ def _walk(connection: Connection, serials: Sequence[int], depth: int | None, *, 
     first = sa.select(Edge.id.label("edge"), far.label("far"), distance).where(near.in_(serials))
     walk = first.cte("walk", recursive=True)
     distance = (walk.c.distance + 1 if counted else walk.c.distance).label("distance")
-    if (
-        connection.dialect.name == "postgresql"
-    ):  # without statistics, a join would read the whole table at every step
+    # without statistics, a join would read the whole table at every step
+    if connection.dialect.name == "postgresql":
         next_ = (
             sa.select(Edge.id, far.label("far"))
             .where(near == walk.c.far)

@@ -297,9 +297,8 @@ def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str)
         matches = _rows(
             connection, here.where(unindexed(CheckpointRow.state).in_(("committed", "deleted")))
         )
-        matches = [
-            r for r in matches if r.state == "committed"
-        ] or matches  # a deleted one can be restored by its name
+        # a deleted one can be restored by its name
+        matches = [r for r in matches if r.state == "committed"] or matches
         if not matches:
             hint = (
                 f"`ucp ls \"run = '{ref.run}'\"` lists its steps"

@@ -182,11 +182,8 @@ def starts_with(column: Any, text: str) -> ColumnElement[bool]:
     )
 
 
-_LAST, _SURROGATES, _AFTER_SURROGATES = (
-    0x10FFFF,
-    0xD800,
-    0xE000,
-)  # code points; surrogates are no text
+# code points; surrogates are no text
+_LAST, _SURROGATES, _AFTER_SURROGATES = (0x10FFFF, 0xD800, 0xE000)
 
 
 def all_blocks() -> Select[Any]:

@@ -74,9 +74,8 @@ def _newest_first(
         CheckpointRow.serial, CheckpointRow.run_id, CheckpointRow.step, CheckpointRow.commits
     )
     for walked in _WALKED if count is not None and conditions.committed else ():
-        if (
-            criteria := conditions.few(connection, walked // 4)
-        ) is not None:  # the newest lie side by side
+        # the newest lie side by side
+        if (criteria := conditions.few(connection, walked // 4)) is not None:
             return select_newest_first(*criteria)
         committed = CheckpointRow.state == "committed"
         start = _created(connection, walked, committed)

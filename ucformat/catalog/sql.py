@@ -181,9 +181,8 @@ def _allowed(action: int, first: str, second: str) -> bool:
             return first.lower() in _PRAGMAS
         case sqlite3.SQLITE_FUNCTION:
             return second.lower() != "load_extension"
-        case (
-            sqlite3.SQLITE_UPDATE
-        ):  # table functions such as json_each declare their columns so; nothing is written
+        # table functions such as json_each declare their columns so; nothing is written
+        case sqlite3.SQLITE_UPDATE:
             return first in ("sqlite_master", "sqlite_temp_master")
     return action in _READS
 
@@ -208,9 +207,8 @@ def _sqlite(
     end = None if timeout is None else clock.monotonic() + timeout
     late = False
 
-    def out_of_time() -> (
-        bool
-    ):  # also set without a time limit, else Ctrl-C would take effect only at the end
+    # also set without a time limit, else Ctrl-C would take effect only at the end
+    def out_of_time() -> bool:
         nonlocal late
         late = end is not None and clock.monotonic() > end
         return late
@@ -221,9 +219,8 @@ def _sqlite(
         ) as connection:
             connection.execute("PRAGMA query_only = ON")
             if memory is not None:
-                connection.execute(
-                    "PRAGMA temp_store = MEMORY"
-                )  # so that the limit covers sorting and joining
+                # so that the limit covers sorting and joining
+                connection.execute("PRAGMA temp_store = MEMORY")
                 connection.execute(f"PRAGMA hard_heap_limit = {memory}")
             for category, most in _LIMITS.items():
                 connection.setlimit(category, most)
@@ -262,24 +259,12 @@ def _meaning(error: Exception, database: Database, *, denied: bool) -> BaseExcep
 # the time limit that are set for its session. Therefore, the roles that the connection may assume
 # are checked, and the time is measured in this process.
 
-_NO_CURSOR = {
-    "42601",
-    "0A000",
-    "42P11",
-}  # syntax error, not supported, invalid cursor: the message is about the cursor
-_WRITES = {
-    "25006",
-    "25001",
-    "42501",
-}  # read-only transaction, mode set too late, insufficient privilege
-_FAILURES = {
-    "40",
-    "53",
-    "55",
-    "57",
-    "58",
-    "XX",
-}  # not the query's: deadlock, no room, locks, shutdown, system, bugs
+# syntax error, not supported, invalid cursor: the message is about the cursor
+_NO_CURSOR = {"42601", "0A000", "42P11"}
+# read-only transaction, mode set too late, insufficient privilege
+_WRITES = {"25006", "25001", "42501"}
+# not the query's: deadlock, no room, locks, shutdown, system, bugs
+_FAILURES = {"40", "53", "55", "57", "58", "XX"}
 _MESSAGE = ord("M")  # a field of PostgreSQL's errors
 _GRACE = 5.0  # seconds that PostgreSQL has to cancel a query
 _RIGHTS = """

@@ -105,10 +105,8 @@ def _document(
     codecs: Sequence[Mapping[str, Any]],
     attributes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    from ucformat.reading.dtypes import (
-        fill_value,
-        zarr_dtype,
-    )  # here, so that reading a manifest does not import NumPy
+    # here, so that reading a manifest does not import NumPy
+    from ucformat.reading.dtypes import fill_value, zarr_dtype
 
     return {
         "zarr_format": 3,

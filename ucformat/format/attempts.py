@@ -280,10 +280,8 @@ def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:
         store.replace(key, record_bytes(doc), version)
     except Conflict:
         return False
-    except (
-        PermissionDenied,
-        UnsupportedError,
-    ):  # a store without replacement: nobody can mark a record or replace a checkpoint there
+    # a store without replacement: nobody can mark a record or replace a checkpoint there
+    except (PermissionDenied, UnsupportedError):
         pass
     return True
 

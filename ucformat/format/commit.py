@@ -121,9 +121,8 @@ def begin(
     _refuse_tombstone(store)  # last: a removal writes the tombstone before it deletes the manifest
     if replaces is not None and not overwrite:
         same = name is None and replaces[0].attempt == _id(_digest(plan, None))
-        settle(
-            store
-        )  # the caller will rely on that checkpoint, and its writer may have been killed
+        # the caller will rely on that checkpoint, and its writer may have been killed
+        settle(store)
         raise Conflict(
             f"{store.url} already holds the committed checkpoint {replaces[0].id}"
             f"{' made by this very plan: nothing is left to do' if same else ''}",
@@ -191,9 +190,8 @@ def commit(
     data, manifest = checked_manifest(manifest, data)
     store.flush()
     store.sweep()
-    _refuse_tombstone(
-        store
-    )  # of a checkpoint that was committed and deleted since this attempt began
+    # of a checkpoint that was committed and deleted since this attempt began
+    _refuse_tombstone(store)
     if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
         mark_replacing(store, attempt.id)
     _check_replaceable(store, attempt)  # once more: it may have got a name in the meantime

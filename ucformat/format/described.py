@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 
 _FEWEST = 8  # boxes along a dim for which runs are looked for
-_MAX_WORK = (
-    1 << 25
-)  # coordinates of all meshes, each counted for every group of rows: bounds the memory of a reader
+# coordinates of all meshes, each counted for every group of rows: bounds the memory of a reader
+_MAX_WORK = 1 << 25
 
 
 def packed_file(folder: str, rank: int) -> str:
@@ -79,12 +78,10 @@ class _Group:
     """Consecutive rows of one distribution, shape, dtype and tiling, which no flat buffer contains."""
 
     distribution: Distribution
-    stored: NDArray[
-        np.int64
-    ]  # bytes of a row at each coordinate, padded to the alignment; replicas have one index
-    begin: NDArray[
-        np.int64
-    ]  # the byte at which the first row begins in the file of each coordinate
+    # bytes of a row at each coordinate, padded to the alignment; replicas have one index
+    stored: NDArray[np.int64]
+    # the byte at which the first row begins in the file of each coordinate
+    begin: NDArray[np.int64]
 
     def offset(self, coordinate: tuple[Any, ...], before: int) -> Any:
         """The offset of a row, of which so many of the group precede in its file; of arrays of indices, an array."""
@@ -157,15 +154,13 @@ class Described:
         kinds: Sequence[Any] | None = None,
     ) -> None:
         self.rows, self.infos, self.folder = tuple(rows), infos, folder
-        self.encoded: list[
-            tuple[DescribedDoc, dict[str, bytes]]
-        ] = []  # by `sidecar`; copies in other folders share it
+        # by `sidecar`; copies in other folders share it
+        self.encoded: list[tuple[DescribedDoc, dict[str, bytes]]] = []
         self._row = dict(zip(map(itemgetter(0), self.rows), range(len(self.rows)), strict=True))
         if len(self._row) < len(self.rows):
             raise LayoutError("a tensor is described twice")
-        distinct = {
-            id(d): d for d in map(itemgetter(1), self.rows)
-        }.values()  # to hash each is slower
+        # to hash each is slower
+        distinct = {id(d): d for d in map(itemgetter(1), self.rows)}.values()
         held = [m.ranks.reshape(-1) for m in {d.mesh for d in distinct}]
         #: The ranks that have files, ascending.
         self.ranks: NDArray[np.int64] = np.unique(np.concatenate([np.empty(0, np.int64), *held]))
@@ -321,9 +316,8 @@ class Described:
                 files, offset = _RankFiles(self.folder, ranks), int(offsets[first])
                 box = line.box(first)
                 size, tile = box.shape[line.dim], tiling.tile[line.dim]
-                if box.start[line.dim] % size or (
-                    size % tile and tile % size
-                ):  # tiles lie differently in each box
+                # tiles lie differently in each box
+                if box.start[line.dim] % size or (size % tile and tile % size):
                     for n, file in enumerate(files):
                         yield from tiling.runs(line.box(first + n), file, offset, within)
                     continue

@@ -33,9 +33,8 @@ def mounted_key(number: int, key: str) -> str:
 
 def is_below(url: str, roots: Sequence[str]) -> bool:
     """Whether a place is one of some roots, or below one; symbolic links in paths are followed."""
-    if (
-        not url or "\0" in url or ("://" in url and ".." in unquote(url).split("/"))
-    ):  # some stores resolve `..`
+    # some stores resolve `..`
+    if not url or "\0" in url or ("://" in url and ".." in unquote(url).split("/")):
         return False
     here = _plain(url)
     return any(

@@ -128,9 +128,8 @@ class _RankFile:
 
     def __init__(self, source: Universal, doc: RangesDoc, names: frozenset[str]) -> None:
         self._source, self.doc, self._names = source, doc, names
-        self._end = (
-            doc.nbytes - 16 * doc.ranks - _CRC
-        )  # of the last range; positive, because the manifest was checked
+        # of the last range; positive, because the manifest was checked
+        self._end = doc.nbytes - 16 * doc.ranks - _CRC
         self._known: dict[int, dict[str, Any]] = {}
 
     def of_rank(self, rank: int) -> dict[str, Any]:

@@ -113,9 +113,8 @@ def decode_rows(
         raise LayoutError("a mesh or distribution is listed twice")
     rows, kinds, tiles, end = [], [], columns[DESCRIBED_TILE].tolist(), 0
     of_kind = [(k.shape, k.unit) for k in tensors.kinds]
-    last: tuple[
-        Any, ...
-    ] = ()  # rows of a group follow each other; most of 200,000 are of a few groups
+    # rows of a group follow each other; most of 200,000 are of a few groups
+    last: tuple[Any, ...] = ()
     for tensor, number, writer, position in zip(
         *(columns[name].tolist() for name in COLUMNS), strict=True
     ):
@@ -156,22 +155,12 @@ NO_BLOCK = -1
 #: offset.
 FOLLOWS, PLACED = -1, -2
 
-_ROWS = (
-    "tensor",
-    "file",
-    "offset",
-    "block_offset",
-    "block_nbytes",
-    "crc32c",
-)  # one for each extent
+# one for each extent
+_ROWS = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
 _DIMS = ("start", "shape", "strides")  # one for each dim of each extent
 _TILE = "tile"  # likewise, if any extent is tiled
-_STEPS = {
-    "tensor",
-    "file",
-    "offset",
-    "block_offset",
-}  # columns that grow from row to row, packed as differences
+# columns that grow from row to row, packed as differences
+_STEPS = {"tensor", "file", "offset", "block_offset"}
 
 _MAX_ROWS = 1 << 27  # rows of a column: bounds the memory of a reader
 _INFLATION = 1032  # the most bytes that one byte of a deflate stream can produce

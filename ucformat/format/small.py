@@ -20,9 +20,8 @@ SMALL_BYTES = 256 << 10
 #: A checkpoint with more small tensors than this has none of them as an array.
 MOST_SMALL_ARRAYS = 1000
 
-_TAKEN = re.compile(
-    r"(?:rank|small)-[0-9]+\.bin|extents\.safetensors", re.IGNORECASE
-)  # beside the folders of states
+# beside the folders of states
+_TAKEN = re.compile(r"(?:rank|small)-[0-9]+\.bin|extents\.safetensors", re.IGNORECASE)
 
 
 def is_small(info: TensorInfo) -> bool:

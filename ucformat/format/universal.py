@@ -210,9 +210,8 @@ class Universal:
         """Before planning, raise IntegrityError if a manifest claims a large size for small files that are needed."""
         if not within.size or (doc.nbytes < _LARGE_BYTES and grid.count < _LARGE_SHARDS):
             return
-        if (
-            missing := self.missing_shards(doc)
-        ) > grid.count // 2:  # bounds the work by the files that exist
+        # bounds the work by the files that exist
+        if (missing := self.missing_shards(doc)) > grid.count // 2:
             raise MissingData(
                 f"{doc.name} ({doc.state}): {missing:,} of its {grid.count:,} shards are missing"
             )

@@ -106,9 +106,8 @@ class BoundLayout:
         by_buffer: dict[tuple[str, str], _BufferGroup] = {}
         for key, info in self._infos.items():
             placement = placed[key]
-            _dims(
-                info, placement, dict.fromkeys(placement.mesh.axes, 0)
-            )  # fail here rather than at the first rank
+            # fail here rather than at the first rank
+            _dims(info, placement, dict.fromkeys(placement.mesh.axes, 0))
             flat, mesh = placement.flat, placement.mesh
             if flat is None:
                 continue

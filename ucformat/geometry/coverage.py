@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 
 Owner = int | str
-_Bounds = tuple[
-    tuple[int, int], ...
-]  # (start, stop) for each dim: plain tuples sort and hash faster than boxes
+# (start, stop) for each dim: plain tuples sort and hash faster than boxes
+_Bounds = tuple[tuple[int, int], ...]
 
 
 def prove(info: TensorInfo, boxes: Iterable[tuple[Owner, Box]], *, partial: bool = False) -> None:

@@ -237,9 +237,8 @@ class Distribution:
         values_of = np.ones((), np.int64)
         for values in parts:
             values_of = np.multiply.outer(values_of, values)
-        cuts = sorted(
-            self.cuts, key=lambda cut: cut.dim
-        )  # the order in which the parts of all dims are numbered
+        # the order in which the parts of all dims are numbered
+        cuts = sorted(self.cuts, key=lambda cut: cut.dim)
         by_cut = values_of.reshape([self.mesh.sizes[cut.axis] for cut in cuts])
         by_axis = by_cut.transpose(np.argsort([cut.axis for cut in cuts])) if cuts else by_cut
         cutting = {cut.axis for cut in cuts}

@@ -28,9 +28,8 @@ _MAX_STEPS = 60_000_000  # of matching one name, at most: some tenths of a secon
 _MAX_EXPANDED = 1 << 16  # characters of a name that a template produces
 
 _Bound = tuple[int, ...]
-_Head = tuple[
-    int, int
-]  # a bit set of the characters that may follow, and the number of nodes that check for them
+# a bit set of the characters that may follow, and the number of nodes that check for them
+_Head = tuple[int, int]
 _ONE: _Bound = (1,)
 _OTHER = 1 << 128  # every non-ASCII character
 _ANY = _OTHER | (1 << 128) - 1

@@ -313,18 +313,15 @@ def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
     if start <= piece.offset and piece.offset + span <= stop:
         yield piece
         return
-    d = max(
-        (d for d, n in enumerate(shape) if n > 1), key=strides.__getitem__
-    )  # of the largest steps
+    # of the largest steps
+    d = max((d for d, n in enumerate(shape) if n > 1), key=strides.__getitem__)
     count, step = shape[d], strides[d]
     inner = span - (count - 1) * step  # elements that one index spans
-    first = min(
-        count, max(0, (start - piece.offset - inner) // step + 1)
-    )  # that reaches into the range
+    # that reaches into the range
+    first = min(count, max(0, (start - piece.offset - inner) // step + 1))
     last = max(first, min(count, -((piece.offset - stop) // step)))
-    whole = min(
-        last, max(first, -((piece.offset - start) // step))
-    )  # the first that is wholly inside
+    # the first that is wholly inside
+    whole = min(last, max(first, -((piece.offset - start) // step)))
     end = max(whole, min(last, (stop - piece.offset - inner) // step + 1))
     if whole < end:
         yield _along(piece, d, whole, end)

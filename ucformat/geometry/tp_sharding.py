@@ -101,9 +101,8 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
         raise LayoutError(
             f"its parts have the shapes {_list(shapes)}, which cannot be joined along dim {how.dim}"
         )
-    if (
-        how.sizes is None and how.parts is None and how.pad_to is None
-    ):  # the widths are those of the files
+    # the widths are those of the files
+    if how.sizes is None and how.parts is None and how.pad_to is None:
         how = replace(how, sizes=tuple(s[d] for s in shapes))
     total = sum(s[d] for s in shapes) if size is None else size
     whole = (*shapes[0][:d], total, *shapes[0][d + 1 :])

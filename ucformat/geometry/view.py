@@ -49,9 +49,8 @@ class View:
         for source, part in self.parts:
             self._check(source, part)
         targets = [p.target for _, p in self.parts if p.target.size]
-        if len(set(targets)) < len(
-            targets
-        ):  # replicas are fine for `prove`, but one source would shadow the other
+        # replicas are fine for `prove`, but one source would shadow the other
+        if len(set(targets)) < len(targets):
             twice = next(t for t in targets if targets.count(t) > 1)
             raise CoverageError(f"the view of {self.info.key} takes {twice} from two sources")
         prove(

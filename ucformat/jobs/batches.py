@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
 
-_TOGETHER, _MOMENT = (
-    64,
-    1.0,
-)  # the most checkpoints that are recorded in one transaction; seconds that one waits for it
+# the most checkpoints that are recorded in one transaction; seconds that one waits for it
+_TOGETHER, _MOMENT = (64, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +181,8 @@ def _record(
                     entry = catalog.import_document(ck.manifest.id, ck.doc, ck.url, trust=how.trust)
                     if how.trust:
                         take_over_document(catalog, ck.manifest.id, ck.url)
-                    if (
-                        how.run is not None and entry.run != how.run
-                    ):  # the option overrides the document
+                    # the option overrides the document
+                    if how.run is not None and entry.run != how.run:
                         catalog.record_all([new[root]])
             except UcformatError as error:
                 refused[root] = error

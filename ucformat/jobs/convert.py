@@ -154,9 +154,8 @@ def convert(
     _check_weights(source, infos, weights, virtual=virtual)
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
     plan |= {"weights": weights} if weights else {}
-    _warn_of_unread(
-        source
-    )  # before there are files of an attempt, which may be inside the source's folder
+    # before there are files of an attempt, which may be inside the source's folder
+    _warn_of_unread(source)
     placed = VirtualExtents(source, infos) if virtual else None
     needs = [] if placed is None else [url for url, _ in placed.homes]
     attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
@@ -441,7 +440,6 @@ def _check_unchanged(source: Checkpoint) -> None:
 def _write_metadata(store: Store, arrays: Sequence[StoredArray]) -> None:
     """Write every `zarr.json`: of the group, of each state, of each array."""
     put_groups(store, arrays)
-    each = (
-        map_io if store.costs.parallel else map
-    )  # on a disk, more threads would only delay those that write shards
+    # on a disk, more threads would only delay those that write shards
+    each = map_io if store.costs.parallel else map
     list(each(lambda array: put_array(store, array), arrays))

@@ -74,9 +74,8 @@ class BlockChecker:
     """Compares the blocks of a file, which may overlap, with their checksums while the file is read."""
 
     def __init__(self, file: str, blocks: Sequence[tuple[Key, Block]]) -> None:
-        self._todo = deque(
-            _BlockSum(file, key, block) for key, block in blocks
-        )  # in the order of their offsets
+        # in the order of their offsets
+        self._todo = deque(_BlockSum(file, key, block) for key, block in blocks)
         self._begun: list[_BlockSum] = []
         self._bad: list[_BlockSum] = []
 
@@ -368,9 +367,8 @@ def copy(
     data, _ = source.store.read_versioned(MANIFEST)
     if not _is_same(parse_manifest(data, f"{source.store.url}/{MANIFEST}"), source.manifest):
         raise _replaced(source)
-    here = find_manifest(
-        store, UcformatError
-    )  # of one that cannot be read, `begin` describes the fault
+    # of one that cannot be read, `begin` describes the fault
+    here = find_manifest(store, UcformatError)
     if here is not None and not overwrite and _is_same(here, source.manifest):
         return _already(source, store)
     if here is not None and not overwrite and here.id == source.manifest.id:
@@ -384,9 +382,8 @@ def copy(
         )
     except Conflict:
         here = None if overwrite else find_manifest(store, UcformatError)
-        if here is not None and _is_same(
-            here, source.manifest
-        ):  # another process copied it at the same time
+        # another process copied it at the same time
+        if here is not None and _is_same(here, source.manifest):
             return _already(source, store)
         raise
     except UcformatError as error:

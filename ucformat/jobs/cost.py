@@ -50,10 +50,8 @@ if TYPE_CHECKING:
 # some are opened, spread over the tree, and stand for the others.
 
 
-_OPENED, _KINDS = (
-    4,
-    8,
-)  # folders that are opened of each kind, and kinds; rare ones are taken together
+# folders that are opened of each kind, and kinds; rare ones are taken together
+_OPENED, _KINDS = (4, 8)
 _PAGE = 1000  # files that one request lists
 _NUMBER = re.compile(r"\d+")
 
@@ -364,9 +362,8 @@ def _planned(boxes: Iterable[InputBox]) -> Iterator[_Reads]:
     for found in boxes:
         store = found.input.checkpoint.store
         costs = store.costs
-        costs = replace(
-            costs, block=0, request=min(costs.request, BAND_BYTES)
-        )  # as it is read, band by band
+        # as it is read, band by band
+        costs = replace(costs, block=0, request=min(costs.request, BAND_BYTES))
         piece = Piece(found.box, 0, row_major(found.box.shape))
         verify: Verify = "whole" if found.input.verify else "never"
         plan = make_plan(

@@ -140,6 +140,7 @@ def release(store: Store, record: AttemptDoc) -> None:
             other, key = open_store(place), _key(record.id)
             there, doc = exists(other, key), _read(other, record.id)
             if not there or (doc is not None and _is_same(doc.url, store.url)):
+                # where nothing can be removed, nothing was written
                 with suppress(
                     *()
                     if there
@@ -147,7 +148,7 @@ def release(store: Store, record: AttemptDoc) -> None:
                         PermissionDenied,
                         UnsupportedError,
                     )
-                ):  # where nothing can be removed, nothing was written
+                ):
                     other.delete(key)
                     other.flush()  # before the record is deleted, the only trace of the need
         except UcformatError as error:
@@ -256,10 +257,8 @@ def put_version(store: Store, key: str, data: bytes, version: str | None) -> Non
         return
     try:
         store.replace(key, data, version)
-    except (
-        PermissionDenied,
-        UnsupportedError,
-    ):  # without conditional writes the last writer wins, so check whether it was this one
+    # without conditional writes the last writer wins, so check whether it was this one
+    except (PermissionDenied, UnsupportedError):
         with store.create(key) as out:
             out.write(data)
         store.flush()

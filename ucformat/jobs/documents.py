@@ -187,9 +187,8 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
                 catalog.import_document(doc.id, there, url)
                 doc, reasons = _composed(catalog, serial, url)
             if doc.revision <= there.revision <= MAX_REVISION:
-                settle(
-                    store, CATALOG_DOCUMENT
-                )  # its writer may have been killed before it was durable
+                # its writer may have been killed before it was durable
+                settle(store, CATALOG_DOCUMENT)
                 _keep(store, doc, reasons)
                 return there.revision
         try:

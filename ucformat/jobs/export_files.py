@@ -493,9 +493,8 @@ class ExportJob(FilesJob):
         """
         claim = self.check_claim()
         keys = [file.key for file in self.files]
-        links = {
-            file.key for file in self.files if file.link is not None
-        }  # change when others are made
+        # change when others are made
+        links = {file.key for file in self.files if file.link is not None}
         for key, info in zip(keys, map_io(partial(_info_or_none, self.store), keys), strict=True):
             if info is None or not (key in links or info.is_same(self.outputs[key])):
                 raise Conflict(

@@ -241,7 +241,6 @@ def end_export(job: ExportJob) -> None:
     else:
         job.store.delete_prefix(FOLDER)
         job.store.flush()
-    if (
-        job.continued or not job.exporter.one_file
-    ):  # the folder of a file may hold a whole home directory
+    # the folder of a file may hold a whole home directory
+    if job.continued or not job.exporter.one_file:
         job.store.sweep()

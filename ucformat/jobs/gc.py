@@ -337,9 +337,8 @@ def _leftover_purge(store: Store, tombstone: TombstoneDoc, before: datetime) -> 
         store.info(key) for key in (TOMBSTONE, record_key(tombstone.attempt)) if exists(store, key)
     ]
     written = max((i.modified for i in (*own, *infos) if i.modified is not None), default=0.0)
-    if (
-        max(tombstone.created.timestamp(), written) > before.timestamp()
-    ):  # its attempt may be being written
+    # its attempt may be being written
+    if max(tombstone.created.timestamp(), written) > before.timestamp():
         return None
     return Leftover(store.url, tombstone.attempt, sum(i.size for i in infos), tombstone.created)
 
@@ -393,9 +392,8 @@ def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> 
             and now - found.written < grace.total_seconds()
         )
         manifest = find_manifest(store)
-        if young or (
-            manifest is not None and manifest.attempt == attempt
-        ):  # committed in the meantime
+        # committed in the meantime
+        if young or (manifest is not None and manifest.attempt == attempt):
             store.replace(key, found.data, version)
             return False
     except (Conflict, NotFound):  # another process resumes or removes it

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Info, Store
 
-_FINE, _COARSE = (
-    0.1,
-    2.0,
-)  # seconds in which two changes may get the same time: fine clocks, whole-second clocks
+# seconds in which two changes may get the same time: fine clocks, whole-second clocks
+_FINE, _COARSE = (0.1, 2.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,9 +123,8 @@ def is_packed(ck: Checkpoint) -> bool:
 
 def _in_place(source: Checkpoint, how: WriteOptions) -> Checkpoint:
     found = find_watched(source.store)
-    store = (
-        source.store if found is None else found.inner
-    )  # without the check for unchanged files, since these change
+    # without the check for unchanged files, since these change
+    store = source.store if found is None else found.inner
     before = source.manifest
     if source.viewed or not source.universal:
         raise UnsupportedError(
@@ -150,9 +149,8 @@ def _in_place(source: Checkpoint, how: WriteOptions) -> Checkpoint:
         now = find_manifest(store, UcformatError)
         if now is None or now.attempt == before.attempt:
             raise
-        return _overtaken(
-            store, attempt, now, before
-        )  # another commit deleted the files that were being read
+        # another commit deleted the files that were being read
+        return _overtaken(store, attempt, now, before)
     try:
         done = commit(store, attempt, manifest)
     except Conflict:

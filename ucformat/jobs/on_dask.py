@@ -42,16 +42,12 @@ def run_on_dask(job: Job, address: str, advance: Callable[[int], None]) -> Itera
         ) from None
 
     token = secrets.token_hex(4)
-    spec = json.dumps(
-        {**job.spec(), "run": token}
-    )  # workers keep the job of this run, and no earlier one's
+    # workers keep the job of this run, and no earlier one's
+    spec = json.dumps({**job.spec(), "run": token})
     try:
         client = Client(address, timeout=_CONNECT_S, set_as_default=False)
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-    ) as error:  # the last two: an address or certificates that Dask refuses
+    # the last two: an address or certificates that Dask refuses
+    except (OSError, ValueError, TypeError) as error:
         raise UcformatError(
             f"the Dask scheduler at {address} cannot be reached: {error}",
             hint="check the address; with TLS, the certificates in Dask's configuration",

@@ -237,9 +237,8 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     times = [i.modified for i in files if i.modified is not None]
     created = ck.manifest.created
     if times:
-        with suppress(
-            ValueError, OverflowError, OSError
-        ):  # a file may have a time of the year 10,000
+        # a file may have a time of the year 10,000
+        with suppress(ValueError, OverflowError, OSError):
             created = datetime.fromtimestamp(max(times), UTC)
     step = step_in_name(ck.home) if ck.manifest.step is None else ck.manifest.step
     return ck.manifest.model_copy(update={"id": ck.id, "created": created, "step": step})

@@ -112,9 +112,8 @@ def _remove(store: Store, checkpoint: str) -> tuple[str, ...]:
     try:
         manifest, version = read_manifest(store)
     except NotACheckpoint:
-        tombstone = tombstone or read_tombstone(
-            store
-        )  # another process may have removed the manifest since
+        # another process may have removed the manifest since
+        tombstone = tombstone or read_tombstone(store)
         if tombstone is None:
             check_removed(store, begun=True)
             store.delete(TOMBSTONE)  # durably, after an interrupted or concurrent purge
@@ -125,9 +124,8 @@ def _remove(store: Store, checkpoint: str) -> tuple[str, ...]:
         return ()
     if manifest.id == checkpoint:
         return _remove_this(store, manifest, version)
-    if (
-        tombstone is not None and tombstone.id == checkpoint
-    ):  # replaced by another, and its files removed
+    # replaced by another, and its files removed
+    if tombstone is not None and tombstone.id == checkpoint:
         store.delete(TOMBSTONE)
     return ()
 
@@ -144,9 +142,8 @@ def _remove_this(store: Store, manifest: Manifest, version: str) -> tuple[str, .
         needed = _dependents(store, tombstone)
         if not needed:
             _delete_manifest(store, version)  # to make room for the tombstone
-            with suppress(
-                UcformatError
-            ):  # if others filled that room, the files that are deleted next make more
+            # if others filled that room, the files that are deleted next make more
+            with suppress(UcformatError):
                 _put(store, tombstone)
             bury(store, tombstone)
     else:

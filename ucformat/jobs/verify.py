@@ -97,9 +97,8 @@ def verify(
     where = Where.parse(on)
     try:
         ck = place if isinstance(place, Checkpoint) else open_reference(place, options=options)
-    except (
-        Inconsistent
-    ) as error:  # its metadata contradict themselves, so there are no valid checksums
+    # its metadata contradict themselves, so there are no valid checksums
+    except Inconsistent as error:
         named = tuple(p for p in error.problems if isinstance(p, Problem))
         return Report(str(getattr(place, "url", place)), Universal.kind, 0, 0, 0, named)
     if where.kind == "commit":
@@ -224,17 +223,15 @@ class VerifyJob(Job):
 def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Check]:
     store = source.store
     for item in items(source):
-        yield Check.of(
-            item, store, () if isinstance(item, ShardFile) else (UcformatError,)
-        )  # a shard has its own
+        # a shard has its own
+        yield Check.of(item, store, () if isinstance(item, ShardFile) else (UcformatError,))
     wrong, sidecar = _structure(source)
     yield Check(0, lambda: (b"", wrong))
     unsound = {(p.name, p.state) for p in wrong}
     compared = {f.file for f in source_files(source) if f.doc.digest is not None}  # as a whole
     numbers = {key: n for n, key in enumerate(source.docs)}
-    held: dict[
-        str, list[tuple[int, int]]
-    ] = {}  # of packed files: the bytes that extents and blocks have
+    # of packed files: the bytes that extents and blocks have
+    held: dict[str, list[tuple[int, int]]] = {}
     for key, tensor in source.docs.items():
         if tensor.path is None and sidecar is not None and key not in unsound:
             extents = list(single_extents(sidecar.extents(numbers[key])))
@@ -275,9 +272,8 @@ def _between(store: Store, file: str, held: list[tuple[int, int]]) -> list[Probl
 def _structure(source: Universal) -> tuple[list[Problem], Sidecar | None]:
     """The problems of the metadata, and the sidecar if it is valid."""
     doc = source.manifest.sidecar
-    if (
-        doc is None or checked(ListedFile(doc), source.store)[1]
-    ):  # its damage is reported with that of the other files
+    # its damage is reported with that of the other files
+    if doc is None or checked(ListedFile(doc), source.store)[1]:
         return list(structural(source.manifest, None)), None
     try:
         sidecar = source.read_sidecar()
@@ -303,9 +299,8 @@ def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[Check]:
             except (IntegrityError, CoverageError, UnsupportedError) as error:
                 extents, reason = [], error.message
             if reason is not None:
-                wrong = (
-                    [] if reason in named else [Problem(ck.home, reason, *key)]
-                )  # once per unreadable file
+                # once per unreadable file
+                wrong = [] if reason in named else [Problem(ck.home, reason, *key)]
                 named.add(reason)
                 yield Check(0, lambda w=wrong: (b"", w))  # type: ignore[misc]
                 continue
@@ -342,9 +337,8 @@ def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
 def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterator[Key]:
     """The tensors that have bytes in a range of a file."""
     for info in source.metadata.tensor_list.tensors:
-        with suppress(
-            IntegrityError, CoverageError, UnsupportedError
-        ):  # reported as a problem of its own
+        # reported as a problem of its own
+        with suppress(IntegrityError, CoverageError, UnsupportedError):
             for e in source.extents(info.key):
                 if (
                     e.file == file

@@ -110,9 +110,8 @@ def put_virtual(
     for root in placed.roots:
         allow_root(root)
     need(placed.homes, str(attempt.keeps), store.url, unprotected=unprotected)
-    sources = _sources(
-        placed, progress, checksums=checksums
-    )  # after they are protected, so that they cannot disappear
+    # after they are protected, so that they cannot disappear
+    sources = _sources(placed, progress, checksums=checksums)
     if (watching := find_watched(source.store)) is not None:
         for file in placed.files:  # reading many files checks only their sizes
             watching.note(file)

@@ -91,9 +91,8 @@ class Where:
 #: Threads of this process.
 HERE = Where()
 
-_ALONE: dict[str, Where] = {
-    w.kind: w for w in (HERE, Where("torchrun"), Where("commit"))
-}  # those of one word
+# those of one word
+_ALONE: dict[str, Where] = {w.kind: w for w in (HERE, Where("torchrun"), Where("commit"))}
 
 
 def run_job(

@@ -106,9 +106,8 @@ def _kind(value: Any) -> str | None:
         if isinstance(value, BaseModel)
         else ()
     )
-    return next(
-        (kind for kind in reversed(_KINDS) if kind in names), None
-    )  # a pattern may have an owner, too
+    # a pattern may have an owner, too
+    return next((kind for kind in reversed(_KINDS) if kind in names), None)
 
 
 Placement = Annotated[

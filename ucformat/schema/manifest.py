@@ -173,18 +173,16 @@ class Manifest(_ManifestPart):
     has one.
     """
 
-    model_config = ConfigDict(
-        cache_strings="keys"
-    )  # the digests of a million tensors are all different
+    # the digests of a million tensors are all different
+    model_config = ConfigDict(cache_strings="keys")
 
     format: Literal["ucformat"] = "ucformat"
     version: Literal[1] = 1
     minor: Size = 0
     requires: tuple[Text, ...] = ()
     id: Text
-    attempt: Annotated[
-        str, Field(pattern=f"^({ATTEMPT})?$")
-    ]  # without a name it is of a foreign checkpoint
+    # without a name it is of a foreign checkpoint
+    attempt: Annotated[str, Field(pattern=f"^({ATTEMPT})?$")]
     created: Time
     producer: dict[str, str] = {}
     run: Text | None = None

@@ -198,9 +198,10 @@ class TensorTable(BaseModel):
                 folder = t.path.rpartition("/")[0] or t.path
                 if t.path != f"{folder}/{quoted(t.name)}":
                     paths[str(len(name))] = t.path
+            # no kind shares it
             if t.at and any(
                 template == path for template, path in zip(templates, t.at, strict=True)
-            ):  # no kind shares it
+            ):
                 at[str(len(name))], templates = t.at, ()
             name.append(names.setdefault(t.name, len(names)))
             key = (t.state, t.dtype, t.shape, t.chunk, t.shard, folder, templates, t.itemsize)

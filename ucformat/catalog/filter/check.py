@@ -100,9 +100,8 @@ class Names:
             or any(known[: len(path)] == path for known in self.configs)
         ):
             return True
-        return any(
-            path[:i] in self.configs and path[i].isdigit() for i in range(1, len(path))
-        )  # into a list
+        # into a list
+        return any(path[:i] in self.configs and path[i].isdigit() for i in range(1, len(path)))
 
 
 def used_names(node: Node | Sort) -> Names:

@@ -176,9 +176,8 @@ class _Nested(_OnSqlite):
             self._rows.append(row)
             named = row.c.key == _text(part)
             if _is_index(part):
-                named = sa.or_(
-                    named, row.c.key == sa.literal(int(part), sa.BigInteger)
-                )  # of a list
+                # of a list
+                named = sa.or_(named, row.c.key == sa.literal(int(part), sa.BigInteger))
             self._on.append(named)
             inner = sa.case((row.c.type.in_(["object", "array"]), row.c.value), else_="[]")
         super().__init__(row.c.type, row.c.atom)
@@ -266,9 +265,8 @@ class _OnPostgres(DocumentValue):
 
     def _rounded(self) -> ColumnElement[Any]:
         """The number; beyond 64 bits, as the nearest float or infinity."""
-        digits = sa.cast(
-            sa.cast(self._exact, sa.Double), sa.String
-        )  # a cast to numeric alone would keep 15 of them
+        # a cast to numeric alone would keep 15 of them
+        digits = sa.cast(sa.cast(self._exact, sa.Double), sa.String)
         return sa.case(
             (sa.func.abs(self._exact) < sa.literal_column(str(_BEYOND)), self._exact),
             (

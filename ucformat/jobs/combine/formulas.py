@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 #: Cosines above which two tensors count as parallel, as in other implementations of slerp.
 PARALLEL = 0.9995
 
-_TILE = (
-    1 << 15
-)  # elements of a block to which products are added while they are in the processor's cache
+# elements of a block to which products are added while they are in the processor's cache
+_TILE = 1 << 15
 _GAMMA, _MIX1, _MIX2 = (
     np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _READ_BYTES = 48 << 20  # of all inputs together, that a thread holds at once
-_BLOCK = (
-    1 << 15
-)  # elements that are computed at once: in float64, a few blocks fit a processor's cache
+# elements that are computed at once: in float64, a few blocks fit a processor's cache
+_BLOCK = 1 << 15
 
 
 class Combination:

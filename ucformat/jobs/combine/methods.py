@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SHARE, _LEAST, _SAMPLED = (
-    16,
-    1 << 12,
-    1 << 18,
-)  # one in so many is in the sample, which is not smaller, nor larger
+# one in so many is in the sample, which is not smaller, nor larger
+_SHARE, _LEAST, _SAMPLED = (16, 1 << 12, 1 << 18)
 _COUNTED = 1 << 21  # numbers that are counted apart, of all inputs together
 _DEVIATIONS = 4  # standard deviations of a rank in the sample between the expected one and either end of the range
 _STEP = 7919  # between the first elements of which the sample consists, of one block and the next
@@ -116,9 +113,8 @@ class _Counts:
         self, rank: float, beside: tuple[int, int], within: tuple[int, int]
     ) -> tuple[int, int]:
         """The range of the key that the magnitude of a rank has, or the one below or above all of them."""
-        at_least = self.above + np.cumsum(
-            self.numbers[::-1]
-        )  # how many there are of the greatest key, and so on
+        # how many there are of the greatest key, and so on
+        at_least = self.above + np.cumsum(self.numbers[::-1])
         n = int(np.searchsorted(at_least, rank))
         if rank <= self.above:
             return beside[1], within[1]
@@ -168,9 +164,8 @@ class _Search:
         low, high = map(_number, self.looked_at)
         inside, above = found >= low, found >= high
         greater = int(np.count_nonzero(above))
-        if (
-            self.looked_at[1] - self.looked_at[0] == 1
-        ):  # often: of few bits, or where nothing was changed
+        # often: of few bits, or where nothing was changed
+        if self.looked_at[1] - self.looked_at[0] == 1:
             same = int(np.count_nonzero(inside)) - greater
             return _Counts(greater, [], np.array([self.looked_at[0]], np.uint64), np.array([same]))
         inside ^= above

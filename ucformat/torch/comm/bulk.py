@@ -222,9 +222,8 @@ class Bulk(Connections):
             if not more:
                 caller.ended = True
                 for asked in self._asked.values():
-                    for request in [
-                        r for r in asked if r[0] is caller
-                    ]:  # of a save that was interrupted there
+                    # of a save that was interrupted there
+                    for request in [r for r in asked if r[0] is caller]:
                         asked.remove(request)
                         caller.unanswered -= 1
                 self._close_if_ended(caller)
@@ -252,9 +251,8 @@ class Bulk(Connections):
             slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are
                 sent.
         """
-        to_ask = deque(
-            sorted(slots, key=lambda other: (other - self.rank) % self.size)
-        )  # not all the same one first
+        # not all the same one first
+        to_ask = deque(sorted(slots, key=lambda other: (other - self.rank) % self.size))
         calls: dict[int, _Call] = {}  # by descriptor
         poll, lines = select.poll(), self._neighbours_but(self.rank)
         for fd in lines:

@@ -137,9 +137,8 @@ class Connections(ABC):
         self._directory: dict[int, Address] = {}
         self._waiting: dict[int, tuple[int, ...]] = {}  # by thread, the ranks for which it waits
         self._lines: dict[int, NeighbourLine] = {}  # to the neighbours
-        self._change = (
-            threading.Condition()
-        )  # of connections, of what is asked for over them, and of the alarm
+        # of connections, of what is asked for over them, and of the alarm
+        self._change = threading.Condition()
         self._cause: int | None = None  # the rank because of which this one gave up
         self._told_by = self.rank  # the rank that said so
         self._sockets: set[socket.socket] = set()
@@ -233,9 +232,8 @@ class Connections(ABC):
         """Wait until a connection is ready; raises if a neighbour hangs up, this rank gave up, or time is up."""
         poll = select.poll()
         poll.register(connection, event)
-        watched = (
-            self._neighbours_but(other) if event == READ else {}
-        )  # they have yet to send what this rank waits for
+        # they have yet to send what this rank waits for
+        watched = self._neighbours_but(other) if event == READ else {}
         for fd in watched:
             poll.register(fd, HUNG_UP)
         self._check(other)

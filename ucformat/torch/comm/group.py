@@ -618,9 +618,8 @@ def group_of(
     key = (id(store), ranks, timeout)
     with _locks.setdefault(key, threading.Lock()):
         if key not in _groups or not _groups[key].intact:
-            for old in [
-                k for k, g in _groups.items() if g.links.store is not store
-            ]:  # before init_process_group
+            # before init_process_group
+            for old in [k for k, g in _groups.items() if g.links.store is not store]:
                 del _groups[old]
             _groups[key] = _make(store, ranks, timeout)
         made = _groups[key]

@@ -48,9 +48,8 @@ _MAGIC = b"ucformat"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _LINE, _ASK, _ALARM, _BULK = range(4)
-_CAUSE = struct.Struct(
-    "<i28x"
-)  # the rank because of which a client gives up, in place of the nonce
+# the rank because of which a client gives up, in place of the nonce
+_CAUSE = struct.Struct("<i28x")
 _TOLD = 8  # ranks in the answer to a question, at most; -1 is none
 _STATE = struct.Struct(f"<i{_TOLD}i")
 _WELCOME, _LATER = b"w", b"l"

@@ -52,9 +52,8 @@ if TYPE_CHECKING:
 # bytes, in order.
 
 
-_HEADER = struct.Struct(
-    "<8sI?"
-)  # the digest of the kind, the number of columns, whether their sizes are bytes
+# the digest of the kind, the number of columns, whether their sizes are bytes
+_HEADER = struct.Struct("<8sI?")
 _MIN_TO_NARROW = 64  # values; shorter columns of integers are written in 8 or in 64 bits
 _NARROW_DTYPES = (np.int8, np.int16, np.int32)
 
@@ -337,9 +336,8 @@ class Map(Codec):
 
 EVERYBODY = -1  # the receiver of an answer for all ranks that get no other
 
-_RECORD = struct.Struct(
-    "<iBHq"
-)  # rank, whether it failed, bytes of the name of the call, and of the data
+# rank, whether it failed, bytes of the name of the call, and of the data
+_RECORD = struct.Struct("<iBHq")
 _MAX_DEPTH = 100  # levels of nesting in which a value without a JSON form is located
 _NUMERIC_DTYPE = re.compile(r"[<>|][biufc][0-9]{1,2}", re.ASCII)
 _SEE_LOG = "see the traceback in the log of that rank"

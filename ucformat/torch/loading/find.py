@@ -90,9 +90,8 @@ class _NameSearch:
         self.by_last: dict[str, list[str]] = defaultdict(list)
         for text in self.places:
             self.by_last[text.rpartition(".")[2]].append(text)
-        self.below: dict[Path, list[Path]] = defaultdict(
-            list
-        )  # the weights of the state below each path
+        # the weights of the state below each path
+        self.below: dict[Path, list[Path]] = defaultdict(list)
         for path, key in collected.keys.items():
             if key.state in PARAMETER and dotted(path) not in renamed and key.name not in renamed:
                 for i in range(len(path)):

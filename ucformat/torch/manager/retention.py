@@ -128,9 +128,8 @@ class RunRetention:
         root = same_url(self.root)
         below = f"url like '{_literal(root)}/step-%'"
         with Catalog(catalog_url) as catalog:
-            if (
-                not self._registered
-            ):  # the catalog may be newer than the run, or have missed a commit
+            # the catalog may be newer than the run, or have missed a commit
+            if not self._registered:
                 register([self.root], catalog, recursive=True)
                 self._registered = True
             entries = catalog.find(below)

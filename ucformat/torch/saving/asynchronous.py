@@ -105,9 +105,8 @@ def background_writer(ranks: Group, in_flight: int) -> Iterator[BackgroundWriter
         raise
     turns.wait_for(state.turn)
     try:
-        turns.needed = (
-            turns.needed or turns.generation <= state.lost
-        )  # unless another thread has started them since
+        # unless another thread has started them since
+        turns.needed = turns.needed or turns.generation <= state.lost
         if turns.needed and key in writers:
             close_writer(writers[key])
         if state.error is not None:

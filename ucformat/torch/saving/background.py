@@ -359,9 +359,8 @@ class BackgroundWriter:
                 tensors, slots = stage(state, self._buffers[number], self._pool)
                 handle.stall = time.monotonic() - begun
                 info = state_info(state, self.group.links.members, tensors, handle.stall)
-                resolved = replace(
-                    options, url=_absolute(options.url)
-                )  # the process may have another working folder
+                # the process may have another working folder
+                resolved = replace(options, url=_absolute(options.url))
                 job = encode(SaveJob(self._count, number, info, slots, resolved, metadata), Command)
             except Exception as error:  # noqa: BLE001 - raised on all ranks
                 why = f"cannot stage a copy of the state: {type(error).__name__}: {error}"
@@ -473,9 +472,8 @@ class BackgroundWriter:
             if error is not None and not retrieved:
                 _log.error("%s was not saved: %s", handle.url, error)
         with suppress(OSError):  # the process has ended already
-            self._socket.shutdown(
-                socket.SHUT_RDWR
-            )  # ends the process, and wakes the listening thread
+            # ends the process, and wakes the listening thread
+            self._socket.shutdown(socket.SHUT_RDWR)
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:  # it is stopped

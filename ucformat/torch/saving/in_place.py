@@ -123,9 +123,8 @@ def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[FilePart]:
             continue
         begin = np.cumsum(sizes) - sizes
         most = max(PART_BYTES, unit_for(target.nbytes))
-        window = (
-            np.maximum(begin - sizes[0], 0) // most
-        )  # the header, which may be large, is in the first part
+        # the header, which may be large, is in the first part
+        window = np.maximum(begin - sizes[0], 0) // most
         mask = chosen[numbers.start : numbers.stop]
         cuts = np.flatnonzero((np.diff(window) != 0) | (mask[1:] != mask[:-1])) + 1
         for first, stop in pairwise([0, *cuts.tolist(), len(sizes)]):
@@ -501,8 +500,7 @@ def abort_uploads(store: Store, weights: InPlace) -> None:
 def _abort(store: Store, begun: Sequence[tuple[str, str]]) -> None:
     _, uploads = way_of(store) if begun else (None, None)
     for key, upload in begun:
-        with suppress(
-            UcformatError
-        ):  # what remains is invisible; the error of the save is the one to report
+        # what remains is invisible; the error of the save is the one to report
+        with suppress(UcformatError):
             assert uploads is not None  # noqa: S101 - they were begun
             uploads.abort(key, upload)

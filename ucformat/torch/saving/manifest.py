@@ -306,9 +306,10 @@ def write_report(
     rank: int, state: StateInfo, written: WrittenByRank, seconds: float, stall: float
 ) -> WriteReport:
     """Return the report of one rank."""
+    # without what the plan or rank 0 has anyway
     shared = StateInfo(
         (), {}, {}, state.groups, state.aliases, state.layout, state.engine, places=state.places
-    )  # without what the plan or rank 0 has anyway
+    )
     digest = hashlib.sha256(encode(shared, StateInfo)).digest()[:16]
     own = RankReport(rank, digest, written.nbytes, seconds, stall, written.listed_at)
     values = RankValues.of(rank, state.ranks)
@@ -416,9 +417,8 @@ def _per_rank(store: Store, folder: str, values: RankValues, ranks: int) -> PerR
     if not values.names:
         return None
     doc = PerRankDoc(ranks=ranks, names=values.names, files=values.write(store, folder))
-    refuse(
-        store.url, per_rank_problems(doc)
-    )  # ranks put the values together, and one may have made a mistake
+    # ranks put the values together, and one may have made a mistake
+    refuse(store.url, per_rank_problems(doc))
     return doc
 
 

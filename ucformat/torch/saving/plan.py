@@ -68,10 +68,8 @@ class SavePlanner:
 
     def __init__(self) -> None:
         self._statement: tuple[SaveOptions, Statement] | None = None
-        self._exceptions = (
-            bytes(16),
-            Exceptions(),
-        )  # of the last save, and their digest; 0: there was none
+        # of the last save, and their digest; 0: there was none
+        self._exceptions = (bytes(16), Exceptions())
         self._part: tuple[Statement, bytes, OwnPart] | None = None
         self._weights = WeightPlanner()
         self._coordinator = Coordinator()  # used on rank 0

@@ -250,9 +250,8 @@ def prepare(
     state: Mapping[str, Any], url: str | PathLike[str], ranks: Group, arguments: SaveArguments
 ) -> tuple[LocalState, SaveOptions, SaveMetadata]:
     """Collect what this rank saves, and check the arguments of `save`."""
-    from ucformat.torch.state.local import (
-        local_state,
-    )  # not above: the background writer does not import torch
+    # not above: the background writer does not import torch
+    from ucformat.torch.state.local import local_state
 
     options = SaveOptions.of(path_text(url), arguments)
     local = local_state(state)

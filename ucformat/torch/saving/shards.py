@@ -225,9 +225,8 @@ def _batches(owner: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.
     sorted_owner, sizes = owner[order], nbytes[order]
     first = np.searchsorted(sorted_owner, sorted_owner)
     before = np.cumsum(sizes) - sizes
-    half = (before - before[first]) // (
-        BATCH_BYTES // 2
-    )  # the last one begins in it, and is not the largest
+    # the last one begins in it, and is not the largest
+    half = (before - before[first]) // (BATCH_BYTES // 2)
     begins = np.ones(len(order), np.bool_)
     begins[1:] = (np.diff(half) > 0) | (np.diff(sorted_owner) > 0)
     number = np.cumsum(begins)

@@ -165,15 +165,11 @@ def main() -> None:
     """Run the process until the rank ends; the first argument is the descriptor of their socket."""
     from ucformat.jobs.record import record_commits
 
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # when the job ends, the staged state is written first
+    # when the job ends, the staged state is written first
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    sys.stdout, sys.stderr = (
-        Hiding(sys.stdout),
-        Hiding(sys.stderr),
-    )  # output of libraries goes to the training's logs
+    # output of libraries goes to the training's logs
+    sys.stdout, sys.stderr = (Hiding(sys.stdout), Hiding(sys.stderr))
     record_commits()
     connection = Connection(int(sys.argv[1]))
     start: WorkerStart = decode(connection.recv_bytes(), WorkerStart)

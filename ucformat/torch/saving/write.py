@@ -54,9 +54,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-_DIRECT = (
-    256 << 10
-)  # bytes of a tile that is written from where it is; smaller ones are copied to be written together
+# bytes of a tile that is written from where it is; smaller ones are copied to be written together
+_DIRECT = 256 << 10
 
 
 def write_packed(
@@ -78,9 +77,8 @@ def write_packed(
     total = sum(
         tiling.nbytes(box) + ALIGNMENT for (_, box, _), tiling in zip(parts, tilings, strict=True)
     )
-    band = np.empty(
-        min(total, BAND_BYTES), np.uint8
-    )  # of tiles that are copied, and written at once
+    # of tiles that are copied, and written at once
+    band = np.empty(min(total, BAND_BYTES), np.uint8)
     end = used = 0
     with store.create(key, unit_for(total)) as out:
 

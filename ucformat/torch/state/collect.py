@@ -87,29 +87,22 @@ class CollectedState:
     leaves: dict[Path, ValueSlot] = field(default_factory=dict)
     ranks: dict[Path, tuple[PerRank, ValueSlot]] = field(default_factory=dict)
     groups: dict[Path, list[CollectedGroup]] = field(default_factory=dict)
-    group_entries: set[Path] = field(
-        default_factory=set
-    )  # entries that are optimizer groups or hyper-parameters
+    # entries that are optimizer groups or hyper-parameters
+    group_entries: set[Path] = field(default_factory=set)
     finish: list[Callable[[], None]] = field(default_factory=list)
-    unloadable: list[str] = field(
-        default_factory=list
-    )  # lines for entries that their module does not take back
-    optimizers: dict[Path, list[LiveOptimizer]] = field(
-        default_factory=dict
-    )  # several for the parts of a model
-    optimizer_dicts: dict[Path, MutableMapping[str, Any]] = field(
-        default_factory=dict
-    )  # state dicts with groups
-    extra_states: dict[Path, Callable[[torch.Tensor], None]] = field(
-        default_factory=dict
-    )  # may have any shape
-    owners: dict[Path, Path] = field(
-        default_factory=dict
-    )  # of each optimizer, the module with its parameters
+    # lines for entries that their module does not take back
+    unloadable: list[str] = field(default_factory=list)
+    # several for the parts of a model
+    optimizers: dict[Path, list[LiveOptimizer]] = field(default_factory=dict)
+    # state dicts with groups
+    optimizer_dicts: dict[Path, MutableMapping[str, Any]] = field(default_factory=dict)
+    # may have any shape
+    extra_states: dict[Path, Callable[[torch.Tensor], None]] = field(default_factory=dict)
+    # of each optimizer, the module with its parameters
+    owners: dict[Path, Path] = field(default_factory=dict)
     keys: dict[Path, Key] = field(default_factory=dict)  # the name and state of each tensor
-    prefixes: dict[Path, str] = field(
-        default_factory=dict
-    )  # of the names of each optimizer's parameters
+    # of the names of each optimizer's parameters
+    prefixes: dict[Path, str] = field(default_factory=dict)
 
     def drop(self, path: Path) -> None:
         """Leave out what is at a path: of a wrapper all that is inside."""
@@ -558,9 +551,8 @@ def _storages(tensors: Iterable[torch.Tensor]) -> set[tuple[torch.device, int]]:
     """The memory that tensors refer to; a wrapper refers to that of its inner tensors."""
     out: set[tuple[torch.device, int]] = set()
     for tensor in tensors:
-        with suppress(
-            Exception
-        ):  # what does not even tell its memory is refused by name when it is taken apart
+        # what does not even tell its memory is refused by name when it is taken apart
+        with suppress(Exception):
             local = memory_of(tensor)
             if is_subclass(local):
                 out |= _storages(_inner_tensors(local))

@@ -146,9 +146,8 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
 
 def _has_more(value: Any) -> bool:
     """Whether a value of a derived class has attributes besides what it is derived from."""
-    attributes = getattr(value, "__dict__", {}).keys() - {
-        "_metadata"
-    }  # which PyTorch gives to a module's state dict
+    # which PyTorch gives to a module's state dict
+    attributes = getattr(value, "__dict__", {}).keys() - {"_metadata"}
     return bool(attributes) or any(getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
 
 
