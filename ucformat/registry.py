@@ -36,6 +36,7 @@ class Registry(Generic[T]):
         self.group, self.what = f"{_OWN}.{group}", what
         self._objects: dict[str, T] = {}
         self._failures: dict[str, PluginError] = {}
+        self._told: set[str] = set()
 
     @property
     def failures(self) -> tuple[PluginError, ...]:
@@ -69,17 +70,22 @@ class Registry(Generic[T]):
             self._objects[name] = point.load()
         except Exception as error:
             self._failures[name] = failure = _failure(self.what, point, error)
-            _log.warning("%s; %s", failure.message, failure.hint)
             raise failure from error
         return self._objects[name]
 
     def items(self) -> Iterator[tuple[str, T]]:
-        """Import all objects, with their names; those that cannot be imported are left out."""
+        """Import all objects, with their names; those that cannot be imported are left out, and told of once."""
         for name in self.names():
             try:
                 yield name, self[name]
-            except PluginError:
-                continue  # logged when the import failed, and kept in `failures`
+            except PluginError as failure:
+                if name not in self._told:
+                    self._told.add(name)
+                    _log.warning("%s; %s", failure.message, failure.hint)
+
+    def package(self, name: str) -> str:
+        """The package that registers a name."""
+        return _package(_points(self.group)[name])
 
 
 def _failure(what: str, point: EntryPoint, error: Exception) -> PluginError:

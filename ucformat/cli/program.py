@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ucformat.registry import Registry
+
+
+_log = logging.getLogger("ucformat")
 
 
 class Interrupted(Exception):
@@ -88,6 +92,11 @@ class LazyGroup(click.Group):
             title = self.sections.get(name, title)
             sections.setdefault(title, []).append((name, text))
         if self.registered is not None:
+            for name in self.lazy.keys() & self.registered.names():
+                _log.warning(
+                    "%s registers the command %r, which ucp has itself: that is used",
+                    *(self.registered.package(name), name),
+                )
             more = [(n, c) for n, c in self.registered.items() if n not in self.lazy]
             sections["More commands"] = [(n, c.get_short_help_str(limit=80)) for n, c in more]
         return sections

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ucformat.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from ucformat.sources.base import Source
 
@@ -22,7 +22,23 @@ _log = logging.getLogger("ucformat")
 @cache
 def all_sources() -> tuple[Source, ...]:
     """A source of each registered kind, with default options, by precedence."""
-    return by_precedence(source() for _, source in SOURCES.items())
+    return by_precedence(_made())
+
+
+def _made() -> Iterator[Source]:
+    """Every source that can be made, and has the kind under which it is registered."""
+    for name, made in SOURCES.items():
+        try:
+            source = made()
+            kind = source.kind
+        except Exception as error:  # noqa: BLE001 - of any package
+            wrong = f"{type(error).__name__}: {error}"
+        else:
+            if kind == name:
+                yield source
+                continue
+            wrong = f"its kind is {kind!r}"
+        _log.warning("the source %r of %s is not used: %s", name, SOURCES.package(name), wrong)
 
 
 def by_precedence(sources: Iterable[Source]) -> tuple[Source, ...]:
