@@ -23,6 +23,7 @@ from ucformat.exporters.pickle import ALLOWED, Global
 from ucformat.exporters.registry import make_exporter
 from ucformat.jobs.export import export
 from ucformat.storage.local import LocalStore
+from ucformat.testing import ExporterSuite
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +52,21 @@ STATES = {
 def fake(folder: Path, arrays: Any = None, **facts: Any) -> Checkpoint:
     arrays = {(name, state): a for (state, name), a in STATES.items()} if arrays is None else arrays
     return Checkpoint(FakeSource.write(LocalStore(folder), arrays, **facts))
+
+
+class TestDcp(ExporterSuite):
+    kind = "dcp"
+
+    def load(self, place: Path) -> dict[tuple[str, str], Any]:
+        FileSystemReader(place).read_metadata()  # what follows raises no Exception if there is none
+        state = state_of(place, place.with_name(f"{place.name}.loaded"))
+        weights = {(name, "weight"): t.numpy() for name, t in state["model"].items()}
+        states = {
+            (name, state): t.numpy()
+            for name, found in state.get("optim", {}).get("state", {}).items()
+            for state, t in found.items()
+        }
+        return weights | states
 
 
 @pytest.mark.parametrize("name", KEPT)

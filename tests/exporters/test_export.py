@@ -28,6 +28,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, Piece
 from ucformat.jobs import export_files as bands
 from ucformat.jobs.export import plan_export
+from ucformat.testing import ExporterSuite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 HEAD = bytes(range(256)) * 5  # longer than the shortest band
+INDEX = "model.safetensors.index.json"
 SMALL: dict[str, Any] = {"max_shard_bytes": 2000}
 
 
@@ -53,7 +55,7 @@ def load_file(file: Path) -> dict[str, np.ndarray]:
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     """The tensors of a model, if there is one: one file, or an index whose shards are all there."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.exists():
         shards = json.loads(index.read_text())["weight_map"]
         files = {file: load_file(folder / file) for file in set(shards.values())}
@@ -70,6 +72,18 @@ def same(
     for name, array in wanted.items():
         assert found[name].shape == array.shape
         assert found[name].tobytes() == array.tobytes(), name
+
+
+class TestSafetensors(ExporterSuite):
+    kind = "safetensors"
+    options = SMALL
+
+    def load(self, place: Path) -> dict[tuple[str, str], np.ndarray]:
+        found = {}
+        for file in set(json.loads((place / INDEX).read_text())["weight_map"].values()):
+            with safetensors.safe_open(place / file, "numpy") as opened:  # type: ignore[no-untyped-call]
+                found |= {(name, "weight"): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return found
 
 
 class _Scattered(Exporter):

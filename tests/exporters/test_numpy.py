@@ -17,6 +17,7 @@ from ucformat.jobs.export import export
 from ucformat.schema import ITEMSIZE
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
+from ucformat.testing import ExporterSuite
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +50,20 @@ def loaded(place: Path) -> dict[str, Any]:
         }
     with np.load(place, allow_pickle=False) as found:
         return dict(found)
+
+
+class TestNpz(ExporterSuite):
+    kind, name = "npz", "weights.npz"
+
+    def load(self, place: Path) -> dict[tuple[str, str], Any]:
+        return {(name, "weight"): array for name, array in loaded(place).items()}
+
+
+class TestNpy(ExporterSuite):
+    kind = "npy"
+
+    def load(self, place: Path) -> dict[tuple[str, str], Any]:
+        return {(name, "weight"): array for name, array in loaded(place).items()}
 
 
 @pytest.mark.parametrize(("kind", "place"), [("npz", "out/weights.npz"), ("npy", "out/weights")])

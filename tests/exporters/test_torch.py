@@ -26,6 +26,7 @@ from ucformat.jobs.convert import convert
 from ucformat.jobs.export import export, plan_export
 from ucformat.reading.readable import GroupPlace, path_from_json
 from ucformat.storage.local import LocalStore
+from ucformat.testing import ExporterSuite
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,6 +59,13 @@ def _bits(tensor: torch.Tensor) -> bytes:
 def loaded(path: Path) -> Any:
     """What `torch.load` reads, which allows no more than tensors and plain values."""
     return torch.load(path, weights_only=True)
+
+
+class TestTorch(ExporterSuite):
+    kind, name = "torch", "model.pt"
+
+    def load(self, place: Path) -> dict[tuple[str, str], Any]:
+        return {(name, "weight"): tensor.numpy() for name, tensor in loaded(place).items()}
 
 
 def whole() -> dict[str, Any]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.mutants.trial import Copy
 
 ROOT = Path(__file__).parents[2]
-_TESTS = "ucformat/storage/testing.py"  # itself tests, that stores outside the repository run too: nothing tests it
+_TESTS = "ucformat/testing/stores.py"  # itself tests, that stores outside the repository run too: nothing tests it
 
 
 def every_site(root: Path, packages: Iterable[str]) -> list[Site]:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.engines import make_deepspeed
 from tests.sources.conftest import CHOSEN, matrix
-from tests.sources.reading import Counting, read_tensor
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import (
     IntegrityError,
@@ -26,6 +25,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.sources.opening import open_source
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.storage.local import LocalStore
+from ucformat.testing.reading import Counting, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

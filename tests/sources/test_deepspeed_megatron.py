@@ -10,7 +10,6 @@ import pytest
 
 import ucformat
 from tests.sources.megatron_deepspeed import FLAT, PAPER_SOURCES, Model, gpt, write
-from tests.sources.reading import read_tensor
 from tests.sources.suite import Sample, SourceSuite
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import (
@@ -24,6 +23,7 @@ from ucformat.errors import (
 from ucformat.geometry.tensor import Key
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
+from ucformat.testing.reading import read_tensor
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.sources.reading import Counting, read_tensor
 from tests.sources.suite import Sample, SourceSuite, kept
 from ucformat.engines.deepspeed import zero as ranks
 from ucformat.engines.deepspeed.opened import Merged
@@ -21,6 +20,7 @@ from ucformat.geometry.tp_sharding import sub_params
 from ucformat.sources.tp_merge import LocalContents
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
+from ucformat.testing.reading import Counting, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.sources.reading import Counting, read_tensor
 from tests.sources.suite import Sample, SourceSuite, kept
 from ucformat.checkpoint import open_checkpoint
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import IntegrityError, MissingData, NotFound, UcformatError, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.storage.local import LocalStore
+from ucformat.testing.reading import Counting, read_tensor
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from tests.sources.reading import Counting
 from ucformat.checkpoint import Checkpoint
 from ucformat.sources.registry import all_sources
 from ucformat.storage.local import LocalStore
+from ucformat.testing.reading import Counting
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.fakes import random_array
-from tests.sources.reading import Counting
 from tests.sources.suite import DATA
 from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import Checkpoint
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.engines.pytorch.source import Dcp
 from ucformat.storage.local import LocalStore
+from ucformat.testing.reading import Counting
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.sources.reading import Counting
 from tests.sources.torch_files import dictionary, giant, integer, save, storage, tensor
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.storage.local import LocalStore
+from ucformat.testing.reading import Counting
 
 if TYPE_CHECKING:
     from pathlib import Path

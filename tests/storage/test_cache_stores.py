@@ -13,9 +13,9 @@ from ucformat.storage.cache.folder import CacheFolder
 from ucformat.storage.cache.store import CachingStore
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
-from ucformat.storage.testing import StoreTests, put
 from ucformat.storage.url import open_store
 from ucformat.storage.wrappers import WrappedStore
+from ucformat.testing.stores import StoreTests, put
 
 if TYPE_CHECKING:
     from pathlib import Path

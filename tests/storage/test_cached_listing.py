@@ -10,8 +10,8 @@ from ucformat.errors import NotFound, UnsafeError
 from ucformat.storage import wrappers
 from ucformat.storage.base import Costs
 from ucformat.storage.local import LocalStore
-from ucformat.storage.testing import keys, put
 from ucformat.storage.wrappers import CachedListingStore, WrappedStore
+from ucformat.testing.stores import keys, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from tests.patience import PATIENCE
 from ucformat.storage import concurrency
 from ucformat.storage.concurrency import THREADS, map_io
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.testing import put
+from ucformat.testing.stores import put
 from ucformat.torch.loading.share import RememberingStore
 
 

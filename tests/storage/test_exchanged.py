@@ -14,7 +14,7 @@ from tests.links import looks
 from ucformat.errors import UcformatError
 from ucformat.storage.base import content_version
 from ucformat.storage.local import LocalStore
-from ucformat.storage.testing import put
+from ucformat.testing.stores import put
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ import pytest
 from tests.storage.faulty import FaultyStore
 from ucformat.errors import UcformatError
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.testing import keys, put
+from ucformat.testing.stores import keys, put
 
 if TYPE_CHECKING:
     from ucformat.storage.base import Store

@@ -26,7 +26,7 @@ from ucformat.errors import (
 from ucformat.storage import local, local_files, strided
 from ucformat.storage.base import content_version
 from ucformat.storage.local import LocalStore
-from ucformat.storage.testing import keys, put
+from ucformat.testing.stores import keys, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,8 @@ import pytest
 
 from ucformat.errors import UnsafeError
 from ucformat.storage.local import LocalStore
-from ucformat.storage.testing import StoreTests
 from ucformat.storage.wrappers import PrefixStore
+from ucformat.testing.stores import StoreTests
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,9 @@ from ucformat.storage.base import ByteRange
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.testing import StoreTests, keys, put
 from ucformat.storage.url import open_store
 from ucformat.storage.wrappers import RecordingStore, WrappedStore
+from ucformat.testing.stores import StoreTests, keys, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.storage.test_stores import TestMemoryStore as MemoryStoreTests
 from ucformat.storage import strided
 from ucformat.storage.local import LocalStore
-from ucformat.storage.testing import StoreTests
+from ucformat.testing.stores import StoreTests
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ from ucformat.errors import UnsafeError, UnsupportedError, UsageError
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.testing import put
 from ucformat.storage.url import open_store, split_url
+from ucformat.testing.stores import put
 
 if TYPE_CHECKING:
     import os

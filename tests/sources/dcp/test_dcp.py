@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.sources.reading import Counting
 from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.pytorch.dcp_shards import _offsets
@@ -17,6 +16,7 @@ from ucformat.engines.pytorch.source import Dcp
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.sources.safetensors import SHARDING_INFO, Header
 from ucformat.storage.local import LocalStore
+from ucformat.testing.reading import Counting
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+__all__ = ["Counting", "nbytes_read", "read_tensor"]
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,7 +18,12 @@ if TYPE_CHECKING:
 
 
 def read_tensor(source: OpenSource, info: TensorInfo) -> bytes:
-    """The row-major bytes of a tensor; every element must be covered exactly once."""
+    """Read the row-major bytes of a tensor; AssertionError unless every element is covered exactly once.
+
+    Args:
+        source: an opened checkpoint.
+        info: the tensor.
+    """
     out, seen = np.zeros(info.shape, f"V{info.itemsize}"), np.zeros(info.shape, np.int8)
     for extent in source.extents(info.key):
         box = extent.box
@@ -32,7 +39,13 @@ def read_tensor(source: OpenSource, info: TensorInfo) -> bytes:
 
 
 class Counting:
-    """A store that counts what is read of each file, and notes which bytes."""
+    """A store that counts what is read of each file, and notes which bytes.
+
+    Attributes:
+        bytes: read of each file.
+        requests: of each file.
+        ranges: first and end of what was read of each file.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -44,9 +57,11 @@ class Counting:
         return getattr(self._store, name)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
+        """See Store."""
         return self._store.list(prefix)
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
         data = self._store.read(key, offset, nbytes)
         self.bytes[key] += len(data)
         self.requests[key] += 1
@@ -57,7 +72,13 @@ class Counting:
 def nbytes_read(
     ranges: Mapping[str, Sequence[tuple[int, int]]], source: OpenSource, info: TensorInfo
 ) -> int:
-    """How many of the bytes of a tensor lie in ranges that were read; those read twice count twice."""
+    """How many of the bytes of a tensor lie in ranges that were read; those read twice count twice.
+
+    Args:
+        ranges: what was read of each file, as first and end.
+        source: an opened checkpoint.
+        info: the tensor.
+    """
     found = 0
     for extent in source.extents(info.key):
         stop = extent.offset + info.itemsize

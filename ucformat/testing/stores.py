@@ -1,9 +1,9 @@
-"""The conformance suite of stores, for pytest.
+"""What every store must do: a suite for pytest.
 
 Subclass `StoreTests` with a fixture `store` that returns a new, empty store for each test, and run
 pytest:
 
-    from ucformat.storage.testing import StoreTests
+    from ucformat.testing import StoreTests
 
     class TestMyStore(StoreTests):
         @pytest.fixture
