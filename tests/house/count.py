@@ -7,7 +7,11 @@ committed is not.
 The rules:
 
 - A *module* is a `.py` file of `ucformat`. Its lines are all lines of the file; *lines of code* are
-  those that are neither blank nor part of a docstring.
+  those that are neither blank nor part of a docstring. The *core* is all but `ucformat/engines`.
+- *Characters per line of code* are those of its text, indentation included. *Long lines* have more
+  than 100 characters, docstrings included; their share is of all lines that are not blank.
+- A *function of many parameters* has eight or more, `self` and `cls` not counted; those of nested
+  functions, of lambdas and of methods count, and so do `*args` and `**kwargs`.
 - A *box-type* is a dataclass, NamedTuple, TypedDict or pydantic model that says where a part of a
   tensor is. That is one with a field whose annotation names `Box`, `Extent`, `Tiles` or `Copy`, or
   with a field for where it begins (`start`, `offset`, `begin`) beside one for how far it reaches
@@ -40,7 +44,9 @@ __all__ = ["House", "at", "circles", "here", "imported", "main"]
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "ucformat"
+ENGINES = f"{PACKAGE}.engines"
 SMALL, LARGE = 40, 800
+LONG, MANY = 100, 8
 
 _PLACES = {"Box", "Extent", "Tiles", "Copy"}
 _BEGINS = {"start", "offset", "begin"}
@@ -65,14 +71,45 @@ class House:
         return {name: len(text.splitlines()) for name, text in self.texts.items()}
 
     @cached_property
-    def code(self) -> int:
-        """Lines that are neither blank nor part of a docstring, of all modules."""
-        written = sum(
-            bool(line.strip()) for text in self.texts.values() for line in text.splitlines()
-        )
-        return written - sum(
-            _documentation(node) for tree in self.trees.values() for node in ast.walk(tree)
-        )
+    def core(self) -> dict[str, int]:
+        """Lines of each module of the core."""
+        return {name: n for name, n in self.lines.items() if not name.startswith(ENGINES)}
+
+    @cached_property
+    def code(self) -> dict[str, list[str]]:
+        """The lines of each module that are neither blank nor part of a docstring."""
+        return {
+            name: [
+                line
+                for number, line in enumerate(text.splitlines(), 1)
+                if line.strip() and number not in documentation
+            ]
+            for name, text in self.texts.items()
+            for documentation in [
+                {n for node in ast.walk(self.trees[name]) for n in _documentation(node)}
+            ]
+        }
+
+    @cached_property
+    def long(self) -> list[str]:
+        """The lines with more than 100 characters."""
+        return [n for t in self.texts.values() for n in t.splitlines() if len(n) > LONG]
+
+    @cached_property
+    def written(self) -> int:
+        """The number of lines that are not blank."""
+        return sum(bool(line.strip()) for t in self.texts.values() for line in t.splitlines())
+
+    @cached_property
+    def many_parameters(self) -> dict[str, int]:
+        """Functions of eight parameters and more, as `module.function`, and how many."""
+        found = {
+            f"{name.removeprefix(PACKAGE + '.')}.{node.name}": _parameters(node)
+            for name, tree in self.trees.items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        return _several({name: count for name, count in found.items() if count >= MANY})
 
     @cached_property
     def classes(self) -> dict[str, list[str]]:
@@ -183,17 +220,21 @@ def _reach(graph: Mapping[str, Iterable[str]], start: str) -> set[str]:
     return seen
 
 
-def _documentation(node: ast.AST) -> int:
-    """Lines of the docstring of a node that has one, blank ones left out."""
-    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return 0
-    match node.body[:1]:
-        case [ast.Expr(ast.Constant(str(text)))]:
-            quotes = text.rpartition("\n")[
-                2
-            ].isspace()  # the closing quotes have a line of their own
-            return sum(bool(line.strip()) for line in text.split("\n")) + quotes
-    return 0
+def _documentation(node: ast.AST) -> range:
+    """The numbers of the lines of the docstring of a node that has one."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        match node.body[:1]:
+            case [ast.Expr(ast.Constant(str()) as text)]:
+                return range(text.lineno, (text.end_lineno or text.lineno) + 1)
+    return range(0)
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The number of parameters of a function, but for `self` and `cls`."""
+    given = node.args
+    named = [a.arg for a in (*given.posonlyargs, *given.args)]
+    own = named[:1] in (["self"], ["cls"])
+    return len(named) - own + len(given.kwonlyargs) + bool(given.vararg) + bool(given.kwarg)
 
 
 def _holds_box(node: ast.ClassDef) -> bool:
@@ -246,16 +287,23 @@ def _texts(commit: str, files: Sequence[str]) -> Iterator[str]:
 
 
 def _numbers(house: House) -> dict[str, str]:
-    lines = house.lines.values()
+    lines, code = house.lines.values(), [line for of in house.code.values() for line in of]
+    core = house.core
     return {
+        "product lines": f"{sum(lines):,}",
+        "lines of code": f"{len(code):,}",
+        "core without engines": f"{sum(core.values()):,}",
+        "core without engines, code": f"{sum(len(house.code[name]) for name in core):,}",
         "modules": str(len(house.texts)),
-        "lines": f"{sum(lines):,}",
-        "lines of code": f"{house.code:,}",
+        "modules of the core": str(len(core)),
         "median lines": f"{statistics.median(lines):g}",
         f"modules below {SMALL} lines": str(sum(n < SMALL for n in lines)),
         f"modules above {LARGE} lines": str(sum(n > LARGE for n in lines)),
-        "box-types": str(len(house.box_types)),
+        "characters per line of code": f"{sum(map(len, code)) / len(code):.1f}",
+        f"lines above {LONG} characters": f"{len(house.long) / house.written:.1%}",
         "class names used twice": str(len(house.twice)),
+        f"functions of {MANY}+ parameters": str(len(house.many_parameters)),
+        "box-types": str(len(house.box_types)),
         "module names used twice": str(len(house.modules_twice)),
         "import circles": str(len(house.circles)),
         "modules in circles": str(sum(map(len, house.circles))),
@@ -270,6 +318,7 @@ def _lists(house: House) -> dict[str, list[str]]:
     return {
         "box-types": house.box_types,
         "class names used twice": _counted(house.twice),
+        f"functions of {MANY}+ parameters": _counted(house.many_parameters),
         "module names used twice": _counted(house.modules_twice),
         "import circles": [
             ", ".join(m.removeprefix(PACKAGE + ".") for m in one) for one in house.circles

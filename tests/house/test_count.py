@@ -45,6 +45,30 @@ def test_what_is_a_box_type() -> None:
     assert house.twice == {"A": 2}
 
 
+def test_what_is_code_and_what_is_of_the_core() -> None:
+    text = (
+        '"""Says.\n\nMore.\n"""\n\nx = 1  # one\n\n\ndef f() -> None:\n    """Does."""\n    '
+        + "y" * 97
+        + "\n"
+    )
+    house = House({f"{PACKAGE}.x": text, f"{PACKAGE}.engines.a.x": "z = 1\n"})
+    assert house.code[f"{PACKAGE}.x"] == ["x = 1  # one", "def f() -> None:", "    " + "y" * 97]
+    assert house.core == {f"{PACKAGE}.x": 11}
+    assert (len(house.long), house.written) == (1, 8)
+
+
+def test_what_has_many_parameters() -> None:
+    text = """
+class A:
+    def seven(self, a, b, c, d, *, e, f, g): ...
+    def eight(self, a, b, /, c, d, *e, f, g, **h): ...
+def nine(a, b, c, d, e, f, g, h, i):
+    def inner(self_, a, b, c, d, e, f, g): ...
+"""
+    house = House({f"{PACKAGE}.x": text})
+    assert house.many_parameters == {"x.nine": 9, "x.eight": 8, "x.inner": 8}
+
+
 def test_a_commit_is_counted_as_its_files_are() -> None:
     house = at("HEAD")
     assert house.lines[f"{PACKAGE}.geometry.box"] > 50
