@@ -79,9 +79,9 @@ class TestSafetensors(ExporterSuite):
     options = SMALL
 
     def load(self, place: Path) -> dict[tuple[str, str], np.ndarray]:
-        found = {}
+        found: dict[tuple[str, str], np.ndarray] = {}
         for file in set(json.loads((place / INDEX).read_text())["weight_map"].values()):
-            with safetensors.safe_open(place / file, "numpy") as opened:  # type: ignore[no-untyped-call]
+            with safetensors.safe_open(place / file, "numpy") as opened:
                 found |= {(name, "weight"): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         return found
 

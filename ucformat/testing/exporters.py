@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ucformat.reading.readable import FileRecord
-    from ucformat.storage.base import Store, Writer
+    from ucformat.storage.base import FileWriter, Store
 
 __all__ = ["ExporterSuite", "checkpoint_of"]
 
@@ -101,7 +101,7 @@ class _LosesLast(WrappedStore):
         super().__init__(inner)
         self.keys = keys
 
-    def create(self, key: str, unit: int = 1) -> Writer:
+    def create(self, key: str, unit: int = 1) -> FileWriter:
         if key in self.keys:
             raise _Killed
         return super().create(key, unit)
