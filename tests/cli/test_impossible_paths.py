@@ -122,7 +122,7 @@ def test_a_file_directly_in_the_root_folder(
     def in_root(place: str) -> Store:
         return real(tmp_path if place.lower().removeprefix(scheme.lower()) == "/" else place)
 
-    for module in ("storage.url", "sources"):
+    for module in ("storage.url", "sources.opening"):
         monkeypatch.setattr(f"ucformat.{module}.open_store", in_root)
     save_file({"w": np.arange(3)}, tmp_path / "lone.safetensors")
     assert ucformat.open(f"{scheme}/lone.safetensors")["w"].read().tolist() == [0, 1, 2]

@@ -50,7 +50,8 @@ HEAVY = {
     ),
 }
 #: The modules of sources that read a checkpoint, which recognising it does not need.
-READERS = (".opened", ".classic", ".dist", ".universal", ".engines", ".unpickle", ".index")
+READERS = (".opened", ".classic", ".dist", ".universal", ".unpickler", ".index")
+PLACES = ("ucformat.sources.", "ucformat.engines.")
 PLANS = {"ucformat.reading.rank"}
 
 #: Command -> what it loads of these. `U` is a universal checkpoint in the catalog, `F` a
@@ -89,12 +90,8 @@ def test_a_command_loads_only_what_it_works_with(command: str, words: dict[str, 
     loaded = modules_of([words.get(word, word) for word in shlex.split(command)])
     allowed = COMMANDS[command]
     assert sorted(loaded & HEAVY) == sorted(allowed)
-    readers = {
-        m.split(".")[2]
-        for m in loaded
-        if m.startswith("ucformat.sources.opening.") and m.endswith(READERS)
-    }
-    assert readers == ({"safetensors", "index"} if "ucformat.sources.opening" in allowed else set())
+    readers = {m for m in loaded if m.startswith(PLACES) and m.endswith(READERS)}
+    assert readers == ({"ucformat.sources.index"} if allowed >= FOREIGN else set())
 
 
 def test_the_program_ends_without_a_last_search_for_garbage() -> None:

@@ -8,27 +8,26 @@ import pytest
 
 from ucformat.errors import UcformatError
 from ucformat.sources.pickle import unpickler
-from ucformat.sources.pickle import unpickler as opcodes
 from ucformat.sources.pickle.stand_ins import Inert, NdArray, NumpyDtype, Stream
 
 try:
     from ucformat._native import interpret as compiled
 except ImportError:
-    compiled = opcodes.interpret
+    compiled = unpickler.interpret_in_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["INTERPRETERS", "NATIVE", "agree", "compiled", "needs_native"]
 
-NATIVE = compiled is not opcodes.interpret
+NATIVE = compiled is not unpickler.interpret_in_python
 needs_native = pytest.mark.skipif(
     not NATIVE,
     reason="ucformat._native was not built (it needs x86-64 Linux and a C compiler): pip install -e .",
 )
 INTERPRETERS = [
     pytest.param(compiled, id="native", marks=needs_native),
-    pytest.param(opcodes.interpret, id="python"),
+    pytest.param(unpickler.interpret_in_python, id="python"),
 ]
 
 
@@ -44,7 +43,10 @@ def outcome(data: bytes, interpret: Callable[..., Any]) -> tuple[Any, str]:
 
 def agree(data: bytes) -> str:
     """Assert that both make the same of a pickle; the error that both raise."""
-    (ours, error), (theirs, other) = outcome(data, compiled), outcome(data, opcodes.interpret)
+    (ours, error), (theirs, other) = (
+        outcome(data, compiled),
+        outcome(data, unpickler.interpret_in_python),
+    )
     assert error == other, data
     assert _difference(ours, theirs) is None, data
     return error

@@ -36,7 +36,7 @@ from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.jobs.virtual import VirtualExtents, put_virtual
 from ucformat.jobs.weight_files import WeightsJob, plan_files, put_assets
 from ucformat.jobs.where import HERE, Where, run_job
-from ucformat.reading.readable import TRACKERS
+from ucformat.reading.readable import OUTDATED, TRACKERS
 from ucformat.references import open_reference
 from ucformat.schema.manifest import Manifest, SidecarDoc, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
@@ -45,7 +45,7 @@ from ucformat.sources.configuration import with_config
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import as_store, as_strings
 from ucformat.storage.wrappers import check_unchanged, find_watched
-from ucformat.views.viewed import OUTDATED, outdated
+from ucformat.views.viewed import outdated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

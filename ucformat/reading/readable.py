@@ -29,6 +29,10 @@ TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iterati
 #: such, or made of it.
 PART_OF = "part_of"
 
+#: The object of a converted sub-model with the names of the files and objects that have the sizes
+#: of the whole model.
+OUTDATED = "outdated_sizes"
+
 
 _INTEGER = re.compile(r"-?[0-9]{1,4000}")  # Python refuses to parse more than 4300 digits
 

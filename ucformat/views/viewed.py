@@ -17,6 +17,7 @@ from ucformat.geometry.tensor import Extent, Key, Piece, TensorInfo, TensorList,
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import read_flat, read_items
 from ucformat.reading.plan import ReadItem, make_plan, merges
+from ucformat.reading.readable import OUTDATED
 from ucformat.schema.view import Select, Take
 from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.wrappers import SyntheticStore, WrappedStore
@@ -474,11 +475,6 @@ def _view_metadata(
     kept = {i.key: metadata.paths[i.key] for i in infos if i.key in metadata.paths}
     same = [g["params"] for g in groups] == [g["params"] for g in metadata.groups]
     return viewed.replace(paths=kept, places=metadata.places if same else ())
-
-
-#: The object of a converted sub-model with the names of the files and objects that have the sizes
-#: of the whole model.
-OUTDATED = "outdated_sizes"
 
 
 def outdated(view: Viewed | None, assets: Iterable[str], objects: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, field, moment, plural, shape_text, table
 from ucformat.errors import first_names
 from ucformat.geometry.tensor import Key
-from ucformat.reading.readable import PART_OF
+from ucformat.reading.readable import OUTDATED, PART_OF
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -272,10 +272,18 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
     }
 
 
+def _outdated(ck: Checkpoint) -> list[str]:
+    """The names of files and objects with the sizes of a whole model, of which this is a part."""
+    if ck.viewed is None and OUTDATED not in ck.objects:
+        return []
+    from ucformat.views.viewed import outdated
+
+    return outdated(ck.viewed, ck.assets, ck.objects)
+
+
 def _summary(ck: Checkpoint) -> dict[str, Any]:
     from ucformat.checkpoint import Checkpoint
     from ucformat.jobs.dependents import unprotected
-    from ucformat.views.viewed import outdated
 
     metadata = ck.metadata
     whole = Checkpoint(ck.origin) if ck.viewed and ck.viewed.steps else None
@@ -288,7 +296,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "layout": dict(metadata.layout),
         **_amounts(ck.tensors.values()),
         "whole": None if whole is None else _amounts(whole.tensors.values()),
-        "outdated": outdated(ck.viewed, ck.assets, ck.objects),
+        "outdated": _outdated(ck),
         "states": [],
         "total": {},
         "unreadable": [

@@ -8,7 +8,7 @@ failure is an error of this package that names the file.
 
 It reads protocols 2 to 5, as torch.save writes them (2 by default). The opcodes are those that
 Python's `pickletools` describes. Those that only make plain values, and the stack and the memo, are
-in `ucformat/_native_pickle.c`, or else in `opcodes.py`; here is what calls, states, keys, globals
+in `ucformat/_native_pickle.c`, or else by `interpret_in_python`; here is what calls, states, keys, globals
 and persistent ids mean.
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # the same error.
 
 
-def interpret(
+def interpret_in_python(
     data: bytes, meaning: object, calls: tuple[Callable[..., Any], ...], damaged: type[Exception], /
 ) -> Any:
     """Interpret a pickle.
@@ -243,7 +243,7 @@ _TAKEN = {ord("Q"): 1, ord("R"): 2, ord("b"): 2, 0x81: 2, 0x93: 2, 0x92: 3}
 try:
     from ucformat._native import interpret
 except ImportError:
-    from ucformat.sources.pickle.unpickler import interpret
+    interpret = interpret_in_python
 
 
 def unpickle(
