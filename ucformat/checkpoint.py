@@ -123,8 +123,12 @@ def _open(
                 )
             if any(i.key.startswith("attempts/") and attempt_of(i.key) for i in infos):
                 raise NotACheckpoint(
-                    f"{store.url} holds no committed checkpoint, only what an unfinished save or command has written",
-                    hint=f"if that was interrupted, run it again; or remove its files: ucp gc {store.url} --apply",
+                    f"{store.url} holds no committed checkpoint, only what an unfinished save or "
+                    "command has written",
+                    hint=(
+                        "if that was interrupted, run it again; or remove its files: ucp gc "
+                        f"{store.url} --apply"
+                    ),
                 )
             raise NotACheckpoint(
                 f"{store.url} holds no checkpoint that ucformat knows",

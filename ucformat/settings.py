@@ -275,7 +275,8 @@ def _opened(path: Path | None) -> _SettingsFile | None:
         ) from error
     if not stat.S_ISREG(found.st_mode) or len(text) > _MAX_FILE_BYTES:
         raise UsageError(
-            f"the settings in {path} cannot be read: not a regular file of ≤ {_MAX_FILE_BYTES} bytes"
+            f"the settings in {path} cannot be read: not a regular file of ≤ {_MAX_FILE_BYTES} "
+            "bytes"
         )
     return _SettingsFile(path, text, frozenset({link.st_uid, found.st_uid}), found.st_mode)
 
@@ -286,7 +287,8 @@ def _not_ours(file: _SettingsFile, key: str, trusted: tuple[str, ...]) -> Unsafe
 
     if file.mode & (stat.S_IWGRP | stat.S_IWOTH):
         return UnsafeError(
-            f"{file.path} sets {key!r}, and is not trusted: its group, or everybody, may write to it",
+            f"{file.path} sets {key!r}, and is not trusted: its group, or everybody, may write "
+            "to it",
             hint=f"if its content is right: chmod go-w {quote(str(file.path))}{_instead(key)}",
         )
     if file.owners <= {os.geteuid(), 0} or str(file.path) in trusted:

@@ -221,7 +221,8 @@ def check_same(
         )
     if elsewhere:
         raise Conflict(
-            f"{url} holds the checkpoint {manifest.id} in another form than {places[0]}: its manifest differs",
+            f"{url} holds the checkpoint {manifest.id} in another form than {places[0]}: its "
+            "manifest differs",
             hint="nothing was recorded; `ucp copy` makes copies that are identical to the byte",
         )
 

@@ -159,7 +159,8 @@ class Database:
         """A transaction that writes, committed at the end of the block; SQLite has one at a time."""
         if self.newer is not None:
             raise UpgradeNeeded(
-                f"the catalog {self.url} was created by a newer ucformat (revision {self.newer}): it can only be read"
+                f"the catalog {self.url} was created by a newer ucformat (revision "
+                f"{self.newer}): it can only be read"
             )
         if self.read_only:
             raise PermissionDenied(f"the catalog {self.url} was opened read-only")
@@ -403,5 +404,8 @@ def translated_errors(url: str) -> Iterator[None]:
         message = str(error.orig).strip().splitlines()[0] if error.orig else str(error)
         raise UcformatError(
             f"the catalog {url}: {redacted(message)}",
-            hint="check that the database is running and that you have access; `ucp catalog info` shows its url",
+            hint=(
+                "check that the database is running and that you have access; `ucp catalog "
+                "info` shows its url"
+            ),
         ) from error

@@ -447,7 +447,8 @@ def _import_aliases(origin: _Origin, aliases: Iterable[AliasDoc]) -> list[str]:
             )
             if here is not None:
                 refused.append(
-                    f"the alias {alias.name!r} was not moved to {origin.url}, as the document there records"
+                    f"the alias {alias.name!r} was not moved to {origin.url}, as the document "
+                    "there records"
                 )
     return refused
 

@@ -316,4 +316,7 @@ def _wrong_times(
 def contradiction(newer: str, created: datetime, older: str, before: datetime) -> str:
     """The warning for two checkpoints of which one was committed later, but created earlier by its clock."""
     times = f"{created.isoformat()} and {before.isoformat()}"
-    return f"{newer} was committed after {older}, but created earlier ({times}): a clock was wrong; commits decide"
+    return (
+        f"{newer} was committed after {older}, but created earlier ({times}): a clock was "
+        "wrong; commits decide"
+    )

@@ -330,11 +330,13 @@ def _check(manifest: Manifest, url: str) -> None:
     for name, text in (("place", url), ("id", manifest.id)):
         if storable_text(text) != text:
             raise UsageError(
-                f"the checkpoint at {storable_text(url)} cannot be recorded: its {name} is not text: {text!r}"
+                f"the checkpoint at {storable_text(url)} cannot be recorded: its {name} is not "
+                f"text: {text!r}"
             )
     if max(abs(manifest.step or 0), manifest.tensors.nbytes) >= 2**63:
         raise UsageError(
-            f"the checkpoint at {url} cannot be recorded: its step or size does not fit into 64 bits"
+            f"the checkpoint at {url} cannot be recorded: its step or size does not fit into 64 "
+            "bits"
         )
 
 

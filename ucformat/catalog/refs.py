@@ -285,7 +285,10 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
     ):
         raise NotFound(
             f"the alias {ref.at!r} points to a checkpoint of another run than {run!r}",
-            hint=f"write alias:{ref.at}, or give the run an alias of its own: ucp alias set {run}/{ref.at} REF",
+            hint=(
+                f"write alias:{ref.at}, or give the run an alias of its own: ucp alias set "
+                f"{run}/{ref.at} REF"
+            ),
         )
     return serial
 
@@ -357,7 +360,8 @@ def _several_heads(
     shown = Location.checkpoint.in_([r.serial for r in tips[:_SHOWN]])
     places: dict[int, str] = dict(connection.execute(urls.where(shown)).all())
     listed = [
-        f"  step {r.step}: {r.id[:12]}, launch {launch_label(launches[r.launch_id][0])}, {places.get(r.serial, 'gone')}"
+        f"  step {r.step}: {r.id[:12]}, launch {launch_label(launches[r.launch_id][0])}, "
+        f"{places.get(r.serial, 'gone')}"
         for r in tips[:_SHOWN]
     ]
     more = [f"  and {len(tips) - _SHOWN:,} more"] if len(tips) > _SHOWN else []
@@ -368,7 +372,8 @@ def _several_heads(
 _SHOWN = 10
 _LINES = "`ucp ls --runs` lists runs and their launches"
 _CHOOSE = (
-    "choose a line by its launch or folder: launch:ID@latest, folder:PLACE@latest; or a checkpoint by its id. "
+    "choose a line by its launch or folder: launch:ID@latest, folder:PLACE@latest; or a "
+    "checkpoint by its id. "
     "`ucp ls --runs` lists lines; `ucp link` records that one continues another"
 )
 

@@ -326,7 +326,10 @@ def _postgresql(
         if rights is not None:
             raise UnsafeError(
                 f"PostgreSQL's {rights}",
-                hint="connect with a read-only role (docs/catalog.md shows how to create one), or pass --trust-role",
+                hint=(
+                    "connect with a read-only role (docs/catalog.md shows how to create one), "
+                    "or pass --trust-role"
+                ),
             )
         late = threading.Event()
         try:

@@ -190,4 +190,7 @@ def _hint(error: click.ClickException) -> str | None:
         return "put a slice that begins with a minus sign in brackets: '[-1]'"
     if not isinstance(ctx, click.Context):
         return None
-    return f"{' '.join(ctx.get_usage().split()).replace('Usage: ', 'usage: ')} (more: {ctx.command_path} --help)"
+    return (
+        f"{' '.join(ctx.get_usage().split()).replace('Usage: ', 'usage: ')} (more: "
+        f"{ctx.command_path} --help)"
+    )

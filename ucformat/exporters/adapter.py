@@ -48,7 +48,8 @@ def adapter_names(
     if len(adapters) != 1:
         listed = ", ".join(sorted(adapters)) or "none"
         raise UnsupportedError(
-            f"{source.url} has the names of a model that PEFT has wrapped, and not one adapter, but {listed}",
+            f"{source.url} has the names of a model that PEFT has wrapped, and not one adapter, "
+            f"but {listed}",
             hint="a view (--view) with the step `drop` chooses one of several",
         )
     return out
@@ -74,5 +75,7 @@ def _check(source: Checkpoint, assets: Mapping[str, bytes]) -> None:
     if unsupported:
         raise UnsupportedError(
             f"{source.url}: the files of an adapter with {', '.join(unsupported)} are not written",
-            hint="write them with PEFT: load the checkpoint into the model, and call save_pretrained",
+            hint=(
+                "write them with PEFT: load the checkpoint into the model, and call save_pretrained"
+            ),
         )

@@ -173,7 +173,8 @@ class ItemFiles:
             return iter((None,))
         if Global("torch", entry.dtype) not in ALLOWED:
             raise UnsupportedError(
-                f"{entry.label} has the dtype {entry.dtype}, which is not written to a file of PyTorch",
+                f"{entry.label} has the dtype {entry.dtype}, which is not written to a file of "
+                "PyTorch",
                 hint="cast it with --cast, or export other tensors",
             )
         chunk = list(entry.shape)

@@ -107,7 +107,8 @@ def _shape(info: TensorInfo) -> list[int]:
     values, elements = PACKED.get(info.dtype, (1, 1))
     if values > 1 and (not info.shape or info.shape[-1] % elements):
         raise UnsupportedError(
-            f"{info.key} is {info.dtype} of shape {list(info.shape)}, and safetensors has only rows of whole groups "
+            f"{info.key} is {info.dtype} of shape {list(info.shape)}, and safetensors has only "
+            "rows of whole groups "
             f"of {elements}",
             hint="leave the tensor out by a view with `drop` (--view)",
         )
@@ -141,7 +142,9 @@ def header_of(tensors: Sequence[tuple[str, TensorInfo]], about: Mapping[str, str
         if info.dtype not in DTYPE_NAMES:
             raise UnsupportedError(
                 f"{info.key} has the dtype {info.dtype}, which safetensors does not have",
-                hint=f"it has {', '.join(DTYPE_NAMES)}; cast it with --cast, or export other tensors",
+                hint=(
+                    f"it has {', '.join(DTYPE_NAMES)}; cast it with --cast, or export other tensors"
+                ),
             )
         if name == "__metadata__":
             raise UnsupportedError(
@@ -158,7 +161,8 @@ def header_of(tensors: Sequence[tuple[str, TensorInfo]], about: Mapping[str, str
     data += b" " * (-len(data) % _ALIGN)
     if len(data) > _MAX_HEADER:
         raise UnsupportedError(
-            f"the header of a file would have {len(data):,} bytes, and safetensors allows {_MAX_HEADER:,}",
+            f"the header of a file would have {len(data):,} bytes, and safetensors allows "
+            f"{_MAX_HEADER:,}",
             hint="write smaller files: --max-shard-bytes",
         )
     return len(data).to_bytes(8, "little") + data

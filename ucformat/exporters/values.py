@@ -31,7 +31,8 @@ def constant(dtype: str, shape: tuple[int, ...], data: bytes) -> SavedTensor:
     """A tensor whose elements are known."""
     if dtype not in ITEMSIZE or len(data) != math.prod(shape) * ITEMSIZE[dtype]:
         raise IntegrityError(
-            f"a value of the checkpoint is a {dtype} tensor of shape {list(shape)} in {len(data):,} bytes"
+            f"a value of the checkpoint is a {dtype} tensor of shape {list(shape)} in "
+            f"{len(data):,} bytes"
         )
     return SavedTensor(Storage(Span(dtype, len(data) // ITEMSIZE[dtype], ()), data), shape)
 

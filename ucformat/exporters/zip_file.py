@@ -144,7 +144,8 @@ class ZipArchive:
         full = name.encode()
         if len(full) > _MAX16:
             raise UnsupportedError(
-                f"{name[:80]}… has a name of {len(full):,} bytes, and zip archives have names of at most {_MAX16:,}",
+                f"{name[:80]}… has a name of {len(full):,} bytes, and zip archives have names of "
+                f"at most {_MAX16:,}",
                 hint="rename it by a view",
             )
         entry = self._entry(full, content)

@@ -194,8 +194,12 @@ def lay_out(
     for info in infos:
         if len(info.shape) > MAX_ARRAY_DIMS:
             raise UnsupportedError(
-                f"{info.name} ({info.state}) has {len(info.shape)} dims; an array has at most {MAX_ARRAY_DIMS}",
-                hint="reshape the tensor before saving it, or keep it in a packed or virtual checkpoint",
+                f"{info.name} ({info.state}) has {len(info.shape)} dims; an array has at most "
+                f"{MAX_ARRAY_DIMS}",
+                hint=(
+                    "reshape the tensor before saving it, or keep it in a packed or virtual "
+                    "checkpoint"
+                ),
             )
     found = array_folders(i.key for i in infos) if folders is None else folders
     arrays = [
@@ -207,7 +211,8 @@ def lay_out(
     for info, grid in ((a.info, a.grid) for a in arrays):
         if grid.count > MAX_SHARDS:
             raise UnsupportedError(
-                f"{info.name} ({info.state}) has {info.nbytes:,} bytes, and would be cut into {grid.count:,} shards; "
+                f"{info.name} ({info.state}) has {info.nbytes:,} bytes, and would be cut into "
+                f"{grid.count:,} shards; "
                 f"an array has at most {MAX_SHARDS:,}",
                 hint="take larger shards, or leave this tensor out",
             )

@@ -234,7 +234,10 @@ def being_removed(store: Store, attempt: str) -> Conflict:
     """The error of a writer whose attempt is being removed."""
     return Conflict(
         f"this attempt ({attempt}) at {store.url} was considered abandoned, and is being removed",
-        hint="run it again after that; if the removal was interrupted, `ucp gc PLACE --apply --grace 0s` completes it",
+        hint=(
+            "run it again after that; if the removal was interrupted, `ucp gc PLACE --apply "
+            "--grace 0s` completes it"
+        ),
     )
 
 

@@ -214,12 +214,16 @@ def commit(
         discard(store, attempt.id, keep_record=_is_shared(store, attempt))
         if winner is None:
             raise Conflict(
-                f"the checkpoint at {store.url} that was to be replaced was deleted in the meantime",
+                f"the checkpoint at {store.url} that was to be replaced was deleted in the "
+                "meantime",
                 hint="the new files were removed; run it again",
             ) from error
         raise Conflict(
             f"{store.url} was committed by another writer (checkpoint {winner.id}) in the meantime",
-            hint="that checkpoint is complete; the new files were removed; choose another place and run it again",
+            hint=(
+                "that checkpoint is complete; the new files were removed; choose another place "
+                "and run it again"
+            ),
         ) from error
     if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
         discard(store, attempt.replaces[0].attempt)

@@ -54,7 +54,8 @@ def encoded(document: BaseModel) -> bytes:
 def unwritable(document: str, reason: object) -> UsageError:
     """The error for a document that no reader would accept."""
     return UsageError(
-        f"{document} would exceed the limits of the format, so nothing was replaced: {str(reason)[:300]}",
+        f"{document} would exceed the limits of the format, so nothing was replaced: "
+        f"{str(reason)[:300]}",
         hint=_HINT,
     )
 

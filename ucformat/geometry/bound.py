@@ -66,7 +66,8 @@ class _BufferGroup:
         first, as_first = self.members.setdefault(info.name, (info, placed))
         if first.shape != info.shape:
             raise LayoutError(
-                f"{info.key} of shape {info.shape} cannot share {self.name} with {first.key} of shape {first.shape}",
+                f"{info.key} of shape {info.shape} cannot share {self.name} with {first.key} of "
+                f"shape {first.shape}",
                 hint="match states of other shapes, such as a scalar step, by an earlier rule",
             )
         if (as_first.shards, as_first.holders) != (placed.shards, placed.holders):
@@ -117,7 +118,8 @@ class BoundLayout:
             self._group[key] = group
             if by_buffer.setdefault((name, key.state), group) is not group:
                 raise LayoutError(
-                    f"{key} joins the flat buffer {name!r}, which another rule fills with different settings",
+                    f"{key} joins the flat buffer {name!r}, which another rule fills with "
+                    "different settings",
                     hint="give the groups different names by a /regex/, or the same settings",
                 )
         self._check_dtypes()
@@ -244,7 +246,8 @@ class BoundLayout:
                 if info.name in self.tensor_list.groups:
                     return f"{prefix}{self.tensor_list.groups[info.name]}"
                 raise LayoutError(
-                    f"{info.key} is in no optimizer group, but {placed.rules[-1]} joins it to its group's flat buffer",
+                    f"{info.key} is in no optimizer group, but {placed.rules[-1]} joins it to "
+                    "its group's flat buffer",
                     hint="match frozen parameters by an earlier rule, or use another group",
                 )
             case regex:
@@ -262,7 +265,8 @@ class BoundLayout:
             other = first.setdefault((group.name, key.state), info)
             if other.dtype != info.dtype:
                 raise LayoutError(
-                    f"{key} is {info.dtype}, but shares the flat buffer {group.name!r} with {other.key}, {other.dtype}",
+                    f"{key} is {info.dtype}, but shares the flat buffer {group.name!r} with "
+                    f"{other.key}, {other.dtype}",
                     hint="give each dtype a flat group of its own",
                 )
 

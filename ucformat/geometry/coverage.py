@@ -73,7 +73,8 @@ def _owners(
             owners.setdefault(bounds, owner)
             if any(a < 0 or b > n for (a, b), (_, n) in zip(bounds, whole, strict=True)):
                 raise CoverageError(
-                    f"{info.key} of shape {info.shape}: {_name(owner)} holds {box}, which leaves the tensor"
+                    f"{info.key} of shape {info.shape}: {_name(owner)} holds {box}, which leaves "
+                    "the tensor"
                 )
     return owners
 
@@ -123,9 +124,13 @@ def _sweep(
             if (shared := _common(box, other)) is not None:
                 mine, theirs = owners[box], owners[other]
                 raise CoverageError(
-                    f"{info.key} of shape {info.shape}: {_name(theirs)} holds {_box(other)} and {_name(mine)} holds "
+                    f"{info.key} of shape {info.shape}: {_name(theirs)} holds {_box(other)} and "
+                    f"{_name(mine)} holds "
                     f"{_box(box)}, which are not the same box but share {_box(shared)}",
-                    hint="two placements or ranks claim these elements; replicas must hold equal boxes",
+                    hint=(
+                        "two placements or ranks claim these elements; replicas must hold equal "
+                        "boxes"
+                    ),
                 )
         active.append(box)
     while sum(map(_size, boxes)) < _size(region):  # bisect the region towards the hole

@@ -320,7 +320,10 @@ class Layout:
         if view and not rules:
             raise LayoutError(
                 "a view alone places nothing on ranks",
-                hint="see tensors through it with `--view`, or Checkpoint.view; a layout has a mesh and rules too",
+                hint=(
+                    "see tensors through it with `--view`, or Checkpoint.view; a layout has a "
+                    "mesh and rules too"
+                ),
             )
         self.meshes = _meshes(mesh)
         self.stages = _labelled("stages", stages)

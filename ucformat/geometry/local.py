@@ -109,11 +109,13 @@ def local_dims(shape: tuple[int, ...], cuts: tuple[ShardAt, ...]) -> tuple[Dim, 
         if shard.pad_to is not None:
             if d in done:
                 raise LayoutError(
-                    f"shard {shard.dim} with pad_to must come before anything else that cuts that dim"
+                    f"shard {shard.dim} with pad_to must come before anything else that cuts "
+                    "that dim"
                 )
             if padded is not None:
                 raise LayoutError(
-                    f"shard {shard.dim} pads a second dim, after dim {padded}; only one can be padded"
+                    f"shard {shard.dim} pads a second dim, after dim {padded}; only one can be "
+                    "padded"
                 )
             padded, dims[d] = d, _pad(dims[d], shard.pad_to, degree)
         dims[d] = dims[d].take(_intervals(shard, dims[d].size, degree, at))
@@ -125,7 +127,8 @@ def _pad(dim: Dim, to: int, degree: int) -> Dim:
     size = -(-dim.size // to) * to
     if size % degree:
         raise LayoutError(
-            f"a dim of {dim.size}, padded to {size}, cannot be cut evenly over {degree} coordinates",
+            f"a dim of {dim.size}, padded to {size}, cannot be cut evenly over {degree} "
+            "coordinates",
             hint=f"make pad_to, now {to}, a multiple of {degree}",
         )
     extra = size - dim.size
@@ -147,7 +150,8 @@ def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int,
     scale, rest = divmod(n, total)
     if rest:
         raise LayoutError(
-            f"the parts {shard.parts} add up to {total}, which is neither the {n} of the dim nor divides it"
+            f"the parts {shard.parts} add up to {total}, which is neither the {n} of the dim nor "
+            "divides it"
         )
     out, base = [], 0
     for part in shard.parts:

@@ -48,7 +48,8 @@ _OPENING = re.compile(
     r"\((?:\?(?:P<\w+>|(#[^)]*\)|[aiLmsux]+\))|(P=\w+\)|\(\w+\))|([=!]|<[=!])|(>)|([aiLmsu]*)(?:-([ims]+))?:))?"
 )
 _HINT = (
-    "make each repeat end clearly: `[^.]+` instead of `.*` before a dot, `(?:[^.]+\\.)*` instead of `(?:.*\\.)*`, "
+    "make each repeat end clearly: `[^.]+` instead of `.*` before a dot, `(?:[^.]+\\.)*` instead "
+    "of `(?:.*\\.)*`, "
     "alternatives with different first characters; or write a glob, or several patterns"
 )
 
@@ -77,7 +78,8 @@ class Pattern:
         if self.longest is None or len(name) <= self.longest:
             return name
         raise LayoutError(
-            f"the name {name[:80]}… has {len(name)} characters; the pattern {_short(self.regex.pattern)} accepts at "
+            f"the name {name[:80]}… has {len(name)} characters; the pattern "
+            f"{_short(self.regex.pattern)} accepts at "
             f"most {self.longest}, because a longer name may take too long",
             hint=_HINT,
         )
@@ -102,7 +104,8 @@ def compile_pattern(regex: str) -> Pattern:
     """
     if len(regex) > _MAX_PATTERN:
         raise LayoutError(
-            f"the pattern {_short(regex)} has {len(regex)} characters; at most {_MAX_PATTERN} are allowed",
+            f"the pattern {_short(regex)} has {len(regex)} characters; at most {_MAX_PATTERN} "
+            "are allowed",
             hint="split it into several patterns",
         )
     try:
@@ -120,7 +123,8 @@ def expand(match: re.Match[str], template: str) -> str:
     """Replace the group references of a template by the groups of a match."""
     if len(template) + template.count("\\") * len(match[0]) > _MAX_EXPANDED:
         raise LayoutError(
-            f"the template {_short(template)} may produce a name of more than {_MAX_EXPANDED} characters "
+            f"the template {_short(template)} may produce a name of more than {_MAX_EXPANDED} "
+            "characters "
             f"from {_short(match[0])}",
             hint="write a shorter template",
         )
@@ -364,7 +368,8 @@ class _Count:
 
     def _too_much_work(self, node: RegexNode, why: str, hint: str) -> LayoutError:
         return LayoutError(
-            f"the pattern {_short(self._regex)} may take too long: its part {_short(node.text)} {why}",
+            f"the pattern {_short(self._regex)} may take too long: its part {_short(node.text)} "
+            f"{why}",
             hint=hint,
         )
 

@@ -43,12 +43,14 @@ class Mesh:
         self.size = math.prod(self.axes.values())
         if self.size > _MAX_RANKS:
             raise LayoutError(
-                f"a mesh of {self.size if self.size < 1 << 63 else 'far too many'} ranks is too large"
+                f"a mesh of {self.size if self.size < 1 << 63 else 'far too many'} ranks is too "
+                "large"
             )
         self.ranks: tuple[int, ...] = tuple(range(self.size) if ranks is None else ranks)
         if sorted(self.ranks) != list(range(self.size)):
             raise LayoutError(
-                f"mesh {self} needs each of the ranks 0 … {self.size - 1} once, but lists {len(self.ranks)} ranks",
+                f"mesh {self} needs each of the ranks 0 … {self.size - 1} once, but lists "
+                f"{len(self.ranks)} ranks",
                 hint="ranks are given in row-major order of coordinates, the last axis fastest",
             )
         self._index = {rank: i for i, rank in enumerate(self.ranks)}
@@ -352,7 +354,10 @@ def _check_stage(stage: Stage, degree: int) -> None:
     if stage.starts is not None and (not stage.starts or len(stage.starts) % degree):
         raise LayoutError(
             f"{len(stage.starts)} first layers are given for {degree} stages",
-            hint="give one for each stage, or a whole multiple of that for interleaved virtual stages",
+            hint=(
+                "give one for each stage, or a whole multiple of that for interleaved virtual "
+                "stages"
+            ),
         )
     if stage.index is not None and not -degree <= stage.index < degree:
         raise LayoutError(f"stage {stage.index} is out of range for {degree} stages")
@@ -412,7 +417,8 @@ def place(mesh: Mesh, matches: list[tuple[Rule, re.Match[str]]]) -> Placed:
                 used[axis] = rule
             if flat is not None and isinstance(p, Shard | Flat | Partial):
                 raise LayoutError(
-                    f"{rule} places a flat buffer: after flat only replicate, stage and owner may follow"
+                    f"{rule} places a flat buffer: after flat only replicate, stage and owner "
+                    "may follow"
                 )
             match p:
                 case Shard():

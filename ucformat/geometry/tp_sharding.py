@@ -112,7 +112,8 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
         expected = tuple(n.size for n in dims)
         if expected != shape:
             raise LayoutError(
-                f"the part of tensor-parallel rank {at} has the shape {list(shape)}, where {_shard_text(how)} of "
+                f"the part of tensor-parallel rank {at} has the shape {list(shape)}, where "
+                f"{_shard_text(how)} of "
                 f"{list(whole)} gives {list(expected)}"
             )
         kept, spare = regions_of(dims)

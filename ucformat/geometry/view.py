@@ -80,14 +80,16 @@ class View:
             info = sources(source)
             if info.dtype != self.info.dtype:
                 raise LayoutError(
-                    f"the view of {self.info.key} is {self.info.dtype}, but its source {info.key} is {info.dtype}",
+                    f"the view of {self.info.key} is {self.info.dtype}, but its source "
+                    f"{info.key} is {info.dtype}",
                     hint="cast after reading, not in a view",
                 )
             if len(info.shape) != len(part.box.shape) or not Box.whole(info.shape).contains(
                 part.box
             ):
                 raise LayoutError(
-                    f"the view of {self.info.key} takes {part.box} of {info.key}, which has the shape {info.shape}"
+                    f"the view of {self.info.key} takes {part.box} of {info.key}, which has the "
+                    f"shape {info.shape}"
                 )
 
     def extents(

@@ -209,7 +209,8 @@ def convert(
 def _warn_of_unread(source: Checkpoint) -> None:
     if lost := [name for name in source.unread if name not in source.assets]:
         _log.warning(
-            "%s: ucformat does not know what these files are, and the new checkpoint does not contain them: %s",
+            "%s: ucformat does not know what these files are, and the new checkpoint does not "
+            "contain them: %s",
             *(source.home, first_names(lost, _MAX_NAMED)),
         )
     if source.missing:
@@ -251,7 +252,8 @@ def _write_virtual(
 def _check_virtual(how: WriteOptions, *, virtual: bool, checksums: bool, unprotected: bool) -> None:
     if checksums and not virtual:
         raise UsageError(
-            "checksums of the source's files are for a virtual checkpoint; others always have their own"
+            "checksums of the source's files are for a virtual checkpoint; others always have "
+            "their own"
         )
     if unprotected and not virtual:
         raise UsageError("only a virtual checkpoint needs files that could be unprotected")
@@ -282,7 +284,8 @@ def _check_weights(
         )
     if is_wrapped(info.name for info in infos):
         raise UnsupportedError(
-            f"{source.url} is of a model that PEFT has wrapped: its tensors have other names than those that Hugging "
+            f"{source.url} is of a model that PEFT has wrapped: its tensors have other names "
+            "than those that Hugging "
             "Face's tools load",
             hint="`ucp export safetensors` writes PEFT's files of the adapter",
         )

@@ -373,7 +373,8 @@ def copy(
         return _already(source, store)
     if here is not None and not overwrite and here.id == source.manifest.id:
         raise Conflict(
-            f"{store.url} already holds the checkpoint {here.id} in another form: one of the two was materialized",
+            f"{store.url} already holds the checkpoint {here.id} in another form: one of the two "
+            "was materialized",
             hint="pass overwrite=True (--overwrite) to replace it",
         )
     try:
@@ -430,7 +431,8 @@ def _is_gone(source: Universal) -> bool:
 
 def _replaced(source: Universal) -> Conflict:
     return Conflict(
-        f"the checkpoint {source.manifest.id} at {source.store.url} was replaced or deleted since it was opened",
+        f"the checkpoint {source.manifest.id} at {source.store.url} was replaced or deleted "
+        "since it was opened",
         hint="run it again to copy the checkpoint that is there now",
     )
 
@@ -466,7 +468,8 @@ def _copy(
         and not _has_equal_files(before, manifest)
     ):
         raise Conflict(
-            f"{store.url} holds the checkpoint {before.id}, which has different files with the same names",
+            f"{store.url} holds the checkpoint {before.id}, which has different files with the "
+            "same names",
             hint="choose another place, or delete that checkpoint first",
         )
     with CopyJob(ck, store) as job:
@@ -483,7 +486,8 @@ def _copy(
         committed = commit(store, attempt, manifest, data)
         if committed.id != manifest.id:  # written by the plan of this checkpoint, under another id
             raise Conflict(
-                f"{store.url} was committed by another writer (checkpoint {committed.id}) in the meantime",
+                f"{store.url} was committed by another writer (checkpoint {committed.id}) in the "
+                "meantime",
                 hint="that checkpoint is complete, and has the same tensors; choose another place",
             )
         copy_document(source.store, store, manifest.id)
@@ -508,8 +512,12 @@ def _checked(job: CopyJob) -> Copied:
             job.kept.remove(item)
     for problem in wrong_digests(source, leaves):
         raise IntegrityError(
-            f"{source.store.url}/{problem.file}: {problem.reason}, in {problem.name} ({problem.state})",
-            hint="restore the array from another copy of the checkpoint; nothing is committed at the destination",
+            f"{source.store.url}/{problem.file}: {problem.reason}, in {problem.name} "
+            f"({problem.state})",
+            hint=(
+                "restore the array from another copy of the checkpoint; nothing is committed at "
+                "the destination"
+            ),
         )
     kept_nbytes = sum(i.nbytes for i in job.kept)
     return Copied(store.url, source.manifest.id, job.count, job.total, len(job.kept), kept_nbytes)

@@ -95,8 +95,12 @@ def need(homes: Sequence[Home], checkpoint: str, url: str, *, unprotected: bool 
         except UcformatError as error:
             if not unprotected:
                 raise PermissionDenied(
-                    f"{place} cannot record that {url} needs its files, so they could be removed: {error.message}",
-                    hint="make that place writable; or accept the risk with --unprotected, or unprotected=True",
+                    f"{place} cannot record that {url} needs its files, so they could be "
+                    f"removed: {error.message}",
+                    hint=(
+                        "make that place writable; or accept the risk with --unprotected, or "
+                        "unprotected=True"
+                    ),
                 ) from error
             _log.warning("%s has no record that %s needs its files: %s", place, url, error.message)
         _refuse_dying(store, attempts)

@@ -250,7 +250,10 @@ def _prepared(
         if info.dtype not in exporter.dtypes:
             raise UnsupportedError(
                 f"{info.key} has the dtype {info.dtype}, which {exporter.title} does not have",
-                hint="leave the tensor out by a view with `drop` (--view); floating-point values can be cast (--cast)",
+                hint=(
+                    "leave the tensor out by a view with `drop` (--view); floating-point values "
+                    "can be cast (--cast)"
+                ),
             )
     return source, infos, exporter
 
@@ -279,7 +282,8 @@ def _chosen(
     twice = [name for name, count in Counter(i.name for i in found).items() if count > 1]
     if twice:
         raise UsageError(
-            f"{twice[0]} is to be exported in several states, and {exporter.title} has one tensor of each name",
+            f"{twice[0]} is to be exported in several states, and {exporter.title} has one "
+            "tensor of each name",
             hint="choose one state: --state weight",
         )
     if not found:
@@ -307,7 +311,10 @@ def _compare(source: Checkpoint, infos: Sequence[TensorInfo], like: Checkpoint) 
     if lines:
         raise UsageError(
             f"{source.url} has other tensors than {like.url}:{''.join(lines)}",
-            hint="a view gives tensors other names and shapes: --view megatron-to-llama, … (docs/view.md)",
+            hint=(
+                "a view gives tensors other names and shapes: --view megatron-to-llama, … "
+                "(docs/view.md)"
+            ),
         )
 
 

@@ -204,8 +204,12 @@ def _link(source: Path, hidden: Path, *, read_only: bool) -> None:
         if mode & 0o222:
             if not read_only:
                 raise UnsafeError(
-                    f"{source} can be written, and a program that writes to a hard link of it damages the checkpoint",
-                    hint="--read-only (read_only=True) removes the permission to write from the checkpoint's own file",
+                    f"{source} can be written, and a program that writes to a hard link of it "
+                    "damages the checkpoint",
+                    hint=(
+                        "--read-only (read_only=True) removes the permission to write from the "
+                        "checkpoint's own file"
+                    ),
                 )
             source.chmod(mode & ~0o222)
     try:
@@ -228,8 +232,12 @@ def _clone(source: Path, hidden: Path) -> None:
                 with mapping_os_errors("link", str(source)):
                     raise
             raise UnsupportedError(
-                f"{source} cannot be shared with {hidden.parent}: the file system has no reflinks, or they are on two",
-                hint="leave out --link for a copy, or give --link=hard, which shares the checkpoint's own file",
+                f"{source} cannot be shared with {hidden.parent}: the file system has no "
+                "reflinks, or they are on two",
+                hint=(
+                    "leave out --link for a copy, or give --link=hard, which shares the "
+                    "checkpoint's own file"
+                ),
             ) from error
         finally:
             os.close(made)
@@ -475,7 +483,8 @@ class ExportJob(FilesJob):
         claim = self.own_claim()
         if claim is None:
             raise Conflict(
-                f"{self.url} no longer belongs to this export: another one has replaced or finished it meanwhile",
+                f"{self.url} no longer belongs to this export: another one has replaced or "
+                "finished it meanwhile",
                 hint="look at what is there; to write it again, pass overwrite=True (--overwrite)",
             )
         return claim
@@ -498,8 +507,12 @@ class ExportJob(FilesJob):
         for key, info in zip(keys, map_io(partial(_info_or_none, self.store), keys), strict=True):
             if info is None or not (key in links or info.is_same(self.outputs[key])):
                 raise Conflict(
-                    f"{self.store.url}/{key} is not the file that this export wrote: another program wrote there",
-                    hint="when that program has ended, run the same export again: it writes this file again",
+                    f"{self.store.url}/{key} is not the file that this export wrote: another "
+                    "program wrote there",
+                    hint=(
+                        "when that program has ended, run the same export again: it writes this "
+                        "file again"
+                    ),
                 )
         for key in set(claim.removes) - {file.key for file in self.target.files}:
             if not key.startswith(f"{FOLDER}/") and exists(self.store, key):

@@ -49,7 +49,8 @@ def begin_export(job: ExportJob, *, overwrite: bool) -> None:
         return
     if claim.removes and not overwrite:
         raise Conflict(
-            f"{store.url} holds an export that was to replace {len(claim.removes):,} files, and was interrupted",
+            f"{store.url} holds an export that was to replace {len(claim.removes):,} files, and "
+            "was interrupted",
             hint="run it again with overwrite=True (--overwrite), or choose another place",
         )
     removes = [check_key(key) for key in claim.removes]
@@ -120,8 +121,12 @@ def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
         raise _unfinished(store.url)
     if not overwrite:
         raise Conflict(
-            f"{store.url} is not empty: it holds {there[0]}{' and other files' if len(there) > 1 else ''}",
-            hint="choose an empty folder, or pass overwrite=True (--overwrite) to remove a checkpoint that is there",
+            f"{store.url} is not empty: it holds "
+            f"{there[0]}{' and other files' if len(there) > 1 else ''}",
+            hint=(
+                "choose an empty folder, or pass overwrite=True (--overwrite) to remove a "
+                "checkpoint that is there"
+            ),
         )
     if MANIFEST in there:
         raise Conflict(
@@ -148,7 +153,10 @@ def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
 def _unfinished(url: str) -> Conflict:
     return Conflict(
         f"{url} holds an unfinished export of another checkpoint, or with other options",
-        hint="finish that one, choose another place, or pass overwrite=True (--overwrite) to remove it",
+        hint=(
+            "finish that one, choose another place, or pass overwrite=True (--overwrite) to "
+            "remove it"
+        ),
     )
 
 

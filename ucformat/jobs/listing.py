@@ -139,8 +139,12 @@ def check_listed(store: Store, catalog: Catalog) -> None:
             f", and the catalog knows {known} checkpoint{'s' * (known != 1)} there" if known else ""
         )
         raise NotFound(
-            f"{store.url} {'does not exist' if absent else 'is empty'}{knows}: is its disk not mounted?",
-            hint=f"mount it; or, if the checkpoints no longer exist: ucp reindex {store.url} --forget",
+            f"{store.url} {'does not exist' if absent else 'is empty'}{knows}: is its disk not "
+            "mounted?",
+            hint=(
+                f"mount it; or, if the checkpoints no longer exist: ucp reindex {store.url} "
+                "--forget"
+            ),
         )
 
 

@@ -129,7 +129,9 @@ def _in_place(source: Checkpoint, how: WriteOptions) -> Checkpoint:
     if source.viewed or not source.universal:
         raise UnsupportedError(
             f"{source.url} is a checkpoint of {source.kind}, whose files are not replaced",
-            hint="give the place for the arrays: `ucp materialize SRC DST`, or materialize(src, dst)",
+            hint=(
+                "give the place for the arrays: `ucp materialize SRC DST`, or materialize(src, dst)"
+            ),
         )
     if not is_packed(source):
         settle(store)
@@ -186,7 +188,9 @@ def _must_replace(store: Store, attempt: Attempt) -> None:
         abandon(store, attempt.id)
         raise UnsupportedError(
             f"{error.message}: a checkpoint there cannot be materialised in place",
-            hint="give the place for the arrays: `ucp materialize SRC DST`, or materialize(src, dst)",
+            hint=(
+                "give the place for the arrays: `ucp materialize SRC DST`, or materialize(src, dst)"
+            ),
         ) from error
 
 

@@ -84,7 +84,8 @@ def list_order(store: Store, root: str) -> str:
     found = [info.key for info in store.list(f"{root}/list")]
     _must(
         found == wanted,
-        f"listings lag behind writes, or are wrong: {len(found)} of {len(wanted)} files were listed",
+        f"listings lag behind writes, or are wrong: {len(found)} of {len(wanted)} files were "
+        "listed",
     )
     return "written files are listed immediately, in the order of their keys"
 
@@ -171,7 +172,8 @@ def put_if_absent(store: Store, root: str) -> str:
         pass
     else:
         raise UcformatError(
-            "put-if-absent overwrites an existing file: concurrent commits would not notice each other"
+            "put-if-absent overwrites an existing file: concurrent commits would not notice each "
+            "other"
         )
     _must(store.read(key) == b"first", "a put that was refused changed the file")
     for number in range(_ROUNDS):
@@ -179,7 +181,8 @@ def put_if_absent(store: Store, root: str) -> str:
         won = _count_winners(lambda i, race=race: store.put_if_absent(race, b"%d" % i))  # type: ignore[misc]
         _must(
             won == 1,
-            f"{won} of {_WRITERS} concurrent writers succeeded in creating one file: commits are not safe",
+            f"{won} of {_WRITERS} concurrent writers succeeded in creating one file: commits are "
+            "not safe",
         )
     return f"an existing file is not overwritten, and of {_WRITERS} concurrent writers one succeeds"
 
@@ -195,13 +198,15 @@ def replace(store: Store, root: str) -> str:
         pass
     else:
         raise UcformatError(
-            "a file is replaced by a writer with an old version: overwriting could lose a checkpoint"
+            "a file is replaced by a writer with an old version: overwriting could lose a "
+            "checkpoint"
         )
     _must(store.read(key) == b"new", "a replacement that was refused changed the file")
     won = _count_winners(lambda i: store.replace(key, b"%d" % i, version))
     _must(
         won == 1,
-        f"{won} of {_WRITERS} concurrent writers succeeded in replacing one file: overwriting is not safe",
+        f"{won} of {_WRITERS} concurrent writers succeeded in replacing one file: overwriting is "
+        "not safe",
     )
     return f"a changed file is not replaced, and of {_WRITERS} concurrent writers one succeeds"
 

@@ -217,7 +217,8 @@ def _with(
         return found
     if found.kind == "ucformat":
         return UsageError(
-            f"{found.url} is a universal checkpoint, and its manifest has the configuration and the step",
+            f"{found.url} is a universal checkpoint, and its manifest has the configuration and "
+            "the step",
             hint="give --config and --step when it is made: `ucp convert SRC DST --config FILE`",
         )
     if step is not None and found.step not in (None, step):

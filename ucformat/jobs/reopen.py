@@ -43,7 +43,8 @@ def reopen(spec: Mapping[str, Any]) -> Checkpoint:
 def other_found(found: Checkpoint) -> Conflict:
     """The error for a checkpoint that is not as it was where the job was started."""
     return Conflict(
-        f"a worker finds another checkpoint, or other files, at {found.url} than where the job was started",
+        f"a worker finds another checkpoint, or other files, at {found.url} than where the job "
+        "was started",
         hint="it must be the same place on all machines, and must not change meanwhile",
     )
 

@@ -72,8 +72,12 @@ class VirtualExtents:
     def _find(self, info: TensorInfo, file: str) -> str:
         if file.startswith(HIDDEN):
             raise UnsupportedError(
-                f"{info.key} has no bytes of its own in a file: it is compressed, or computed by a view",
-                hint="write it: `ucp convert SRC DST`; or leave it out with `states`, or a view's `drop`",
+                f"{info.key} has no bytes of its own in a file: it is compressed, or computed by "
+                "a view",
+                hint=(
+                    "write it: `ucp convert SRC DST`; or leave it out with `states`, or a "
+                    "view's `drop`"
+                ),
             )
         store, key = self._store, file
         if file.startswith(MOUNT):  # of a virtual checkpoint

@@ -68,7 +68,8 @@ def plan_files(
     chosen = weights_of(infos)
     if not chosen:
         raise UsageError(
-            f"{source.url}: no weights are to be converted, and so there are none for safetensors files",
+            f"{source.url}: no weights are to be converted, and so there are none for "
+            "safetensors files",
             hint="leave out the weights option, or convert the state weight or master too",
         )
     held = {info.key for info in chosen}

@@ -63,7 +63,10 @@ class Where:
         if (part := _PART.fullmatch(on)) is None:
             raise UsageError(
                 f"{on!r} is no place where tasks run",
-                hint="there are: threads, dask://HOST:PORT, tls://HOST:PORT, torchrun, part:I/N, commit",
+                hint=(
+                    "there are: threads, dask://HOST:PORT, tls://HOST:PORT, torchrun, part:I/N, "
+                    "commit"
+                ),
             )
         index, count = int(part[1]), int(part[2])
         if index >= count:
@@ -137,7 +140,8 @@ def run_job(
         job.take(record)
     if where.finishes and (missing := sum(1 for _ in job.todo)):
         raise MissingData(
-            f"{missing:,} of the {job.count:,} tasks are not done{_late_parts(job)}; nothing was committed",
+            f"{missing:,} of the {job.count:,} tasks are not done{_late_parts(job)}; nothing was "
+            "committed",
             hint="run these parts again, with the same arguments; they do only what is missing",
         )
     return where.finishes

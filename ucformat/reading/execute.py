@@ -166,7 +166,8 @@ def _check_sizes(plan: Plan, store: Store) -> None:
     for (file, end), size in zip(ends.items(), map_io(size_of, ends), strict=True):
         if size < end:
             raise IntegrityError(
-                f"{store.url}/{file} has {size} bytes, but tensors of the checkpoint extend to byte {end}",
+                f"{store.url}/{file} has {size} bytes, but tensors of the checkpoint extend to "
+                f"byte {end}",
                 hint="the file is truncated: restore it from another copy",
             )
 
@@ -218,7 +219,10 @@ def check_out(array: object, dtype: str, shape: tuple[int, ...], label: str) -> 
     if not isinstance(array, np.ndarray):
         raise UsageError(
             f"{label}: the array to fill is a {type(array).__name__}, not a NumPy array",
-            hint="for a torch tensor on the CPU pass tensor.numpy(), or load training states with ucformat.torch.load",
+            hint=(
+                "for a torch tensor on the CPU pass tensor.numpy(), or load training states "
+                "with ucformat.torch.load"
+            ),
         )
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError(
@@ -227,7 +231,8 @@ def check_out(array: object, dtype: str, shape: tuple[int, ...], label: str) -> 
         )
     if array.shape != shape or array.dtype != numpy_dtype(dtype):
         raise UsageError(
-            f"{label}: the array to fill has dtype {array.dtype.str if array.dtype.byteorder == '>' else array.dtype} "
+            f"{label}: the array to fill has dtype "
+            f"{array.dtype.str if array.dtype.byteorder == '>' else array.dtype} "
             f"and shape {array.shape}; needed is {dtype} {shape}",
             hint="reading does not cast: read first, then cast",
         )
@@ -511,7 +516,8 @@ def _check(
     for offset, crc, expected in found:
         if crc != expected:
             raise ChecksumError(
-                f"{labels[copy.buffer]}: the chunk at bytes {offset}:{offset + block.nbytes} of {file} is damaged "
+                f"{labels[copy.buffer]}: the chunk at bytes {offset}:{offset + block.nbytes} of "
+                f"{file} is damaged "
                 f"(its crc32c is not {expected:#010x})",
                 hint="restore the file from another copy; `ucp verify` names every damaged chunk",
             )

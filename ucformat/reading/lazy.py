@@ -243,7 +243,10 @@ def _parse(index: Index, shape: tuple[int, ...], label: str) -> tuple[Box, tuple
         else:
             raise UsageError(
                 f"{label}: cannot index by {part!r}",
-                hint="integers, slices and `...` are read exactly; for more, index the array: np.asarray(t)[…]",
+                hint=(
+                    "integers, slices and `...` are read exactly; for more, index the array: "
+                    "np.asarray(t)[…]"
+                ),
             )
         start.append(low)
         lengths.append(high - low)

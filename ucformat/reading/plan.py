@@ -425,8 +425,12 @@ def _read_tensor(
         for extent, common in overlapping:
             if isinstance(extent, Extent) and extent.leaves_block(item.info.itemsize):
                 raise IntegrityError(
-                    f"{item.info.key}: the bytes of {extent.box} leave the block of {extent.file} with their checksum",
-                    hint="restore what lists them, the sidecar or the file's own header, from another copy",
+                    f"{item.info.key}: the bytes of {extent.box} leave the block of "
+                    f"{extent.file} with their checksum",
+                    hint=(
+                        "restore what lists them, the sidecar or the file's own header, from "
+                        "another copy"
+                    ),
                 )
             if not isinstance(extent, FileRun):
                 found, exposed, extra = _read_extent(

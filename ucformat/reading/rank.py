@@ -104,7 +104,10 @@ class ReadPlan:
             f"rank {self.rank}: {len(self.tensors)} tensors, {_size(self.memory)} of memory",
             f"  needed      {_size(self.bytes_needed)}",
             f"  read        {_size(self.bytes_read)}  ({ratio:.3f} of what is needed)",
-            f"  unverified  {_size(self.bytes_unverified)}; {_size(self.bytes_besides)} are read for checksums alone",
+            (
+                f"  unverified  {_size(self.bytes_unverified)}; {_size(self.bytes_besides)} are read "
+                "for checksums alone"
+            ),
             f"  requests    {self.requests} in {len(self.files)} files",
         ]
         if self.zero_filled:
@@ -170,7 +173,10 @@ def _check_given(
         if key not in known:
             raise UsageError(
                 f"rank {rank} has no buffer {key}",
-                hint="`plan.buffers` lists the keys; tensors in a flat buffer are filled through the buffer",
+                hint=(
+                    "`plan.buffers` lists the keys; tensors in a flat buffer are filled through "
+                    "the buffer"
+                ),
             )
         label = f"{key[0]} ({key[1]})"
         check_out(array, known[key].dtype, known[key].shape, label)

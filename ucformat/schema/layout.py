@@ -85,7 +85,9 @@ class PatternDoc(Written):
     over: Names | None = None
     dims: Annotated[list[int], Field(min_length=1)] | None = Field(
         None,
-        description="shard-Hy: the dim that each axis of `over` cuts; shard-NC: the dim, by default 0.",
+        description=(
+            "shard-Hy: the dim that each axis of `over` cuts; shard-NC: the dim, by default 0."
+        ),
     )
     parts: list[Index | list[Index]] | None = Field(
         None, description="shard-NC: the parts, as of a shard."
@@ -121,7 +123,9 @@ Placement = Annotated[
     Discriminator(
         _kind,
         custom_error_type="placement",
-        custom_error_message=f"a placement is replicate, or a mapping with one of the keys {', '.join(_KINDS)}",
+        custom_error_message=(
+            f"a placement is replicate, or a mapping with one of the keys {', '.join(_KINDS)}"
+        ),
     ),
 ]
 
@@ -188,7 +192,10 @@ class LayoutDocument(Written):
         | None
     ) = Field(
         None,
-        description="Several meshes over the same ranks, by name, instead of `mesh`; the first is the default.",
+        description=(
+            "Several meshes over the same ranks, by name, instead of `mesh`; the first "
+            "is the default."
+        ),
     )
     stages: list[RuleDoc] = Field(
         [], description="Which pipeline stage holds a tensor; if given, for every tensor."
@@ -199,7 +206,10 @@ class LayoutDocument(Written):
     rules: list[RuleDoc] = Field([], description="How a tensor is cut; the first match wins.")
     data: list[RuleDoc] = Field(
         [],
-        description="How what is left is spread over data-parallel ranks (ZeRO, FSDP); if given, for every tensor.",
+        description=(
+            "How what is left is spread over data-parallel ranks (ZeRO, FSDP); if given, "
+            "for every tensor."
+        ),
     )
     renames: list[RenameDoc] = Field(
         [], description="Names of a source's tensors; the first match wins."

@@ -102,7 +102,9 @@ Duration = Annotated[
 Group = Annotated[
     Literal["run", "all"],
     Field(
-        description="Whether a checkpoint competes with those of its run, or with all that are in scope."
+        description=(
+            "Whether a checkpoint competes with those of its run, or with all that are in scope."
+        )
     ),
 ]
 
@@ -191,7 +193,10 @@ class Policy(_PolicyDocument):
     version: Literal[1]
     scope: Text | None = Field(
         None,
-        description="A filter, as of `ucp ls`: only these are judged, others are left alone. By default all.",
+        description=(
+            "A filter, as of `ucp ls`: only these are judged, others are left alone. By "
+            "default all."
+        ),
     )
     keep: Keep
     grace: Duration = Field(

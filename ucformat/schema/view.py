@@ -91,7 +91,10 @@ class Take(Written):
     dim: Index = Field(0, description="The dim.")
     of: Count | None = Field(
         None,
-        description="The dim is so many equal blocks, such as heads, which the indices count; default: elements.",
+        description=(
+            "The dim is so many equal blocks, such as heads, which the indices count; "
+            "default: elements."
+        ),
     )
     indices: Indices | None = Field(None, description=_INDICES)
     first: Count | None = Field(None, description=_FIRST)
@@ -196,7 +199,9 @@ class Preset(Written):
     options: dict[Text, int | bool | None] = Field(
         {},
         alias="with",
-        description="Numbers that the names do not tell, such as heads; by default the checkpoint's.",
+        description=(
+            "Numbers that the names do not tell, such as heads; by default the checkpoint's."
+        ),
     )
 
 

@@ -98,7 +98,8 @@ class SourceOptions:
     part: bool | None = option(
         None,
         "flag",
-        "true: open one part of a checkpoint by itself (one rank's file, one shard of several), and record that in "
+        "true: open one part of a checkpoint by itself (one rank's file, one shard of several), "
+        "and record that in "
         "whatever is made of it; false: it is whole, whatever names and content suggest",
     )
 
@@ -110,7 +111,8 @@ class PickleOptions(SourceOptions):
     allow: tuple[str, ...] = option(
         (),
         "names",
-        "packages of your own whose pickled classes become inert stand-ins instead of being refused",
+        "packages of your own whose pickled classes become inert stand-ins instead of being "
+        "refused",
     )
 
     def __post_init__(self) -> None:

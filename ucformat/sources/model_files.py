@@ -81,7 +81,8 @@ def check_downloaded(store: Store, error: UcformatError | None = None, file: str
         return
     if found:
         raise MissingData(
-            f"{store.url} holds pointers of Git LFS instead of files: {first_names(found, _MAX_NAMED)}",
+            f"{store.url} holds pointers of Git LFS instead of files: "
+            f"{first_names(found, _MAX_NAMED)}",
             hint="`git lfs install && git lfs pull` in the clone downloads the files themselves",
         ) from error
 
@@ -100,7 +101,10 @@ def check_described(store: Store) -> None:
             where = f"{store.url}/{folder}" if folder else store.url
             raise MissingData(
                 f"{where} has files of ranks, and no .metadata, which describes them",
-                hint="the save did not finish, or the file was not copied: its name begins with a dot",
+                hint=(
+                    "the save did not finish, or the file was not copied: its name begins with "
+                    "a dot"
+                ),
             )
 
 
@@ -237,7 +241,10 @@ def check_index(
             names = [n for n, s in weight_map.items() if s == shard]
             raise MissingData(
                 f"{key} is missing: according to {index}, it contains {_some(names)}",
-                hint=f"copy all shards that the index names; each contains other tensors. {_part_hint()}",
+                hint=(
+                    "copy all shards that the index names; each contains other tensors. "
+                    f"{_part_hint()}"
+                ),
             )
         shards.append(key)
     return sorted(shards)
@@ -274,7 +281,10 @@ def check_shards(
         if lost := sorted(wanted - set(names)):
             raise MissingData(
                 f"{shard} lacks {_some(lost)}, which it contains according to {index}",
-                hint="files of different saves are mixed in one folder, or the index is another model's",
+                hint=(
+                    "files of different saves are mixed in one folder, or the index is another "
+                    "model's"
+                ),
             )
         if further := sorted(set(names) - wanted):
             elsewhere = (
@@ -282,7 +292,10 @@ def check_shards(
             )
             raise IntegrityError(
                 f"{shard} contains {_some(further)}{elsewhere}, but {index} does not list it there",
-                hint="files of different saves are mixed in one folder, or the index is another model's",
+                hint=(
+                    "files of different saves are mixed in one folder, or the index is another "
+                    "model's"
+                ),
             )
 
 

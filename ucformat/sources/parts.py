@@ -85,7 +85,10 @@ def refusal(where: str, what: str, *, openable: bool = True) -> NotACheckpoint:
     if not openable:
         return NotACheckpoint(
             f"{where} is only a part of a checkpoint: {what}",
-            hint="open the folder that has all parts, and the files that describe them; by itself it cannot be read",
+            hint=(
+                "open the folder that has all parts, and the files that describe them; by "
+                "itself it cannot be read"
+            ),
         )
     yes, no = option_text("part", "True", "true"), option_text("part", "False", "false")
     return NotACheckpoint(
@@ -143,7 +146,10 @@ def part_by_content(value: Any) -> str | None:
                 return f"rank {rank} of {ranks}, according to its content"
     above = {name: n for name, n in degrees.items() if n > 1}
     if above:
-        return f"one rank's part, according to its arguments ({', '.join(f'{k} {n}' for k, n in above.items())})"
+        return (
+            "one rank's part, according to its arguments "
+            f"({', '.join(f'{k} {n}' for k, n in above.items())})"
+        )
     return "" if any(name.startswith("pipeline") for name in degrees) else None
 
 

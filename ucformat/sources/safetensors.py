@@ -289,8 +289,11 @@ def _add(header: Header, contents: TensorIndex) -> None:
     """Add the tensors of a file."""
     if SHARDING_INFO in header.metadata:
         raise UnsupportedError(
-            f"{header.file} was saved by PyTorch's HuggingFaceStorageWriter, which shards tensors across files",
-            hint="open the folder that it wrote as a DCP checkpoint, or consolidate it with PyTorch",
+            f"{header.file} was saved by PyTorch's HuggingFaceStorageWriter, which shards "
+            "tensors across files",
+            hint=(
+                "open the folder that it wrote as a DCP checkpoint, or consolidate it with PyTorch"
+            ),
         )
     for name in (*header.tensors, *header.unreadable):
         try:
@@ -301,7 +304,10 @@ def _add(header: Header, contents: TensorIndex) -> None:
         except IntegrityError as error:
             raise IntegrityError(
                 f"{name!r} is in {header.file} and in another file of the checkpoint",
-                hint="files of different saves are mixed in one folder; move those that do not belong elsewhere",
+                hint=(
+                    "files of different saves are mixed in one folder; move those that do not "
+                    "belong elsewhere"
+                ),
             ) from error
 
 

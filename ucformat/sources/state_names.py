@@ -229,7 +229,8 @@ def _find_owners(
         owner = owners.get(root)
         if owner is not None and not mappings.get(owner, {}).keys() >= names.keys():
             raise UsageError(
-                f"{dotted(owner)} does not hold all parameters that the optimizer {dotted(root)} names"
+                f"{dotted(owner)} does not hold all parameters that the optimizer {dotted(root)} "
+                "names"
             )
         out[root] = _owner(root, names, mappings) if owner is None else owner
     for root, owner in list(out.items()):

@@ -384,8 +384,12 @@ def choose_files(names: Sequence[str], url: str, *, part: bool = False) -> FileS
     parts = [n for n in names if _RANK_FILE.fullmatch(n)]
     if len(parts) > 1:
         raise UnsupportedError(
-            f"{url} holds a model sharded across {len(parts)} ranks ({parts[0]} to {parts[-1]}), and no file says how",
-            hint="convert it with the tool of its authors (for Llama: transformers' convert_llama_weights_to_hf.py)",
+            f"{url} holds a model sharded across {len(parts)} ranks ({parts[0]} to {parts[-1]}), "
+            "and no file says how",
+            hint=(
+                "convert it with the tool of its authors (for Llama: transformers' "
+                "convert_llama_weights_to_hf.py)"
+            ),
         )
     sets = file_sets(names, BIN_INDEX)
     usual = [n for n in sets if n.startswith("pytorch_model") or n == "adapter_model.bin"]

@@ -243,6 +243,9 @@ def _place(pattern: str, how: str | int) -> list[Any]:
     if how not in CUTS:
         raise UsageError(
             f"{how!r}, given for {pattern!r}, is not a sharding",
-            hint=f"use one of {', '.join(CUTS)}, or the number of the dim along which the ranks' parts are joined",
+            hint=(
+                f"use one of {', '.join(CUTS)}, or the number of the dim along which the ranks' "
+                "parts are joined"
+            ),
         )
     return CUTS[str(how)]

@@ -306,7 +306,8 @@ def numpy_dtype(text: str) -> Any:
         raise IntegrityError(f"the checkpoint has an invalid NumPy dtype: {error}") from error
     if dtype.hasobject or (dtype.kind == "V" and dtype.name not in ITEMSIZE):
         raise IntegrityError(
-            f"the checkpoint has a NumPy dtype {reprlib.repr(text)}, whose elements are not plain values"
+            f"the checkpoint has a NumPy dtype {reprlib.repr(text)}, whose elements are not "
+            "plain values"
         )
     return dtype
 

@@ -338,7 +338,8 @@ def check_key(key: str) -> str:
         )
     if any(p.startswith(HIDDEN) for p in parts):
         raise UnsafeError(
-            f"the path {key!r} is reserved: names that begin with {HIDDEN!r} are for temporary files"
+            f"the path {key!r} is reserved: names that begin with {HIDDEN!r} are for temporary "
+            "files"
         )
     return key
 
@@ -357,8 +358,11 @@ def check_range(name: str, offset: int, nbytes: int, size: int) -> None:
     """
     if offset < 0 or nbytes < 0 or (nbytes and offset + nbytes > size):
         raise MissingData(
-            f"{name}: bytes {offset} to {offset + max(nbytes, 0)} are needed, but the file has {size}",
-            hint="the file is truncated or does not belong to the checkpoint; restore it from a copy",
+            f"{name}: bytes {offset} to {offset + max(nbytes, 0)} are needed, but the file has "
+            f"{size}",
+            hint=(
+                "the file is truncated or does not belong to the checkpoint; restore it from a copy"
+            ),
         )
 
 

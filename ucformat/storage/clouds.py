@@ -104,7 +104,10 @@ def reject_secrets(url: str) -> None:
 def _secret(scheme: str) -> UsageError:
     return UsageError(
         f"a {scheme}:// URL contains a password or a signature",
-        hint="omit it: credentials come from the cloud's standard chain, and URLs are stored in manifests",
+        hint=(
+            "omit it: credentials come from the cloud's standard chain, and URLs are stored in "
+            "manifests"
+        ),
     )
 
 
@@ -298,5 +301,7 @@ def boto_session() -> Any:
         return session
     raise PermissionDenied(
         f"boto3 cannot load the AWS configuration ({name})",
-        hint="check AWS_PROFILE and the files in ~/.aws; `aws sts get-caller-identity` shows details",
+        hint=(
+            "check AWS_PROFILE and the files in ~/.aws; `aws sts get-caller-identity` shows details"
+        ),
     )

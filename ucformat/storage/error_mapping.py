@@ -85,8 +85,12 @@ def map_object_error(error: Exception, action: str, name: str) -> UcformatError:
     text = str(error)
     if _REDIRECTED in text:
         return UnsafeError(
-            f"cannot {action} {name}: the answer was a redirect to another host, which is not followed",
-            hint="credentials are not sent to other hosts; if it is right, set that host as the endpoint: UCP_ENDPOINT",
+            f"cannot {action} {name}: the answer was a redirect to another host, which is not "
+            "followed",
+            hint=(
+                "credentials are not sent to other hosts; if it is right, set that host as the "
+                "endpoint: UCP_ENDPOINT"
+            ),
         )
     details = dict(_DETAIL.findall(text))
     if details.get("Code") == _NO_BUCKET:
@@ -108,7 +112,9 @@ def map_object_error(error: Exception, action: str, name: str) -> UcformatError:
     ):
         return PermissionDenied(
             f"cannot {action} {name}: {why}",
-            hint="check the credentials that the cloud's standard chain finds, and their permissions",
+            hint=(
+                "check the credentials that the cloud's standard chain finds, and their permissions"
+            ),
         )
     if isinstance(error, NotSupportedError) or (status and status[1] in ("405", "501")):
         return UnsupportedError(
@@ -169,7 +175,9 @@ def _map_os_error(error: OSError, action: str, name: str) -> UcformatError:
     if error.errno in _UNSUPPORTED:
         return UnsupportedError(
             text,
-            hint="this file system does not support it; write to another place, such as a local disk",
+            hint=(
+                "this file system does not support it; write to another place, such as a local disk"
+            ),
         )
     if error.errno == errno.ENAMETOOLONG:
         return UnsupportedError(text, hint="a part of the path is too long for this file system")

@@ -151,7 +151,10 @@ def _reject_link(path: str, name: str, above: int) -> None:
 
 def roots_hint(folder: str) -> str:
     """A hint how to allow reading files in a folder."""
-    return f"if files may be read there: {roots_with(folder)}, `roots` in config.toml, or open(place, roots=[…])"
+    return (
+        f"if files may be read there: {roots_with(folder)}, `roots` in config.toml, or "
+        "open(place, roots=[…])"
+    )
 
 
 def link_target(root: str | os.PathLike[str], key: str) -> str:

@@ -175,7 +175,8 @@ class FsspecStore(Store):
     def _read_only(self, key: str) -> UnsupportedError:
         check_key(key)
         return UnsupportedError(
-            f"{self._url} can be read, but not written to: it cannot put a file only if it is absent, so "
+            f"{self._url} can be read, but not written to: it cannot put a file only if it is "
+            "absent, so "
             "concurrent commits would not be detected",
             hint="write to a local folder, or to S3, Google or Azure storage",
         )

@@ -525,7 +525,11 @@ def check_unchanged(
     if names:
         more = f" and {len(names) - _MAX_NAMED} more files" if len(names) > _MAX_NAMED else ""
         raise Conflict(
-            f"{', '.join(f'{store.url}/{name}' for name in names[:_MAX_NAMED])}{more} changed since the checkpoint was "
+            f"{', '.join(f'{store.url}/{name}' for name in names[:_MAX_NAMED])}{more} changed "
+            "since the checkpoint was "
             f"opened, so the data may mix two versions; {outcome}",
-            hint="retry when nothing writes there any more; a checkpoint that was kept open has to be reopened",
+            hint=(
+                "retry when nothing writes there any more; a checkpoint that was kept open has "
+                "to be reopened"
+            ),
         )

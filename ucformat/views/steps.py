@@ -76,7 +76,8 @@ def taken(table: ViewTable, name: str, entry: ViewedTensor, step: Take) -> Viewe
     blocks = length if step.of is None else step.of
     if blocks and length % blocks:
         raise LayoutError(
-            f"{name} has the shape {entry.shape}: dim {step.dim} cannot be divided into {blocks} equal blocks"
+            f"{name} has the shape {entry.shape}: dim {step.dim} cannot be divided into {blocks} "
+            "equal blocks"
         )
     what = f"{name} has the shape {entry.shape}: dim {step.dim}"
     picks = chosen(step.indices, step.first, blocks, what, "index" if step.of is None else "block")
@@ -105,7 +106,8 @@ def split(
         raise LayoutError(f"{len(parts)} sizes are given for {len(into)} names")
     if not length or length % total:
         raise LayoutError(
-            f"{name} has the shape {entry.shape}: dim {dim} cannot be split into {repeat} x {list(parts)}"
+            f"{name} has the shape {entry.shape}: dim {dim} cannot be split into {repeat} x "
+            f"{list(parts)}"
         )
     unit = length // total
     out, skip = [], 0
@@ -137,7 +139,8 @@ def fused(name: str, members: Named, dim: int, repeat: int) -> ViewedTensor:
             )
         if _without(entry.shape, dim) != _without(members[0][1].shape, dim):
             raise LayoutError(
-                f"{member} of the shape {entry.shape} does not fit {members[0][0]}: {members[0][1].shape}"
+                f"{member} of the shape {entry.shape} does not fit {members[0][0]}: "
+                f"{members[0][1].shape}"
             )
 
     def join(views: Sequence[View]) -> View:
@@ -168,7 +171,8 @@ def stacked(name: str, members: Named, dim: int) -> ViewedTensor:
     for member, entry in members:
         if entry.shape != first:
             raise LayoutError(
-                f"{member} has the shape {entry.shape}, {members[0][0]} {first}: they cannot be stacked"
+                f"{member} has the shape {entry.shape}, {members[0][0]} {first}: they cannot be "
+                "stacked"
             )
 
     def join(views: Sequence[View]) -> View:
@@ -212,7 +216,8 @@ def cast(
         for one, known in ((view.info.dtype, NUMBERS), (dtype, CASTABLE)):
             if one not in known:
                 raise LayoutError(
-                    f"{name} ({view.info.state}) is {view.info.dtype}, which is not cast to {dtype}",
+                    f"{name} ({view.info.state}) is {view.info.dtype}, which is not cast to "
+                    f"{dtype}",
                     hint="only floating-point values are",
                 )
         return table.computed(Formula(replace(view.info, dtype=dtype), "cast", (view,)))
@@ -236,7 +241,8 @@ def meaned(table: ViewTable, name: str, members: Named) -> ViewedTensor:
         info = replace(views[0].info, name=name)
         if info.dtype not in CASTABLE:
             raise LayoutError(
-                f"{members[0][0]} ({info.state}) is {info.dtype}: only floating-point values are averaged"
+                f"{members[0][0]} ({info.state}) is {info.dtype}: only floating-point values are "
+                "averaged"
             )
         return table.computed(Formula(info, "mean", tuple(views)))
 
@@ -265,7 +271,8 @@ def _together(name: str, members: Named, join: Callable[[Sequence[View]], View])
     for member, entry in members:
         if entry.states.keys() != first.states.keys():
             raise LayoutError(
-                f"{member} has the states {', '.join(entry.states)}, {first_name} {', '.join(first.states)}",
+                f"{member} has the states {', '.join(entry.states)}, {first_name} "
+                f"{', '.join(first.states)}",
                 hint="drop the states that not all of them have",
             )
     for state, view in first.states.items():

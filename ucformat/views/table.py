@@ -298,7 +298,8 @@ class ViewTable:
             for to, new in old.get(name, ((name, entry),)):
                 if to in found:
                     raise LayoutError(
-                        f"{step}: {name} would be called {to}, and so is {_origin(found[to], entry)}",
+                        f"{step}: {name} would be called {to}, and so is "
+                        f"{_origin(found[to], entry)}",
                         hint="drop one of them first, or choose different names",
                     )
                 found[to] = new

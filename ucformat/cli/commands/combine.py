@@ -85,7 +85,10 @@ _MORE: tuple[Callable[[Any], Any], ...] = (
             "--take",
             metavar="PATTERN",
             multiple=True,
-            help="Take the tensors with such names from the base or first REF as they are. May be repeated.",
+            help=(
+                "Take the tensors with such names from the base or first REF as they are. May "
+                "be repeated."
+            ),
         ),
         click.option(
             "--cast",

@@ -108,7 +108,10 @@ def convert(
     click.option(
         "--overwrite",
         is_flag=True,
-        help="Replace another checkpoint at DST, which stays intact until the copy is committed; repair the same one.",
+        help=(
+            "Replace another checkpoint at DST, which stays intact until the copy is committed; "
+            "repair the same one."
+        ),
     ),
     workers_option("files to copy"),
     *_JOB,

@@ -102,11 +102,13 @@ def export_command(kind: str) -> click.Command:
         }
         if done.left_out:
             out.note(
-                f"left out, because {EXPORTERS[kind].title} has no place for it: {'; '.join(done.left_out)}"
+                f"left out, because {EXPORTERS[kind].title} has no place for it: "
+                f"{'; '.join(done.left_out)}"
             )
         if given.get("link"):
             out.note(
-                "the files are linked, and were not read: `ucp verify SRC` compares them with checksums"
+                "the files are linked, and were not read: `ucp verify SRC` compares them with "
+                "checksums"
             )
         elif not done.verified:
             why = (
@@ -152,7 +154,10 @@ _COMMON = (
     click.option(
         "--like",
         metavar="REF",
-        help="A checkpoint of the model that will load the export; other names and shapes than there are an error.",
+        help=(
+            "A checkpoint of the model that will load the export; other names and shapes than "
+            "there are an error."
+        ),
     ),
 )
 _WORK = work_options(
@@ -171,7 +176,10 @@ _WORK = work_options(
     click.option(
         "--dry-run",
         is_flag=True,
-        help="Print the files, their sizes, what is left out, and about how long it takes; write nothing.",
+        help=(
+            "Print the files, their sizes, what is left out, and about how long it takes; write "
+            "nothing."
+        ),
     ),
 )
 

@@ -94,7 +94,8 @@ def get(
         save(file, stored, force=force)
         if stored.dtype != array.dtype:
             out.note(
-                f"{file} has the bits of {array.dtype} as {stored.dtype}; --dtype float32 stores the values"
+                f"{file} has the bits of {array.dtype} as {stored.dtype}; --dtype float32 stores "
+                "the values"
             )
 
     def data() -> dict[str, Any]:
@@ -117,7 +118,10 @@ def get(
             return _printed(array)
         bits = "" if stored.dtype == array.dtype else f" as {stored.dtype} bits"
         return [
-            f"{file}: {tensor.info.key}, {shape_text(array.shape)} {array.dtype}{bits}, {bytes_text(array.nbytes)}"
+            (
+                f"{file}: {tensor.info.key}, {shape_text(array.shape)} {array.dtype}{bits}, "
+                f"{bytes_text(array.nbytes)}"
+            )
         ]
 
     out.result(lines, data, lambda: _printed(array) if file is None else ())
@@ -132,7 +136,9 @@ def _shape(tensor: Tensor, index: Index) -> tuple[int, ...]:
     except IndexError as error:
         raise UsageError(
             f"{tensor.info.key} has the shape {list(tensor.shape)}: {error}",
-            hint="give an integer or a slice such as 0:512 for each dim; `...` means all other dims",
+            hint=(
+                "give an integer or a slice such as 0:512 for each dim; `...` means all other dims"
+            ),
         ) from None
 
 

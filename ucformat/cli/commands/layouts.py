@@ -337,7 +337,8 @@ def _describe(fit: Fit, layout: Layout) -> Iterator[str]:
     yield ""
     if fit:
         yield Heading(
-            f"every one of {plural(fit.tensors, 'tensor')} has its place on {plural(layout.mesh.size, 'rank')}"
+            f"every one of {plural(fit.tensors, 'tensor')} has its place on "
+            f"{plural(layout.mesh.size, 'rank')}"
         )
         return
     yield Heading(f"{plural(len(fit.misfits), 'tensor')} of {fit.tensors:,} cannot be placed")

@@ -160,7 +160,9 @@ _MAX_ROWS = 50
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"Maximum number of checkpoints; 0 for all.  [default: {_MAX_ROWS}; all with -q or --json]",
+    help=(
+        f"Maximum number of checkpoints; 0 for all.  [default: {_MAX_ROWS}; all with -q or --json]"
+    ),
 )
 @click.option(
     "--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip the first N."
@@ -226,7 +228,8 @@ def ls(
         )
     elif full and total is not None and total > offset + len(found):
         out.note(
-            f"{count(len(found))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a narrower filter"
+            f"{count(len(found))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a "
+            "narrower filter"
         )
 
 

@@ -39,7 +39,10 @@ _MAX_NAMED = 5  # unread files of a checkpoint
 TRUST = click.option(
     "--trust-documents",
     is_flag=True,
-    help="Trust the documents of other catalogs: aliases move, tags are removed, deletions keep their grace period.",
+    help=(
+        "Trust the documents of other catalogs: aliases move, tags are removed, deletions keep "
+        "their grace period."
+    ),
 )
 
 
@@ -90,7 +93,10 @@ class Virtual:
     click.option(
         "--unprotected",
         is_flag=True,
-        help="With --virtual: proceed even if no record that SRC's files are needed can be written beside them.",
+        help=(
+            "With --virtual: proceed even if no record that SRC's files are needed can be "
+            "written beside them."
+        ),
     ),
 )
 @work_options(
@@ -141,7 +147,8 @@ def register(
         return
     if virtual != Virtual() or work.ignored or opening.view is not None:
         raise UsageError(
-            "--checksums, --overwrite, --unprotected, --ignore-dependent and --view go with --virtual"
+            "--checksums, --overwrite, --unprotected, --ignore-dependent and --view go with "
+            "--virtual"
         )
     if work.dry_run:
         if not search.recursive or elsewhere:
@@ -270,7 +277,10 @@ def reindex(
         places = plural(len(found.missing), "place")
         raise UcformatError(
             f"the catalog has checkpoints in {places} where there are none: nothing was forgotten",
-            hint=f"check that all disks are mounted; if the checkpoints are gone: ucp reindex {place} --forget",
+            hint=(
+                "check that all disks are mounted; if the checkpoints are gone: ucp reindex "
+                f"{place} --forget"
+            ),
         )
 
 

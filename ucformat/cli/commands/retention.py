@@ -203,7 +203,8 @@ def _warn_of_gone(rows: Sequence[RetentionRow], out: Output) -> None:
         named = first_names((row.name for row in gone), 3)
         place = os.path.commonpath([os.path.dirname(url) for row in gone for url in row.places])  # noqa: PTH120 - of text
         out.warn(
-            f"of those to keep, {plural(len(gone), 'checkpoint')} no longer exist{'s' * (len(gone) == 1)} in storage, "
+            f"of those to keep, {plural(len(gone), 'checkpoint')} no longer "
+            f"exist{'s' * (len(gone) == 1)} in storage, "
             f"and may displace others: {named}; ucp reindex {place} --forget, and plan again"
         )
 

@@ -256,7 +256,10 @@ def _chosen(
         wanted = " or ".join(map(repr, globs))
         raise TensorNotFound(
             f"no tensor's name matches {wanted}",
-            hint="a glob has to match the whole name, such as '*.bias'; `ucp show SRC -t '*'` lists all",
+            hint=(
+                "a glob has to match the whole name, such as '*.bias'; `ucp show SRC -t '*'` "
+                "lists all"
+            ),
         )
     return chosen
 

@@ -142,7 +142,10 @@ CATALOG = click.option(
     expose_value=False,
     callback=_use_catalog,
     metavar="URL",
-    help="The catalog: a file's path, sqlite:///… or postgresql://….  [default: UCP_CATALOG, else the settings]",
+    help=(
+        "The catalog: a file's path, sqlite:///… or postgresql://….  [default: UCP_CATALOG, "
+        "else the settings]"
+    ),
 )
 
 STATES = click.option(
@@ -158,7 +161,10 @@ STATES = click.option(
 VIEW = click.option(
     "--view",
     metavar="FILE|PRESET",
-    help="View SRC with other names, shapes and dtypes: a layout file with a section `view`, or a preset.",
+    help=(
+        "View SRC with other names, shapes and dtypes: a layout file with a section `view`, or "
+        "a preset."
+    ),
 )
 
 
@@ -168,7 +174,10 @@ IGNORE_DEPENDENT = click.option(
     "ignored",
     metavar="ID",
     multiple=True,
-    help="Proceed although this checkpoint is recorded as needing the files; it may break. The audit log records it.",
+    help=(
+        "Proceed although this checkpoint is recorded as needing the files; it may break. The "
+        "audit log records it."
+    ),
 )
 
 
@@ -297,7 +306,9 @@ STEP = click.option(
     "--step",
     type=click.IntRange(0),
     metavar="N",
-    help="The training step.  [default: the one in the files, else in a name such as checkpoint-500]",
+    help=(
+        "The training step.  [default: the one in the files, else in a name such as checkpoint-500]"
+    ),
 )
 METRIC = click.option(
     "--metric",

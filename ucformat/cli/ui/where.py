@@ -26,12 +26,18 @@ default_on = "threads"
 ON = click.option(
     "--on",
     metavar="WHERE",
-    help="Where to run: threads, dask://HOST:PORT, tls://HOST:PORT, or torchrun, the default in its processes.",
+    help=(
+        "Where to run: threads, dask://HOST:PORT, tls://HOST:PORT, or torchrun, the default in "
+        "its processes."
+    ),
 )
 PART = click.option(
     "--part",
     metavar="I/N",
-    help="Do one of N parts, I from 0 on, and commit nothing; `--part commit` then commits what all parts have done.",
+    help=(
+        "Do one of N parts, I from 0 on, and commit nothing; `--part commit` then commits what "
+        "all parts have done."
+    ),
 )
 
 

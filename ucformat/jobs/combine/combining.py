@@ -193,7 +193,10 @@ def plan_average(
     if len(opened) < 2:
         raise UsageError(
             f"an average needs two checkpoints or more, and {len(opened)} is given",
-            hint="ucp average REF REF … DST; run7@1000..2000 are all checkpoints of a run in a range of steps",
+            hint=(
+                "ucp average REF REF … DST; run7@1000..2000 are all checkpoints of a run in a "
+                "range of steps"
+            ),
         )
     if by is not None and best is not None:
         found = _by_metric(given, opened, by, best, 1.0 if temperature is None else temperature)
@@ -212,7 +215,8 @@ def plan_average(
         and not {"weight", "master"}.issuperset(chosen)
     ):
         raise UsageError(
-            "optimizer states are averaged with weights of 0 or more: second moments must not become negative",
+            "optimizer states are averaged with weights of 0 or more: second moments must not "
+            "become negative",
             hint="average the weights alone, without `states`",
         )
     combination = Combination(

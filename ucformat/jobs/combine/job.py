@@ -152,7 +152,8 @@ class CombineJob(ShardJob):
         how = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"])
         if document_digest(combination.plan(how)) != spec["plan"]:
             raise Conflict(
-                "a worker reads other files of the inputs than those with which the job was started",
+                "a worker reads other files of the inputs than those with which the job was "
+                "started",
                 hint="they must be the same places on all machines, and must not change meanwhile",
             )
         return cls(combination, open_store(spec["store"]), spec["attempt"], how)
@@ -296,8 +297,11 @@ class CombineJob(ShardJob):
 
     def _not_finite(self, number: int, info: TensorInfo) -> UsageError:
         return UsageError(
-            f"{self.sources[number].home}: {info.key} has values that are not finite, so it cannot be combined",
-            hint="leave out this input, or keep the tensor of the first one: --take PATTERN (take=)",
+            f"{self.sources[number].home}: {info.key} has values that are not finite, so it "
+            "cannot be combined",
+            hint=(
+                "leave out this input, or keep the tensor of the first one: --take PATTERN (take=)"
+            ),
         )
 
     def _must_be_equal(self, output: CombinedTensor, arrays: Sequence[NDArray[Any]]) -> None:
@@ -306,7 +310,8 @@ class CombineJob(ShardJob):
         for n, other in enumerate(others, 1):
             if not np.array_equal(first, other):
                 raise UsageError(
-                    f"{output.info.key} has the dtype {output.info.dtype}, and differs between {self.sources[0].home} "
+                    f"{output.info.key} has the dtype {output.info.dtype}, and differs between "
+                    f"{self.sources[0].home} "
                     f"and {self.sources[n].home}: such values are not combined",
                     hint="keep that of the first input: --take PATTERN (take=)",
                 )

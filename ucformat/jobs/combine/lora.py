@@ -192,11 +192,15 @@ class Lora(Method):
         if strange:
             raise UsageError(
                 f"{base.home} has no tensors for {first_names(strange, _NAMED)} of {adapter.home}",
-                hint="give the base that the adapter was trained on; a view (--view) renames its tensors",
+                hint=(
+                    "give the base that the adapter was trained on; a view (--view) renames its "
+                    "tensors"
+                ),
             )
         if not updates:
             raise IntegrityError(
-                f"{adapter.home} has no tensors of LoRA: its target_modules, {json.dumps(config.targets)}, matched no "
+                f"{adapter.home} has no tensors of LoRA: its target_modules, "
+                f"{json.dumps(config.targets)}, matched no "
                 "module, or its tensors were not saved",
                 hint=f"look at target_modules in {CONFIG}, and save the adapter again",
             )
@@ -217,7 +221,8 @@ class Lora(Method):
     ) -> None:
         if info.shape != base.tensors[target].shape:
             raise UsageError(
-                f"{adapter.home}: {info.name} has the shape {info.shape}, but {target.name} of the base "
+                f"{adapter.home}: {info.name} has the shape {info.shape}, but {target.name} of "
+                "the base "
                 f"has {base.tensors[target].shape}",
                 hint="give the base that the adapter was trained on",
             )
@@ -260,7 +265,8 @@ class _AdapterTensors:
             inner = name.removeprefix(_PREFIX)
             if inner == name:
                 raise UnsupportedError(
-                    f"{adapter.home}: {name} is no tensor of an adapter, whose names begin with {_PREFIX}",
+                    f"{adapter.home}: {name} is no tensor of an adapter, whose names begin with "
+                    f"{_PREFIX}",
                     hint="save the adapter with PEFT's save_pretrained",
                 )
             if half := _HALF.fullmatch(inner):
@@ -298,7 +304,8 @@ class _AdapterTensors:
                 found.replaced[name.replace(".base_layer.", ".")] = info
             elif adapter.states(info.name) != ["weight"]:
                 raise UnsupportedError(
-                    f"{adapter.home}: {info.name} was trained, and is no part of the adapter by {CONFIG}",
+                    f"{adapter.home}: {info.name} was trained, and is no part of the adapter by "
+                    f"{CONFIG}",
                     hint="save the whole model: merge the adapter with PEFT's merge_and_unload",
                 )
         return found
@@ -354,7 +361,8 @@ class _Config:
             raise IntegrityError(f"{where} is not a JSON object")
         if found.get("peft_type") != "LORA":
             raise UnsupportedError(
-                f"{where}: an adapter of the type {found.get('peft_type')!r} cannot be merged, only LORA",
+                f"{where}: an adapter of the type {found.get('peft_type')!r} cannot be merged, "
+                "only LORA",
                 hint="merge it with PEFT's merge_and_unload",
             )
         init = found.get("init_lora_weights", True)
@@ -426,13 +434,15 @@ class _Config:
         rank = _matching(self.ranks, module, self.rank)
         if len(a.shape) != 2 or len(b.shape) != 2 or len(of.shape) != 2:
             raise UnsupportedError(
-                f"{adapter.home}: the adapter of {module} is not one of a linear layer or an embedding",
+                f"{adapter.home}: the adapter of {module} is not one of a linear layer or an "
+                "embedding",
                 hint="merge it with PEFT's merge_and_unload",
             )
         product, shapes = (b.shape[0], a.shape[1]), f"{a.shape} and {b.shape}"
         if a.shape[0] != rank or b.shape[1] != rank:
             raise IntegrityError(
-                f"{self.home}: the rank of {module} is {rank}, but its tensors have the shapes {shapes}"
+                f"{self.home}: the rank of {module} is {rank}, but its tensors have the shapes "
+                f"{shapes}"
             )
         if of.shape not in (product, product[::-1]) or (embedding and of.shape != product[::-1]):
             raise UsageError(
@@ -442,7 +452,8 @@ class _Config:
             )
         if of.dtype not in REAL or scaled:
             raise UnsupportedError(
-                f"{of.name} of the base has the dtype {of.dtype}{' and a scale' if scaled else ''}, to which no "
+                f"{of.name} of the base has the dtype "
+                f"{of.dtype}{' and a scale' if scaled else ''}, to which no "
                 "adapter can be added",
                 hint="give the base before it was quantized",
             )
@@ -479,9 +490,13 @@ class _Config:
                 lacking.append(name)
         if lacking:
             raise IntegrityError(
-                f"{adapter.home} has no tensors for {first_names(lacking, _NAMED)} of the base, which "
+                f"{adapter.home} has no tensors for {first_names(lacking, _NAMED)} of the base, "
+                "which "
                 f"target_modules, modules_to_save or bias of {CONFIG} name",
-                hint="copy the adapter again, or save it again; if it is whole, correct the configuration",
+                hint=(
+                    "copy the adapter again, or save it again; if it is whole, correct the "
+                    "configuration"
+                ),
             )
 
     def check_square(self, updates: Mapping[Key, _Update], base: Checkpoint) -> None:
@@ -495,7 +510,8 @@ class _Config:
         ]
         if square and others:
             raise UnsupportedError(
-                f"{self.home}: fan_in_fan_out is {json.dumps(self.transposed)}, but not so for {others[0]}; for "
+                f"{self.home}: fan_in_fan_out is {json.dumps(self.transposed)}, but not so for "
+                f"{others[0]}; for "
                 f"{square[0]}, which is square, nothing tells",
                 hint="merge it with PEFT's merge_and_unload",
             )
@@ -514,7 +530,8 @@ def _check_untied(base: Checkpoint, adapter: Checkpoint, target: Key) -> None:
     tied = [alias for alias, name in base.aliases.items() if name == target.name]
     if tied:
         raise UnsupportedError(
-            f"{adapter.home} changes {target.name}, to which {', '.join(tied)} is tied in {base.home}",
+            f"{adapter.home} changes {target.name}, to which {', '.join(tied)} is tied in "
+            f"{base.home}",
             hint="a view (--view) with the step `untie` separates them",
         )
 

@@ -142,14 +142,16 @@ def _must_match(
         missing = [key for key in has if key not in lacks]
         if missing:
             raise UsageError(
-                f"{two.home} lacks tensors of {one.home}: {first_names(map(_name, missing), _NAMED)}",
+                f"{two.home} lacks tensors of {one.home}: "
+                f"{first_names(map(_name, missing), _NAMED)}",
                 hint=_HINT,
             )
     shapes = [key for key, info in mine.items() if info.shape != theirs[key].shape]
     if shapes:
         pairs = (f"{_name(k)} {mine[k].shape} and {theirs[k].shape}" for k in shapes)
         raise UsageError(
-            f"tensors of {first.home} and {other.home} differ in shape: {first_names(pairs, _NAMED)}",
+            f"tensors of {first.home} and {other.home} differ in shape: "
+            f"{first_names(pairs, _NAMED)}",
             hint=_HINT,
         )
     kinds = [
@@ -161,7 +163,8 @@ def _must_match(
     if kinds:
         pairs = (f"{_name(k)} {mine[k].dtype} and {theirs[k].dtype}" for k in kinds)
         raise UsageError(
-            f"tensors of {first.home} and {other.home} differ in dtype: {first_names(pairs, _NAMED)}",
+            f"tensors of {first.home} and {other.home} differ in dtype: "
+            f"{first_names(pairs, _NAMED)}",
             hint=_HINT,
         )
 
@@ -186,7 +189,8 @@ def _must_be_tied_alike(
     if mine != theirs:
         names = sorted(a for a in mine.keys() | theirs.keys() if mine.get(a) != theirs.get(a))
         raise UsageError(
-            f"tensors are tied in {first.home} otherwise than in {other.home}: {first_names(names, _NAMED)}",
+            f"tensors are tied in {first.home} otherwise than in {other.home}: "
+            f"{first_names(names, _NAMED)}",
             hint="a view (--view) with the steps `alias` or `untie` makes them alike",
         )
 

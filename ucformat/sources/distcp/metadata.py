@@ -161,7 +161,8 @@ def _box(meta: Metadata, fqn: str, chunk: Any, shape: tuple[int, ...]) -> Box:
     if not _sizes(start) or not _sizes(sizes) or not len(start) == len(sizes) == len(shape):
         raise _damaged(
             meta,
-            f"has a chunk of {fqn} that is no box of {_brief(shape)}: {_brief(start)}, {_brief(sizes)}",
+            f"has a chunk of {fqn} that is no box of {_brief(shape)}: {_brief(start)}, "
+            f"{_brief(sizes)}",
         )
     return Box(start, sizes)
 
@@ -234,7 +235,8 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
             raise _damaged(meta, f"has an invalid location of {fqn}: {_brief(info.state)}")
         if transforms := place.get("transform_descriptors"):
             raise TransformedItems(
-                f"{meta.file}: {fqn} was transformed by {_brief(transforms)} when it was saved, so it cannot be read "
+                f"{meta.file}: {fqn} was transformed by {_brief(transforms)} when it was saved, "
+                "so it cannot be read "
                 "in place",
                 hint="save it again without stream extensions: ucformat.torch.Reader(path, trust=True) loads it with "
                 "PyTorch's own class, which unpickles values",
@@ -245,7 +247,8 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
     if (repeated := first_repeated(meta.stored.values())) is not None:
         raise _damaged(
             meta,
-            f"puts so many items at the same bytes of {repeated} that they are far more than it has",
+            f"puts so many items at the same bytes of {repeated} that they are far more than it "
+            "has",
         )
 
 
@@ -370,7 +373,8 @@ class Items:
                 else "no tensor"
             )
             raise IntegrityError(
-                f"{stored.file}: {info.key}{box} should be {info.dtype} of shape {box.shape}, but there is {actual}",
+                f"{stored.file}: {info.key}{box} should be {info.dtype} of shape {box.shape}, "
+                f"but there is {actual}",
                 hint="the files and .metadata are of different saves, or the file is damaged",
             )
         check_dense(found, stored, f"{info.key}{box}")
@@ -415,7 +419,8 @@ def check_dense(tensor: StoredTensor, stored: ByteRange, label: str) -> None:
     """Check that an item holds each element of its tensor, as DCP writes them."""
     if tensor.nbytes > stored.nbytes:
         raise IntegrityError(
-            f"{stored.file}: {label} has {tensor.nbytes:,} bytes, but its item has {stored.nbytes:,}",
+            f"{stored.file}: {label} has {tensor.nbytes:,} bytes, but its item has "
+            f"{stored.nbytes:,}",
             hint="no save repeats elements; restore the file from another copy",
         )
 
@@ -475,7 +480,8 @@ class Files:
             raise MissingData(f"{stored.file} is missing; it holds {label}", hint=_RESTORE_HINT)
         if stored.offset + stored.nbytes > size:
             raise MissingData(
-                f"{stored.file} ends at byte {size:,}, but {label} is stored at {stored.offset:,} to "
+                f"{stored.file} ends at byte {size:,}, but {label} is stored at "
+                f"{stored.offset:,} to "
                 f"{stored.offset + stored.nbytes:,}",
                 hint=_RESTORE_HINT,
             )

@@ -56,7 +56,8 @@ def plain_value(file: TorchFile | OpaqueFile, path: str) -> Any:
         remaining -= tensor.nbytes
         if remaining < 0:
             raise UnsupportedError(
-                f"{path} in {file.key} holds more than {_MAX_NBYTES:,} bytes of tensors inside one pickled value"
+                f"{path} in {file.key} holds more than {_MAX_NBYTES:,} bytes of tensors inside "
+                "one pickled value"
             )
         return file.read(tensor)
 

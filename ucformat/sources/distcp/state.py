@@ -192,7 +192,8 @@ def _naming(
     for root, model in (owners or {}).items():
         if root not in places or model not in places:
             raise UsageError(
-                f"{meta.file}: there is no {root if root not in places else model!r}, which `owners` names",
+                f"{meta.file}: there is no {root if root not in places else model!r}, which "
+                "`owners` names",
                 hint="owners={the optimizer's path: its model's path}, both joined by dots",
             )
     return name_state(
@@ -254,7 +255,8 @@ def _numbered(
         }
         if any(number not in optimizer.numbers for number, _ in numbered.values()):
             raise IntegrityError(
-                f"{meta.file}: {dotted(optimizer.root)} has states of parameters in none of its groups"
+                f"{meta.file}: {dotted(optimizer.root)} has states of parameters in none of its "
+                "groups"
             )
         keys |= {
             path: Key(optimizer.numbers[number], state)
@@ -276,7 +278,8 @@ def _unnamed(
     if given:
         return UsageError(f"{meta.file}: the given names do not match groups of {sizes} parameters")
     return UsageError(
-        f"{meta.file}: the states of {where} are numbered ({sizes} parameters by group), and their shapes and the "
+        f"{meta.file}: the states of {where} are numbered ({sizes} parameters by group), and "
+        "their shapes and the "
         "order of the model do not determine which parameters the numbers mean",
         hint=f"name them: {option_text('groups')}",
     )

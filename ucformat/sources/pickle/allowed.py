@@ -127,7 +127,8 @@ def _tensor(
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if size and last >= numel:
         raise IntegrityError(
-            f"a tensor of shape {shape}, strides {strides} from element {offset} on reaches past the {numel} "
+            f"a tensor of shape {shape}, strides {strides} from element {offset} on reaches past "
+            f"the {numel} "
             f"elements of its storage {storage.key!r}"
         )
     if size > numel + _MAX_EXPANDED:
@@ -352,7 +353,8 @@ def _reconstructor(owner: Any, *_: Any) -> Inert:
 def _dtype(code: Any, *_: Any) -> NumpyDtype:
     if not isinstance(code, str) or "O" in code or code[:1] not in "?bBhHiIlLqQfdeFDgGuicSUVMm<>=|":
         raise UnsafeError(
-            f"a numpy array of dtype {reprlib.repr(code)} is not read: it may hold any Python object"
+            f"a numpy array of dtype {reprlib.repr(code)} is not read: it may hold any Python "
+            "object"
         )
     return NumpyDtype(code)
 

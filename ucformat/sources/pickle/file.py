@@ -128,7 +128,8 @@ class TorchZip:
         tops = {top for top in tops if "/" not in top}
         if len(tops) != 1 or any(f"{top}/constants.pkl" in self._members for top in tops):
             raise UnsupportedError(
-                f"{self.label} is a zip file but not one of torch.save (a TorchScript archive, perhaps)",
+                f"{self.label} is a zip file but not one of torch.save (a TorchScript archive, "
+                "perhaps)",
                 hint="save the state dict with torch.save and read that",
             )
         self._top = tops.pop()
@@ -136,7 +137,8 @@ class TorchZip:
         order = f"{self._top}/byteorder"
         if order in self._members and self._content(order) != b"little":
             raise UnsupportedError(
-                f"{self.label} was written on a big-endian machine; only little-endian files are read"
+                f"{self.label} was written on a big-endian machine; only little-endian files are "
+                "read"
             )
         self.pickle = self._content(f"{self._top}/data.pkl")
 
@@ -206,7 +208,8 @@ class TorchZip:
             UnicodeError,
         ) as error:
             raise IntegrityError(
-                f"{self.label} begins as a zip file but has no directory at its end ({error}): it is truncated or "
+                f"{self.label} begins as a zip file but has no directory at its end ({error}): "
+                "it is truncated or "
                 "damaged",
                 hint="copy it again from where it was saved",
             ) from error
@@ -215,14 +218,16 @@ class TorchZip:
             name = info.filename
             if info.flag_bits & _ENCRYPTED or info.compress_type != zipfile.ZIP_STORED:
                 raise UnsupportedError(
-                    f"{name} in {self.label} is compressed or encrypted, so it cannot be read in place",
+                    f"{name} in {self.label} is compressed or encrypted, so it cannot be read in "
+                    "place",
                     hint="the file was packed by something other than torch.save; " + _SAVE_HINT,
                 )
             if info.file_size != info.compress_size or name in members:
                 raise IntegrityError(f"{name} in {self.label} has two sizes, or is listed twice")
             if not 0 <= info.header_offset <= info.header_offset + info.file_size <= self.size:
                 raise IntegrityError(
-                    f"{name} in {self.label} would reach past the end of the file ({self.size:,} bytes)",
+                    f"{name} in {self.label} would reach past the end of the file ({self.size:,} "
+                    "bytes)",
                     hint="the file is truncated or damaged; copy it again from where it was saved",
                 )
             members[name] = _Member(info.header_offset, info.file_size, info.CRC)
@@ -248,7 +253,8 @@ class TorchZip:
                 f"{self.label} has torch's format from before version 1.6", hint=_SAVE_HINT
             )
         return IntegrityError(
-            f"{self.label} is not a file of torch.save ({self.size:,} bytes that begin with {head[:8]!r})",
+            f"{self.label} is not a file of torch.save ({self.size:,} bytes that begin with "
+            f"{head[:8]!r})",
             hint="copy it again from where it was saved",
         )
 
@@ -366,7 +372,8 @@ class TorchFile:
             or not 0 <= begin <= begin + stop - start <= buffer.size
         ):
             raise IntegrityError(
-                f"elements {begin} to {begin + stop - start} of a flat buffer in {self.key} are wanted, but it has "
+                f"elements {begin} to {begin + stop - start} of a flat buffer in {self.key} are "
+                "wanted, but it has "
                 "shape "
                 f"{buffer.shape} and strides {buffer.strides}"
             )

@@ -398,7 +398,11 @@ def _check(optimizer: Optimizer, names: Sequence[Sequence[str]], shapes: Mapping
         for name, entry in zip(group, of, strict=True):
             if name in shapes and entry.shape is not None and entry.shape != shapes[name]:
                 raise UsageError(
-                    f"{optimizer.file.key}: {name} cannot be the entry at its place in {optimizer.path}: its states "
+                    f"{optimizer.file.key}: {name} cannot be the entry at its place in "
+                    f"{optimizer.path}: its states "
                     f"have the shape {entry.shape}, and it has {shapes[name]}",
-                    hint="the names must be in the order in which the optimizer was given the parameters",
+                    hint=(
+                        "the names must be in the order in which the optimizer was given the "
+                        "parameters"
+                    ),
                 )

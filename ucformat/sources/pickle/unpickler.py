@@ -346,7 +346,8 @@ class _Meaning:
         self.repeats -= (tensor.size - distinct) * unit
         if self.views < 0 or self.repeats < 0:
             raise UnsafeError(
-                "its tensors share storages, or repeat elements, so often that they are far larger than the file"
+                "its tensors share storages, or repeat elements, so often that they are far "
+                "larger than the file"
             )
 
     def count_copied_keys(self, maker: Maker, args: tuple[Any, ...]) -> None:
@@ -373,7 +374,8 @@ class _Meaning:
                 self.collisions -= n
         if self.collisions < 0:
             raise UnsafeError(
-                "its pickle has more keys that are neither text, objects nor small numbers than any checkpoint needs"
+                "its pickle has more keys that are neither text, objects nor small numbers than "
+                "any checkpoint needs"
             )
 
     def new_with_keywords(self, maker: Any, args: Any, keywords: Any) -> Any:
@@ -457,7 +459,8 @@ class _Meaning:
     def persistent(self, identity: Any) -> Storage:
         if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
             raise UnsafeError(
-                f"its pickle refers to an outside object {reprlib.repr(identity)}, which is not a storage"
+                f"its pickle refers to an outside object {reprlib.repr(identity)}, which is not "
+                "a storage"
             )
         _, kind, key, _, numel = identity[:5]
         if (
@@ -471,7 +474,8 @@ class _Meaning:
         unit = ITEMSIZE.get(kind.dtype) if kind.dtype else 1
         if unit is not None and numel * unit != nbytes:
             raise IntegrityError(
-                f"the storage {key!r} should have {numel} elements of {kind.dtype}, but has {nbytes} bytes"
+                f"the storage {key!r} should have {numel} elements of {kind.dtype}, but has "
+                f"{nbytes} bytes"
             )
         if key not in self.storages:
             self.storages.add(key)

@@ -562,7 +562,8 @@ def _open_folder(path: str) -> Descriptor:
         )
     if found.st_mode & 0o077:
         raise UnsafeError(
-            f"the cache {path} has the mode {stat.S_IMODE(found.st_mode):04o}, so others may read or write there",
+            f"the cache {path} has the mode {stat.S_IMODE(found.st_mode):04o}, so others may "
+            "read or write there",
             hint=f"if it holds nothing of others: chmod 700 {path}; else {hint}",
         )
     return folder

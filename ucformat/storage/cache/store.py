@@ -175,7 +175,10 @@ def _entry(*question: str) -> CacheEntry:
 def _clock() -> str:
     """What distinguishes the monotonic clock of this host, since it was started, from all others."""
     with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {Path('/proc/self/ns/time').readlink()}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text()} "
+            f"{Path('/proc/self/ns/time').readlink()}"
+        )
     return uuid.uuid4().hex
 
 

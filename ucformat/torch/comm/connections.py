@@ -296,9 +296,13 @@ class Connections(ABC):
 
     def _error_of(self, failed: int, action: str, other: int, error: Lost) -> UcformatError:
         return UcformatError(
-            f"rank {failed} died or has been unresponsive for {self.timeout:g} s: rank {self.rank} failed {action} "
+            f"rank {failed} died or has been unresponsive for {self.timeout:g} s: rank "
+            f"{self.rank} failed {action} "
             f"rank {other} ({str(error).splitlines()[0][:200]})",
-            hint="see the first error in the log of that rank; checkpoints committed earlier are intact",
+            hint=(
+                "see the first error in the log of that rank; checkpoints committed earlier are "
+                "intact"
+            ),
         )
 
     def _find_cause(self, error: Lost) -> int:

@@ -223,7 +223,8 @@ def _await(store: dist.Store, name: str, other: int, rank: int, seconds: float) 
         store.wait([name], timedelta(seconds=max(0.001, end - time.monotonic())))
     except RuntimeError as error:
         raise UcformatError(
-            f"rank {other} did not join rank {rank} within {seconds:g} s ({str(error).splitlines()[0][:200]})",
+            f"rank {other} did not join rank {rank} within {seconds:g} s "
+            f"({str(error).splitlines()[0][:200]})",
             hint=_JOIN_HINT,
         ) from error
     return json.loads(store.get(name))
@@ -501,7 +502,8 @@ class Group:
         """The record of this rank: an error, or without data."""
         if self._contested and not isinstance(value, BaseException):
             value = UsageError(
-                f"several threads call {self.call} with the same url at once, and ranks cannot tell these calls apart",
+                f"several threads call {self.call} with the same url at once, and ranks cannot "
+                "tell these calls apart",
                 hint="pass a different process group as `group` in each thread",
             )
         return (

@@ -97,7 +97,8 @@ def connect(
         raise TimeoutError("it answered but did not accept this rank")
     except OSError as error:
         raise UcformatError(
-            f"rank {other} died or is unreachable: rank {rank} could not connect to it at {address[0]}:{address[1]} "
+            f"rank {other} died or is unreachable: rank {rank} could not connect to it at "
+            f"{address[0]}:{address[1]} "
             f"({error})",
             hint="see the first error in the log of that rank, and check that all hosts reach that address: "
             "MASTER_ADDR and the route to it determine the interface",

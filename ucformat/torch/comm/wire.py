@@ -511,9 +511,12 @@ def _to_json(value: Any) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         where, odd = _without_json(value)
         raise UsageError(
-            f"{where or 'a value'} cannot be sent to other ranks: it is a {type(odd).__name__}, which has no JSON form "
+            f"{where or 'a value'} cannot be sent to other ranks: it is a {type(odd).__name__}, "
+            "which has no JSON form "
             f"({error})",
-            hint="use plain values: strings, numbers, booleans, lists, and mappings with string keys",
+            hint=(
+                "use plain values: strings, numbers, booleans, lists, and mappings with string keys"
+            ),
         ) from None
 
 

@@ -166,7 +166,10 @@ class _NameSearch:
         self.without += weights
         places = " and ".join(f"{head}{longest}" for head in (*mine, *others)[:_SHOWN])
         return [
-            f"{dotted(module)}: the checkpoint has such weights more than once, as {places}: rename= says which"
+            (
+                f"{dotted(module)}: the checkpoint has such weights more than once, as {places}: "
+                "rename= says which"
+            )
         ]
 
     def _stored(self, head: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str] | None:

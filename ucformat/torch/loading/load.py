@@ -385,7 +385,8 @@ def _join(a: _RankReport, b: _RankReport) -> _RankReport:
     """
     if len(a.unexpected) != len(b.unexpected):
         raise Conflict(
-            f"rank {b.rank} has opened a checkpoint with a different number of tensors than rank {a.rank}",
+            f"rank {b.rank} has opened a checkpoint with a different number of tensors than rank "
+            f"{a.rank}",
             hint="load the same checkpoint on all ranks, and do not replace it meanwhile",
         )
     lacking = set(b.problems.unexpected)

@@ -398,8 +398,12 @@ def _buffers_to_compute(model: torch.nn.Module) -> list[torch.nn.Module]:
         prefix, module = modules[0]
         name = f"{prefix}.{next(_meta_buffers(module))}".lstrip(".")
         raise UsageError(
-            f"the buffer {name} is on the meta device and not persistent: no checkpoint contains it",
-            hint="make the model `with accelerate.init_empty_weights():`, which gives buffers values, or assign it",
+            f"the buffer {name} is on the meta device and not persistent: no checkpoint contains "
+            "it",
+            hint=(
+                "make the model `with accelerate.init_empty_weights():`, which gives buffers "
+                "values, or assign it"
+            ),
         )
     return [module for _, module in modules]
 

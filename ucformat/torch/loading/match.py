@@ -313,7 +313,8 @@ def match(
             ]
             if not _equal(ck, mine, first, boxes):
                 others.append(
-                    f"tied here: {alias} is {name}, but the checkpoint has two tensors, which differ"
+                    f"tied here: {alias} is {name}, but the checkpoint has two tensors, which "
+                    "differ"
                 )
         if mine is not None:
             wanted |= {Key(mine, s) for s in PARAMETER}
@@ -334,7 +335,8 @@ def overlaps(
         one, other = targets[a], targets[b]
         if not same:
             out[a, b] = (
-                f"{one.key} and {other.key} share memory, but not as the same view: one would be filled over the "
+                f"{one.key} and {other.key} share memory, but not as the same view: one would be "
+                "filled over the "
                 "other; give one of them memory of its own, or leave it out"
             )
         elif (
@@ -343,7 +345,8 @@ def overlaps(
             and not _equal_values(ck, stored[a], stored[b], [p.box for p in one.pieces])
         ):
             out[a, b] = (
-                f"{one.key} and {other.key} share memory, but the checkpoint has two tensors, which differ"
+                f"{one.key} and {other.key} share memory, but the checkpoint has two tensors, "
+                "which differ"
             )
     return out
 

@@ -100,7 +100,8 @@ class _Placing:
         made, failure = _first_states(optimizer, fresh, self._options(live.groups, group_of))
         if failure is not None and not self._may_restore(root, live, stored, fresh):
             self.others.append(
-                f"the states of {dotted(root)} ({type(optimizer).__name__}) cannot be made before its first step, and "
+                f"the states of {dotted(root)} ({type(optimizer).__name__}) cannot be made "
+                "before its first step, and "
                 f"the checkpoint does not tell how: {failure}"
             )
             return
@@ -172,8 +173,10 @@ class _Placing:
             return False
         if [len(g["params"]) for g in groups] != [len(place.names) for _, place in saved]:
             self.others.append(
-                f"{dotted((*root, GROUPS))}: the groups have other numbers of parameters than those that were saved by "
-                "name; pass the optimizer itself, or its state dict by name (get_optimizer_state_dict)"
+                f"{dotted((*root, GROUPS))}: the groups have other numbers of parameters than "
+                "those that were saved by "
+                "name; pass the optimizer itself, or its state dict by name "
+                "(get_optimizer_state_dict)"
             )
             return True
         collected.leaves.pop((*root, GROUPS), None)
@@ -304,7 +307,8 @@ class _Placing:
                 head in made and path[len(head) :] in made[head][1].records for head in heads
             ):
                 self.others.append(
-                    f"{dotted(path)}: the checkpoint has a tensor of another class here, which the program has not made"
+                    f"{dotted(path)}: the checkpoint has a tensor of another class here, which "
+                    "the program has not made"
                 )
 
     def _add(
@@ -331,7 +335,8 @@ class _Placing:
         )
         if tensor is None:
             self.others.append(
-                f"{dotted(path)}: the program has no tensor for it, and its shape does not tell how it is sharded"
+                f"{dotted(path)}: the program has no tensor for it, and its shape does not tell "
+                "how it is sharded"
             )
             return
         collected.tensors[path] = tensor

@@ -118,7 +118,10 @@ class SavedState:
                     k for k in record if not isinstance(saved, dict) or saved.get(k) != record[k]
                 ] or ["context"]
                 here, there = ([_shown(r, part) for part in parts] for r in (record, saved))
-                return f"{inside}is a wrapper with {', '.join(here)}, in the checkpoint with {', '.join(there)}"
+                return (
+                    f"{inside}is a wrapper with {', '.join(here)}, in the checkpoint with "
+                    f"{', '.join(there)}"
+                )
         return None
 
     def holds_tensors(self, text: str) -> bool:
@@ -330,8 +333,10 @@ def _merged(wanted: PerRank, values: list[Any], ranks: Ranks) -> Any:
 def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
     kind = type(wanted.value).__name__
     return (
-        f"{dotted(path)} ({kind}) has a value of each of {saved} ranks, and is loaded by {now}: pass "
-        f"{wanted.call}=function of all values, the rank and the number of ranks), or leave it out of the state "
+        f"{dotted(path)} ({kind}) has a value of each of {saved} ranks, and is loaded by {now}: "
+        "pass "
+        f"{wanted.call}=function of all values, the rank and the number of ranks), or leave it "
+        "out of the state "
         "and read ckpt.per_rank"
     )
 
@@ -431,7 +436,8 @@ def fit_groups(
                 fit.take(label, text, group, saved[number], saved)
             elif not group.params and saved:
                 fit.missing.append(
-                    f"{label}: its hyper-parameters; it has no parameters, and {len(saved)} groups were saved"
+                    f"{label}: its hyper-parameters; it has no parameters, and {len(saved)} "
+                    "groups were saved"
                 )
             for part in group.parts():
                 docs = [g for p in part.params if (g := group_of(p)) is not None]

@@ -168,7 +168,8 @@ class Signals:
         if signals and threading.current_thread() is not threading.main_thread():
             names = ", ".join(signal.Signals(s).name for s in signals)
             _log.warning(
-                "%s will end this process without a last save: the manager was not created in the main thread",
+                "%s will end this process without a last save: the manager was not created in "
+                "the main thread",
                 names,
             )
             return

@@ -127,7 +127,8 @@ def object_owners(
             giver, expected = first.setdefault(name, (rank, digest))
             if digest != expected and equal:
                 raise UsageError(
-                    f"the object {name!r} has a different value on rank {rank} than on rank {giver}",
+                    f"the object {name!r} has a different value on rank {rank} than on rank "
+                    f"{giver}",
                     hint=_DIFFERS,
                 )
     return {name: rank for name, (rank, _) in first.items()}
@@ -153,7 +154,8 @@ def paths_by_key(
                 named, other = first.setdefault(path, (key, rank))
                 if named != key:
                     raise UsageError(
-                        f"{dotted(path)} is named {named} on rank {other}, but {key} on rank {rank}",
+                        f"{dotted(path)} is named {named} on rank {other}, but {key} on rank "
+                        f"{rank}",
                         hint='use the same keys on all ranks, and keep the model under "model"',
                     )
                 if (named, other) == (key, rank):
@@ -418,7 +420,8 @@ def _check_same(row: Row, rank: int, first: Row, other: int) -> None:
     info = row.info
     if first.info != info:
         raise UsageError(
-            f"{info.key} is {first.info.dtype} {first.info.shape} on rank {other}, but {info.dtype} "
+            f"{info.key} is {first.info.dtype} {first.info.shape} on rank {other}, but "
+            f"{info.dtype} "
             f"{info.shape} on rank {rank}",
             hint="save a value that differs between ranks as ucformat.torch.PerRank(value)",
         )

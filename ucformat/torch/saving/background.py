@@ -448,7 +448,10 @@ class BackgroundWriter:
         for handle, _ in list(self._handles.values()):
             error = UcformatError(
                 f"rank {self.group.rank}: the process that wrote {handle.url} {how}",
-                hint="the checkpoint is not committed; see the output of the process above, then save again",
+                hint=(
+                    "the checkpoint is not committed; see the output of the process above, then "
+                    "save again"
+                ),
             )
             set_outcome(handle, error)
 

@@ -468,7 +468,8 @@ def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
     np.bitwise_xor.at(crcs, number, part)
     if (wrong := np.flatnonzero(written != sizes)).size:
         raise IntegrityError(
-            f"the ranks wrote {written[wrong[0]]} of the {sizes[wrong[0]]} bytes of a block of weights"
+            f"the ranks wrote {written[wrong[0]]} of the {sizes[wrong[0]]} bytes of a block of "
+            "weights"
         )
     each, which = np.unique(sizes, return_inverse=True)
     return crcs ^ np.array([_zeros(n) for n in each.tolist()], np.uint32)[which]

@@ -116,8 +116,12 @@ class SaveOptions:
         sharded = next((t for t in state.tensors if t.sharded_wrapper), None)
         if self.replicas == "first" and sharded is not None:
             raise UsageError(
-                f"{sharded.key} is inside a sharded wrapper, of which ranks must compare what they have in common",
-                hint='leave replicas="first" out, and give values that differ between ranks as PerRank(value)',
+                f"{sharded.key} is inside a sharded wrapper, of which ranks must compare what "
+                "they have in common",
+                hint=(
+                    'leave replicas="first" out, and give values that differ between ranks as '
+                    "PerRank(value)"
+                ),
             )
 
     def arrays(

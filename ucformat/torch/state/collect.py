@@ -261,8 +261,12 @@ def _mapping(
     odd = [k for k in value if type(k) not in (str, int)]
     if odd and (_holds_tensors(value) or put is None):
         raise UsageError(
-            f"{dotted(path) or 'the state'} has the key {odd[0]!r}, but keys must be strings or integers",
-            hint="use a string as key, or a dictionary of plain values without tensors, which may have any keys",
+            f"{dotted(path) or 'the state'} has the key {odd[0]!r}, but keys must be strings or "
+            "integers",
+            hint=(
+                "use a string as key, or a dictionary of plain values without tensors, which "
+                "may have any keys"
+            ),
         )
     if odd:  # one value as a whole
         collected.leaves[path] = ValueSlot(value, put)
@@ -451,7 +455,10 @@ def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> N
     if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
         raise UnsupportedError(
             f"{dotted(path)} is wrapped in FSDP1, whose parameters are flat",
-            hint="use fully_shard (FSDP2), or the state dicts of torch.distributed.checkpoint.state_dict",
+            hint=(
+                "use fully_shard (FSDP2), or the state dicts of "
+                "torch.distributed.checkpoint.state_dict"
+            ),
         )
     _check_tensors(path, module)
     entries = module.state_dict()
@@ -593,14 +600,18 @@ def _load_copies(
     except RuntimeError as error:
         raise StateMismatch(
             f"{label}: its load_state_dict does not accept what its state_dict returned: {error}",
-            hint="make the hooks of the module the reverse of each other, or save and load its parameters as tensors",
+            hint=(
+                "make the hooks of the module the reverse of each other, or save and load its "
+                "parameters as tensors"
+            ),
         ) from error
     now = module.state_dict() if kept else {}
     for key, value in kept.items():
         again = _innermost(now[key]) if key in now else []
         if len(again) != len(value) or not all(map(_same_bits, again, value)):
             raise StateMismatch(
-                f"{label}.{key} is not as it was saved after the module has loaded it: its state_dict makes this value "
+                f"{label}.{key} is not as it was saved after the module has loaded it: its "
+                "state_dict makes this value "
                 "from others, and its load_state_dict does not set them back",
                 hint="register a load_state_dict pre-hook that reverses the state_dict hook",
             )
@@ -633,8 +644,12 @@ def _optimizer(
     lacking = len(mine) - len({each for *_, ids in owners for each in ids})
     if lacking or not owners:
         raise UsageError(
-            f"{lacking} of {len(mine)} parameters of the optimizer {dotted(path)} are in no module of the state",
-            hint='pass all models that it trains, each as an entry: {"model": model, "optimizer": optimizer}',
+            f"{lacking} of {len(mine)} parameters of the optimizer {dotted(path)} are in no "
+            "module of the state",
+            hint=(
+                'pass all models that it trains, each as an entry: {"model": model, '
+                '"optimizer": optimizer}'
+            ),
         )
     _check_optimizer(dotted(path), optimizer, mine)
     collected.owners[path] = owner = _common([p for p, *_ in owners])

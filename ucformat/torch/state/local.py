@@ -198,7 +198,8 @@ def _scaled(label: str, dim: Dim, ratio: Fraction) -> Dim:
         edges = [n * ratio for n in (run.indices.start, run.indices.stop, run.at)]
         if any(edge.denominator != 1 for edge in edges):
             raise LayoutError(
-                f"{label} has {ratio} indices for each of the sharded dim, which is cut at {run.indices.start} and "
+                f"{label} has {ratio} indices for each of the sharded dim, which is cut at "
+                f"{run.indices.start} and "
                 f"{run.indices.stop}, within a block",
                 hint="use a number of ranks that cuts between blocks, or smaller blocks",
             )

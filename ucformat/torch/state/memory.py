@@ -91,7 +91,10 @@ def check_fillable(label: str, tensor: torch.Tensor) -> None:
         kind = "conjugate" if tensor.is_conj() else "negative"
         raise UsageError(
             f"{label} is a lazy {kind}: its memory contains the values of another tensor",
-            hint=f"use a tensor with its own memory: tensor.resolve_{'conj' if tensor.is_conj() else 'neg'}()",
+            hint=(
+                "use a tensor with its own memory: "
+                f"tensor.resolve_{'conj' if tensor.is_conj() else 'neg'}()"
+            ),
         )
 
 

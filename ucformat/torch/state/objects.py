@@ -358,7 +358,8 @@ def _of_class(stored: OfClass, template: Any, lost: list[str]) -> Any:
         return _KNOWN[stored.name](value)
     if not (hasattr(type(value), "_fields") and type(value) is type(template)):
         lost.append(
-            f"{stored.name}, which is not that of the program's value; it is a {type(value).__name__}"
+            f"{stored.name}, which is not that of the program's value; it is a "
+            f"{type(value).__name__}"
         )
     return value
 
@@ -560,7 +561,8 @@ def _by_device(state: dict[str, Any]) -> dict[int, torch.Tensor]:
     drawn = [i for i, s in enumerate(saved) if _is_used(s)]
     if len(drawn) > 1 and drawn[-1] >= here:
         raise UsageError(
-            f"the generators of the devices {', '.join(map(str, drawn))} were used when the state was saved, but only "
+            f"the generators of the devices {', '.join(map(str, drawn))} were used when the "
+            "state was saved, but only "
             f"{here} devices are visible now",
             hint="make as many devices visible, or leave Rng out of the state and set new seeds",
         )

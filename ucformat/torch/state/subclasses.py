@@ -156,7 +156,10 @@ def _hint_for(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         return "give it memory first: model.to_empty(device=…)"
     if is_subclass(tensor):
-        return "use the plain tensor that it stands for, or give its class __tensor_flatten__ and __tensor_unflatten__"
+        return (
+            "use the plain tensor that it stands for, or give its class __tensor_flatten__ "
+            "and __tensor_unflatten__"
+        )
     return "make it a dense tensor first"
 
 
@@ -278,7 +281,8 @@ class _Nodes:
                 continue
             if _view(first) != _view(second):
                 raise UsageError(
-                    f"{self.label}: its inner tensors {'.'.join(a)} and {'.'.join(b)} share a part of their memory",
+                    f"{self.label}: its inner tensors {'.'.join(a)} and {'.'.join(b)} share a "
+                    "part of their memory",
                     hint="give each its own memory: tensor.clone()",
                 )
             self.same[b] = a
@@ -306,8 +310,12 @@ def check_live(label: str, tensor: torch.Tensor, taken: TakenApart) -> None:
         other = None if again is None else again.tensors.get(names)
         if other is None or _view(memory_of(inner)) != _view(memory_of(other)):
             raise UsageError(
-                f"{label} is a {_name_of(type(memory_of(tensor)))}, whose {'.'.join(names)} is a new copy each time",
-                hint="a load fills the inner tensors where they are: let the attribute be the tensor itself",
+                f"{label} is a {_name_of(type(memory_of(tensor)))}, whose {'.'.join(names)} is a "
+                "new copy each time",
+                hint=(
+                    "a load fills the inner tensors where they are: let the attribute be the "
+                    "tensor itself"
+                ),
             )
 
 
@@ -372,7 +380,8 @@ class _Splits:
             return tensor
         if isinstance(tensor, DTensor):
             raise LayoutError(
-                f"{self.label}.{'.'.join(names)} is a DTensor inside the local tensor of another one"
+                f"{self.label}.{'.'.join(names)} is a DTensor inside the local tensor of another "
+                "one"
             )
         shape = tuple(tensor.shape)
         along = self.along(names, shape)
@@ -439,9 +448,13 @@ class _Splits:
 
     def _unknown(self, names: Names, shape: Sequence[int], why: str) -> LayoutError:
         return LayoutError(
-            f"{self.label} is a sharded DTensor of a {_name_of(type(self.local))}: how the shards split its inner "
+            f"{self.label} is a sharded DTensor of a {_name_of(type(self.local))}: how the "
+            "shards split its inner "
             f"{'.'.join(names)} {list(shape)} is not known: {why}",
-            hint="gather it on each rank first (tensor.full_tensor()), or let its class implement aten.slice.Tensor",
+            hint=(
+                "gather it on each rank first (tensor.full_tensor()), or let its class "
+                "implement aten.slice.Tensor"
+            ),
         )
 
 
@@ -460,8 +473,12 @@ def _record(
     except Exception as error:
         where, kind = ".".join((label, *names)), _name_of(type(wrapper))
         raise UsageError(
-            f"{where} is a {kind}, whose context (the second value of __tensor_flatten__) is not plain: {error}",
-            hint="let the context consist of numbers, texts, data types, and lists and dictionaries of these",
+            f"{where} is a {kind}, whose context (the second value of __tensor_flatten__) is not "
+            f"plain: {error}",
+            hint=(
+                "let the context consist of numbers, texts, data types, and lists and "
+                "dictionaries of these"
+            ),
         ) from error
     record = {
         "class": _name_of(type(wrapper)),
