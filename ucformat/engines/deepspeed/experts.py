@@ -50,8 +50,8 @@ def expert_of(name: str) -> tuple[str, int] | None:
 def recorded_degree(group: object) -> int | None:
     """The number of expert-parallel ranks that share a group that DeepSpeed made of experts; None for other groups."""
     name = group.get("name") if isinstance(group, Mapping) and group.get("moe") else None
-    found = _GROUP.fullmatch(name) if isinstance(name, str) else None
-    return int(found[1]) if found else None
+    match = _GROUP.fullmatch(name) if isinstance(name, str) else None
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,10 @@ class Experts:
 
     def holders(self, degree: int, rank: int) -> range:
         """The data-parallel ranks of an expert-parallel rank, in the order of their partitions."""
+        if not self.data_first:
+            return range(rank, self.dp, degree)
         wide = self.dp // degree
-        return (
-            range(rank * wide, (rank + 1) * wide)
-            if self.data_first
-            else range(rank, self.dp, degree)
-        )
+        return range(rank * wide, (rank + 1) * wide)
 
     def place(self, degree: int, rank: int) -> int:
         """The index of a data-parallel rank among those of its expert-parallel rank."""
@@ -97,18 +95,18 @@ class Experts:
     def degree_of(self, names: Iterable[str], hyper: Any, parts: Any, file: str) -> int:
         """The number of expert-parallel ranks that share the parameters of a flat group; 1 without experts."""
         recorded = recorded_degree(hyper)
-        held: dict[str, set[int]] = {}
+        numbers: dict[str, set[int]] = {}
         other = None
         for name in names:
             match = _NAME.fullmatch(name)
             if match is None:
                 other = name
             else:
-                held.setdefault(match[1], set()).add(int(match[2]))
+                numbers.setdefault(match[1], set()).add(int(match[2]))
         degree = recorded
         if degree is None:
             degree = self.dp // parts if isinstance(parts, int) and 0 < parts <= self.dp else 1
-        if not held or degree < 1 or self.dp % degree:
+        if not numbers or degree < 1 or self.dp % degree:
             degree = 1
         if isinstance(parts, int) and parts * degree != self.dp:
             named = "" if recorded is None else f" named 'ep_size_{recorded}'"
@@ -122,10 +120,8 @@ class Experts:
             raise UnsupportedError(
                 f"{file} has {other}, which is not an expert's, in a group that is sharded across {degree} ranks"
             )
-        for (
-            prefix,
-            ids,
-        ) in held.items():  # not all of them if the group was divided because of its size
+        # not all of them if the group was divided because of its size
+        for prefix, ids in numbers.items():
             count = self.counts.get(prefix, 0)
             if count % degree or max(ids) * degree >= count:
                 raise IntegrityError(
@@ -144,21 +140,17 @@ def adopt_experts(
     if not isinstance(recorded, list) or any(type(n) is not int or n < 1 for n in recorded):
         raise IntegrityError(f"{model.key} has no usable 'num_experts' ({recorded!r:.80})")
     missing = list(islice(_missing(recorded, files), _MAX_LISTED + 1))
-    folder = model.key.rpartition("mp_rank_")[0]
     if missing:
-        names = ", ".join(
-            f"{folder}layer_{i}_expert_{e}_mp_rank_00_model_states.pt"
-            for i, e in missing[:_MAX_LISTED]
-        )
+        before = f"{model.key.rpartition('mp_rank_')[0]}layer_"
+        files_of = (f"{before}{i}_expert_{e}_mp_rank_00_model_states.pt" for i, e in missing)
+        names = ", ".join(islice(files_of, _MAX_LISTED))
         raise MissingData(
             f"{names}{' and more' if len(missing) > _MAX_LISTED else ''} is missing: the checkpoint has "
             f"{len(recorded)} layers of {', '.join(map(str, recorded[:_MAX_LISTED]))} experts",
             hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
         )
-    extra = next(
-        (file for (i, e), file in files.items() if i >= len(recorded) or e >= recorded[i]), None
-    )
-    if extra is not None:
+    beyond = (f for (i, e), f in files.items() if i >= len(recorded) or e >= recorded[i])
+    if (extra := next(beyond, None)) is not None:
         raise IntegrityError(
             f"{extra.key} does not belong to this checkpoint, whose layers have {recorded} experts",
             hint="an earlier save of another model left it; move it elsewhere",
@@ -166,11 +158,11 @@ def adopt_experts(
     counts: dict[str, int] = {}
     layers: list[dict[str, tuple[StoredTensor, TorchFile]]] = []
     for layer, number in enumerate(recorded):
-        found = {}
+        tensors = {}
         prefixes = set()
         for expert in range(number):
             for name, tensor in _tensors(files[layer, expert], expert):
-                found[name] = tensor, files[layer, expert]
+                tensors[name] = tensor, files[layer, expert]
                 prefixes.add(name[: name.rindex("deepspeed_experts.")] + "deepspeed_experts.")
         if len(prefixes) > 1 or prefixes & counts.keys():
             raise IntegrityError(
@@ -179,7 +171,7 @@ def adopt_experts(
                 hint="files of different saves are mixed in one folder",
             )
         counts.update(dict.fromkeys(prefixes, number))
-        layers.append(found)
+        layers.append(tensors)
     for prefix, tensors in zip(counts, filter(None, layers), strict=True):
         model.adopt_after(prefix.removesuffix("experts.deepspeed_experts."), tensors)
     config = model.value.get("ds_config")
@@ -209,12 +201,8 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
     state = model.value.get("optimizer")
     inner = state.get("optimizer_state_dict", state) if isinstance(state, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    sizes = {
-        d
-        for g in (groups if isinstance(groups, list) else ())
-        if (d := recorded_degree(g)) is not None
-    }
-    sizes = sizes or {degree}
+    recorded_sizes = map(recorded_degree, groups if isinstance(groups, list) else ())
+    sizes = {size for size in recorded_sizes if size is not None} or {degree}
     if len(sizes) > 1:
         raise UnsupportedError(
             f"{model.key}: layers of experts are sharded across different numbers of ranks ({sorted(sizes)}), which is "
@@ -223,10 +211,8 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
     recorded = sizes.pop()
     if degree < recorded:
         folder = model.key.rpartition("/")[0]
-        names = [
-            f"expp_rank_{k}_mp_rank_00_optim_states.pt"
-            for k in range(degree, min(recorded, degree + _MAX_LISTED))
-        ]
+        absent = range(degree, min(recorded, degree + _MAX_LISTED))
+        names = [f"expp_rank_{k}_mp_rank_00_optim_states.pt" for k in absent]
         raise MissingData(
             f"{', '.join(names)} is missing in {folder or 'the folder'}: {recorded} expert-parallel ranks saved it",
             hint=copy_hint(weights=True),

@@ -89,8 +89,8 @@ class TargetEngine:
 
 def settings_of(options: UniversalExportOptions, source: Checkpoint) -> Mapping[str, Any]:
     """The engine's configuration: the given one, or the one that the source recorded; empty if there is none."""
-    found = source.objects.get("ds_config") if options.config is None else options.config
-    return found if isinstance(found, Mapping) else {}
+    settings = source.objects.get("ds_config") if options.config is None else options.config
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def zero_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -100,8 +100,8 @@ def zero_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _enabled(settings: Mapping[str, Any], section: str) -> bool:
-    found = settings.get(section)
-    return isinstance(found, Mapping) and found.get("enabled") is True
+    options = settings.get(section)
+    return isinstance(options, Mapping) and options.get("enabled") is True
 
 
 def _ranks(options: DeepSpeedExportOptions, layout: Mapping[str, Any]) -> tuple[int, int]:
@@ -128,20 +128,14 @@ def _dtype(
     weights: Sequence[TensorInfo],
 ) -> str:
     """The precision: that of the given configuration, else of the weights."""
-    configured = next(
-        (
-            dtype
-            for s, dtype in (("bf16", "bfloat16"), ("fp16", "float16"))
-            if _enabled(settings, s)
-        ),
-        None,
-    )
+    sections = {"bf16": "bfloat16", "fp16": "float16"}
+    configured = next((d for name, d in sections.items() if _enabled(settings, name)), None)
     if options.config is not None:
         return configured or "float32"
-    found = {info.dtype for info in weights} or {layout.get("weight_dtype", configured)}
-    dtype = found.pop()
-    if found or dtype not in DTYPES:
-        kinds = " and ".join(sorted({str(d) for d in (dtype, *found) if d is not None}))
+    dtypes = {info.dtype for info in weights} or {layout.get("weight_dtype", configured)}
+    dtype = dtypes.pop()
+    if dtypes or dtype not in DTYPES:
+        kinds = " and ".join(sorted({str(d) for d in (dtype, *dtypes) if d is not None}))
         what = f"the weights are {kinds}" if kinds else "no weights are stored"
         hint = "pass dtype (--dtype)"
         raise UsageError(f"{what}, which does not tell the precision of the engine", hint=hint)
@@ -154,15 +148,14 @@ def _refuse_engine(stage: int, dtype: str, settings: Mapping[str, Any]) -> None:
     accumulated = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
     offload = zero.get("offload_optimizer")
     nvme = isinstance(offload, Mapping) and offload.get("device") == "nvme"
-    found = {
-        "fp32 gradients under ZeRO 1 (BF16_Optimizer)": stage == 1
-        and dtype == "bfloat16"
-        and accumulated == "fp32",
+    bf16_optimizer = stage == 1 and dtype == "bfloat16" and accumulated == "fp32"
+    features = {
+        "fp32 gradients under ZeRO 1 (BF16_Optimizer)": bf16_optimizer,
         "elastic_checkpoint": stage in (1, 2) and zero.get("elastic_checkpoint") is True,
         "mics_shard_size": stage == 3 and zero.get("mics_shard_size", -1) not in (-1, 0, None),
         "an optimizer offloaded to NVMe": nvme,
     }
-    for feature, is_set in found.items():
+    for feature, is_set in features.items():
         if is_set:
             raise UnsupportedError(
                 f"the files of a DeepSpeed engine with {feature} are not written",
@@ -194,17 +187,13 @@ class OptimizerGroup:
     def part(self, names: Mapping[str, str], **document: Any) -> OptimizerGroup:
         """Some of the parameters."""
 
-        def cut(found: Mapping[str, Any]) -> dict[str, Any]:
-            return {new: found[old] for old, new in names.items() if old in found}
+        def cut(by_name: Mapping[str, Any]) -> dict[str, Any]:
+            return {new: by_name[old] for old, new in names.items() if old in by_name}
 
         plain = {state: cut(values) for state, values in self.plain().items()}
-        states = {state: held for state, infos in self.states.items() if (held := cut(infos))}
-        return OptimizerGroup(
-            list(names.values()),
-            {**self.document, "state": plain, **document},
-            states,
-            cut(self.masters),
-        )
+        states = {state: some for state, infos in self.states.items() if (some := cut(infos))}
+        described = {**self.document, "state": plain, **document}
+        return OptimizerGroup(list(names.values()), described, states, cut(self.masters))
 
     def joined(self, other: OptimizerGroup) -> OptimizerGroup:
         """The parameters of this group and then those of another one with the same hyper-parameters."""
@@ -218,32 +207,26 @@ class OptimizerGroup:
 
     def scalars(self) -> dict[str, dict[str, TensorInfo]]:
         """The states of no dims, such as `step`."""
-        return {s: found for s, found in self.states.items() if self._is_scalar(s)}
+        return {s: infos for s, infos in self.states.items() if self._is_scalar(s)}
 
     def shaped(self) -> dict[str, dict[str, TensorInfo]]:
         """The other states."""
-        return {s: found for s, found in self.states.items() if not self._is_scalar(s)}
+        return {s: infos for s, infos in self.states.items() if not self._is_scalar(s)}
 
     def _is_scalar(self, state: str) -> bool:
-        found = self.states[state]
-        return all(not i.shape for i in found.values()) and (
-            state == "step" or any(self.masters[name].shape for name in found)
-        )
+        infos = self.states[state]
+        of_arrays = any(self.masters[name].shape for name in infos)
+        return not any(i.shape for i in infos.values()) and (state == "step" or of_arrays)
 
     def plain(self) -> dict[str, dict[str, Any]]:
         """States that are plain numbers, by parameter; one number for the group is of all that have other states."""
-        stateful = [
-            n for n in self.names if any(n in infos for infos in self.states.values())
-        ] or self.names
-        found: dict[str, dict[str, Any]] = {}
+        with_states = set().union(*self.states.values())
+        stateful = [n for n in self.names if n in with_states] or self.names
+        plain: dict[str, dict[str, Any]] = {}
         for state, value in (self.document.get("state") or {}).items():
-            by_name = (
-                value
-                if isinstance(value, dict) and not any(k.startswith("$") for k in value)
-                else None
-            )
-            found[state] = dict(by_name if by_name is not None else dict.fromkeys(stateful, value))
-        return found
+            is_by_name = isinstance(value, dict) and not any(k.startswith("$") for k in value)
+            plain[state] = dict(value) if is_by_name else dict.fromkeys(stateful, value)
+        return plain
 
 
 class TrainedModel:
@@ -263,15 +246,14 @@ class TrainedModel:
 
     def _group(self, document: Mapping[str, Any]) -> OptimizerGroup:
         names = list(document["params"])
-        recorded, layout = (
-            zero_of(self.source.objects.get("ds_config") or {}),
-            self.source.metadata.layout,
-        )
+        recorded = zero_of(self.source.objects.get("ds_config") or {})
+        layout = self.source.metadata.layout
         if recorded.get("round_robin_gradients") is True and layout.get("zero") in (1, 2):
             degree = recorded_degree(document) or 1
             each = len(names) // degree
             ranks = [names[i * each : (i + 1) * each] for i in range(degree)]
-            names = [n for of in ranks for n in undo_round_robin(of, layout["dp"] // degree)]
+            lists = layout["dp"] // degree
+            names = [n for of_rank in ranks for n in undo_round_robin(of_rank, lists)]
         group = OptimizerGroup(names, document)
         missing = [n for n in names if not self.by_name.get(n, {}).keys() & {"weight", "master"}]
         if missing:
@@ -280,9 +262,9 @@ class TrainedModel:
                 hint="export all states, and all parameters",
             )
         for name in names:
-            held = self.by_name[name]
-            group.masters[name] = held.get("master") or held["weight"]
-            for state, info in held.items():
+            states = self.by_name[name]
+            group.masters[name] = states.get("master") or states["weight"]
+            for state, info in states.items():
                 if state not in ("weight", "master"):
                     group.states.setdefault(state, {})[name] = info
         return group
@@ -290,25 +272,23 @@ class TrainedModel:
     @property
     def expert_ranks(self) -> int | None:
         """The number of expert-parallel ranks that saved the source, if it is known."""
-        found = {d for g in self.groups if (d := recorded_degree(g.document)) is not None}
-        if len(found) > 1:
+        degrees = {d for g in self.groups if (d := recorded_degree(g.document)) is not None}
+        if len(degrees) > 1:
             raise UnsupportedError(
                 "layers of experts that are divided among different numbers of ranks "
-                f"({', '.join(map(str, sorted(found)))}) are not exported to DeepSpeed",
+                f"({', '.join(map(str, sorted(degrees)))}) are not exported to DeepSpeed",
                 hint="export the weights alone (--weights-only)",
             )
-        degree = found.pop() if found else self.source.metadata.layout.get("ep")
+        degree = degrees.pop() if degrees else self.source.metadata.layout.get("ep")
         return degree if isinstance(degree, int) else None
 
     @property
     def weights(self) -> list[TensorInfo]:
         """The stored weights of trained parameters; without an optimizer, those of all floating-point tensors."""
-        stored = {n: held["weight"] for n, held in self.by_name.items() if "weight" in held}
-        return [
-            i
-            for n, i in stored.items()
-            if (n in self.trained if self.groups else i.dtype in FLOATS)
-        ]
+        stored = {n: states["weight"] for n, states in self.by_name.items() if "weight" in states}
+        if self.groups:
+            return [info for name, info in stored.items() if name in self.trained]
+        return [info for info in stored.values() if info.dtype in FLOATS]
 
     def module(self, engine: TargetEngine) -> dict[str, TensorInfo]:
         """What the module's parameters and buffers are read from: weights in the engine's precision, else masters.
@@ -316,26 +296,22 @@ class TrainedModel:
         The engine rounds what is in another precision when it copies it to its parameters, as after
         a step.
         """
-        found = {}
-        for name, held in self.by_name.items():
-            if name in self.placed_in_client or not held.keys() & {"weight", "master"}:
+        module = {}
+        for name, states in self.by_name.items():
+            if name in self.placed_in_client or not states.keys() & {"weight", "master"}:
                 continue
-            weight, master = held.get("weight"), held.get("master")
+            weight, master = states.get("weight"), states.get("master")
             right = weight is not None and (weight.dtype == engine.dtype or master is None)
             info = weight if right or master is None else master
             assert info is not None  # noqa: S101
-            if (
-                name in self.trained
-                and engine.dtype == "float16"
-                and info.dtype != "float16"
-                and master is None
-            ):
+            narrows = engine.dtype == "float16" and info.dtype != "float16"
+            if narrows and name in self.trained and master is None:
                 raise UnsupportedError(
                     f"{info.key} is {info.dtype}, and in float16 it might overflow",
                     hint="cast weights to float16 by a view, or train in bfloat16",
                 )
-            found[name] = info
-        return found
+            module[name] = info
+        return module
 
     def untrained(self, module: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         """The tensors of the module that the optimizer does not have: buffers, frozen and empty parameters."""
@@ -348,10 +324,8 @@ class TrainedModel:
             told = self.source.objects.get("buffer_names")
         rest = self.untrained(module)
         if isinstance(told, list | tuple):
-            unknown = (
-                [n for n in told if n not in module] if self.options.buffers is not None else []
-            )
-            if unknown:
+            unknown = [n for n in told if n not in module]
+            if unknown and self.options.buffers is not None:
                 raise UsageError(f"these buffers are not stored: {some(unknown)}")
             return [n for n in told if n in rest]
         doubtful = [n for n, i in rest.items() if i.dtype in FLOATS and i.size]
@@ -375,11 +349,8 @@ class TrainedModel:
 
     def take_all(self, module: Mapping[str, TensorInfo], buffers: Sequence[str]) -> None:
         """Make all parameters one group without states, as ZeRO 3 stores weights."""
-        masters = {
-            n: (self.by_name[n].get("master") or i)
-            for n, i in module.items()
-            if n not in buffers and i.size
-        }
+        filled = {n: i for n, i in module.items() if n not in buffers and i.size}
+        masters = {n: self.by_name[n].get("master") or i for n, i in filled.items()}
         self.groups, self.trained = [OptimizerGroup(list(masters), {}, {}, masters)], masters
 
 
@@ -399,16 +370,16 @@ def outside(
     paths = source.metadata.paths
     homes = {paths[key][0][:-1] for n in trained if paths.get(key := Key(n, "weight"))}
     own = {n.partition(".")[0] for n in trained}
-    found: dict[str, tuple[str | int, ...]] = {}
+    out: dict[str, tuple[str | int, ...]] = {}
     for name in names:
         place = paths.get(Key(name, "weight"))
         first, dot, rest = name.partition(".")
         if homes and place:
             if place[0][:-1] not in homes:
-                found[name] = place[0]
+                out[name] = place[0]
         elif dot and first in source.objects and own and first not in own:
-            found[name] = (first, rest)
-    return found
+            out[name] = (first, rest)
+    return out
 
 
 # Experts (`deepspeed.moe`): which rank of an engine has which, under which names, and in which optimizer groups.
@@ -440,11 +411,10 @@ class ExpertRanks:
         cls, model: TrainedModel, engine: TargetEngine, options: UniversalExportOptions
     ) -> ExpertRanks:
         """The experts of a model."""
-        held: dict[str, set[int]] = {}
-        for name in model.by_name:
-            if (found := expert_of(name)) is not None:
-                held.setdefault(found[0], set()).add(found[1])
-        if not held:
+        experts: dict[str, set[int]] = {}
+        for prefix, number in filter(None, map(expert_of, model.by_name)):
+            experts.setdefault(prefix, set()).add(number)
+        if not experts:
             return cls(Experts(engine.dp))
         if not isinstance(options, DeepSpeedExportOptions):
             raise UnsupportedError(
@@ -452,8 +422,8 @@ class ExpertRanks:
                 hint="export to `deepspeed`",
             )
         _refuse_experts(engine, options)
-        counts = {prefix: len(numbers) for prefix, numbers in held.items()}
-        if gaps := [prefix for prefix, numbers in held.items() if max(numbers) >= len(numbers)]:
+        counts = {prefix: len(numbers) for prefix, numbers in experts.items()}
+        if gaps := [prefix for prefix, numbers in experts.items() if max(numbers) >= len(numbers)]:
             raise UnsupportedError(
                 f"some of the experts are not exported: {some(f'{p}*' for p in gaps)}"
             )
@@ -508,11 +478,8 @@ class ExpertRanks:
             if rest:
                 out.append(group.part({n: n for n in rest}))
             part = group.part({n: n for n in mine}) if rest else group
-            if (
-                last is not None
-                and recorded not in (None, self.degree)
-                and _continues(last, group, before)
-            ):
+            redivided = recorded not in (None, self.degree)
+            if last is not None and redivided and _continues(last, group, before):
                 moved[-1] = moved[-1].joined(part)
             else:
                 moved.append(part)
@@ -525,10 +492,8 @@ class ExpertRanks:
         """Check that all ranks have the same of a group, as loaders take for granted."""
 
         def on(rank: int) -> list[tuple[str, tuple[int, ...]]]:
-            return [
-                (local, group.masters[n].shape)
-                for n, local in self.local(group.names, rank).items()
-            ]
+            names = self.local(group.names, rank)
+            return [(local, group.masters[name].shape) for name, local in names.items()]
 
         first = on(0)
         for rank in range(1, self.degree):
@@ -567,9 +532,8 @@ class ExpertRanks:
         if before in (1, self.degree):
             return names
         layers = {prefix: i for i, prefix in enumerate(self.experts.counts)}
-        places = {
-            n: (layers[found[0]], found[1]) for n in names if (found := expert_of(n)) is not None
-        }
+        experts = {n: expert for n in names if (expert := expert_of(n)) is not None}
+        places = {n: (layers[prefix], number) for n, (prefix, number) in experts.items()}
         out = sorted(names, key=places.__getitem__)
         for rank in range(before):
             mine = [n for n in names if self.experts.locally(n, before, rank)]
@@ -601,11 +565,10 @@ def _degree(model: TrainedModel, options: DeepSpeedExportOptions) -> int:
 
 def _continues(last: OptimizerGroup, group: OptimizerGroup, before: int) -> bool:
     """Whether a group of experts was one with that before it, and DeepSpeed divided it because of its size."""
-    hypers = [
-        {k: v for k, v in g.document.items() if k not in ("params", "state")} for g in (last, group)
-    ]
+    own = ("params", "state")
+    one, two = ({k: v for k, v in g.document.items() if k not in own} for g in (last, group))
     numel = sum(last.masters[n].size for n in last.names) // before
-    return hypers[0] == hypers[1] and numel + group.masters[group.names[0]].size > _MAX_GROUP
+    return one == two and numel + group.masters[group.names[0]].size > _MAX_GROUP
 
 
 def _refuse_experts(engine: TargetEngine, options: DeepSpeedExportOptions) -> None:

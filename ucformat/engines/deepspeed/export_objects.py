@@ -64,9 +64,8 @@ class Values:
     def of(cls, model: TrainedModel, engine: TargetEngine) -> Values:
         """The values of a checkpoint; tensors that belong to them are taken from the model."""
         source, out = model.source, cls()
-        decode = ValueDecoder(
-            {info.key: info for held in model.by_name.values() for info in held.values()}
-        )
+        infos = (info for states in model.by_name.values() for info in states.values())
+        decode = ValueDecoder({info.key: info for info in infos})
         objects = {k: v for k, v in source.objects.items() if k not in _DROPPED}
         optimizer = objects.pop("optimizer", None)
         recorded = optimizer if isinstance(optimizer, dict) else {}
@@ -88,9 +87,8 @@ class Values:
             else:
                 part = out.engine if key in _COPIED else out.client
                 out._put(part, key, key, value, decode)
-        if out.engine.get("lr_scheduler") is None and isinstance(
-            engine.settings.get("scheduler"), Mapping
-        ):
+        has_scheduler = isinstance(engine.settings.get("scheduler"), Mapping)
+        if out.engine.get("lr_scheduler") is None and has_scheduler:
             # of every scheduler of DeepSpeed
             out.engine["lr_scheduler"] = {"last_batch_iteration": engine.step - 1}
         if engine.settings:
@@ -117,19 +115,15 @@ class Values:
 
     def _take_ranks(self, model: TrainedModel, engine: TargetEngine, decode: ValueDecoder) -> None:
         """Add the client states of further ranks, if these write files of their own as they did before."""
-        found, layout = model.source.objects.get("rank"), model.source.metadata.layout
-        if not isinstance(found, dict) or (engine.stage, engine.tp, engine.dp) != (
-            layout.get("zero"),
-            1,
-            layout.get("dp"),
-        ):
+        others, layout = model.source.objects.get("rank"), model.source.metadata.layout
+        before = (layout.get("zero"), 1, layout.get("dp"))
+        if not isinstance(others, dict) or engine.stage != ZERO3:
             return
-        if engine.stage != ZERO3 or any(
-            not r.isdigit() or v.keys() != {"client_state"} for r, v in found.items()
-        ):
+        of_ranks = all(r.isdigit() and v.keys() == {"client_state"} for r, v in others.items())
+        if (engine.stage, engine.tp, engine.dp) != before or not of_ranks:
             return
         self._named.add("rank")
-        for rank, values in found.items():
+        for rank, values in others.items():
             part = self.ranks[int(rank)] = {}
             for key, value in values["client_state"].items():
                 self._put(part, f"rank.{rank}.{key}", unkey(key), value, decode)
@@ -137,19 +131,15 @@ class Values:
     def _take_outside(self, model: TrainedModel) -> None:
         """Add tensors that are not the model's to the client state, at their path in the program's state."""
         taken = {key.name for key in self.used}
-        names = [
-            n for n, held in model.by_name.items() if held.keys() == {"weight"} and n not in taken
-        ]
+        weights = (n for n, states in model.by_name.items() if states.keys() == {"weight"})
+        names = [name for name in weights if name not in taken]
         for name, (*path, last) in outside(model.source, model.trained, names).items():
             info = model.by_name[name]["weight"]
             place: Any = self.client
             for key in path:
                 place = place.setdefault(key, {}) if isinstance(place, dict) else None
-            if (
-                isinstance(place, dict)
-                and last not in place
-                and (path or last not in ENGINE_KEYS | TENSOR_KEYS)
-            ):
+            is_own = not path and last in ENGINE_KEYS | TENSOR_KEYS
+            if isinstance(place, dict) and last not in place and not is_own:
                 place[last] = whole(info)
                 self.used[info.key] = info
             else:
@@ -159,8 +149,8 @@ class Values:
     def left_out(self, model: TrainedModel, infos: Mapping[Key, TensorInfo]) -> tuple[str, ...]:
         """What of the source has no place in the target."""
         kept = list((self.used | dict(infos)).values())
-        found = left_out(model.source, kept, values=self._named, groups=bool(model.groups))
-        return (*found, *self.missing)
+        left = left_out(model.source, kept, values=self._named, groups=bool(model.groups))
+        return (*left, *self.missing)
 
     def counters(self, engine: TargetEngine, rank: int) -> Iterator[tuple[str, Any]]:
         """The entries of a model states file that are not tensors, in DeepSpeed's order."""
@@ -237,39 +227,37 @@ class ValueDecoder:
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of an optimizer group, whose sequences are tuples, such as `betas`."""
-        found = {k: self(v) for k, v in group.items() if k not in ("params", "state")}
-        return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        hyper = {k: self(v) for k, v in group.items() if k not in ("params", "state")}
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in hyper.items()}
 
 
 def scale_of(engine: TargetEngine, recorded: Any) -> dict[str, Any]:
     """The loss scale: `dynamic`, and the fields of the scaler."""
     if engine.dtype != "float16":
         return {"dynamic": False, "cur_scale": 1.0}
-    found = recorded if isinstance(recorded, dict) else {}
-    found = found.get("loss_scaler", found)
-    found = found.get("$state", {}) if "$class" in found else found
+    scaler = recorded if isinstance(recorded, dict) else {}
+    scaler = scaler.get("loss_scaler", scaler)
+    scaler = scaler.get("$state", {}) if "$class" in scaler else scaler
     settings = engine.settings.get("fp16")
     settings = settings if isinstance(settings, dict) else {}
-    dynamic = bool(found.get("dynamic") or found.get("dynamic_loss_scale"))
-    if "cur_scale" not in found:
+    dynamic = bool(scaler.get("dynamic") or scaler.get("dynamic_loss_scale"))
+    if "cur_scale" not in scaler:
         if not settings:
             raise UsageError(
                 "the source does not record a loss scale, which an engine in float16 has",
                 hint="pass config (--config), a configuration with the section `fp16`",
             )
         dynamic = not settings.get("loss_scale")
-        found = {
-            "cur_scale": 2.0 ** settings.get("initial_scale_power", 16)
-            if dynamic
-            else settings["loss_scale"]
-        }
+        scaler = {"cur_scale": settings.get("loss_scale")}
+        if dynamic:
+            scaler = {"cur_scale": 2.0 ** settings.get("initial_scale_power", 16)}
     if not dynamic:
-        return {"dynamic": False, "cur_scale": found["cur_scale"]}
+        return {"dynamic": False, "cur_scale": scaler["cur_scale"]}
     out = {"dynamic": True, "cur_iter": 0, "last_overflow_iter": -1}
     for name, (default, key) in _SETTINGS.items():
-        out[name] = found.get(name, settings.get(key, default))
+        out[name] = scaler.get(name, settings.get(key, default))
     out["cur_hysteresis"] = out["delayed_shift"]
-    return out | {name: found[name] for name in _KEPT if name in found}
+    return out | {name: scaler[name] for name in _KEPT if name in scaler}
 
 
 def loss_scaler(scale: Mapping[str, Any]) -> Instance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucformat.engines.deepspeed.export_model import ZERO3, some
 from ucformat.engines.deepspeed.export_objects import (
@@ -144,9 +144,9 @@ class FlatGroup:
     ) -> SavedTensor:
         """A data-parallel rank's partition."""
         size = self.buffer.size - spare
-        found = self._pieces(infos, rank) if fill else ()
+        pieces = self._pieces(infos, rank) if fill else ()
         dtype = next(infos[name].dtype for name in self.dims)
-        return SavedTensor(Storage(Span(dtype, size, tuple(found))), (size,))
+        return SavedTensor(Storage(Span(dtype, size, tuple(pieces))), (size,))
 
     def _pieces(
         self, infos: Mapping[str, TensorInfo], rank: int
@@ -160,16 +160,16 @@ def flat_groups(
     engine: TargetEngine, groups: Sequence[OptimizerGroup], shards: Shards, rank: int
 ) -> list[FlatGroup]:
     """The flat groups of a tensor-parallel rank."""
-    found: list[FlatGroup] = []
+    flat: list[FlatGroup] = []
     for number, group in enumerate(groups):
         names = [n for n in group.names if group.masters[n].size]
         _check_joined(group, names)
         dims = {n: shards.dims(n, group.masters[n].shape, rank) for n in names}
         if engine.stage == 3:
-            found += _partitioned(engine, number, group, dims)
+            flat += _partitioned(engine, number, group, dims)
         else:
-            found.append(_joined(engine, number, group, dims))
-    return found
+            flat.append(_joined(engine, number, group, dims))
+    return flat
 
 
 def _joined(
@@ -187,10 +187,9 @@ def _joined(
         padding = -(buffer.end + numel) % unit if name != names[-1] else 0
         buffer.append(name, numel, padding=padding)
         paddings.append(padding)
-    parts = len(ranks)
-    buffer.size = (
-        align_up(buffer.end, _START_ALIGNMENT * parts) // parts if engine.stage else buffer.end
-    )
+    parts, buffer.size = len(ranks), buffer.end
+    if engine.stage:
+        buffer.size = align_up(buffer.end, _START_ALIGNMENT * parts) // parts
     return FlatGroup(number, group, {n: dims[n] for n in names}, buffer, paddings, ranks)
 
 
@@ -198,7 +197,7 @@ def _partitioned(
     engine: TargetEngine, number: int, group: OptimizerGroup, dims: dict[str, tuple[Dim, ...]]
 ) -> Iterator[FlatGroup]:
     """The parts of parameters; another flat group begins where one has reached `sub_group_size`."""
-    numels = {n: math.prod(d.size for d in found) for n, found in dims.items()}
+    numels = {n: math.prod(d.size for d in own) for n, own in dims.items()}
     left = sum(part_size(numel, engine.dp) for numel in numels.values())
     limit = min(left, engine.sub_group_size)
     buffer = FlatBuffer()
@@ -206,9 +205,8 @@ def _partitioned(
         buffer.append_part(name, numel, part_size(numel, engine.dp))
         if buffer.end >= limit or name == next(reversed(numels)):
             buffer.size = buffer.end
-            yield FlatGroup(
-                number, group, {n: dims[n] for n in buffer.slots}, buffer, [], range(engine.dp)
-            )
+            mine = {n: dims[n] for n in buffer.slots}
+            yield FlatGroup(number, group, mine, buffer, [], range(engine.dp))
             buffer = FlatBuffer()
 
 
@@ -258,13 +256,9 @@ def _base(
 ) -> dict[str, Any]:
     """The state dict of the optimizer inside, by the numbers of its tensors in each group."""
     decode = ValueDecoder({})
-    hypers = [decode.hyper(group.document) for group in groups]
-    return {
-        "state": {i: found for i, found in states.items() if found},
-        "param_groups": [
-            {**hyper, "params": list(of)} for hyper, of in zip(hypers, members, strict=True)
-        ],
-    }
+    pairs = zip(groups, members, strict=True)
+    hypers = [{**decode.hyper(group.document), "params": list(mine)} for group, mine in pairs]
+    return {"state": {i: s for i, s in states.items() if s}, "param_groups": hypers}
 
 
 def _flat_states(flat: FlatGroup, rank: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
@@ -272,18 +266,15 @@ def _flat_states(flat: FlatGroup, rank: int, fill: bool) -> dict[str, Any]:  # n
     if not flat.dims:
         return {}
     first, group, decode = next(iter(flat.dims)), flat.group, ValueDecoder({})
-    found: dict[str, Any] = {
-        state: decode(values[first]) for state, values in group.plain().items()
-    }
-    found |= {state: whole(infos[first]) for state, infos in group.scalars().items()}
-    return found | {state: flat.saved(infos, rank, fill) for state, infos in group.shaped().items()}
+    states: dict[str, Any] = {s: decode(values[first]) for s, values in group.plain().items()}
+    states |= {state: whole(infos[first]) for state, infos in group.scalars().items()}
+    return states | {s: flat.saved(infos, rank, fill) for s, infos in group.shaped().items()}
 
 
 def _members(groups: Sequence[OptimizerGroup], flat: Sequence[FlatGroup]) -> list[list[int]]:
     """The numbers of the flat groups of each optimizer group."""
-    return [
-        [i for i, of in enumerate(flat) if of.number == number] for number in range(len(groups))
-    ]
+    numbers = [one.number for one in flat]
+    return [[i for i, n in enumerate(numbers) if n == number] for number in range(len(groups))]
 
 
 def zero_optimizer(
@@ -295,11 +286,8 @@ def zero_optimizer(
     fill: bool,  # noqa: FBT001
 ) -> dict[str, Any]:
     """The state dict of `DeepSpeedZeroOptimizer` (ZeRO 1 and 2), or of `DeepSpeedZeroOptimizer_Stage3`."""
-    base = _base(
-        groups,
-        _members(groups, flat),
-        {i: _flat_states(of, rank, fill) for i, of in enumerate(flat)},
-    )
+    states = {i: _flat_states(one, rank, fill) for i, one in enumerate(flat)}
+    base = _base(groups, _members(groups, flat), states)
     out: dict[str, Any] = {
         "loss_scaler": loss_scaler(values.scale),
         "dynamic_loss_scale": values.scale["dynamic"],
@@ -307,40 +295,45 @@ def zero_optimizer(
         "zero_stage": stage_of(engine.stage),
     }
     if engine.stage == ZERO3:
-        masters = [of.saved(of.group.masters, rank, fill) for of in flat]
-        return out | {
-            "partition_count": engine.dp,
-            "optimizer_state_dict": base,
-            "fp32_flat_groups": masters,
-        }
-    paddings = [of.padding(rank) for of in flat]
-    parts = [of.part_of(rank) for of in flat]
+        masters = [one.saved(one.group.masters, rank, fill) for one in flat]
+        out |= {"partition_count": engine.dp, "optimizer_state_dict": base}
+        return out | {"fp32_flat_groups": masters}
+    paddings = [one.padding(rank) for one in flat]
+    padded = zip(flat, paddings, strict=True)
+    parts = (one.part_of(rank).items() for one in flat)
     return {
         **out,
         **({} if values.clip_grad is None else {"clip_grad": values.clip_grad}),
         "base_optimizer_state": base,
         "single_partition_of_fp32_groups": [
-            of.saved(of.group.masters, rank, fill, spare)
-            for of, spare in zip(flat, paddings, strict=True)
+            one.saved(one.group.masters, rank, fill, spare) for one, spare in padded
         ],
         "group_paddings": paddings,
-        "param_alignment_paddings": [of.paddings for of in flat],
-        "partition_count": [len(of.ranks) for of in flat],
+        "param_alignment_paddings": [one.paddings for one in flat],
+        "partition_count": [len(one.ranks) for one in flat],
         "ds_version": VERSION,
-        "param_slice_mappings": [
-            {n: address(at, b - a) for n, (a, b, at) in part.items()} for part in parts
-        ],
+        "param_slice_mappings": [{n: address(at, b - a) for n, (a, b, at) in p} for p in parts],
     }
+
+
+class TensorParallelPart(NamedTuple):
+    """What a file of one tensor-parallel rank holds; elements only if they are to be filled in."""
+
+    shards: Shards
+    rank: int
+    fill: bool
+
+    def saved(self, name: str, info: TensorInfo) -> SavedTensor:
+        """The rank's shard of a tensor."""
+        return self.shards.saved(name, info, self.rank, self.fill)
 
 
 def plain_optimizer(
     engine: TargetEngine,
     groups: Sequence[OptimizerGroup],
     values: Values,
-    shards: Shards,
+    part: TensorParallelPart,
     flat: Sequence[FlatGroup] | None,
-    rank: int,
-    fill: bool,  # noqa: FBT001
 ) -> dict[str, Any]:
     """The state dict of the optimizer at stage 0: in 16 bits that of a wrapper with fp32 copies.
 
@@ -349,21 +342,18 @@ def plain_optimizer(
     """
     single = engine.dtype == "float32"
     names = [[n for n in group.names if single or group.masters[n].size] for group in groups]
+    states: dict[int, dict[str, Any]] = {}
     if flat is not None:
-        base = _base(
-            groups,
-            _members(groups, flat),
-            {i: _flat_states(of, 0, fill) for i, of in enumerate(flat)},
-        )
+        states = {i: _flat_states(one, 0, part.fill) for i, one in enumerate(flat)}
+        members = _members(groups, flat)
     else:
-        states: dict[int, dict[str, Any]] = {}
-        members: list[list[int]] = []
-        for group, held in zip(groups, names, strict=True):
-            members.append([len(states) + i for i in range(len(held))])
-            states |= {
-                len(states) + i: _single(group, n, shards, rank, fill) for i, n in enumerate(held)
-            }
-        base = _base(groups, members, states)
+        members = []
+        for group, mine in zip(groups, names, strict=True):
+            numbers = range(len(states), len(states) + len(mine))
+            members.append(list(numbers))
+            singles = (_single(group, name, part) for name in mine)
+            states.update(zip(numbers, singles, strict=True))
+    base = _base(groups, members, states)
     if single:
         return base
     out: dict[str, Any] = {}
@@ -375,39 +365,30 @@ def plain_optimizer(
         out |= {k: scale[k] for k in ("last_overflow_iter", "scale_factor", "scale_window")}
     out["optimizer_state_dict"] = base
     if flat is not None:
-        out["fp32_groups_flat"] = [of.saved(of.group.masters, 0, fill) for of in flat]
+        out["fp32_groups_flat"] = [one.saved(one.group.masters, 0, part.fill) for one in flat]
         out["clip_grad"] = values.clip_grad or 0.0
     else:
-        out["fp32_groups"] = [
-            [shards.saved(n, group.masters[n], rank, fill) for n in held]
-            for group, held in zip(groups, names, strict=True)
-        ]
+        pairs = zip(groups, names, strict=True)
+        out["fp32_groups"] = [[part.saved(n, g.masters[n]) for n in mine] for g, mine in pairs]
     return out
 
 
-def _single(
-    group: OptimizerGroup,
-    name: str,
-    shards: Shards,
-    rank: int,
-    fill: bool,  # noqa: FBT001
-) -> dict[str, Any]:
+def _single(group: OptimizerGroup, name: str, part: TensorParallelPart) -> dict[str, Any]:
     """The states of one parameter."""
     decode, shape = ValueDecoder({}), group.masters[name].shape
-    found: dict[str, Any] = {
-        state: decode(values[name]) for state, values in group.plain().items() if name in values
-    }
+    plain = {s: values[name] for s, values in group.plain().items() if name in values}
+    states: dict[str, Any] = {state: decode(value) for state, value in plain.items()}
     for state, infos in group.states.items():
         info = infos.get(name)
         if info is None:
             continue
-        if info.shape not in ((), shape) and shards.cuts(name):
+        if info.shape not in ((), shape) and part.shards.cuts(name):
             raise UnsupportedError(
                 f"{info.key} has another shape than the parameter, and is not sharded over tensor-parallel ranks",
                 hint="leave the state out (--state)",
             )
-        found[state] = shards.saved(name, info, rank, fill) if info.shape == shape else whole(info)
-    return found
+        states[state] = part.saved(name, info) if info.shape == shape else whole(info)
+    return states
 
 
 def check_scalars(source: Checkpoint, groups: Iterable[OptimizerGroup]) -> None:
@@ -418,17 +399,14 @@ def check_scalars(source: Checkpoint, groups: Iterable[OptimizerGroup]) -> None:
 
     for group in groups:
         for state, infos in group.scalars().items():
-            distinct = {
-                place(info): info for name, info in infos.items() if group.masters[name].size
-            }
+            filled = (info for name, info in infos.items() if group.masters[name].size)
+            distinct = list({place(info): info for info in filled}.values())
             if len(distinct) < 2:
                 continue
-            values = map_io(lambda info: source[info.key].read().tobytes(), list(distinct.values()))
-            other = next(
-                (i for i, v in zip(distinct.values(), values, strict=True) if v != values[0]), None
-            )
-            if other is not None:
-                first = next(iter(distinct.values()))
+            values = map_io(lambda info: source[info.key].read().tobytes(), distinct)
+            differing = (i for i, v in zip(distinct, values, strict=True) if v != values[0])
+            if (other := next(differing, None)) is not None:
+                first = distinct[0]
                 raise UnsupportedError(
                     f"{state} of {other.name} differs from that of {first.name}, in one optimizer group; ZeRO has one "
                     "value for both",

@@ -54,24 +54,20 @@ class UniversalExportOptions(ExportOptions):
 
     def __post_init__(self) -> None:
         if isinstance(self.config, str | Path):
-            object.__setattr__(
-                self, "config", read_config_file(Path(self.config), "DeepSpeed configuration")
-            )
-        if isinstance(self.buffers, str):
-            object.__setattr__(self, "buffers", self.buffers.split(","))
+            settings = read_config_file(Path(self.config), "DeepSpeed configuration")
+            object.__setattr__(self, "config", settings)
         if self.buffers is not None:
-            object.__setattr__(
-                self, "buffers", tuple(name for name in self.buffers if name != "none")
-            )
+            names = self.buffers.split(",") if isinstance(self.buffers, str) else self.buffers
+            object.__setattr__(self, "buffers", tuple(name for name in names if name != "none"))
         if self.stage not in (None, 0, 1, 2, 3):
             raise UsageError(f"ZeRO has the stages 0 to 3, not {self.stage}")
         if self.dtype not in (None, *DTYPES):
             raise UsageError(f"an engine trains in {', '.join(DTYPES)}, not in {self.dtype!r}")
         if self.step is not None and self.step < 0:
             raise UsageError(f"step must not be negative, but is {self.step}")
-        if self.tag is not None and (not self.tag.strip() or "\n" in self.tag):
-            raise UsageError("a tag is a line of text")
         if self.tag is not None:
+            if not self.tag.strip() or "\n" in self.tag:
+                raise UsageError("a tag is a line of text")
             check_key(self.tag)
 
 

@@ -12,6 +12,7 @@ from ucformat.engines.deepspeed.export_model import ZERO3, ExpertRanks, TargetEn
 from ucformat.engines.deepspeed.export_objects import VERSION, ValueDecoder, Values, size_of
 from ucformat.engines.deepspeed.export_optimizer import (
     Shards,
+    TensorParallelPart,
     check_dtype,
     check_scalars,
     flat_groups,
@@ -70,33 +71,28 @@ class EnginePlan:
         self.module = model.module(engine)
         self.buffers = model.buffers(self.module, must=engine.stage == ZERO3 and not weights_only)
         if weights_only and engine.stage == ZERO3:
-            self.buffers += [
-                n for n, i in self.module.items() if i.dtype not in FLOATS and n not in self.buffers
-            ]
+            numbers = (n for n, i in self.module.items() if i.dtype not in FLOATS)
+            self.buffers += [n for n in numbers if n not in self.buffers]
             model.take_all(self.module, self.buffers)
         self.frozen = [n for n in model.untrained(self.module) if n not in self.buffers]
         self.save_frozen = engine.stage > 1 and not weights_only
-        self.aliases = {
-            a: n for a, n in source.aliases.items() if n in self.module and a not in self.module
-        }
+        aliases = ((a, n) for a, n in source.aliases.items() if a not in self.module)
+        self.aliases = {alias: name for alias, name in aliases if name in self.module}
         self.experts = ExpertRanks.of(model, engine, options)
         self.shards = Shards(native, engine.tp, self.module)
         if model.groups and self.experts.experts.counts:
             kept = engine.stage == 0 and source.metadata.layout.get("zero") == 0
             before = model.expert_ranks or 1
-            model.groups = self.experts.groups(
-                model.groups, before, split=not kept or before != self.experts.degree
-            )
+            split = not kept or before != self.experts.degree
+            model.groups = self.experts.groups(model.groups, before, split=split)
         joined = engine.stage > 0 or self.fused
         self._flat = {
             (tp, rank): flat_groups(engine, self.groups_on(rank), self.shards, tp) if joined else []
             for tp, rank in product(range(engine.tp), range(self.experts.degree))
         }
-        if self.fused:
-            for group in model.groups:
-                check_dtype(
-                    "weight", self.module, [n for n in group.names if group.masters[n].size]
-                )
+        for group in model.groups if self.fused else ():
+            names = [n for n in group.names if group.masters[n].size]
+            check_dtype("weight", self.module, names)
 
     def groups_on(self, expert_rank: int) -> list[OptimizerGroup]:
         """The optimizer groups as an expert-parallel rank has them."""
@@ -115,18 +111,13 @@ class EnginePlan:
             like: TargetFile | None = None
             for dp in range(engine.dp if engine.stage == ZERO3 else 1):
                 decisive = engine.stage != ZERO3 and not tp
-                name = self.model_file(tp, dp)
-                file = self.file(
-                    name,
-                    partial(self.model_states, tp, dp),
-                    like if dp > 1 and not self.values.ranks else None,
-                    last=decisive,
-                )
-                like = file
+                states = partial(self.model_states, tp, dp)
+                same = like if dp > 1 and not self.values.ranks else None
+                like = self.file(self.model_file(tp, dp), states, same, last=decisive)
                 if decisive:
-                    last.append(file)
+                    last.append(like)
                 else:
-                    yield file
+                    yield like
             for dp in range(engine.dp if engine.stage and self.model.groups else 0):
                 key = f"{engine.prefix}{dp}_mp_rank_{tp:02}_optim_states.pt"
                 decisive = engine.stage == ZERO3 and not dp and not tp
@@ -144,11 +135,11 @@ class EnginePlan:
     def _expert_files(self) -> Iterator[TargetFile]:
         """The weights of each expert, and at stage 0 the optimizer of each expert-parallel rank."""
         layers = {prefix: i for i, prefix in enumerate(self.experts.experts.counts)}
-        held: dict[tuple[str, int], list[str]] = {}
+        by_expert: dict[tuple[str, int], list[str]] = {}
         for name in (*self.module, *self.aliases):
-            if (of := expert_of(name)) is not None:
-                held.setdefault(of, []).append(name)
-        for (prefix, number), names in held.items():
+            if (expert := expert_of(name)) is not None:
+                by_expert.setdefault(expert, []).append(name)
+        for (prefix, number), names in by_expert.items():
             key = f"layer_{layers[prefix]}_expert_{number}_mp_rank_00_model_states.pt"
             yield self.file(key, partial(self._expert, names), None, last=False)
         if layers and self.model.groups and not self.engine.stage:
@@ -158,11 +149,8 @@ class EnginePlan:
 
     def _expert_optimizer(self, rank: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
         groups = self.groups_on(rank)
-        return {
-            "optimizer": plain_optimizer(
-                self.engine, groups, self.values, self.shards, None, 0, fill
-            )
-        }
+        part = TensorParallelPart(self.shards, 0, fill)
+        return {"optimizer": plain_optimizer(self.engine, groups, self.values, part, None)}
 
     def model_file(self, tp: int, dp: int) -> str:
         """The name of a model states file."""
@@ -184,8 +172,8 @@ class EnginePlan:
                 used[info.key] = info
         for group in self.model.groups:
             masters = group.masters if engine.stage or engine.dtype != "float32" else {}
-            for held in (masters, *group.states.values()):
-                used |= {info.key: info for info in held.values()}
+            for infos in (masters, *group.states.values()):
+                used |= {info.key: info for info in infos.values()}
         return self.values.left_out(self.model, used)
 
     def model_states(self, tp: int, dp: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
@@ -210,17 +198,14 @@ class EnginePlan:
             if fill:
                 check_scalars(self.source, self.model.groups if self.fused else ())
             flat = self.flat(tp) if self.fused else None
-            out["optimizer"] = plain_optimizer(
-                engine, self.groups_on(0), self.values, self.shards, flat, tp, fill
-            )
+            part = TensorParallelPart(self.shards, tp, fill)
+            out["optimizer"] = plain_optimizer(engine, self.groups_on(0), self.values, part, flat)
         if self.save_frozen:
             shapes = {n: self.shards.dims(n, self.module[n].shape, tp) for n in frozen}
-            out["frozen_param_shapes"] = {
-                frozen[n]: size_of(tuple(d.size for d in s)) for n, s in shapes.items()
-            }
-            out["frozen_param_fragments"] = {
-                local: self._fragment(n, tp, dp, fill) for n, local in frozen.items()
-            }
+            sizes = {n: size_of(tuple(d.size for d in dims)) for n, dims in shapes.items()}
+            out["frozen_param_shapes"] = {local: sizes[n] for n, local in frozen.items()}
+            fragments = {local: self._fragment(n, tp, dp, fill) for n, local in frozen.items()}
+            out["frozen_param_fragments"] = fragments
         if counts := self.experts.experts.counts:
             out |= {"num_experts": list(counts.values()), "ds_autoep_layers": None}
         return out | dict(self.values.counters(engine, dp))
@@ -265,17 +250,15 @@ class EnginePlan:
         numel = math.prod(dim.size for dim in dims)
         part = part_size(numel, self.engine.dp)
         pieces = pieces_of(dims, part_range(numel, part, dp))[0] if fill and numel else ()
-        return SavedTensor(
-            Storage(Span(info.dtype, part, tuple((info, p) for p in pieces))), (part,)
-        )
+        span = Span(info.dtype, part, tuple((info, p) for p in pieces))
+        return SavedTensor(Storage(span), (part,))
 
     def _optimizer_states(self, tp: int, dp: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
         """The content of an optimizer file."""
         if fill and not dp and not tp:
             check_scalars(self.source, self.model.groups)
-        state = zero_optimizer(
-            self.engine, self.model.groups, self.values, self.flat(tp, dp), dp, fill
-        )
+        flat = self.flat(tp, dp)
+        state = zero_optimizer(self.engine, self.model.groups, self.values, flat, dp, fill)
         out: dict[str, Any] = {"optimizer_state_dict": state}
         if "ds_config" in self.values.engine:
             out["ds_config"] = self.values.engine["ds_config"]
@@ -339,42 +322,34 @@ class UniversalPlan(EnginePlan):
         if fill:
             check_scalars(self.source, groups)
         state = zero_optimizer(self.engine, groups, self.values, self.flat(), 0, fill)
-        base = state[
-            "optimizer_state_dict" if self.engine.stage == ZERO3 else "base_optimizer_state"
-        ]
-        names = [next(iter(flat.dims), None) for flat in self.flat()]
-        scalars = {
-            i: _scalars(flat.group, n)
-            for i, (flat, n) in enumerate(zip(self.flat(), names, strict=True))
-            if n
-        }
+        inner = "optimizer_state_dict" if self.engine.stage == ZERO3 else "base_optimizer_state"
+        hypers = state[inner]["param_groups"]
+        filled = ((i, flat) for i, flat in enumerate(self.flat()) if flat.dims)
+        scalars = {i: _scalars(flat.group, next(iter(flat.dims))) for i, flat in filled}
         kept = {k: v for k, v in state.items() if k not in _SHARDED}
-        common = {
-            "state": {i: found for i, found in scalars.items() if found},
-            "param_groups": base["param_groups"],
-        }
-        return kept | {"optimizer_state_dict": common, "param_groups": base["param_groups"]}
+        common = {"state": {i: s for i, s in scalars.items() if s}, "param_groups": hypers}
+        return kept | {"optimizer_state_dict": common, "param_groups": hypers}
 
     def not_restored(self) -> tuple[str, ...]:
         """What DeepSpeed itself does not restore from the files."""
-        found: list[str] = []
+        told: list[str] = []
         if names := [n for n in self.model.untrained(self.module) if self.module[n].size]:
             plural = "s" * (len(names) != 1)
-            found.append(
+            told.append(
                 f"buffers and frozen parameters ({len(names)} tensor{plural}): written, but not loaded by DeepSpeed"
             )
         decode = ValueDecoder({})
         hypers = [repr(decode.hyper(group.document)) for group in self.model.groups]
         if self.engine.stage == ZERO3 and len(set(hypers)) > 1:
-            found.append(
+            told.append(
                 "hyper-parameters of optimizer groups after the first: written, but at stage 3 DeepSpeed gives all "
                 "groups those of the first"
             )
-        return tuple(found)
+        return tuple(told)
 
 
 def _scalars(group: OptimizerGroup, name: str) -> dict[str, Any]:
     """The states of a parameter that have no dims, or are plain numbers."""
     decode = ValueDecoder({})
-    found: dict[str, Any] = {state: whole(infos[name]) for state, infos in group.scalars().items()}
-    return found | {state: decode(values[name]) for state, values in group.plain().items()}
+    scalars: dict[str, Any] = {s: whole(infos[name]) for s, infos in group.scalars().items()}
+    return scalars | {state: decode(values[name]) for state, values in group.plain().items()}

@@ -66,9 +66,8 @@ def infer(
 ) -> TPSharding | Doubt:
     """The only sharding that the evidence allows, or a doubt."""
     first, ndim = shapes[0], len(shapes[0])
-    differing = {
-        d for s in shapes for d, (a, b) in enumerate(zip(first, s, strict=False)) if a != b
-    }
+    sizes = enumerate(zip(*shapes, strict=False))
+    differing = {d for d, of_dim in sizes if len(set(of_dim)) > 1}
     if len({len(s) for s in shapes}) > 1 or len(differing) > 1:
         raise LayoutError(
             f"its parts have the shapes {[list(s) for s in shapes]}, which fit no sharding"
@@ -81,15 +80,14 @@ def infer(
         return concatenate(shapes, d).because("parts of unequal width")
     if 0 in first:
         return Doubt(name, shapes, "replicate", cut(0)) if ndim else replicate(shapes)
-    found = verdict()
-    if found == "equal" or not ndim:
+    compared = verdict()
+    if compared == "equal" or not ndim:
         return replicate(shapes).because(EQUAL)
-    if found == "constant":
+    if compared == "constant":
         return Doubt(name, shapes, "replicate", cut(0))
     if ndim == 1:
-        weight = (
-            siblings.get(name.removesuffix("bias") + "weight") if name.endswith("bias") else None
-        )
+        is_bias = name.endswith("bias")
+        weight = siblings.get(name.removesuffix("bias") + "weight") if is_bias else None
         if weight and not fused and [s[:1] for s in weight] == [s[:1] for s in shapes]:
             return concatenate(shapes, 0).because("its weight's parts are as long")
         return Doubt(name, shapes, cut(0, "parts") if fused else MEAN, cut(0))
@@ -138,9 +136,8 @@ def _word(place: str) -> str:
     """The word for a placement in `cuts`."""
     if "parts" in place:
         return "halves"
-    return {"replicate": "replicate", MEAN: "mean"}.get(place) or place[
-        len("{shard: ") :
-    ].partition(",")[0]
+    dim = place.removeprefix("{shard: ").partition(",")[0]
+    return {"replicate": "replicate", MEAN: "mean"}.get(place, dim)
 
 
 def _quoted(name: str) -> str:
@@ -173,9 +170,9 @@ class ModelSizes:
         """The sizes in a model states file: in its arguments, and in `universal_checkpoint_info`."""
         recorded: dict[str, int] = {}
         for key in (*_ARGUMENTS, "universal_checkpoint_info"):
-            found = value.get(key)
-            found = found.state if isinstance(found, Inert) else found
-            for name, n in (found if isinstance(found, dict) else {}).items():
+            sizes = value.get(key)
+            sizes = sizes.state if isinstance(sizes, Inert) else sizes
+            for name, n in (sizes if isinstance(sizes, dict) else {}).items():
                 if isinstance(name, str) and type(n) is int and n > 0:
                     recorded.setdefault(name, n)
         return cls(recorded)
@@ -184,13 +181,10 @@ class ModelSizes:
         """Whether each rank's part is the whole parameter (True) or a cut of its rows (False); None if unknown."""
         rows, total = shapes[0][0], sum(s[0] for s in shapes)
         size = self._expected(name, len(shapes[0]))
-        if (
-            size is None
-            and _WORDS.search(name)
-            and (size := self._first(_VOCABULARY))
-            and rows < size <= total
-        ):
-            return False  # padded to a size that is not recorded
+        if size is None and _WORDS.search(name):
+            size = self._first(_VOCABULARY)
+            if size and rows < size <= total:
+                return False  # padded to a size that is not recorded
         return size == rows if size in (rows, total) else None
 
     def width(self, name: str, shapes: Shapes) -> bool | None:
@@ -220,9 +214,8 @@ class ModelSizes:
         if not _HEAD.search(name):
             return self._first(_WIDTH)
         width, heads = self._first(_WIDTH), self._first(("num_attention_heads", "n_head"))
-        return self._first(("kv_channels", "head_dim")) or (
-            width // heads if width and heads else None
-        )
+        each = width // heads if width and heads else None
+        return self._first(("kv_channels", "head_dim")) or each
 
     def _first(self, names: Iterable[str]) -> int | None:
         return next((self.recorded[name] for name in names if name in self.recorded), None)
@@ -233,18 +226,14 @@ def as_its_weight(
 ) -> TPSharding | None:
     """A bias sharded as the rows of its weight; None for other parameters, or if its weight's sharding does not fit."""
     weight = shardings.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
-    if (
-        weight is None
-        or weight.mean
-        or weight.scaled
-        or len(weight.shape) < 2
-        or len(shapes[0]) != 1
-    ):
+    if weight is None or weight.mean or weight.scaled:
+        return None
+    if len(weight.shape) < 2 or len(shapes[0]) != 1:
         return None
     regions, padding = _rows(weight.regions), _rows(weight.padding)
     for t, shape in enumerate(shapes):
-        held = sum(r.box.size for r in (*regions[t], *(padding[t] if padding else ())))
-        if held != shape[0]:
+        rows = (*regions[t], *(padding[t] if padding else ()))
+        if sum(region.box.size for region in rows) != shape[0]:
             return None
     out = TPSharding(weight.shape[:1], regions, padding, weight.padding_rows)
     return out.because("the rows of its weight")
@@ -256,23 +245,20 @@ def as_other_norms(
     """A norm replicated as all others of its length are; None for other parameters, or if the others are not."""
     if not _NORM.search(name) or _HEAD.search(name) or len(shapes[0]) != 1:
         return None
-    others = [
-        r
-        for n, r in shardings.items()
-        if _NORM.search(n) and not _HEAD.search(n) and len(r.shape) == 1
-    ]
-    alike = {r.shape for r in others} == {shapes[0]} and all(
-        r == replicate(shapes).because(r.why) for r in others
-    )
-    return replicate(shapes).because("the other norms") if alike else None
+    norms = (r for n, r in shardings.items() if _NORM.search(n) and not _HEAD.search(n))
+    others = [r for r in norms if len(r.shape) == 1]
+    alike = {r.shape for r in others} == {shapes[0]}
+    if not alike or any(r != replicate(shapes).because(r.why) for r in others):
+        return None
+    return replicate(shapes).because("the other norms")
 
 
 def _rows(regions: tuple[tuple[BoxPair, ...], ...]) -> tuple[tuple[BoxPair, ...], ...]:
     """The regions of the rows of a matrix."""
-    return tuple(
-        tuple(dict.fromkeys(BoxPair.aligned(_first(r.target), _first(r.box)) for r in held))
-        for held in regions
+    rows = (
+        (BoxPair.aligned(_first(r.target), _first(r.box)) for r in of_rank) for of_rank in regions
     )
+    return tuple(tuple(dict.fromkeys(of_rank)) for of_rank in rows)
 
 
 def _first(box: Box) -> Box:
@@ -347,23 +333,13 @@ class Family:
 
 
 FAMILIES = (
-    Family(
-        "llama",
-        (
-            r"model\.layers\.\d+\.self_attn\.q_proj\.weight",
-            r"model\.layers\.\d+\.self_attn\.o_proj\.weight",
-            r"model\.layers\.\d+\.input_layernorm\.weight",
-        ),
-    ),
-    Family(
-        "megatron-deepspeed",
-        (
-            _MEGATRON_LAYER + r"self_attention\.query_key_value\.weight",
-            _MEGATRON_LAYER + r"self_attention\.dense\.weight",
-            _MEGATRON_LAYER + r"mlp\.dense_4h_to_h\.weight",
-        ),
-    ),
-)
+    Family("llama", tuple(rf"model\.layers\.\d+\.{name}\.weight" for name in (
+        r"self_attn\.q_proj", r"self_attn\.o_proj", "input_layernorm",
+    ))),
+    Family("megatron-deepspeed", tuple(rf"{_MEGATRON_LAYER}{name}\.weight" for name in (
+        r"self_attention\.query_key_value", r"self_attention\.dense", r"mlp\.dense_4h_to_h",
+    ))),
+)  # fmt: skip
 
 
 def family_of(shapes: dict[str, tuple[tuple[int, ...], ...]]) -> str | None:
@@ -372,11 +348,11 @@ def family_of(shapes: dict[str, tuple[tuple[int, ...], ...]]) -> str | None:
     Shapes identify Megatron's SwiGLU: the second matrix has half as many inputs as the first has
     outputs.
     """
-    found = next((family.preset for family in FAMILIES if family.has(shapes)), None)
-    if found != "megatron-deepspeed":
-        return found
+    preset = next((family.preset for family in FAMILIES if family.has(shapes)), None)
+    if preset != "megatron-deepspeed":
+        return preset
     for name, (first, *_) in shapes.items():
         down = shapes.get(name.replace("dense_h_to_4h", "dense_4h_to_h"))
         if name.endswith("mlp.dense_h_to_4h.weight") and down:
-            return "megatron-deepspeed-swiglu" if first[0] == 2 * down[0][-1] else found
-    return found
+            return f"{preset}-swiglu" if first[0] == 2 * down[0][-1] else preset
+    return preset

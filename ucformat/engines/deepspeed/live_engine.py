@@ -49,13 +49,13 @@ class EngineParts:
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter."""
-        found = self.engine.param_names.get(parameter)
-        if found not in self.parameters:
+        name = self.engine.param_names.get(parameter)
+        if name not in self.parameters:
             raise UnsupportedError(
                 f"the optimizer has a tensor of shape {list(parameter.shape)} that is not a parameter of the module",
                 hint="register it in the module that is passed to deepspeed.initialize, so that it has a name",
             )
-        return str(found)
+        return str(name)
 
 
 def inspect_engine(engine: Any) -> EngineParts:
@@ -72,22 +72,15 @@ def inspect_engine(engine: Any) -> EngineParts:
     module = engine.module
     parameters = dict(module.named_parameters())
     optimizer = engine.optimizer
-    if (
-        optimizer is None
-        or isinstance(optimizer, DummyOptim)
-        or not hasattr(optimizer, "param_groups")
-    ):
+    if isinstance(optimizer, DummyOptim) or not hasattr(optimizer, "param_groups"):
         optimizer = None
     if optimizer is not None:
         _refuse_optimizer(optimizer)
     for name, parameter in parameters.items():
         _refuse_parameter(name, parameter)
     first = {id(p): name for name, p in parameters.items()}
-    aliases = {
-        name: first[id(p)]
-        for name, p in module.named_parameters(remove_duplicate=False)
-        if first[id(p)] != name
-    }
+    every = {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
+    aliases = {alias: name for alias, name in every.items() if alias != name}
     inner = None if optimizer is None else getattr(optimizer, "optimizer", optimizer)
     stage = int(engine.zero_optimization_stage())
     return EngineParts(engine, stage, optimizer, inner, parameters, _buffers(module), aliases)
@@ -95,14 +88,14 @@ def inspect_engine(engine: Any) -> EngineParts:
 
 def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The persistent buffers, in the order of the module; a shared buffer under its first name."""
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for path, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set and id(buffer) not in seen:  # noqa: SLF001 - torch has no other way
                 seen.add(id(buffer))
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
+                buffers[f"{path}.{name}" if path else name] = buffer
+    return buffers
 
 
 def _refuse_engine(engine: Any) -> None:
@@ -112,8 +105,8 @@ def _refuse_engine(engine: Any) -> None:
         "tensor parallelism": engine.mp_world_size > 1 or engine.autotp_size() > 1,
         "ZenFlow": engine.zenflow,
     }
-    for feature, found in unsupported.items():
-        if found:
+    for feature, is_used in unsupported.items():
+        if is_used:
             raise UnsupportedError(
                 f"a DeepSpeed engine with {feature} cannot be saved or loaded yet",
                 hint="use engine.save_checkpoint, or an engine with data parallelism and ZeRO 0 to 3",
@@ -121,8 +114,8 @@ def _refuse_engine(engine: Any) -> None:
 
 
 def _refuse_optimizer(optimizer: Any) -> None:
-    if getattr(optimizer, "swap_optimizer", False) or getattr(
-        optimizer, "params_in_nvme_and_cpu", False
+    if any(
+        getattr(optimizer, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu")
     ):
         raise UnsupportedError(
             "an engine whose optimizer or parameters are offloaded to NVMe cannot be saved or loaded",
@@ -175,12 +168,9 @@ def update_module(trainer: EngineParts) -> None:
     All ranks must call this, since ZeRO 1 to 3 gather.
     """
     optimizer: Any = trainer.optimizer
-    zero3 = (
-        trainer.engine.optimizer
-        if hasattr(trainer.engine.optimizer, "checkpoint_event_prologue")
-        else None
-    )
-    if zero3 is not None:
+    zero3 = trainer.engine.optimizer
+    gathers = hasattr(zero3, "checkpoint_event_prologue")
+    if gathers:
         zero3.checkpoint_event_prologue()  # releases gathered parameters, since the partitions have changed
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         for number in range(len(optimizer.fp16_groups)):
@@ -191,15 +181,14 @@ def update_module(trainer: EngineParts) -> None:
         optimizer._hp_optimizer_states_linked = False  # noqa: SLF001 - links all of them in the next step
     elif hasattr(optimizer, "fp32_groups_flat"):
         for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-            for parameter, master in zip(
-                parameters, flat.split([p.numel() for p in parameters]), strict=True
-            ):
+            masters = flat.split([p.numel() for p in parameters])
+            for parameter, master in zip(parameters, masters, strict=True):
                 parameter.copy_(master.view(parameter.shape))
     elif hasattr(optimizer, "fp32_groups"):
         for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for parameter, master in zip(parameters, masters, strict=True):
                 parameter.copy_(master)
-    if zero3 is not None:
+    if gathers:
         zero3.checkpoint_event_epilogue()
 
 
@@ -241,8 +230,8 @@ class OptimizerTensor:
     @property
     def states(self) -> dict[str, Any]:
         """The optimizer's states of the tensor by name, tensors and plain numbers; empty before the first step."""
-        found: dict[str, Any] = self.optimizer.state.get(self.tensor) or {}
-        return found
+        states: dict[str, Any] = self.optimizer.state.get(self.tensor) or {}
+        return states
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:
@@ -294,17 +283,11 @@ def optimizer_tensors(trainer: EngineParts) -> tuple[OptimizerTensor, ...]:
         return tuple(_fused(trainer, optimizer))
     if hasattr(optimizer, "fp32_groups"):
         groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        return tuple(
-            _one(trainer, g, p, q)
-            for g, (low, high) in enumerate(groups)
-            for p, q in zip(low, high, strict=True)
-        )
+        pairs = ((g, p, q) for g, lows in enumerate(groups) for p, q in zip(*lows, strict=True))
+        return tuple(_one(trainer, *pair) for pair in pairs)
     if optimizer is inner:
-        return tuple(
-            _one(trainer, g, p, p)
-            for g, group in enumerate(inner.param_groups)
-            for p in group["params"]
-        )
+        own = ((g, p) for g, group in enumerate(inner.param_groups) for p in group["params"])
+        return tuple(_one(trainer, g, p, p) for g, p in own)
     raise UnsupportedError(
         f"the optimizer {type(optimizer).__name__} cannot be saved or loaded yet",
         hint="known are those of ZeRO 0 to 3 in fp32, bf16 and fp16; engine.save_checkpoint may know it",
@@ -320,10 +303,8 @@ def _one(
     trainer: EngineParts, group: int, parameter: torch.Tensor, master: torch.Tensor
 ) -> OptimizerTensor:
     name, shape = trainer.name_of(parameter), tuple(parameter.shape)
-    parts = {name: (0, math.prod(shape), 0)}
-    return OptimizerTensor(
-        _inner(trainer), group, master, whole=True, shapes={name: shape}, parts=parts
-    )
+    parts, shapes = {name: (0, math.prod(shape), 0)}, {name: shape}
+    return OptimizerTensor(_inner(trainer), group, master, whole=True, shapes=shapes, parts=parts)
 
 
 def _buffer(trainer: EngineParts, parameters: Sequence[Any], size: int) -> FlatBuffer:
@@ -345,15 +326,13 @@ def _flat(
 ) -> OptimizerTensor:
     """A rank's part of the flat buffer that these parameters are joined in, and that these ranks have partitioned."""
     shapes = {trainer.name_of(p): shape_of(p) for p in parameters}
-    found: dict[str, Distribution | None] = {}
-    if ranks:
-        for name, shape in shapes.items():
-            slot, numel = buffer.slots[name], math.prod(shape)
-            part, position = (
-                (len(slot), 0) if name in buffer.partitioned else (buffer.size, slot.start)
-            )
-            found[name] = _distribution(ranks, numel, part, position)
-    distributions = {name: d for name, d in found.items() if d is not None}
+    distributions: dict[str, Distribution] = {}
+    for name, shape in shapes.items() if ranks else ():
+        slot, numel = buffer.slots[name], math.prod(shape)
+        apart = name in buffer.partitioned
+        part, position = (len(slot), 0) if apart else (buffer.size, slot.start)
+        if (distribution := _distribution(ranks, numel, part, position)) is not None:
+            distributions[name] = distribution
     inner, parts = _inner(trainer), buffer.on(rank)
     return OptimizerTensor(
         inner, group, flat, whole=False, shapes=shapes, parts=parts, distributions=distributions
@@ -361,9 +340,8 @@ def _flat(
 
 
 def _fused(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
-    for g, (low, flat) in enumerate(
-        zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)
-    ):
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)
+    for g, (low, flat) in enumerate(groups):
         yield _flat(trainer, g, flat, low, _buffer(trainer, low, flat.numel()))
 
 
@@ -378,16 +356,9 @@ def _zero12(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
         buffer = FlatBuffer(size=flat.numel())
         for p, offset in zip(parameters, offsets, strict=True):
             buffer.slots[trainer.name_of(p)] = range(offset, offset + math.prod(shape_of(p)))
-        ranks = optimizer.real_dp_process_group[g]
-        yield _flat(
-            trainer,
-            g,
-            flat,
-            parameters,
-            buffer,
-            dist.get_rank(ranks),
-            dist.get_process_group_ranks(ranks),
-        )
+        group = optimizer.real_dp_process_group[g]
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        yield _flat(trainer, g, flat, parameters, buffer, rank, ranks)
 
 
 def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
@@ -396,30 +367,21 @@ def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
     for g, parameters in enumerate(optimizer.bf16_groups):
         flat = optimizer.fp32_groups_flat_partition[g]
         buffer = _buffer(trainer, parameters, flat.numel())
-        ranks = optimizer.real_dp_process_group[g]
-        yield _flat(
-            trainer,
-            g,
-            flat,
-            parameters,
-            buffer,
-            dist.get_rank(ranks),
-            dist.get_process_group_ranks(ranks),
-        )
+        group = optimizer.real_dp_process_group[g]
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        yield _flat(trainer, g, flat, parameters, buffer, rank, ranks)
 
 
 def _zero3(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
     import torch.distributed as dist
 
-    for s, (parameters, flat) in enumerate(
-        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-    ):
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for s, (parameters, flat) in enumerate(groups):
         buffer = FlatBuffer(size=flat.numel())
         for p in parameters:
             buffer.append_part(trainer.name_of(p), math.prod(shape_of(p)), p.partition_numel())
         # DeepSpeed has all of a sub-group in one process group
         rank = _rank_of(optimizer, parameters[0])
         ranks = dist.get_process_group_ranks(parameters[0].ds_process_group)
-        yield _flat(
-            trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank, ranks
-        )
+        number = optimizer.sub_group_to_group_id[s]
+        yield _flat(trainer, number, flat, parameters, buffer, rank, ranks)

@@ -106,12 +106,10 @@ def load(
         ChecksumError: a chunk does not match its checksum.
         UcformatError: a rank failed or died. Every rank gets the same error.
     """
-    with group_for_call(
-        None, timeout, "load", url.url if isinstance(url, Checkpoint) else url
-    ) as group:
-        plan = _EnginePlan(
-            _LoadChoice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust)
-        )
+    place = url.url if isinstance(url, Checkpoint) else url
+    with group_for_call(None, timeout, "load", place) as group:
+        choice = _LoadChoice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust)
+        plan = _EnginePlan(choice)
         try:
             ck = open_together(url, group)
             with group.sharing_errors():
@@ -131,8 +129,8 @@ def load(
             plan.wanted.undo()
             raise
     update_module(plan.trainer)
-    found = {f.name: getattr(report, f.name) for f in fields(report)}
-    return EngineReport(**found, client_state=plan.client.value(), client_ranks=plan.client.ranks)
+    loaded = {f.name: getattr(report, f.name) for f in fields(report)}
+    return EngineReport(**loaded, client_state=plan.client.value(), client_ranks=plan.client.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +166,13 @@ class _EnginePlan:
         self.client = ClientState(ck, names, group.rank, group.size, trust=choice.trust)
         if choice.optimizer and stored.trained:
             groups, put_groups = fit_groups(held, trainer, ck, names)
-            parts, put_parts = fit_parts(
-                trainer, ck, scheduler=choice.scheduler, trust=choice.trust
-            )
+            how = {"scheduler": choice.scheduler, "trust": choice.trust}
+            parts, put_parts = fit_parts(trainer, ck, **how)
             self.problems |= groups | parts
             self._puts += [put_groups, put_parts, fit_values(trainer, ck)]
         optimized = {name for one in held for name in one.shapes}
-        buffers = locals_of_buffers(trainer)
-        self.targets = [
-            *self.wanted.targets,
-            *_weights(trainer, optimized),
-            *buffers,
-            *self.client.targets,
-        ]
+        weights = [*_weights(trainer, optimized), *locals_of_buffers(trainer)]
+        self.targets = [*self.wanted.targets, *weights, *self.client.targets]
 
     def put(self) -> None:
         """Apply what was read."""
@@ -194,9 +186,8 @@ def _weights(trainer: EngineParts, optimized: set[str]) -> list[LocalShard]:
     for name in trainer.parameters:
         if name not in optimized:
             local = weight_of(trainer, name)
-            out += (
-                list(boxes_of(local)) if hasattr(trainer.parameters[name], "ds_tensor") else [local]
-            )
+            is_partitioned = hasattr(trainer.parameters[name], "ds_tensor")
+            out += list(boxes_of(local)) if is_partitioned else [local]
     return out
 
 
@@ -218,9 +209,8 @@ def make_states(held: OptimizerTensor) -> None:
     trial: dict[str, Any] = {**group, "params": [held.tensor]}
     for option in ("lr", "weight_decay"):
         if option in trial:
-            trial[option] = (
-                torch.zeros_like(trial[option]) if torch.is_tensor(trial[option]) else 0.0
-            )
+            value = trial[option]
+            trial[option] = torch.zeros_like(value) if torch.is_tensor(value) else 0.0
     gradient = held.tensor.grad  # its memory is kept by an offloaded optimizer
     held.tensor.grad = torch.zeros_like(held.tensor)
     optimizer.param_groups = [trial]
@@ -247,15 +237,15 @@ class StoredStates:
     @cached_property
     def plain(self) -> dict[str, dict[str, Any]]:
         """States that are plain numbers, by stored name."""
-        found: dict[str, dict[str, Any]] = {}
+        plain: dict[str, dict[str, Any]] = {}
         for group in self.ck.manifest.groups:
             for state, value in (group.options.get("state") or {}).items():
-                by_name = (
-                    value if isinstance(value, Mapping) else dict.fromkeys(group.params, value)
-                )
+                by_name = value
+                if not isinstance(value, Mapping):
+                    by_name = dict.fromkeys(group.params, value)
                 for name, one in by_name.items():
-                    found.setdefault(name, {})[state] = one
-        return found
+                    plain.setdefault(name, {})[state] = one
+        return plain
 
     @cached_property
     def trained(self) -> bool:
@@ -267,9 +257,8 @@ class StoredStates:
         stored = self.names.get(name)
         if stored is None:
             return False
-        return bool(self.plain.get(stored)) or any(
-            s not in PARAMETER for s in self.ck.states(stored)
-        )
+        has_tensors = any(state not in PARAMETER for state in self.ck.states(stored))
+        return bool(self.plain.get(stored)) or has_tensors
 
     def number(self, name: str, state: str) -> Any:
         """Return a state that is stored as a plain number, or None."""
@@ -339,19 +328,14 @@ class OptimizerTargets:
 
     def count(self, stored: StoredStates) -> None:
         """Read the counters, which are few bytes, to check them before anything else is read."""
-        scalars = [
-            local_of(name, c.state, scalar)
-            for c in self.counters
-            for name, scalar in c.read.items()
-        ]
-        matched, found, _ = match(scalars, {}, stored.ck, stored.names, cast=True)
+        read_ones = ((c.state, name, t) for c in self.counters for name, t in c.read.items())
+        scalars = [local_of(name, state, scalar) for state, name, scalar in read_ones]
+        matched, problems, _ = match(scalars, {}, stored.ck, stored.names, cast=True)
         read(stored.ck, matched)
         # so that they are not unexpected
         self.targets += [LocalShard(s.info, (), s.tensor) for s in scalars]
-        differing = [c.problem for c in self.counters]
-        self.problems |= Problems(
-            missing=found.missing, others=tuple(d for d in differing if d is not None)
-        )
+        differing = tuple(p for c in self.counters if (p := c.problem) is not None)
+        self.problems |= Problems(missing=problems.missing, others=differing)
 
     def put(self) -> None:
         """Apply what was read."""
@@ -382,11 +366,8 @@ def want_optimizer(
     only, the others are reset to their condition before the first step.
     """
     if states and held and not stored.trained:
-        wanted.problems |= Problems(
-            missing=(
-                "all optimizer states: the checkpoint contains only weights (optimizer=False loads these)",
-            )
-        )
+        lacking = "all optimizer states: the checkpoint contains only weights (optimizer=False loads these)"
+        wanted.problems |= Problems(missing=(lacking,))
         states = False
     for one in held:
         for name in one.parts:
@@ -406,9 +387,8 @@ def _want_states(wanted: OptimizerTargets, held: OptimizerTensor, stored: Stored
     for state, value in held.states.items():
         if value is None:
             continue
-        if torch.is_tensor(value) and (
-            value.dim() or (held.whole and held.tensor.dim() == 0 and state != "step")
-        ):
+        of_scalar = held.whole and held.tensor.dim() == 0 and state != "step"
+        if torch.is_tensor(value) and (value.dim() or of_scalar):
             for name in held.parts:
                 if stored.stepped(name):
                     wanted.targets += _local(held, name, value, state)
@@ -421,10 +401,8 @@ def _want_states(wanted: OptimizerTargets, held: OptimizerTensor, stored: Stored
 def _counter(held: OptimizerTensor, state: str, stored: StoredStates) -> Counter:
     """A counter, read for each parameter of which this rank holds a part; if it holds none, for one of the others."""
     counter = Counter(held, state)
-    names = [n for n in held.parts if stored.stepped(n)] or [
-        n for n in held.shapes if stored.stepped(n)
-    ][:1]
-    for name in names:
+    mine = list(filter(stored.stepped, held.parts))
+    for name in mine or list(filter(stored.stepped, held.shapes))[:1]:
         number = stored.number(name, state)
         if number is not None:
             counter.recorded[name] = number

@@ -22,7 +22,7 @@ from ucformat.geometry.local import Dim, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.reading.readable import LazySequence, json_key
 from ucformat.sources.configuration import program_config
-from ucformat.sources.values import SMALL
+from ucformat.sources.values import SMALL, references
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.saving.manifest import SaveMetadata
@@ -78,9 +78,8 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
     held = optimizer_tensors(trainer)
     tensors = list(_tensors(trainer, held))
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
-    plain, ranks, large = client_values(
-        client_state or {}, {t.info.name for t in tensors} | trainer.buffers.keys()
-    )
+    taken = {t.info.name for t in tensors} | trainer.buffers.keys()
+    plain, ranks, large = client_values(client_state or {}, taken)
     objects = plain_values(trainer) | ({CLIENT: plain} if plain else {})
     if trainer.rank == 0:
         tensors += locals_of_buffers(trainer)
@@ -151,9 +150,8 @@ def part_of(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) 
         )
     start, stop, offset = held.parts.get(name, (0, 0, 0))
     info = TensorInfo(name, state, dtype_name(memory.dtype), held.shapes[name])
-    return flat_local(
-        info, memory.narrow(0, offset, stop - start), start, stop, held.distributions.get(name)
-    )
+    part = memory.narrow(0, offset, stop - start)
+    return flat_local(info, part, start, stop, held.distributions.get(name))
 
 
 def flat_local(
@@ -193,14 +191,14 @@ def groups_of(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> tuple[di
     """The optimizer groups: `params` by name, hyper-parameters, and in `state` the states that are plain numbers."""
     if trainer.inner is None:
         return ()
-    found = []
+    groups = []
     for g, group in enumerate(trainer.inner.param_groups):
         mine = [one for one in held if one.group == g]
         hyper = {k: _number(v) for k, v in group.items() if k not in ("params", "param_names")}
         entry = {"params": [name for one in mine for name in one.shapes], **hyper}
         state = _plain_state(mine)
-        found.append(encode({**entry, "state": state} if state else entry, f"group {g}"))
-    return tuple(found)
+        groups.append(encode({**entry, "state": state} if state else entry, f"group {g}"))
+    return tuple(groups)
 
 
 def _number(value: Any) -> Any:
@@ -305,27 +303,27 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def plain_values(trainer: EngineParts) -> dict[str, Any]:
     """Return the objects of a checkpoint as JSON, under the names of DeepSpeed's own checkpoints."""
     engine = trainer.engine
-    found: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
-    found["ds_config"] = engine._config._param_dict  # noqa: SLF001 - engine.config may be the name of a file
+    values: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
+    values["ds_config"] = engine._config._param_dict  # noqa: SLF001 - engine.config may be the name of a file
     # which an export to stage 3 must tell from frozen parameters
-    found["buffer_names"] = list(trainer.buffers)
-    found |= {name: part.state_dict() for name, part in stateful(engine).items()}
+    values["buffer_names"] = list(trainer.buffers)
+    values |= {name: part.state_dict() for name, part in stateful(engine).items()}
     scaler = _scaler(trainer.optimizer)
     if scaler is not None:
         dynamic = {"dynamic": _is_dynamic(scaler)}
         kept = {k: getattr(scaler, k) for k in _SCALER if getattr(scaler, k, None) is not None}
-        found["optimizer"] = {"loss_scaler": dynamic | kept}
-    return {name: encode(value, name) for name, value in found.items()}
+        values["optimizer"] = {"loss_scaler": dynamic | kept}
+    return {name: encode(value, name) for name, value in values.items()}
 
 
 def stateful(engine: Any) -> dict[str, Any]:
     """Return the parts of an engine with a state dict, by their names in DeepSpeed's checkpoints."""
-    found = {"lr_scheduler": engine.lr_scheduler}
+    parts = {"lr_scheduler": engine.lr_scheduler}
     if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
-        found["data_sampler"] = engine.training_dataloader.data_sampler
+        parts["data_sampler"] = engine.training_dataloader.data_sampler
     if engine.random_ltd_enabled():
-        found["random_ltd"] = engine.random_ltd_scheduler
-    return {name: part for name, part in found.items() if part is not None}
+        parts["random_ltd"] = engine.random_ltd_scheduler
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -367,12 +365,12 @@ def scaler_in(objects: Mapping[str, Any]) -> dict[str, Any] | None:
     return {k: scaler[k] for k in _SCALER if k in scaler}
 
 
-def set_scaler(trainer: EngineParts, found: Mapping[str, Any] | None) -> None:
+def set_scaler(trainer: EngineParts, state: Mapping[str, Any] | None) -> None:
     """Set the state of the engine's loss scaler; a static one is left as configured."""
     scaler = _scaler(trainer.optimizer)
-    if scaler is None or not _is_dynamic(scaler) or found is None:
+    if scaler is None or not _is_dynamic(scaler) or state is None:
         return
-    for name, value in found.items():
+    for name, value in state.items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
 
@@ -384,14 +382,12 @@ def set_counters(trainer: EngineParts, objects: Mapping[str, Any], step: int | N
     if steps is None:
         return
     engine.global_steps = int(steps)
-    engine.global_samples = int(
-        objects.get("global_samples", engine.global_steps * engine.train_batch_size())
-    )
+    samples = engine.global_steps * engine.train_batch_size()
+    engine.global_samples = int(objects.get("global_samples", samples))
     engine.skipped_steps = int(objects.get("skipped_steps", 0))
     each = engine.gradient_accumulation_steps()
-    engine.micro_steps = (
-        -(-int(objects.get("micro_steps", engine.global_steps * each)) // each) * each
-    )
+    micro_steps = int(objects.get("micro_steps", engine.global_steps * each))
+    engine.micro_steps = -(-micro_steps // each) * each
 
 
 def client_values(
@@ -449,22 +445,17 @@ def fit_groups(
     fitting: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for number, group in enumerate(trainer.inner.param_groups if trainer.inner is not None else ()):
         members = [names.get(n, n) for one in held if one.group == number for n in one.shapes]
-        found = [_hyper(stored[n], group) for n in members if n in stored]
-        if members and not found:
-            missing.append(
-                f"optimizer group {number}: the hyper-parameters of {', '.join(members[:3])}"
-            )
+        label = f"optimizer group {number}"
+        hypers = [_hyper(stored[n], group) for n in members if n in stored]
+        if members and not hypers:
+            missing.append(f"{label}: the hyper-parameters of {', '.join(members[:3])}")
             continue
-        differing = sorted(
-            {k for options in found for k in options if options[k] != found[0].get(k)}
-        )
+        differing = {k for hyper in hypers for k in hyper if hyper[k] != hypers[0].get(k)}
         if differing:
-            names_of = ", ".join(differing)
-            others.append(
-                f"optimizer group {number}: its parameters were in groups with different {names_of}"
-            )
-        elif found:
-            fitting.append((group, found[0]))
+            keys = ", ".join(sorted(differing))
+            others.append(f"{label}: its parameters were in groups with different {keys}")
+        elif hypers:
+            fitting.append((group, hypers[0]))
 
     def put() -> None:
         for group, options in fitting:
@@ -494,18 +485,13 @@ def fit_parts(
     fitting: list[tuple[Any, Any]] = []
     for name, part in parts.items():
         try:
-            fitting.append(
-                (
-                    part.load_state_dict,
-                    _fitting(ck.objects.get(name), part.state_dict(), trust=trust),
-                )
-            )
+            state = _fitting(ck.objects.get(name), part.state_dict(), trust=trust)
+            fitting.append((part.load_state_dict, state))
         except KeyError:
             problems |= Problems(missing=(f"the object {name}{_HINTS.get(name, '')}",))
         except UcformatError as error:
-            problems |= Problems(
-                others=(f"the object {name}: {error.message}{_HINTS.get(name, '')}",)
-            )
+            told = f"the object {name}: {error.message}{_HINTS.get(name, '')}"
+            problems |= Problems(others=(told,))
     kept = ck.objects.get("module") or {}
     for key, module in with_extra_state(trainer.engine.module):
         if key not in kept:
@@ -561,14 +547,12 @@ class ClientState:
         self._called = {stored: name for name, stored in names.items()}
         self._room = {
             name: torch.empty(info.shape, dtype=torch_dtype(info.dtype))
-            for name in _references(self._data)
+            for name in references(self._data)
             for info in [ck[name, "weight"].info]
         }
-        saved = {
-            k[len(CLIENT) + 1 :]: values
-            for k, values in ck.per_rank.items()
-            if k.startswith(CLIENT + ".")
-        }
+        below = f"{CLIENT}."
+        own_keys = [key for key in ck.per_rank if key.startswith(below)]
+        saved = {key.removeprefix(below): ck.per_rank[key] for key in own_keys}
         self.ranks: dict[str, Sequence[Any]] = {
             k: LazySequence(partial(self._decoded, values)) for k, values in saved.items()
         }
@@ -581,9 +565,7 @@ class ClientState:
     @property
     def targets(self) -> list[LocalShard]:
         """The large tensors, to be read."""
-        return [
-            local_of(self._called[name], "weight", tensor) for name, tensor in self._room.items()
-        ]
+        return [local_of(self._called[name], "weight", t) for name, t in self._room.items()]
 
     def value(self) -> dict[str, Any]:
         """Return the client state that was passed to `save`, with per-rank values if the number of ranks is the same.
@@ -599,12 +581,3 @@ class ClientState:
                 return self._room[value["$ref"]]
             return {k: self._filled(v) for k, v in value.items()}
         return [self._filled(v) for v in value] if isinstance(value, list) else value
-
-
-def _references(data: Any) -> list[str]:
-    """The names of tensors that a JSON form refers to."""
-    if isinstance(data, dict):
-        if set(data) == {"$ref"}:
-            return [data["$ref"]]
-        return [name for v in data.values() for name in _references(v)]
-    return [name for v in data for name in _references(v)] if isinstance(data, list) else []

@@ -100,13 +100,12 @@ class Atom:
 def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     """The key of each atom, by parameter and by the state in the file's name."""
     names = list(names)
-    found: dict[str, dict[str, str]] = {}
+    atoms: dict[str, dict[str, str]] = {}
     for match in filter(None, map(_ATOM.fullmatch, names)):
-        found.setdefault(match[1], {})[match[2]] = prefix + match[0]
-    waiting = sorted(
-        {match[1] for match in map(_FRAGMENT.fullmatch, names) if match} - found.keys()
-    )
-    without = [name for name, states in found.items() if "fp32" not in states]
+        atoms.setdefault(match[1], {})[match[2]] = prefix + match[0]
+    fragments = {match[1] for match in filter(None, map(_FRAGMENT.fullmatch, names))}
+    waiting = sorted(fragments - atoms.keys())
+    without = [name for name, states in atoms.items() if "fp32" not in states]
     if waiting or without:
         absent = waiting or without
         named = first_names((f"{prefix}zero/{name}/fp32.pt" for name in absent), 1)
@@ -116,7 +115,7 @@ def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
             hint="run ds_to_universal.py again; or convert the original checkpoint with ucformat, which needs no such "
             "step",
         )
-    return found
+    return atoms
 
 
 def read_atoms(
@@ -144,7 +143,7 @@ def _ordered(states: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Atom:
     value = file.value
-    known = _STATES.get(state, state)
+    name_of_state = _STATES.get(state, state)
     if isinstance(value, dict):
         tensor = value.get("param")
         if not isinstance(tensor, StoredTensor):
@@ -159,7 +158,7 @@ def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Ato
             and tensor.size == math.prod(expected)
         ):
             tensor = _of_shape(file, tensor, expected, view=True)
-        return _atom(file, known, tensor, bare=value.keys() == {"param"})
+        return _atom(file, name_of_state, tensor, bare=value.keys() == {"param"})
     if isinstance(value, StoredTensor):
         if len(value.shape) == 1 and state != "step":
             if expected is None:
@@ -169,9 +168,9 @@ def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Ato
                     hint="put the *_model_states.pt of the checkpoint that was converted into the folder again",
                 )
             value = _of_shape(file, value, expected, view=True)
-        return _atom(file, known, value)
+        return _atom(file, name_of_state, value)
     if isinstance(value, int | float):
-        return Atom(file.key, known, value)
+        return Atom(file.key, name_of_state, value)
     raise IntegrityError(
         f"{file.key} holds a {type(value).__name__} where a tensor or a number should be"
     )
@@ -184,11 +183,8 @@ def _atom(file: TorchFile, state: str, tensor: StoredTensor, *, bare: bool = Fal
 
 def _of_shape(file: TorchFile, tensor: StoredTensor, shape: Shape, *, view: bool) -> StoredTensor:
     """The tensor in another shape, if the number of elements is the same and `view` allows it."""
-    if (
-        view
-        and tensor.size == math.prod(shape)
-        and (not tensor.size or tensor.strides == row_major(tensor.shape))
-    ):
+    is_dense = not tensor.size or tensor.strides == row_major(tensor.shape)
+    if view and is_dense and tensor.size == math.prod(shape):
         return replace(tensor, shape=shape, strides=row_major(shape))
     raise IntegrityError(
         f"{file.key} has the shape {list(tensor.shape)}, but the model states beside it record {list(shape)}",
@@ -209,25 +205,24 @@ def take_apart(
     parts: dict[str, tuple[Sequence[Slice], Shapes]] = {}
     for slices in stages if len(stages[0]) > 1 else ():
         for name in slices[0].model.described:
-            held = tuple(of.model.described.get(name, ()) for of in slices)
-            if name in keys and name not in parts and info.is_default(name) and _joinable(held):
-                parts[name] = slices, held
+            shapes = tuple(one.model.described.get(name, ()) for one in slices)
+            if name in keys and name not in parts and info.is_default(name) and _joinable(shapes):
+                parts[name] = slices, shapes
     atoms = read_atoms(store, {name: keys[name] for name in parts}, {}, allow)
     taken: dict[str, list[Atom]] = {}
-    for name, found in atoms.items():
-        slices, held = parts[name]
-        whole = (sum(shape[0] for shape in held), *held[0][1:])
-        tensors = [atom for atom in found if atom.value is None and atom.shape]
+    for name, states in atoms.items():
+        slices, shapes = parts[name]
+        whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        tensors = [atom for atom in states if atom.value is None and atom.shape]
         if any(atom.shape != whole for atom in tensors):
             continue  # not joined so: cut short, in the shape of a view, or out of the weights
-        taken[name] = found
+        taken[name] = states
         for atom in tensors:
             at = 0
-            for of, shape in zip(slices, held, strict=True):
+            for one, shape in zip(slices, shapes, strict=True):
                 box = Box((at, *[0] * (len(shape) - 1)), shape)
-                of.contents.add(
-                    name, atom.state, atom.dtype, shape, partial(_part, name, atom, box)
-                )
+                locate = partial(_part, name, atom, box)
+                one.contents.add(name, atom.state, atom.dtype, shape, locate)
                 at += shape[0]
     return taken
 
@@ -237,10 +232,10 @@ def _joinable(shapes: Shapes) -> bool:
     return all(shapes) and len({shape[1:] for shape in shapes}) == 1
 
 
-def _part(name: str, atom: Atom, of: Box, within: Box | None) -> Iterator[Extent]:
+def _part(name: str, atom: Atom, inside: Box, within: Box | None) -> Iterator[Extent]:
     """The extents of a box of an atom, as boxes of that box."""
-    info = TensorInfo(name, atom.state, atom.dtype, of.shape)
-    view = View(info, ((Key(name, atom.state), BoxPair.aligned(Box.whole(of.shape), of)),))
+    info = TensorInfo(name, atom.state, atom.dtype, inside.shape)
+    view = View(info, ((info.key, BoxPair.aligned(Box.whole(inside.shape), inside)),))
     return view.extents(lambda _key, box: atom.locate(box), within)
 
 
@@ -335,15 +330,10 @@ class OpenUniversal(IndexedSource):
         self, keys: dict[str, dict[str, str]], how: DeepSpeedSourceOptions, contents: TensorIndex
     ) -> None:
         """The atoms, with the groups that their parameters were in."""
-        groups: list[dict[str, tuple[int, ...]]] = [
-            shapes for slices in self._stages for shapes in slices[0].model.param_shapes or []
-        ]
-        trained: dict[str, tuple[int, ...]] = {
-            name: shape for group in groups for name, shape in group.items()
-        }
-        shapes = {
-            key.name: info.shape for key, info in contents.infos.items() if key.state == "weight"
-        }
+        groups = list(chain(*(s[0].model.param_shapes or [] for s in self._stages)))
+        trained = {name: shape for group in groups for name, shape in group.items()}
+        weights = (info for key, info in contents.infos.items() if key.state == "weight")
+        shapes = {info.name: info.shape for info in weights}
         if self._degrees.tp == 1:
             shapes |= trained
         missing = [name for name, shape in trained.items() if name not in keys and 0 not in shape]
@@ -353,23 +343,16 @@ class OpenUniversal(IndexedSource):
                 f"the model states describe {len(trained)} trained parameters",
                 hint="the conversion did not finish, or files were lost; convert the original checkpoint again",
             )
-        copies = {
-            n
-            for n, states in keys.items()
-            if trained and n not in trained and states.keys() == {"fp32"}
-        }
-        copies &= shapes.keys() | self._aliases().keys()
-        wanted = {
-            name: states
-            for name, states in keys.items()
-            if name not in copies and name not in self._taken
-        }
+        alone = {n for n, states in keys.items() if states.keys() == {"fp32"}} - trained.keys()
+        copies = alone & (shapes.keys() | self._aliases().keys()) if trained else set()
+        others = keys.keys() - copies - self._taken.keys()
+        wanted = {name: states for name, states in keys.items() if name in others}
         read = read_atoms(self.store, wanted, shapes, how.allow) | self._taken
         atoms = {name: read[name] for name in keys if name in read}
-        for name, held in atoms.items():
-            if len(held) == 1 and held[0].bare and Key(name, "weight") in contents.infos:
+        for name, states in atoms.items():
+            if len(states) == 1 and states[0].bare and Key(name, "weight") in contents.infos:
                 continue  # never had a gradient, so the converter took the weight
-            for atom in held:
+            for atom in states:
                 if not how.optimizer and atom.state != "master":
                     continue
                 if atom.value is None and Key(name, atom.state) not in contents.infos:
@@ -396,12 +379,11 @@ class OpenUniversal(IndexedSource):
         hypers = need(value, "param_groups", list, file.key)
         members = [need(hyper, "params", list, file.key) for hyper in hypers]
         inner = value.get("optimizer_state_dict")
-        found = inner.get("state") if isinstance(inner, dict) else None
+        by_entry = inner.get("state") if isinstance(inner, dict) else None
+        numbers = sorted(i for i in chain(*members) if isinstance(i, int))
         for p, slices in enumerate(self._stages):
             flat = slices[0].model.param_shapes or []
-            if sorted(i for indices in members for i in indices if isinstance(i, int)) != list(
-                range(len(flat))
-            ):
+            if numbers != list(range(len(flat))):
                 if not p:
                     raise IntegrityError(
                         f"{file.key} has optimizer groups of {sum(map(len, members))} flat groups, but "
@@ -414,12 +396,11 @@ class OpenUniversal(IndexedSource):
             for g, (hyper, indices) in enumerate(zip(hypers, members, strict=True)):
                 if not p:
                     contents.groups.append(Group([], hyper_parameters(hyper, file)))
-                known = {name for group in contents.groups for name in group.names}
-                contents.groups[g].names.extend(
-                    n for i in indices for n in flat[i] if n not in known
-                )
+                named = {name for group in contents.groups for name in group.names}
+                mine = (name for i in indices for name in flat[i])
+                contents.groups[g].names.extend(name for name in mine if name not in named)
                 for i in indices:
-                    states = state_of(found, i, file.key) if isinstance(found, dict) else {}
+                    states = state_of(by_entry, i, file.key) if isinstance(by_entry, dict) else {}
                     self._add_scalars(contents, contents.groups[g], file, states, flat[i])
 
     def _add_scalars(
@@ -432,32 +413,27 @@ class OpenUniversal(IndexedSource):
     ) -> None:
         """States of a flat group that are not tensors along it, for which the converter writes no atoms."""
         for state, value in states.items():
-            for name in names:
-                if (
-                    isinstance(value, StoredTensor)
-                    and not value.shape
-                    and Key(name, state) not in contents.infos
-                ):
-                    contents.add_whole(name, state, file, value)
             if not isinstance(value, StoredTensor):
                 group.state[state] = to_json(value, read=file.read, path="state")
+            elif not value.shape:
+                for name in names:
+                    if Key(name, state) not in contents.infos:
+                        contents.add_whole(name, state, file, value)
 
     def _add_plain(self, atoms: dict[str, list[Atom]], contents: TensorIndex) -> None:
         """Add numbers (`step`) to their parameters' groups: one value for the group, or one for each name."""
-        plain = {
-            name: {a.state: a.value for a in held if a.value is not None}
-            for name, held in atoms.items()
-        }
-        plain = {name: values for name, values in plain.items() if values}
+        plain: dict[str, dict[str, Any]] = {}
+        for name, atom in ((name, atom) for name, states in atoms.items() for atom in states):
+            if atom.value is not None:
+                plain.setdefault(name, {})[atom.state] = atom.value
         if plain and not contents.groups:
             contents.groups.append(Group(list(plain), {}))
         for group in contents.groups:
             mine = [plain[name] for name in group.names if name in plain]
             for state in dict.fromkeys(chain.from_iterable(mine)):
                 values = {n: plain[n][state] for n in group.names if state in plain.get(n, {})}
-                same = len({(type(v), v) for v in values.values()}) == 1 and len(values) == len(
-                    group.names
-                )
+                distinct = {(type(value), value) for value in values.values()}
+                same = len(distinct) == 1 and len(values) == len(group.names)
                 group.state[state] = next(iter(values.values())) if same else values
 
     def _aliases(self) -> dict[str, str]:
@@ -487,24 +463,19 @@ def _read_models(
     for p in range(degrees.pp):
         stages.append([])
         for t in range(degrees.tp):
-            row = models[p * degrees.tp + t]
-            of, empty = read_weights(
-                row, degrees.label(p, t), zero3=files.zero3, shared=None if p else shared
-            )
-            stages[p].append(of)
+            row, ties = models[p * degrees.tp + t], None if p else shared
+            one, empty = read_weights(row, degrees.label(p, t), zero3=files.zero3, shared=ties)
+            stages[p].append(one)
             not_stored.update(dict.fromkeys(empty))
     return degrees, stages, list(not_stored)
 
 
 def _check_alike(group: Mapping[str, list[Atom]]) -> None:
     """Check that all parameters of a flat group have the same states, except those without a gradient."""
-    held = {
-        name: {atom.state for atom in atoms}
-        for name, atoms in group.items()
-        if not _untrained(atoms)
-    }
-    every = set().union(*held.values())
-    for name, states in held.items():
+    trained = {name: atoms for name, atoms in group.items() if not _untrained(atoms)}
+    by_name = {name: {atom.state for atom in atoms} for name, atoms in trained.items()}
+    every = set().union(*by_name.values())
+    for name, states in by_name.items():
         if states != every:
             file = group[name][0].file.rpartition("/")[0]
             raise MissingData(
