@@ -110,38 +110,31 @@ class SafetensorsExporter(Exporter):
         header = header_of(named, {"format": "pt"})
         name = "adapter_model" if self.options.name == MODEL else self.options.name
         file = TargetFile.of(f"{name}{_ENDING}", header, *(Span.whole(info) for _, info in named))
-        beside = {
-            name: data
-            for name, data in assets.items()
-            if name not in ("config.json", "generation_config.json")
-        }
+        of_base = ("config.json", "generation_config.json")
+        beside = {name: data for name, data in assets.items() if name not in of_base}
         last = (TargetFile.of(name, data, last=True) for name, data in beside.items())
         return Target((file, *last), left_out(source, [info for _, info in named], assets=beside))
 
     def _linked(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """Links to the files of a source that are safetensors files already."""
-        found = _own_files(source)
-        whole = {
-            info.key for info in weights_of(source.origin.metadata.tensor_list.placed().tensors)
-        }
-        if not found or source.steps or {info.key for info in infos} != whole:
+        own = _own_files(source)
+        placed = source.origin.metadata.tensor_list.placed().tensors
+        whole = {info.key for info in weights_of(placed)}
+        if not own or source.steps or {info.key for info in infos} != whole:
             raise UnsupportedError(
                 f"{source.url} has no safetensors files with exactly these tensors, so there is nothing to link",
                 hint="leave out --link for a copy",
             )
         hard, read_only = self.options.link == "hard", self.options.read_only
         assets = self._assets(source)
-        files = [
-            TargetFile(
-                name, size, tuple, last=name.endswith(".json"), link=Link(key, hard, read_only)
-            )
-            for name, (key, size) in found.items()
-            if name not in assets
-        ]
+        files = []
+        for name, (key, size) in own.items():
+            if name not in assets:
+                link, is_last = Link(key, hard, read_only), name.endswith(".json")
+                files.append(TargetFile(name, size, tuple, last=is_last, link=link))
         last = [TargetFile.of(name, data, last=True) for name, data in assets.items()]
-        left = left_out(
-            source, infos, assets=assets, part=PART_OF in source.objects.get("metadata", {})
-        )
+        part = PART_OF in source.objects.get("metadata", {})
+        left = left_out(source, infos, assets=assets, part=part)
         return Target((*sorted(files, key=lambda f: f.last), *last), left)
 
     def _assets(self, source: Checkpoint) -> dict[str, bytes]:
@@ -152,14 +145,14 @@ class SafetensorsExporter(Exporter):
         own = find_assets(Info(name, 0, "") for name in source.assets)
         # of a sub-model, the whole model's sizes
         wrong = outdated(source.viewed, source.assets, source.objects)
-        found = {name: source.assets[name] for name in own if name not in wrong}
+        assets = {name: source.assets[name] for name in own if name not in wrong}
         if self.options.assets is not None:
             store = open_store(self.options.assets)
             given = find_assets(store.list())
             if not given:
                 raise UsageError(f"{store.url} has no config.json, tokenizer or similar file")
-            found |= {name: store.read(name) for name in given}
-        return found
+            assets |= {name: store.read(name) for name in given}
+        return assets
 
 
 def _own_files(source: Checkpoint) -> dict[str, tuple[str, int]]:

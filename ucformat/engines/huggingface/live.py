@@ -105,17 +105,14 @@ class UniversalTrainer(Trainer):
         self._launch = TrainingLaunch()
         if not resume_from_checkpoint:
             return self._finished(super().train(None, *args, **kwargs))
-        url = (
-            _last(Path(str(self.args.output_dir)))
-            if resume_from_checkpoint is True
-            else resume_from_checkpoint
-        )
+        url = resume_from_checkpoint
+        if resume_from_checkpoint is True:
+            url = _last(Path(str(self.args.output_dir)))
         with group_for_call(None, TIMEOUT, "load", url) as ranks:
             self._resumed = open_together(url, ranks)
         with TemporaryDirectory() as folder:  # the Trainer reads its state only from a file
-            (Path(folder) / "trainer_state.json").write_text(
-                json.dumps(_trainer_state(self._resumed))
-            )
+            state = json.dumps(_trainer_state(self._resumed))
+            (Path(folder) / "trainer_state.json").write_text(state)
             try:
                 return self._finished(super().train(folder, *args, **kwargs))
             finally:
@@ -165,11 +162,8 @@ class UniversalTrainer(Trainer):
             state[_STATE] = asdict(self.state)
         if self.args.save_only_model and not self.is_distributed_loading_by_transformers:
             state = {"model": state["model"], **{k: v for k, v in state.items() if k == _STATE}}
-        options = {
-            "overwrite": True,
-            **self._launch.next_save(),
-            **_description(self.args, self.state, self.model),
-        }
+        described = _description(self.args, self.state, self.model)
+        options = {"overwrite": True, **self._launch.next_save(), **described}
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         with _files_of(tokenizer, self.args) as assets:
             options |= {"assets": assets, **self.save_options}
@@ -212,11 +206,11 @@ class UniversalTrainer(Trainer):
 
     def _callback_states(self) -> dict[str, Any]:
         """The states of callbacks, in the form of TrainerState."""
-        found: dict[str, list[Any]] = {}
+        by_name: dict[str, list[Any]] = {}
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
-                found.setdefault(type(callback).__name__, []).append(callback.state())
-        return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+                by_name.setdefault(type(callback).__name__, []).append(callback.state())
+        return {name: states[0] if len(states) == 1 else states for name, states in by_name.items()}
 
 
 def _trainer_state(ck: Checkpoint) -> Any:
@@ -248,17 +242,12 @@ def _files_of(tokenizer: Any, args: TrainingArguments) -> Iterator[str | None]:
 
 def _description(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str, Any]:
     """The arguments of `save` that describe the checkpoint."""
-    logged = {
-        k: v
-        for entry in state.log_history
-        if entry.get("step") == state.global_step
-        for k, v in entry.items()
-    }
-    metrics = {
-        k: float(v)
-        for k, v in logged.items()
-        if isinstance(v, int | float) and k not in ("step", "epoch")
-    }
+    logged: dict[str, Any] = {}
+    for entry in state.log_history:
+        if entry.get("step") == state.global_step:
+            logged |= entry
+    numbers = {k: float(v) for k, v in logged.items() if isinstance(v, int | float)}
+    metrics = {k: v for k, v in numbers.items() if k not in ("step", "epoch")}
     of_model = json.loads(model.config.to_json_string())
     config = program_config(("training_args", args.to_sanitized_dict()), ("model_config", of_model))
     return {"step": state.global_step, "run": args.run_name, "metrics": metrics, "config": config}
@@ -266,9 +255,8 @@ def _description(args: TrainingArguments, state: TrainerState, model: Any) -> di
 
 def _last(folder: Path) -> str:
     """The last committed checkpoint in a Trainer's folder."""
-    steps = {
-        p: p.name.rpartition("-")[2] for p in folder.glob("checkpoint-*") if (p / MANIFEST).exists()
-    }
+    committed = (p for p in folder.glob("checkpoint-*") if (p / MANIFEST).exists())
+    steps = {p: p.name.rpartition("-")[2] for p in committed}
     numbers = {p: int(n) for p, n in steps.items() if n.isdecimal()}
     if not numbers:
         raise NotACheckpoint(

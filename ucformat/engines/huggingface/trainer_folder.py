@@ -105,10 +105,7 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
     if not (
         found.deepspeed or found.fsdp_models or found.fsdp_whole or found.models or found.optimizers
     ):
-        runs = sorted(
-            {m[1] for n in names if (m := _RUN.fullmatch(n))},
-            key=lambda r: int(r.partition("-")[2]),
-        )
+        runs = sorted({m[1] for n in names if (m := _RUN.fullmatch(n))}, key=_step_of)
         if runs:
             raise UsageError(
                 f"{url} is the folder of a run: it holds {first_names(runs, 10)}",
@@ -119,6 +116,10 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
             hint="the save did not finish, or files were moved; look for the checkpoint's other files",
         )
     return found
+
+
+def _step_of(run: str) -> int:
+    return int(run.partition("-")[2])
 
 
 def missing_files(found: FolderFiles) -> Iterator[str]:

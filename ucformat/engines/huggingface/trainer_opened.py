@@ -88,10 +88,8 @@ def _module_order(store: Store, present: Container[str], names: Sequence[str]) -
     if not isinstance(config, dict) or config.get("auto_map"):  # it has its own code
         return None
     kind, classes = config.get("model_type"), config.get("architectures")
-    known = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if known is None or classes != [known[1]]:
-        return None
-    return sort_names(names, known[0])
+    parts, of_family = FAMILIES.get(kind, ((), "")) if isinstance(kind, str) else ((), "")
+    return sort_names(names, parts) if parts and classes == [of_family] else None
 
 
 def sort_names(names: Sequence[str], parts: Sequence[str]) -> list[str] | None:
@@ -99,9 +97,10 @@ def sort_names(names: Sequence[str], parts: Sequence[str]) -> list[str] | None:
     rank = {part: i for i, part in enumerate(parts)}
     keys: dict[str, tuple[int, ...]] = {}
     for name in names:
-        found = [int(p) if re.fullmatch(r"\d{1,6}", p) else rank.get(p) for p in name.split(".")]
-        keys[name] = tuple(n for n in found if n is not None)
-        if len(keys[name]) != len(found):
+        split = name.split(".")
+        ranks = (int(p) if re.fullmatch(r"\d{1,6}", p) else rank.get(p) for p in split)
+        keys[name] = tuple(n for n in ranks if n is not None)
+        if len(keys[name]) != len(split):
             return None
     return sorted(names, key=keys.__getitem__)
 
@@ -133,7 +132,7 @@ class EngineOptions:
 
 
 @dataclass(slots=True)
-class Engine:
+class EngineFiles:
     """Everything found in the engine's files except the tensors, which are in the contents."""
 
     described: dict[str, str] = field(default_factory=dict)
@@ -150,22 +149,22 @@ class Engine:
 
 def open_engine(
     store: Store,
-    found: FolderFiles,
+    files: FolderFiles,
     infos: Mapping[str, Any],
     contents: TensorIndex,
     options: EngineOptions,
-) -> Engine:
+) -> EngineFiles:
     """Open the engine's files, and add their tensors to the contents."""
-    engine = Engine()
-    if found.deepspeed:
-        source = _open_deepspeed(store, found, options)
+    engine = EngineFiles()
+    if files.deepspeed:
+        source = _open_deepspeed(store, files, options)
         if source is None:
-            _add_whole(store, found, infos, engine, contents, options)
+            _add_whole(store, files, infos, engine, contents, options)
         else:
             _add_source(source, "", engine, contents)
             engine.described = _engine_name(source)
-    elif found.fsdp_models:
-        _add_fsdp(store, found, engine, contents, options)
+    elif files.fsdp_models:
+        _add_fsdp(store, files, engine, contents, options)
     elif options.values:
         raise UsageError(
             f"{store.url} holds files of models and optimizers, which are not opened with the option "
@@ -173,49 +172,42 @@ def open_engine(
             hint="their options are: allow, groups",
         )
     else:
-        _add_whole(store, found, infos, engine, contents, options)
+        _add_whole(store, files, infos, engine, contents, options)
     return engine
 
 
-def _open_deepspeed(store: Store, found: FolderFiles, options: EngineOptions) -> OpenSource | None:
+def _open_deepspeed(store: Store, files: FolderFiles, options: EngineOptions) -> OpenSource | None:
     """DeepSpeed's checkpoint; None if it is missing, and the weights beside it suffice."""
-    given = {
-        **options.for_optimizer("optimizer"),
-        **({} if options.optimizer else {"optimizer": False}),
-    }
+    given = options.for_optimizer("optimizer")
+    if not options.optimizer:
+        given["optimizer"] = False
     try:
         return with_options(SOURCES["deepspeed"](), given).open(store)
     except NotFound as error:
-        if not found.models or isinstance(error, NotACheckpoint):
+        if not files.models or isinstance(error, NotACheckpoint):
             raise
         if options.optimizer:
             raise NotFound(
                 error.message,
                 hint="it was moved or deleted, or the save did not finish; for the weights in "
-                f"{found.models[min(found.models)][0]}: {option_text('optimizer')}",
+                f"{files.models[min(files.models)][0]}: {option_text('optimizer')}",
             ) from error
         return None
 
 
 def _engine_name(source: OpenSource) -> dict[str, str]:
-    metadata = source.metadata.engine
-    return {
-        "engine": metadata["name"],
-        **({"engine_version": metadata["version"]} if metadata.get("version") else {}),
-    }
+    name, version = source.metadata.engine["name"], source.metadata.engine.get("version")
+    return {"engine": name, "engine_version": version} if version else {"engine": name}
 
 
-def _add_source(source: OpenSource, prefix: str, engine: Engine, contents: TensorIndex) -> None:
+def _add_source(
+    source: OpenSource, prefix: str, engine: EngineFiles, contents: TensorIndex
+) -> None:
     """Add the contents of an opened checkpoint, with a prefix in front of all names."""
     metadata = source.metadata
     for info in metadata.tensor_list.tensors:
-        contents.add(
-            prefix + info.name,
-            info.state,
-            info.dtype,
-            info.shape,
-            partial(source.extents, info.key),
-        )
+        locate = partial(source.extents, info.key)
+        contents.add(prefix + info.name, info.state, info.dtype, info.shape, locate)
     for key, why in metadata.unreadable.items():
         contents.refuse(Key(prefix + key.name, key.state), why)
     engine.sources.append(source)
@@ -230,14 +222,18 @@ def _add_source(source: OpenSource, prefix: str, engine: Engine, contents: Tenso
 
 
 def _add_fsdp(
-    store: Store, found: FolderFiles, engine: Engine, contents: TensorIndex, options: EngineOptions
+    store: Store,
+    files: FolderFiles,
+    engine: EngineFiles,
+    contents: TensorIndex,
+    options: EngineOptions,
 ) -> None:
     """Add FSDP's sharded state dicts: folders of PyTorch DCP, one for each model and each optimizer."""
-    several = len(found.fsdp_models) > 1
-    for folders in (found.fsdp_models, found.fsdp_optimizers if options.optimizer else {}):
+    several = len(files.fsdp_models) > 1
+    for folders in (files.fsdp_models, files.fsdp_optimizers if options.optimizer else {}):
         for number, folder in sorted(folders.items()):
             inner = options.for_optimizer(_optimizer_path(number))
-            if folders is found.fsdp_models:  # without optimizers
+            if folders is files.fsdp_models:  # without optimizers
                 inner = {k: v for k, v in inner.items() if k not in ("groups", "owners")}
             below = PrefixStore(store, folder)
             if not SOURCES["dcp"]().find(below):
@@ -246,27 +242,23 @@ def _add_fsdp(
                     hint="the save did not finish, or its `.metadata` was not copied; copy the whole folder again",
                 )
             source = with_options(SOURCES["dcp"](), inner).open(below)
-            _add_source(
-                PrefixedSource(source, store, folder),
-                _prefix(number) if several else "",
-                engine,
-                contents,
-            )
+            prefix = _prefix(number) if several else ""
+            _add_source(PrefixedSource(source, store, folder), prefix, engine, contents)
     engine.described = {"engine": "fsdp"}
 
 
 def _add_whole(
     store: Store,
-    found: FolderFiles,
+    files: FolderFiles,
     infos: Mapping[str, Any],
-    engine: Engine,
+    engine: EngineFiles,
     contents: TensorIndex,
     options: EngineOptions,
 ) -> None:
     """Add models and optimizers that are each in files of their own."""
-    models = {n: [f] for n, f in found.fsdp_whole.items()} or found.models
-    optimizers = found.optimizers if options.optimizer else {}
-    _check_complete(found, models, optimizer=options.optimizer)
+    models = {n: [f] for n, f in files.fsdp_whole.items()} or files.models
+    optimizers = files.optimizers if options.optimizer else {}
+    _check_complete(files, models, optimizer=options.optimizer)
     modules = []
     for number, names in sorted(models.items()):
         prefix = _prefix(number) if len(models) > 1 else ""
@@ -277,11 +269,8 @@ def _add_whole(
         if len(models) > 1 and objects:  # each model has its own metadata
             kept = dict(list(engine.objects.items())[:before])
             engine.objects = kept | {_prefix(number) + k: v for k, v in objects.items()}
-        tensors = {
-            i.name: (i.dtype, i.shape)
-            for i in source.metadata.tensor_list.tensors
-            if i.state == "weight"
-        }
+        weights = (i for i in source.metadata.tensor_list.tensors if i.state == "weight")
+        tensors = {info.name: (info.dtype, info.shape) for info in weights}
         ordered = source.kind == "torch_save"
         if not ordered and (order := _module_order(store, infos, list(tensors))) is not None:
             tensors, ordered = {name: tensors[name] for name in order}, True
@@ -297,16 +286,16 @@ def _add_whole(
         engine.files.append(key)
     if unnamed:
         engine.objects["unnamed"] = unnamed
-    if found.fsdp_whole:
+    if files.fsdp_whole:
         engine.described = {"engine": "fsdp"}
 
 
-def _check_complete(found: FolderFiles, models: Mapping[int, Any], *, optimizer: bool) -> None:
+def _check_complete(files: FolderFiles, models: Mapping[int, Any], *, optimizer: bool) -> None:
     """MissingData if models or, if they are to be read, optimizers are missing, which are numbered like schedulers."""
-    for kind, numbers in (
-        ("model", models),
-        *([("optimizer", found.optimizers)] if optimizer else []),
-    ):
+    kinds: dict[str, Mapping[int, Any]] = {"model": models}
+    if optimizer:
+        kinds["optimizer"] = files.optimizers
+    for kind, numbers in kinds.items():
         if lost := sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers)):
             raise MissingData(
                 f"the {kind} number {lost[0]} is missing, and number {max(numbers)} is there",
@@ -314,18 +303,15 @@ def _check_complete(found: FolderFiles, models: Mapping[int, Any], *, optimizer:
             )
     if not models:
         raise MissingData(
-            f"{next(iter(found.optimizers.values()))} is there, and no file of a model", hint=_HINT
+            f"{next(iter(files.optimizers.values()))} is there, and no file of a model", hint=_HINT
         )
     if not optimizer:
         return
-    schedulers = [
-        int(m[1] or 0)
-        for name in found.values
-        if (m := re.fullmatch(r"scheduler(?:_(\d+))?", name))
-    ]
-    if len(found.optimizers) <= max(schedulers, default=-1):
+    matches = (re.fullmatch(r"scheduler(?:_(\d+))?", name) for name in files.values)
+    schedulers = [int(m[1] or 0) for m in filter(None, matches)]
+    if len(files.optimizers) <= max(schedulers, default=-1):
         raise MissingData(
-            f"the optimizer of scheduler number {max(schedulers)} is missing: {len(found.optimizers)} optimizers are "
+            f"the optimizer of scheduler number {max(schedulers)} is missing: {len(files.optimizers)} optimizers are "
             "there",
             hint=f"copy all files of the folder again; for the weights alone: {option_text('optimizer')}",
         )
@@ -377,17 +363,17 @@ _NUMBER = re.compile(r"_\d+\.(?=\w+$)")  # in `rng_state_2.pth`
 
 
 def _read_values(
-    store: Store, found: FolderFiles, contents: TensorIndex, allow: tuple[str, ...]
+    store: Store, files: FolderFiles, contents: TensorIndex, allow: tuple[str, ...]
 ) -> dict[str, Any]:
     """Read each file of values as an object of its name, including `trainer_state`; values of each rank by rank."""
-    wanted = [(name, name, key) for name, key in found.values.items()]
+    wanted = [(name, name, key) for name, key in files.values.items()]
     wanted += [
         (name, f"{name}.{rank}", by_rank[rank])
-        for name, by_rank in found.ranked.items()
+        for name, by_rank in files.ranked.items()
         for rank in sorted(by_rank)
     ]
     objects: dict[str, Any] = {}
-    if found.trainer_state:
+    if files.trainer_state:
         objects["trainer_state"] = to_json(read_json(store, "trainer_state.json"))
     opened = map_io(lambda item: open_file(store, item[2], allow=allow), wanted)
     for (name, path, _), file in zip(wanted, opened, strict=True):
@@ -417,35 +403,32 @@ class OpenHuggingFace(IndexedSource):
     kind = "huggingface"
 
     def __init__(
-        self, store: Store, found: FolderFiles, infos: Mapping[str, Info], options: EngineOptions
+        self, store: Store, files: FolderFiles, infos: Mapping[str, Info], options: EngineOptions
     ) -> None:
         self.store, self.contents = store, TensorIndex()
-        engine = open_engine(store, found, infos, self.contents, options)
+        engine = open_engine(store, files, infos, self.contents, options)
         self._engine = engine
         self.part = next((part for s in engine.sources if (part := getattr(s, "part", None))), None)
-        for name, by_rank in found.ranked.items():
+        for name, by_rank in files.ranked.items():
             _check_ranks(name, by_rank, _world(engine))
-        values = [
-            *found.values.values(),
-            *(f for by_rank in found.ranked.values() for f in by_rank.values()),
-        ]
-        self._zips = [*engine.zips, *values]
-        objects = {**engine.objects, **_read_values(store, found, self.contents, options.allow)}
-        own = (["trainer_state.json"] if found.trainer_state else []) + self._zips
-        files = tuple(dict.fromkeys([*engine.files, *own]))
-        assets = find_assets((i for i in infos.values()), files)
+        ranked = (f for by_rank in files.ranked.values() for f in by_rank.values())
+        self._zips = [*engine.zips, *files.values.values(), *ranked]
+        objects = {**engine.objects, **_read_values(store, files, self.contents, options.allow)}
+        own = (["trainer_state.json"] if files.trainer_state else []) + self._zips
+        keys = tuple(dict.fromkeys([*engine.files, *own]))
+        assets = find_assets(infos.values(), keys)
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
             unreadable=self.contents.unreadable,
-            missing=tuple(missing_files(found)),
+            missing=tuple(missing_files(files)),
             aliases=engine.aliases,
             objects=objects,
             assets=assets,
             groups=tuple(group.json() for group in self.contents.groups),
             step=_step(objects, engine),
             layout=engine.layout,
-            engine=_engine(store, found, engine, assets),
-            files=files,
+            engine=_engine(store, files, engine, assets),
+            files=keys,
         )
 
     def records(self) -> Iterator[FileRecord]:
@@ -458,12 +441,11 @@ class OpenHuggingFace(IndexedSource):
             yield FileRecord(key, key, self.store.info(key).size, None, int)
 
 
-def _world(engine: Engine) -> int:
+def _world(engine: EngineFiles) -> int:
     """The ranks that certainly wrote files of the engine."""
     layout = engine.layout
-    ranks = [
-        int(m[1]) for name in engine.files if (m := _RANK_FILE.fullmatch(name.rpartition("/")[2]))
-    ]
+    matches = (_RANK_FILE.fullmatch(name.rpartition("/")[2]) for name in engine.files)
+    ranks = [int(m[1]) for m in filter(None, matches)]
     degrees = [n for axis in ("dp", "tp", "pp") if type(n := layout.get(axis, 1)) is int]
     return max(prod(degrees), 1 + max(ranks, default=-1))
 
@@ -482,7 +464,7 @@ def _check_ranks(name: str, by_rank: Mapping[int, str], world: int) -> None:
         )
 
 
-def _step(objects: Mapping[str, Any], engine: Engine) -> int | None:
+def _step(objects: Mapping[str, Any], engine: EngineFiles) -> int | None:
     """The step counted by Trainer, otherwise the engine's."""
     state = objects.get("trainer_state")
     step = state.get("global_step") if isinstance(state, dict) else None
@@ -490,10 +472,10 @@ def _step(objects: Mapping[str, Any], engine: Engine) -> int | None:
 
 
 def _engine(
-    store: Store, found: FolderFiles, engine: Engine, assets: Sequence[str]
+    store: Store, files: FolderFiles, engine: EngineFiles, assets: Sequence[str]
 ) -> dict[str, str]:
     """The program (Trainer or Accelerate), its version according to the model's configuration, and the inner engine."""
-    trainer = found.trainer_state or "training_args" in found.values
+    trainer = files.trainer_state or "training_args" in files.values
     out = {"name": "transformers" if trainer else "accelerate"}
     if "config.json" in assets:
         try:

@@ -248,12 +248,9 @@ class UniversalCheckpointIO(CheckpointIO):
         rest["state_dict"] = _state_dict(ck, tensors)
         for state in numbered:
             for name, number in _numbers(state).items():
-                found = {
-                    s: t
-                    for (n, s), t in tensors.items()
-                    if n == ck.aliases.get(name, name) and s != "weight"
-                }
-                state["state"].setdefault(number, {}).update(found)
+                stored = ck.aliases.get(name, name)
+                states = {s: t for (n, s), t in tensors.items() if n == stored and s != "weight"}
+                state["state"].setdefault(number, {}).update(states)
         return rest
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -268,20 +265,13 @@ def _metadata(
     config = program_config(
         *((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind))
     )
-    watched = [
-        c
-        for c in checkpoint.get("callbacks", {}).values()
-        if isinstance(c, dict) and c.get("monitor")
-    ]
     metrics = {name: float(value) for name, value in (logged or {}).items()}
-    metrics |= {
-        c["monitor"]: float(c["current_score"])
-        for c in watched
-        if c.get("current_score") is not None
-    }
-    return SaveMetadata(
-        step=int(checkpoint["global_step"]), metrics=metrics, config=config, **launch.next_save()
-    )
+    for callback in checkpoint.get("callbacks", {}).values():
+        is_monitor = isinstance(callback, dict) and callback.get("monitor")
+        if is_monitor and callback.get("current_score") is not None:
+            metrics[callback["monitor"]] = float(callback["current_score"])
+    step = int(checkpoint["global_step"])
+    return SaveMetadata(step=step, metrics=metrics, config=config, **launch.next_save())
 
 
 def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,28 +287,23 @@ def _named(index: int, state: Mapping[str, Any]) -> dict[str, Any]:
         )
     names = {number: name for name, number in _numbers(state).items()}
     groups = [{**g, "params": [names[n] for n in g["params"]]} for g in state["param_groups"]]
-    return {
-        "state": {names[n]: dict(values) for n, values in state["state"].items()},
-        "param_groups": groups,
-    }
+    states = {names[n]: dict(values) for n, values in state["state"].items()}
+    return {"state": states, "param_groups": groups}
 
 
 def _numbers(state: Mapping[str, Any]) -> dict[str, int]:
     """The numbers of an optimizer's parameters by their names."""
-    return {
-        name: n
-        for g in state["param_groups"]
-        for n, name in zip(g["params"], g["param_names"], strict=True)
-    }
+    groups = state["param_groups"]
+    return {k: v for g in groups for k, v in zip(g["param_names"], g["params"], strict=True)}
 
 
 def _skeleton(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict without its tensors."""
-    held = {
+    values = {
         n: {k: v for k, v in s.items() if not isinstance(v, torch.Tensor)}
         for n, s in state["state"].items()
     }
-    return {"state": held, "param_groups": state["param_groups"]}
+    return {"state": values, "param_groups": state["param_groups"]}
 
 
 def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> _Read:

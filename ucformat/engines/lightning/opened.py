@@ -46,23 +46,21 @@ class OpenLightning(OpenDcp):
     def _make_metadata(
         self, values: ItemValues, infos: tuple[TensorInfo, ...]
     ) -> CheckpointMetadata:
-        found = super()._make_metadata(values, infos)
+        dcp = super()._make_metadata(values, infos)
         self._beside.taken |= {info.name: 1 for info in infos}
         meta = self._meta()
         large = tuple(self._beside.infos.values())
         step = meta.get("global_step")
-        engine: dict[str, str] = {
-            **found.engine,
-            **({"format": found.engine["name"]} if VERSION in meta else {}),
-        }
+        engine = dict(dcp.engine)
         if VERSION in meta:
+            engine["format"] = engine["name"]
             engine |= {"name": "lightning", "version": str(meta[VERSION])}
-        return found.replace(
-            tensor_list=TensorList((*infos, *large), found.tensor_list.groups),
-            objects=LazyMapping(lambda: _joined(found.objects, meta)),
-            step=step if type(step) is int else found.step,
+        return dcp.replace(
+            tensor_list=TensorList((*infos, *large), dcp.tensor_list.groups),
+            objects=LazyMapping(lambda: _joined(dcp.objects, meta)),
+            step=step if type(step) is int else dcp.step,
             engine=engine,
-            files=(*found.files, META),
+            files=(*dcp.files, META),
         )
 
     def _meta(self) -> dict[str, Any]:
@@ -75,11 +73,8 @@ class OpenLightning(OpenDcp):
             return self._beside.add_large(path, file, tensor)
 
         value = to_json(file.value, read=file.read, spill=spill, exact=True)
-        return (
-            value
-            if isinstance(value, dict) and not any(key.startswith("$") for key in value)
-            else {META: value}
-        )
+        is_plain = isinstance(value, dict) and not any(key.startswith("$") for key in value)
+        return value if is_plain else {META: value}
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Find where the bytes of a tensor are stored."""

@@ -291,7 +291,7 @@ def add_flat_states(
             hint="files of several saves are mixed, or some ranks' states are lost",
         )
     model = _Model(opened, items, tp, pp)
-    out = _States(model)
+    out = _StatesByKey(model)
     stages = _stages(model, groups, chains[0])
     for p, t in product(range(pp), range(tp)):
         _add(out, groups[chains[0], p * tp + t], stages[p], t, tp)
@@ -453,7 +453,7 @@ class _Piece:
         return in_local(self.flat, self.slot.start, self.slot.param.shape, within)
 
 
-class _States:
+class _StatesByKey:
     """The states by parameter."""
 
     def __init__(self, model: _Model) -> None:
@@ -502,7 +502,7 @@ class _States:
 
 
 def _add(
-    out: _States,
+    out: _StatesByKey,
     rank_buffers: _RankBuffers,
     chunks: list[_ModelChunk],
     rank: int,
@@ -528,7 +528,9 @@ def _number(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _experts(out: _States, groups: _Groups, chain: int, stages: list[list[_ModelChunk]]) -> None:
+def _experts(
+    out: _StatesByKey, groups: _Groups, chain: int, stages: list[list[_ModelChunk]]
+) -> None:
     """The states of experts, whose ranks form another mesh."""
     model = out.model
     numbers = {_number(n) for stage in stages for chunk in stage for n in chunk.experts}
@@ -541,7 +543,7 @@ def _experts(out: _States, groups: _Groups, chain: int, stages: list[list[_Model
         per, rest = divmod(len(numbers), ep or 1)
         if mine != list(range(ranks * model.pp)) or rest or not numbers:
             continue
-        trial = _States(model)
+        trial = _StatesByKey(model)
         try:
             for g in mine:
                 p, r = divmod(g, ranks)

@@ -120,10 +120,8 @@ def _before_blosc(
 
 
 def _has_blosc(codecs: Sequence[Codec]) -> bool:
-    return any(
-        c["name"] == "blosc" or _has_blosc(c.get("configuration", {}).get("codecs", ()))
-        for c in codecs
-    )
+    inner = (codec.get("configuration", {}).get("codecs", ()) for codec in codecs)
+    return any(codec["name"] == "blosc" for codec in codecs) or any(map(_has_blosc, inner))
 
 
 def _read(
@@ -211,10 +209,8 @@ class Chunks:
             return
         whole = Box.whole(array.shape)
         region = within or whole
-        firsts = tuple(a // c for a, c in zip(region.start, array.chunk, strict=True))
-        grid = [
-            range(f, -(-b // c)) for b, c, f in zip(region.stop, array.chunk, firsts, strict=True)
-        ]
+        sides = zip(region.start, region.stop, array.chunk, strict=True)
+        grid = [range(start // c, -(-stop // c)) for start, stop, c in sides]
         count = math.prod(map(len, grid))
         if array.path in self._filled and count > self._max_chunks:
             raise UnsupportedError(
@@ -223,9 +219,8 @@ class Chunks:
                 hint="read less of it at once; or, if most of its chunks are missing, write it anew",
             )
         for at in each_index(grid):
-            box = Box(
-                tuple(a * c for a, c in zip(at, array.chunk, strict=True)), array.chunk
-            ).intersect(whole)
+            start = tuple(a * c for a, c in zip(at, array.chunk, strict=True))
+            box = Box(start, array.chunk).intersect(whole)
             yield self._extent(array, at, box or whole, self._find(array, at))
 
     def _extent(
@@ -263,9 +258,8 @@ class Chunks:
         shard = self._values.get(key)
         if shard is None:
             return None
-        index = np.frombuffer(
-            self._indexes.get(key, lambda _: self._index(array, shard, key, ratio)), np.uint64
-        )
+        entries = self._indexes.get(key, lambda _: self._index(array, shard, key, ratio))
+        index = np.frombuffer(entries, np.uint64)
         number = sum(a % r * s for a, r, s in zip(at, ratio, row_major(ratio), strict=True))
         offset, nbytes = int(index[2 * number]), int(index[2 * number + 1])
         if offset == nbytes == (1 << 64) - 1:
@@ -300,8 +294,8 @@ class Chunks:
             data[entries:], "little"
         ):
             raise IntegrityError(f"{self._label(array)}: the index of the shard {key} is damaged")
-        found = np.frombuffer(data[:entries], "<u8" if sharding.index_endian == "little" else ">u8")
-        index = found.astype(np.uint64)
+        dtype = "<u8" if sharding.index_endian == "little" else ">u8"
+        index = np.frombuffer(data[:entries], dtype).astype(np.uint64)
         begins, sizes = (
             np.minimum(index.reshape(-1, 2), np.uint64(size_of(shard))).astype(np.int64).T
         )

@@ -144,19 +144,20 @@ def nested_state(
 def _nested_state(
     source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
 ) -> tuple[Any, tuple[str, ...]]:
-    build = _Build(source, {info.key: info for info in infos}, leaves)
+    build = _StateBuilder(source, {info.key: info for info in infos}, leaves)
     build.values()
     recorded = source.metadata.paths
-    known = any(info.key in recorded for info in infos)
+    is_recorded = any(info.key in recorded for info in infos)
     groups = source.metadata.groups
     places: Sequence[GroupPlace | None] = source.metadata.places
     if not places:
-        places = [None if known else GroupPlace((_OPTIM,), tuple(g["params"])) for g in groups]
+        places = [
+            None if is_recorded else GroupPlace((_OPTIM,), tuple(g["params"])) for g in groups
+        ]
     further: list[tuple[StatePath, Key]] = []  # of tied tensors: last, as modules mostly have them
     for info in infos:
-        for number, path in enumerate(
-            recorded.get(info.key, ()) if known else _usual_paths(source, info)
-        ):
+        paths = recorded.get(info.key, ()) if is_recorded else _usual_paths(source, info)
+        for number, path in enumerate(paths):
             if number:
                 further.append((path, info.key))
             else:
@@ -183,14 +184,12 @@ def _is_numbered(place: GroupPlace) -> bool:
 
 def _usual_paths(source: Checkpoint, info: TensorInfo) -> list[StatePath]:
     if info.state == "weight":
-        return [
-            (_MODEL, n)
-            for n in (info.name, *(a for a, of in source.aliases.items() if of == info.name))
-        ]
+        aliases = (alias for alias, name in source.aliases.items() if name == info.name)
+        return [(_MODEL, name) for name in (info.name, *aliases)]
     return [(_OPTIM, _STATES, info.name, info.state)]
 
 
-class _Build:
+class _StateBuilder:
     """A state, as far as it is built."""
 
     def __init__(self, source: Checkpoint, infos: Mapping[Key, TensorInfo], leaves: Leaves) -> None:
@@ -313,10 +312,8 @@ class _Build:
             for name, option in ((n, o) for n in place.names for o in options):
                 self.put((*place.path, f"{GROUPS}.{name}.{option}"), options[option])
         else:
-            groups = [
-                *_items(self.at((*place.path, GROUPS), [])),
-                {"params": _List(enumerate(keys)), **options},
-            ]
+            own = {"params": _List(enumerate(keys)), **options}
+            groups = [*_items(self.at((*place.path, GROUPS), [])), own]
             self.put((*place.path, GROUPS), _List(enumerate(groups)))
             self.put((*place.path, _STATES), self.at((*place.path, _STATES), {}))
         stateful = self.at((*place.path, _STATES), {})
@@ -348,18 +345,13 @@ class _Build:
             return tuple(items) if isinstance(value, _Tuple) else items
         if isinstance(value, dict):
             plain = {int(k) if isinstance(k, IntKey) else k: v for k, v in value.items()}
-            return {
-                k: self.finished(v, f"{path}.{k}" if path else str(k)) for k, v in plain.items()
-            }
+            below = f"{path}." if path else ""
+            return {k: self.finished(v, f"{below}{k}") for k, v in plain.items()}
         return int(value) if isinstance(value, IntKey) else value
 
 
 def _items(value: Any) -> list[Any]:
     """The items of a list, or of a value that is to be one; none of another value."""
-    return (
-        list(value.values())
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list)
-        else []
-    )
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
