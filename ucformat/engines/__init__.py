@@ -1,1 +1,1 @@
-"""The engines whose checkpoints are read, written and trained with: a room for each, and none imports another."""
+"""The engines whose checkpoints are read, written and trained with, each in its room."""

@@ -20,7 +20,7 @@ _ALLOW = ("bytecheckpoint",)
 
 
 class ByteCheckpoint(Source):
-    """How ByteCheckpoint's checkpoints are recognised and opened; its options are those of PyTorch DCP."""
+    """How ByteCheckpoint's checkpoints are recognised and opened."""
 
     kind = "bytecheckpoint"
     title = "ByteCheckpoint"
@@ -29,7 +29,7 @@ class ByteCheckpoint(Source):
     options: ItemOptions
 
     def is_marker(self, name: str) -> bool:
-        """Whether a folder with such a file is a checkpoint; `extra_state_rank_0.pt` is one level further down."""
+        """Whether a folder with such a file is a checkpoint."""
         return name == LATEST
 
     def find(self, store: Store) -> bool:

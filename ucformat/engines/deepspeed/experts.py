@@ -42,13 +42,13 @@ def is_expert(name: str) -> bool:
 
 
 def expert_of(name: str) -> tuple[str, int] | None:
-    """The expert that a tensor belongs to: the prefix of its layer, and its number; None for other tensors."""
+    """The expert of a tensor: its layer's prefix, and its number; None for other tensors."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], int(match[2]))
 
 
 def recorded_degree(group: object) -> int | None:
-    """The number of expert-parallel ranks that share a group that DeepSpeed made of experts; None for other groups."""
+    """The number of expert-parallel ranks that share a group of experts; None for other groups."""
     name = group.get("name") if isinstance(group, Mapping) and group.get("moe") else None
     match = _GROUP.fullmatch(name) if isinstance(name, str) else None
     return int(match[1]) if match else None
@@ -56,7 +56,7 @@ def recorded_degree(group: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a checkpoint: `counts` has the number of experts of each layer, by the prefix of their names."""
+    """The experts of a checkpoint: their numbers by layer, that is by the prefix of their names."""
 
     dp: int
     data_first: bool = False
@@ -88,12 +88,12 @@ class Experts:
         return f"{match[1]}{int(match[2]) % (self.counts[match[1]] // degree)}{match[3]}"
 
     def locally(self, name: str, degree: int, rank: int) -> bool:
-        """Whether an expert-parallel rank holds a parameter: one of its own experts, or not an expert's at all."""
+        """Whether an expert-parallel rank holds a parameter: its own expert's, or no expert's."""
         match = _NAME.fullmatch(name)
         return match is None or int(match[2]) * degree // self.counts[match[1]] == rank
 
     def degree_of(self, names: Iterable[str], hyper: Any, parts: Any, file: str) -> int:
-        """The number of expert-parallel ranks that share the parameters of a flat group; 1 without experts."""
+        """The number of expert-parallel ranks that share a flat group; 1 without experts."""
         recorded = recorded_degree(hyper)
         numbers: dict[str, set[int]] = {}
         other = None

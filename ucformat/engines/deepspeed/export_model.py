@@ -1,4 +1,4 @@
-"""What an export to DeepSpeed needs to know about the engine that loads it: stage, ranks, precision, flat buffers."""
+"""What an export to DeepSpeed needs to know about the engine that loads it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TargetEngine:
 
 
 def settings_of(options: UniversalExportOptions, source: Checkpoint) -> Mapping[str, Any]:
-    """The engine's configuration: the given one, or the one that the source recorded; empty if there is none."""
+    """The engine's configuration: the given or the recorded one; empty if there is none."""
     settings = source.objects.get("ds_config") if options.config is None else options.config
     return settings if isinstance(settings, Mapping) else {}
 
@@ -219,7 +219,7 @@ class OptimizerGroup:
         return not any(i.shape for i in infos.values()) and (state == "step" or of_arrays)
 
     def plain(self) -> dict[str, dict[str, Any]]:
-        """States that are plain numbers, by parameter; one number for the group is of all that have other states."""
+        """States that are plain numbers, by parameter; one for the group is of all with other states."""
         with_states = set().union(*self.states.values())
         stateful = [n for n in self.names if n in with_states] or self.names
         plain: dict[str, dict[str, Any]] = {}
@@ -284,7 +284,7 @@ class TrainedModel:
 
     @property
     def weights(self) -> list[TensorInfo]:
-        """The stored weights of trained parameters; without an optimizer, those of all floating-point tensors."""
+        """The weights of trained parameters; without an optimizer of all floating-point tensors."""
         stored = {n: states["weight"] for n, states in self.by_name.items() if "weight" in states}
         if self.groups:
             return [info for name, info in stored.items() if name in self.trained]
@@ -314,7 +314,7 @@ class TrainedModel:
         return module
 
     def untrained(self, module: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """The tensors of the module that the optimizer does not have: buffers, frozen and empty parameters."""
+        """The tensors that the optimizer does not have: buffers, frozen and empty parameters."""
         return {n: i for n, i in module.items() if n not in self.trained or not i.size}
 
     def buffers(self, module: Mapping[str, TensorInfo], *, must: bool) -> list[str]:
@@ -564,7 +564,7 @@ def _degree(model: TrainedModel, options: DeepSpeedExportOptions) -> int:
 
 
 def _continues(last: OptimizerGroup, group: OptimizerGroup, before: int) -> bool:
-    """Whether a group of experts was one with that before it, and DeepSpeed divided it because of its size."""
+    """Whether DeepSpeed divided a group of experts from that before it because of its size."""
     own = ("params", "state")
     one, two = ({k: v for k, v in g.document.items() if k not in own} for g in (last, group))
     numel = sum(last.masters[n].size for n in last.names) // before

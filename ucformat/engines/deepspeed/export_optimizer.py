@@ -175,7 +175,7 @@ def flat_groups(
 def _joined(
     engine: TargetEngine, number: int, group: OptimizerGroup, dims: dict[str, tuple[Dim, ...]]
 ) -> FlatGroup:
-    """All parameters of an optimizer group, of which each rank gets a partition (stage 0: of one rank, not padded)."""
+    """All parameters of an optimizer group, partitioned over the ranks (not at stage 0)."""
     names, ranks = list(dims), group.ranks or range(engine.dp)
     if engine.stage and engine.flag("round_robin_gradients"):
         names = [names[i] for i in round_robin_order(len(names), len(ranks))]
@@ -285,7 +285,7 @@ def zero_optimizer(
     rank: int,
     fill: bool,  # noqa: FBT001
 ) -> dict[str, Any]:
-    """The state dict of `DeepSpeedZeroOptimizer` (ZeRO 1 and 2), or of `DeepSpeedZeroOptimizer_Stage3`."""
+    """The state dict of `DeepSpeedZeroOptimizer`, or of `DeepSpeedZeroOptimizer_Stage3`."""
     states = {i: _flat_states(one, rank, fill) for i, one in enumerate(flat)}
     base = _base(groups, _members(groups, flat), states)
     out: dict[str, Any] = {
@@ -392,7 +392,7 @@ def _single(group: OptimizerGroup, name: str, part: TensorParallelPart) -> dict[
 
 
 def check_scalars(source: Checkpoint, groups: Iterable[OptimizerGroup]) -> None:
-    """Check that states of no dims (`step`) are the same for all parameters of a group, since ZeRO stores one."""
+    """Check that all parameters of a group have the same `step`, of which ZeRO stores one."""
 
     def place(info: TensorInfo) -> tuple[tuple[str, int], ...]:
         return tuple((e.file, e.offset) for e in source.source.extents(info.key))

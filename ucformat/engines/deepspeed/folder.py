@@ -268,7 +268,7 @@ def copy_hint(*, weights: bool = False) -> str:
 def _rank_grid(
     prefix: str, files: list[re.Match[str]], *, whole: bool = False
 ) -> tuple[tuple[str, ...], ...]:
-    """Keys by model- and data-parallel rank, each 0, 1, 2 … without a gap; `whole`: the weights do not need them."""
+    """Keys by model- and data-parallel rank, without a gap; `whole`: weights do not need them."""
     if len({m[1] for m in files}) > 1:
         plain, bf16 = (next(m[0] for m in files if bool(m[1]) == flag) for flag in (False, True))
         raise IntegrityError(
@@ -302,7 +302,7 @@ def _whole(
 
 
 def _layers(prefix: str, files: list[re.Match[str]]) -> dict[int, tuple[str, ...]]:
-    """Keys by layer and tensor-parallel rank: every layer has a file for each rank, 0, 1, 2 … without a gap."""
+    """Keys by layer and tensor-parallel rank: every layer has a file for each rank."""
     if not files:
         return {}
     if len({m[2] is None for m in files}) > 1:

@@ -178,7 +178,7 @@ class ModelSizes:
         return cls(recorded)
 
     def whole(self, name: str, shapes: Shapes) -> bool | None:
-        """Whether each rank's part is the whole parameter (True) or a cut of its rows (False); None if unknown."""
+        """Whether each rank's part is the whole parameter, not a cut of its rows; None if unknown."""
         rows, total = shapes[0][0], sum(s[0] for s in shapes)
         size = self._expected(name, len(shapes[0]))
         if size is None and _WORDS.search(name):
@@ -224,7 +224,7 @@ class ModelSizes:
 def as_its_weight(
     name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]
 ) -> TPSharding | None:
-    """A bias sharded as the rows of its weight; None for other parameters, or if its weight's sharding does not fit."""
+    """A bias sharded as the rows of its weight; None if it is none, or that does not fit."""
     weight = shardings.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
     if weight is None or weight.mean or weight.scaled:
         return None
@@ -242,7 +242,7 @@ def as_its_weight(
 def as_other_norms(
     name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]
 ) -> TPSharding | None:
-    """A norm replicated as all others of its length are; None for other parameters, or if the others are not."""
+    """A norm replicated as all others of its length are; None if it is none, or they are not."""
     if not _NORM.search(name) or _HEAD.search(name) or len(shapes[0]) != 1:
         return None
     norms = (r for n, r in shardings.items() if _NORM.search(n) and not _HEAD.search(n))

@@ -229,7 +229,7 @@ class OptimizerTensor:
 
     @property
     def states(self) -> dict[str, Any]:
-        """The optimizer's states of the tensor by name, tensors and plain numbers; empty before the first step."""
+        """The optimizer's states of the tensor by name; empty before the first step."""
         states: dict[str, Any] = self.optimizer.state.get(self.tensor) or {}
         return states
 
@@ -269,7 +269,7 @@ def _rank_of(optimizer: Any, parameter: Any) -> int:
 
 
 def optimizer_tensors(trainer: EngineParts) -> tuple[OptimizerTensor, ...]:
-    """Return the tensors that the torch optimizer of this rank updates, by group; empty without an optimizer."""
+    """Return the tensors that the torch optimizer of this rank updates, by group."""
     optimizer, inner = trainer.optimizer, trainer.inner
     if optimizer is None or inner is None:
         return ()
@@ -324,7 +324,7 @@ def _flat(
     rank: int = 0,
     ranks: Sequence[int] = (),
 ) -> OptimizerTensor:
-    """A rank's part of the flat buffer that these parameters are joined in, and that these ranks have partitioned."""
+    """A rank's part of the flat buffer of these parameters, which these ranks have partitioned."""
     shapes = {trainer.name_of(p): shape_of(p) for p in parameters}
     distributions: dict[str, Distribution] = {}
     for name, shape in shapes.items() if ranks else ():

@@ -142,7 +142,7 @@ class _LoadChoice:
 
 
 class _EnginePlan:
-    """What this rank reads, and how it is applied; until then the engine only gets states that it does not have."""
+    """What this rank reads, and how it is applied; before, only missing states are made."""
 
     trainer: EngineParts
     client: ClientState
@@ -181,7 +181,7 @@ class _EnginePlan:
 
 
 def _weights(trainer: EngineParts, optimized: set[str]) -> list[LocalShard]:
-    """The parameters that are not in an optimizer: frozen ones, empty ones, all of an engine that only evaluates."""
+    """The parameters that are in no optimizer: frozen, empty, or of an engine that only evaluates."""
     out = []
     for name in trainer.parameters:
         if name not in optimized:
@@ -229,7 +229,7 @@ def forget_states(held: OptimizerTensor) -> None:
 
 @dataclass(frozen=True)
 class StoredStates:
-    """The optimizer states of a checkpoint, by the engine's names of parameters; `names` maps these to stored names."""
+    """The optimizer states of a checkpoint by the engine's names, which `names` maps to stored ones."""
 
     ck: Checkpoint
     names: Mapping[str, str]
@@ -399,7 +399,7 @@ def _want_states(wanted: OptimizerTargets, held: OptimizerTensor, stored: Stored
 
 
 def _counter(held: OptimizerTensor, state: str, stored: StoredStates) -> Counter:
-    """A counter, read for each parameter of which this rank holds a part; if it holds none, for one of the others."""
+    """A counter, read for each parameter of which this rank holds a part, or else for one other."""
     counter = Counter(held, state)
     mine = list(filter(stored.stepped, held.parts))
     for name in mine or list(filter(stored.stepped, held.shapes))[:1]:

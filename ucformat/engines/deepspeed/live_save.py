@@ -172,7 +172,7 @@ def boxes_of(local: LocalShard) -> Iterator[LocalShard]:
 
 
 def weight_of(trainer: EngineParts, name: str) -> LocalShard:
-    """Return the part of a module's parameter that this rank holds: all, or under ZeRO 3 its partition."""
+    """Return the part of a parameter that this rank holds: all, or under ZeRO 3 its partition."""
     parameter: Any = trainer.parameters[name]
     if not hasattr(parameter, "ds_tensor"):
         return local_of(name, "weight", parameter)
@@ -188,7 +188,7 @@ def locals_of_buffers(trainer: EngineParts) -> list[LocalShard]:
 
 
 def groups_of(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> tuple[dict[str, Any], ...]:
-    """The optimizer groups: `params` by name, hyper-parameters, and in `state` the states that are plain numbers."""
+    """The optimizer groups; `state` has the states that are plain numbers."""
     if trainer.inner is None:
         return ()
     groups = []
@@ -213,7 +213,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain_state(held: Sequence[OptimizerTensor]) -> dict[str, Any]:
-    """States that are plain numbers: one value if all parameters with states have the same, else one for each name."""
+    """States that are plain numbers: one value if all have the same, else one for each name."""
     by_name: dict[str, dict[str, Any]] = {}
     stateful = 0
     for one in held:
@@ -376,7 +376,7 @@ def set_scaler(trainer: EngineParts, state: Mapping[str, Any] | None) -> None:
 
 
 def set_counters(trainer: EngineParts, objects: Mapping[str, Any], step: int | None) -> None:
-    """Set the engine's counters; micro-steps are rounded up to a whole accumulation, whose length may have changed."""
+    """Set the engine's counters; micro-steps are rounded up to a whole accumulation."""
     engine = trainer.engine
     steps = objects.get("global_steps", step)
     if steps is None:
@@ -534,7 +534,7 @@ def fit_values(trainer: EngineParts, ck: Checkpoint) -> Put:
 
 
 class ClientState:
-    """The client state of a checkpoint; its large tensors are targets, and its value is complete when they are read."""
+    """The client state of a checkpoint, whose large tensors are targets."""
 
     def __init__(
         self, ck: Checkpoint, names: Mapping[str, str], rank: int, ranks: int, *, trust: bool

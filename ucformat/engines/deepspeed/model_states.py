@@ -192,7 +192,7 @@ def read_scalars(partition: Partition) -> list[dict[str, bytes]]:
 def check_same_states(
     partition: Partition, first: Partition, scalars: Sequence[Mapping[str, bytes]]
 ) -> None:
-    """Check that two ranks have the same optimizer states and scalars (`step`), as far as these can be read."""
+    """Check that two ranks have the same optimizer states and `step`, as far as they can be read."""
     for index, (mine, theirs) in enumerate(zip(first.values(), partition.values(), strict=True)):
         if mine.keys() != theirs.keys() or not all(
             _alike_values(v, theirs[n]) for n, v in mine.items()
@@ -210,7 +210,7 @@ def check_same_states(
 
 
 def _alike_values(one: Any, other: Any) -> bool:
-    """Whether two values are tensors of one dtype and number of dims, or of one type; what cannot be read may be."""
+    """Whether two values may be alike: of one type, tensors of one dtype and number of dims."""
     if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
         return type(one) is type(other)
     same = one.dtype == other.dtype or not (one.readable and other.readable)
@@ -283,7 +283,7 @@ class ModelStates:
         self.module[name], self._homes[name] = tensor, home
 
     def adopt_after(self, prefix: str, tensors: dict[str, tuple[StoredTensor, TorchFile]]) -> None:
-        """Add tensors that other files hold, after the module's last tensor with a prefix, or else at the end."""
+        """Add tensors of other files after the module's last with a prefix, or else at the end."""
         places = (i + 1 for i, name in enumerate(self.module) if name.startswith(prefix))
         at = max(places, default=len(self.module))
         duplicate = next((name for name in tensors if name in self.module), None)
@@ -451,7 +451,7 @@ class Objects:
         return {k: to_json(v, read=model.file.read, spill=spill, path=k) for k, v in parts.items()}
 
     def _spill(self, rank: str, path: str, tensor: StoredTensor) -> str:
-        """The name of a large tensor, which becomes one of the checkpoint's; a copy that all ranks have, only once."""
+        """The name of a large tensor, which becomes one of the checkpoint's: once if all ranks have it."""
         model = self._models[rank]
         crc32 = model.file.crc32(tensor)
         same = self._spilled.get(path)

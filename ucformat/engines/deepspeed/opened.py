@@ -154,7 +154,7 @@ def _expert_stages(
     first: ModelStates,
     how: DeepSpeedSourceOptions,
 ) -> list[list[Slice]]:
-    """Under ZeRO 0 each expert-parallel rank as a slice of its own; shared tensors must agree as across stages."""
+    """Under ZeRO 0 each expert-parallel rank is a slice; shared tensors agree as across stages."""
     degree = len(files.expert_optims)
     check_degree(experts, first, degree)
     opened = [row[0] for row in load_all(load, [[key] for key in files.expert_optims])]
@@ -175,7 +175,7 @@ def _expert_stages(
 
 
 def _layout(degrees: ParallelDegrees, stages: list[list[Slice]], files: TagFiles) -> dict[str, Any]:
-    """Stage and ranks; under ZeRO 3 also the dtype of the weights, of which only the fp32 copy is stored."""
+    """Stage and ranks, and the dtype of weights of which only the fp32 copy is stored."""
     first = stages[0][0]
     out = degrees.layout(first.stage)
     if files.experts and (first.degrees or files.expert_optims):
@@ -232,7 +232,7 @@ class Merged:
         shapes: tuple[tuple[int, ...], ...],
         sharding: TPSharding,
     ) -> None:
-        """A tensor in one state, read as its parameter is; states without its shape must be whole on every rank."""
+        """Add a tensor in one state, read as its parameter is; states of another shape must be whole."""
         if len(slices) == 1 and not (sharding.padding_rows or sharding.scaled):
             local = slices[0].contents
             self._put(local.infos[key], local.locate[key])
@@ -292,7 +292,7 @@ class Merged:
         first.add(locate)
 
     def _verdict(self, name: str) -> Verdict:
-        """Whether the parts of a parameter are equal: by its weight, or its other states if the weight is constant."""
+        """Whether the parts of a parameter are equal: by its weight, or if constant by its states."""
         slices = self._homes[name]
         first, shape = slices[0].contents.infos, _shape(slices[0], name)
         states = [key for key in first if key.name == name and first[key].shape == shape]
@@ -347,7 +347,7 @@ class _MergedTensor:
         self._view: View | None = None
 
     def extents(self, within: Box | None) -> Iterator[Extent]:
-        """The extents of the ranks' tensors, in global coordinates; the first call checks that replicas agree."""
+        """The extents in global coordinates; the first call checks that replicas agree."""
         if self._view is None:
             for replicas in self._replicas.values():
                 copies = [self._slices[t].contents.replica(self._key, r.box) for t, r in replicas]
@@ -361,7 +361,7 @@ class _MergedTensor:
 
 
 def tensor_list(stages: Sequence[Sequence[Slice]], contents: TensorIndex) -> TensorList:
-    """All tensors in the order of the module, others after them; the states of each parameter are adjacent."""
+    """All tensors in the order of the module, others after them."""
     modules = (name for slices in stages for name in slices[0].model.module)
     names = dict.fromkeys((*modules, *(key.name for key in contents.infos)))
     order = {name: i for i, name in enumerate(names)}
@@ -389,7 +389,7 @@ def _shape(one: Slice, name: str) -> tuple[int, ...]:
 
 
 def _check_same_tensors(slices: Sequence[Slice], unreadable: Collection[Key]) -> None:
-    """All tensor-parallel ranks of a stage hold parts of the same tensors; of some only other ranks' can be read."""
+    """All tensor-parallel ranks of a stage hold parts of the same tensors, if they can be read."""
     first = slices[0].contents
     for one in slices[1:]:
         theirs = one.contents.infos.keys() - one.contents.large.keys()

@@ -205,7 +205,7 @@ class TensorParallelInfo:
         return sub_params(shapes, view, dim, [[n // ranks] * ranks for n in parts])
 
     def strip(self, name: str, sharding: TPSharding) -> TPSharding:
-        """The sharding without the padding of a vocabulary; AutoTP, which writes exact names, adds no padding."""
+        """The sharding without the padding of a vocabulary; AutoTP's exact names have none."""
         hit = self._vocabulary.find(name)
         rows = self._value.get("original_vocab_size")
         padded = hit is not None and not is_exact(hit[0]) and bool(sharding.shape)

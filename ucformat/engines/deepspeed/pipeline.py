@@ -226,7 +226,7 @@ def _splits(
     stage: int,
     first: int,
 ) -> Iterator[list[tuple[int, int, int | None]]]:
-    """The ways to assign layers from `first` on to the stages from `stage` on: (first, last, tied layer) of each."""
+    """The ways to assign the layers left to the stages left: (first, last, tied layer) of each."""
     if stage == len(models):
         if first == len(layers):
             yield []
@@ -300,7 +300,7 @@ def _adopt_rest(
 
 
 def _names_by_stage(models: Sequence[ModelStates], groups: Sequence[Sequence[str]]) -> list[Names]:
-    """The caller's names by stage: each stage takes as many of each group as its optimizer has entries."""
+    """The caller's names by stage, each of which takes as many as its optimizer has entries."""
     at = [0] * len(groups)
     out: list[Names] = []
     for model in models:
@@ -321,7 +321,7 @@ def _names_by_stage(models: Sequence[ModelStates], groups: Sequence[Sequence[str
 
 
 def _ties(layers: Sequence[Layer]) -> dict[int, int]:
-    """Layers that repeat an earlier one, and not just the initial values of any layer: number -> number."""
+    """Layers that repeat an earlier one, and not just initial values: number -> number."""
     out: dict[int, int] = {}
     for i, layer in enumerate(layers):
         for earlier in layers[:i]:

@@ -1,4 +1,4 @@
-"""The sharding of each parameter across tensor-parallel ranks: given by the caller or the checkpoint, else inferred."""
+"""The sharding of each parameter across tensor-parallel ranks: given, or else inferred."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ShardingResolver:
-    """Finds the sharding of each parameter: call `recognise` with all parameters, then `decide` with any of them."""
+    """Finds the sharding of parameters: `recognise` gets all of them, then `decide` any."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class ShardingResolver:
     def _weigh(
         self, name: str, shapes: Shapes, joined: TPSharding, verdict: Callable[[str], Verdict]
     ) -> TPSharding | Doubt:
-        """The sharding of a parameter that no pattern matches; DeepSpeed joins it along dim 0, even replicas."""
+        """The sharding of a parameter that no pattern matches, which DeepSpeed joins along dim 0."""
         whole, compared = self._sizes.whole(name, shapes), verdict(name)
         if compared == "different":
             if whole:
@@ -150,7 +150,7 @@ class ShardingResolver:
         return Doubt(name, shapes, "replicate", cut(0))
 
     def _equal_means_replica(self, verdict: Callable[[str], Verdict]) -> bool:
-        """Whether equal parts are replicas: the checkpoint declares others replicated, and holds parts that differ."""
+        """Whether equal parts are replicas: others are declared so, and some parts differ."""
         called = any(map(self.info.is_replicated, self._described)) or any(
             self.info.is_replicated(n) and len(set(s)) == 1 and verdict(n) != "different"
             for n, s in self._shapes.items()

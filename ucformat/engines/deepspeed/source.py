@@ -45,7 +45,7 @@ class DeepSpeed(Source):
         return is_model_or_optimizer(name)
 
     def part_of(self, url: str, value: Mapping[Any, Any]) -> str:
-        """The folder of a parameter in the universal format, or model states, which have DeepSpeed's configuration."""
+        """The folder of a parameter in the universal format, or model states, by their content."""
         if "ds_config" in value or "ds_version" in value:
             return "one file of a DeepSpeed checkpoint, according to its content"
         if re.fullmatch(r".*/zero/[^/]+", url):

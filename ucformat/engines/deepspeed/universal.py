@@ -84,7 +84,7 @@ _MAX_LISTED = 10
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One file: a tensor in a state, or a plain value. The open file is not kept, because there are thousands."""
+    """One file of thousands, which is not kept open: a tensor in a state, or a plain value."""
 
     file: str
     state: str
@@ -295,7 +295,7 @@ class OpenUniversal(IndexedSource):
     def _check_finished(
         self, prefix: str, names: list[str], files: TagFiles, *, optimizer: bool
     ) -> None:
-        """Check that the model states, which are copied last, exist, unless a Hugging Face model was converted."""
+        """Check that the model states exist, which are copied last, unless a model was converted."""
         if files.models:
             if self._optimizer is None and optimizer:
                 raise MissingData(
@@ -314,7 +314,7 @@ class OpenUniversal(IndexedSource):
     def _add_weights(
         self, how: DeepSpeedSourceOptions, keys: dict[str, dict[str, str]]
     ) -> TensorIndex:
-        """Add the tensors in the model states of all model-parallel ranks, and the atoms joined without a pattern."""
+        """Add the tensors of the model states, and the atoms joined without a pattern."""
         self._means: Mapping[Key, tuple[Key, ...]] = {}
         self.contents = TensorIndex()
         self._taken: dict[str, list[Atom]] = {}
@@ -450,7 +450,7 @@ class OpenUniversal(IndexedSource):
 def _read_models(
     store: Store, files: TagFiles, how: DeepSpeedSourceOptions
 ) -> tuple[ParallelDegrees, list[list[Slice]], list[str]]:
-    """The weights by pipeline stage and tensor-parallel rank, and the names of those that are empty placeholders."""
+    """The weights by stage and tensor-parallel rank, and the names of empty placeholders."""
     if not files.models:
         return ParallelDegrees(1, 1, 1), [], []
     rows = load_all(lambda key: TorchFile(store, key, allow=how.allow), files.models)

@@ -73,7 +73,7 @@ _TENSORS = frozenset((_MASTER, "base_optimizer_state", "param_slice_mappings", *
 
 
 class Zero12(Ranks[Partition]):
-    """The flat groups of a ZeRO 1 or 2 checkpoint; ranks beyond the first are opened when their extents are needed."""
+    """The flat groups of ZeRO 1 or 2; ranks beyond the first are opened when they are needed."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Zero12(Ranks[Partition]):
         return out
 
     def _check_views(self, index: int, buffer: FlatBuffer) -> None:
-        """Check that the module's tensors, if they are views of one flat buffer, have the layout's offsets."""
+        """Check that tensors that are views of one flat buffer have the layout's offsets."""
         shapes = self.shapes[index]
         views = {n: self.model.module[n] for n in shapes if n in self.model.module}
         homes = {self.model.home(n).key for n in views}
@@ -291,7 +291,7 @@ def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def undo_round_robin(joined: list[str], lists: int) -> list[str]:
-    """The original order of a list that was distributed round-robin to several lists, which were then joined."""
+    """The original order of a list that was dealt to several lists, which were then joined."""
     places = round_robin_order(len(joined), lists)
     return [name for _, name in sorted(zip(places, joined, strict=True))]
 
@@ -318,7 +318,7 @@ class Zero3Partition(Partition):
 
 
 class Zero3(Ranks[Zero3Partition]):
-    """The flat groups of a ZeRO 3 checkpoint; ranks beyond the first are opened when their extents are needed."""
+    """The flat groups of ZeRO 3; ranks beyond the first are opened when they are needed."""
 
     def __init__(
         self,
@@ -578,7 +578,7 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ParallelDegrees:
-    """The numbers of pipeline stages, tensor-parallel ranks, and data-parallel (including sequence-parallel) ranks."""
+    """The numbers of stages, tensor-parallel ranks, and data- (and sequence-) parallel ranks."""
 
     pp: int
     tp: int

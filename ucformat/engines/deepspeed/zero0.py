@@ -77,7 +77,7 @@ def read_zero0(
 
 
 def entries_of(model: ModelStates) -> list[list[Entry]] | int:
-    """The evidence for each entry of the optimizer's groups; for flat groups, their total number of elements."""
+    """The evidence for each entry of the optimizer's groups; for flat ones, all their elements."""
     state = need(model.value, "optimizer", dict, model.key)
     if "fp32_groups_flat" in state:
         return sum(stored(t, "fp32_groups_flat", model.key).size for t in state["fp32_groups_flat"])
@@ -178,7 +178,7 @@ def _is_moe(hyper: Any) -> bool:
 def _match(
     entries: list[list[Entry]], candidates: list[Candidate], moe: list[bool]
 ) -> list[list[str]] | None:
-    """The names of the entries; if there are groups for experts, these hold all experts and nothing else."""
+    """The names of the entries; groups for experts hold all experts and nothing else."""
     if not any(moe):
         return match(entries, candidates)
     names: dict[int, list[str]] = {}
@@ -198,7 +198,7 @@ def _check_names(
     candidates: dict[str, Candidate],
     file: str,
 ) -> None:
-    """Check that the names exist, that there are as many as entries, and that the evidence for each entry fits."""
+    """Check that the names exist, and that there is one that fits for each entry."""
     if [len(g) for g in names] != [len(g) for g in entries]:
         raise UsageError(
             f"{file}: {[len(g) for g in names]} names are given for groups of {[len(g) for g in entries]} entries"
@@ -254,7 +254,7 @@ def _flat(
     states: list[list[dict[str, Any]]],
     contents: TensorIndex,
 ) -> None:
-    """Add one flat entry per group, in which parameters have the same offsets as the weights in their storage."""
+    """Add one flat entry per group, with the offsets of the weights in their storage."""
     if len(masters) != len(states) or any(len(s) != 1 for s in states):
         raise IntegrityError(f"{model.key}: its optimizer groups do not match the flat masters")
     by_storage: dict[tuple[str, str], list[tuple[int, str]]] = {}
@@ -291,7 +291,7 @@ def _flat(
 
 
 def _tiles(model: ModelStates, members: list[tuple[int, str]], master: StoredTensor) -> bool:
-    """Whether these views fill their storage without a gap, and equal the master of the same length, rounded."""
+    """Whether these views fill their storage, and equal the master of that length, rounded."""
     tensors = [model.module[name] for _, name in members]
     at = 0
     for tensor in tensors:

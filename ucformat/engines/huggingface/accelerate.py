@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: the state of an Accelerator as a training state (docs/guides/huggingface.md)."""
+"""Accelerate: the state of an Accelerator as a training state (docs/guides/huggingface.md)."""
 
 from __future__ import annotations
 

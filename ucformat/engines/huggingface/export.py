@@ -102,7 +102,7 @@ class SafetensorsExporter(Exporter):
         return Target((*files, *last), left_out(source, infos, assets=assets, part=True))
 
     def _adapter(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
-        """The files of the adapter in the checkpoint of a model that PEFT has wrapped, without those of its base."""
+        """The files of the adapter alone of a model that PEFT has wrapped."""
         assets = self._assets(source)
         named = sorted(
             adapter_names(source, infos, assets).items(), key=lambda item: -item[1].itemsize

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a Trainer that saves and resumes, and a callback (docs/guides/huggingface.md)."""
+"""Transformers: a Trainer that saves and resumes, and a callback (docs/guides/huggingface.md)."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class UniversalTrainer(Trainer):
             self._rotate(Path(handle.url).parent)
 
     def _rotate(self, run: Path) -> None:
-        """Remove committed checkpoints beyond `save_total_limit`, and from the catalog; protected ones stay."""
+        """Remove committed checkpoints beyond `save_total_limit`, unless they are protected."""
         if self.args.should_save and self.args.save_total_limit:
             here = [p for p in sort_checkpoints(str(run)) if (Path(p) / MANIFEST).exists()]
             stay = {here[-1], str(Path(self.state.best_model_checkpoint or here[-1]))} & {*here}

@@ -41,7 +41,7 @@ HuggingFaceOptions: Any = dataclass(frozen=True, kw_only=True)(
 
 
 class HuggingFace(Source):
-    """Recognises and opens directories of Trainer (`checkpoint-500/`) and of Accelerate's `save_state`."""
+    """Recognises and opens directories of Trainer and of Accelerate's `save_state`."""
 
     kind = "huggingface"
     title = "Hugging Face Trainer and Accelerate"

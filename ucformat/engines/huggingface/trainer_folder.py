@@ -123,7 +123,7 @@ def _step_of(run: str) -> int:
 
 
 def missing_files(found: FolderFiles) -> Iterator[str]:
-    """The files of Trainer that it always writes with those that are there; Accelerate need not have written any."""
+    """The files that Trainer, unlike Accelerate, always writes with those that are there."""
     trained = bool(found.optimizers or found.fsdp_optimizers)
     torch_files = (*found.optimizers.values(), found.values.get("scheduler", ""))
     of_trainer = (

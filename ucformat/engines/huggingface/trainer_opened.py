@@ -1,4 +1,4 @@
-"""Directories of Hugging Face's Trainer and Accelerate, read in place: the engine's tensors, and everything else."""
+"""Directories of Hugging Face's Trainer and Accelerate, read in place."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def _module_order(store: Store, present: Container[str], names: Sequence[str]) -> list[str] | None:
-    """Sort names in the order of the module, if its configuration names a known family; otherwise None."""
+    """Sort names in the order of the module, if it is of a known family; otherwise None."""
     if "config.json" not in present:
         return None
     try:
@@ -93,7 +93,7 @@ def _module_order(store: Store, present: Container[str], names: Sequence[str]) -
 
 
 def sort_names(names: Sequence[str], parts: Sequence[str]) -> list[str] | None:
-    """Sort names part by part: numbers by value, others as in `parts`; None if a name has another part."""
+    """Sort names part by part, numbers by value, others as in `parts`; None if one has another."""
     rank = {part: i for i, part in enumerate(parts)}
     keys: dict[str, tuple[int, ...]] = {}
     for name in names:
@@ -291,7 +291,7 @@ def _add_whole(
 
 
 def _check_complete(files: FolderFiles, models: Mapping[int, Any], *, optimizer: bool) -> None:
-    """MissingData if models or, if they are to be read, optimizers are missing, which are numbered like schedulers."""
+    """MissingData if models or wanted optimizers are missing, which are numbered like schedulers."""
     kinds: dict[str, Mapping[int, Any]] = {"model": models}
     if optimizer:
         kinds["optimizer"] = files.optimizers
@@ -365,7 +365,7 @@ _NUMBER = re.compile(r"_\d+\.(?=\w+$)")  # in `rng_state_2.pth`
 def _read_values(
     store: Store, files: FolderFiles, contents: TensorIndex, allow: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Read each file of values as an object of its name, including `trainer_state`; values of each rank by rank."""
+    """Read each file of values as an object of its name; values of each rank by rank."""
     wanted = [(name, name, key) for name, key in files.values.items()]
     wanted += [
         (name, f"{name}.{rank}", by_rank[rank])
@@ -432,7 +432,7 @@ class OpenHuggingFace(IndexedSource):
         )
 
     def records(self) -> Iterator[FileRecord]:
-        """List every record of the engine's files and of the others; a safetensors file is one, without a checksum."""
+        """List every record of all files; a safetensors file is one, without a checksum."""
         for source in self._engine.sources:
             yield from source.records()
         for key in self._zips:
@@ -474,7 +474,7 @@ def _step(objects: Mapping[str, Any], engine: EngineFiles) -> int | None:
 def _engine(
     store: Store, files: FolderFiles, engine: EngineFiles, assets: Sequence[str]
 ) -> dict[str, str]:
-    """The program (Trainer or Accelerate), its version according to the model's configuration, and the inner engine."""
+    """The program, its version according to the model's configuration, and the inner engine."""
     trainer = files.trainer_state or "training_args" in files.values
     out = {"name": "transformers" if trainer else "accelerate"}
     if "config.json" in assets:

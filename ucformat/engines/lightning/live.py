@@ -1,4 +1,4 @@
-"""Lightning: strategies that save from all ranks, and a CheckpointIO for one rank (docs/guides/lightning.md)."""
+"""Lightning: strategies for all ranks, a CheckpointIO for one (docs/guides/lightning.md)."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ class UniversalCheckpointIO(CheckpointIO):
 def _metadata(
     checkpoint: Mapping[str, Any], launch: TrainingLaunch, logged: Mapping[str, Any] | None = None
 ) -> SaveMetadata:
-    """The metadata of a checkpoint: the step, hyper-parameters as config, and what was logged or callbacks monitor."""
+    """The metadata of a checkpoint, with hyper-parameters as its config."""
     config = program_config(
         *((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind))
     )
@@ -279,7 +279,7 @@ def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(index: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict by the names of its parameters, in the form of `get_optimizer_state_dict`."""
+    """An optimizer's state dict by names, in the form of `get_optimizer_state_dict`."""
     if any("param_names" not in group for group in state["param_groups"]):
         raise UnsupportedError(
             f"optimizer {index} does not know the names of its parameters, only their numbers",

@@ -89,5 +89,5 @@ class OpenLightning(OpenDcp):
 
 
 def _joined(items: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the items and of `meta.pt`; if both have one of a name, all of `meta.pt` is one object."""
+    """The values of items and `meta.pt`, which is one object if both have one of a name."""
     return {**items, META: dict(meta)} if items.keys() & meta.keys() else {**items, **meta}

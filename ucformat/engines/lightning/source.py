@@ -20,7 +20,7 @@ __all__ = ["Lightning"]
 
 
 class Lightning(Source):
-    """Recognises and opens sharded checkpoints of Lightning and Fabric: PyTorch DCP's files, and `meta.pt`."""
+    """Recognises and opens sharded checkpoints: PyTorch DCP's files, and `meta.pt`."""
 
     kind = "lightning"
     title = "Lightning and Fabric"

@@ -113,7 +113,7 @@ class OpenClassic(IndexedSource):
                 yield from rank.file.distrib.records()
 
     def _join(self, how: MegatronSourceOptions) -> None:
-        """All tensors: the parts of each parameter by tensor-parallel rank, and the ranks with copies of them."""
+        """Join the parts of each parameter, after checks of the ranks that have copies."""
         holders: dict[Key, dict[int, list[_Rank]]] = {}
         for t, p, e in sorted(self._ranks, key=_by_stage):
             rank = self._ranks[t, p, e]
@@ -165,7 +165,7 @@ class OpenClassic(IndexedSource):
     def _verdict(
         self, holders: Mapping[Key, dict[int, list[_Rank]]], states: Sequence[str], name: str
     ) -> Verdict:
-        """Whether the parts of a parameter are equal: by its weight, and by its other states if that is constant."""
+        """Whether the parts of a parameter are equal: by its weight, or if constant by its states."""
         verdict: Verdict = "constant"
         shape = None
         for key in (k for state in states if (k := Key(name, state)) in holders):
@@ -178,7 +178,7 @@ class OpenClassic(IndexedSource):
     def _experts_are_whole(
         self, shapes: Mapping[str, Sequence[tuple[int, ...]]], name: str
     ) -> bool:
-        """Whether each tensor-parallel rank has a whole expert: its width is the one that the arguments record."""
+        """Whether each tensor-parallel rank has a whole expert, of the width in the arguments."""
         width = self.args.number("moe_ffn_hidden_size") or self.args.number("ffn_hidden_size")
         second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)
         return (

@@ -312,7 +312,7 @@ def is_fsdp(meta: Metadata) -> bool:
 
 
 def _split(path: Path, part: str) -> tuple[str, Path] | None:
-    """The parameter of an optimizer's entry below `state` or `param_to_group_meta`, and the rest of its path."""
+    """The parameter of an optimizer's entry below a part, and the rest of its path."""
     if path[0] != _OPTIMIZER or part not in path[1:3]:
         return None
     at = path.index(part, 1)

@@ -112,7 +112,7 @@ class MegatronExporter(Exporter):
         return Target(files, (*rest, *left, *common.left))
 
     def _prefixes(self, source: Checkpoint, plan: _ExportedTensors) -> dict[bool, str]:
-        """The prefix of an optimizer's states, by whether it trains experts; a single optimizer trains all."""
+        """The prefix of an optimizer's states, by whether it trains experts."""
         chained = self.options.expert_parallel
         if chained is None:
             chained = any(g.get("is_expert_parallel") for g in source.metadata.groups)
@@ -199,7 +199,7 @@ class _ExportedTensors:
                 yield from self._stacked(f"{prefixes.get(experts, '')}{OPTIMIZER}.{state}.", names)
 
     def _stacked(self, prefix: str, tensors: dict[str, Key]) -> Iterator[TensorEntry]:
-        """The entries of tensors by the names of their parameters; layers and experts of one kind are one entry."""
+        """The entries of tensors, of which layers and experts of one kind are one."""
         stacks: dict[str, dict[tuple[int, ...], Parts]] = {}
         for name, key in tensors.items():
             place = self._keys[name]
@@ -320,7 +320,7 @@ def _numbered(key: StackedKey) -> StackedKey:
 def extra_states(
     keys: Mapping[str, StackedKey], source: Checkpoint, objects: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The extra states that modules of the model ask for, by their keys: they are empty, except under FP8."""
+    """The extra states that modules ask for, by key: they are empty, except under FP8."""
     args = source.objects.get("args")
     recorded = args.get("transformer_impl") if isinstance(args, dict) else None
     local = recorded == "local"
@@ -563,7 +563,7 @@ def _groups(
 def _step(
     source: Checkpoint, infos: Sequence[TensorInfo], trained: Collection[str]
 ) -> float | None:
-    """The step of the optimizer, which has one number; it is a scalar of each parameter in other programs."""
+    """The step of the optimizer; in other programs it is a scalar of each parameter."""
     steps: dict[float, str] = {}
     for group in source.metadata.groups:
         step = (group.get("state") or {}).get("step", group.get("step"))

@@ -61,7 +61,7 @@ class FlatTensor:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of one rank's model: its local shape, and the extents of its weight in local coordinates."""
+    """A parameter of one rank's model, with its shape and its weight's extents there."""
 
     name: str
     shape: tuple[int, ...]
@@ -135,7 +135,7 @@ def _place_params(
 
 
 def unproved(params: Iterable[Param], master: FlatTensor) -> str | None:
-    """Why nothing proves which states are where in a flat buffer: its fp32 copy or a weight cannot be read; or None."""
+    """Why nothing proves which states are where in a flat buffer; None if something does."""
     dtype = next((d for d in (master.dtype, *(p.dtype for p in params)) if d not in ITEMSIZE), None)
     if dtype is None:
         return None
@@ -143,7 +143,7 @@ def unproved(params: Iterable[Param], master: FlatTensor) -> str | None:
 
 
 def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> bool:
-    """Whether the first and last 64 elements of a parameter are those at this offset of the fp32 copy, rounded."""
+    """Whether a parameter begins and ends as the fp32 copy at this offset does, rounded."""
     import ml_dtypes
     import numpy as np
 
@@ -232,7 +232,7 @@ class _Model:
         return self.whole[name]
 
     def regions(self, name: str, rank: int, degree: int) -> tuple[BoxPair, ...]:
-        """The regions of a parameter that a tensor-parallel rank holds, one after another along the dim that is cut."""
+        """The regions of a parameter that a tensor-parallel rank holds, one after another."""
         tensor = self.weight(name)
         boxes = sorted({b for b in tensor.boxes() if b.size})
         cut = [d for d, n in enumerate(tensor.shape) if any(b.shape[d] != n for b in boxes)]
@@ -302,7 +302,7 @@ def add_flat_states(
 
 @dataclass(slots=True)
 class _ModelChunk:
-    """One model chunk of a stage: its dense parameters, and its experts, in the order of the checkpoint's list."""
+    """One model chunk of a stage: its dense parameters and its experts, in order."""
 
     dense: list[str]
     experts: list[str]
@@ -363,7 +363,7 @@ def _fit(
 
 
 def _stored(model: _Model, name: str) -> str:
-    """The parameter whose values this one has: the last stage's copy of a tied embedding is the embedding."""
+    """The parameter whose values this one has: of the last stage's copy the embedding."""
     return name if name in model.opened.weights else _WORD_EMBEDDING
 
 
@@ -474,7 +474,7 @@ class _StatesByKey:
                 self.pieces.setdefault(Key(name, state), []).append(piece)
 
     def _refused(self, key: Key, pieces: Sequence[_Piece]) -> str | None:
-        """Why a state cannot be read: because of its own dtype, or because its place cannot be proved; else None."""
+        """Why a state cannot be read, for its dtype or because its place is not proved; else None."""
         dtypes = {p.flat.dtype for p in pieces}
         if odd := sorted(dtypes - ITEMSIZE.keys()):
             return why_refused(odd[0])

@@ -140,7 +140,7 @@ def find_place(store: Store) -> MegatronFolder | None:
 
 
 def _is_fsdp(store: Store) -> bool:
-    """Whether a folder has a `.metadata` with Megatron-FSDP's entries; another program may name its folder alike."""
+    """Whether a folder has a `.metadata` with Megatron-FSDP's entries."""
     return exists(store, METADATA) and any(mark in store.read(METADATA) for mark in _FSDP_ENTRIES)
 
 
@@ -258,7 +258,7 @@ class MegatronArguments:
         return self.flag("share_embeddings_and_output_weights") if untied is None else not untied
 
     def rows(self, name: str, stored: int) -> int:
-        """The rows of a vocabulary table without padding; `stored` if they are unknown, and for other parameters."""
+        """The rows of a vocabulary without padding; of others, or if unknown, `stored`."""
         if not any(name == v or name.endswith("." + v) for v in _VOCABULARY):
             return stored
         rows_kept = self.vocab_size

@@ -71,7 +71,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class NameTemplate:
-    """The names of a key's parameters: `{0}`, `{1}` in the template are indices of that many leading dims."""
+    """The names of a key's parameters: `{0}`, `{1}` are indices of that many leading dims."""
 
     template: str
     leading: int
@@ -86,7 +86,7 @@ class NameTemplate:
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without `module.` of the modules that wrap the model: NeMo and Megatron-FSDP store it."""
+    """A parameter's name without `module.` of the modules that wrap the model."""
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
@@ -114,7 +114,7 @@ def bucket_of(match: re.Match[str]) -> Bucket | None:
 
 
 def split_half(key: str) -> tuple[str, int]:
-    """The name of a gated projection, and which half of it is meant: 0 the gate, 1 the other; 0 for all other names."""
+    """The name of a gated projection, and the half: 0 the gate, 1 the other; else 0."""
     match = _HALF.fullmatch(key)
     return (key, 0) if match is None else (match["whole"], "wv".index(match["half"]))
 
@@ -223,7 +223,7 @@ def is_expert(name: str) -> bool:
 def groups_by_rule(
     raw: Sequence[dict[str, Any]], members: Sequence[Member], json: Callable[[Any], Any]
 ) -> list[Group] | None:
-    """The groups with their parameters in the order of the module; None if Megatron's rule does not determine them."""
+    """The groups with their parameters in order; None if Megatron's rule does not tell them."""
     if any(g.get("lr_mult", 1.0) != 1.0 or g.get("is_decoupled_lr") for g in raw) or not raw:
         return None
     expert_groups = any(g.get("is_expert_parallel") for g in raw)

@@ -159,7 +159,7 @@ def _add_masters(
     tensors: Mapping[str, StoredTensor],
     copies: Any,
 ) -> None:
-    """Add the fp32 copies of the parameters in bf16 or fp16; one of an unknown dtype may have a copy, too."""
+    """Add the fp32 copies of the parameters in bf16, fp16 or, perhaps, an unknown dtype."""
     low = [[n for n in group if tensors[n].dtype in ("bfloat16", "float16")] for group in names]
     odd = [
         [n for n in group if n in of_group or not tensors[n].readable]
@@ -296,7 +296,7 @@ def _add_buffer(
 
 @dataclass(slots=True)
 class _Proof:
-    """Check that the fp32 copy in a parameter's slot matches its weight; done when its states are first read."""
+    """Check once, when states are read, that the fp32 copy in a parameter's slot is its weight."""
 
     proved: Callable[[], bool]
     file: str
@@ -348,7 +348,7 @@ _COPY = "copy the folders of all ranks; each wrote its own, perhaps to its node'
 
 @dataclass(slots=True)
 class RankFile:
-    """One rank's file: each model chunk's tensors, in the order of the module, by local and later by global names."""
+    """One rank's file: the tensors of each model chunk, in the order of the module."""
 
     at: At
     file: TorchFile
@@ -404,7 +404,7 @@ def _value(file: TorchFile) -> dict[str, Any]:
 
 
 def _grid(files: dict[re.Match[str], str], args: MegatronArguments) -> dict[At, str]:
-    """The files by rank; MissingData if there are fewer than the arguments record, IntegrityError if more."""
+    """The files by rank, after a check that they are those that the arguments record."""
     pp = args.degree("pipeline_model_parallel_size")
     ep = args.degree("expert_model_parallel_size") or 1
     out: dict[At, str] = {}
@@ -471,7 +471,7 @@ def _flattened(value: Any, path: str, key: str, depth: int) -> Iterable[tuple[st
 
 
 def _number(ranks: dict[At, RankFile]) -> None:
-    """Give every parameter its global name: layers are counted through chunks and stages, experts through ranks."""
+    """Give every parameter its global name, with layers and experts counted through all ranks."""
     stages = 1 + max(p for _, p, _ in ranks)
     chunks = len(ranks[0, 0, 0].chunks)
     offsets: dict[tuple[int, int], dict[str, int]] = {}

@@ -1,4 +1,4 @@
-"""How Megatron's checkpoints are recognised and opened: distributed ones, and the classic files of each rank."""
+"""How Megatron's checkpoints, distributed and classic ones, are recognised and opened."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class StackedTensor:
         return (b for boxes in self._chunks.values() for b in boxes)
 
     def extents(self, box: Box) -> Iterator[Extent]:
-        """The extents of a box of the whole tensor, with their own boxes, after a check that they cover it."""
+        """The extents of a box of the whole tensor, after a check that they cover it."""
         stored = ((chunk, b) for chunk in self._near(box) for b in self._chunks[chunk])
         near = [(chunk, clip) for chunk, b in stored if (clip := b.intersect(box))]
         info = TensorInfo(*self.key, self.dtype, box.shape)
@@ -158,7 +158,7 @@ def _flat(
 
 @dataclass(frozen=True, slots=True)
 class ReadableTensor:
-    """A whole tensor in one state, and how to find the extents of a box of it (in its own coordinates)."""
+    """A whole tensor in one state, and how to find the extents of a box of it."""
 
     key: Key
     dtype: str
@@ -198,7 +198,7 @@ class UnstackedPart:
 
 
 class Opened(Protocol):
-    """The attributes of an opened checkpoint needed to find parameters in the flat buckets of its optimizer."""
+    """What finding parameters in the flat buckets of its optimizer needs of a checkpoint."""
 
     store: Store
     args: MegatronArguments
@@ -251,7 +251,7 @@ def add_tensor(contents: TensorIndex, tensor: ReadableTensor, rows: int) -> None
 
 
 def _part(tensor: ReadableTensor, box: Box, within: Box | None) -> Iterator[Extent]:
-    """The extents of a box of a tensor, as boxes of that box: those within `within`, which counts from its start."""
+    """The extents of a box of a tensor, as boxes of that box, from which `within` counts."""
     if within is None:
         return tensor.extents(box)
     inside = tensor.extents(within.shift(box.start))

@@ -145,7 +145,7 @@ _GROUPED = _rename(
 
 
 def megatron_to_mixtral(config: ModelConfig) -> Steps:
-    """The steps from Megatron's names and shapes to Mixtral's files, or with the option `fused` to its module."""
+    """The steps from Megatron's names and shapes to Mixtral's files, or (`fused`) its module."""
     steps = [*attention_from_megatron(config, "post_attention_layernorm"), _GROUPED]
     if config.flag("fused"):
         stack = f"/{_MOE_M}experts\\.local_experts\\.(?P<i>\\d+)\\.linear_fc%d\\.weight/"

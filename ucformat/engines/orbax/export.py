@@ -289,7 +289,7 @@ class SmallArray(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExportLeaf:
-    """A leaf: its path, its type in Orbax's words, and its content: a tensor, an array, a text, or nothing."""
+    """A leaf: its path, its type in Orbax's words, and its content, if it has any."""
 
     path: StatePath
     kind: str
@@ -369,7 +369,7 @@ def _tensor_leaves(
 
 
 class _Values:
-    """The leaves of values, and the tensors that they refer to; `left` are the values that have no place in a tree."""
+    """The leaves of values, the tensors that they refer to, and the values that have no place."""
 
     def __init__(self, infos: Mapping[Key, TensorInfo]) -> None:
         self._infos = infos

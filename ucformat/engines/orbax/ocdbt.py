@@ -274,7 +274,7 @@ def _text(name: bytes) -> str:
 def _locate(
     store: Store, prefix: str, location: str, kind: str, sizes: Mapping[str, int]
 ) -> ByteRange:
-    """Parse a location, `<kind>:<base>:<path>:<offset>:<length>`, and check that its file has that range."""
+    """Parse `<kind>:<base>:<path>:<offset>:<length>`, and check that the file has that range."""
     parts = re.fullmatch(rf"{kind}:([^:]*):([^:]*):([0-9]{{1,20}}):([0-9]{{1,20}})", location)
     if parts is None:
         raise IntegrityError(
@@ -435,7 +435,7 @@ def _files(places: Sequence[ValueLocation]) -> tuple[bytes, dict[str, int]]:
 
 
 def _names(names: Sequence[bytes], lengths: Sequence[int] = ()) -> bytes:
-    """How many names, the length of each, which begins with a prefix of the one before, and what is new of it."""
+    """How many names, what each shares with the one before, and what is new of it."""
     shared = [_shared(a, b) for a, b in pairwise(names)]
     own = [name[n:] for name, n in zip(names, [0, *shared], strict=True)] if names else []
     return _varints([len(names), *shared, *map(len, own), *lengths]) + b"".join(own)

@@ -110,7 +110,7 @@ class OpenOrbax(OpenArrays):
         return self.store.read(extent.file, extent.offset, array.itemsize)
 
     def _step(self, numbers: dict[str, Any], step: Step) -> int | None:
-        """The leaf `step` at the root of the only tree or of one of several; otherwise the step in the folder name."""
+        """The leaf `step` at the root of a tree; otherwise the step in the folder's name."""
         for name in ("step", *(f"{tree}.step" for tree in step.trees)):
             if type(numbers.get(name)) is int:
                 return int(numbers[name])
@@ -198,7 +198,7 @@ _ARRAYS = frozenset({"jax.Array", "np.ndarray"})
 
 @dataclass(frozen=True, slots=True)
 class StoredLeaf:
-    """A leaf: its path from the root, its type (an array, `scalar` or `string`), and its path with positions."""
+    """A leaf: its path, its type (an array, `scalar` or `string`), and its path with positions."""
 
     path: tuple[str, ...]
     kind: str
@@ -437,7 +437,7 @@ class Item:
 
 
 def scalar_json(name: str, array: ZarrArray, data: bytes) -> Any:
-    """The JSON form of a leaf that is a number: plain if it is of one of Python's types, otherwise with its dtype."""
+    """The JSON form of a leaf that is a number: with its dtype unless Python has its type."""
     if array.shape:
         raise IntegrityError(f"{name} should be a number, but is an array of {list(array.shape)}")
     if array.dtype in _PLAIN:

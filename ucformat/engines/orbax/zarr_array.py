@@ -51,7 +51,7 @@ def is_file_of(arrays: Collection[str], key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A chunk whose bytes are its elements: `order` gives its axes, slowest first; if `checked`, a CRC-32C follows."""
+    """A chunk of plain elements: its axes, slowest first, and whether a CRC-32C follows."""
 
     order: tuple[int, ...]
     checked: bool

@@ -1,4 +1,4 @@
-"""Zarr groups and arrays, version 2 and 3, read in place: the metadata documents of a hierarchy, and its tensors."""
+"""Zarr groups and arrays, version 2 and 3, read in place."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class _DcpEntries:
         return options | {k: v for k, v in more.items() if k not in options}
 
     def _add_steps(self, group: Mapping[str, Any], trained: set[str]) -> None:
-        """The step of each parameter, which PyTorch keeps as a tensor, where the source has a number for the group."""
+        """Add the step of each parameter as a tensor, where the source has a number for the group."""
         step = (group.get("state") or {}).get("step", group.get("step"))
         for name in group["params"]:
             path = self._state_path(name, "step")
@@ -268,7 +268,7 @@ class _DcpEntries:
 
 
 def _as_flattened(path: StatePath) -> StatePath:
-    """The path as DCP's planner records it, which makes texts of the keys of mappings that are integers."""
+    """The path as DCP's planner records it, with texts for integers that are keys."""
     return tuple(str(part) if isinstance(part, IntKey) else part for part in path)
 
 
@@ -290,7 +290,7 @@ def _is(data: Any, form: str) -> bool:
 
 
 def _beside_model(paths: Mapping[Key, tuple[StatePath, ...]]) -> set[Key]:
-    """The tensors that are not in the model or an optimizer, if the names show it: they are named by their paths."""
+    """The tensors that their names, which are paths, show outside of model and optimizers."""
     weights = [key for key in paths if key.state == "weight"]
     named = {key for key in weights if dotted(paths[key][0]) == key.name}
     return named if len(named) < len(weights) else set()
@@ -303,7 +303,7 @@ def _lists(paths: Mapping[Key, tuple[StatePath, ...]]) -> set[StatePath]:
 
 
 def _leaves(data: Any, path: StatePath, lists: set[StatePath]) -> Iterator[tuple[StatePath, Any]]:
-    """The values that DCP saves as entries: it flattens dictionaries, and lists of dictionaries or tensors."""
+    """The values that DCP saves as entries, since it flattens dictionaries and lists of them."""
     if _is(data, "$dict"):
         for key, inner in data["$dict"]:
             yield from _leaves(inner, (*path, str(key)), lists)

@@ -1,4 +1,4 @@
-"""`Reader`: `torch.distributed.checkpoint` loads any checkpoint that ucformat can open, including foreign ones."""
+"""`Reader`: `torch.distributed.checkpoint` loads any checkpoint that ucformat can open."""
 
 from __future__ import annotations
 
@@ -408,7 +408,7 @@ class Entries(Mapping[str, Any]):
         return PlainValue(data) if data is not ABSENT else option
 
     def _is_elsewhere(self, fqn: str, key: Key) -> bool:
-        """Whether a tensor with this name was saved in another entry than the one that is asked for, which exists."""
+        """Whether a tensor of this name was saved in another entry than the existing one asked for."""
         stored = self.names[key.name]
         asked_by_name = key.name == fqn or self.recorded.unrenamed.get(key.name) != stored
         recorded = self.ck.metadata.paths.get(Key(stored, key.state))
@@ -455,7 +455,7 @@ class Entries(Mapping[str, Any]):
         )
 
     def _tensor(self, key: Key) -> TensorStorageMetadata:
-        """The metadata of a tensor, as one chunk, however it is stored; DCP requests the box that a rank holds."""
+        """The metadata of a tensor as one chunk, of which DCP requests the box that a rank holds."""
         stored, shape = self.names[key.name], torch.Size(self.shape(key) or ())
         only_master = key.state == "weight" and "weight" not in self.states[key.name]
         state = "master" if only_master else key.state
@@ -680,7 +680,7 @@ def _params(
 
 
 def _groups(entries: Entries, root: str) -> list[tuple[GroupDoc, tuple[str, ...]]]:
-    """The stored groups of an optimizer, with its names of their parameters; all groups if it is not recorded."""
+    """The stored groups of an optimizer with its parameters' names; all if it is not recorded."""
     mine = entries.recorded.optimizers.get(root)
     if mine is not None:
         return [(group, place.names) for group, place in mine]

@@ -121,7 +121,7 @@ class OpenShards(IndexedSource):
 
 
 def _all_there(tensors: Iterable[Sequence[Box]], ranks: int) -> bool:
-    """Whether the pieces of some tensors prove that no more ranks saved, since their last pieces are shorter."""
+    """Whether shorter last pieces of some tensors prove that no more ranks saved."""
     most = math.inf
     for boxes in tensors:
         pieces = sorted(boxes, key=lambda box: box.start)

@@ -165,7 +165,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         self._collectives = self._coordinates = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for the process of `dcp.async_save`, whose default group are the ranks of `process_group`."""
+        """The state for the process of `dcp.async_save`, where those ranks are the default group."""
         return {**self.__dict__, "_group": None, "saved": None, "state_dict_cache": None}
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -370,7 +370,7 @@ class LocalItems:
 
 @message
 class PlainValues:
-    """The plain values that DCP assigned to one rank, in JSON form by path, and the paths of lists with tensors."""
+    """The plain values that DCP assigned to one rank, as JSON, and the lists with tensors, by path."""
 
     by_path: Mapping[Path, Any]
     lists: frozenset[Path]
@@ -439,7 +439,7 @@ def _encodes(planner: SavePlanner) -> bool:
 
 
 def _encoded(data: bytes) -> Any:
-    """The value that a planner encoded: plain values that torch.save wrote are loaded; other bytes stay bytes."""
+    """The value that a planner encoded: loaded if torch.save wrote plain values, else bytes."""
     if not data.startswith(b"PK"):
         return io.BytesIO(data)
     try:

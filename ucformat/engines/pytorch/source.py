@@ -83,7 +83,7 @@ def _has_items(store: Store) -> bool:
 
 
 def _has_shards(store: Store) -> bool:
-    """Whether a folder has shards of DCP's safetensors writer, by their names and the metadata of the first."""
+    """Whether a folder has shards of DCP's safetensors writer, by names and the first's metadata."""
     name = next(
         (info.key for info in islice(store.list(), _MAX_LISTED) if SHARD.fullmatch(info.key)), None
     )
@@ -155,7 +155,7 @@ class TorchSave(Source):
         )
 
     def find(self, store: Store) -> bool:
-        """Whether the folder has a file of torch.save; reads the first bytes of files whose names allow it."""
+        """Whether the folder has a file of torch.save, by names and first bytes."""
         return any(_candidates(store, root_files(store), _MAX_PROBED))
 
     def open(self, store: Store) -> OpenTorchSave:
@@ -204,7 +204,7 @@ def _looks_like_torch_save(store: Store, key: str) -> bool:
 
 
 def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None) -> Iterator[str]:
-    """The files of a folder that may be its checkpoint, the most likely first; checks at most `most` of them."""
+    """The files of a folder that may be its checkpoint, the likeliest first; checks at most `most`."""
     here = [n for n in names if "/" not in n and not _OTHER_FILE.fullmatch(n)]
     own = [n for n in here if n.endswith((*_SUFFIXES, INDEX))]
     likely = sorted(own, key=lambda n: (not n.endswith(INDEX), not _MODEL.fullmatch(n), n))

@@ -1,4 +1,4 @@
-"""One file of `torch.save`, which `torch.load(…, weights_only=True)` reads: weights by name, or a nested state."""
+"""One file of `torch.save`, without code: weights by name, or a nested state."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ class _StateBuilder:
         self.put(path, self.tensor(key))
 
     def numbered(self, path: StatePath) -> StatePath:
-        """The path of a state of a parameter that its optimizer numbers, where DCP made a text of the number."""
+        """The path of a state of a numbered parameter, where DCP made a text of the number."""
         if (
             len(path) < 3
             or path[-3] != _STATES

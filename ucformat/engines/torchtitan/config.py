@@ -1,4 +1,4 @@
-"""torchtitan's own trainer: the checkpoint manager that a configuration names (docs/guides/torchtitan.md)."""
+"""torchtitan's trainer: the manager that a configuration names (docs/guides/torchtitan.md)."""
 
 from __future__ import annotations
 
