@@ -221,8 +221,8 @@ def _check_joined(group: OptimizerGroup, names: Sequence[str]) -> None:
                 hint="leave the state out (--state), or export to stage 0",
             )
         check_dtype(state, infos, names)
-    for state, held in {**group.states, **group.plain()}.items():
-        if lacking := [n for n in names if n not in held]:
+    for state, by_name in {**group.states, **group.plain()}.items():
+        if lacking := [n for n in names if n not in by_name]:
             raise UnsupportedError(
                 f"{some(lacking)} have no {state}, which other parameters of their optimizer group have; ZeRO has "
                 "the same states for all of a group",
@@ -242,9 +242,9 @@ def check_dtype(state: str, infos: Mapping[str, TensorInfo], names: Sequence[str
     """Check that tensors that share a flat buffer have one dtype."""
     dtypes = {infos[n].dtype: n for n in names if n in infos}
     if len(dtypes) > 1:
-        found = " and ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
+        kinds = " and ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
         raise UnsupportedError(
-            f"the {state} of an optimizer group is {found}; a flat partition of ZeRO has one dtype",
+            f"the {state} of an optimizer group is {kinds}; a flat partition of ZeRO has one dtype",
             hint="cast them by a view",
         )
 

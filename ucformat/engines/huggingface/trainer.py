@@ -67,7 +67,7 @@ class HuggingFace(Source):
         from ucformat.engines.huggingface.trainer_opened import EngineOptions, OpenHuggingFace
 
         infos = root_files(store)
-        found = classify(infos, store.url)
+        files = classify(infos, store.url)
         own = ("allow", "groups", "part", "optimizer")
         given = {n: getattr(self.options, n) for n in options_of(self) if n not in own}
         inner = {name: value for name, value in given.items() if value is not None}
@@ -79,4 +79,4 @@ class HuggingFace(Source):
             self.options.optimizer,
             part=self.options.part is True,
         )
-        return OpenHuggingFace(store, found, infos, how)
+        return OpenHuggingFace(store, files, infos, how)

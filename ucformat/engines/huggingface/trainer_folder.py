@@ -91,7 +91,7 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
                     f"{option_text('part', 'True', 'true')}",
                 )
     is_deepspeed = SOURCES["deepspeed"]().is_marker
-    found = FolderFiles(
+    files = FolderFiles(
         deepspeed="latest" in names or any(is_deepspeed(n) for n in names if n.count("/") < 2),
         fsdp_models=_folders(names, 2),
         fsdp_optimizers=_folders(names, 3),
@@ -103,7 +103,7 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
         trainer_state="trainer_state.json" in names,
     )
     if not (
-        found.deepspeed or found.fsdp_models or found.fsdp_whole or found.models or found.optimizers
+        files.deepspeed or files.fsdp_models or files.fsdp_whole or files.models or files.optimizers
     ):
         runs = sorted({m[1] for n in names if (m := _RUN.fullmatch(n))}, key=_step_of)
         if runs:
@@ -115,7 +115,7 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
             f"{url} has files of Trainer or Accelerate, but no model and no optimizer",
             hint="the save did not finish, or files were moved; look for the checkpoint's other files",
         )
-    return found
+    return files
 
 
 def _step_of(run: str) -> int:
@@ -141,11 +141,11 @@ def missing_files(found: FolderFiles) -> Iterator[str]:
 
 def _ranked_values(names: Iterable[str]) -> dict[str, dict[int, str]]:
     """The states of random number generators, of which each rank writes its own."""
-    found: dict[str, dict[int, str]] = {}
+    by_name: dict[str, dict[int, str]] = {}
     for name in names:
         if match := _RANKED.fullmatch(name):
-            found.setdefault(match[1], {})[int(match[2] or 0)] = name
-    return found
+            by_name.setdefault(match[1], {})[int(match[2] or 0)] = name
+    return by_name
 
 
 def _folders(names: Iterable[str], number: int) -> dict[int, str]:
@@ -155,26 +155,26 @@ def _folders(names: Iterable[str], number: int) -> dict[int, str]:
 
 def _models(names: Iterable[str]) -> dict[int, list[str]]:
     """The files of each model; if it has both safetensors and pickles, the former."""
-    found: dict[int, list[tuple[str, str]]] = {}
+    by_number: dict[int, list[tuple[str, str]]] = {}
     for name in names:
         if match := _MODEL.fullmatch(name):
-            found.setdefault(int(match[1] or 0), []).append((match[2], name))
+            by_number.setdefault(int(match[1] or 0), []).append((match[2], name))
     out = {}
-    for number, files in sorted(found.items()):
+    for number, files in sorted(by_number.items()):
         kind = max(suffix for suffix, _ in files)
         out[number] = [name for suffix, name in files if suffix == kind]
     return out
 
 
 def _optimizers(names: Iterable[str]) -> dict[int, str]:
-    found: dict[int, str] = {}
+    by_number: dict[int, str] = {}
     for name in names:
         if match := _OPTIMIZER.fullmatch(name):
             number = int(match[1] or 0)
-            if number in found:
+            if number in by_number:
                 raise UsageError(
-                    f"{found[number]} and {name} are both present: Trainer's and Accelerate's files in one folder",
+                    f"{by_number[number]} and {name} are both present: Trainer's and Accelerate's files in one folder",
                     hint="move the files of the save that you do not want elsewhere",
                 )
-            found[number] = name
-    return dict(sorted(found.items()))
+            by_number[number] = name
+    return dict(sorted(by_number.items()))

@@ -328,8 +328,8 @@ class OpenFsdp(IndexedSource):
         self, store: Store, place: MegatronFolder, meta: Metadata, how: MegatronSourceOptions
     ) -> None:
         self.store, self._items = store, Items(store, meta, how.allow)
-        found = self._read([name for name in _OWN_VALUES if name in meta.values])
-        self.args = MegatronArguments.of(found.get("args"), how.vocab_size, meta.file)
+        own = self._read([name for name in _OWN_VALUES if name in meta.values])
+        self.args = MegatronArguments.of(own.get("args"), how.vocab_size, meta.file)
         self.contents = TensorIndex()
         self._values: dict[str, Path] = {}
         self._options: dict[str, tuple[str, str]] = {}
@@ -342,7 +342,7 @@ class OpenFsdp(IndexedSource):
             lambda: {name: i for i, group in enumerate(groups) for name in group["params"]}
         )
         degrees = {a: self.args.degree(f"{n}_model_parallel_size") for a, n in _DEGREES.items()}
-        step = found.get("iteration")
+        step = own.get("iteration")
         self.metadata = CheckpointMetadata(
             tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
             groups=groups,

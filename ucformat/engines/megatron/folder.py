@@ -160,10 +160,10 @@ def _named_backend(store: Store, key: str) -> str | None:
     if not exists(store, key) or (size := store.info(key).size) > _MAX_METADATA_BYTES:
         return None
     try:
-        found = json.loads(store.read(key, 0, size).decode())
+        document = json.loads(store.read(key, 0, size).decode())
     except (ValueError, RecursionError):
         return None
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    backend = document.get("sharded_backend") if isinstance(document, dict) else None
     return backend if isinstance(backend, str) else None
 
 

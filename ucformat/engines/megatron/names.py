@@ -97,20 +97,20 @@ def split_state_key(fqn: str) -> StateKey | Bucket | None:
     match = _CHAINED.fullmatch(fqn)
     if match is None:
         return StateKey(unwrapped(fqn), "weight")
-    if found := _STATE.fullmatch(match[2]):
+    if state := _STATE.fullmatch(match[2]):
         return StateKey(
-            unwrapped(found[2]), "master" if found[1] in MASTER else found[1], int(match[1] or 0)
+            unwrapped(state[2]), "master" if state[1] in MASTER else state[1], int(match[1] or 0)
         )
     return bucket_of(match)
 
 
 def bucket_of(match: re.Match[str]) -> Bucket | None:
     """The bucket whose entry has this name; None for other names."""
-    found = _BUCKET.fullmatch(match[2])
-    if found is None:
+    parts = _BUCKET.fullmatch(match[2])
+    if parts is None:
         return None
-    state = "master" if found[5] in MASTER else found[5]
-    return Bucket(int(match[1] or 0), int(found[1]), int(found[2]), found[3], int(found[4]), state)
+    state = "master" if parts[5] in MASTER else parts[5]
+    return Bucket(int(match[1] or 0), int(parts[1]), int(parts[2]), parts[3], int(parts[4]), state)
 
 
 def split_half(key: str) -> tuple[str, int]:
@@ -200,12 +200,12 @@ def orders_of(names: Sequence[str]) -> list[list[str]]:
     They follow Megatron's own modules, with experts one after another or grouped, or the
     checkpoint's list.
     """
-    found = [
+    orders = [
         sorted(names, key=lambda n: _rank(n, grouped=False)),
         sorted(names, key=lambda n: _rank(n, grouped=True)),
         list(names),
     ]
-    return [list(order) for order in dict.fromkeys(map(tuple, found))]
+    return [list(order) for order in dict.fromkeys(map(tuple, orders))]
 
 
 class Member(NamedTuple):

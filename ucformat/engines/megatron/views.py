@@ -327,36 +327,36 @@ class ModelConfig(PresetInput):
     @property
     def heads(self) -> int:
         """Number of attention heads."""
-        found = self.given("heads") or self._recorded(
+        number = self.given("heads") or self._recorded(
             "num_attention_heads", ("num_attention_heads", "n_head")
         )
-        if found is None:
+        if number is None:
             raise self._unknown("heads", "num_attention_heads")
-        return found
+        return number
 
     @property
     def groups(self) -> int:
         """Number of groups of heads that share a key and a value (default: the number of heads)."""
-        heads, found = self.heads, self.given("groups")
-        if found is None:
+        heads, number = self.heads, self.given("groups")
+        if number is None:
             if self.args.get("group_query_attention") is False:
-                found = heads
+                number = heads
             else:
-                found = self._recorded("num_query_groups", ("num_key_value_heads",))
-        if found is None and "heads" in self.options:
+                number = self._recorded("num_query_groups", ("num_key_value_heads",))
+        if number is None and "heads" in self.options:
             raise self._unknown("groups", "num_query_groups")
-        found = heads if found is None else found
-        if heads % found:
+        number = heads if number is None else number
+        if heads % number:
             raise LayoutError(
-                f"the preset {self.preset}: {heads} heads cannot be split into {found} groups"
+                f"the preset {self.preset}: {heads} heads cannot be split into {number} groups"
             )
-        return found
+        return number
 
     @property
     def args(self) -> Mapping[str, Any]:
         """Megatron's arguments; empty if the checkpoint has none."""
-        found = self.objects.get("args")
-        return found if isinstance(found, Mapping) else {}
+        args = self.objects.get("args")
+        return args if isinstance(args, Mapping) else {}
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -364,12 +364,12 @@ class ModelConfig(PresetInput):
         for key, data in self.assets.items():
             if key.rpartition("/")[2] == "config.json":
                 try:
-                    found = json.loads(data)
+                    document = json.loads(data)
                 except (ValueError, RecursionError) as e:
                     raise LayoutError(f"{key} is not JSON ({e})") from e
-                if isinstance(found, dict):
-                    inner = found.get("text_config")
-                    return inner if isinstance(inner, dict) else found
+                if isinstance(document, dict):
+                    inner = document.get("text_config")
+                    return inner if isinstance(inner, dict) else document
         return {}
 
     def check_megatron(self) -> None:
@@ -384,9 +384,9 @@ class ModelConfig(PresetInput):
                 raise LayoutError(f"the preset {self.preset} does not fit: the model {why}")
 
     def _recorded(self, argument: str, keys: tuple[str, ...]) -> int | None:
-        for found in (self.args.get(argument), *(self.config.get(k) for k in keys)):
-            if type(found) is int and found > 0:
-                return found
+        for number in (self.args.get(argument), *(self.config.get(k) for k in keys)):
+            if type(number) is int and number > 0:
+                return number
         return None
 
     def _unknown(self, option: str, argument: str) -> LayoutError:

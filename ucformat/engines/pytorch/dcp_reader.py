@@ -395,15 +395,15 @@ class Entries(Mapping[str, Any]):
         if isinstance(record, dict):
             return StoredWrapper(from_json(record))
         data = value_at(self.ck.objects, fqn)
-        held = self.recorded.holds_tensors(fqn)
-        if data is not ABSENT and self.recorded.tensors and not held:
+        has_tensors = self.recorded.holds_tensors(fqn)
+        if data is not ABSENT and self.recorded.tensors and not has_tensors:
             return PlainValue(data)
         key = key_of_dotted(fqn, self.states)
         if key is not None and self.shape(key) is not None and not self._is_elsewhere(fqn, key):
             return StoredWeight(key)
         if isinstance(data, dict) and set(data) == {"$ref"}:
             return self._find(data["$ref"])
-        if held:
+        if has_tensors:
             return SplitValue()
         return PlainValue(data) if data is not ABSENT else option
 
@@ -468,7 +468,7 @@ class Entries(Mapping[str, Any]):
             dotted(p): tuple(str(x) if isinstance(x, IntKey) else x for x in p)
             for p in self.recorded.entries()
         }
-        known = set(self.recorded.tensors.values())
+        recorded = set(self.recorded.tensors.values())
 
         def add(*path: str | int) -> None:
             out.setdefault(dotted(path), path)
@@ -476,14 +476,14 @@ class Entries(Mapping[str, Any]):
         listed: set[str] = set()
         for name, stored in self.names.items():
             for state in self.states[name]:
-                if Key(stored, state) in known or (stored in listed and state not in _PARAMETER):
+                if Key(stored, state) in recorded or (stored in listed and state not in _PARAMETER):
                     continue  # tied names have no optimizer states of their own
                 if state in _PARAMETER:
                     add("model", name)
                 else:
                     add("optim", "state", name, state)
             listed.add(stored)
-        if not known and not self.recorded.optimizers:
+        if not recorded and not self.recorded.optimizers:
             for i, group in enumerate(self.ck.manifest.groups):
                 for option in ("params", *group.options):
                     add("optim", GROUPS, i, option)
@@ -526,12 +526,12 @@ def fit_values(
     others: list[str] = []
     dtypes: list[str] = []
     for fqn in fqns:
-        found = entries.find(fqn)
-        if isinstance(found, Hyperparameter):
-            options[fqn] = found
-        elif isinstance(found, PlainValue):
+        entry = entries.find(fqn)
+        if isinstance(entry, Hyperparameter):
+            options[fqn] = entry
+        elif isinstance(entry, PlainValue):
             try:
-                value = decode(found.data, current.get(fqn), trust=trust)
+                value = decode(entry.data, current.get(fqn), trust=trust)
             except (PermissionDenied, UnsupportedError) as error:
                 others.append(f"the object {fqn}: {error.message}")
                 continue
@@ -539,7 +539,7 @@ def fit_values(
             others += [f"the object {fqn}: {w}" for w in wrong]
             dtypes += [f"the object {fqn} is {d}" for d in dtype]
             values[fqn] = value
-        elif isinstance(found, SplitValue):
+        elif isinstance(entry, SplitValue):
             try:
                 values[fqn] = _joined(entries, fqn, current.get(fqn), trust=trust)
             except (PermissionDenied, UnsupportedError) as error:
@@ -555,17 +555,17 @@ def _joined(entries: Entries, fqn: str, current: Any, *, trust: bool) -> Any:
     def inner(key: Any, value: Any) -> Any:
         return _joined(entries, f"{fqn}.{key}", value, trust=trust)
 
-    found = entries.find(fqn)
-    if isinstance(found, StoredWeight):
-        stored = entries.names[found.key.name]
-        return tensor_of(entries.ck[stored, found.key.state][...])
+    entry = entries.find(fqn)
+    if isinstance(entry, StoredWeight):
+        stored = entries.names[entry.key.name]
+        return tensor_of(entries.ck[stored, entry.key.state][...])
     if isinstance(current, dict):
         return {k: inner(k, v) for k, v in current.items()}
     if isinstance(current, list | tuple):
         items = [inner(i, v) for i, v in enumerate(current)]
         return type(current)(*items) if hasattr(current, "_fields") else type(current)(items)
-    if isinstance(found, PlainValue):
-        return decode(found.data, current, trust=trust)
+    if isinstance(entry, PlainValue):
+        return decode(entry.data, current, trust=trust)
     raise UnsupportedError(
         f"its tensors were stored separately, and {fqn} is not one of them",
         hint="use a state of the same structure",
@@ -599,8 +599,8 @@ def _fit_options(
             mine = current.get(fqn)
             values[fqn] = mine if are_names(mine) and mine else list(params)
             continue
-        found = [_option(group_of(p), option.name) for p in params]
-        stored = [f for f in found if f is not ABSENT]
+        values_of = [_option(group_of(p), option.name) for p in params]
+        stored = [f for f in values_of if f is not ABSENT]
         if any(f != stored[0] for f in stored[1:]):
             others.append(f"{fqn}: its parameters were in groups with different values")
         elif stored:
@@ -610,7 +610,9 @@ def _fit_options(
         else:
             values[fqn] = current.get(fqn)
         kept |= {
-            f"{p}: {option.name}": None for p, f in zip(params, found, strict=True) if f is ABSENT
+            f"{p}: {option.name}": None
+            for p, f in zip(params, values_of, strict=True)
+            if f is ABSENT
         }
     if kept:
         _log.warning(
@@ -640,12 +642,12 @@ def _whole(
             for group, names in _groups(entries, option.root)
         ]
     out = []
-    for held in current:
-        group = dict(held)
-        for key in held.keys() - {"params", "param_names"}:
-            stored = [f for p in held["params"] if (f := _option(group_of(p), key)) is not ABSENT]
+    for own in current:
+        group = dict(own)
+        for key in own.keys() - {"params", "param_names"}:
+            stored = [f for p in own["params"] if (f := _option(group_of(p), key)) is not ABSENT]
             if stored and all(f == stored[0] for f in stored):
-                group[key] = _like_number(decode(stored[0], held[key], trust=trust), held[key])
+                group[key] = _like_number(decode(stored[0], own[key], trust=trust), own[key])
             else:
                 kept[f"{option.root}: {key}"] = None
         out.append(group)

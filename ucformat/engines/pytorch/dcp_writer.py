@@ -419,14 +419,14 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Ra
                     hint="save with ucformat.torch.save, or use a key that contains the rank",
                 )
             values[path] = packed(encode(value, dotted(path)))
-    held = getattr(planner, "state_dict", {})
+    own = getattr(planner, "state_dict", {})
     return RankItems(
         tensors=tensors,
         memories=memories,
         values=PlainValues(values, state.lists_of_tensors()),
         groups=groups_of(state.collected, aliases),
         aliases=aliases,
-        layout=mesh_of([t for t in held.values() if isinstance(t, torch.Tensor)]),
+        layout=mesh_of([t for t in own.values() if isinstance(t, torch.Tensor)]),
         paths=paths_of(state.collected, aliases),
         places=places_of(state.collected),
     )

@@ -208,11 +208,11 @@ def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None)
     here = [n for n in names if "/" not in n and not _OTHER_FILE.fullmatch(n)]
     own = [n for n in here if n.endswith((*_SUFFIXES, INDEX))]
     likely = sorted(own, key=lambda n: (not n.endswith(INDEX), not _MODEL.fullmatch(n), n))
-    found = 0
+    count = 0
     for name in likely[:most]:
         if name.endswith(INDEX) or _looks_like_torch_save(store, name):
-            found += 1
+            count += 1
             yield name
-    if not found:
+    if not count:
         plain = [n for n in here if "." not in n or n.endswith(_ODD) or _INNER.search(n)]
         yield from (n for n in sorted(plain)[:_MAX_PROBED] if _looks_like_torch_save(store, n))

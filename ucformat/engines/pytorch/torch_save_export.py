@@ -82,10 +82,10 @@ def _array(array: NDArray[Any]) -> SavedTensor:
 
 
 def _dtype(name: str) -> Global:
-    found = Global("torch", name)
-    if found not in ALLOWED:
+    dtype = Global("torch", name)
+    if dtype not in ALLOWED:
         raise UnsupportedError(f"the dtype {name} is not written to a pickle")
-    return found
+    return dtype
 
 
 # The nested state of the program that saved a checkpoint, from the paths and places that the
@@ -295,12 +295,12 @@ class _StateBuilder:
         ):
             return path
         groups = self.at((*path[:-3], GROUPS), [])
-        known = any(
+        is_numbered = any(
             IntKey(path[-2]) in _items(g.get("params"))
             for g in _items(groups)
             if isinstance(g, dict)
         )
-        return (*path[:-2], IntKey(path[-2]), path[-1]) if known else path
+        return (*path[:-2], IntKey(path[-2]), path[-1]) if is_numbered else path
 
     def group(self, group: Mapping[str, Any], place: GroupPlace) -> None:
         """Put an optimizer group at its place."""
