@@ -64,7 +64,7 @@ def test_links(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
 
 def test_every_kind_is_offered() -> None:
     from ucformat.cli.commands.lineage import _KINDS
-    from ucformat.schema.manifest import LINEAGE_KINDS
+    from ucformat.schema import LINEAGE_KINDS
 
     assert LINEAGE_KINDS == _KINDS
 

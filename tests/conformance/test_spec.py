@@ -23,7 +23,7 @@ from ucformat.format.described import Described, DescribedRow
 from ucformat.format.sidecar import describe
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.schema import ITEMSIZE, ZARR_DTYPES, ZARR_EXTENSIONS
+from ucformat.schema import ITEMSIZE, LINEAGE_KINDS, ZARR_DTYPES, ZARR_EXTENSIONS
 from ucformat.schema.documents import DescribedDoc
 from ucformat.schema.limits import (
     MAX_ARRAY_DIMS,
@@ -42,7 +42,6 @@ from ucformat.schema.limits import (
 from ucformat.schema.manifest import (
     FEATURES,
     FORMAT_MINOR,
-    LINEAGE_KINDS,
     AttemptDoc,
     Manifest,
     SourceFileDoc,

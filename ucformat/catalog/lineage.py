@@ -13,7 +13,7 @@ from ucformat.catalog.models import CheckpointRow, Edge, Location, RunRow
 from ucformat.catalog.refs import parse_ref, resolve, same_place
 from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock_names
 from ucformat.errors import NotFound, UsageError
-from ucformat.schema.manifest import LINEAGE_KINDS
+from ucformat.schema import LINEAGE_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -6,6 +6,7 @@ __all__ = [
     "CASTABLE",
     "FLOATS",
     "ITEMSIZE",
+    "LINEAGE_KINDS",
     "NUMBERS",
     "TORCH_NUMBERS",
     "TORCH_SAVE_DTYPES",
@@ -76,3 +77,6 @@ TORCH_NUMBERS = {n for n in TORCH_SAVE_DTYPES if not n.startswith("bits") and no
 #: The floats that tensors are cast to and averaged in: those that represent zero, signs and
 #: overflow.
 CASTABLE = NUMBERS & ZARR_DTYPES.keys()
+
+#: The kinds of lineage that this version defines.
+LINEAGE_KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")

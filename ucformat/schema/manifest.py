@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ucformat.schema import LINEAGE_KINDS
 from ucformat.schema.limits import MAX_INTEGER, MAX_RANKS, MOST_COMMITS
 from ucformat.schema.tensors import Digest, Size, StatePath, TensorTable, Text  # noqa: TC001 - pydantic reads them
 from ucformat.schema.values import Finite, Instant, Number, Time, Values  # noqa: TC001 - pydantic reads them
@@ -18,9 +19,6 @@ FORMAT_MINOR = 0
 #: What `requires` may name: forms in which tensors are stored that are not arrays.
 PACKED, EXTENTS, VIRTUAL = "packed", "extents", "virtual"
 FEATURES = frozenset({PACKED, EXTENTS, VIRTUAL})
-
-#: The kinds of lineage that this version defines.
-LINEAGE_KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")
 
 #: The name of the document, in the checkpoint's folder.
 MANIFEST = "manifest.json"
