@@ -154,6 +154,7 @@ def test_it_is_added_to_this_repository_as_it_is_printed(copy: Path, tmp_path: P
     names = write(copy, PACKAGE, "Add a source", "Add an exporter", "Add a command")
     room = copy / "ucformat" / "engines" / "toy"
     (copy / "ucformat_toy").rename(room)
+    (room / "command.py").rename(copy / "ucformat" / "cli" / "commands" / "count.py")
     shutil.copy(ROOT / "pyproject.toml", copy)
     for name in names:
         if name.startswith("tests/"):
