@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def files(*tasks: str) -> Iterator[tuple[str, str]]:
 def commands(task: str) -> list[list[str]]:
     """The commands that a section prints, without the interpreter."""
     lines = "".join(text for language, text in blocks(task) if language == "console").splitlines()
-    return [line.partition("python ")[2].replace('"', "").split() for line in lines]
+    return [shlex.split(line.partition("python ")[2]) for line in lines]
 
 
 def write(root: Path, *tasks: str) -> list[str]:
