@@ -16,7 +16,7 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import default_workers, run
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import read_flat, read_items
+from ucformat.reading.execute import ReadOptions, read_flat, read_items
 from ucformat.reading.plan import ReadItem
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.values import to_json
@@ -266,7 +266,7 @@ def _reader(info: TensorInfo, ck: Checkpoint) -> _Reader:
     def read(box: Box, memory: NDArray[np.uint8]) -> NDArray[Any]:
         raw = memory[: box.size * info.itemsize]
         wanted = ReadItem(info, extents, [(0, Piece(box, 0, row_major(box.shape)))])
-        read_items(ck.store, [wanted], [raw], [str(info.key)], threads=1)
+        read_items(ck.store, [wanted], [raw], [str(info.key)], ReadOptions(threads=1))
         return raw.view(numpy_dtype(info.dtype))
 
     return read

@@ -38,6 +38,7 @@ from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, discard_fi
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import workers_for
+from ucformat.jobs.shards import WriteOptions
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.execute import place_checksum
 from ucformat.references import open_reference
@@ -358,9 +359,7 @@ def copy(
         UnsupportedError: the source is not a universal checkpoint, or is virtual.
         UsageError: the source is a view.
     """
-    if workers is not None and workers < 1:
-        raise UsageError(f"workers must be at least 1, not {workers}")
-    where = Where.parse(on)
+    how = WriteOptions(workers=workers, progress=progress, where=Where.parse(on))
     ck = src if isinstance(src, Checkpoint) else open_reference(src)
     source = _universal(ck)
     store = as_store(dst)
@@ -378,9 +377,7 @@ def copy(
             hint="pass overwrite=True (--overwrite) to replace it",
         )
     try:
-        return _copy(
-            ck, source, store, data, where, overwrite=overwrite, workers=workers, progress=progress
-        )
+        return _copy(ck, source, store, data, how, overwrite=overwrite)
     except Conflict:
         here = None if overwrite else find_manifest(store, UcformatError)
         # another process copied it at the same time
@@ -450,15 +447,13 @@ def _copy(
     source: Universal,
     store: Store,
     data: bytes,
-    where: Where,
+    how: WriteOptions,
     *,
     overwrite: bool,
-    workers: int | None,
-    progress: Callable[[int, int], None] | None,
 ) -> Copied:
     manifest = source.manifest
     plan = {"copy": manifest.id, "attempt": manifest.attempt}
-    attempt = where.begin(
+    attempt = how.where.begin(
         lambda: begin(store, plan, overwrite=overwrite, name=manifest.attempt, keeps=manifest.id)
     )
     before = None if attempt.replaces is None else attempt.replaces[0]
@@ -475,7 +470,9 @@ def _copy(
     with CopyJob(ck, store) as job:
         if attempt.began is None:
             job.resume()
-        if not run_job(job, where, workers or workers_for(source.store, store), progress):
+        if not run_job(
+            job, how.where, how.workers or workers_for(source.store, store), how.progress
+        ):
             raise NotFinished(f"this part of {store.url} is copied; another process commits it")
         found = _checked(job)
     _must_be_there(store, manifest, job.files)
@@ -491,7 +488,7 @@ def _copy(
                 hint="that checkpoint is complete, and has the same tensors; choose another place",
             )
         copy_document(source.store, store, manifest.id)
-    if job.recorded or where != HERE:
+    if job.recorded or how.where != HERE:
         discard_finished(store, attempt.id)
     return found
 

@@ -14,7 +14,7 @@ from ucformat.errors import ChecksumError, check_choice, first_names
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
 from ucformat.jobs.finished import StreamSum, SumPart
 from ucformat.jobs.run import run, workers_for
-from ucformat.reading.execute import place_checksum, read_items
+from ucformat.reading.execute import ReadOptions, place_checksum, read_items
 from ucformat.reading.plan import ReadItem
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.storage.decoded import is_checked
@@ -86,7 +86,8 @@ class Input:
                 labels[number] = str(box.info.key)
         items = [ReadItem(box.info, box.planned, pieces) for box, pieces in wanted]
         verify: Verify = "whole" if self.verify else "never"
-        read_items(store, items, buffers, labels, verify=verify, costs=costs, threads=threads)
+        options = ReadOptions(verify, costs, threads)
+        read_items(store, items, buffers, labels, options)
         return not bare
 
     def within(self, info: TensorInfo, box: Box) -> InputBox:

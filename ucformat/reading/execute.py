@@ -6,7 +6,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
@@ -73,25 +73,33 @@ def read_planned(
     read_consistently(read)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How a read is planned and run.
+
+    Attributes:
+        verify: which checksums to verify (default: of chunks that are read whole).
+        costs: how requests are merged and split (None: as suits the store).
+        threads: number of reading threads (None: as many as suit the store).
+        progress: called with the number of bytes of each finished request.
+    """
+
+    verify: Verify = "whole"
+    costs: Costs | None = None
+    threads: int | None = None
+    progress: Progress | None = None
+
+
 def read_items(
     store: Store,
     items: Sequence[ReadItem],
     memories: Sequence[Memory],
     labels: Sequence[str],
-    *,
-    verify: Verify = "whole",
-    costs: Costs | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    options: ReadOptions = ReadOptions(),
 ) -> Plan:
-    """Plan a read, and run the plan.
-
-    Args:
-        verify: which checksums to verify (default: of chunks that are read whole).
-        costs: how requests are merged and split (None: as suits the store).
-    """
-    plan = make_plan(items, verify, costs or store.costs)
-    read_planned(plan, store, lambda: memories, labels, threads, progress)
+    """Plan a read, and run the plan."""
+    plan = make_plan(items, options.verify, options.costs or store.costs)
+    read_planned(plan, store, lambda: memories, labels, options.threads, options.progress)
     return plan
 
 
@@ -114,7 +122,9 @@ def read_flat(
         for box in flat_boxes(info.shape, start, stop)
     ]
     raw = np.empty((stop - start) * info.itemsize, np.uint8)
-    read_items(store, [ReadItem(info, extents, pieces)], [raw], [str(info.key)], threads=1)
+    read_items(
+        store, [ReadItem(info, extents, pieces)], [raw], [str(info.key)], ReadOptions(threads=1)
+    )
     return raw.view(numpy_dtype(info.dtype))
 
 

@@ -15,7 +15,7 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Extent, Key, Piece, TensorInfo, TensorList, single_extents
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import read_flat, read_items
+from ucformat.reading.execute import ReadOptions, read_flat, read_items
 from ucformat.reading.plan import ReadItem, make_plan, merges
 from ucformat.reading.readable import OUTDATED
 from ucformat.schema.view import Select, Take
@@ -164,7 +164,7 @@ def _read(
     """Read joined runs, and pick the indices of a part."""
     item = _item(info, locate, near)
     raw = np.empty(item.info.size, numpy_dtype(info.dtype))
-    read_items(store, [item], [raw.view(np.uint8)], [str(info.key)], threads=1)
+    read_items(store, [item], [raw.view(np.uint8)], [str(info.key)], ReadOptions(threads=1))
     positions = [
         _positions(*of_dim) for of_dim in zip(runs, near, part.start, part.shape, strict=True)
     ]

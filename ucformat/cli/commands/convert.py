@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -62,7 +62,6 @@ def convert(
     dst: str,
     states: tuple[str, ...],
     work: Work,
-    weights: Literal["safetensors"] | None,
     facts: RecordedFacts,
     opening: Opening,
     out: Output,
@@ -75,7 +74,7 @@ def convert(
     import ucformat
     from ucformat.views.viewed import outdated
 
-    chosen: dict[str, Any] = {"states": list(states) or None, "weights": weights}
+    chosen: dict[str, Any] = {"states": list(states) or None, "weights": work.weights}
     if work.dry_run:
         sizes = work.arguments("chunk_bytes", "shard_bytes", "workers", "verify")
         print_cost(ucformat.estimate("convert", opening.open(src), dst, **chosen, **sizes), out)

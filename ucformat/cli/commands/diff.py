@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.ui.catalogs import opened_catalog
-from ucformat.cli.ui.options import CATALOG, SOURCE, command, ref_argument
+from ucformat.cli.ui.options import CATALOG, SOURCE, bundle, command, ref_argument
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import count, plural, shape_text, shorten, tabbed, table
 from ucformat.cli.ui.where import workers_option
@@ -30,6 +30,14 @@ _PARTS = ("config", "topology", "producer", "metrics", "tensors")
 _MAX_VALUE_ROWS = 20  # tensors that are listed although only their values differ
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Whether values are read, and how many blocks at once."""
+
+    values: bool = False
+    workers: int | None = None
+
+
 @command
 @ref_argument("a", "A")
 @ref_argument("b", "B")
@@ -40,10 +48,16 @@ _MAX_VALUE_ROWS = 20  # tensors that are listed although only their values diffe
     metavar="PARTS",
     help=f"Parts to compare, comma-separated: {','.join(_PARTS)}.  [default: all]",
 )
-@click.option(
-    "--values", is_flag=True, help="Also read the tensors and show by how much their values differ."
+@bundle(
+    "reading",
+    Reading,
+    click.option(
+        "--values",
+        is_flag=True,
+        help="Also read the tensors and show by how much their values differ.",
+    ),
+    workers_option("blocks that --values compares", "one for each core, at most 4"),
 )
-@workers_option("blocks that --values compares", "one for each core, at most 4")
 @click.option("--exit-code", "fail", is_flag=True, help="Exit with 1 if they differ or may differ.")
 @SOURCE
 @CATALOG
@@ -51,8 +65,7 @@ def diff(
     a: str,
     b: str,
     parts: str,
-    values: bool,  # noqa: FBT001
-    workers: int | None,
+    reading: Reading,
     options: dict[str, Any] | None,
     fail: bool,  # noqa: FBT001
     out: Output,
@@ -63,10 +76,11 @@ def diff(
     written. Checkpoints that are not in the catalog are opened in place.
     """
     chosen = _chosen(parts)
-    if values and "tensors" not in chosen:
+    if reading.values and "tensors" not in chosen:
         raise click.UsageError("--values compares tensors, which --what leaves out")
     found = _Found(
-        _diff(a, b, options), _read_values(a, b, options, workers, out) if values else None
+        _diff(a, b, options),
+        _read_values(a, b, options, reading.workers, out) if reading.values else None,
     )
     equal = not any(found.differs(part) for part in chosen)
     out.result(

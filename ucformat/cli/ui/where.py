@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -107,6 +107,7 @@ class Work:
     part: str | None = None
     dry_run: bool = False
     ignored: tuple[str, ...] = ()
+    weights: Literal["safetensors"] | None = None
 
     @property
     def where(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, is_non_overlapping, row_major
 from ucformat.geometry.tensor import FileRun, Piece, Tiles
-from ucformat.reading.execute import read_items
+from ucformat.reading.execute import ReadOptions, read_items
 from ucformat.reading.rank import item_for
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.state.elements import blocks_of, host_memory
@@ -102,9 +102,8 @@ def _read_straight(
     ]
     memories = [host_memory(m.target.tensor) for m in matched]
     labels = [str(m.target.key) for m in matched]
-    plan = read_items(
-        ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress
-    )
+    options = ReadOptions(verify, None, threads, progress)
+    plan = read_items(ck.store, wanted, memories, labels, options)
     return ReadAmount(plan.bytes_read, plan.bytes_unverified)
 
 
