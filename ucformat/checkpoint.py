@@ -116,9 +116,10 @@ def _open(
                 )
             infos = list(islice(store.list(), _MAX_LISTED))
             if folders := _checkpoints_below(infos):
+                newest, older = folders[-_MAX_NAMED:], folders[:-_MAX_NAMED]
                 raise NotACheckpoint(
                     f"{store.url} is no checkpoint itself; these folders in it seem to be: "
-                    f"{first_names(folders[::-1], _MAX_NAMED)}",
+                    f"{first_names([*newest, *older], _MAX_NAMED)}",
                     hint=f"open one of them: {store.url}/{folders[-1]}",
                 )
             if any(i.key.startswith("attempts/") and attempt_of(i.key) for i in infos):
