@@ -29,7 +29,26 @@ if TYPE_CHECKING:
 Size = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
-Text = Annotated[str, Field(max_length=MAX_TEXT)]
+_SCHEMA = {"maxLength": MAX_TEXT}
+
+
+def _limited(text: str) -> str:
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"a text has at most {MAX_TEXT:,} characters, and this one {len(text):,}")
+    return text
+
+
+def _all_limited(texts: list[str]) -> list[str]:
+    _limited(max(texts, key=len, default=""))
+    return texts
+
+
+_Names = Annotated[
+    list[Annotated[str, Field(json_schema_extra=_SCHEMA)]], AfterValidator(_all_limited)
+]
+#: Text that a writer may have from anywhere. What is not Unicode is refused with its place when the
+#: document is encoded; pydantic's own `max_length` would refuse it without saying what to do.
+Text = Annotated[str, AfterValidator(_limited), Field(json_schema_extra=_SCHEMA)]
 Folder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~%/-]+$", max_length=MAX_TEXT)]
 DType = Annotated[str, Field(max_length=MAX_TEXT, examples=list(ITEMSIZE))]
 StatePath = tuple[
@@ -155,7 +174,7 @@ class TensorTable(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
 
-    names: list[Text]
+    names: _Names
     kinds: list[KindDoc]
     name: _Column
     kind: _Column
