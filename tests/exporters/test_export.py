@@ -192,7 +192,7 @@ def test_damage_is_found_across_parts(tmp_path: Path) -> None:
 
 WORK = """
 import ucformat
-from ucformat.jobs import bands
+from ucformat.jobs import export_files as bands
 bands._BAND_BYTES = 1 << 14
 
 def work(source, target, kind, options):

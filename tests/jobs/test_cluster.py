@@ -111,7 +111,7 @@ def test_with_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with cluster(1, **variables) as (address, _):
         with dask.config.set(settings):
             ucformat.convert(source, tmp_path / "made", **SIZES, on=f"tls://{address}")
-        monkeypatch.setattr("ucformat.jobs.where._CONNECT_S", 1.0)
+        monkeypatch.setattr("ucformat.jobs.on_dask._CONNECT_S", 1.0)
         for on in (f"tls://{address}", f"dask://{address}"):
             with pytest.raises(UcformatError, match="cannot be reached"):
                 ucformat.convert(source, tmp_path / "other", **SIZES, on=on)
@@ -214,7 +214,7 @@ def test_what_is_sent_is_plain_and_has_no_secret(
 
 
 def test_a_scheduler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucformat.jobs.where._CONNECT_S", 0.5)
+    monkeypatch.setattr("ucformat.jobs.on_dask._CONNECT_S", 0.5)
     with pytest.raises(UcformatError, match=r"cannot be reached"):
         ucformat.convert(
             source_of(tmp_path / "src", 29), tmp_path / "made", **SIZES, on="dask://127.0.0.1:9"

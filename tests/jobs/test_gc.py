@@ -216,7 +216,7 @@ def test_what_another_one_needs_stays_until_that_is_purged(
     parent = recorded(1)
     deleted(catalog, parent)
     child = universal(str(mine(parent).parent / "child"), 2)
-    manifest = child.manifest.model_copy(update={"sidecar": packed_over(str(parent.url))})
+    manifest = child.manifest.with_sidecar(packed_over(str(parent.url)), ("extents", "virtual"))
     (Path(child.url) / "manifest.json").write_bytes(manifest_bytes(manifest))
     register([child.url], catalog)
     assert collect(catalog, apply=True).purged == ()

@@ -43,7 +43,7 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     scheme, rest = split_url(place)
     if scheme in ("", "file"):
         return LocalStore(rest)
-    if scheme not in SCHEMES:
+    if scheme not in SCHEMES and scheme != "memory":  # which only name what is in this process
         reject_secrets(str(place))
     store = STORES[scheme](str(place)) if scheme in STORES else _open_fsspec(str(place), scheme)
     if not hasattr(store, "read_with_info") or (folder := open_cache()) is None:
