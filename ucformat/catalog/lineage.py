@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import sqlalchemy as sa
 
-from ucformat.catalog.lines import link_launches
+from ucformat.catalog.launches import link_launches
 from ucformat.catalog.models import CheckpointRow, Edge, Location, RunRow
 from ucformat.catalog.refs import parse_ref, resolve, same_place
 from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock_names

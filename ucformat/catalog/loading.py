@@ -15,7 +15,7 @@ from ucformat.catalog.entries import (
     NoteEntry,
     VerificationEntry,
 )
-from ucformat.catalog.lines import load_continuations
+from ucformat.catalog.launches import load_continuations
 from ucformat.catalog.models import (
     AliasMove,
     AliasRow,

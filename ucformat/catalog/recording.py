@@ -18,8 +18,9 @@ from ucformat.catalog.content import (
     tensor_sets,
 )
 from ucformat.catalog.entries import KEYS
+from ucformat.catalog.launches import link_launches, record_continued
 from ucformat.catalog.lineage import insert_edges, parent_names
-from ucformat.catalog.lines import folder_launch, link_launches, record_continued
+from ucformat.catalog.lines import folder_launch
 from ucformat.catalog.models import (
     CheckpointRow,
     Config,

@@ -21,7 +21,8 @@ from urllib.parse import unquote
 
 import sqlalchemy as sa
 
-from ucformat.catalog.lines import all_continued, contradiction, heads, launch_label, load_families
+from ucformat.catalog.launches import load_families
+from ucformat.catalog.lines import all_continued, contradiction, heads, launch_label
 from ucformat.catalog.models import AliasRow, CheckpointRow, Launch, Location, RunRow
 from ucformat.catalog.newest import select_newest_of_launches
 from ucformat.catalog.rows import MAX_IN_LIST, lock, starts_with, unindexed

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.lines import contradictions, lines, load_continuations
+from ucformat.catalog.launches import load_continuations
+from ucformat.catalog.lines import contradictions, lines
 from ucformat.catalog.models import (
     AliasClaim,
     AliasRow,

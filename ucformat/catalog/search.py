@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.lines import lines, load_continuations
+from ucformat.catalog.launches import load_continuations
+from ucformat.catalog.lines import lines
 from ucformat.catalog.models import CheckpointRow, Metric, RunRow
 from ucformat.catalog.newest import before, select_newest_first
 from ucformat.catalog.rows import unindexed
