@@ -62,15 +62,23 @@ def find_folder(store: Store) -> Folder:
         if _is_ours(store, folder):
             continue
         raise MissingData(
-            f"{folder}{METADATA} is missing or damaged; each step has a model, and that file describes it",
-            hint="copy the folder again from where it was saved; the step's other folders can be opened separately",
+            f"{folder}{METADATA} is missing or damaged; each step has a model, and that file "
+            "describes it",
+            hint=(
+                "copy the folder again from where it was saved; the step's other folders can be "
+                "opened separately"
+            ),
         )
     extra = {int(m[1]): key for key in keys if (m := _EXTRA.fullmatch(key.removeprefix(below)))}
     if sorted(extra) != list(range(len(extra))):
         missing = next(r for r in range(len(extra)) if r not in extra)
         raise NotFound(
-            f"{below}extra_state lacks the file of rank {missing}, but has that of rank {max(extra)}",
-            hint="copy it again from where it was saved, or remove extra_state to open the checkpoint without it",
+            f"{below}extra_state lacks the file of rank {missing}, but has that of rank "
+            f"{max(extra)}",
+            hint=(
+                "copy it again from where it was saved, or remove extra_state to open the "
+                "checkpoint without it"
+            ),
         )
     taken = {*extra.values(), *(k for k in keys if any(k.startswith(p) for p in parts.values()))}
     others = tuple(k for k in keys if k not in taken and k != LATEST)
@@ -107,7 +115,8 @@ def _latest(store: Store) -> int | None:
         }
         if len(steps) > 1 and any(_is_ours(store, f"global_step_{s}/model/") for s in steps):
             raise UsageError(
-                f"{store.url} has the steps {', '.join(sorted(steps, key=int)[:_MAX_LISTED])} and no {LATEST}",
+                f"{store.url} has the steps {', '.join(sorted(steps, key=int)[:_MAX_LISTED])} "
+                f"and no {LATEST}",
                 hint="open the folder of one step: …/global_step_N",
             ) from None
         text = steps.pop() if len(steps) == 1 else ""

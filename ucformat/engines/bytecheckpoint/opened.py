@@ -80,7 +80,8 @@ def _check(meta: Metadata) -> None:
     user = meta.root.get("user_defined_dict")
     if isinstance(user, dict) and ("fsdp_flat_param_to_fqns" in user or "model_dict_keys" in user):
         raise UnsupportedError(
-            f"{meta.file} describes flat parameters (save_decomposed_model_optimizer), which are not yet read",
+            f"{meta.file} describes flat parameters (save_decomposed_model_optimizer), which are "
+            "not yet read",
             hint="load it with ByteCheckpoint, and save without save_decomposed_model_optimizer",
         )
 
@@ -135,7 +136,8 @@ class _RawItems(Items):
         form = (info.dtype, box.shape)
         if not isinstance(tensor, StoredTensor) or (tensor.dtype, tensor.shape) != form:
             raise IntegrityError(
-                f"{stored.file}: {label} should be {info.dtype} of shape {box.shape}, but its layout differs"
+                f"{stored.file}: {label} should be {info.dtype} of shape {box.shape}, but its "
+                "layout differs"
             )
         check_dense(tensor, stored, label)
         unit = ITEMSIZE[tensor.dtype]

@@ -111,21 +111,24 @@ class Experts:
         if isinstance(parts, int) and parts * degree != self.dp:
             named = "" if recorded is None else f" named 'ep_size_{recorded}'"
             raise IntegrityError(
-                f"{file} was saved by {parts} ranks of one group{named}, but {self.dp} files of optimizer states are "
+                f"{file} was saved by {parts} ranks of one group{named}, but {self.dp} files of "
+                "optimizer states are "
                 "present",
                 hint="files of different saves are mixed in one folder, or experts were assigned to ranks in a way "
                 "that ucformat does not know",
             )
         if degree > 1 and other is not None:
             raise UnsupportedError(
-                f"{file} has {other}, which is not an expert's, in a group that is sharded across {degree} ranks"
+                f"{file} has {other}, which is not an expert's, in a group that is sharded "
+                f"across {degree} ranks"
             )
         # not all of them if the group was divided because of its size
         for prefix, ids in numbers.items():
             count = self.counts.get(prefix, 0)
             if count % degree or max(ids) * degree >= count:
                 raise IntegrityError(
-                    f"{file}: {degree} expert-parallel ranks have {max(ids) + 1} experts each of {prefix}*, but there "
+                    f"{file}: {degree} expert-parallel ranks have {max(ids) + 1} experts each of "
+                    f"{prefix}*, but there "
                     f"are files of {count}",
                     hint="files of different saves are mixed in one folder",
                 )
@@ -145,9 +148,13 @@ def adopt_experts(
         files_of = (f"{before}{i}_expert_{e}_mp_rank_00_model_states.pt" for i, e in missing)
         names = ", ".join(islice(files_of, _MAX_LISTED))
         raise MissingData(
-            f"{names}{' and more' if len(missing) > _MAX_LISTED else ''} is missing: the checkpoint has "
+            f"{names}{' and more' if len(missing) > _MAX_LISTED else ''} is missing: the "
+            "checkpoint has "
             f"{len(recorded)} layers of {', '.join(map(str, recorded[:_MAX_LISTED]))} experts",
-            hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
+            hint=(
+                "copy all files of the tag folder; each rank wrote its own, perhaps to its "
+                "node's disk"
+            ),
         )
     beyond = (f for (i, e), f in files.items() if i >= len(recorded) or e >= recorded[i])
     if (extra := next(beyond, None)) is not None:
@@ -166,7 +173,8 @@ def adopt_experts(
                 prefixes.add(name[: name.rindex("deepspeed_experts.")] + "deepspeed_experts.")
         if len(prefixes) > 1 or prefixes & counts.keys():
             raise IntegrityError(
-                f"the files of layer {layer}'s experts, {files[layer, 0].key} and others, hold several layers' or "
+                f"the files of layer {layer}'s experts, {files[layer, 0].key} and others, hold "
+                "several layers' or "
                 "another one's: " + ", ".join(sorted(prefixes)),
                 hint="files of different saves are mixed in one folder",
             )
@@ -205,7 +213,8 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
     sizes = {size for size in recorded_sizes if size is not None} or {degree}
     if len(sizes) > 1:
         raise UnsupportedError(
-            f"{model.key}: layers of experts are sharded across different numbers of ranks ({sorted(sizes)}), which is "
+            f"{model.key}: layers of experts are sharded across different numbers of ranks "
+            f"({sorted(sizes)}), which is "
             "read with ZeRO 1 and 2 only"
         )
     recorded = sizes.pop()
@@ -214,13 +223,15 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
         absent = range(degree, min(recorded, degree + _MAX_LISTED))
         names = [f"expp_rank_{k}_mp_rank_00_optim_states.pt" for k in absent]
         raise MissingData(
-            f"{', '.join(names)} is missing in {folder or 'the folder'}: {recorded} expert-parallel ranks saved it",
+            f"{', '.join(names)} is missing in {folder or 'the folder'}: {recorded} "
+            "expert-parallel ranks saved it",
             hint=copy_hint(weights=True),
         )
     uneven = next((p for p, n in experts.counts.items() if n % degree), None)
     if degree > recorded or uneven is not None or experts.dp % degree:
         raise IntegrityError(
-            f"there are optimizer files of {degree} expert-parallel ranks, but {model.key} was saved by {recorded} of "
+            f"there are optimizer files of {degree} expert-parallel ranks, but {model.key} was "
+            f"saved by {recorded} of "
             f"{experts.dp} data-parallel ranks"
             + (f", with {experts.counts[uneven]} experts in {uneven}*" if uneven else ""),
             hint="an earlier save by more ranks left some; move those elsewhere",

@@ -331,7 +331,8 @@ class TrainedModel:
         doubtful = [n for n, i in rest.items() if i.dtype in FLOATS and i.size]
         if must and doubtful:
             raise UsageError(
-                f"the optimizer does not have {some(doubtful)}: these may be buffers, frozen or tied parameters, "
+                f"the optimizer does not have {some(doubtful)}: these may be buffers, frozen or "
+                "tied parameters, "
                 "which are stored in different ways",
                 hint="name the buffers (--buffers NAME,… or `none`), and make tied names aliases by a view: "
                 "{drop: [ALIAS]}, then {alias: {ALIAS: STORED}}",
@@ -342,7 +343,8 @@ class TrainedModel:
         """Check that there are optimizer groups."""
         if not self.groups:
             raise UsageError(
-                f"{self.source.url} has no optimizer groups, without which `load_checkpoint` restores weights alone",
+                f"{self.source.url} has no optimizer groups, without which `load_checkpoint` "
+                "restores weights alone",
                 hint="pass weights_only=True (--weights-only), and load it with load_module_only=True (with "
                 "load_optimizer_states=False at stage 3)",
             )
@@ -434,7 +436,8 @@ class ExpertRanks:
             )
         if uneven := [prefix for prefix, n in counts.items() if n % degree]:
             raise UsageError(
-                f"the {counts[uneven[0]]} experts of {uneven[0]}* are not divided by {degree} expert-parallel ranks",
+                f"the {counts[uneven[0]]} experts of {uneven[0]}* are not divided by {degree} "
+                "expert-parallel ranks",
                 hint=_HINT,
             )
         first = engine.settings.get("use_data_before_expert_parallelism") is True
@@ -501,7 +504,8 @@ class ExpertRanks:
                 names = (n for n, _ in (*first, *mine) if (n in dict(first)) != (n in dict(mine)))
                 odd = next(names, "in another order, or of other shapes")
                 raise UnsupportedError(
-                    f"expert-parallel rank {rank} of {self.degree} would have other parameters of experts in the "
+                    f"expert-parallel rank {rank} of {self.degree} would have other parameters "
+                    "of experts in the "
                     f"optimizer than rank 0 ({odd}), and DeepSpeed has the same on all",
                     hint=f"{_HINT}; perhaps some experts are frozen, and others are not",
                 )
@@ -539,7 +543,8 @@ class ExpertRanks:
             mine = [n for n in names if self.experts.locally(n, before, rank)]
             if mine != sorted(mine, key=places.__getitem__):
                 raise UnsupportedError(
-                    f"the optimizer has the experts' parameters in another order than the module ({some(mine)}), "
+                    "the optimizer has the experts' parameters in another order than the module "
+                    f"({some(mine)}), "
                     f"so that their order on {self.degree} expert-parallel ranks is not known",
                     hint=f"export for {before} expert-parallel ranks (--ep {before})",
                 )

@@ -61,7 +61,10 @@ class Shards:
         if options.layout is None:
             raise UsageError(
                 f"how parameters are sharded over {tp} tensor-parallel ranks is not known",
-                hint="pass layout (--layout), rules over the axis `tp` or the preset `llama`; or tp=1 (--tp 1)",
+                hint=(
+                    "pass layout (--layout), rules over the axis `tp` or the preset `llama`; or "
+                    "tp=1 (--tp 1)"
+                ),
             )
         layout = _layout(options.layout, tp)
         if layout.mesh.size != tp:
@@ -216,7 +219,8 @@ def _check_joined(group: OptimizerGroup, names: Sequence[str]) -> None:
         wrong = [n for n in names if n in infos and infos[n].shape != group.masters[n].shape]
         if wrong:
             raise UnsupportedError(
-                f"the state {state} of {some(wrong)} has another shape than the parameter, and no place in a flat "
+                f"the state {state} of {some(wrong)} has another shape than the parameter, and "
+                "no place in a flat "
                 "partition of ZeRO",
                 hint="leave the state out (--state), or export to stage 0",
             )
@@ -224,15 +228,20 @@ def _check_joined(group: OptimizerGroup, names: Sequence[str]) -> None:
     for state, by_name in {**group.states, **group.plain()}.items():
         if lacking := [n for n in names if n not in by_name]:
             raise UnsupportedError(
-                f"{some(lacking)} have no {state}, which other parameters of their optimizer group have; ZeRO has "
+                f"{some(lacking)} have no {state}, which other parameters of their optimizer "
+                "group have; ZeRO has "
                 "the same states for all of a group",
-                hint="such parameters never had a gradient: leave the state out (--state), or export to stage 0",
+                hint=(
+                    "such parameters never had a gradient: leave the state out (--state), or "
+                    "export to stage 0"
+                ),
             )
     for state, values in group.plain().items():
         distinct = {repr(values[n]) for n in names}
         if len(distinct) > 1:
             raise UnsupportedError(
-                f"{state} differs between parameters of one optimizer group ({', '.join(sorted(distinct)[:4])}); ZeRO "
+                f"{state} differs between parameters of one optimizer group "
+                f"({', '.join(sorted(distinct)[:4])}); ZeRO "
                 "has one value for all",
                 hint="put them in separate groups, or export to stage 0",
             )
@@ -384,7 +393,8 @@ def _single(group: OptimizerGroup, name: str, part: TensorParallelPart) -> dict[
             continue
         if info.shape not in ((), shape) and part.shards.cuts(name):
             raise UnsupportedError(
-                f"{info.key} has another shape than the parameter, and is not sharded over tensor-parallel ranks",
+                f"{info.key} has another shape than the parameter, and is not sharded over "
+                "tensor-parallel ranks",
                 hint="leave the state out (--state)",
             )
         states[state] = part.saved(name, info) if info.shape == shape else whole(info)
@@ -408,7 +418,11 @@ def check_scalars(source: Checkpoint, groups: Iterable[OptimizerGroup]) -> None:
             if (other := next(differing, None)) is not None:
                 first = distinct[0]
                 raise UnsupportedError(
-                    f"{state} of {other.name} differs from that of {first.name}, in one optimizer group; ZeRO has one "
+                    f"{state} of {other.name} differs from that of {first.name}, in one "
+                    "optimizer group; ZeRO has one "
                     "value for both",
-                    hint="put them in separate groups before the checkpoint is saved, or export to stage 0",
+                    hint=(
+                        "put them in separate groups before the checkpoint is saved, or export "
+                        "to stage 0"
+                    ),
                 )

@@ -28,7 +28,8 @@ class UniversalExportOptions(ExportOptions):
     config: Mapping[str, Any] | str | None = option(
         None,
         "path",
-        "the DeepSpeed configuration (JSON) of the engine that is to load the checkpoint: stage, precision, loss "
+        "the DeepSpeed configuration (JSON) of the engine that is to load the checkpoint: stage, "
+        "precision, loss "
         "scale; by default what the source recorded",
     )
     stage: int | None = option(
@@ -37,7 +38,8 @@ class UniversalExportOptions(ExportOptions):
     dtype: str | None = option(
         None,
         "text",
-        "the precision of the engine: `float32`, `bfloat16` or `float16`; by default that of the weights",
+        "the precision of the engine: `float32`, `bfloat16` or `float16`; by default that of the "
+        "weights",
     )
     tag: str | None = option(
         None, "text", "the name of the folder below the destination; `global_step<step>` by default"
@@ -48,7 +50,8 @@ class UniversalExportOptions(ExportOptions):
     buffers: Sequence[str] | None = option(
         None,
         "names",
-        "the names of the module's buffers, which the optimizer does not tell from frozen parameters; `none` if there "
+        "the names of the module's buffers, which the optimizer does not tell from frozen "
+        "parameters; `none` if there "
         "are none",
     )
 
@@ -86,12 +89,14 @@ class DeepSpeedExportOptions(UniversalExportOptions):
     layout: Layout | Mapping[str, Any] | str | None = option(  # noqa: RUF009 - it makes a field
         None,
         "layout",
-        "how parameters are sharded over tensor-parallel ranks: rules over the axis `tp`, or the preset `llama`",
+        "how parameters are sharded over tensor-parallel ranks: rules over the axis `tp`, or the "
+        "preset `llama`",
     )
     ep: int | None = option(
         None,
         "number",
-        "the number of expert-parallel ranks (`ep_size` of the layers) of a model with experts of deepspeed.moe; by "
+        "the number of expert-parallel ranks (`ep_size` of the layers) of a model with experts "
+        "of deepspeed.moe; by "
         "default that of the source",
     )
     weights_only: bool = option(
@@ -100,7 +105,8 @@ class DeepSpeedExportOptions(UniversalExportOptions):
     fused: bool = option(
         False,
         "flag",
-        "at stage 0 in 16 bits: the optimizer is DeepSpeed's FusedAdam, which has one flat tensor for each group",
+        "at stage 0 in 16 bits: the optimizer is DeepSpeed's FusedAdam, which has one flat "
+        "tensor for each group",
     )
 
     def __post_init__(self) -> None:

@@ -336,13 +336,15 @@ class UniversalPlan(EnginePlan):
         if names := [n for n in self.model.untrained(self.module) if self.module[n].size]:
             plural = "s" * (len(names) != 1)
             told.append(
-                f"buffers and frozen parameters ({len(names)} tensor{plural}): written, but not loaded by DeepSpeed"
+                f"buffers and frozen parameters ({len(names)} tensor{plural}): written, but not "
+                "loaded by DeepSpeed"
             )
         decode = ValueDecoder({})
         hypers = [repr(decode.hyper(group.document)) for group in self.model.groups]
         if self.engine.stage == ZERO3 and len(set(hypers)) > 1:
             told.append(
-                "hyper-parameters of optimizer groups after the first: written, but at stage 3 DeepSpeed gives all "
+                "hyper-parameters of optimizer groups after the first: written, but at stage 3 "
+                "DeepSpeed gives all "
                 "groups those of the first"
             )
         return tuple(told)

@@ -51,13 +51,16 @@ class DeepSpeedSourceOptions(PickleOptions):
     groups: Sequence[Sequence[str]] | None = option(
         None,
         "document",
-        "the parameters of each optimizer group, in order, if a ZeRO 0 checkpoint does not list them",
+        "the parameters of each optimizer group, in order, if a ZeRO 0 checkpoint does not list "
+        "them",
     )
     layout: Layout | str | None = option(  # noqa: RUF009 - it makes a field
         None,
         "layout",
-        "how parameters are sharded over tensor-parallel ranks, if the checkpoint does not describe it, or does so "
-        "wrongly: rules over the axis `tp`, or a preset (`llama`, `megatron-deepspeed`, `megatron-deepspeed-swiglu`)",
+        "how parameters are sharded over tensor-parallel ranks, if the checkpoint does not "
+        "describe it, or does so "
+        "wrongly: rules over the axis `tp`, or a preset (`llama`, `megatron-deepspeed`, "
+        "`megatron-deepspeed-swiglu`)",
     )
     vocab: int | None = option(
         None, "number", "rows of the vocabulary without its padding, if the layout has `pad_to`"
@@ -65,13 +68,18 @@ class DeepSpeedSourceOptions(PickleOptions):
     optimizer: bool = option(
         default=True,
         how="flag",
-        text="whether to read the optimizer's states; false if their files are missing, and the weights suffice",
+        text=(
+            "whether to read the optimizer's states; false if their files are missing, and the "
+            "weights suffice"
+        ),
     )
     cuts: Mapping[str, str | int] | None = option(
         None,
         "cuts",
-        "how the parameters that a pattern (a glob or `/regex/`) matches are sharded: `replicate`, `mean`, `halves` "
-        "(two tensors, one after the other, each sharded), or the dim along which parts are joined; it "
+        "how the parameters that a pattern (a glob or `/regex/`) matches are sharded: "
+        "`replicate`, `mean`, `halves` "
+        "(two tensors, one after the other, each sharded), or the dim along which parts are "
+        "joined; it "
         "takes precedence over `layout`",
     )
 
@@ -95,7 +103,8 @@ _MAX_LISTED = 10  # tags or files named in an error
 
 _READ = "data, tensor and pipeline parallelism with ZeRO 0 to 3 are read"
 _NVME = (
-    "for the weights load it in DeepSpeed on as many ranks and call engine.save_16bit_model; for all of the state "
+    "for the weights load it in DeepSpeed on as many ranks and call engine.save_16bit_model; for "
+    "all of the state "
     "keep the optimizer in memory when saving (offload_optimizer.device: cpu)"
 )
 _NOT_YET = (
@@ -161,7 +170,8 @@ def find_tag(store: Store) -> str:
     if len(tags) == 1:
         return tags[0]
     raise UsageError(
-        f"{store.url} holds several DeepSpeed checkpoints and no file `latest`: {first_names(tags, 10)}"
+        f"{store.url} holds several DeepSpeed checkpoints and no file `latest`: "
+        f"{first_names(tags, 10)}"
         if tags
         else f"{store.url} holds no DeepSpeed checkpoint",
         hint="open the folder of one of them",
@@ -191,13 +201,15 @@ def list_files(
     optims = _rank_grid(prefix, [m for m in ranks if m[4] == "optim" and optimizer], whole=not cut)
     if not single and not cut and not universal:
         raise MissingData(
-            f"{store.url}: {tag or 'the folder'} has no model states (mp_rank_00_model_states.pt, or "
+            f"{store.url}: {tag or 'the folder'} has no model states "
+            "(mp_rank_00_model_states.pt, or "
             "zero_pp_rank_*_mp_rank_00_model_states.pt)",
             hint="the save did not finish, or files were lost; restore them from a copy",
         )
     if single and cut:
         raise IntegrityError(
-            f"{prefix}{min(single.values())} and {cut[0][0]} are both present: ZeRO 3 and another stage, in one folder",
+            f"{prefix}{min(single.values())} and {cut[0][0]} are both present: ZeRO 3 and "
+            "another stage, in one folder",
             hint="move the files of the save that you do not want elsewhere",
         )
     models = cut
@@ -234,9 +246,13 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
         for m, r in sorted(there):
             if m >= mp or r >= wide:
                 raise IntegrityError(
-                    f"{ranks[m][r]} does not belong to this checkpoint, which was saved by {dp} data-parallel ranks"
+                    f"{ranks[m][r]} does not belong to this checkpoint, which was saved by {dp} "
+                    "data-parallel ranks"
                     f" of {mp} model-parallel ranks",
-                    hint="an earlier save by more ranks left it; move it, and those of higher ranks, elsewhere",
+                    hint=(
+                        "an earlier save by more ranks left it; move it, and those of higher "
+                        "ranks, elsewhere"
+                    ),
                 )
 
 
@@ -272,7 +288,8 @@ def _rank_grid(
     if len({m[1] for m in files}) > 1:
         plain, bf16 = (next(m[0] for m in files if bool(m[1]) == flag) for flag in (False, True))
         raise IntegrityError(
-            f"{prefix}{plain} and {prefix}{bf16} are both present: two saves, one in bf16, were made to one folder",
+            f"{prefix}{plain} and {prefix}{bf16} are both present: two saves, one in bf16, were "
+            "made to one folder",
             hint="move the files of the save that you do not want elsewhere",
         )
     if not files:
@@ -307,7 +324,8 @@ def _layers(prefix: str, files: list[re.Match[str]]) -> dict[int, tuple[str, ...
         return {}
     if len({m[2] is None for m in files}) > 1:
         raise IntegrityError(
-            f"{prefix}: layers with and without a tensor-parallel rank (`-model_…`) are both present",
+            f"{prefix}: layers with and without a tensor-parallel rank (`-model_…`) are both "
+            "present",
             hint="move the files of the save that you do not want elsewhere",
         )
     by_rank = {(_number(m[1]), _number(m[2] or "0")): m[0] for m in files}
@@ -318,7 +336,8 @@ def _layers(prefix: str, files: list[re.Match[str]]) -> dict[int, tuple[str, ...
         absent = (r for r in range(degree) if (layer, r) not in by_rank)
         if missing := [prefix + name.format(layer, r) for r in absent]:
             raise MissingData(
-                f"{', '.join(missing[:_MAX_LISTED])} is missing, but files of other tensor-parallel ranks are present",
+                f"{', '.join(missing[:_MAX_LISTED])} is missing, but files of other "
+                "tensor-parallel ranks are present",
                 hint=copy_hint(),
             )
         out[layer] = tuple(prefix + by_rank[layer, r] for r in range(degree))
@@ -355,7 +374,10 @@ def _existing(store: Store, tag: str, file: str) -> str:
         weights = f"; for weights alone open {store.url}/{whole}" if whole else ""
         raise NotFound(
             f"{store.url}: `{file}` names the checkpoint {tag!r}, but there is no such folder",
-            hint=f"it was moved or deleted, or the save did not finish; open another tag's folder itself{weights}",
+            hint=(
+                "it was moved or deleted, or the save did not finish; open another tag's "
+                f"folder itself{weights}"
+            ),
         )
     return tag
 

@@ -122,12 +122,13 @@ def ambiguous(doubts: Sequence[Doubt], ranks: int) -> AmbiguousLayout:
         for d in doubts[:_MAX_LISTED]
     )
     return AmbiguousLayout(
-        f"the checkpoint was saved by {ranks} tensor-parallel ranks and does not record how these parameters are cut:\n"
-        + "\n".join(lines),
+        f"the checkpoint was saved by {ranks} tensor-parallel ranks and does not record how "
+        "these parameters are cut:\n" + "\n".join(lines),
         hint=f"specify it for each, as in {cuts_option(recorded)} ({', '.join(CUTS)}, or the dim to join along; a "
         "pattern may have *); or in a layout file "
         f"that is given as {option_text('layout')}; a preset may do, too, "
-        f"such as {option_text('layout', repr('llama'), 'llama')}:\n    version: 1\n    mesh: {{tp: {ranks}}}\n"
+        f"such as {option_text('layout', repr('llama'), 'llama')}:\n    version: 1\n    mesh: "
+        f"{{tp: {ranks}}}\n"
         f"    rules:\n{example}",
     )
 

@@ -52,8 +52,12 @@ class EngineParts:
         name = self.engine.param_names.get(parameter)
         if name not in self.parameters:
             raise UnsupportedError(
-                f"the optimizer has a tensor of shape {list(parameter.shape)} that is not a parameter of the module",
-                hint="register it in the module that is passed to deepspeed.initialize, so that it has a name",
+                f"the optimizer has a tensor of shape {list(parameter.shape)} that is not a "
+                "parameter of the module",
+                hint=(
+                    "register it in the module that is passed to deepspeed.initialize, so that "
+                    "it has a name"
+                ),
             )
         return str(name)
 
@@ -66,7 +70,10 @@ def inspect_engine(engine: Any) -> EngineParts:
     if not isinstance(engine, DeepSpeedEngine):
         raise UsageError(
             f"a {type(engine).__name__} is not a DeepSpeed engine",
-            hint="pass the first result of deepspeed.initialize; for other models use ucformat.torch.save and load",
+            hint=(
+                "pass the first result of deepspeed.initialize; for other models use "
+                "ucformat.torch.save and load"
+            ),
         )
     _refuse_engine(engine)
     module = engine.module
@@ -109,7 +116,9 @@ def _refuse_engine(engine: Any) -> None:
         if is_used:
             raise UnsupportedError(
                 f"a DeepSpeed engine with {feature} cannot be saved or loaded yet",
-                hint="use engine.save_checkpoint, or an engine with data parallelism and ZeRO 0 to 3",
+                hint=(
+                    "use engine.save_checkpoint, or an engine with data parallelism and ZeRO 0 to 3"
+                ),
             )
 
 
@@ -118,7 +127,8 @@ def _refuse_optimizer(optimizer: Any) -> None:
         getattr(optimizer, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu")
     ):
         raise UnsupportedError(
-            "an engine whose optimizer or parameters are offloaded to NVMe cannot be saved or loaded",
+            "an engine whose optimizer or parameters are offloaded to NVMe cannot be saved or "
+            "loaded",
             hint='offload to "cpu" instead, or use engine.save_checkpoint',
         )
     if getattr(optimizer, "offloaded_states", None):
@@ -129,7 +139,8 @@ def _refuse_optimizer(optimizer: Any) -> None:
         )
     if hasattr(optimizer, "backup_optimizer"):
         raise UnsupportedError(
-            "an engine that offloads its optimizer partially (`ratio` below 1) cannot be saved or loaded yet",
+            "an engine that offloads its optimizer partially (`ratio` below 1) cannot be saved "
+            "or loaded yet",
             hint="offload all of it, or nothing",
         )
     if type(optimizer).__name__ == "MiCS_Optimizer":
@@ -140,7 +151,8 @@ def _refuse_optimizer(optimizer: Any) -> None:
     inner = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if inner in _ONE_BIT:
         raise UnsupportedError(
-            f"{inner} keeps the residual of gradient compression on each rank, which no other layout could use",
+            f"{inner} keeps the residual of gradient compression on each rank, which no other "
+            "layout could use",
             hint="use engine.save_checkpoint and the same world size, or another optimizer",
         )
 
@@ -151,7 +163,8 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
         return
     if hasattr(partition, "ds_quant_scale"):
         raise UnsupportedError(
-            f"{name} is kept quantized by ZeRO 3 (zero_quantized_nontrainable_weights), which cannot be saved or "
+            f"{name} is kept quantized by ZeRO 3 (zero_quantized_nontrainable_weights), which "
+            "cannot be saved or "
             "loaded yet",
             hint="switch that option off",
         )
@@ -290,7 +303,10 @@ def optimizer_tensors(trainer: EngineParts) -> tuple[OptimizerTensor, ...]:
         return tuple(_one(trainer, g, p, p) for g, p in own)
     raise UnsupportedError(
         f"the optimizer {type(optimizer).__name__} cannot be saved or loaded yet",
-        hint="known are those of ZeRO 0 to 3 in fp32, bf16 and fp16; engine.save_checkpoint may know it",
+        hint=(
+            "known are those of ZeRO 0 to 3 in fp32, bf16 and fp16; engine.save_checkpoint may "
+            "know it"
+        ),
     )
 
 

@@ -297,7 +297,8 @@ class Counter:
         if other is None:
             return None
         return (
-            f"{self.state} is {values[first]} for {first} and {values[other]} for {other}, but this engine keeps one "
+            f"{self.state} is {values[first]} for {first} and {values[other]} for {other}, but "
+            "this engine keeps one "
             "value for both: put them in separate groups, or use ZeRO 0 in fp32"
         )
 

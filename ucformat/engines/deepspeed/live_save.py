@@ -104,7 +104,8 @@ def _refuse_half_a_step(engine: Any) -> None:
         done = engine._unmanaged_backward_count  # noqa: SLF001 - there is no public attribute
     if done:
         raise UnsupportedError(
-            f"the engine has accumulated the gradients of {done} micro-batches, which a checkpoint does not contain",
+            f"the engine has accumulated the gradients of {done} micro-batches, which a "
+            "checkpoint does not contain",
             hint="save after the engine.step() that applies them",
         )
 
@@ -144,7 +145,8 @@ def part_of(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) 
         return local_of(name, state, memory)
     if memory.shape != held.tensor.shape:
         raise UnsupportedError(
-            f"the optimizer state {state!r} of {name} has shape {list(memory.shape)}, which differs from that of the "
+            f"the optimizer state {state!r} of {name} has shape {list(memory.shape)}, which "
+            "differs from that of the "
             f"flat buffer of {held.tensor.numel()} elements",
             hint="such optimizers can be saved and loaded with ZeRO 0 only",
         )

@@ -198,13 +198,15 @@ def check_same_states(
             _alike_values(v, theirs[n]) for n, v in mine.items()
         ):
             raise IntegrityError(
-                f"{partition.file.key} has other optimizer states of group {index} than {first.file.key}: "
+                f"{partition.file.key} has other optimizer states of group {index} than "
+                f"{first.file.key}: "
                 f"{_described(theirs)} instead of {_described(mine)}"
             )
     for expected, recorded in zip(scalars, read_scalars(partition), strict=True):
         if any(expected[n] != recorded[n] for n in expected.keys() & recorded.keys()):
             raise IntegrityError(
-                f"{partition.file.key}: an optimizer scalar (`step`) differs from that in {first.file.key}",
+                f"{partition.file.key}: an optimizer scalar (`step`) differs from that in "
+                f"{first.file.key}",
                 hint="files of different saves are mixed in one folder",
             )
 
@@ -225,7 +227,8 @@ def _described(states: Mapping[str, Any]) -> str:
 def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> UnsupportedError:
     """The error for an optimizer state that is neither as long as the flat group nor a scalar."""
     return UnsupportedError(
-        f"{file}: the optimizer state {state!r} of group {group} has shape {tensor.shape}, which does not match the "
+        f"{file}: the optimizer state {state!r} of group {group} has shape {tensor.shape}, which "
+        "does not match the "
         "group's parameters; such optimizers are not yet read"
     )
 
@@ -370,7 +373,8 @@ class ModelStates:
         value = self.value
         if value.get("ds_autoep_layers"):
             raise UnsupportedError(
-                f"{self.key}: `ds_autoep_layers`: not yet read: experts of AutoEP, which are stacked in one tensor",
+                f"{self.key}: `ds_autoep_layers`: not yet read: experts of AutoEP, which are "
+                "stacked in one tensor",
                 hint="experts of deepspeed.moe are read",
             )
 

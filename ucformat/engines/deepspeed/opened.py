@@ -247,8 +247,10 @@ class Merged:
             whole = len(sharding.regions[0]) == 1 and len(set(sharding.regions)) == 1
             if not whole and any(own):
                 raise UnsupportedError(
-                    f"{key} of the parts {[list(s) for s in own]} belongs to a parameter of the parts "
-                    f"{[list(s) for s in shapes]}: states of factored optimizers are means over a rank's part, and "
+                    f"{key} of the parts {[list(s) for s in own]} belongs to a parameter of the "
+                    "parts "
+                    f"{[list(s) for s in shapes]}: states of factored optimizers are means over "
+                    "a rank's part, and "
                     "are not read under tensor parallelism",
                     hint="read the weights and masters alone",
                 )
@@ -280,7 +282,8 @@ class Merged:
             return
         if old != info:
             raise IntegrityError(
-                f"{key} is {old.dtype} {list(old.shape)} in one pipeline stage and {info.dtype} {list(info.shape)} "
+                f"{key} is {old.dtype} {list(old.shape)} in one pipeline stage and {info.dtype} "
+                f"{list(info.shape)} "
                 "in another",
                 hint=_MIXED,
             )
@@ -398,20 +401,23 @@ def _check_same_tensors(slices: Sequence[Slice], unreadable: Collection[Key]) ->
             key = min(unshared)
             there, not_there = (slices[0], one) if key in first.infos else (one, slices[0])
             raise IntegrityError(
-                f"{there.model.key} or its optimizer has {key}, that of {not_there.model.key} does not"
+                f"{there.model.key} or its optimizer has {key}, that of {not_there.model.key} "
+                "does not"
             )
 
 
 def _refuse_mean(key: Key, parts: Sequence[Key]) -> Iterator[Extent]:
     raise UnsupportedError(
-        f"{key} is the mean of {len(parts)} values, one for each tensor-parallel rank, which are stored separately",
+        f"{key} is the mean of {len(parts)} values, one for each tensor-parallel rank, which are "
+        "stored separately",
         hint=f"they are {parts[0].state} to {parts[-1].state}",
     )
 
 
 def _refuse_scaled(key: Key) -> Iterator[Extent]:
     raise UnsupportedError(
-        f"{key} is scaled, according to the affine map of the checkpoint, so it is not read in place",
+        f"{key} is scaled, according to the affine map of the checkpoint, so it is not read in "
+        "place",
         hint="DeepSpeed's own converter undoes it for weights; it refuses optimizer states, too",
     )
 

@@ -135,8 +135,12 @@ class TensorParallelInfo:
             raise IntegrityError(f"{self._where} has no usable affine map")
         if affine.get("version", 1) > _AFFINE_NEWEST:
             raise UpgradeNeeded(
-                f"{self._where} has an affine map of version {affine['version']}; the newest known is {_AFFINE_NEWEST}",
-                hint=f"specify how the tensors are cut: {option_text('layout')}, or use a newer ucformat",
+                f"{self._where} has an affine map of version {affine['version']}; the newest "
+                f"known is {_AFFINE_NEWEST}",
+                hint=(
+                    f"specify how the tensors are cut: {option_text('layout')}, or use a newer "
+                    "ucformat"
+                ),
             )
         self._affine = self._mapping("params", affine)
 
@@ -176,7 +180,8 @@ class TensorParallelInfo:
             return self._sub_param(hit[0], hit[1], shapes).because(_SUB)
         if not shapes[0]:
             raise LayoutError(
-                f"it has no dims to be joined along, and no pattern of {_KEY} marks it as replicated"
+                f"it has no dims to be joined along, and no pattern of {_KEY} marks it as "
+                "replicated"
             )
         if self._lists[_ROW].find(name):
             return concatenate(shapes, 1).because(_ROW)
@@ -200,7 +205,8 @@ class TensorParallelInfo:
         uneven = [n for n in parts if n % ranks]
         if uneven:
             raise LayoutError(
-                f"its sub-parameters {parts} cannot be sharded evenly across {ranks} ranks, and no widths are recorded"
+                f"its sub-parameters {parts} cannot be sharded evenly across {ranks} ranks, and "
+                "no widths are recorded"
             )
         return sub_params(shapes, view, dim, [[n // ranks] * ranks for n in parts])
 
@@ -214,7 +220,8 @@ class TensorParallelInfo:
         if self._padded and sharding.shape[0] != self._padded:
             if sharding.shape[0] > rows:
                 raise LayoutError(
-                    f"it has {sharding.shape[0]} rows, but the padded vocabulary {self._padded} and the original {rows}"
+                    f"it has {sharding.shape[0]} rows, but the padded vocabulary {self._padded} "
+                    f"and the original {rows}"
                 )
             return sharding
         return sharding.strip(rows)
@@ -277,7 +284,8 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
             parts: list[BoxPair] = []
             if _sizes(ranks[rank]["shard_shape"]) != local:
                 raise LayoutError(
-                    f"its affine map gives rank {rank} the shape {ranks[rank]['shard_shape']}, not {list(local)}"
+                    f"its affine map gives rank {rank} the shape {ranks[rank]['shard_shape']}, "
+                    f"not {list(local)}"
                 )
             if len(ranks[rank]["pieces"]) > _PIECES:
                 raise UnsupportedError(f"an affine map has more than {_PIECES} pieces")

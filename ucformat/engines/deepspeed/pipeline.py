@@ -75,7 +75,8 @@ class _StageLayers:
                 layer = _NAME.fullmatch(name)
                 if layer and self.stage_of.setdefault(int(layer[1]), stage) != stage:
                     raise IntegrityError(
-                        f"{name} is in {model.key} and in {models[self.stage_of[int(layer[1])]].key}, of two pipeline "
+                        f"{name} is in {model.key} and in "
+                        f"{models[self.stage_of[int(layer[1])]].key}, of two pipeline "
                         "stages",
                         hint="files of different saves are mixed in one folder",
                     )
@@ -125,7 +126,8 @@ def _check_tied(key: str, first: Layer, other: Layer) -> None:
     differing = [n for n in first.tensors if not same_bytes(first, other, n)]
     if differing:
         raise IntegrityError(
-            f"{_TIED}{key}.{differing[0]}: {first.file.key} and {other.file.key} should be equal, but differ",
+            f"{_TIED}{key}.{differing[0]}: {first.file.key} and {other.file.key} should be "
+            "equal, but differ",
             hint="files of different saves are mixed in one folder",
         )
 
@@ -147,7 +149,8 @@ def _tied_key(layer: Layer, tied: Mapping[str, Mapping[str, tuple[int, ...]]]) -
     fitting = [key for key, shapes in tied.items() if shapes.items() <= own.items()]
     if len(fitting) > 1:
         raise IntegrityError(
-            f"{layer.file.key} may be any of the tied modules {', '.join(fitting)}: they have the same names",
+            f"{layer.file.key} may be any of the tied modules {', '.join(fitting)}: they have "
+            "the same names",
             hint="such pipelines are not yet read; please report this checkpoint",
         )
     return fitting[0] if fitting else None
@@ -169,7 +172,10 @@ def _check_all_there(
         raise MissingData(
             f"{', '.join(missing[:10])} is missing: {models[stage_of[lost[0]]].key} has "
             "parameters of the layer",
-            hint="copy all files of the tag folder; each stage wrote its own, perhaps to its node's disk",
+            hint=(
+                "copy all files of the tag folder; each stage wrote its own, perhaps to its "
+                "node's disk"
+            ),
         )
     unknown = [layer for layer in layers if layer.number not in stage_of]
     for key in tied:
@@ -210,7 +216,8 @@ def names_of_stages(
     splits = list(islice(_splits(models, layers, ties, 0, 0), 2))
     if len(splits) != 1:
         raise UsageError(
-            f"{models[0].key}: {'no' if not splits else 'more than one'} way to assign the layers to the {len(models)} "
+            f"{models[0].key}: {'no' if not splits else 'more than one'} way to assign the "
+            f"layers to the {len(models)} "
             "pipeline stages fits the entries of their optimizers, so these cannot be named",
             hint=f"name them: {option_text('groups')}, stage after stage",
         )
@@ -314,8 +321,12 @@ def _names_by_stage(models: Sequence[ModelStates], groups: Sequence[Sequence[str
             at[g] += len(group)
     if at != [len(group) for group in groups]:
         raise UsageError(
-            f"{models[0].key}: {[len(g) for g in groups]} names are given for groups of {at} entries over all stages",
-            hint="a tied module's parameters are listed in each stage that has it, before those of its layers",
+            f"{models[0].key}: {[len(g) for g in groups]} names are given for groups of {at} "
+            "entries over all stages",
+            hint=(
+                "a tied module's parameters are listed in each stage that has it, before those "
+                "of its layers"
+            ),
         )
     return out
 

@@ -229,7 +229,10 @@ class ShardingResolver:
             if self._vocab is None:
                 raise LayoutError(
                     f"{rule} pads it, but its size without padding is unknown",
-                    hint=f"give it: {option_text('vocab', '50257')}, or leave out pad_to to keep the padding as rows",
+                    hint=(
+                        f"give it: {option_text('vocab', '50257')}, or leave out pad_to to keep "
+                        "the padding as rows"
+                    ),
                 )
             return shard(shapes, how, self._vocab)
         return None
@@ -243,7 +246,8 @@ class ShardingResolver:
         if len(padded) > 1:
             names = " and ".join(padded.values())
             raise AmbiguousLayout(
-                f"{self._file}: {names} are vocabularies of {' and '.join(map(str, padded))} rows, but one original "
+                f"{self._file}: {names} are vocabularies of {' and '.join(map(str, padded))} "
+                "rows, but one original "
                 f"size, {self._vocab}, is recorded: which of them is padded is unclear",
                 hint="specify how they are cut in a layout, where a rule without pad_to keeps all rows: "
                 f"{option_text('layout')}",
@@ -271,7 +275,8 @@ def _layout_of(layout: Layout | str | None, ranks: int) -> Layout | None:
         return None
     if layout.mesh.axes.get(TP, 1) != ranks:
         raise LayoutError(
-            f"the layout is for {layout.mesh.axes.get(TP, 1)} coordinates of the axis {TP!r}, but the checkpoint was "
+            f"the layout is for {layout.mesh.axes.get(TP, 1)} coordinates of the axis {TP!r}, "
+            "but the checkpoint was "
             f"saved by {ranks} tensor-parallel ranks",
             hint=f"give it the mesh {{{TP}: {ranks}}}",
         )

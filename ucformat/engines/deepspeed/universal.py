@@ -163,9 +163,13 @@ def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Ato
         if len(value.shape) == 1 and state != "step":
             if expected is None:
                 raise UnsupportedError(
-                    f"{file.key} is a flat tensor of {value.size} elements, and no model states beside it record "
+                    f"{file.key} is a flat tensor of {value.size} elements, and no model states "
+                    "beside it record "
                     f"the shape of {name}",
-                    hint="put the *_model_states.pt of the checkpoint that was converted into the folder again",
+                    hint=(
+                        "put the *_model_states.pt of the checkpoint that was converted into "
+                        "the folder again"
+                    ),
                 )
             value = _of_shape(file, value, expected, view=True)
         return _atom(file, name_of_state, value)
@@ -187,9 +191,11 @@ def _of_shape(file: TorchFile, tensor: StoredTensor, shape: Shape, *, view: bool
     if view and is_dense and tensor.size == math.prod(shape):
         return replace(tensor, shape=shape, strides=row_major(shape))
     raise IntegrityError(
-        f"{file.key} has the shape {list(tensor.shape)}, but the model states beside it record {list(shape)}",
+        f"{file.key} has the shape {list(tensor.shape)}, but the model states beside it record "
+        f"{list(shape)}",
         hint="DeepSpeed's converter joins the parts of every parameter along dim 0 if no pattern describes how "
-        "they are cut (--inject_missing_state), or files of different conversions are mixed; convert the original "
+        "they are cut (--inject_missing_state), or files of different conversions are mixed; "
+        "convert the original "
         "checkpoint with ucformat",
     )
 
@@ -299,16 +305,20 @@ class OpenUniversal(IndexedSource):
         if files.models:
             if self._optimizer is None and optimizer:
                 raise MissingData(
-                    f"{prefix}{_OPTIMIZER} is missing: the conversion did not finish, or the file was lost",
+                    f"{prefix}{_OPTIMIZER} is missing: the conversion did not finish, or the "
+                    "file was lost",
                     hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat; for the "
                     f"weights and their fp32 copies alone: {option_text('optimizer')}",
                 )
             return
         if self._optimizer is not None or not ("source.txt" in names or files.latest):
             raise MissingData(
-                f"{prefix}mp_rank_00_model_states.pt (or zero_pp_rank_*_model_states.pt) is missing: the conversion to "
+                f"{prefix}mp_rank_00_model_states.pt (or zero_pp_rank_*_model_states.pt) is "
+                "missing: the conversion to "
                 "DeepSpeed's universal format did not finish, or files were lost",
-                hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat",
+                hint=(
+                    "run ds_to_universal.py again, or convert the original checkpoint with ucformat"
+                ),
             )
 
     def _add_weights(
@@ -341,7 +351,10 @@ class OpenUniversal(IndexedSource):
             raise MissingData(
                 f"{first_names((f'zero/{name}/fp32.pt' for name in missing), 1)} is missing: "
                 f"the model states describe {len(trained)} trained parameters",
-                hint="the conversion did not finish, or files were lost; convert the original checkpoint again",
+                hint=(
+                    "the conversion did not finish, or files were lost; convert the original "
+                    "checkpoint again"
+                ),
             )
         alone = {n for n, states in keys.items() if states.keys() == {"fp32"}} - trained.keys()
         copies = alone & (shapes.keys() | self._aliases().keys()) if trained else set()
@@ -386,7 +399,8 @@ class OpenUniversal(IndexedSource):
             if numbers != list(range(len(flat))):
                 if not p:
                     raise IntegrityError(
-                        f"{file.key} has optimizer groups of {sum(map(len, members))} flat groups, but "
+                        f"{file.key} has optimizer groups of {sum(map(len, members))} flat "
+                        "groups, but "
                         f"{slices[0].model.key} describes {len(flat)}",
                         hint="files of different conversions are mixed in one folder",
                     )
@@ -479,9 +493,13 @@ def _check_alike(group: Mapping[str, list[Atom]]) -> None:
         if states != every:
             file = group[name][0].file.rpartition("/")[0]
             raise MissingData(
-                f"{file} lacks {', '.join(f'{state}.pt' for state in sorted(every - states))}, which other parameters "
+                f"{file} lacks {', '.join(f'{state}.pt' for state in sorted(every - states))}, "
+                "which other parameters "
                 "of its optimizer group have",
-                hint="the conversion did not finish, or files were lost; convert the original checkpoint again",
+                hint=(
+                    "the conversion did not finish, or files were lost; convert the original "
+                    "checkpoint again"
+                ),
             )
 
 

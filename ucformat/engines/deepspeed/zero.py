@@ -101,7 +101,8 @@ class Zero12(Ranks[Partition]):
         masters = [stored(t, _MASTER, file.key) for t in raw]
         if len(masters) != len(self.shapes):
             raise IntegrityError(
-                f"{file.key} has {len(masters)} flat groups, but {self.model.key} describes {len(self.shapes)}"
+                f"{file.key} has {len(masters)} flat groups, but {self.model.key} describes "
+                f"{len(self.shapes)}"
             )
         if not self.flat:
             self._lay_out(state, masters, file)
@@ -109,7 +110,8 @@ class Zero12(Ranks[Partition]):
         parts = [self.world // degree for degree in self.degrees]
         if counts != parts if isinstance(counts, list) else {counts} != set(parts):
             raise IntegrityError(
-                f"{file.key} was saved by {counts} ranks, but {self.world} files of optimizer states are present",
+                f"{file.key} was saved by {counts} ranks, but {self.world} files of optimizer "
+                "states are present",
                 hint="files of different saves are mixed in one folder",
             )
         partition = Partition(file, masters, _states(state, len(self.shapes), file.key))
@@ -132,7 +134,8 @@ class Zero12(Ranks[Partition]):
             parts = self.world // self.degrees[index]
             if buffer.size * parts < buffer.end:
                 raise IntegrityError(
-                    f"group {index}: {parts} partitions of {buffer.size} elements in {file.key} do not hold "
+                    f"group {index}: {parts} partitions of {buffer.size} elements in {file.key} "
+                    "do not hold "
                     f"the {buffer.end} that {self.model.key} describes"
                 )
             self._check_views(index, buffer)
@@ -162,7 +165,8 @@ class Zero12(Ranks[Partition]):
         for name, view in views.items():
             if view.shape != shapes[name]:
                 raise IntegrityError(
-                    f"{self.model.key}: {name} has shape {view.shape} in `module`, {shapes[name]} in `param_shapes`"
+                    f"{self.model.key}: {name} has shape {view.shape} in `module`, "
+                    f"{shapes[name]} in `param_shapes`"
                 )
         if len(homes) != 1 or len({v.storage for v in views.values()}) != 1 or len(views) < 2:
             return
@@ -171,9 +175,12 @@ class Zero12(Ranks[Partition]):
         wrong = [n for n, v in views.items() if v.offset != buffer.slots[n].start]
         if wrong:
             raise IntegrityError(
-                f"{self.model.key}: {wrong[0]} is at element {views[wrong[0]].offset} of the flat group {index}, "
+                f"{self.model.key}: {wrong[0]} is at element {views[wrong[0]].offset} of the "
+                f"flat group {index}, "
                 f"but the order of `param_shapes` puts it at {buffer.slots[wrong[0]].start}",
-                hint="please report this checkpoint; it is not read because its layout is uncertain",
+                hint=(
+                    "please report this checkpoint; it is not read because its layout is uncertain"
+                ),
             )
 
     def _check_lengths(self, rank: int, partition: Partition, *, padded: bool) -> None:
@@ -181,7 +188,8 @@ class Zero12(Ranks[Partition]):
             unpadded = buffer.size - buffer.padding(self.experts.place(self.degrees[index], rank))
             if master.size != (buffer.size if padded else unpadded):
                 raise IntegrityError(
-                    f"{partition.file.key}: the master of group {index} has {master.size} elements; the layout gives "
+                    f"{partition.file.key}: the master of group {index} has {master.size} "
+                    "elements; the layout gives "
                     f"rank {rank} {unpadded} of a partition of {buffer.size}",
                     hint="files of different saves are mixed in one folder",
                 )
@@ -204,10 +212,14 @@ class Zero12(Ranks[Partition]):
                 names = chain(ranges, accepted[0])
                 name = next((n for n in names if ranges.get(n) != accepted[0].get(n)), "?")
                 raise IntegrityError(
-                    f"{file}: `param_slice_mappings` puts {name} at {ranges.get(name)} (start, elements) of group "
+                    f"{file}: `param_slice_mappings` puts {name} at {ranges.get(name)} (start, "
+                    "elements) of group "
                     f"{index}, the "
                     f"order of `param_shapes` in {self.model.key} at {accepted[0].get(name)}",
-                    hint="please report this checkpoint; it is not read because its layout is uncertain",
+                    hint=(
+                        "please report this checkpoint; it is not read because its layout is "
+                        "uncertain"
+                    ),
                 )
 
     def _describe(self, contents: TensorIndex) -> None:
@@ -264,7 +276,8 @@ def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any
         indices = [need(g, "params", list, file) for g in need(base, "param_groups", list, file)]
         if [len(i) for i in indices] != [1] * groups:
             raise UnsupportedError(
-                f"{file}: its optimizer has not one flat tensor for each of the {groups} groups; not yet read"
+                f"{file}: its optimizer has not one flat tensor for each of the {groups} groups; "
+                "not yet read"
             )
         base = [state_of(need(base, "state", dict, file), i[0], file) for i in indices]
     states: list[dict[str, Any]] = [s for s in base if isinstance(s, dict)]
@@ -344,7 +357,8 @@ class Zero3(Ranks[Zero3Partition]):
             )
         if state.get("partition_count") not in (None, self.world):
             raise IntegrityError(
-                f"{file.key} was saved by {state['partition_count']} ranks, but {self.world} files of optimizer "
+                f"{file.key} was saved by {state['partition_count']} ranks, but {self.world} "
+                "files of optimizer "
                 "states are present",
                 hint="files of different saves are mixed in one folder",
             )
@@ -356,7 +370,8 @@ class Zero3(Ranks[Zero3Partition]):
         indices = [i for group in members for i in group]
         if len(masters) != len(self.flat) or indices != list(range(len(self.flat))):
             raise IntegrityError(
-                f"{file.key} has {len(masters)} flat groups of {len(indices)} optimizer entries, but {self.model.key} "
+                f"{file.key} has {len(masters)} flat groups of {len(indices)} optimizer entries, "
+                f"but {self.model.key} "
                 f"describes {len(self.flat)}"
             )
         owners = [g for g, group in enumerate(members) for _ in group]
@@ -369,9 +384,13 @@ class Zero3(Ranks[Zero3Partition]):
         for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
             if master.shape != (buffer.size,):
                 raise IntegrityError(
-                    f"{partition.file.key}: flat group {index} has shape {master.shape}; its parameters, sharded "
+                    f"{partition.file.key}: flat group {index} has shape {master.shape}; its "
+                    "parameters, sharded "
                     f"across {self.world} ranks, take {buffer.size} elements",
-                    hint="files of different saves are mixed in one folder, or the optimizer was offloaded to NVMe",
+                    hint=(
+                        "files of different saves are mixed in one folder, or the optimizer was "
+                        "offloaded to NVMe"
+                    ),
                 )
             for name, value in partition.states[index].items():
                 if isinstance(value, StoredTensor) and value.shape not in ((), (buffer.size,)):
@@ -391,7 +410,8 @@ class Zero3(Ranks[Zero3Partition]):
             plain = to_json(plain, read=file.read, path="state")
             if entry.names and plain != entry.state:
                 raise UnsupportedError(
-                    f"{file.key}: the flat groups of one optimizer group have different plain states; not yet read"
+                    f"{file.key}: the flat groups of one optimizer group have different plain "
+                    "states; not yet read"
                 )
             entry.names.extend(shapes)
             entry.state = plain
@@ -440,7 +460,8 @@ def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
         for model, fragment in zip(models, fragments, strict=True):
             if fragment.shape != (part,):
                 raise IntegrityError(
-                    f"{model.key}: the frozen {name} has a part of shape {fragment.shape}; sharded across {world} "
+                    f"{model.key}: the frozen {name} has a part of shape {fragment.shape}; "
+                    f"sharded across {world} "
                     f"ranks, its shape {shape} gives {part} elements"
                 )
 
@@ -509,7 +530,8 @@ def read_slice(
         raise UnsupportedError(f"{model.key}: DeepSpeed checkpoints with MiCS are not yet read")
     if not zero3 and model.param_shapes is None and optims:
         raise UnsupportedError(
-            f"{optims[0]} exists, but {model.key} has no `param_shapes`: a BF16_Optimizer without ZeRO, perhaps; "
+            f"{optims[0]} exists, but {model.key} has no `param_shapes`: a BF16_Optimizer "
+            "without ZeRO, perhaps; "
             "such checkpoints are not yet read"
         )
     if not optimizer:
@@ -610,7 +632,8 @@ class ParallelDegrees:
             pp = there // tp
             if pp * tp != there:
                 raise IntegrityError(
-                    f"there are {there} model-parallel ranks and layers of {tp} tensor-parallel ranks, which do not "
+                    f"there are {there} model-parallel ranks and layers of {tp} tensor-parallel "
+                    "ranks, which do not "
                     "divide them",
                     hint="files of different saves are mixed in one folder",
                 )
@@ -623,7 +646,8 @@ class ParallelDegrees:
             _check_layers(files, model)
         if in_names is not None and in_names != tp:
             raise IntegrityError(
-                f"{model.key} records {tp} tensor-parallel ranks, but each layer has {in_names} files",
+                f"{model.key} records {tp} tensor-parallel ranks, but each layer has {in_names} "
+                "files",
                 hint="files of different saves are mixed in one folder",
             )
         return cls(pp, tp, dp)
@@ -660,11 +684,18 @@ def _check_layers(files: TagFiles, model: ModelStates) -> None:
     """Check that a pipeline has files of layers, and other checkpoints have none."""
     if model.in_layers and not files.layers:
         raise MissingData(
-            f"{model.key} is a pipeline's, but the files of its layers (layer_*-model_states.pt) are missing",
-            hint="copy all files of the tag folder; each stage wrote its own, perhaps to its node's disk",
+            f"{model.key} is a pipeline's, but the files of its layers (layer_*-model_states.pt) "
+            "are missing",
+            hint=(
+                "copy all files of the tag folder; each stage wrote its own, perhaps to its "
+                "node's disk"
+            ),
         )
     if files.layers and not model.in_layers:
         raise IntegrityError(
             f"{next(iter(files.layers.values()))[0]} is a pipeline's, but {model.key} is not",
-            hint="files of different saves are mixed in one folder; move those that you do not want elsewhere",
+            hint=(
+                "files of different saves are mixed in one folder; move those that you do not "
+                "want elsewhere"
+            ),
         )

@@ -201,16 +201,21 @@ def _check_names(
     """Check that the names exist, and that there is one that fits for each entry."""
     if [len(g) for g in names] != [len(g) for g in entries]:
         raise UsageError(
-            f"{file}: {[len(g) for g in names]} names are given for groups of {[len(g) for g in entries]} entries"
+            f"{file}: {[len(g) for g in names]} names are given for groups of "
+            f"{[len(g) for g in entries]} entries"
         )
     for group, group_entries in zip(names, entries, strict=True):
         for name, entry in zip(group, group_entries, strict=True):
             if name not in candidates or not candidates[name].fits(entry):
                 raise UsageError(
-                    f"{file}: {name} cannot be the optimizer entry at its place in the group (its shape, or its fp32 "
+                    f"{file}: {name} cannot be the optimizer entry at its place in the group "
+                    "(its shape, or its fp32 "
                     "copy, "
                     "is another)",
-                    hint="the names must be those of `module`, in the order in which the optimizer was given them",
+                    hint=(
+                        "the names must be those of `module`, in the order in which the "
+                        "optimizer was given them"
+                    ),
                 )
 
 
@@ -268,7 +273,8 @@ def _flat(
         fitting = [key for key, members in free.items() if _tiles(model, members, master)]
         if len(fitting) != 1:
             raise UsageError(
-                f"{model.key}: {len(fitting) or 'no'} sets of weights fit the {master.size} elements of its flat "
+                f"{model.key}: {len(fitting) or 'no'} sets of weights fit the {master.size} "
+                "elements of its flat "
                 f"group {g}, so "
                 "its optimizer states cannot be named",
                 hint="please report this checkpoint",

@@ -50,19 +50,22 @@ class SafetensorsOptions(ExportOptions):
     assets: str | None = option(
         None,
         "path",
-        "a folder whose config.json, tokenizer and similar files are used, before those of the checkpoint",
+        "a folder whose config.json, tokenizer and similar files are used, before those of the "
+        "checkpoint",
     )
 
     link: str | None = option(
         None,
         "link",
-        "share the bytes of the checkpoint's own safetensors files instead of copying them, by reflinks, or with "
+        "share the bytes of the checkpoint's own safetensors files instead of copying them, by "
+        "reflinks, or with "
         "`hard` by hard links",
     )
     read_only: bool = option(
         False,
         "flag",
-        "with hard links, remove the permission to write from the checkpoint's own files, so that nobody damages them",
+        "with hard links, remove the permission to write from the checkpoint's own files, so "
+        "that nobody damages them",
     )
 
     def __post_init__(self) -> None:
@@ -122,7 +125,8 @@ class SafetensorsExporter(Exporter):
         whole = {info.key for info in weights_of(placed)}
         if not own or source.steps or {info.key for info in infos} != whole:
             raise UnsupportedError(
-                f"{source.url} has no safetensors files with exactly these tensors, so there is nothing to link",
+                f"{source.url} has no safetensors files with exactly these tensors, so there is "
+                "nothing to link",
                 hint="leave out --link for a copy",
             )
         hard, read_only = self.options.link == "hard", self.options.read_only

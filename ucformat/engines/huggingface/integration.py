@@ -35,7 +35,8 @@ class _HuggingFace(Integration):
             return None
         if form == "safetensors" and _adapters(model):
             raise UnsupportedError(
-                "PEFT has wrapped the model: its tensors have other names than those that Hugging Face's tools load",
+                "PEFT has wrapped the model: its tensors have other names than those that "
+                "Hugging Face's tools load",
                 hint="save it with form='packed' or 'zarr', of which `ucp export safetensors` writes PEFT's files of "
                 "the adapter; or merge_and_unload() before",
             )

@@ -261,6 +261,9 @@ def _last(folder: Path) -> str:
     if not numbers:
         raise NotACheckpoint(
             f"no checkpoint is committed in {folder}",
-            hint="train() without resume_from_checkpoint, or pass the path of one that Trainer itself has saved",
+            hint=(
+                "train() without resume_from_checkpoint, or pass the path of one that Trainer "
+                "itself has saved"
+            ),
         )
     return str(max(numbers, key=numbers.__getitem__))

@@ -27,7 +27,8 @@ class _OwnOptions(PickleOptions):
     groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(
         None,
         "document",
-        "the parameters of each group, in order, by the name of an optimizer (`optimizer`); of a single one its groups "
+        "the parameters of each group, in order, by the name of an optimizer (`optimizer`); of a "
+        "single one its groups "
         "suffice",
     )
 

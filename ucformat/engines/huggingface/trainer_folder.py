@@ -113,7 +113,10 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
             )
         raise UsageError(
             f"{url} has files of Trainer or Accelerate, but no model and no optimizer",
-            hint="the save did not finish, or files were moved; look for the checkpoint's other files",
+            hint=(
+                "the save did not finish, or files were moved; look for the checkpoint's other "
+                "files"
+            ),
         )
     return files
 
@@ -173,7 +176,8 @@ def _optimizers(names: Iterable[str]) -> dict[int, str]:
             number = int(match[1] or 0)
             if number in by_number:
                 raise UsageError(
-                    f"{by_number[number]} and {name} are both present: Trainer's and Accelerate's files in one folder",
+                    f"{by_number[number]} and {name} are both present: Trainer's and "
+                    "Accelerate's files in one folder",
                     hint="move the files of the save that you do not want elsewhere",
                 )
             by_number[number] = name

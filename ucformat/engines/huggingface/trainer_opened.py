@@ -167,7 +167,8 @@ def open_engine(
         _add_fsdp(store, files, engine, contents, options)
     elif options.values:
         raise UsageError(
-            f"{store.url} holds files of models and optimizers, which are not opened with the option "
+            f"{store.url} holds files of models and optimizers, which are not opened with the "
+            "option "
             f"{next(iter(options.values))!r}",
             hint="their options are: allow, groups",
         )
@@ -239,7 +240,10 @@ def _add_fsdp(
             if not SOURCES["dcp"]().find(below):
                 raise MissingData(
                     f"{folder} holds no checkpoint of PyTorch DCP",
-                    hint="the save did not finish, or its `.metadata` was not copied; copy the whole folder again",
+                    hint=(
+                        "the save did not finish, or its `.metadata` was not copied; copy the "
+                        "whole folder again"
+                    ),
                 )
             source = with_options(SOURCES["dcp"](), inner).open(below)
             prefix = _prefix(number) if several else ""
@@ -311,9 +315,13 @@ def _check_complete(files: FolderFiles, models: Mapping[int, Any], *, optimizer:
     schedulers = [int(m[1] or 0) for m in filter(None, matches)]
     if len(files.optimizers) <= max(schedulers, default=-1):
         raise MissingData(
-            f"the optimizer of scheduler number {max(schedulers)} is missing: {len(files.optimizers)} optimizers are "
+            f"the optimizer of scheduler number {max(schedulers)} is missing: "
+            f"{len(files.optimizers)} optimizers are "
             "there",
-            hint=f"copy all files of the folder again; for the weights alone: {option_text('optimizer')}",
+            hint=(
+                "copy all files of the folder again; for the weights alone: "
+                f"{option_text('optimizer')}"
+            ),
         )
 
 
@@ -459,8 +467,12 @@ def _check_ranks(name: str, by_rank: Mapping[int, str], world: int) -> None:
     if len(by_rank) < total:
         missing = next(rank for rank in range(total) if rank not in by_rank)
         raise MissingData(
-            f"{_NUMBER.sub(f'_{missing}.', example)} is missing: {len(by_rank)} of {total} ranks have a file of {name}",
-            hint="copy it again from where it was saved; to open the checkpoint without any, move the others elsewhere",
+            f"{_NUMBER.sub(f'_{missing}.', example)} is missing: {len(by_rank)} of {total} ranks "
+            f"have a file of {name}",
+            hint=(
+                "copy it again from where it was saved; to open the checkpoint without any, "
+                "move the others elsewhere"
+            ),
         )
 
 

@@ -240,7 +240,8 @@ class UniversalCheckpointIO(CheckpointIO):
         numbered = rest.get("optimizer_states", [])
         if not numbered and ck.manifest.groups:
             raise UnsupportedError(
-                f"{ck.url} contains optimizers without the numbers of their parameters, which a CheckpointIO needs",
+                f"{ck.url} contains optimizers without the numbers of their parameters, which a "
+                "CheckpointIO needs",
                 hint="load it with UniversalDDPStrategy or UniversalModelParallelStrategy",
             )
         tensors, report = _read(ck, torch.device(map_location or "cpu"), optimizers=bool(numbered))
@@ -283,7 +284,10 @@ def _named(index: int, state: Mapping[str, Any]) -> dict[str, Any]:
     if any("param_names" not in group for group in state["param_groups"]):
         raise UnsupportedError(
             f"optimizer {index} does not know the names of its parameters, only their numbers",
-            hint="create it with names, AdamW(self.named_parameters()), or save with UniversalDDPStrategy",
+            hint=(
+                "create it with names, AdamW(self.named_parameters()), or save with "
+                "UniversalDDPStrategy"
+            ),
         )
     names = {number: name for name, number in _numbers(state).items()}
     groups = [{**g, "params": [names[n] for n in g["params"]]} for g in state["param_groups"]]

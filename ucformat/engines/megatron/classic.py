@@ -140,7 +140,8 @@ class OpenClassic(IndexedSource):
         whole = {n for n in experts if degree == 1 or self._experts_are_whole(shapes, n)}
         if degree not in (None, 1, self._degree):
             raise AmbiguousLayout(
-                f"experts are sharded across {degree} tensor-parallel ranks and the rest across {self._degree}: "
+                f"experts are sharded across {degree} tensor-parallel ranks and the rest across "
+                f"{self._degree}: "
                 "the files do not record which rank has which part",
                 hint="save it with --ckpt-format torch_dist",
             )
@@ -200,7 +201,8 @@ class OpenClassic(IndexedSource):
         if own != weights:
             if any(own) or len(set(own)) > 1:
                 raise AmbiguousLayout(
-                    f"{key} has the parts {[list(s) for s in own]}, its parameter {[list(s) for s in weights]}: states "
+                    f"{key} has the parts {[list(s) for s in own]}, its parameter "
+                    f"{[list(s) for s in weights]}: states "
                     "of factored optimizers are not read under tensor parallelism",
                     hint=f"leave the optimizer out: {option_text('optimizer')}",
                 )
@@ -258,7 +260,8 @@ class OpenClassic(IndexedSource):
         )
         if not same and self.args.tied:
             raise IntegrityError(
-                f"{head} should be a copy of {word}, but differs: see {copies[0][0].file.file.key} and "
+                f"{head} should be a copy of {word}, but differs: see "
+                f"{copies[0][0].file.file.key} and "
                 f"{copies[0][1].file.file.key}",
                 hint=_MIXED,
             )
@@ -276,7 +279,8 @@ class OpenClassic(IndexedSource):
                     into = merged.setdefault((o, g), Group([], group.hyper, group.state))
                     if into.hyper != group.hyper:
                         raise IntegrityError(
-                            f"the optimizer groups of {self._ranks[at].file.file.key} have other hyper-parameters than "
+                            f"the optimizer groups of {self._ranks[at].file.file.key} have other "
+                            "hyper-parameters than "
                             "those of the first rank",
                             hint=_MIXED,
                         )
@@ -465,9 +469,11 @@ class NameResolver:
             f"    - {{match: '{n}', place: [{{shard: 0, over: tp}}]}}" for n in doubts[:3]
         )
         return AmbiguousLayout(
-            f"the checkpoint was saved by {ranks} tensor-parallel ranks, and neither Megatron's names nor the bytes "
+            f"the checkpoint was saved by {ranks} tensor-parallel ranks, and neither Megatron's "
+            "names nor the bytes "
             "determine how these parameters are sharded:\n" + "\n".join(lines),
             hint=f"specify it for each, as in {cuts_option({doubts[0]: '0'})} (or replicate, halves, 1; a pattern may "
             f"have *); or in a layout file, given as {option_text('layout')}:\n"
-            f"    version: 1\n    mesh: {{tp: {ranks}}}\n    rules:\n{example}  # or replicate, shard 1, parts",
+            f"    version: 1\n    mesh: {{tp: {ranks}}}\n    rules:\n{example}  # or replicate, "
+            "shard 1, parts",
         )

@@ -76,7 +76,10 @@ class OpenDist(IndexedSource):
         if not exists(store, below + COMMON):
             raise MissingData(
                 f"{below}{COMMON} is missing; it holds the values that are the same on every rank",
-                hint="the save did not finish, or the file was not copied: copy it from where it was saved",
+                hint=(
+                    "the save did not finish, or the file was not copied: copy it from where it "
+                    "was saved"
+                ),
             )
         self._common = TorchFile(store, below + COMMON, allow=allow)
         values = self._common.value
@@ -150,7 +153,9 @@ class OpenDist(IndexedSource):
             if parsed is None:
                 raise UnsupportedError(
                     f"{meta.file}: {fqn} is an optimizer's tensor that ucformat does not know",
-                    hint="save with --dist-ckpt-optim-fully-reshardable, and report this checkpoint",
+                    hint=(
+                        "save with --dist-ckpt-optim-fully-reshardable, and report this checkpoint"
+                    ),
                 )
             for key, half, part in self._unstack(fqn, parsed, shapes.get(fqn), stacked=stacked):
                 if half in parts.setdefault(key, {}):
@@ -392,7 +397,10 @@ class OpenFsdp(IndexedSource):
             elif path[0] == _OPTIMIZER:
                 raise UnsupportedError(
                     f"{meta.file}: {fqn} is an optimizer's tensor that ucformat does not know",
-                    hint="leave the optimizer out with the option optimizer=false, and report this checkpoint",
+                    hint=(
+                        "leave the optimizer out with the option optimizer=false, and report "
+                        "this checkpoint"
+                    ),
                 )
             else:
                 name, kind = ".".join(map(str, path)), "weight"

@@ -58,18 +58,21 @@ class MegatronExportOptions(DistcpOptions):
     distributed_optimizer: bool | None = option(
         None,
         "flag",
-        "whether the job that loads has the distributed optimizer (--use-distributed-optimizer); as in Megatron's "
+        "whether the job that loads has the distributed optimizer (--use-distributed-optimizer); "
+        "as in Megatron's "
         "sources, and of others yes",
     )
     expert_parallel: bool | None = option(
         None,
         "flag",
-        "whether the job that loads has expert parallelism, and so a second optimizer; as in Megatron's sources",
+        "whether the job that loads has expert parallelism, and so a second optimizer; as in "
+        "Megatron's sources",
     )
     chained_prefix: bool | None = option(
         None,
         "flag",
-        "whether names of states have the prefix `chained_N.` of several optimizers; as in Megatron's sources",
+        "whether names of states have the prefix `chained_N.` of several optimizers; as in "
+        "Megatron's sources",
     )
     local: bool | None = option(
         None,
@@ -171,9 +174,13 @@ class _ExportedTensors:
         lacking = [n for n, k in self._masters.items() if self._infos[k].dtype != "float32"]
         if lacking:
             raise UnsupportedError(
-                f"the optimizer of Megatron needs fp32 copies of the parameters, and {source.url} has none of "
+                "the optimizer of Megatron needs fp32 copies of the parameters, and "
+                f"{source.url} has none of "
                 f"{len(lacking):,}: {', '.join(lacking[:3])}{', …' if len(lacking) > 3 else ''}",
-                hint="export the weights alone (--state weight), or cast everything to float32 (--cast float32)",
+                hint=(
+                    "export the weights alone (--state weight), or cast everything to float32 "
+                    "(--cast float32)"
+                ),
             )
         used = {*self._weights.values(), *self._masters.values(), *chain(*self._states.values())}
         used |= {Key(name, "step") for name in self.trained}
@@ -216,14 +223,19 @@ class _ExportedTensors:
             )
             if odd is not None:
                 raise UnsupportedError(
-                    f"{odd.key} is {odd.dtype} of shape {list(odd.shape)}, and others of {stacked} are {dtype} of "
+                    f"{odd.key} is {odd.dtype} of shape {list(odd.shape)}, and others of "
+                    f"{stacked} are {dtype} of "
                     f"{list(shape)}: Megatron stacks them in one tensor"
                 )
             if len(stack) < math.prod(sizes):
                 raise UnsupportedError(
-                    f"{prefix}{stacked} of {len(stack):,} layers or experts is there, and {math.prod(sizes):,} are "
+                    f"{prefix}{stacked} of {len(stack):,} layers or experts is there, and "
+                    f"{math.prod(sizes):,} are "
                     "needed: Megatron stacks them in one tensor",
-                    hint="export the weights alone (--state weight) if only some of the parameters were trained",
+                    hint=(
+                        "export the weights alone (--state weight) if only some of the "
+                        "parameters were trained"
+                    ),
                 )
             n = len(sizes)
             elements, name = partial(stacked_elements, stack, n), prefix + stacked
@@ -275,7 +287,8 @@ def keys_of(
     foreign = [n for n in names if not (own or is_parameter(n)) or _LEGACY.fullmatch(n)]
     if foreign:
         raise UnsupportedError(
-            f"{source.url} has names that Megatron does not have: {first_names(foreign, _MAX_LISTED)}",
+            f"{source.url} has names that Megatron does not have: "
+            f"{first_names(foreign, _MAX_LISTED)}",
             hint="give them Megatron's by a view, such as --view llama-to-megatron (docs/view.md)",
         )
     if local is None:
@@ -543,7 +556,8 @@ def _groups(
         options = [stored[i] for i in sorted({number[n] for n in names})]
         if any(o != options[0] for o in options):
             raise UnsupportedError(
-                f"{names[0]} and others that Megatron optimizes in one group have different hyper-parameters",
+                f"{names[0]} and others that Megatron optimizes in one group have different "
+                "hyper-parameters",
                 hint="export the weights alone: --state weight",
             )
         group = {k: _value(v) for k, v in options[0].items()}
@@ -579,7 +593,8 @@ def _step(
     if len(steps) > 1:
         (a, first), (b, second), *_ = steps.items()
         raise UnsupportedError(
-            f"{first} was optimized for {a:g} steps and {second} for {b:g}; Megatron's optimizer has one number",
+            f"{first} was optimized for {a:g} steps and {second} for {b:g}; Megatron's optimizer "
+            "has one number",
             hint="export the weights alone: --state weight",
         )
     return next(iter(steps), None)

@@ -189,7 +189,8 @@ _WORD_EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_lay
 
 def _hint() -> str:
     return (
-        "save it with --dist-ckpt-optim-fully-reshardable (or load it once in Megatron and save it so), which names "
+        "save it with --dist-ckpt-optim-fully-reshardable (or load it once in Megatron and save "
+        "it so), which names "
         f"the optimizer's tensors; weights alone: {option_text('optimizer')}"
     )
 
@@ -241,7 +242,8 @@ class _Model:
             return (BoxPair.aligned(whole, whole),)
         if len(cut) > 1 or len(boxes) not in (degree, 2 * degree):
             raise AmbiguousLayout(
-                f"{name} was stored as {len(boxes)} boxes by {degree} tensor-parallel ranks, which fits no sharding",
+                f"{name} was stored as {len(boxes)} boxes by {degree} tensor-parallel ranks, "
+                "which fits no sharding",
                 hint=_hint(),
             )
         mine = boxes[rank::degree] if len(boxes) == 2 * degree else [boxes[rank]]
@@ -286,7 +288,8 @@ def add_flat_states(
     pp = opened.args.degree("pipeline_model_parallel_size") or max(1, len(dense) // tp)
     if sorted(dense) != list(range(tp * pp)):
         raise IntegrityError(
-            f"{items.meta.file} has optimizer states of the groups {sorted(dense)[:20]}, but {tp} tensor-parallel "
+            f"{items.meta.file} has optimizer states of the groups {sorted(dense)[:20]}, but "
+            f"{tp} tensor-parallel "
             f"ranks and {pp} stages saved it",
             hint="files of several saves are mixed, or some ranks' states are lost",
         )
@@ -445,8 +448,10 @@ class _Piece:
                 slot, store = self.slot, self.model.opened.store
                 if not same_values(store, slot.param, self.master, slot.start):
                     raise AmbiguousLayout(
-                        f"the optimizer's flat buckets do not hold {self.slot.param.name} at the offset in "
-                        "Megatron's order of parameters: the fp32 copy there does not match the weight",
+                        f"the optimizer's flat buckets do not hold {self.slot.param.name} at the "
+                        "offset in "
+                        "Megatron's order of parameters: the fp32 copy there does not match the "
+                        "weight",
                         hint=_hint(),
                     )
                 self.proved = True
@@ -560,7 +565,9 @@ def _experts(
 
 def _unproved(model: _Model, where: str) -> AmbiguousLayout:
     return AmbiguousLayout(
-        f"{model.items.meta.file}: the optimizer's flat buckets (format dp_reshardable) of {where} cannot be "
-        "named: in none of Megatron's orders do the model's parameters fill them with the values of the weights",
+        f"{model.items.meta.file}: the optimizer's flat buckets (format dp_reshardable) of "
+        f"{where} cannot be "
+        "named: in none of Megatron's orders do the model's parameters fill them with the values "
+        "of the weights",
         hint=_hint(),
     )

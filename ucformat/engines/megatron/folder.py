@@ -28,7 +28,10 @@ class MegatronSourceOptions(PickleOptions):
     stacked: bool = option(
         default=False,
         how="flag",
-        text="of a distributed checkpoint, show the stacked tensors of all layers under their keys, as stored",
+        text=(
+            "of a distributed checkpoint, show the stacked tensors of all layers under their "
+            "keys, as stored"
+        ),
     )
     vocab_size: int | None = option(
         None,
@@ -38,18 +41,22 @@ class MegatronSourceOptions(PickleOptions):
     optimizer: bool = option(
         default=True,
         how="flag",
-        text="whether to read the optimizer's states; false if their parameters cannot be determined",
+        text=(
+            "whether to read the optimizer's states; false if their parameters cannot be determined"
+        ),
     )
     layout: Layout | None = option(  # noqa: RUF009 - it makes a field
         None,
         "layout",
-        "of a classic checkpoint, how parameters are sharded over tensor-parallel ranks if Megatron's own names do "
+        "of a classic checkpoint, how parameters are sharded over tensor-parallel ranks if "
+        "Megatron's own names do "
         "not determine it: rules over the axis `tp`",
     )
     cuts: Mapping[str, str | int] | None = option(
         None,
         "cuts",
-        "the same for the parameters that a pattern matches: `replicate`, `halves` (two tensors, one after the other, "
+        "the same for the parameters that a pattern matches: `replicate`, `halves` (two tensors, "
+        "one after the other, "
         "each sharded), or the dim along which parts are joined; it takes precedence over `layout`",
     )
 
@@ -123,7 +130,10 @@ def find_place(store: Store) -> MegatronFolder | None:
                 return None  # of veRL, which writes the same tracker
             raise NotFound(
                 f"{store.url}/{TRACKER} names {named}, but there is no such folder",
-                hint="it was moved or deleted, or the save did not finish; open another iteration's folder itself",
+                hint=(
+                    "it was moved or deleted, or the save did not finish; open another "
+                    "iteration's folder itself"
+                ),
             )
         return MegatronFolder.of(store, named, TRACKER)
     keys = [info.key for info in islice(store.list(), _MAX_KEYS)]
@@ -196,7 +206,10 @@ def built_by_megatron(where: str) -> Iterator[None]:
     except _NOT_WRITTEN as error:
         raise IntegrityError(
             f"{where} holds values that Megatron does not write ({type(error).__name__}: {error})",
-            hint="the files are damaged, or of a version that ucformat does not know; report it if Megatron reads them",
+            hint=(
+                "the files are damaged, or of a version that ucformat does not know; report it "
+                "if Megatron reads them"
+            ),
         ) from error
 
 

@@ -132,7 +132,8 @@ def _numbered(
         names = match([[Entry(s) for s in group] for group in shapes], candidates)
     if names is None:
         raise AmbiguousLayout(
-            f"{file.key}: the optimizer's states are numbered ({[len(g) for g in numbers]} parameters by group), and "
+            f"{file.key}: the optimizer's states are numbered ({[len(g) for g in numbers]} "
+            "parameters by group), and "
             "their shapes and the order of the model do not determine which parameters these are",
             hint="save it with --ckpt-format torch_dist, " + _without_optimizer(),
         )
@@ -202,7 +203,8 @@ def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
     for one in flats:
         if one is not None and not (isinstance(one, dict) and one.get("buckets_coalesced") is True):
             raise UnsupportedError(
-                f"{rank.distrib.key} is of a distributed optimizer from before February 2024, which is not supported",
+                f"{rank.distrib.key} is of a distributed optimizer from before February 2024, "
+                "which is not supported",
                 hint="update it with Megatron's --ckpt-convert-update-legacy-dist-opt-format, "
                 + _without_optimizer(),
             )
@@ -224,7 +226,8 @@ def _distributed(
     value, file = flats[number], rank.distrib
     if file is None:
         raise MissingData(
-            f"{rank.file.key} is of a distributed optimizer, but distrib_optim.pt beside it is missing",
+            f"{rank.file.key} is of a distributed optimizer, but distrib_optim.pt beside it is "
+            "missing",
             hint=f"copy it from where it was saved, {_without_optimizer()}",
         )
     if value is None:  # they are in another expert-parallel rank's file
@@ -282,7 +285,8 @@ def _add_buffer(
         slots = place(params, [master.size], proved=proved, joined=True)
     if slots is None:
         raise AmbiguousLayout(
-            f"{file.key}: a flat buffer of {master.size:,} elements cannot be named: in Megatron's order the "
+            f"{file.key}: a flat buffer of {master.size:,} elements cannot be named: in "
+            "Megatron's order the "
             f"parameters of {rank.file.key} do not fill it with the values of the weights",
             hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, "
             + _without_optimizer(),
@@ -306,9 +310,13 @@ class _Proof:
     def __call__(self) -> None:
         if not self.done and not self.proved():
             raise AmbiguousLayout(
-                f"{self.file} does not hold {self.name} at the offset in Megatron's order of parameters: the fp32 copy "
+                f"{self.file} does not hold {self.name} at the offset in Megatron's order of "
+                "parameters: the fp32 copy "
                 "there does not match the weight",
-                hint="the two files are of different saves, or the parameters are not in Megatron's order; "
+                hint=(
+                    "the two files are of different saves, or the parameters are not in "
+                    "Megatron's order; "
+                )
                 + _without_optimizer(),
             )
         self.done = True
@@ -370,7 +378,9 @@ def read_ranks(
     if old := next((k for k in keys if _OLD.fullmatch(k)), None):
         raise UnsupportedError(
             f"{old}: an optimizer in the files of data-parallel ranks is not read",
-            hint="load it with the Megatron that wrote it, and save it with --ckpt-format torch_dist",
+            hint=(
+                "load it with the Megatron that wrote it, and save it with --ckpt-format torch_dist"
+            ),
         )
     if not files:
         raise MissingData(
@@ -427,7 +437,8 @@ def _grid(files: dict[re.Match[str], str], args: MegatronArguments) -> dict[At, 
     whole = set(product(*map(range, wanted)))
     if over := sorted(out.keys() - whole):
         raise IntegrityError(
-            f"{out[over[0]]} does not belong to this checkpoint, which {wanted[0]} tensor-parallel ranks x {wanted[1]} "
+            f"{out[over[0]]} does not belong to this checkpoint, which {wanted[0]} "
+            f"tensor-parallel ranks x {wanted[1]} "
             f"stages x {wanted[2]} expert-parallel ranks saved",
             hint="an earlier save by more ranks left it; move it elsewhere",
         )

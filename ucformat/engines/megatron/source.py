@@ -75,8 +75,12 @@ class Megatron(Source):
         backend = backend_of(store, place.folder)
         if backend != DIST:
             raise UnsupportedError(
-                f"{place.folder or store.url} is a distributed checkpoint in the format {backend!r}; {DIST!r} is read",
-                hint="load it once with the Megatron that wrote it, and save it with --ckpt-format torch_dist",
+                f"{place.folder or store.url} is a distributed checkpoint in the format "
+                f"{backend!r}; {DIST!r} is read",
+                hint=(
+                    "load it once with the Megatron that wrote it, and save it with "
+                    "--ckpt-format torch_dist"
+                ),
             )
         from ucformat.engines.megatron.dist import OpenDist
 
@@ -97,7 +101,10 @@ def _open_fsdp(
     if not is_fsdp(meta):
         raise UnsupportedError(
             f"{where} holds a checkpoint of PyTorch DCP without the state that Megatron-FSDP saves",
-            hint="a distributed checkpoint of Megatron-Core has metadata.json and common.pt, too: copy these again",
+            hint=(
+                "a distributed checkpoint of Megatron-Core has metadata.json and common.pt, "
+                "too: copy these again"
+            ),
         )
     with built_by_megatron(where):
         return OpenFsdp(store, place, meta, options)

@@ -72,7 +72,8 @@ class StackedTensor:
         }
         if leading > len(self.shape):
             raise IntegrityError(
-                f"{items.meta.file}: {fqn} has the shape {list(self.shape)}, but its name implies that {leading} "
+                f"{items.meta.file}: {fqn} has the shape {list(self.shape)}, but its name "
+                f"implies that {leading} "
                 "dims are those of layers and experts"
             )
         self._by_index: dict[tuple[int, ...], list[Box]] | None = None

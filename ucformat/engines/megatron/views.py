@@ -391,7 +391,8 @@ class ModelConfig(PresetInput):
 
     def _unknown(self, option: str, argument: str) -> LayoutError:
         return LayoutError(
-            f"the preset {self.preset} needs the number of {option}, which the checkpoint does not contain: it has "
+            f"the preset {self.preset} needs the number of {option}, which the checkpoint does "
+            "not contain: it has "
             f"neither Megatron's arguments ({argument}) nor a config.json with it",
             hint=f"pass it: {{preset: {self.preset}, with: {{heads: 32, groups: 8}}}}",
         )

@@ -46,7 +46,10 @@ class NpyOptions(ExportOptions):
     raw: bool = option(
         default=False,
         how="flag",
-        text="write dtypes that NumPy lacks (bfloat16, float8, …) as unsigned integers with the same bits",
+        text=(
+            "write dtypes that NumPy lacks (bfloat16, float8, …) as unsigned integers with the "
+            "same bits"
+        ),
     )
 
 
@@ -151,7 +154,10 @@ def _header(info: TensorInfo, *, raw: bool) -> bytes:
     if unknown and not raw:
         raise UnsupportedError(
             f"{info.key} has the dtype {info.dtype}, which NumPy does not have",
-            hint="write its bits as unsigned integers (--raw); or, of floating point, cast it (--cast float32)",
+            hint=(
+                "write its bits as unsigned integers (--raw); or, of floating point, cast it "
+                "(--cast float32)"
+            ),
         )
     if len(info.shape) > _MAX_DIMS:
         raise UnsupportedError(

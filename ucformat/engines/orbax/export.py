@@ -196,7 +196,8 @@ def _check_names(leaves: Sequence[ExportLeaf]) -> None:
     for name, count in Counter(leaf.name for leaf in leaves).items():
         if count > 1:
             raise UnsupportedError(
-                f"two leaves of the tree would be named {name}, and Orbax stores one over the other",
+                f"two leaves of the tree would be named {name}, and Orbax stores one over the "
+                "other",
                 hint="rename one by a view, or leave out a state: --state",
             )
     paths = {tuple(map(str, leaf.path)) for leaf in leaves}
@@ -204,7 +205,8 @@ def _check_names(leaves: Sequence[ExportLeaf]) -> None:
         for end in range(1, len(path)):
             if path[:end] in paths:
                 raise UnsupportedError(
-                    f"{'.'.join(path[:end])} would be a leaf of the tree, and have leaves below it, such as "
+                    f"{'.'.join(path[:end])} would be a leaf of the tree, and have leaves below "
+                    "it, such as "
                     f"{'.'.join(path)}",
                     hint="rename one by a view, or leave out a state: --state",
                 )

@@ -78,7 +78,8 @@ def find_step(store: Store) -> Step:
     if "" not in finished and CHECKPOINT not in keys and all(_STEP.fullmatch(s) for s in steps):
         if len(steps) > 1:
             raise UsageError(
-                f"{store.url} holds the Orbax checkpoints of several steps: {first_names(steps, 10)}",
+                f"{store.url} holds the Orbax checkpoints of several steps: "
+                f"{first_names(steps, 10)}",
                 hint=f"open the folder of one of them: {store.url}/{steps[-1]}",
             )
         folder = steps[0]
@@ -97,7 +98,10 @@ def find_step(store: Store) -> Step:
         if key.rpartition("/")[2] in _ARRAY_FILES:
             raise MissingData(
                 f"{store.url}: {key} belongs to an item whose {TREE} is missing",
-                hint="the file was lost: restore it from another copy; or open the folder of another item",
+                hint=(
+                    "the file was lost: restore it from another copy; or open the folder of "
+                    "another item"
+                ),
             )
     return Step(folder, names, sizes, others, _number(store, folder, alone=folder in inside))
 
@@ -125,7 +129,10 @@ def _raise_unfinished(store: Store, label: str) -> NoReturn:
     raise UnsupportedError(
         f"{label} is of a save by Orbax that did not finish"
         + ("" if label == store.url else f" (in {store.url})"),
-        hint="wait until it has, or open another step; Orbax itself deletes the remains of a killed run",
+        hint=(
+            "wait until it has, or open another step; Orbax itself deletes the remains of a "
+            "killed run"
+        ),
     )
 
 
@@ -137,10 +144,14 @@ def _raise_no_tree(store: Store, keys: Iterable[str]) -> NoReturn:
             _raise_unfinished(store, key)
     if any(_parent(k) == "" and k.rpartition("/")[2] == _AGGREGATE for k in keys):
         raise UnsupportedError(
-            f"{store.url} was written by an old version of Orbax, whose tree is the msgpack file {_AGGREGATE!r}",
+            f"{store.url} was written by an old version of Orbax, whose tree is the msgpack file "
+            f"{_AGGREGATE!r}",
             hint="restore it with Orbax, and save it again with a version of 2024 or later",
         )
     raise MissingData(
         f"{store.url} has no {TREE}, which describes the tree of an Orbax checkpoint",
-        hint="the save did not finish, files were lost, or this is one process's part: open the folder above it",
+        hint=(
+            "the save did not finish, files were lost, or this is one process's part: open the "
+            "folder above it"
+        ),
     )

@@ -74,7 +74,8 @@ def _check_node(data: bytes, stem: int, where: str) -> None:
     )
     if nbytes > limit:
         raise IntegrityError(
-            f"{where} has {len(data):,} bytes, and would take {nbytes:,} in memory: no save writes that"
+            f"{where} has {len(data):,} bytes, and would take {nbytes:,} in memory: no save "
+            "writes that"
         )
 
 
@@ -171,7 +172,8 @@ def _check_zstd(data: bytes, limit: int, where: str) -> None:
 
 def _too_large(nbytes: int, limit: int, where: str) -> IntegrityError:
     return IntegrityError(
-        f"{where} has {nbytes:,} bytes, and would be inflated to more than {limit:,}: no save writes that"
+        f"{where} has {nbytes:,} bytes, and would be inflated to more than {limit:,}: no save "
+        "writes that"
     )
 
 
@@ -180,7 +182,8 @@ def _inflate(data: bytes, where: str) -> bytes:
         from numcodecs import zstd  # type: ignore[import-untyped]
     except ImportError:
         raise UnsupportedError(
-            "this checkpoint is encoded, and decoding it needs the package numcodecs, which is not installed",
+            "this checkpoint is encoded, and decoding it needs the package numcodecs, which is "
+            "not installed",
             hint="pip install 'ucformat[zarr]'",
         ) from None
     try:
@@ -261,7 +264,8 @@ def _walk(
     repeated = first_repeated(v for v in values.values() if isinstance(v, ByteRange))
     if repeated is not None:
         raise IntegrityError(
-            f"{store.url}: its OCDBT tree puts so many values at the same bytes of {repeated} that they are far more "
+            f"{store.url}: its OCDBT tree puts so many values at the same bytes of {repeated} "
+            "that they are far more "
             "than it has: no save writes that"
         )
     return values
@@ -286,7 +290,8 @@ def _locate(
         raise MissingData(f"{store.url}/{file} is missing: it contains values of the checkpoint")
     if offset + nbytes > sizes[file]:
         raise MissingData(
-            f"{store.url}/{file} has {sizes[file]} bytes, but values of the checkpoint reach to byte {offset + nbytes}",
+            f"{store.url}/{file} has {sizes[file]} bytes, but values of the checkpoint reach to "
+            f"byte {offset + nbytes}",
             hint="the file is truncated: restore it from another copy",
         )
     return ByteRange(file, offset, nbytes)

@@ -153,7 +153,8 @@ class OpenOrbax(OpenArrays):
         for name in handlers if isinstance(handlers, dict) else ():
             if not any(key.startswith(f"{below}{name}/") for key in files):
                 raise MissingData(
-                    f"{self.store.url}: the item {name}, which {below}{CHECKPOINT} names, is missing",
+                    f"{self.store.url}: the item {name}, which {below}{CHECKPOINT} names, is "
+                    "missing",
                     hint="restore its folder from another copy; or open the folder of another item",
                 )
 
@@ -168,7 +169,10 @@ def _check_names(store: Store, keys: Any) -> None:
     if twice:
         raise IntegrityError(
             f"{store.url}: two arrays of its items would be named {twice[0]}",
-            hint="open the folder of one item; or rename the keys with dots in them where the tree is saved",
+            hint=(
+                "open the folder of one item; or rename the keys with dots in them where the "
+                "tree is saved"
+            ),
         )
 
 
@@ -238,14 +242,18 @@ def _parse_tree(where: str, doc: Any) -> StoredTree:
             continue
         if skipped:
             raise UnsupportedError(
-                f"{where}: {leaf.name} ({kind}) is not an array of its own: an old version of Orbax put it into the "
+                f"{where}: {leaf.name} ({kind}) is not an array of its own: an old version of "
+                "Orbax put it into the "
                 "msgpack file 'checkpoint'",
                 hint="restore the checkpoint with Orbax, and save it again",
             )
         if leaf.name in names:
             raise IntegrityError(
                 f"{where}: two leaves are named {leaf.name}, and Orbax stored one over the other",
-                hint="keys of the tree with dots in them make such names: rename them where it is saved",
+                hint=(
+                    "keys of the tree with dots in them make such names: rename them where it "
+                    "is saved"
+                ),
             )
         names.add(leaf.name)
         if kind in _ARRAYS:
@@ -255,7 +263,10 @@ def _parse_tree(where: str, doc: Any) -> StoredTree:
         else:
             raise UnsupportedError(
                 f"{where}: {leaf.name} is a {kind!r}, which is not read",
-                hint="arrays, numbers and text are: save it as one of these, or in an item of its own",
+                hint=(
+                    "arrays, numbers and text are: save it as one of these, or in an item of "
+                    "its own"
+                ),
             )
     zarr3 = doc.get("use_zarr3")
     return StoredTree(
@@ -320,7 +331,8 @@ class Item:
         self.ocdbt = self._below + MANIFEST in sizes
         if doc.get("use_ocdbt") is True and not self.ocdbt:
             raise MissingData(
-                f"{store.url}/{self._below}{MANIFEST} is missing, and the arrays of the checkpoint are in OCDBT",
+                f"{store.url}/{self._below}{MANIFEST} is missing, and the arrays of the "
+                "checkpoint are in OCDBT",
                 hint="the save did not finish, or the file was lost: restore it from another copy",
             )
         self.values: Mapping[str, Value] = self._files
@@ -389,7 +401,10 @@ class Item:
             raise MissingData(
                 f"{self._store.url}: the array {leaf.name}, which {self._below}{TREE} names, "
                 + ("is not stored" if not documents else "is stored as Zarr v2 and as v3"),
-                hint="files were lost, or belong to another save: restore the folder from another copy",
+                hint=(
+                    "files were lost, or belong to another save: restore the folder from "
+                    "another copy"
+                ),
             )
         key = f"{path}/{documents[0]}"
         return _METADATA[documents[0]](

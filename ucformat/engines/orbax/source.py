@@ -25,7 +25,8 @@ class OrbaxSourceOptions(SourceOptions):
     fill_missing: bool | None = option(
         None,
         "flag",
-        "whether chunks that are not stored hold the fill value, overriding what the checkpoint records",
+        "whether chunks that are not stored hold the fill value, overriding what the checkpoint "
+        "records",
     )
 
 

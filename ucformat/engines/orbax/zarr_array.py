@@ -123,7 +123,8 @@ def _order(where: str, config: dict[str, Any], ndim: int) -> list[int]:
         or sorted(order) != list(range(ndim))
     ):
         raise IntegrityError(
-            f"{where}: the order {str(order)[:80]} of its codec 'transpose' is not one of {ndim} axes"
+            f"{where}: the order {str(order)[:80]} of its codec 'transpose' is not one of {ndim} "
+            "axes"
         )
     return cast("list[int]", order)
 
@@ -302,7 +303,9 @@ def parse_v2(path: str, where: str, doc: Any) -> ZarrArray:
         else:
             raise UnsupportedError(
                 f"{where}: chunks compressed with {str(name or compressor)[:80]!r} are not read",
-                hint="those are: zstd, gzip, blosc, zlib, bz2; write the array anew with one of them",
+                hint=(
+                    "those are: zstd, gzip, blosc, zlib, bz2; write the array anew with one of them"
+                ),
             )
     separator, fill = doc.get("dimension_separator", "."), doc.get("fill_value")
     array = ZarrArray(path, dtype, shape, chunks, (), "", separator, fill, stream)
@@ -352,7 +355,8 @@ def _checked(where: str, array: ZarrArray, codecs: Any) -> ZarrArray:
     shape, chunks, itemsize = array.shape, array.stored, ITEMSIZE[array.dtype]
     if array.separator not in (".", "/"):
         raise IntegrityError(
-            f"{where}: its chunk keys are separated by {str(array.separator)[:80]!r}, not by '.' or '/'"
+            f"{where}: its chunk keys are separated by {str(array.separator)[:80]!r}, not by '.' "
+            "or '/'"
         )
     if len(chunks) != len(shape) or any(c < 1 for c, n in zip(chunks, shape, strict=True) if n):
         raise IntegrityError(

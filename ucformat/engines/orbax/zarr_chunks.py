@@ -47,7 +47,8 @@ def tensorstore() -> Any:
         import tensorstore as package
     except ImportError:
         raise UnsupportedError(
-            "this checkpoint is encoded, and decoding it needs the package tensorstore, which is not installed",
+            "this checkpoint is encoded, and decoding it needs the package tensorstore, which is "
+            "not installed",
             hint="pip install 'ucformat[zarr]'",
         ) from None
     return package
@@ -112,7 +113,10 @@ def _before_blosc(
     if [c["name"] for c in codecs if c["name"] != "transpose"] != ["bytes", "blosc"]:
         raise UnsupportedError(
             f"{where}: it is encoded with blosc and another codec, so its decoded size is unknown",
-            hint="write the array anew with a single compression codec, or with shards that use blosc only for chunks",
+            hint=(
+                "write the array anew with a single compression codec, or with shards that use "
+                "blosc only for chunks"
+            ),
         )
     if len(data) < 16 or int.from_bytes(data[4:8], "little") != nbytes:
         raise IntegrityError(f"{where}: it does not decode to the {nbytes} bytes of a chunk")
@@ -214,9 +218,12 @@ class Chunks:
         count = math.prod(map(len, grid))
         if array.path in self._filled and count > self._max_chunks:
             raise UnsupportedError(
-                f"{self._label(array)} would have {count:,} chunks here, but the limit for its size is "
+                f"{self._label(array)} would have {count:,} chunks here, but the limit for its "
+                "size is "
                 f"{self._max_chunks:,}",
-                hint="read less of it at once; or, if most of its chunks are missing, write it anew",
+                hint=(
+                    "read less of it at once; or, if most of its chunks are missing, write it anew"
+                ),
             )
         for at in each_index(grid):
             start = tuple(a * c for a, c in zip(at, array.chunk, strict=True))
@@ -239,7 +246,10 @@ class Chunks:
             raise IntegrityError(
                 f"{self._label(array)}: its chunk {list(at)} has {stored.nbytes} bytes instead of "
                 f"{nbytes + 4 * raw.checked} in {stored.file}",
-                hint="the file is truncated, or the metadata is another array's: restore them from another copy",
+                hint=(
+                    "the file is truncated, or the metadata is another array's: restore them "
+                    "from another copy"
+                ),
             )
         within = row_major(tuple(array.chunk[axis] for axis in raw.order), array.itemsize)
         strides = tuple(within[raw.order.index(axis)] for axis in range(len(array.chunk)))
@@ -266,7 +276,8 @@ class Chunks:
             return None
         if offset + nbytes > size_of(shard):
             raise IntegrityError(
-                f"{self._label(array)}: its chunk {list(at)} should be at bytes {offset}:{offset + nbytes} of "
+                f"{self._label(array)}: its chunk {list(at)} should be at bytes "
+                f"{offset}:{offset + nbytes} of "
                 f"the shard {key}, which has {size_of(shard)}"
             )
         return slice_value(shard, offset, nbytes)
@@ -285,7 +296,8 @@ class Chunks:
             )
         if nbytes > _MAX_INDEX:
             raise UnsupportedError(
-                f"{self._label(array)}: the shard {key} has an index of {nbytes:,} bytes, more than {_MAX_INDEX:,}",
+                f"{self._label(array)}: the shard {key} has an index of {nbytes:,} bytes, more "
+                f"than {_MAX_INDEX:,}",
                 hint="write the array anew with larger chunks, or smaller shards",
             )
         offset = 0 if sharding.index_first else size_of(shard) - nbytes
@@ -301,7 +313,8 @@ class Chunks:
         )
         if are_repeated(begins, np.minimum(begins + sizes, size_of(shard))):
             raise IntegrityError(
-                f"{self._label(array)}: the index of the shard {key} puts so many chunks at the same bytes that they "
+                f"{self._label(array)}: the index of the shard {key} puts so many chunks at the "
+                "same bytes that they "
                 "are far more than it has"
             )
         return index.view(np.uint8).data

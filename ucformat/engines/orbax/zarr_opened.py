@@ -91,8 +91,12 @@ def _check_nesting(store: Store, values: Mapping[str, Value], out: _Hierarchy) -
             and _outer_array(out, key.rpartition("/")[0]) is None
         ):
             raise MissingData(
-                f"{store.url}: {key} seems to be a chunk, but of an array whose metadata are missing",
-                hint="restore the array's metadata from another copy; or move the file, if it is not a chunk",
+                f"{store.url}: {key} seems to be a chunk, but of an array whose metadata are "
+                "missing",
+                hint=(
+                    "restore the array's metadata from another copy; or move the file, if it is "
+                    "not a chunk"
+                ),
             )
 
 
@@ -103,8 +107,12 @@ def _check_consolidated(store: Store, documents: dict[str, Any], out: _Hierarchy
             continue
         if path not in out.arrays:
             raise MissingData(
-                f"{store.url}: the consolidated metadata name the array {path}, which does not exist",
-                hint="copy all of the folder; or, if the array was deleted on purpose, consolidate the metadata anew",
+                f"{store.url}: the consolidated metadata name the array {path}, which does not "
+                "exist",
+                hint=(
+                    "copy all of the folder; or, if the array was deleted on purpose, "
+                    "consolidate the metadata anew"
+                ),
             )
         if repr(parse()) != repr(out.arrays[path]):  # a fill value of NaN does not equal itself
             raise IntegrityError(
@@ -149,7 +157,8 @@ def _check_version(store: Store, documents: dict[str, Any], path: str) -> None:
         other = f"{path}/{name}" if path else name
         if other in documents:
             raise UnsupportedError(
-                f"{store.url}: {path or 'the folder'} is a node of Zarr v3 and of v2: it has {_V3} and {name}",
+                f"{store.url}: {path or 'the folder'} is a node of Zarr v3 and of v2: it has "
+                f"{_V3} and {name}",
                 hint="move the metadata of the version that you do not want elsewhere",
             )
 
@@ -179,7 +188,8 @@ def _consolidated(
 
 def _hint() -> str:
     return (
-        "a file was lost; or the chunk contains only the fill value, and zarr-python by default does not write it: if "
+        "a file was lost; or the chunk contains only the fill value, and zarr-python by default "
+        "does not write it: if "
         f"you know that, use {option_text('fill_missing')}, or write anew with `write_empty_chunks`"
     )
 

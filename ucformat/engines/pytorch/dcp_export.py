@@ -51,7 +51,8 @@ class DcpOptions(DistcpOptions):
     model_key: str | None = option(
         None,
         "text",
-        "the key of the model in the program's state, empty for none; `model` unless the source records it",
+        "the key of the model in the program's state, empty for none; `model` unless the source "
+        "records it",
     )
     optimizer_key: str | None = option(
         None,
@@ -64,7 +65,8 @@ class DcpOptions(DistcpOptions):
     optimizer: str = option(
         "AdamW",
         "text",
-        "the class of torch.optim whose hyper-parameters are added where the source has others: AdamW, Adam",
+        "the class of torch.optim whose hyper-parameters are added where the source has others: "
+        "AdamW, Adam",
     )
 
     def __post_init__(self) -> None:

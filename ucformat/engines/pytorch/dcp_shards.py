@@ -91,12 +91,14 @@ class OpenShards(IndexedSource):
         missing = next((r for r in range(1, len(ranks) + 1) if r not in ranks), None)
         if missing is not None:
             raise MissingData(
-                f"{self.store.url} has shards of {len(ranks)} ranks up to {max(ranks)}, but none of rank {missing}",
+                f"{self.store.url} has shards of {len(ranks)} ranks up to {max(ranks)}, but none "
+                f"of rank {missing}",
                 hint="copy the files of all ranks; each contains other pieces",
             )
         if len(totals) != 1:
             raise IntegrityError(
-                f"{self.store.url} has shards of several checkpoints: of {', '.join(sorted(totals))}"
+                f"{self.store.url} has shards of several checkpoints: of "
+                f"{', '.join(sorted(totals))}"
             )
         numbers, total = {int(m[2]) for m in matches}, int(totals.pop())
         lost = next(
@@ -104,7 +106,8 @@ class OpenShards(IndexedSource):
         )
         if lost is not None:
             raise MissingData(
-                f"{self.store.url} has no shard-…-model-{lost:05}-of-{total:05}.safetensors of any rank",
+                f"{self.store.url} has no shard-…-model-{lost:05}-of-{total:05}.safetensors of "
+                "any rank",
                 hint="copy the files of all ranks; each contains other pieces",
             )
 

@@ -145,13 +145,17 @@ class Writer(StorageWriter, BlockingAsyncStager):
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if _extensions:
             raise UsageError(
-                f"the Writer does not support stream extensions: {', '.join(_name_of(e) for e in _extensions)}",
+                "the Writer does not support stream extensions: "
+                f"{', '.join(_name_of(e) for e in _extensions)}",
                 hint="leave `_extensions` out, or save with FileSystemWriter",
             )
         if serialization_format is not SerializationFormat.TORCH_SAVE:
             raise UsageError(
                 f"the Writer does not support serialization_format {serialization_format}",
-                hint="leave it out, and export the checkpoint with `ucp export SRC DST --to safetensors`",
+                hint=(
+                    "leave it out, and export the checkpoint with `ucp export SRC DST --to "
+                    "safetensors`"
+                ),
             )
         if thread_count < 1:
             raise UsageError(f"thread_count must be at least 1, not {thread_count}")
@@ -228,8 +232,12 @@ class Writer(StorageWriter, BlockingAsyncStager):
         """
         if self._coordinates and Dcp().find(open_store(str(self.checkpoint_id))):
             raise Conflict(
-                f"Checkpoint already exists: {self.checkpoint_id} contains one that torch.distributed.checkpoint wrote",
-                hint="choose another location, or remove its files: they would stay beside the new checkpoint",
+                f"Checkpoint already exists: {self.checkpoint_id} contains one that "
+                "torch.distributed.checkpoint wrote",
+                hint=(
+                    "choose another location, or remove its files: they would stay beside the "
+                    "new checkpoint"
+                ),
             )
         return replace(plan, storage_data=local_items(plan)) if plan.usable else plan
 
@@ -415,7 +423,8 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Ra
             value = state.look_up(item.index, _BYTES)
             if isinstance(value, PerRank):
                 raise UsageError(
-                    f"{dotted(path)} is a PerRank value, but torch.distributed.checkpoint saves that of one rank only",
+                    f"{dotted(path)} is a PerRank value, but torch.distributed.checkpoint saves "
+                    "that of one rank only",
                     hint="save with ucformat.torch.save, or use a key that contains the rank",
                 )
             values[path] = packed(encode(value, dotted(path)))
@@ -569,9 +578,13 @@ def _shard(item: WriteItem, planner: SavePlanner, key: Key) -> LocalShard:
     data, chunk = item.tensor_data, item.tensor_data.chunk
     if local.info.shape != tuple(chunk.sizes):
         raise LayoutError(
-            f"{item.index.fqn}: torch.distributed.checkpoint computes {list(chunk.sizes)} at {list(chunk.offsets)} for "
+            f"{item.index.fqn}: torch.distributed.checkpoint computes {list(chunk.sizes)} at "
+            f"{list(chunk.offsets)} for "
             f"the local shard, but its shape is {list(local.info.shape)}",
-            hint="it is wrong for some uneven shards of one dim over two mesh axes; ucformat.torch.save is not",
+            hint=(
+                "it is wrong for some uneven shards of one dim over two mesh axes; "
+                "ucformat.torch.save is not"
+            ),
         )
     info = TensorInfo(key.name, key.state, local.info.dtype, tuple(data.size))
     shift = tuple(chunk.offsets)
@@ -608,7 +621,8 @@ def join_values(parts: Sequence[PlainValues]) -> dict[str, Any]:
             leaf = node.setdefault(path[-1], _JsonLeaf(data))
             if not isinstance(leaf, _JsonLeaf) or leaf.data != data:
                 raise UsageError(
-                    f"the object {dotted(path)} has a different value on rank {rank} than on a rank before it",
+                    f"the object {dotted(path)} has a different value on rank {rank} than on a "
+                    "rank before it",
                     hint="keep values that differ between ranks under keys that contain the rank",
                 )
     objects: dict[str, Any] = _plain(tree, (), lists)

@@ -62,12 +62,19 @@ class Dcp(Source):
                 return OpenShards(store)
             if not exists(store, _RANK_METADATA) and _has_items(store):
                 raise MissingData(
-                    f"{store.url} has files of ranks, and no {METADATA} (or an empty one), which describes them",
-                    hint="the save did not finish, or the file was not copied: its name begins with a dot",
+                    f"{store.url} has files of ranks, and no {METADATA} (or an empty one), which "
+                    "describes them",
+                    hint=(
+                        "the save did not finish, or the file was not copied: its name begins "
+                        "with a dot"
+                    ),
                 )
             raise UnsupportedError(
                 f"{store.url} was saved without collectives: each rank has metadata of its own",
-                hint="save with torch.distributed.checkpoint.save(…, no_dist=False, use_collectives=True)",
+                hint=(
+                    "save with torch.distributed.checkpoint.save(…, no_dist=False, "
+                    "use_collectives=True)"
+                ),
             )
         from ucformat.sources.distcp.metadata import Items, read_metadata
         from ucformat.sources.distcp.opened import OpenDcp
@@ -133,7 +140,8 @@ class TorchSaveOptions(PickleOptions):
     groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(
         None,
         "document",
-        "the parameters of each group, in order, by the path of an optimizer (`optimizer`); if there is only one, its "
+        "the parameters of each group, in order, by the path of an optimizer (`optimizer`); if "
+        "there is only one, its "
         "groups suffice",
     )
 

@@ -136,7 +136,8 @@ def nested_state(
         return _nested_state(source, infos, leaves)
     except (IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise IntegrityError(
-            f"the paths and values that {source.url} records are not those of a state: {type(error).__name__}: {error}",
+            f"the paths and values that {source.url} records are not those of a state: "
+            f"{type(error).__name__}: {error}",
             hint="export without --nested",
         ) from error
 
@@ -166,7 +167,8 @@ def _nested_state(
         build.put_tensor(path, key)
     if lost := [str(info.key) for info in infos if info.key not in build.placed]:
         raise UnsupportedError(
-            f"{source.url} records no path in the program's state for {first_names(lost, _MAX_NAMED)}",
+            f"{source.url} records no path in the program's state for "
+            f"{first_names(lost, _MAX_NAMED)}",
             hint="export without --nested, or choose the states that have one: --state",
         )
     for group, place in zip(groups, places, strict=True):
@@ -338,7 +340,8 @@ class _StateBuilder:
         if isinstance(value, _List) or (isinstance(value, dict) and id(value) in self.lists):
             if value.keys() != set(range(len(value))):
                 raise UnsupportedError(
-                    f"{self.source.url} does not record all items of the list {path or 'that is the state'}",
+                    f"{self.source.url} does not record all items of the list "
+                    f"{path or 'that is the state'}",
                     hint="export without --nested",
                 )
             items = [self.finished(value[i], f"{path}[{i}]") for i in range(len(value))]

@@ -180,7 +180,8 @@ def _check_owner(parts: Sequence[torch.nn.Module], optimizer: torch.optim.Optimi
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(mine <= {id(p) for p in part.parameters()} for part in parts):
         raise UsageError(
-            f"the parameters of a {type(optimizer).__name__} are not those of one of the {len(parts)} model parts",
+            f"the parameters of a {type(optimizer).__name__} are not those of one of the "
+            f"{len(parts)} model parts",
             hint="pass all parts, and create an optimizer for each",
         )
 
