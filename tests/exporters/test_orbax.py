@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.fakes import ODD, FakeSource, random_array
 from tests.sources.suite import kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.engines.orbax.export import OrbaxExporter, _chunk_shape, _grid
+from ucformat.engines.orbax.export import OrbaxExporter
+from ucformat.engines.orbax.export_plan import _chunk_shape, _grid
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs.convert import convert

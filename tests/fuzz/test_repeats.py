@@ -326,7 +326,6 @@ def test_values_of_ocdbt_at_one_place(tmp_path: Path, monkeypatch: pytest.Monkey
     ("file", "strides", "spread"),
     [
         ("roots/0/m.bin", 1, False),
-        ("data/x/rank0.bin", 1, False),
         ("roots/0/m.bin", 0, False),
         ("roots/0/m.bin", 1, True),
     ],

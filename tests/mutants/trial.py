@@ -32,6 +32,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "reading": ("reading", "sources", "jobs", "torch"),
     "storage": ("storage", "jobs"),
     "sources": ("sources", "exporters", "jobs", "torch"),
+    "engines": ("sources", "exporters", "engines", "jobs", "torch"),
     "exporters": ("exporters", "jobs", "cli"),
     "torch/saving": ("torch",),
     "torch/loading": ("torch",),

@@ -696,7 +696,7 @@ def _patches(world: World) -> Iterator[Any]:
 
     kept = memory._MemoryFile
     yield mock.patch.object(memory, "_FILES", world.files)
-    yield mock.patch.object(memory, "_File", file)
+    yield mock.patch.object(memory, "_MemoryFile", file)
     yield mock.patch.object(memory, "_VERSIONS", itertools.repeat(0))
     yield mock.patch("ucformat.storage.memory.MemoryStore", lambda name: _Store(world, name))
     yield mock.patch(

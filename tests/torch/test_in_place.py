@@ -310,7 +310,7 @@ def test_any_boxes_of_any_ranks(seed: int, tmp_path_factory: pytest.TempPathFact
     way: Way = chance.choice(["in place", "parts", "whole"])
     sums, mail, uploads, least = [], Mail(), Uploads(), chance.choice([64, 1 << 20])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_files, "TILE_BYTES", chance.choice([8, 40, 1 << 20]))
+        patch.setattr(weight_files, "BLOCK_BYTES", chance.choice([8, 40, 1 << 20]))
         patch.setattr(
             weight_files, "files_of", partial(files_of, most=chance.choice([100, 1 << 20]))
         )

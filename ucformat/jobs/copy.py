@@ -39,6 +39,7 @@ from ucformat.jobs.record import record_commits
 from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import WriteOptions
+from ucformat.jobs.tasks import job_name
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.execute import place_checksum
 from ucformat.references import open_reference
@@ -170,7 +171,7 @@ class CopyJob(RecordedJob):
         """See Job."""
         place = {"source": spec_of(self.opened), "store": self.store.url}
         return {
-            "job": "copy_files:CopyJob",
+            "job": job_name(self),
             **place,
             "id": self.source.manifest.id,
             "attempt": self.attempt,

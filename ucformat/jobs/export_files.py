@@ -29,6 +29,7 @@ from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, sums_of
 from ucformat.jobs.inputs import Input
 from ucformat.jobs.reopen import options_of, other_found, plain_options, reopen, spec_of
 from ucformat.jobs.run import run, workers_for
+from ucformat.jobs.tasks import job_name
 from ucformat.reading.readable import TRACKERS
 from ucformat.schema import ITEMSIZE
 from ucformat.storage.base import HIDDEN, check_key, exists
@@ -442,7 +443,7 @@ class ExportJob(FilesJob):
     def spec(self) -> dict[str, Any]:
         """See Job."""
         return {
-            "job": "export_files:ExportJob",
+            "job": job_name(self),
             "source": spec_of(self.source),
             "store": self.store.url,
             "tensors": [tuple(i.key) for i in self.infos],

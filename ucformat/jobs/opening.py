@@ -20,7 +20,7 @@ from ucformat.jobs.listing import ListedTree, listing_hashes, search
 from ucformat.jobs.record import step_in_name
 from ucformat.jobs.reopen import options_of, plain_options
 from ucformat.jobs.run import naming_place
-from ucformat.jobs.tasks import Job
+from ucformat.jobs.tasks import Job, job_name
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.garbage import gc_paused
 from ucformat.schema.manifest import MANIFEST
@@ -189,7 +189,7 @@ class OpenJob(Job):
     def spec(self) -> dict[str, Any]:
         """See Job."""
         return {
-            "job": "opening:OpenJob",
+            "job": job_name(self),
             "roots": list(self._roots),
             "options": plain_options(self._options or {}),
         }

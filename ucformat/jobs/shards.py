@@ -19,6 +19,7 @@ from ucformat.jobs.finished import FinishedDoc, RecordedJob, SumPart, TaskDoc, s
 from ucformat.jobs.inputs import Input
 from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import run, workers_for
+from ucformat.jobs.tasks import job_name
 from ucformat.jobs.where import HERE, Where
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.storage.base import FileWriter
@@ -159,7 +160,7 @@ class ShardJob(RecordedJob):
     def spec(self) -> dict[str, Any]:
         """See Job."""
         return {
-            "job": "shards:ShardJob",
+            "job": job_name(self),
             "source": spec_of(self.source),
             "store": self.store.url,
             "attempt": self.attempt,

@@ -195,9 +195,17 @@ def run_batch(spec: str, tasks: list[int]) -> str:
     return _kept(job, {task: job.run(task) for task in tasks})
 
 
+_JOBS = "ucformat.jobs."
+
+
+def job_name(job: object) -> str:
+    """The module and the class of a job, by which another process makes it again."""
+    return f"{type(job).__module__.removeprefix(_JOBS)}:{type(job).__name__}"
+
+
 @lru_cache(maxsize=2)
 def _job_of(spec: str) -> Job:
     found = json.loads(spec)
     module, _, name = found["job"].partition(":")
-    made: Job = getattr(import_module(f"ucformat.jobs.{module}"), name).of_spec(found)
+    made: Job = getattr(import_module(f"{_JOBS}{module}"), name).of_spec(found)
     return made

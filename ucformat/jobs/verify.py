@@ -40,7 +40,7 @@ from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.record import contradiction, record_verification
 from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import Report, workers_for
-from ucformat.jobs.tasks import Job
+from ucformat.jobs.tasks import Job, job_name
 from ucformat.jobs.where import Where, run_job
 from ucformat.references import open_reference
 from ucformat.schema.manifest import MANIFEST
@@ -209,7 +209,7 @@ class VerifyJob(Job):
 
     def spec(self) -> dict[str, Any]:
         """See Job."""
-        return {"job": "verify:VerifyJob", "source": spec_of(self._ck), "id": self._ck.id}
+        return {"job": job_name(self), "source": spec_of(self._ck), "id": self._ck.id}
 
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:

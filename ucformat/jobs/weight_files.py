@@ -26,6 +26,7 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.jobs.export_files import FilesJob
 from ucformat.jobs.reopen import spec_of
 from ucformat.jobs.shards import WriteOptions, plan_document, planned_of
+from ucformat.jobs.tasks import job_name
 from ucformat.schema.manifest import SidecarDoc, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable, quoted
 from ucformat.sources.model_files import find_assets
@@ -110,7 +111,7 @@ class WeightsJob(FilesJob):
     def spec(self) -> dict[str, Any]:
         """See Job."""
         return {
-            "job": "weights:WeightsJob",
+            "job": job_name(self),
             "source": spec_of(self.source),
             "store": self.store.url,
             "attempt": self.attempt,

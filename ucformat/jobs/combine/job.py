@@ -20,6 +20,7 @@ from ucformat.jobs.combine.outputs import CombinedTensor, find_outputs
 from ucformat.jobs.reopen import reopen, spec_of
 from ucformat.jobs.run import run
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
+from ucformat.jobs.tasks import job_name
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.scratch import thread_memory
 from ucformat.storage.url import open_store
@@ -135,7 +136,7 @@ class CombineJob(ShardJob):
     def spec(self) -> dict[str, Any]:
         """See Job."""
         return {
-            "job": "combine.job:CombineJob",
+            "job": job_name(self),
             "combination": self.combination.spec(),
             "store": self.store.url,
             "attempt": self.attempt,
