@@ -50,4 +50,4 @@ class OrbaxExporter(Exporter):
         """See Exporter."""
         from ucformat.engines.orbax.export_plan import plan_target
 
-        return plan_target(source, infos, self.options)
+        return plan_target(source, infos, **vars(self.options))

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.engines.orbax.export import OrbaxExportOptions
     from ucformat.exporters.base import Part
     from ucformat.reading.readable import StatePath
 
@@ -108,14 +107,14 @@ def _parts(chunks: Sequence[_ChunkInFile]) -> Iterator[Part]:
 
 
 def plan_target(
-    source: Checkpoint, infos: Sequence[TensorInfo], options: OrbaxExportOptions
+    source: Checkpoint, infos: Sequence[TensorInfo], *, max_file_bytes: int, max_chunk_bytes: int
 ) -> Target:
-    """Plan the files of an Orbax checkpoint."""
+    """Plan the files of an Orbax checkpoint, with data files and chunks of at most so many bytes."""
     from ucformat.engines.orbax.opened import STRINGS
 
     tree = tree_of(source, infos)
     _check_names(tree.leaves)
-    data = _DataFiles(options.max_file_bytes)
+    data = _DataFiles(max_file_bytes)
     values: dict[str, bytes | ValueLocation] = {}
     placed: dict[TensorInfo, dict[str, ValueLocation]] = {}  # tied names have the same chunks
     for leaf in tree.leaves:
@@ -125,7 +124,7 @@ def plan_target(
             values[f"{leaf.name}/{_chunk_key((0,) * len(shape))}"] = content
         elif not isinstance(leaf.content, str | None):
             info = leaf.content
-            chunk = _chunk_shape(info, options.max_chunk_bytes)
+            chunk = _chunk_shape(info, max_chunk_bytes)
             if info not in placed:
                 placed[info] = {
                     k: data.add(info, start, chunk) for k, start in _grid(info.shape, chunk)
