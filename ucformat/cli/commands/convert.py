@@ -47,12 +47,15 @@ _JOB = (ON, PART, DRY_RUN, IGNORE_DEPENDENT)
 @SRC
 @click.argument("dst", metavar="DST")
 @STATES
-@work_options(*_SIZES, *_JOB)
-@click.option(
-    "--weights",
-    type=click.Choice(["safetensors"]),
-    help="Store the weights as safetensors files that Hugging Face's tools load, with the configuration and the "
-    "tokenizer beside them.  [default: as arrays]",
+@work_options(
+    *_SIZES,
+    *_JOB,
+    click.option(
+        "--weights",
+        type=click.Choice(["safetensors"]),
+        help="Store the weights as safetensors files that Hugging Face's tools load, with the configuration and the "
+        "tokenizer beside them.  [default: as arrays]",
+    ),
 )
 @facts_options("The training run to record in the catalog.  [default: SRC's, else DST's folder]")
 @OPENING

@@ -242,9 +242,15 @@ def bundle(
 
     Args:
         name: of the parameter.
-        kind: the dataclass; its fields are called as the values of the options.
+        kind: the dataclass; it has a field for the value of each option.
     """
-    names = {field.name for field in dataclasses.fields(kind)}
+
+    def declared() -> None:
+        """Only to ask the options for their names."""
+
+    for option in options:
+        option(declared)
+    names = {str(param.name) for param in getattr(declared, "__click_params__", ())}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
