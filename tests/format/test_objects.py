@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ucformat
@@ -97,7 +97,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=rounds(40, 100))
+@settings(max_examples=rounds(40, 100), suppress_health_check=[HealthCheck.data_too_large])
 @given(st.data())
 def test_values_come_back_under_their_names(data: st.DataObject) -> None:
     """Each rank has names of its own; wherever files begin."""

@@ -230,9 +230,9 @@ def test_no_text_takes_long_to_read(character: str) -> None:
     ):
         with contextlib.suppress(UsageError):
             parse(text)
-    assert (
-        time.process_time() - start < 2
-    )  # they take 10 ms; what goes back over a text again and again, minutes
+    # they take 10 ms, and collecting the garbage of other tests some seconds; what goes back over a
+    # text again and again takes minutes
+    assert time.process_time() - start < 20
 
 
 def chain(depth: int, atom: Node, *, last: bool) -> Node:
