@@ -17,6 +17,7 @@ from ucformat.cli.ui.options import (
     STATES,
     Opening,
     RecordedFacts,
+    apply_options,
     bundle,
     command,
     ignore_dependents_of,
@@ -122,20 +123,9 @@ _MORE: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def _with(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Apply decorators, the first one outermost."""
-
-    def decorate(function: Any) -> Any:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
 @command
 @_REFS
-@_with(_OPTIONS)
+@apply_options(*_OPTIONS)
 @click.option(
     "--by",
     metavar="METRIC",
@@ -156,7 +146,7 @@ def _with(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
     metavar="DECAY",
     help="Exponential moving average in order of steps, as 0.99.",
 )
-@_with(_MORE)
+@apply_options(*_MORE)
 def average(
     refs: tuple[str, ...],
     dst: str,
@@ -188,7 +178,7 @@ def average(
 
 @command
 @_REFS
-@_with(_OPTIONS)
+@apply_options(*_OPTIONS)
 @click.option(
     "--method",
     required=True,
@@ -219,7 +209,7 @@ def average(
 @click.option(
     "--seed", type=int, metavar="N", help="With dare: determines which differences are kept."
 )
-@_with(_MORE)
+@apply_options(*_MORE)
 def merge(
     refs: tuple[str, ...],
     dst: str,

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.program import LazyGroup
-from ucformat.cli.ui.options import CATALOG, OPENING, SIZE, SRC, STATES, Opening, command, layout_of
+from ucformat.cli.ui.options import (
+    CATALOG,
+    OPENING,
+    SIZE,
+    SRC,
+    STATES,
+    Opening,
+    apply_options,
+    command,
+    layout_of,
+)
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, field, plural
 from ucformat.cli.ui.where import (
@@ -127,9 +137,8 @@ def export_command(kind: str) -> click.Command:
     Resumable: if interrupted, DST is no checkpoint yet, and running the same command again writes only what is missing.
     What {title} has no place for is listed.
     """
-    made: Callable[..., None] = export_to
     own = options_of(EXPORTERS[kind])
-    for option in (
+    options = apply_options(
         *(_own_option(name, of) for name, of in own.items()),
         SRC,
         click.argument("dst", metavar="DST"),
@@ -138,11 +147,10 @@ def export_command(kind: str) -> click.Command:
         _WORK,
         OPENING,
         CATALOG,
-    )[::-1]:
-        made = option(made)
-    found = command(made)
-    found.name = kind
-    return found
+    )
+    made = command(options(export_to))
+    made.name = kind
+    return made
 
 
 _COMMON = (

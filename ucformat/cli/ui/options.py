@@ -235,6 +235,17 @@ def command(function: Callable[..., None]) -> click.Command:
     return made
 
 
+def apply_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Declare options of a command, the first one outermost."""
+
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
 def bundle(
     name: str, kind: type[Any], *options: Callable[[Any], Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -248,8 +259,8 @@ def bundle(
     def declared() -> None:
         """Only to ask the options for their names."""
 
-    for option in options:
-        option(declared)
+    declare = apply_options(*options)
+    declare(declared)
     names = {str(param.name) for param in getattr(declared, "__click_params__", ())}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -258,9 +269,8 @@ def bundle(
             values = {key: given.pop(key) for key in names & given.keys()}
             function(**{name: kind(**values)}, **given)
 
-        for option in reversed(options):
-            bundled = option(bundled)
-        return bundled
+        made: Callable[..., None] = declare(bundled)
+        return made
 
     return decorate
 
