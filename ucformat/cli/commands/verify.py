@@ -9,7 +9,7 @@ import click
 from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, command
 from ucformat.cli.ui.output import Heading
 from ucformat.cli.ui.text import bytes_text, plural
-from ucformat.cli.ui.where import DRY_RUN, ON, print_cost, where_of, workers_option
+from ucformat.cli.ui.where import DRY_RUN, ON, Work, print_cost, work_options, workers_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,23 +20,19 @@ if TYPE_CHECKING:
 
 @command
 @SRC
-@workers_option("files to read")
-@ON
-@click.option(
-    "--part", metavar="I/N", help="Verify one of N parts, I from 0 on; parts are cut by tensors."
+@work_options(
+    workers_option("files to read"),
+    ON,
+    click.option(
+        "--part",
+        metavar="I/N",
+        help="Verify one of N parts, I from 0 on; parts are cut by tensors.",
+    ),
+    DRY_RUN,
 )
-@DRY_RUN
 @SOURCE
 @CATALOG
-def verify(
-    src: str,
-    workers: int | None,
-    on: str | None,
-    part: str | None,
-    dry_run: bool,  # noqa: FBT001
-    options: dict[str, Any] | None,
-    out: Output,
-) -> None:
+def verify(src: str, work: Work, options: dict[str, Any] | None, out: Output) -> None:
     """Read every byte of a checkpoint and check it against its checksums and digests.
 
     Prints one line for each problem and exits with 5 if there are any. Files of a foreign
@@ -45,14 +41,15 @@ def verify(
     import ucformat
     from ucformat.errors import ChecksumError
 
-    if dry_run:
+    if work.dry_run:
         print_cost(
-            ucformat.estimate("verify", ucformat.open(src, options=options), workers=workers), out
+            ucformat.estimate("verify", ucformat.open(src, options=options), workers=work.workers),
+            out,
         )
         return
     with out.progress("verifying") as progress:
         report = ucformat.verify(
-            src, workers, options=options, on=where_of(on, part), progress=progress
+            src, work.workers, options=options, on=work.where, progress=progress
         )
     out.result(lambda: _describe(report), lambda: _data(report), lambda: map(str, report.problems))
     if not report:

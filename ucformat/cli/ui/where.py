@@ -41,18 +41,6 @@ PART = click.option(
 )
 
 
-def where_of(on: str | None, part: str | None) -> str:
-    """The value of `on` for a job."""
-    if part is not None:
-        if on is not None:
-            raise UsageError(
-                "--on and --part exclude each other",
-                hint="a part runs on threads of its own process",
-            )
-        return part if part == "commit" else f"part:{part}"
-    return on or default_on
-
-
 CHUNK_BYTES = click.option(
     "--chunk-bytes",
     type=SIZE,
@@ -112,7 +100,14 @@ class Work:
     @property
     def where(self) -> str:
         """The value of `on` for the job."""
-        return where_of(self.on, self.part)
+        if self.part is None:
+            return self.on or default_on
+        if self.on is not None:
+            raise UsageError(
+                "--on and --part exclude each other",
+                hint="a part runs on threads of its own process",
+            )
+        return self.part if self.part == "commit" else f"part:{self.part}"
 
     def arguments(self, *names: str) -> dict[str, Any]:
         """The arguments of these names for a function of the public API."""
