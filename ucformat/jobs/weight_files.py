@@ -52,9 +52,6 @@ if TYPE_CHECKING:
 # their checksums.
 
 
-_CRC_BYTES = 4
-
-
 def plan_files(
     source: Checkpoint, infos: Sequence[TensorInfo], attempt: str, weights: str | None
 ) -> PlacedFiles | None:
@@ -387,11 +384,6 @@ class PlacedFiles:
             if placed.file == file:
                 sizes[placed.first - begin : placed.first - begin + placed.count] = placed.rows()[3]
         return sizes
-
-    def fixed_crcs(self, crcs: Crcs) -> None:
-        """Fill in the checksums of headers and of the index."""
-        for block in self.fixed:
-            crcs[block.number] = checksum(memoryview(block.data))
 
     def columns(self, number: Mapping[Key, int], crcs: Crcs) -> tuple[Columns, list[str]]:
         """The extents for the sidecar, and the keys of the files that they number.

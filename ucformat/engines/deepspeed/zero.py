@@ -67,9 +67,9 @@ if TYPE_CHECKING:
 # too.
 
 
-_MASTER = "single_partition_of_fp32_groups"
+_ZERO12_MASTER = "single_partition_of_fp32_groups"
 _PADDINGS = ("group_paddings", "param_alignment_paddings")
-_TENSORS = frozenset((_MASTER, "base_optimizer_state", "param_slice_mappings", *_PADDINGS))
+_TENSORS = frozenset((_ZERO12_MASTER, "base_optimizer_state", "param_slice_mappings", *_PADDINGS))
 
 
 class Zero12(Ranks[Partition]):
@@ -97,8 +97,8 @@ class Zero12(Ranks[Partition]):
     def _parse(self, rank: int, file: TorchFile) -> Partition:
         """Parse a rank's file and check it against the layout, which the first file, rank 0's, defines."""
         state = need(file.value, "optimizer_state_dict", dict, file.key)
-        raw = need(state, _MASTER, list, file.key)
-        masters = [stored(t, _MASTER, file.key) for t in raw]
+        raw = need(state, _ZERO12_MASTER, list, file.key)
+        masters = [stored(t, _ZERO12_MASTER, file.key) for t in raw]
         if len(masters) != len(self.shapes):
             raise IntegrityError(
                 f"{file.key} has {len(masters)} flat groups, but {self.model.key} describes "
@@ -320,7 +320,7 @@ def undo_round_robin(joined: list[str], lists: int) -> list[str]:
 # trained parameters are not stored: the module holds empty placeholders, so the master is the only
 # copy.
 
-_MASTERS_3 = "fp32_flat_groups"
+_ZERO3_MASTER = "fp32_flat_groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +362,9 @@ class Zero3(Ranks[Zero3Partition]):
                 "states are present",
                 hint="files of different saves are mixed in one folder",
             )
-        masters = [stored(t, _MASTERS_3, file.key) for t in need(state, _MASTERS_3, list, file.key)]
+        masters = [
+            stored(t, _ZERO3_MASTER, file.key) for t in need(state, _ZERO3_MASTER, list, file.key)
+        ]
         inner = need(state, "optimizer_state_dict", dict, file.key)
         states = need(inner, "state", dict, file.key)
         groups = need(inner, "param_groups", list, file.key)
@@ -424,7 +426,7 @@ class Zero3(Ranks[Zero3Partition]):
                     contents.add(name, kind, tensor.dtype, shape, locate)
                 else:
                     contents.add_whole(name, kind, file, tensor)
-        dropped = frozenset((_MASTERS_3, "optimizer_state_dict"))
+        dropped = frozenset((_ZERO3_MASTER, "optimizer_state_dict"))
         contents.keep_scalars(file, scalars(file, state, dropped))
 
     def _extents(self, index: int, name: str, state: str, within: Box | None) -> Iterator[Extent]:
