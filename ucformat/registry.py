@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from ucformat.errors import UcformatError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 T = TypeVar("T")
 
@@ -73,9 +73,13 @@ class Registry(Generic[T]):
             raise failure from error
         return self._objects[name]
 
-    def items(self) -> Iterator[tuple[str, T]]:
-        """Import all objects, with their names; those that cannot be imported are left out, and told of once."""
-        for name in self.names():
+    def items(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, T]]:
+        """Import objects, with their names; those that cannot be imported are left out, and told of once.
+
+        Args:
+            names: of the objects (default: all).
+        """
+        for name in self.names() if names is None else names:
             try:
                 yield name, self[name]
             except PluginError as failure:

@@ -35,15 +35,16 @@ class LazyGroup(click.Group):
     """A group that imports a command when it is called.
 
     Args:
-        lazy: the commands, or their modules and names, and their lines in the help.
+        lazy: the commands, or their modules and names, or None for those that are registered, and
+            their lines in the help.
         sections: by the first command of each section of the help, the section's title.
-        registered: further commands, which packages register.
+        registered: the commands that packages register.
     """
 
     def __init__(
         self,
         name: str,
-        lazy: Mapping[str, tuple[str | click.Command, str]],
+        lazy: Mapping[str, tuple[str | click.Command | None, str]],
         sections: Mapping[str, str] | None = None,
         registered: Registry[click.Command] | None = None,
         **attributes: Any,
@@ -61,11 +62,11 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """Import a command."""
-        if cmd_name not in self.lazy:
+        home, _ = self.lazy.get(cmd_name, (None, ""))
+        if home is None:
             if self.registered is None or cmd_name not in self.registered:
                 return None
             return self.registered[cmd_name]
-        home = self.lazy[cmd_name][0]
         if isinstance(home, click.Command):
             return home
         module, _, attribute = home.partition(":")
@@ -85,20 +86,24 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def lines(self) -> dict[str, list[tuple[str, str]]]:
-        """The names of commands and their lines in the help, by section; imports only what is registered."""
+        """The names of commands and their lines in the help, by section; imports only those that are not listed."""
         sections: dict[str, list[tuple[str, str]]] = {}
         title = "Commands"
         for name, (_, text) in self.lazy.items():
             title = self.sections.get(name, title)
             sections.setdefault(title, []).append((name, text))
         if self.registered is not None:
-            for name in self.lazy.keys() & self.registered.names():
+            own = {name for name, (home, _) in self.lazy.items() if home is not None}
+            for name in own & {*self.registered.names()}:
                 _log.warning(
                     "%s registers the command %r, which ucp has itself: that is used",
                     *(self.registered.package(name), name),
                 )
-            more = [(n, c) for n, c in self.registered.items() if n not in self.lazy]
-            sections["More commands"] = [(n, c.get_short_help_str(limit=80)) for n, c in more]
+            more = [name for name in self.registered.names() if name not in self.lazy]
+            if rows := [
+                (n, c.get_short_help_str(limit=80)) for n, c in self.registered.items(more)
+            ]:
+                sections["More commands"] = rows
         return sections
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
