@@ -8,9 +8,7 @@ A package that cannot be imported is told of once, and hides no other.
 from __future__ import annotations
 
 import logging
-from configparser import ConfigParser
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -18,6 +16,7 @@ from ucformat.errors import UcformatError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -111,6 +110,9 @@ def _own_points() -> dict[str, list[EntryPoint]]:
 
     An installation from a working tree has the metadata of the day on which it was installed.
     """
+    from configparser import ConfigParser  # here, because most commands need no plugin to start
+    from importlib.metadata import EntryPoint
+
     file = ConfigParser(delimiters="=")
     file.read(Path(__file__).with_name("entry_points.txt"), encoding="utf-8")
     return {
@@ -122,6 +124,8 @@ def _own_points() -> dict[str, list[EntryPoint]]:
 @cache
 def _points(group: str) -> dict[str, EntryPoint]:
     """The entry points of a group by name; of several with one name this package's own, or the first."""
+    from importlib.metadata import entry_points
+
     points = {point.name: point for point in _own_points().get(group, ())}
     for point in entry_points(group=group):
         if _package(point) == _OWN:

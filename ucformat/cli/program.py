@@ -78,8 +78,9 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that the arguments name."""
-        names = self.list_commands(ctx)
-        if args[0] not in names and not args[0].startswith("-"):
+        # the table first: looking for what other packages register takes a while
+        listed = args[0] in self.lazy or args[0].startswith("-")
+        if not listed and args[0] not in (names := self.list_commands(ctx)):
             near = get_close_matches(args[0], names, 1)
             meant = f"did you mean {near[0]}? " if near else ""
             ctx.fail(f"no such command {args[0]!r}; {meant}the commands are {', '.join(names)}")
