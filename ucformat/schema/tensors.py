@@ -317,17 +317,7 @@ class TensorTable(BaseModel):
 
     def shared_folders(self) -> Iterator[tuple[str, int]]:
         """The folders that several arrays have: each as often as it is one's, with the bytes of that array."""
-        paths = {path: n for n, path in enumerate(dict.fromkeys(kind.path for kind in self.kinds))}
-        keys = list(
-            map(
-                add, map(len(paths).__mul__, self.name), self.by_kind(lambda kind: paths[kind.path])
-            )
-        )
-        if None in paths:
-            keys = [key for key in keys if key % len(paths) != paths[None]]
-        if not self.path and (
-            all(map(lt, keys, islice(keys, 1, None))) or len(set(keys)) == len(keys)
-        ):
+        if not self.path and not any(self._again(lambda kind: kind.path)):
             return
         folders = [self.folder(row) for row in range(len(self))]
         counts = Counter(folders)
@@ -337,14 +327,22 @@ class TensorTable(BaseModel):
 
     def repeated(self) -> list[int]:
         """The numbers of the tensors whose name and state are those of an earlier one."""
-        states = {state: n for n, state in enumerate(dict.fromkeys(k.state for k in self.kinds))}
-        keys = list(
-            map(add, map(len(states).__mul__, self.name), self.by_kind(lambda k: states[k.state]))
-        )
+        return list(self._again(lambda kind: kind.state))
+
+    def _again(self, label: Callable[[KindDoc], str | None]) -> Iterator[int]:
+        """The numbers of the tensors whose name and label are those of an earlier one; None is no label."""
+        if len(set(self.name)) == len(self):
+            return
+        labels = {text: n for n, text in enumerate(dict.fromkeys(map(label, self.kinds)))}
+        of_kind = self.by_kind(lambda kind: labels[label(kind)])
+        keys = list(map(add, map(len(labels).__mul__, self.name), of_kind))
         if all(map(lt, keys, islice(keys, 1, None))) or len(set(keys)) == len(keys):
-            return []
+            return
         seen: set[int] = set()
-        return [row for row, key in enumerate(keys) if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
+        for row, key in enumerate(keys):
+            if key in seen and key % len(labels) != labels.get(None):
+                yield row
+            seen.add(key)
 
     def as_json(self) -> bytes:
         """The table as it stands in a manifest's file: each column is on a line, and so is each name and kind."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from array import array
 from collections import Counter
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -66,7 +67,7 @@ def loads(text: str | bytes) -> Any:
         raise ValueError(_DEEP) from None
     _check(value)
     # text that was decoded is Unicode, except for escapes
-    if "\\u" in text and re.search(r"\\u[dD][89a-fA-F]", text):
+    if "\\" in text and re.search(r"\\u[dD][89a-fA-F]", text):
         check_json(value, "the document")
     return value
 
@@ -81,6 +82,7 @@ def parsed(document: type[Model], data: bytes) -> Model:
     return document.model_validate_json(data, strict=True)
 
 
+_MANY = 64  # from so many on, one look at all integers is faster than one at each type
 _DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 
 
@@ -101,6 +103,8 @@ def _check(value: Any) -> None:
     waiting: list[tuple[Collection[Any], int]] = [((value,), 0)]
     while waiting:
         items, level = waiting.pop()
+        if len(items) > _MANY and _are_short(items):
+            continue
         types = set(map(type, items))
         if int in types:
             numbers = [n for n in items if type(n) is int] if len(types) > 1 else items
@@ -113,6 +117,15 @@ def _check(value: Any) -> None:
                 if isinstance(item, dict | list):
                     inner = item.values() if isinstance(item, dict) else item
                     waiting.append((inner, level + 1))
+
+
+def _are_short(items: Collection[Any]) -> bool:
+    """Whether all are integers of 64 bits."""
+    try:
+        array("q", items)
+    except (TypeError, OverflowError):
+        return False
+    return True
 
 
 def _number(value: Any) -> Any:
