@@ -5,15 +5,17 @@ from __future__ import annotations
 import pickletools
 import zipfile
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ucformat
+from tests.exporters.suite import TrainedSuite
 from tests.fakes import FakeSource
 from tests.sources.conftest import CHOSEN
 from ucformat.checkpoint import Checkpoint
@@ -46,6 +48,36 @@ ZERO = [(world, name) for world, name in SAME if not name.startswith("z0")]
 
 def contents(ck: Checkpoint) -> dict[Key, tuple[str, tuple[int, ...], bytes]]:
     return {key: (i.dtype, i.shape, ck[key].read().tobytes()) for key, i in ck.tensors.items()}
+
+
+class TestStage0(TrainedSuite):
+    """Of which torch alone reads all files."""
+
+    kind = "deepspeed"
+    options: ClassVar = {"stage": 0, "world": 2}
+
+    def load(self, place: Path) -> dict[tuple[str, str], Any]:
+        tag = place / (place / "latest").read_text()
+        state = torch.load(tag / "mp_rank_00_model_states.pt", weights_only=False)
+        found = {(name, "weight"): t.numpy() for name, t in state["module"].items()}
+        for number, name in enumerate(self.parameters):
+            states = state["optimizer"]["state"][number]
+            found |= {(name, kind): t.numpy() for kind, t in states.items()}
+        return found
+
+
+class TestUniversal(TrainedSuite):
+    kind = "deepspeed-universal"
+    options: ClassVar = {"stage": 1}
+
+    def load(self, place: Path) -> dict[tuple[str, str], Any]:
+        tag = place / (place / "latest_universal").read_text()
+        assert (tag / "mp_rank_00_model_states.pt").exists()
+        found = {}
+        for path in (tag / "zero").glob("*/*.pt"):
+            state = "weight" if path.stem == "fp32" else path.stem
+            found[path.parent.name, state] = torch.load(path)["param"].numpy()
+        return found
 
 
 @pytest.mark.parametrize(("world", "name"), SAME)

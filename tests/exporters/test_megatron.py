@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import ucformat
 from tests.engines.running import run_engine
 from tests.exporters.reading import differences, globals_of, state_of
+from tests.exporters.suite import TrainedSuite
 from tests.fakes import FakeSource, random_array
 from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint
@@ -50,6 +51,29 @@ def fake(
 
 def metadata_of(folder: Path) -> Any:
     return FileSystemReader(folder).read_metadata()
+
+
+class TestMegatron(TrainedSuite):
+    kind = "megatron"
+    parameters = (
+        "embedding.word_embeddings.weight",
+        "decoder.final_layernorm.bias",
+        "output_layer.weight",
+    )
+
+    def load(self, place: Path) -> dict[tuple[str, str], Any]:
+        """All that DCP has; the fp32 copy of a parameter is the parameter."""
+        assert json.loads((place / "metadata.json").read_text())
+        metadata_of(place)  # what follows raises no Exception if there is none
+        found = {}
+        for key, value in state_of(place, place.with_name(f"{place.name}.loaded")).items():
+            if isinstance(value, torch.Tensor):
+                state, _, name = key.removeprefix("optimizer.state.").partition(".")
+                is_state = key.startswith("optimizer.")
+                found[(name, state) if is_state else (key, "weight")] = value.numpy()
+        for name in self.parameters:
+            assert (found.pop((name, "param")) == found[name, "weight"]).all()
+        return found
 
 
 @pytest.mark.parametrize("how", ["direct", "universal"])

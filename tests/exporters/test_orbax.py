@@ -20,6 +20,7 @@ from ucformat.jobs.convert import convert
 from ucformat.jobs.export import export, plan_export
 from ucformat.schema import ITEMSIZE
 from ucformat.storage.local import LocalStore
+from ucformat.testing import ExporterSuite
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +43,19 @@ def array(folder: Path, name: str) -> Any:
     """An array, as TensorStore reads it."""
     kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
     return ts.open({"driver": "zarr", "kvstore": kvstore}).result().read().result()
+
+
+class TestOrbax(ExporterSuite):
+    kind = "orbax"
+
+    def load(self, place: Path) -> dict[tuple[str, str], Any]:
+        tree = json.loads((place / "_METADATA").read_text())["tree_metadata"]
+        found = {}
+        for entry in tree.values():
+            kind, name = (part["key"] for part in entry["key_metadata"])
+            state = "weight" if kind == "params" else kind
+            found[name, state] = array(place, f"{kind}.{name}")
+        return found
 
 
 @pytest.mark.parametrize("name", ["ocdbt_zarr2", "ocdbt_zarr3", "zarr2_files", "ocdbt_raw"])
