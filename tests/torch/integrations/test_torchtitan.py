@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.torch.running import fork
+from ucformat.engines.torchtitan.live import CheckpointManager
 
 PROGRAM = Path(__file__).parent / "titan_program.py"
 MODULES = ("torchdata.stateful_dataloader", "ucformat.torch.integrations.torchtitan")
@@ -23,6 +26,21 @@ def test_torchtitan(tmp_path: Path) -> None:
     what_is_saved(found)
     no_state_is_no_state(found)
     what_is_wrong_is_said(found)
+
+
+def test_an_empty_list_of_schedulers_is_none(tmp_path: Path) -> None:
+    """As torchtitan's own tests pass it."""
+    model = torch.nn.Linear(2, 3)
+    manager = CheckpointManager(
+        tmp_path,
+        model_parts=model,
+        optimizers=torch.optim.AdamW(model.parameters()),
+        lr_schedulers=[],
+    )
+    assert manager.save(1, last_step=True)
+    assert "lr_scheduler" not in manager.states
+    assert manager.load()
+    manager.close()
 
 
 def a_training_goes_on_bit_for_bit(found: dict[str, Any], where: str) -> None:

@@ -33,7 +33,7 @@ class CheckpointManager:
         optimizers: one optimizer, several, or an object with a list `optimizers`; each for the
             parameters of one part.
         lr_schedulers: one scheduler, an object with a state dict, or several schedulers in the same
-            state.
+            state; without any (None, or an empty list) the state has none.
         dataloader: an object with a state dict, which differs between ranks.
         states: further entries of the state: objects with a state dict, and plain values.
         interval: save at steps divisible by this number, and at the last step.
@@ -84,9 +84,10 @@ class CheckpointManager:
             _MODEL: StateParts(parts),
             _OPTIMIZER: StateParts(all_optimizers),
         }
-        if lr_schedulers is not None:
-            stateful = hasattr(lr_schedulers, "state_dict")
-            self.states[_SCHEDULER] = lr_schedulers if stateful else _Alike(_listed(lr_schedulers))
+        if hasattr(lr_schedulers, "state_dict"):
+            self.states[_SCHEDULER] = lr_schedulers
+        elif lr_schedulers:
+            self.states[_SCHEDULER] = _Alike(lr_schedulers)
         if dataloader is not None:
             self.states[_DATALOADER] = _DataLoader(dataloader, merge_dataloader)
         if unknown := set(exclude_from_loading) - self.states.keys():
