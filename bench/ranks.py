@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from bench.common import table, targets
-from bench.ranks_cases import CASES, statement_of, tensors_of
+from bench.ranks_cases import CASES, statement_of, tensors_of, with_own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -262,13 +262,14 @@ def manifest_with(tensors: Any, sidecar: bytes) -> bytes:
 
     from ucformat.format.digest import bytes_digest
     from ucformat.format.structure import manifest_bytes
-    from ucformat.schema.manifest import Manifest, SidecarDoc, WriterDoc
+    from ucformat.schema.manifest import PACKED, Manifest, SidecarDoc, WriterDoc
 
     path = f"data/{ATTEMPT}/extents.safetensors"
     manifest = Manifest(
         id="0" * 32,
         attempt=ATTEMPT,
         created=datetime.now(UTC),
+        requires=(PACKED,) if sidecar else (),
         sidecar=SidecarDoc(path=path, nbytes=len(sidecar), digest=bytes_digest(sidecar))
         if sidecar
         else None,
@@ -337,7 +338,10 @@ def of_load(name: str, rank: int, ranks: int, found: dict[str, Any]) -> dict[str
     from ucformat.torch.loading.match import match, stored_names
     from ucformat.torch.state.local import local_of
 
-    shards = [local_of(*tensor) for tensor in tensors_of(CASES[name], rank, ranks)]
+    shards = [
+        local_of(key, state, with_own_memory(tensor))
+        for key, state, tensor in tensors_of(CASES[name], rank, ranks)
+    ]
     memory = Memory()
     ck, store, seconds = opened(found)
     begun = time.process_time()

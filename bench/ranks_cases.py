@@ -202,6 +202,22 @@ def tensors_of(case: Case, rank: int, ranks: int) -> list[tuple[str, str, Any]]:
     return tensors
 
 
+def with_own_memory(tensor: Any) -> Any:
+    """A DTensor like another one, over one element of its own: a load fills no memory twice."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    local = tensor.to_local()
+    return DTensor.from_local(
+        torch.zeros((), dtype=local.dtype).expand(local.shape),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 class Stated(NamedTuple):
     """What a rank states, the checksums of its pieces, and the processor seconds for both."""
 
