@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -67,6 +68,22 @@ def test_a_word_for_pytorch(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             call()
     assert torch.equal(model.weight, before)
+
+
+def test_a_keyword_that_does_not_exist(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    calls: dict[str, Callable[..., Any]] = {
+        "save": partial(ucformat.torch.save, {"model": model}, tmp_path / "a"),
+        "load": partial(ucformat.torch.load, {"model": model}, tmp_path / "a", "report"),
+        "load_into": partial(ucformat.torch.load_into, model, tmp_path / "a"),
+        "Manager.__init__": partial(ucformat.torch.Manager, tmp_path / "m"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=rf"{name}\(\) .* keyword argument 'odd'"):
+            call(odd=True)
+    with pytest.raises(TypeError, match="'step'"):
+        ucformat.torch.Manager(tmp_path / "m", step=1)  # type: ignore[call-arg]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("place", [b"x", None, 3, ["a"]])

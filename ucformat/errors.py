@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from ucformat.redacted import hide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     Spelling = Callable[[str, str, str], str]
 
@@ -248,6 +248,16 @@ def spelling_options(spell: Spelling) -> Iterator[None]:
         yield
     finally:
         _spellings.remove(spell)
+
+
+def check_keywords(function: str, given: Mapping[str, object], allowed: type) -> None:
+    """Check the names of arguments that a function takes as a TypedDict.
+
+    Raises:
+        TypeError: the function has no such argument.
+    """
+    if unknown := given.keys() - allowed.__annotations__.keys():
+        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:

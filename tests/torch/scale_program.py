@@ -194,7 +194,7 @@ def layouts(place: str, form: Form) -> Any:
         after = LAYOUTS[(seed + 1) % len(LAYOUTS)]
         state = state_of(after, RANK, SIZE, None)
         targets = LoadTargets([local_of(n, "weight", t) for n, t in state.items()])
-        report = load_local(targets, ucformat.open(url), group=group)
+        report = load_local(targets, ucformat.open(url), group)
         out[layout] = [
             saved.id,
             bool(report),

@@ -16,7 +16,14 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch import save
-from ucformat.torch.loading.match import Problems, labels_of, match, raise_for, stored_names
+from ucformat.torch.loading.match import (
+    Problems,
+    labels_of,
+    match,
+    raise_for,
+    stored_names,
+    unexpected,
+)
 from ucformat.torch.state.local import local_of
 
 if TYPE_CHECKING:
@@ -54,7 +61,8 @@ def matched(
     rename: Any = None,
 ) -> tuple[dict[Key, tuple[Key, str]], Problems]:
     names = stored_names(ck, rename)
-    found, problems, lacking = match(targets, aliases or {}, ck, names, cast=cast)
+    found, problems, meant = match(targets, aliases or {}, ck, names, cast=cast)
+    lacking = unexpected(ck, meant, targets)
     problems = replace(problems, unexpected=tuple(labels_of(compress(ck.tensors, lacking), names)))
     return {m.target.key: (m.stored.key, m.stored.dtype) for m in found}, problems
 

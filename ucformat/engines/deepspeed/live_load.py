@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -22,24 +22,24 @@ from ucformat.engines.deepspeed.live_save import (
     part_of,
     weight_of,
 )
+from ucformat.errors import check_keywords
 from ucformat.geometry.tensor import Key
-from ucformat.storage.url import as_strings
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
-from ucformat.torch.loading.load import LoadOptions, LoadReport, LoadTargets, load_local
+from ucformat.torch.loading.load import LoadReport, LoadTargets, load_local
 from ucformat.torch.loading.match import PARAMETER, Problems, holds_training, match, stored_names
+from ucformat.torch.loading.options import LoadOptions, RestoreArguments
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.state.local import LocalShard, local_of
 from ucformat.torch.state.memory import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from os import PathLike
 
     from ucformat.engines.deepspeed.live_engine import EngineParts, OptimizerTensor
-    from ucformat.reading.plan import Verify
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.loading.match import Rename, Strict
+    from ucformat.torch.loading.match import Strict
 
 
 __all__ = ["EngineReport", "load"]
@@ -65,13 +65,7 @@ def load(
     strict: Strict = "report",
     optimizer: bool = True,
     scheduler: bool = True,
-    rename: Rename | None = None,
-    leave: str | Iterable[str] = (),
-    cast: bool = False,
-    trust: bool = False,
-    verify: Verify = "whole",
-    threads: int | None = None,
-    timeout: float = TIMEOUT,
+    **arguments: Unpack[RestoreArguments],
 ) -> EngineReport:
     """Load a checkpoint into a DeepSpeed engine of ZeRO 0, 1, 2 or 3; all ranks call this together.
 
@@ -90,15 +84,7 @@ def load(
         optimizer: load optimizer states, hyper-parameters, counters and the loss scaler too, not
             only weights.
         scheduler: load the learning rate scheduler.
-        rename: maps names of the checkpoint to names of the engine: a function, or `{regex:
-            replacement}`, where the regex matches the whole name.
-        leave: what of the checkpoint needs no place in the engine: names, prefixes of names that
-            end at a dot, or globs (`*.exp_avg`), of tensors.
-        cast: cast tensors to the dtypes of the engine, such as frozen fp32 weights to bf16.
-        trust: unpickle opaque objects, which may run code.
-        verify: which checksums to check, as for `ucformat.torch.load`.
-        threads: how many threads read on this rank (default: as many as the storage can use).
-        timeout: seconds after which an unresponsive rank is considered dead.
+        arguments: those of `RestoreArguments`, by keyword, as for `ucformat.torch.load`.
 
     Raises:
         StateMismatch: the checkpoint does not fit the engine; the message lists all mismatches.
@@ -106,10 +92,11 @@ def load(
         ChecksumError: a chunk does not match its checksum.
         UcformatError: a rank failed or died. Every rank gets the same error.
     """
+    check_keywords("load", arguments, RestoreArguments)
     place = url.url if isinstance(url, Checkpoint) else url
-    with group_for_call(None, timeout, "load", place) as group:
-        choice = _LoadChoice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust)
-        plan = _EnginePlan(choice)
+    with group_for_call(None, arguments.get("timeout", TIMEOUT), "load", place) as group:
+        options = LoadOptions.of(strict, arguments)
+        plan = _EnginePlan(options, optimizer=optimizer, scheduler=scheduler)
         try:
             ck = open_together(url, group)
             with group.sharing_errors():
@@ -121,24 +108,14 @@ def load(
                 plan.put,
                 plan.trainer.layout,
                 stateful=optimizer and holds_training(ck),
-                leave=as_strings(leave),
             )
-            options = LoadOptions(strict, cast, verify, threads)
-            report = load_local(targets, ck, options, names=plan.names, group=group)
+            report = load_local(targets, ck, group, options, plan.names)
         except BaseException:
             plan.wanted.undo()
             raise
     update_module(plan.trainer)
     loaded = {f.name: getattr(report, f.name) for f in fields(report)}
     return EngineReport(**loaded, client_state=plan.client.value(), client_ranks=plan.client.ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadChoice:
-    rename: Rename | None
-    optimizer: bool
-    scheduler: bool
-    trust: bool
 
 
 class _EnginePlan:
@@ -150,24 +127,24 @@ class _EnginePlan:
     problems: Problems
     targets: list[LocalShard]
 
-    def __init__(self, choice: _LoadChoice) -> None:
-        self.choice, self.wanted = choice, OptimizerTargets()
+    def __init__(self, options: LoadOptions, *, optimizer: bool, scheduler: bool) -> None:
+        self.options, self.optimizer, self.scheduler = options, optimizer, scheduler
+        self.wanted = OptimizerTargets()
         self._puts = [self.wanted.put]
 
     def make(self, engine: Any, ck: Checkpoint, group: Group) -> None:
         """Inspect the engine and match it with the checkpoint."""
-        choice = self.choice
+        trust = self.options.trust
         self.trainer = trainer = inspect_engine(engine)
         held = optimizer_tensors(trainer)
-        self.names = names = stored_names(ck, choice.rename)
+        self.names = names = stored_names(ck, self.options.rename)
         stored = StoredStates(ck, names)
-        want_optimizer(self.wanted, trainer, held, stored, states=choice.optimizer)
+        want_optimizer(self.wanted, trainer, held, stored, states=self.optimizer)
         self.problems = self.wanted.problems
-        self.client = ClientState(ck, names, group.rank, group.size, trust=choice.trust)
-        if choice.optimizer and stored.trained:
+        self.client = ClientState(ck, names, group.rank, group.size, trust=trust)
+        if self.optimizer and stored.trained:
             groups, put_groups = fit_groups(held, trainer, ck, names)
-            how = {"scheduler": choice.scheduler, "trust": choice.trust}
-            parts, put_parts = fit_parts(trainer, ck, **how)
+            parts, put_parts = fit_parts(trainer, ck, scheduler=self.scheduler, trust=trust)
             self.problems |= groups | parts
             self._puts += [put_groups, put_parts, fit_values(trainer, ck)]
         optimized = {name for one in held for name in one.shapes}

@@ -318,7 +318,7 @@ def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> _Read:
     }
     wanted = [local_of(name, state, t) for (name, state), t in tensors.items()]
     targets = LoadTargets(wanted, stateful=optimizers)
-    return tensors, load_local(targets, ck, group=single_process_group())
+    return tensors, load_local(targets, ck, single_process_group())
 
 
 def _state_dict(

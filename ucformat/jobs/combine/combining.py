@@ -9,7 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import NotFound, UsageError
+from ucformat.errors import NotFound, UsageError, check_keywords
 from ucformat.format.commit import begin, commit
 from ucformat.format.universal import Universal
 from ucformat.jobs.combine.formulas import ema_weights, softmax_weights
@@ -151,8 +151,7 @@ def _combine(
     arguments: CombineArguments,
 ) -> Checkpoint:
     """Write what is planned with the arguments that `average` and `merge` share."""
-    if unknown := arguments.keys() - CombineArguments.__annotations__.keys():
-        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
+    check_keywords(function, arguments, CombineArguments)
     given: dict[str, Any] = dict(arguments)
     where = Where.parse(given.pop("on", "threads"))
     recorded = {

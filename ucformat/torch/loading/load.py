@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import Conflict, TensorNotFound, UsageError, check_choice
+from ucformat.errors import Conflict, TensorNotFound, UsageError, check_choice, check_keywords
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.plan import check_verify
@@ -44,8 +44,10 @@ from ucformat.torch.loading.match import (
     match,
     raise_for,
     stored_names,
+    unexpected,
 )
 from ucformat.torch.loading.optimizers import place_states
+from ucformat.torch.loading.options import LoadArguments, LoadOptions
 from ucformat.torch.loading.read import ReadAmount, read
 from ucformat.torch.loading.share import AnotherRankFailed, open_together, read_shared
 from ucformat.torch.loading.values import (
@@ -65,9 +67,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from os import PathLike
 
-    import torch.distributed as dist
-
-    from ucformat.reading.plan import Verify
     from ucformat.schema.manifest import LaunchDoc, LineageDoc
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.match import Rename, Strict
@@ -128,17 +127,7 @@ def load(
     state: Mapping[str, Any],
     url: str | PathLike[str] | Checkpoint,
     strict: Strict = "report",
-    *,
-    rename: Rename | None = None,
-    leave: str | Iterable[str] = (),
-    cast: bool = False,
-    trust: bool = False,
-    verify: Verify = "whole",
-    threads: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    broadcast_group: dist.ProcessGroup | None = None,
-    timeout: float = TIMEOUT,
-    progress: Callable[[int], None] | None = None,
+    **arguments: Unpack[LoadArguments],
 ) -> LoadReport:
     """Fill a training state in place from a checkpoint of any layout; all ranks call this together.
 
@@ -155,22 +144,7 @@ def load(
             that only the checkpoint has, and values that are not as they were saved, are listed in
             the report; True: these are errors too; False: what fits is loaded, and the report lists
             the rest.
-        rename: maps names of the checkpoint to names of the state: a function, or `{regex:
-            replacement}`, where the regex matches the whole name.
-        leave: what of the checkpoint needs no place in the state: names, prefixes of names that end
-            at a dot, or globs (`*.exp_avg`), of tensors, or of their paths and those of values in
-            the state that was saved.
-        cast: cast tensors to the dtypes of the state.
-        trust: unpickle opaque objects, which may run code.
-        verify: which checksums to check: `whole` those of packed files, and of chunks of arrays
-            that are read whole anyway; `always` all, by reading whole chunks; `never` none.
-        threads: how many threads read on this rank (default: as many as the storage can use).
-        group: the ranks that take part (default: all). Threads that load one checkpoint at once
-            need different ones.
-        broadcast_group: data-parallel replicas: each byte is read by one of these ranks, and
-            broadcast over this group, whose backend must support the devices of the state.
-        timeout: seconds after which an unresponsive rank is considered dead.
-        progress: called with the bytes of each read that is done.
+        arguments: those of `LoadArguments`, by keyword.
 
     Raises:
         StateMismatch: the checkpoint does not fit the state; the message lists all mismatches.
@@ -178,15 +152,16 @@ def load(
         Conflict: a file of the checkpoint has changed since it was opened.
         UcformatError: a rank failed or died. Every rank gets the same error.
     """
-    with group_for_call(
-        group, timeout, "load", url.url if isinstance(url, Checkpoint) else url
-    ) as ranks:
+    check_keywords("load", arguments, LoadArguments)
+    place = url.url if isinstance(url, Checkpoint) else url
+    timeout = arguments.get("timeout", TIMEOUT)
+    with group_for_call(arguments.get("group"), timeout, "load", place) as ranks:
         ck = open_together(url, ranks)
         with ranks.sharing_errors():
+            options = LoadOptions.of(strict, arguments)
             collected = collect(state)
-            names = stored_names(ck, rename)
+            names = stored_names(ck, options.rename)
             recorded = SavedState(ck, names)
-            leave = (leave,) if isinstance(leave, str) else tuple(leave)
             problems = Problems(others=tuple(collected.unloadable))
             problems |= place_states(collected, recorded) | find_tensors(collected, recorded)
             problems |= fit_wrappers(collected, recorded)
@@ -197,17 +172,19 @@ def load(
             resize_extra_states(collected, recorded)
             asked = asked_entries(collected, recorded)
             aliases, targets = without_ties(locals_of(collected))
-            objects, put_objects = fit_objects(collected, recorded, ranks, trust=trust, cast=cast)
+            objects, put_objects = fit_objects(
+                collected, recorded, ranks, trust=options.trust, cast=options.cast
+            )
             groups, put_groups = fit_groups(
                 collected,
                 recorded,
-                lambda text: any(fits(text, pattern) for pattern in leave),
-                trust=trust,
+                lambda text: any(fits(text, pattern) for pattern in options.leave),
+                trust=options.trust,
             )
             problems |= (
                 objects
                 | groups
-                | Problems(unexpected=left_values(collected, recorded, asked, leave))
+                | Problems(unexpected=left_values(collected, recorded, asked, options.leave))
             )
 
         def put() -> None:
@@ -225,10 +202,8 @@ def load(
             stateful=len(groups.missing) < sum(map(len, collected.groups.values())),
             optimizer=bool(collected.groups or collected.optimizer_dicts),
             asked=asked,
-            leave=leave,
         )
-        options = LoadOptions(strict, cast, verify, threads, broadcast_group, progress)
-        return load_local(wanted, ck, options, names=names, group=ranks)
+        return load_local(wanted, ck, ranks, options, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +218,6 @@ class LoadTargets:
         stateful: whether more than parameters is loaded.
         optimizer: whether the state has an optimizer.
         asked: the entries of the saved state that are asked for (None: all).
-        leave: what needs no place in the state, as for `load`.
     """
 
     tensors: Sequence[LocalShard]
@@ -254,19 +228,6 @@ class LoadTargets:
     stateful: bool = False
     optimizer: bool = False
     asked: Sequence[str] | None = None
-    leave: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How to load, as the arguments of `load`."""
-
-    strict: Strict = "report"
-    cast: bool = False
-    verify: Verify = "whole"
-    threads: int | None = None
-    broadcast_group: dist.ProcessGroup | None = None
-    progress: Callable[[int], None] | None = None
 
 
 _DEFAULTS = LoadOptions()
@@ -275,27 +236,26 @@ _DEFAULTS = LoadOptions()
 def load_local(
     targets: LoadTargets,
     ck: Checkpoint,
+    ranks: Group,
     options: LoadOptions = _DEFAULTS,
-    *,
     names: Mapping[str, str] | None = None,
-    group: Group | None = None,
 ) -> LoadReport:
     """Fill the tensors of this rank, of any engine; see `load`."""
     begun = time.monotonic()
-    ranks, asked, leave = group or group_of(), targets.asked, targets.leave
+    asked = targets.asked
     with ranks.sharing_errors():
         check_choice("strict", options.strict, ("report", True, False))
         verify = check_verify(options.verify)
-        names = names or stored_names(ck, None)
-        entries = asked or ()
-        matched, mismatches, lacking = match(
-            targets.tensors,
-            targets.aliases,
+        names = names or stored_names(ck, options.rename)
+        matched, mismatches, wanted = match(
+            targets.tensors, targets.aliases, ck, names, cast=options.cast
+        )
+        lacking = unexpected(
             ck,
-            names,
-            cast=options.cast,
+            wanted,
+            targets.tensors,
             optimizer=targets.optimizer,
-            inside=lambda key: is_inside(ck, key, entries),
+            inside=lambda key: is_inside(ck, key, asked or ()),
         )
         stateful = targets.stateful or any(m.target.info.state not in PARAMETER for m in matched)
         others = mismatches | targets.problems
@@ -309,19 +269,19 @@ def load_local(
     )
     joined: _RankReport = ranks.combine(mine, _join, _RankReport)
     lacking_keys = list(compress(ck.tensors, np.unpackbits(joined.unexpected)))
-    unexpected = {
+    labels = {
         key: label
         for key, label in zip(lacking_keys, labels_of(lacking_keys, names), strict=True)
-        if not (leave and is_named(ck, key, label, leave))
+        if not (options.leave and is_named(ck, key, label, options.leave))
     }
     reachable = set(names.values())  # not what another tensor has been renamed to
     left = [
         label
-        for key, label in unexpected.items()
+        for key, label in labels.items()
         if key.name in reachable and (joined.asked is None or is_asked(ck, key, joined.asked))
     ]
     values = joined.problems.unexpected
-    mismatches = replace(joined.problems, unexpected=(*unexpected.values(), *values))
+    mismatches = replace(joined.problems, unexpected=(*labels.values(), *values))
     raise_for(mismatches, options.strict, ck.url)
     amount, failure = ReadAmount(), None
     broadcast_group = options.broadcast_group

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Unpack
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import UsageError, check_choice
+from ucformat.errors import UsageError, check_choice, check_keywords
 from ucformat.geometry.tensor import Key
 from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID, Bound
@@ -25,8 +25,10 @@ from ucformat.torch.loading.match import (
     overlaps,
     raise_for,
     stored_names,
+    unexpected,
     weight_of,
 )
+from ucformat.torch.loading.options import ReadArguments
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.values import SavedState
 from ucformat.torch.state.collect import acts_on_load
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.bound import LocalTensor
     from ucformat.geometry.layout import Layout
-    from ucformat.reading.plan import Verify
-    from ucformat.torch.loading.match import Rename
     from ucformat.torch.state.local import LocalShard
     from ucformat.torch.state.subclasses import TakenApart
 
@@ -62,13 +62,11 @@ def load_into(
     ref: str | PathLike[str] | Checkpoint,
     *,
     strict: bool = True,
-    rename: Rename | None = None,
     layout: Layout | None = None,
     rank: int | None = None,
     dtype: torch.dtype | Literal["checkpoint"] | None = None,
     device: str | torch.device = "cpu",
-    verify: Verify = "whole",
-    threads: int | None = None,
+    **arguments: Unpack[ReadArguments],
 ) -> LoadedKeys:
     """Fill the parameters and persistent buffers of a module from a checkpoint, without optimizer states and groups.
 
@@ -85,16 +83,13 @@ def load_into(
             checkpoint. A weight is read in state `weight`, or `master` if only that is stored.
         strict: whether names that only the module or only the checkpoint has are an error
             (default); else they are returned.
-        rename: maps names of the checkpoint to names of the module: a function, or `{regex:
-            replacement}`, where the regex matches the whole name.
         layout: how the module is sharded, if its parameters are plain tensors that hold a rank's
             part.
         rank: the rank in the layout's mesh (default: that of torch.distributed).
         dtype: of floating-point weights in the module afterwards, or `"checkpoint"`: each weight as
             it is stored (default: as they are in the module).
         device: on which parameters of the meta device get memory.
-        verify: which checksums to check, as for `load`.
-        threads: how many threads read (default: as many as the storage can use).
+        arguments: those of `ReadArguments`, by keyword.
 
     Returns:
         the names that only the module has, and those that only the checkpoint has; both are empty
@@ -108,6 +103,8 @@ def load_into(
             undefined.
         Conflict: a file of the checkpoint has changed since it was opened.
     """
+    check_keywords("load_into", arguments, ReadArguments)
+    rename = arguments.get("rename")
     if layout is not None and rename is not None:
         raise UsageError(
             "both `layout` and `rename` are given",
@@ -115,7 +112,7 @@ def load_into(
         )
     if not isinstance(dtype, torch.dtype):
         check_choice("dtype", dtype, (None, "checkpoint"))
-    verify = check_verify(verify)
+    verify = check_verify(arguments.get("verify", "whole"))
     ck = ref if isinstance(ref, Checkpoint) else open_reference(ref)
     if layout is not None and layout.view:
         ck = ck.view(layout)
@@ -127,17 +124,13 @@ def load_into(
     aliases = {alias: slot.name for slot in slots for alias in slot.names[1:]}
     fitting = [w for w in wanted if w.problem is None]
     shapes = tuple(w.problem for w in wanted if w.problem is not None)
-    matched, problems, lacking = match(
-        [w.target for w in fitting], aliases, ck, names, cast=True, as_lazy=True
-    )
+    targets = [w.target for w in fitting]
+    matched, problems, meant = match(targets, aliases, ck, names, cast=True, as_lazy=True)
     renamed = {stored: name for name, stored in reversed(names.items())}
     of_bad = {names.get(n) for w in wanted if w.problem is not None for n in w.slot.names}
-    unexpected = list(
-        dict.fromkeys(
-            renamed.get(k.name, k.name)
-            for k in compress(ck.tensors, lacking)
-            if k.name not in of_bad
-        )
+    lacking = compress(ck.tensors, unexpected(ck, meant, targets))
+    unexpected_names = list(
+        dict.fromkeys(renamed.get(k.name, k.name) for k in lacking if k.name not in of_bad)
     )
     loaded = {m.target.info.name for m in matched}
     labels = {*problems.missing}
@@ -150,7 +143,7 @@ def load_into(
     problems = replace(
         problems,
         missing=tuple(missing),
-        unexpected=tuple(unexpected),
+        unexpected=tuple(unexpected_names),
         shapes=(*shapes, *problems.shapes),
         others=(*problems.others, *_other_wrappers(slots, names, ck)),
     )
@@ -163,7 +156,7 @@ def load_into(
         for w in fitting:
             if w.padded:
                 w.tensor.zero_()
-        read(ck, matched, verify, threads)
+        read(ck, matched, verify, arguments.get("threads"))
         check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
     for w in fitting:
         if w.slot.name in loaded:
@@ -172,7 +165,7 @@ def load_into(
         _compute_buffers(model, absent, torch.device(device))
     if any(map(acts_on_load, model.modules())) and not any(p.is_meta for p in model.parameters()):
         model.load_state_dict(model.state_dict(), strict=False)
-    return LoadedKeys(missing, unexpected)
+    return LoadedKeys(missing, unexpected_names)
 
 
 @dataclass(frozen=True, slots=True)

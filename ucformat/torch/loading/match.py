@@ -17,7 +17,7 @@ from ucformat.schema import TORCH_NUMBERS
 from ucformat.torch.state.elements import blocks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -136,6 +136,7 @@ __all__ = [
     "overlaps",
     "raise_for",
     "stored_names",
+    "unexpected",
     "weight_of",
 ]
 
@@ -244,9 +245,7 @@ def match(
     *,
     cast: bool,
     as_lazy: bool = False,
-    optimizer: bool = False,
-    inside: Callable[[Key], bool] = lambda _: False,
-) -> tuple[list[Matched], Problems, NDArray[np.bool_]]:
+) -> tuple[list[Matched], Problems, set[Key]]:
     """Match each target with the stored tensor from which it is read.
 
     A float32 weight or a `master` is read from `master` if that is stored, else from `weight`.
@@ -256,8 +255,7 @@ def match(
             stored under its name is read under one of these.
 
     Returns:
-        the matches, all mismatches but what is unexpected, and of each tensor of the checkpoint
-        whether it is that.
+        the matches, all mismatches but what is unexpected, and which stored tensors targets mean.
     """
     matched: list[Matched] = []
     missing, shapes, dtypes, others = [], [], [], []
@@ -322,8 +320,7 @@ def match(
     others += shared.values()
     matched = [m for n, m in enumerate(matched) if not any(n in pair for pair in shared)]
     problems = Problems(tuple(missing), (), tuple(shapes), tuple(dtypes), tuple(others))
-    kinds = {t.info.state not in PARAMETER for t in targets} | ({True} if optimizer else set())
-    return matched, problems, _unexpected(wanted, kinds, inside, ck)
+    return matched, problems, wanted
 
 
 def overlaps(
@@ -408,10 +405,23 @@ def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, boxes: Sequence[
     return True
 
 
-def _unexpected(
-    wanted: set[Key], kinds: set[bool], inside: Callable[[Key], bool], ck: Checkpoint
+@gc_paused()
+def unexpected(
+    ck: Checkpoint,
+    wanted: Collection[Key],
+    targets: Iterable[LocalShard],
+    *,
+    optimizer: bool = False,
+    inside: Callable[[Key], bool] = lambda _: False,
 ) -> NDArray[np.bool_]:
-    """Which stored tensors are not in the state, of its kinds: weights (False), states of an optimizer (True)."""
+    """Return of each stored tensor whether a state lacks it, which has weights, states of an optimizer, or both.
+
+    Args:
+        wanted: what `match` returned for the targets.
+        optimizer: whether the state has an optimizer even if that has no states.
+        inside: tells what it lacks whatever it has.
+    """
+    kinds = {t.info.state not in PARAMETER for t in targets} | ({True} if optimizer else set())
     lacking = (
         k not in wanted and ((k.state not in PARAMETER) in kinds or inside(k)) for k in ck.tensors
     )

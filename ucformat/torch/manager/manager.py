@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import or_
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ucformat.errors import UcformatError, UsageError
+from ucformat.errors import UcformatError, UsageError, check_keywords
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
@@ -19,7 +19,7 @@ from ucformat.torch.manager.restore import restore_newest
 from ucformat.torch.manager.steps import RunContents, Signals, continued_here, folder_of, list_steps
 from ucformat.torch.saving.asynchronous import async_save
 from ucformat.torch.saving.launch import TrainingLaunch
-from ucformat.torch.saving.options import SaveOptions
+from ucformat.torch.saving.options import RunArguments, SaveOptions
 from ucformat.torch.saving.save import save
 
 if TYPE_CHECKING:
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from os import PathLike
     from types import TracebackType
 
-    import torch.distributed as dist
-
     from ucformat.checkpoint import Checkpoint
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
     from ucformat.torch.manager.restore import Mode
     from ucformat.torch.manager.retention import Keep, RunRetention
     from ucformat.torch.saving.background import SaveHandle
+    from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.saving.save import Saved
 
 __all__ = ["Manager"]
@@ -75,22 +74,13 @@ class Manager:
             kept. Files are deleted at once, unless a policy has a `grace`. With a catalog, the
             policy is applied through it, to checkpoints in this folder only. Failures are logged as
             warnings. By default nothing is deleted.
-        run: name of the run, for the catalog.
-        config: configuration of the training, JSON values.
-        form: as for `save`.
-        assets: as for `save`.
         asynchronous: save in the background, at most one checkpoint at a time.
-        overwrite: replace an existing checkpoint of the same step. By default that raises Conflict,
-            except for steps after the restored one: there a damaged checkpoint is replaced, and an
-            intact one is kept beside the new.
-        replicas: as for `save`.
-        chunk_bytes: as for `save`.
-        shard_bytes: as for `save`.
         signals: those that ask to save and stop; handlers that were installed before are called
             too.
-        group: the ranks that take part (default: all).
-        timeout: seconds after which an unresponsive rank is considered dead, also between calls of
-            `save`.
+        arguments: those of `RunArguments`, by keyword, as for `save`. By default a checkpoint of
+            the same step raises Conflict, except for steps after the restored one: there a damaged
+            checkpoint is replaced, and an intact one is kept beside the new. The `timeout` is also
+            that between calls of `save`.
 
     Raises:
         UsageError: `every` is not positive, or `keep` is not a valid policy.
@@ -102,19 +92,11 @@ class Manager:
         *,
         every: int | timedelta | None = None,
         keep: Keep | None = None,
-        run: str | None = None,
-        config: Mapping[str, Any] | None = None,
-        form: Literal["zarr", "packed", "safetensors"] = "zarr",
-        assets: str | PathLike[str] | None = None,
         asynchronous: bool = False,
-        overwrite: bool = False,
-        replicas: Literal["equal", "first"] = "equal",
-        chunk_bytes: int | None = None,
-        shard_bytes: int | None = None,
         signals: Sequence[int] = (signal.SIGTERM,),
-        group: dist.ProcessGroup | None = None,
-        timeout: float = TIMEOUT,
+        **arguments: Unpack[RunArguments],
     ) -> None:
+        check_keywords("Manager.__init__", arguments, RunArguments)
         if every is not None and (
             every <= timedelta(0) if isinstance(every, timedelta) else every < 1
         ):
@@ -122,17 +104,11 @@ class Manager:
                 f"every={every!r} is not positive", hint="pass a number of steps, or a timedelta"
             )
         self.url = open_store(url).url
-        SaveOptions(self.url, form, overwrite, replicas, chunk_bytes, shard_bytes)  # checks them
-        self._every, self._asynchronous, self._overwrite = every, asynchronous, overwrite
+        self._overwrite = SaveOptions.of(self.url, arguments).overwrite  # checks all of them
+        self._every, self._asynchronous, self._arguments = every, asynchronous, arguments
         self._retention = None if keep is None else _make_retention(self.url, keep)
-        self._options: dict[str, Any] = {
-            "run": run,
-            "config": config,
-            "form": form,
-            "replicas": replicas,
-        }
-        self._options |= {"assets": assets, "chunk_bytes": chunk_bytes, "shard_bytes": shard_bytes}
-        self._group, self._timeout = group, timeout
+        self._group = arguments.get("group")
+        self._timeout = arguments.get("timeout", TIMEOUT)
         self._exchanges_bits = bool(signals) or isinstance(every, timedelta)
         self._signals = Signals(signals)
         self._last_begun = time.monotonic()
@@ -226,19 +202,19 @@ class Manager:
         self._begin(ranks)
         url, overwrite = self._destination(step)
         first = not ranks.rank
-        options = {
-            **self._options,
+        arguments: SaveArguments = {
+            **self._arguments,
             **self._launch.next_save(),
-            "group": self._group,
-            "timeout": self._timeout,
+            "step": step,
+            "metrics": metrics,
+            "overwrite": overwrite,
         }
-        options |= {"step": step, "metrics": metrics, "overwrite": overwrite}
         self._last_begun = time.monotonic()
         if self._asynchronous and not ending:
-            handle = async_save(state, url, **options)
+            handle = async_save(state, url, **arguments)
             self._pending, self._last_step = _PendingSave(handle, step, first=first), step
             return handle
-        saved = save(state, url, **options)
+        saved = save(state, url, **arguments)
         self._last_step, self._saved_for_stop = step, self._saved_for_stop or ending
         self._committed(saved, step, first=first)
         return saved
@@ -260,8 +236,7 @@ class Manager:
                 metadata and compares the sizes of files, which finds missing and truncated files,
                 and checks whole chunks while loading; if one is damaged, the next older checkpoint
                 is loaded over what was loaded.
-            options: other arguments of `load`: strict, rename, cast, trust, threads,
-                broadcast_group, progress.
+            options: other arguments of `load`, except `group` and `timeout`.
 
         Returns:
             the report of the load, or None if there is no checkpoint.
@@ -417,7 +392,7 @@ class Manager:
             self._listed = ranks.combine(
                 None, then=lambda _: list_steps(self.url), answer_kind=RunContents
             )
-        run = self._options["run"]
+        run = self._arguments.get("run")
         commits = ranks.combine(None, then=lambda _: _known_commits(self.url, run), answer_kind=int)
         self._launch.commits = max(self._launch.commits, self._listed.commits, commits)
         self._launch.continues |= continued_here(self._listed.steps)

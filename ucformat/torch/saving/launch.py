@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 from uuid import uuid4
 
 from ucformat.schema.limits import MOST_COMMITS
@@ -10,6 +10,14 @@ from ucformat.schema.manifest import LaunchDoc, LineageDoc
 
 if TYPE_CHECKING:
     from ucformat.torch.loading.load import LoadReport
+
+
+class LaunchArguments(TypedDict):
+    """The arguments of `save` that describe the launch."""
+
+    lineage: tuple[LineageDoc, ...]
+    after: int
+    launch: LaunchDoc
 
 
 class TrainingLaunch:
@@ -35,8 +43,8 @@ class TrainingLaunch:
         self.continues = {} if report.launch is None else report.launch.after(count)
         self.commits = max(self.commits, count or 0)
 
-    def next_save(self) -> dict[str, Any]:
+    def next_save(self) -> LaunchArguments:
         """Count a commit, and return the arguments of `save` that describe the launch."""
-        about = {"lineage": self.lineage, "after": self.commits}
-        self.commits = min(self.commits + 1, MOST_COMMITS)
-        return {**about, "launch": LaunchDoc(id=self._id, continues=self.continues)}
+        after, self.commits = self.commits, min(self.commits + 1, MOST_COMMITS)
+        launch = LaunchDoc(id=self._id, continues=self.continues)
+        return {"lineage": self.lineage, "after": after, "launch": launch}

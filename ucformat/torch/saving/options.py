@@ -24,13 +24,11 @@ if TYPE_CHECKING:
 Form = Literal["zarr", "packed", "safetensors"]
 
 
-class SaveArguments(TypedDict, total=False):
-    """The arguments of `save` and `async_save`, besides the state and the url.
+class RunArguments(TypedDict, total=False):
+    """How a training run is saved, the same for all its checkpoints.
 
     Attributes:
-        step: the training step.
         run: name of the training run, for the catalog.
-        metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
         config: configuration of the training, JSON values.
         form: `zarr` (the default) writes arrays, for which ranks send each other parts of shards; `packed`
             writes one file per rank without communication, which can be opened alike, and which `ucp
@@ -43,12 +41,6 @@ class SaveArguments(TypedDict, total=False):
             PEFT's, is stored by default.
         overwrite: replace an existing checkpoint, which stays intact until the new one is
             committed (default: no).
-        lineage: the checkpoints that this one was derived from.
-        after: the greatest commit count of the run's checkpoints, 0 if there are none; `Manager`
-            passes it. This checkpoint gets the next count after that and those in `lineage`. With
-            neither it gets none, and its step determines how new it is.
-        launch: the launch of the training; `Manager` passes it. The checkpoints of a folder without
-            it count as those of one launch.
         replicas: `equal` (the default) requires replicas to be equal on all ranks: it compares objects,
             tensors up to 64 KiB, and samples of larger tensors that ranks hold whole. `first` saves the
             value of the first rank unchecked.
@@ -59,21 +51,37 @@ class SaveArguments(TypedDict, total=False):
         timeout: seconds after which an unresponsive rank is considered dead (default 1800).
     """
 
-    step: int | None
     run: str | None
-    metrics: Mapping[str, float] | None
     config: Mapping[str, Any] | None
     form: Form
     assets: str | PathLike[str] | None
     overwrite: bool
-    lineage: Sequence[LineageDoc]
-    after: int | None
-    launch: LaunchDoc | None
     replicas: Literal["equal", "first"]
     chunk_bytes: int | None
     shard_bytes: int | None
     group: dist.ProcessGroup | None
     timeout: float
+
+
+class SaveArguments(RunArguments, total=False):
+    """The arguments of `save` and `async_save`, besides the state and the url: those of `RunArguments` and these.
+
+    Attributes:
+        step: the training step.
+        metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
+        lineage: the checkpoints that this one was derived from.
+        after: the greatest commit count of the run's checkpoints, 0 if there are none; `Manager`
+            passes it. This checkpoint gets the next count after that and those in `lineage`. With
+            neither it gets none, and its step determines how new it is.
+        launch: the launch of the training; `Manager` passes it. The checkpoints of a folder without
+            it count as those of one launch.
+    """
+
+    step: int | None
+    metrics: Mapping[str, float] | None
+    lineage: Sequence[LineageDoc]
+    after: int | None
+    launch: LaunchDoc | None
 
 
 @message
@@ -88,7 +96,7 @@ class SaveOptions:
     shard_bytes: int | None = None
 
     @classmethod
-    def of(cls, url: str, arguments: SaveArguments) -> SaveOptions:
+    def of(cls, url: str, arguments: RunArguments) -> SaveOptions:
         """Create them from the arguments of `save`."""
         names = {field.name for field in fields(cls)}
         return cls(url, **{name: given for name, given in arguments.items() if name in names})  # type: ignore[arg-type]

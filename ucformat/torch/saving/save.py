@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ucformat.errors import Uncertain
+from ucformat.errors import Uncertain, check_keywords
 from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
@@ -241,8 +241,7 @@ def saving_group(
     url: str | PathLike[str], call: str, arguments: SaveArguments
 ) -> AbstractContextManager[Group]:
     """Use the group of the ranks that save; TypeError for arguments that there are not."""
-    if odd := arguments.keys() - SaveArguments.__annotations__.keys():
-        raise TypeError(f"{call}() got an unexpected keyword argument {min(odd)!r}")
+    check_keywords(call, arguments, SaveArguments)
     return group_for_call(arguments.get("group"), arguments.get("timeout", TIMEOUT), call, url)
 
 
