@@ -32,7 +32,6 @@ import ucformat
 import ucformat.torch
 from tests.cli.conftest import object_of, run
 from tests.fakes import FakeSource, random_array, same
-from tests.sources.suite import read_whole
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import IntegrityError, LayoutError, StateMismatch, UnsupportedError
 from ucformat.exporters.registry import EXPORTERS
@@ -44,6 +43,7 @@ from ucformat.reading.dtypes import dtype_name, numpy_dtype
 from ucformat.schema import CASTABLE, ITEMSIZE, NUMBERS, TORCH_SAVE_DTYPES
 from ucformat.sources.safetensors import DTYPES, PACKED
 from ucformat.storage.local import LocalStore
+from ucformat.testing.sources import read_whole
 from ucformat.torch.state.elements import host_memory
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from ucformat.errors import UcformatError, UnsupportedError, UsageError
 from ucformat.exporters.pickle import ALLOWED, Global
 from ucformat.exporters.registry import EXPORTERS
 from ucformat.jobs.export import export, plan_export
+from ucformat.reading.stand_ins import Inert, StoredTensor
 from ucformat.sources.pickle.file import TorchFile
-from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 

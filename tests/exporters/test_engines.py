@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.sources.suite import DATA, read_whole
+from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.jobs.convert import convert
 from ucformat.jobs.export import export
+from ucformat.testing.sources import read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable

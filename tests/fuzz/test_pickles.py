@@ -24,9 +24,9 @@ from tests.sources.torch_files import (
     tuple_of,
 )
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
-from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
+from ucformat.reading.stand_ins import Inert, StoredTensor
+from ucformat.reading.values import to_json
 from ucformat.sources.pickle.unpickler import unpickle
-from ucformat.sources.values import to_json
 
 CONSTANT = 48 << 20
 

@@ -159,7 +159,7 @@ def test_every_public_function_is_documented_with_its_parameters() -> None:
 
 
 def test_every_form_of_a_value_is_documented() -> None:
-    code = (ROOT / "ucformat" / "sources" / "values.py").read_text()
+    code = (ROOT / "ucformat" / "reading" / "values.py").read_text()
     forms = set(re.findall(r'"(\$[a-z]+)"', code.split('"""', 2)[2]))
     listed = (
         (ROOT / "docs" / "sources" / "README.md")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ucformat.errors import UcformatError
+from ucformat.reading.stand_ins import Inert, NdArray, NumpyDtype, Stream
 from ucformat.sources.pickle import unpickler
-from ucformat.sources.pickle.stand_ins import Inert, NdArray, NumpyDtype, Stream
 
 try:
     from ucformat._native import interpret as compiled

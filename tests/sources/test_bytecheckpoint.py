@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.sources.suite import Sample, SourceSuite, kept
+from tests.sources.suite import SourceSuite, kept
 from ucformat.checkpoint import open_checkpoint
 from ucformat.engines.bytecheckpoint.folder import LATEST
 from ucformat.engines.bytecheckpoint.source import ByteCheckpoint
 from ucformat.errors import UsageError
 from ucformat.storage.local import LocalStore
+from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
     from pathlib import Path

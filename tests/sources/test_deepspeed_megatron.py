@@ -10,7 +10,7 @@ import pytest
 
 import ucformat
 from tests.sources.megatron_deepspeed import FLAT, PAPER_SOURCES, Model, gpt, write
-from tests.sources.suite import Sample, SourceSuite
+from tests.sources.suite import SourceSuite
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import (
     AmbiguousLayout,
@@ -24,6 +24,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.testing.reading import read_tensor
+from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
     from pathlib import Path

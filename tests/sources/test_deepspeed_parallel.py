@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.sources.suite import Sample, SourceSuite, kept
+from tests.sources.suite import SourceSuite, kept
 from ucformat.engines.deepspeed import zero as ranks
 from ucformat.engines.deepspeed.opened import Merged
 from ucformat.engines.deepspeed.source import DeepSpeed
@@ -21,6 +21,7 @@ from ucformat.sources.tp_merge import LocalContents
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.testing.reading import Counting, read_tensor
+from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

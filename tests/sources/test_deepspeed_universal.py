@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.sources.suite import Sample, SourceSuite, kept
+from tests.sources.suite import SourceSuite, kept
 from ucformat.checkpoint import open_checkpoint
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import IntegrityError, MissingData, NotFound, UcformatError, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.storage.local import LocalStore
 from ucformat.testing.reading import Counting, read_tensor
+from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
     from pathlib import Path

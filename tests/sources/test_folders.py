@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import ucformat
-from tests.sources.suite import DATA, kept, read_whole
+from tests.sources.suite import DATA, kept
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import MissingData, NotACheckpoint, UnsupportedError
+from ucformat.testing.sources import read_whole
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from tests.sources.megatron_deepspeed import FLAT, gpt, write
-from tests.sources.suite import Sample, SourceSuite, kept
+from tests.sources.suite import SourceSuite, kept
 from tests.sources.test_deepspeed_evidence import LAYER, added
 from tests.sources.test_deepspeed_megatron import SMALL
 from ucformat.checkpoint import Checkpoint, open_checkpoint
@@ -27,8 +27,9 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.geometry.layout import Layout
-from ucformat.sources.values import from_json
+from ucformat.reading.values import from_json
 from ucformat.storage.local import LocalStore
+from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ucformat
-from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
+from tests.sources.suite import DATA, SourceSuite, kept
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.megatron.classic import NameResolver
 from ucformat.engines.megatron.folder import MegatronArguments
@@ -27,6 +27,7 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.storage.local import LocalStore
+from ucformat.testing.sources import Sample, read_whole
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.sources.suite import Sample, SourceSuite
+from tests.sources.suite import SourceSuite
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UnsupportedError
+from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,12 +10,13 @@ import pytest
 
 import ucformat
 from tests.fakes import random_array
-from tests.sources.suite import DATA, read_whole
+from tests.sources.suite import DATA
 from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import open_checkpoint
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.objects import ObjectStore
 from ucformat.storage.wrappers import WrappedStore
+from ucformat.testing.sources import read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

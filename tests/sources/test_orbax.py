@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numcodecs import zstd  # type: ignore[import-untyped]
 
 import ucformat
-from tests.sources.suite import Sample, SourceSuite, kept, read_whole
+from tests.sources.suite import SourceSuite, kept
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.orbax.ocdbt import _Body, _body, _locate
 from ucformat.engines.orbax.opened import tensor_keys
@@ -33,6 +33,7 @@ from ucformat.storage.base import ByteRange
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
+from ucformat.testing.sources import Sample, read_whole
 
 if TYPE_CHECKING:
     from pathlib import Path

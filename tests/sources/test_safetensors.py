@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tests.sources.suite import Sample, SourceSuite
+from tests.sources.suite import SourceSuite
 from ucformat.checkpoint import open_checkpoint
 from ucformat.engines.huggingface.safetensors import Safetensors
 from ucformat.errors import (
@@ -27,6 +27,7 @@ from ucformat.errors import (
 )
 from ucformat.sources.safetensors import DTYPES, PACKED, parse_header, read_header
 from ucformat.storage.memory import MemoryStore
+from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.sources.suite import Sample, SourceSuite
+from tests.sources.suite import SourceSuite
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.pytorch.source import TorchSave
 from ucformat.errors import (
@@ -20,12 +20,13 @@ from ucformat.errors import (
 )
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match
 from ucformat.storage.local import LocalStore
+from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tests.sources.suite import Truth
+    from ucformat.testing.sources import Truth
 
 STATES = ("step", "exp_avg", "exp_avg_sq")
 

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tests.sources.interpreters import INTERPRETERS
 from tests.sources.torch_files import call, glob, integer, pickled, storage, tensor, text, tuple_of
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
+from ucformat.reading.stand_ins import Dtype, Inert, NdArray, StoredTensor, why_refused
 from ucformat.sources.pickle import unpickler
 from ucformat.sources.pickle.allowed import PARTS
-from ucformat.sources.pickle.stand_ins import Dtype, Inert, NdArray, StoredTensor, why_refused
 from ucformat.sources.pickle.unpickler import unpickle
 
 STORAGES = {"0": 16, "empty": 0}

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ucformat
-from tests.sources.suite import Sample, SourceSuite, read_whole
+from tests.sources.suite import SourceSuite
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.orbax import zarr_chunks as chunks_module
 from ucformat.engines.orbax.source import Zarr
@@ -40,6 +40,7 @@ from ucformat.storage.decoded import DECODED, Cache
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
+from ucformat.testing.sources import Sample, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable

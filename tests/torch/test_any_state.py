@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ucformat
 import ucformat.torch as ucf
 from ucformat.format import small
-from ucformat.sources.state_names import dotted
+from ucformat.reading.state_names import dotted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.torch.test_dtensor import alone_as
 from ucformat.errors import UsageError
-from ucformat.sources.state_names import dotted
+from ucformat.reading.state_names import dotted
 from ucformat.torch import PerRank, Rng
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.local import local_state

@@ -10,8 +10,8 @@ from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.exporters.base import Span
 from ucformat.exporters.pickle import ALLOWED, Call, Global, SavedTensor, Storage
 from ucformat.reading.readable import path_from_json
+from ucformat.reading.values import from_json, is_special, plain_form
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.values import from_json, is_special, plain_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -18,8 +18,8 @@ from ucformat.jobs.run import default_workers, run
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import ReadOptions, read_flat, read_items
 from ucformat.reading.plan import ReadItem
+from ucformat.reading.values import to_json
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

@@ -26,8 +26,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UcformatError
+from ucformat.reading.values import plain_form, to_json
 from ucformat.sources.registry import SOURCES
-from ucformat.sources.values import plain_form, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -287,7 +287,7 @@ def _is_secret(key: str, value: Any) -> bool:
 
 
 def _special(form: str, value: Mapping[str, Any], depth: int) -> Any:
-    """Simplify a value in one of the `$` forms (see `ucformat.sources.values`)."""
+    """Simplify a value in one of the `$` forms (see `ucformat.reading.values`)."""
     plain = plain_form(value)
     if plain is not value:
         return _plain(plain, depth)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, TensorNotFound
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.readable import unreadable_error
+from ucformat.reading.stand_ins import why_refused
+from ucformat.reading.values import to_json
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.pickle.stand_ins import why_refused
-from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import FileRecord, GroupPlace, StatePath
+    from ucformat.reading.stand_ins import StoredTensor
     from ucformat.sources.base import OpenSource
     from ucformat.sources.pickle.file import TorchFile
-    from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
     #: Finds the extents of a tensor: at least those that overlap a box of it (None: all).

@@ -21,8 +21,8 @@ from ucformat.errors import (
     option_text,
 )
 from ucformat.reading.readable import PART_OF
+from ucformat.reading.stand_ins import Inert
 from ucformat.sources.model_files import read_json, read_weight_map
-from ucformat.sources.pickle.stand_ins import Inert
 from ucformat.sources.registry import all_sources
 from ucformat.storage.base import exists
 

@@ -25,6 +25,8 @@ from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.readable import PART_OF, CheckpointMetadata
+from ucformat.reading.stand_ins import unknown_dtype
+from ucformat.reading.values import to_json
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import (
@@ -35,8 +37,6 @@ from ucformat.sources.model_files import (
     read_weight_map,
 )
 from ucformat.sources.parts import part_by_shapes
-from ucformat.sources.pickle.stand_ins import unknown_dtype
-from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError, first_names
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, IntKey
+from ucformat.reading.stand_ins import Inert, LocalPart, StoredTensor
+from ucformat.reading.values import to_json
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import (
     BIN_INDEX,
@@ -29,9 +31,7 @@ from ucformat.sources.parts import part_by_content, part_by_shapes, parts_of_one
 from ucformat.sources.pickle.allowed import PARTS
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
-from ucformat.sources.pickle.stand_ins import Inert, LocalPart, StoredTensor
 from ucformat.sources.registry import all_sources
-from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:

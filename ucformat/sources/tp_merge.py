@@ -16,9 +16,9 @@ from ucformat.sources.index import TensorIndex
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ucformat.reading.stand_ins import StoredTensor
     from ucformat.sources.index import Locate
     from ucformat.sources.pickle.file import TorchFile
-    from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
 

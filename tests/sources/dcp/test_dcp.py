@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
+from tests.sources.suite import DATA, SourceSuite, kept
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.pytorch.dcp_shards import _offsets
 from ucformat.engines.pytorch.source import Dcp
@@ -17,6 +17,7 @@ from ucformat.errors import IntegrityError, MissingData
 from ucformat.sources.safetensors import SHARDING_INFO, Header
 from ucformat.storage.local import LocalStore
 from ucformat.testing.reading import Counting
+from ucformat.testing.sources import Sample, read_whole
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -39,7 +39,7 @@ class TestLightning(IntegrationSuite):
         from lightning import pytorch as pl
         from lightning.pytorch.callbacks import ModelCheckpoint
 
-        from ucformat.torch.integrations.lightning import UniversalDDPStrategy
+        from ucformat.engines.lightning.live import UniversalDDPStrategy
 
         class Module(pl.LightningModule):
             def __init__(self) -> None:
@@ -99,7 +99,7 @@ class TestTorchtitan(IntegrationSuite):
     name = "torchtitan"
 
     def train(self, folder: Path, steps: int, resume: Path | None = None) -> dict[str, Any]:
-        from ucformat.torch.integrations.torchtitan import CheckpointManager
+        from ucformat.engines.torchtitan.live import CheckpointManager
 
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)

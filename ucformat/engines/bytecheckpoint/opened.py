@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Extent, TensorList
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping
+from ucformat.reading.stand_ins import Inert, StoredTensor
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.distcp import METADATA
 from ucformat.sources.distcp.metadata import Items, Metadata, check_dense, read_metadata
 from ucformat.sources.distcp.opened import ItemValues, OpenDcp, plain_value
 from ucformat.sources.pickle.file import TorchFile
-from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.pickle.unpickler import unpickle
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.engines.deepspeed.folder import copy_hint
 from ucformat.engines.deepspeed.model_states import ModelStates, need
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
-from ucformat.sources.pickle.stand_ins import StoredTensor
+from ucformat.reading.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

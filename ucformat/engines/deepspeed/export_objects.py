@@ -13,7 +13,7 @@ from ucformat.exporters.base import left_out
 from ucformat.exporters.pickle import ALLOWED, Call, Global, Instance
 from ucformat.exporters.values import value_of, whole
 from ucformat.geometry.tensor import Key
-from ucformat.sources.values import references, unkey
+from ucformat.reading.values import references, unkey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,7 +28,7 @@ from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.tp_sharding import Shapes, TPSharding, concatenate, replicate
 from ucformat.geometry.view import BoxPair
-from ucformat.sources.pickle.stand_ins import Inert
+from ucformat.reading.stand_ins import Inert
 from ucformat.sources.tp_merge import CUTS, cuts_option
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.reading.readable import LazySequence, json_key
+from ucformat.reading.values import SMALL, references
 from ucformat.sources.configuration import program_config
-from ucformat.sources.values import SMALL, references
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.saving.manifest import SaveMetadata

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, UnsupportedError
-from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
-from ucformat.sources.values import to_json
+from ucformat.reading.stand_ins import Inert, StoredTensor
+from ucformat.reading.values import to_json
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:

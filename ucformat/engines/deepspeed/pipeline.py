@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from ucformat.engines.deepspeed.zero0 import entries_of
 from ucformat.errors import IntegrityError, MissingData, UsageError, option_text
+from ucformat.reading.stand_ins import StoredTensor
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match
-from ucformat.sources.pickle.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

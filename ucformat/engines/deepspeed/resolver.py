@@ -23,7 +23,7 @@ from ucformat.errors import AmbiguousLayout, LayoutError, UsageError, option_tex
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.placement import axes_of, place
 from ucformat.geometry.tp_sharding import TP, Shapes, TPSharding, mean, replicate, shard
-from ucformat.sources.pickle.stand_ins import Inert
+from ucformat.reading.stand_ins import Inert
 from ucformat.sources.tp_merge import cuts_option, layout_of_cuts
 from ucformat.storage.concurrency import map_io
 

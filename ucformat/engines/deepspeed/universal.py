@@ -37,11 +37,11 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import BoxPair, View
 from ucformat.reading.readable import CheckpointMetadata
+from ucformat.reading.stand_ins import StoredTensor
+from ucformat.reading.values import to_json
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.index import Group, IndexedSource, TensorIndex
 from ucformat.sources.pickle.file import TorchFile, TorchZip
-from ucformat.sources.pickle.stand_ins import StoredTensor
-from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:

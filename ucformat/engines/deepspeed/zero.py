@@ -33,10 +33,10 @@ from ucformat.geometry.flat_buffer import (
     part_size,
     round_robin_order,
 )
+from ucformat.reading.stand_ins import Inert, StoredTensor
+from ucformat.reading.values import to_json
 from ucformat.sources.index import Group
-from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.tp_merge import LocalContents
-from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

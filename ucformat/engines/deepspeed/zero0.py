@@ -26,10 +26,10 @@ from ucformat.engines.deepspeed.model_states import (
 )
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError, option_text
 from ucformat.geometry.box import row_major
+from ucformat.reading.stand_ins import StoredTensor
+from ucformat.reading.values import all_equal, to_json
 from ucformat.sources.index import Group
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
-from ucformat.sources.pickle.stand_ins import StoredTensor
-from ucformat.sources.values import all_equal, to_json
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:

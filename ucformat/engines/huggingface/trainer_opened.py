@@ -21,16 +21,16 @@ from ucformat.errors import (
 )
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, FileRecord
+from ucformat.reading.stand_ins import OpaqueFile
+from ucformat.reading.values import to_json
 from ucformat.sources.base import with_options
 from ucformat.sources.index import Group, IndexedSource, PrefixedSource, TensorIndex
 from ucformat.sources.model_files import find_assets, read_json
 from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
-from ucformat.sources.pickle.stand_ins import OpaqueFile
 from ucformat.sources.registry import SOURCES
 from ucformat.sources.safetensors import OpenSafetensors
 from ucformat.sources.torch_save import OpenTorchSave, choose_files
-from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.wrappers import PrefixStore
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
     from ucformat.engines.huggingface.trainer_folder import FolderFiles
+    from ucformat.reading.stand_ins import StoredTensor
     from ucformat.sources.base import OpenSource
-    from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Info, Store
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ucformat.engines.lightning import META, VERSION
 from ucformat.geometry.tensor import TensorList
 from ucformat.reading.readable import LazyMapping
+from ucformat.reading.stand_ins import OpaqueFile
+from ucformat.reading.values import to_json
 from ucformat.sources.distcp.opened import OpenDcp
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.pickle.file import TorchZip, open_file
-from ucformat.sources.pickle.stand_ins import OpaqueFile
-from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key, TensorInfo
     from ucformat.reading.readable import CheckpointMetadata, FileRecord
+    from ucformat.reading.stand_ins import StoredTensor
     from ucformat.sources.distcp.metadata import Items
     from ucformat.sources.distcp.opened import ItemValues
-    from ucformat.sources.pickle.stand_ins import StoredTensor
 
 
 class OpenLightning(OpenDcp):

@@ -16,9 +16,9 @@ from ucformat.geometry.placement import Replicate, Shard
 from ucformat.geometry.tensor import Key
 from ucformat.geometry.tp_sharding import TP, Shapes, TPSharding, concatenate, replicate, shard
 from ucformat.reading.readable import CheckpointMetadata
+from ucformat.reading.values import to_json
 from ucformat.sources.index import Group, IndexedSource, TensorIndex
 from ucformat.sources.tp_merge import LocalContents, compare, cuts_option, layout_of_cuts
-from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

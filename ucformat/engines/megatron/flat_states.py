@@ -22,8 +22,8 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import align_up, flat_boxes, flat_extents, flat_range
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import BoxPair, View
+from ucformat.reading.stand_ins import why_refused
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.pickle.stand_ins import why_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

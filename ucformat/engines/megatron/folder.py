@@ -10,8 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, NotFound, UcformatError, UsageError, first_names
+from ucformat.reading.stand_ins import Inert
 from ucformat.sources.base import PickleOptions, option
-from ucformat.sources.pickle.stand_ins import Inert
 from ucformat.storage.base import check_key, exists
 
 if TYPE_CHECKING:

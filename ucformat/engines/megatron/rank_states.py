@@ -33,11 +33,11 @@ from ucformat.errors import (
     option_text,
 )
 from ucformat.geometry.tensor import Key
+from ucformat.reading.stand_ins import Dtype, StoredTensor
+from ucformat.reading.values import to_json
 from ucformat.sources.index import Group
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
-from ucformat.sources.pickle.stand_ins import Dtype, StoredTensor
-from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.dtypes import dtype_name
 from ucformat.reading.readable import path_from_json
+from ucformat.reading.values import from_json, is_special, plain_form
 from ucformat.schema import ITEMSIZE, ZARR_DTYPES
-from ucformat.sources.values import from_json, is_special, plain_form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

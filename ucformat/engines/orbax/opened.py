@@ -15,8 +15,8 @@ from ucformat.engines.orbax.zarr_chunks import Chunks, OpenArrays
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.readable import CheckpointMetadata, path_to_json
-from ucformat.sources.pickle.stand_ins import NdArray
-from ucformat.sources.values import to_json
+from ucformat.reading.stand_ins import NdArray
+from ucformat.reading.values import to_json
 from ucformat.storage.base import ByteRange
 from ucformat.storage.decoded import DecodedStore, read_json
 

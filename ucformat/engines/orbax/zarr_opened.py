@@ -13,7 +13,7 @@ from ucformat.engines.orbax.zarr_chunks import Chunks, OpenArrays
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError, option_text
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.readable import CheckpointMetadata
-from ucformat.sources.values import to_json
+from ucformat.reading.values import to_json
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.decoded import DecodedStore, list_values, read_json
 

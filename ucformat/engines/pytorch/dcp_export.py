@@ -21,8 +21,8 @@ from ucformat.exporters.values import constant, key_of, value_of
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.readable import IntKey
-from ucformat.sources.state_names import GROUPS, dotted
-from ucformat.sources.values import is_special
+from ucformat.reading.state_names import GROUPS, dotted
+from ucformat.reading.values import is_special
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -38,10 +38,10 @@ from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS, IntKey
+from ucformat.reading.state_names import GROUPS, dotted, key_of_dotted
+from ucformat.reading.values import from_json
 from ucformat.references import open_reference
 from ucformat.sources.distcp.metadata import TransformedItems
-from ucformat.sources.state_names import GROUPS, dotted, key_of_dotted
-from ucformat.sources.values import from_json
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.wrappers import check_unchanged
 from ucformat.torch.loading.match import Problems, match, raise_for, stored_names

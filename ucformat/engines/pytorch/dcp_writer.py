@@ -27,9 +27,9 @@ from ucformat.errors import Conflict, LayoutError, UcformatError, UsageError
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import StatePath as Path
 from ucformat.reading.readable import json_key
-from ucformat.sources.pickle.stand_ins import opaque_file
-from ucformat.sources.state_names import GROUPS, dotted
-from ucformat.sources.values import packed
+from ucformat.reading.stand_ins import opaque_file
+from ucformat.reading.state_names import GROUPS, dotted
+from ucformat.reading.values import packed
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_group
 from ucformat.torch.comm.wire import message

@@ -11,8 +11,8 @@ from ucformat.exporters.pickle import ALLOWED, Global, SavedTensor, Storage
 from ucformat.exporters.zip_file import torch_file
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import GroupPlace, IntKey, path_from_json
-from ucformat.sources.state_names import GROUPS, dotted
-from ucformat.sources.values import from_json, plain_form
+from ucformat.reading.state_names import GROUPS, dotted
+from ucformat.reading.values import from_json, plain_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -29,8 +29,8 @@ from ucformat.geometry.tensor import Key
 from ucformat.jobs.combine.formulas import low_rank
 from ucformat.jobs.combine.methods import REAL, Method, Operand, wide
 from ucformat.jobs.combine.outputs import is_scaled, scaled_modules
+from ucformat.reading.values import references
 from ucformat.schema.values import loads
-from ucformat.sources.values import references
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence

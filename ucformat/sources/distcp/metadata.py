@@ -29,9 +29,9 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.reading.repeats import first_repeated
+from ucformat.reading.stand_ins import Dtype, Inert, OpaqueFile, StoredTensor, why_refused
 from ucformat.sources.distcp import METADATA
 from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
-from ucformat.sources.pickle.stand_ins import Dtype, Inert, OpaqueFile, StoredTensor, why_refused
 from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.storage.base import ByteRange, check_key, exists
 from ucformat.storage.concurrency import map_io

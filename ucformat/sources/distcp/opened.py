@@ -17,12 +17,12 @@ from ucformat.reading.readable import (
     json_key,
     unreadable_error,
 )
+from ucformat.reading.stand_ins import OpaqueFile, unknown_dtype
+from ucformat.reading.state_names import GROUPS, dotted, split_state
+from ucformat.reading.values import from_json, packed, to_json
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.distcp.state import name_entries
 from ucformat.sources.index import Group, unknown_tensor
-from ucformat.sources.pickle.stand_ins import OpaqueFile, unknown_dtype
-from ucformat.sources.state_names import GROUPS, dotted, split_state
-from ucformat.sources.values import from_json, packed, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.reading.readable import FileRecord
     from ucformat.reading.readable import StatePath as Path
+    from ucformat.reading.stand_ins import StoredTensor
     from ucformat.sources.distcp.metadata import Items, Metadata
     from ucformat.sources.distcp.state import NamedEntries, Optimizer
     from ucformat.sources.pickle.file import TorchFile
-    from ucformat.sources.pickle.stand_ins import StoredTensor
 
     Values = Mapping[str, TorchFile | OpaqueFile]
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, UsageError, option_text
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key
-from ucformat.sources.pickle.optimizer import Entry, Module, shape_of_states
-from ucformat.sources.pickle.stand_ins import StoredTensor
-from ucformat.sources.state_names import (
+from ucformat.reading.stand_ins import StoredTensor
+from ucformat.reading.state_names import (
     GROUPS,
     Naming,
     dotted,
@@ -19,6 +18,7 @@ from ucformat.sources.state_names import (
     split_option,
     split_state,
 )
+from ucformat.sources.pickle.optimizer import Entry, Module, shape_of_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

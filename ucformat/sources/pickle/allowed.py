@@ -18,8 +18,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsafeError, option_text
-from ucformat.schema import ITEMSIZE
-from ucformat.sources.pickle.stand_ins import (
+from ucformat.reading.stand_ins import (
     Dtype,
     Inert,
     InertClass,
@@ -34,6 +33,7 @@ from ucformat.sources.pickle.stand_ins import (
     StoredTensor,
     Stream,
 )
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.registry import all_sources
 
 if TYPE_CHECKING:
@@ -382,11 +382,7 @@ def dtype_text(dtype: Any) -> str:
     """The NumPy spelling of a dtype, with its byte order: `<f4`."""
     if not isinstance(dtype, NumpyDtype):
         raise IntegrityError(f"a numpy array of dtype {reprlib.repr(dtype)}")
-    return (
-        dtype.code
-        if dtype.code[:1] in "<>=|"
-        else (dtype.order if dtype.order in "<>" else "") + dtype.code
-    )
+    return dtype.text
 
 
 _SCALARS = (

@@ -24,15 +24,15 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_extents
 from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import FileRecord
+from ucformat.reading.stand_ins import OpaqueFile, why_refused
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.pickle.stand_ins import OpaqueFile, why_refused
 from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.storage.base import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ucformat.sources.pickle.stand_ins import StoredTensor
+    from ucformat.reading.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
 # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import GroupPlace, IntKey
+from ucformat.reading.stand_ins import StoredTensor
+from ucformat.reading.values import all_equal, to_json
 from ucformat.sources.index import Group, TensorIndex
-from ucformat.sources.pickle.stand_ins import StoredTensor
-from ucformat.sources.values import all_equal, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,10 +22,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
-from ucformat.schema import ITEMSIZE
-from ucformat.schema.limits import FREE_READS, MOST_READS
-from ucformat.sources.pickle.allowed import checked_key, dtype_text, resolve, sizes
-from ucformat.sources.pickle.stand_ins import (
+from ucformat.reading.stand_ins import (
     Inert,
     InertClass,
     Maker,
@@ -36,6 +33,9 @@ from ucformat.sources.pickle.stand_ins import (
     StoredTensor,
     Stream,
 )
+from ucformat.schema import ITEMSIZE
+from ucformat.schema.limits import FREE_READS, MOST_READS
+from ucformat.sources.pickle.allowed import checked_key, dtype_text, resolve, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ucformat.geometry.tensor import Key
-from ucformat.sources.state_names import MODEL_KEYS, dotted
+from ucformat.reading.state_names import MODEL_KEYS, dotted
 from ucformat.torch.loading.match import PARAMETER, Problems
 from ucformat.torch.state.subclasses import RECORD
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ucformat.errors import UcformatError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
-from ucformat.sources.state_names import GROUPS, dotted, split_state
+from ucformat.reading.state_names import GROUPS, dotted, split_state
 from ucformat.torch.loading.find import prefixes_of
 from ucformat.torch.loading.match import PARAMETER, Problems
 from ucformat.torch.state.collect import CollectedGroup, GroupOptions, ValueSlot, collect_made

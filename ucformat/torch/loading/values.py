@@ -11,8 +11,8 @@ import torch
 from ucformat.errors import PermissionDenied, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey, json_key
-from ucformat.sources.state_names import GROUPS, dotted
-from ucformat.sources.values import from_json, is_flattened, is_special, without_class
+from ucformat.reading.state_names import GROUPS, dotted
+from ucformat.reading.values import from_json, is_flattened, is_special, without_class
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.state.collect import NoPlace, ValueSlot
 from ucformat.torch.state.memory import dtype_name, torch_dtype

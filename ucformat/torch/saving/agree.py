@@ -27,7 +27,7 @@ from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Key
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import path_to_json
-from ucformat.sources.state_names import dotted
+from ucformat.reading.state_names import dotted
 from ucformat.storage.strided import checksum
 from ucformat.torch.comm.wire import Addressed, decode, encode, message
 from ucformat.torch.saving.in_place import OTHER_FORMS, WeightFilesPlan

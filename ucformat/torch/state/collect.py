@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ucformat.errors import StateMismatch, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
-from ucformat.sources.state_names import GROUPS, dotted, name_state, optimizer_roots, split_option
+from ucformat.reading.state_names import GROUPS, dotted, name_state, optimizer_roots, split_option
 from ucformat.torch.integration import integrations
 from ucformat.torch.state.objects import PerRank, Rng, StateParts, encode
 from ucformat.torch.state.subclasses import RECORD, is_subclass, memory_of, own_memory, take_apart

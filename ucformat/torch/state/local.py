@@ -18,7 +18,7 @@ from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.local import Dim, IndexRun, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import GroupPlace, json_key
-from ucformat.sources.state_names import GROUPS, dotted
+from ucformat.reading.state_names import GROUPS, dotted
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.memory import dtype_name, synchronize
 from ucformat.torch.state.objects import encode

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ucformat.errors import IntegrityError, UnsafeError, UnsupportedError, UsageError
 from ucformat.reading.dtypes import dtype_name as numpy_dtype_name
-from ucformat.schema import ITEMSIZE
-from ucformat.sources.pickle.stand_ins import (
+from ucformat.reading.stand_ins import (
     Dtype,
     Inert,
     NamedFields,
@@ -35,7 +34,8 @@ from ucformat.sources.pickle.stand_ins import (
     SmallTensor,
     Stream,
 )
-from ucformat.sources.values import array_dtype_text, from_json, numpy_dtype, to_json
+from ucformat.reading.values import array_dtype_text, from_json, numpy_dtype, to_json
+from ucformat.schema import ITEMSIZE
 from ucformat.torch.state.elements import host_memory
 from ucformat.torch.state.memory import dtype_name, torch_dtype
 from ucformat.torch.state.subclasses import plain_values

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ucformat.errors import LayoutError, UsageError
-from ucformat.sources.values import to_json
+from ucformat.reading.values import to_json
 from ucformat.torch.state.elements import span
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ucformat.errors import UnsupportedError, UpgradeNeeded
-from ucformat.sources.pickle.stand_ins import Dtype, Inert, InertClass, NdArray, StoredTensor
-from ucformat.sources.values import from_json, to_json
+from ucformat.reading.stand_ins import Dtype, Inert, InertClass, NdArray, StoredTensor
+from ucformat.reading.values import from_json, to_json
 
 SMALL = StoredTensor("0", "bfloat16", (2,), (1,), 0, 2)
 LARGE = StoredTensor("1", "float32", (1 << 20,), (1,), 0, 1 << 20)
@@ -113,7 +113,7 @@ def test_a_tensor_is_never_dropped() -> None:
 
 
 def test_values_that_hold_themselves_or_share_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucformat.sources.values._MAX_NODES", 1000)
+    monkeypatch.setattr("ucformat.reading.values._MAX_NODES", 1000)
     ring: list[Any] = []
     ring.append(ring)
     laughs: Any = [1]

@@ -151,6 +151,13 @@ class NumpyDtype:
     code: str
     order: str = "<"
 
+    @property
+    def text(self) -> str:
+        """NumPy's spelling, with the byte order: `<f4`."""
+        if self.code[:1] in "<>=|":
+            return self.code
+        return (self.order if self.order in "<>" else "") + self.code
+
 
 @dataclass(frozen=True, slots=True)
 class NumpyScalar:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucformat.geometry.tensor import Key
-from ucformat.sources.state_names import dotted, key_of_dotted, name_state, optimizer_roots
+from ucformat.reading.state_names import dotted, key_of_dotted, name_state, optimizer_roots
 
 PARAMS = ("embed.weight", "layers.0.up.bias", "layers.10.up.bias", "head")
 STATES = ("exp_avg", "exp_avg_sq", "step")

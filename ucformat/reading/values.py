@@ -48,10 +48,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError, UpgradeNeeded
 from ucformat.reading.readable import json_key
-from ucformat.schema import ITEMSIZE
-from ucformat.schema.limits import MAX_BITS
-from ucformat.sources.pickle.allowed import dtype_text
-from ucformat.sources.pickle.stand_ins import (
+from ucformat.reading.stand_ins import (
     Dtype,
     Inert,
     InertClass,
@@ -67,6 +64,8 @@ from ucformat.sources.pickle.stand_ins import (
     StoredTensor,
     Stream,
 )
+from ucformat.schema import ITEMSIZE
+from ucformat.schema.limits import MAX_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -245,7 +244,7 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, Dtype):
         return {"$dtype": value.name}
     if isinstance(value, NumpyDtype):
-        return {"$class": "numpy.dtype", "$args": [dtype_text(value)]}
+        return {"$class": "numpy.dtype", "$args": [value.text]}
     if isinstance(value, InertClass | Maker):  # the class itself, not an object of it
         return {"$class": value.name}
     if isinstance(value, dt.timedelta):
