@@ -8,15 +8,18 @@ A package that cannot be imported is told of once, and hides no other.
 from __future__ import annotations
 
 import logging
-from functools import cache
+import sys
+from contextlib import suppress
+from functools import cache, partial
+from importlib import import_module
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ucformat.errors import UcformatError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from importlib.metadata import EntryPoint
+    from collections.abc import Callable, Iterable, Iterator
 
 T = TypeVar("T")
 
@@ -88,52 +91,83 @@ class Registry(Generic[T]):
 
     def package(self, name: str) -> str:
         """The package that registers a name."""
-        return _package(_points(self.group)[name])
+        return _points(self.group)[name].package
 
 
-def _failure(what: str, point: EntryPoint, error: Exception) -> PluginError:
-    package = _package(point)
+class _Point(NamedTuple):
+    """An entry point: its name, the package that registers it, and what imports its object."""
+
+    name: str
+    package: str
+    load: Callable[[], Any]
+
+
+def _failure(what: str, point: _Point, error: Exception) -> PluginError:
+    package = point.package
     return PluginError(
         f"the {what} {point.name!r} of {package} cannot be used: {type(error).__name__}: {error}",
         hint=f"update or uninstall {package}; everything else works without it",
     )
 
 
-def _package(point: EntryPoint) -> str:
-    """The name of the package that registers an entry point."""
-    return point.dist.name if point.dist is not None else _OWN
-
-
 @cache
-def _own_points() -> dict[str, list[EntryPoint]]:
-    """This package's own entry points by group, from the file of which its metadata is made.
-
-    An installation from a working tree has the metadata of the day on which it was installed.
-    """
-    from configparser import ConfigParser  # here, because most commands need no plugin to start
-    from importlib.metadata import EntryPoint
-
-    file = ConfigParser(delimiters="=")
-    file.read(Path(__file__).with_name("entry_points.txt"), encoding="utf-8")
-    return {
-        group: [EntryPoint(name, value, group) for name, value in section.items()]
-        for group, section in file.items()
-    }
-
-
-@cache
-def _points(group: str) -> dict[str, EntryPoint]:
+def _points(group: str) -> dict[str, _Point]:
     """The entry points of a group by name; of several with one name this package's own, or the first."""
-    from importlib.metadata import entry_points
-
-    points = {point.name: point for point in _own_points().get(group, ())}
-    for point in entry_points(group=group):
-        if _package(point) == _OWN:
-            continue
+    points = {point.name: point for point in _own_points(group)}
+    for point in _points_of_others(group):
         first = points.setdefault(point.name, point)
         if first is not point:
             _log.warning(
                 "%s registers %r in %s, as %s does, whose is used",
-                *(_package(point), point.name, group, _package(first)),
+                *(point.package, point.name, group, first.package),
             )
     return points
+
+
+def _own_points(group: str) -> Iterator[_Point]:
+    """This package's own entry points, from the file of which its metadata is made.
+
+    An installation from a working tree has the metadata of the day on which it was installed.
+    """
+    section = ""
+    for line in Path(__file__).with_name("entry_points.txt").read_text("utf-8").splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line and section == group:
+            name, value = line.split(" = ")
+            yield _Point(name, _OWN, partial(_load, *value.split(":")))
+
+
+def _load(module: str, attribute: str) -> object:
+    return getattr(import_module(module), attribute)
+
+
+def _points_of_others(group: str) -> Iterator[_Point]:
+    if not _others_register():
+        return
+    from importlib.metadata import entry_points  # which takes as long as all that help imports
+
+    for point in entry_points(group=group):
+        package = _OWN if point.dist is None else point.dist.name
+        if package != _OWN:
+            yield _Point(point.name, package, point.load)
+
+
+@cache
+def _others_register() -> bool:
+    """Whether other installed packages may register something for this one."""
+    finders = [f for f in sys.meta_path if hasattr(f, "find_distributions")]
+    return finders != [PathFinder] or any(map(_may_register, sys.path))
+
+
+def _may_register(folder: str) -> bool:
+    """Whether a package in a folder of `sys.path` may register something; of an archive that is not known."""
+    place = Path(folder)
+    if place.is_file() or place.suffix == ".egg":
+        return True
+    for file in place.glob("*-info/entry_points.txt"):
+        if file.parent.stem.partition("-")[0] != _OWN:
+            with suppress(OSError):
+                if f"[{_OWN}.".encode() in file.read_bytes():
+                    return True
+    return False
