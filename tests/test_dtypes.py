@@ -40,8 +40,14 @@ from ucformat.jobs.export import export
 from ucformat.jobs.materialize import materialize
 from ucformat.jobs.verify import verify
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
-from ucformat.schema import CASTABLE, ITEMSIZE, NUMBERS, TORCH_SAVE_DTYPES
-from ucformat.sources.safetensors import DTYPES, PACKED
+from ucformat.schema import (
+    CASTABLE,
+    ITEMSIZE,
+    NUMBERS,
+    SAFETENSORS_DTYPES,
+    SAFETENSORS_PACKED,
+    TORCH_SAVE_DTYPES,
+)
 from ucformat.storage.local import LocalStore
 from ucformat.testing.sources import read_whole
 from ucformat.torch.state.elements import host_memory
@@ -97,8 +103,8 @@ def safetensors_file(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], 
 
 def every_safetensors_dtype() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     out: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
-    for number, (theirs, ours) in enumerate(DTYPES.items()):
-        values, elements = PACKED.get(ours, (1, 1))
+    for number, (theirs, ours) in enumerate(SAFETENSORS_DTYPES.items()):
+        values, elements = SAFETENSORS_PACKED.get(ours, (1, 1))
         data = random_array((3, 8 * elements // values), ours, number).tobytes()
         out[f"m.{theirs}"] = (theirs, (3, 8), data)
     return out
@@ -118,7 +124,7 @@ def test_the_names_are_those_of_the_packages() -> None:
         )
     assert (
         set(re.findall("`([A-Z]+[0-9]*(?:_[A-Z0-9]+)?)`", str(caught.value))) - {"F9"}
-        == DTYPES.keys()
+        == SAFETENSORS_DTYPES.keys()
     )
     for name, itemsize in ITEMSIZE.items():
         dtype = numpy_dtype(name)
@@ -160,7 +166,7 @@ def test_files_of_safetensors_of_every_dtype(tmp_path: Path) -> None:
         n: data for n, (_, _, data) in tensors.items()
     }
     assert {n: ck[n].info.dtype for n in ck} == {
-        n: DTYPES[dtype] for n, (dtype, _, _) in tensors.items()
+        n: SAFETENSORS_DTYPES[dtype] for n, (dtype, _, _) in tensors.items()
     }
     convert(ck, tmp_path / "arrays")
     convert(ck, tmp_path / "files", weights="safetensors")

@@ -94,6 +94,14 @@ def test_a_command_loads_only_what_it_works_with(command: str, words: dict[str, 
     assert readers == ({"ucformat.sources.index"} if allowed >= FOREIGN else set())
 
 
+def test_the_help_of_exports_loads_nothing_that_plans_files() -> None:
+    loaded = modules_of(["export", "--help"])
+    assert {m for m in loaded if m.startswith("ucformat.exporters.")} == {
+        f"ucformat.exporters.{name}" for name in ("adapter", "base", "registry", "safetensors")
+    }
+    assert not {m for m in loaded if m.startswith(("ucformat.sources.", "ucformat.storage."))}
+
+
 def test_the_program_ends_without_a_last_search_for_garbage() -> None:
     code = (
         "import gc, sys\nsys.argv = ['ucp', '--version']\nfrom ucformat.cli.main import main\n"

@@ -25,14 +25,19 @@ from ucformat.errors import (
     UnsupportedError,
     UsageError,
 )
-from ucformat.sources.safetensors import DTYPES, PACKED, parse_header, read_header
+from ucformat.schema import SAFETENSORS_DTYPES, SAFETENSORS_PACKED
+from ucformat.sources.safetensors import parse_header, read_header
 from ucformat.storage.memory import MemoryStore
 from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-DTYPE_NAMES = [name for name in DTYPES.values() if name != "bool" and name not in PACKED]
+DTYPE_NAMES = [
+    name
+    for name in SAFETENSORS_DTYPES.values()
+    if name != "bool" and name not in SAFETENSORS_PACKED
+]
 
 
 def arrays(
@@ -149,7 +154,7 @@ class TestShardsWithoutIndex(SourceSuite):
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     a = arrays({"a": (3, 5)}, dtype)["a"]
-    name = next(k for k, v in DTYPES.items() if v == dtype)
+    name = next(k for k, v in SAFETENSORS_DTYPES.items() if v == dtype)
     header = json.dumps(
         {"a": {"dtype": name, "shape": [3, 5], "data_offsets": [0, a.nbytes]}}
     ).encode()
@@ -430,7 +435,7 @@ def test_arbitrary_bytes(data: bytes) -> None:
     st.dictionaries(
         st.text(max_size=3) | st.just("__metadata__"),
         st.fixed_dictionaries({
-            "dtype": st.sampled_from([*DTYPES, "F9"]),
+            "dtype": st.sampled_from([*SAFETENSORS_DTYPES, "F9"]),
             "shape": st.lists(st.integers(-1, 4) | st.integers(), max_size=3),
             "data_offsets": st.lists(st.integers(-1, 40), min_size=1, max_size=3),
         })

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
 
 __all__ = [
+    "DistcpOptions",
     "ExportOptions",
     "Exporter",
     "Link",
@@ -179,12 +180,37 @@ class ExportOptions:
     """The options of an exporter; a subclass defines them with `option`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistcpOptions(ExportOptions):
+    """The options of formats that consist of the files of torch.distributed.checkpoint (`exporters/distcp.py`)."""
+
+    max_file_bytes: int = option(
+        1_000_000_000,
+        "size",
+        "maximum size of a file, unless a single item is larger; 1 GB by default",
+    )
+    max_item_bytes: int = option(
+        64 << 20,
+        "size",
+        "maximum size of a chunk of a tensor, which loaders read whole; 64 MiB by default",
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("max_file_bytes", self.max_file_bytes),
+            ("max_item_bytes", self.max_item_bytes),
+        ):
+            if value < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}")
+
+
 class Exporter(ABC):
     """Plans the files of one format.
 
     To support a format, subclass this, define `kind`, `title` and `target`, and register it in the
     group `ucformat.exporters` of the entry points of your package (CONTRIBUTING.md, "Add an
-    exporter"). `ucp export --help` imports all of them.
+    exporter"). `ucp export --help` imports all of them, so their modules import what plans the files
+    when it is needed.
 
     Attributes:
         kind: the identifier of the format in the API and on the command line.

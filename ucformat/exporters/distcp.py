@@ -16,8 +16,8 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import UnsupportedError, UsageError
-from ucformat.exporters.base import ExportOptions, Span, TargetFile, option
+from ucformat.errors import UnsupportedError
+from ucformat.exporters.base import Span, TargetFile
 from ucformat.exporters.pickle import ALLOWED, Call, Global, Instance, SavedTensor, dump
 from ucformat.exporters.zip_file import torch_archive
 from ucformat.geometry.box import Box
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.exporters.base import Part
+    from ucformat.exporters.base import DistcpOptions, Part
     from ucformat.exporters.pickle import Storage
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import StatePath
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"  # of DCP's format; readers before PyTorch 2.9 ignore it
-_FILE_BYTES, _ITEM_BYTES = 1_000_000_000, 64 << 20
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA, _INDEX, _CHUNK, _TENSOR, _BYTES, _PROPERTIES, _ENCODING, _META = (
@@ -65,30 +64,6 @@ ALLOWED |= {
     _INFO,
     _LAYOUT,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistcpOptions(ExportOptions):
-    """The options of formats that consist of items."""
-
-    max_file_bytes: int = option(
-        _FILE_BYTES,
-        "size",
-        "maximum size of a file, unless a single item is larger; 1 GB by default",
-    )
-    max_item_bytes: int = option(
-        _ITEM_BYTES,
-        "size",
-        "maximum size of a chunk of a tensor, which loaders read whole; 64 MiB by default",
-    )
-
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("max_file_bytes", self.max_file_bytes),
-            ("max_item_bytes", self.max_item_bytes),
-        ):
-            if value < 1:
-                raise UsageError(f"{name} must be at least 1, not {value}")
 
 
 @dataclass(frozen=True, slots=True)

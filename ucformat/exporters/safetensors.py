@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UnsupportedError
 from ucformat.exporters.base import Span, TargetFile
 from ucformat.reading.readable import PART_OF
-from ucformat.sources.safetensors import DTYPES, PACKED
+from ucformat.schema import SAFETENSORS_DTYPES, SAFETENSORS_PACKED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
 
 #: The names of dtypes in headers, by ours.
-DTYPE_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+DTYPE_NAMES = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
 _ENDING = ".safetensors"
 MODEL = "model"  # the name of the files that loaders look for
 _ALIGN = 8  # bytes: of the header, as the library pads it
@@ -104,7 +104,7 @@ def files_of(
 
 def _shape(info: TensorInfo) -> list[int]:
     """The shape in the header, which counts values that are packed one by one."""
-    values, elements = PACKED.get(info.dtype, (1, 1))
+    values, elements = SAFETENSORS_PACKED.get(info.dtype, (1, 1))
     if values > 1 and (not info.shape or info.shape[-1] % elements):
         raise UnsupportedError(
             f"{info.key} is {info.dtype} of shape {list(info.shape)}, and safetensors has only "

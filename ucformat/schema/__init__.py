@@ -8,6 +8,8 @@ __all__ = [
     "ITEMSIZE",
     "LINEAGE_KINDS",
     "NUMBERS",
+    "SAFETENSORS_DTYPES",
+    "SAFETENSORS_PACKED",
     "TORCH_NUMBERS",
     "TORCH_SAVE_DTYPES",
     "ZARR_DTYPES",
@@ -65,6 +67,40 @@ TORCH_SAVE_DTYPES = frozenset(
         *(name for name in ITEMSIZE if name.startswith("bits")),
     ]
 )
+
+#: safetensors' names of data types -> ours.
+SAFETENSORS_DTYPES: dict[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+    "C64": "complex64",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
+    "F6_E2M3": "float6_e2m3fn_packed",
+    "F6_E3M2": "float6_e3m2fn_packed",
+}
+
+#: Of dtypes with several values in a byte: how many values of the header are how many elements of
+#: ours.
+SAFETENSORS_PACKED: dict[str, tuple[int, int]] = {
+    "float4_e2m1fn_x2": (2, 1),
+    "float6_e2m3fn_packed": (4, 3),
+    "float6_e3m2fn_packed": (4, 3),
+}
 
 FLOATS = frozenset(n for n in ITEMSIZE if n.startswith(("float", "bfloat", "complex", "bcomplex")))
 

@@ -27,7 +27,7 @@ from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.readable import PART_OF, CheckpointMetadata
 from ucformat.reading.stand_ins import unknown_dtype
 from ucformat.reading.values import to_json
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import ITEMSIZE, SAFETENSORS_DTYPES, SAFETENSORS_PACKED
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import (
     check_index,
@@ -49,40 +49,6 @@ _MAX_HEADER = 100_000_000
 _FIRST = 16 << 10  # bytes of the first read: most headers of small models fit
 _MAX_NUMBER = 1 << 63
 _HINT = "the file is truncated or damaged, or is not a safetensors file; copy it again from where it was saved"
-
-#: safetensors' names of data types -> ours.
-DTYPES: dict[str, str] = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-    "C64": "complex64",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F4": "float4_e2m1fn_x2",
-    "F6_E2M3": "float6_e2m3fn_packed",
-    "F6_E3M2": "float6_e3m2fn_packed",
-}
-
-#: Of dtypes with several values in a byte: how many values of the header are how many elements of
-#: ours.
-PACKED: dict[str, tuple[int, int]] = {
-    "float4_e2m1fn_x2": (2, 1),
-    "float6_e2m3fn_packed": (4, 3),
-    "float6_e3m2fn_packed": (4, 3),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +128,13 @@ def _tensor(name: str, entry: Any, file: str) -> tuple[TensorInfo | str, int, in
             f"gives the tensor {shown} the shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}",
         )
     begin, end = offsets
-    if dtype not in DTYPES and end >= begin:
+    if dtype not in SAFETENSORS_DTYPES and end >= begin:
         return unknown_dtype(dtype), begin, end
-    values, elements = PACKED.get(DTYPES.get(dtype, ""), (1, 1))
+    values, elements = SAFETENSORS_PACKED.get(SAFETENSORS_DTYPES.get(dtype, ""), (1, 1))
     total = math.prod(shape) * elements
-    nbytes = total * ITEMSIZE[DTYPES[dtype]] // values if dtype in DTYPES else 0
+    nbytes = (
+        total * ITEMSIZE[SAFETENSORS_DTYPES[dtype]] // values if dtype in SAFETENSORS_DTYPES else 0
+    )
     if end - begin != nbytes or total % values:
         raise _damaged(
             file, f"gives the tensor {shown} {end - begin} bytes, but {dtype} of shape {reprlib.repr(shape)} takes "
@@ -176,7 +144,7 @@ def _tensor(name: str, entry: Any, file: str) -> tuple[TensorInfo | str, int, in
         return f"is {dtype} of shape {shape}, whose rows do not begin at whole bytes", begin, end
     if values > 1:
         shape = [*shape[:-1], shape[-1] * elements // values]
-    return TensorInfo(name, "weight", DTYPES[dtype], tuple(shape)), begin, end
+    return TensorInfo(name, "weight", SAFETENSORS_DTYPES[dtype], tuple(shape)), begin, end
 
 
 def _check_tiling(file: str, ranges: dict[str, tuple[int, int]], start: int, size: int) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from ucformat.config_files import read_config_file
 from ucformat.errors import UsageError
 from ucformat.exporters.base import ExportOptions, option
-from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,6 +68,8 @@ class UniversalExportOptions(ExportOptions):
         if self.step is not None and self.step < 0:
             raise UsageError(f"step must not be negative, but is {self.step}")
         if self.tag is not None:
+            from ucformat.storage.base import check_key  # which `ucp export --help` does not need
+
             if not self.tag.strip() or "\n" in self.tag:
                 raise UsageError("a tag is a line of text")
             check_key(self.tag)

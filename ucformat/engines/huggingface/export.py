@@ -20,9 +20,6 @@ from ucformat.exporters.base import (
 )
 from ucformat.exporters.safetensors import DTYPE_NAMES, MODEL, SHARD_BYTES, files_of, header_of
 from ucformat.reading.readable import PART_OF
-from ucformat.sources.model_files import find_assets
-from ucformat.storage.base import Info
-from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,7 +140,10 @@ class SafetensorsExporter(Exporter):
 
     def _assets(self, source: Checkpoint) -> dict[str, bytes]:
         """The files beside the tensors, by name."""
-        # with the documents of views, which the options do not need
+        # the options do not need these
+        from ucformat.sources.model_files import find_assets
+        from ucformat.storage.base import Info
+        from ucformat.storage.url import open_store
         from ucformat.views.viewed import outdated
 
         own = find_assets(Info(name, 0, "") for name in source.assets)

@@ -23,7 +23,6 @@ from ucformat.exporters.base import (
     left_out,
     option,
 )
-from ucformat.exporters.zip_file import ZipArchive
 from ucformat.schema import ITEMSIZE, ZARR_DTYPES
 
 if TYPE_CHECKING:
@@ -80,6 +79,8 @@ class NpzExporter(Exporter):
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """See Exporter."""
+        from ucformat.exporters.zip_file import ZipArchive  # which the options do not need
+
         archive = ZipArchive()
         named = _named(source, infos)
         for name, info in named.items():

@@ -8,14 +8,14 @@ get_optimizer_state_dict(…)}` and of the values beside it.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import UnsupportedError, UsageError
-from ucformat.exporters.base import Exporter, Span, Target, left_out, option
-from ucformat.exporters.distcp import DistcpOptions, ItemFiles, TensorEntry, ValueEntry, save_id_of
+from ucformat.engines.pytorch.export_options import HYPER
+from ucformat.errors import UnsupportedError
+from ucformat.exporters.base import Span, Target, left_out
+from ucformat.exporters.distcp import ItemFiles, TensorEntry, ValueEntry, save_id_of
 from ucformat.exporters.pickle import SavedTensor, Storage
 from ucformat.exporters.values import constant, key_of, value_of
 from ucformat.geometry.box import row_major
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.engines.pytorch.export_options import DcpOptions
     from ucformat.exporters.distcp import Entry
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import TensorInfo
@@ -36,62 +37,14 @@ if TYPE_CHECKING:
 _PARAMETER = ("weight", "master")
 _PLAIN = ("params", "state")  # keys of a group that are not hyper-parameters
 
-#: The hyper-parameters that PyTorch's optimizers have besides those that all programs store.
-#: Loading requires each.
-_ADAM: dict[str, Any] = {
-    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
-}  # fmt: skip
-_HYPER = {name: {**_ADAM, "decoupled_weight_decay": name == "AdamW"} for name in ("Adam", "AdamW")}
 
-
-@dataclass(frozen=True, kw_only=True)
-class DcpOptions(DistcpOptions):
-    """The options of `DcpExporter`."""
-
-    model_key: str | None = option(
-        None,
-        "text",
-        "the key of the model in the program's state, empty for none; `model` unless the source "
-        "records it",
-    )
-    optimizer_key: str | None = option(
-        None,
-        "text",
-        "the key of the optimizer in the program's state; `optim` unless the source records it",
-    )
-    flat_optimizer: bool = option(
-        default=False, how="flag", text="write the optimizer as `flatten_optimizer_state_dict` does"
-    )
-    optimizer: str = option(
-        "AdamW",
-        "text",
-        "the class of torch.optim whose hyper-parameters are added where the source has others: "
-        "AdamW, Adam",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.optimizer not in _HYPER:
-            raise UsageError(
-                f"no optimizer {self.optimizer!r} is known", hint=f"there are: {', '.join(_HYPER)}"
-            )
-
-
-class DcpExporter(Exporter):
-    """Plans the files of a DCP checkpoint."""
-
-    kind = "dcp"
-    title = "PyTorch DCP"
-    summary = "PyTorch Distributed Checkpoint, for FSDP2, torchtitan and others."
-    options_type = DcpOptions
-
-    def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
-        """See Exporter."""
-        state = _DcpEntries(source, infos, self.options)
-        items = ItemFiles(state.entries.values(), self.options, state.aliases)
-        metadata = items.metadata(state.paths, save_id_of(source, infos, self.options))
-        rest = left_out(source, state.kept, values=source.objects, groups=True)  # `left` names them
-        return Target((*items.files(), metadata), (*rest, *state.left))
+def plan_target(source: Checkpoint, infos: Sequence[TensorInfo], options: DcpOptions) -> Target:
+    """Plan the files of a DCP checkpoint."""
+    state = _DcpEntries(source, infos, options)
+    items = ItemFiles(state.entries.values(), options, state.aliases)
+    metadata = items.metadata(state.paths, save_id_of(source, infos, options))
+    rest = left_out(source, state.kept, values=source.objects, groups=True)  # `left` names them
+    return Target((*items.files(), metadata), (*rest, *state.left))
 
 
 def elements(info: TensorInfo, box: Box) -> Storage:
@@ -232,7 +185,7 @@ class _DcpEntries:
             options["betas"] = {"$tuple": betas}
         if not any(Key(name, "exp_avg_sq") in self._infos for name in params):
             return options
-        more = dict(_HYPER[self._options.optimizer])
+        more = dict(HYPER[self._options.optimizer])
         more["amsgrad"] = any(Key(name, "max_exp_avg_sq") in self._infos for name in params)
         return options | {k: v for k, v in more.items() if k not in options}
 
