@@ -12,6 +12,7 @@ import ucformat
 import ucformat.torch
 from tests.exporters.sources import universal
 from tests.fakes import random_array
+from ucformat.catalog.catalog import Catalog
 from ucformat.errors import UsageError
 from ucformat.storage.memory import MemoryStore
 
@@ -30,7 +31,7 @@ def test_a_word_that_is_none_of_those(tmp_path: Path) -> None:
         lambda: tensor.read(verify=0),  # type: ignore[arg-type]
         lambda: tensor.plan(verify="full"),  # type: ignore[arg-type]
         lambda: ucformat.convert(place, new, verify="never"),  # type: ignore[arg-type]
-        lambda: ucformat.export(place, new, "safetensors", verify="never"),  # type: ignore[arg-type]
+        lambda: ucformat.export(place, new, "safetensors", verify="never"),
         lambda: ucformat.average([place], new, verify="never"),  # type: ignore[arg-type]
         lambda: ucformat.materialize(place, new, verify="never"),  # type: ignore[arg-type]
         lambda: ucformat.estimate("convert", place, new, verify="no"),  # type: ignore[arg-type]
@@ -84,6 +85,21 @@ def test_a_keyword_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="'step'"):
         ucformat.torch.Manager(tmp_path / "m", step=1)  # type: ignore[call-arg]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_keyword_that_no_job_has(tmp_path: Path) -> None:
+    place, new = str(tmp_path / "a"), str(tmp_path / "new")
+    calls: dict[str, Callable[..., Any]] = {
+        "average": partial(ucformat.average, [place], new),
+        "merge": partial(ucformat.merge, "slerp", [place], new),
+        "materialize": partial(ucformat.materialize, place, new),
+        "register": partial(ucformat.register, place, Catalog(str(tmp_path / "catalog.db"))),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword.* 'chunks'$"):
+            call(chunks=1)
+    with pytest.raises(UsageError, match="not exported with the option 'chunks'"):
+        ucformat.export(place, new, "safetensors", chunks=1)
 
 
 @pytest.mark.parametrize("place", [b"x", None, 3, ["a"]])

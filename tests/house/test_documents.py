@@ -16,6 +16,7 @@ import pytest
 import ucformat
 from tests.fakes import FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
+from ucformat.jobs.where import JobArguments
 from ucformat.storage.memory import MemoryStore
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +156,8 @@ def test_every_public_function_is_documented_with_its_parameters() -> None:
             elif shared := re.fullmatch(r"Unpack\[(\w+)\]", str(p.annotation)):
                 keys = function.__globals__[shared[1]].__annotations__
                 expected += [(key, True) for key in keys]
+            elif name == "export":  # whose other keywords are options of the format
+                expected += [(key, True) for key in JobArguments.__annotations__]
         assert sorted(arguments(documented[name])) == sorted(expected), name
 
 

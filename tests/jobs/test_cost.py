@@ -14,7 +14,7 @@ from tests.jobs.combine.test_lora import adapter, low_rank
 from tests.jobs.test_parts import SIZES, source_of
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.jobs.combine.combining import Weighting, plan_average, plan_merge
+from ucformat.jobs.combine.combining import plan_average, plan_merge
 from ucformat.jobs.cost import estimate_combination, estimate_export
 from ucformat.jobs.export import planned_job
 from ucformat.jobs.profiles import Profile, keep_profile, profile_of
@@ -93,7 +93,7 @@ def test_combinations(method: str, tmp_path: Path) -> None:
     opened = [ucformat.open(store) for store in stores]
     planned: Planned
     if method == "average":
-        planned = plan_average(opened, Weighting([1, 2, 3]))
+        planned = plan_average(opened, {"weights": [1, 2, 3]})
     elif method == "slerp":
         planned = plan_merge("slerp", opened[:2], {"t": 0.3})
     elif method == "ties":

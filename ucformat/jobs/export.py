@@ -33,7 +33,7 @@ from ucformat.jobs.export_place import begin_export, end_export, give_up_export
 from ucformat.jobs.opening import try_open
 from ucformat.jobs.record import lineage_from, with_catalog
 from ucformat.jobs.run import workers_for
-from ucformat.jobs.where import HERE, Where, run_job
+from ucformat.jobs.where import HERE, JobArguments, Where, run_job
 from ucformat.reading.readable import PART_OF
 from ucformat.references import open_reference
 from ucformat.schema import CASTABLE, NUMBERS
@@ -82,12 +82,7 @@ def export(
     states: str | Iterable[str] | None = None,
     cast: str | None = None,
     like: str | PathLike[str] | Checkpoint | None = None,
-    overwrite: bool = False,
-    workers: int | None = None,
-    verify: bool = True,
-    on: str = "threads",
-    progress: Callable[[int, int], None] | None = None,
-    **options: Any,
+    **arguments: Any,
 ) -> Exported:
     """Write a checkpoint in the format of another tool.
 
@@ -107,14 +102,7 @@ def export(
         like: a checkpoint of the model that will load the export, in any format: tensors without a
             name in it, or of other shapes, and names that are missing are an error (default: no
             comparison).
-        overwrite: remove the foreign checkpoint, or the unfinished export, that is at `dst` first.
-        workers: files written concurrently (default: one for each core, at most 16; at least 8 for
-            object stores).
-        verify: compare everything that is read with the checksums in the source's files (default:
-            yes).
-        on: where the files are written, as for `convert`.
-        progress: called with the bytes done and the bytes in all.
-        options: those of the format (docs/export).
+        arguments: those of `JobArguments`, and the options of the format (docs/export).
 
     Returns:
         What was written, and what the format has no place for.
@@ -127,15 +115,17 @@ def export(
         ChecksumError: a file of the source is damaged.
         NotFinished: another process is to finish (`on`).
     """
-    where = Where.parse(on)
-    store = _place(dst, kind, options)
+    given = arguments.keys() & JobArguments.__annotations__.keys()
+    how: Any = {name: arguments.pop(name) for name in given}
+    where, verify = Where.parse(how.get("on", "threads")), how.get("verify", True)
+    store, options = _place(dst, kind, arguments), arguments
     source, infos, exporter = _prepared(src, kind, states, cast, options)
     if like is not None:
         _compare(source, infos, like if isinstance(like, Checkpoint) else open_reference(like))
     with ExportJob(source, store, infos, exporter, verify=verify) as job:
-        where.begin(lambda: begin_export(job, overwrite=overwrite))
+        where.begin(lambda: begin_export(job, overwrite=how.get("overwrite", False)))
         try:
-            finished = _run(job, where, workers, progress)
+            finished = _run(job, where, how.get("workers"), how.get("progress"))
         except UcformatError:
             if where == HERE:
                 give_up_export(job)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import (
@@ -19,6 +19,7 @@ from ucformat.errors import (
     PermissionDenied,
     UcformatError,
     UnsupportedError,
+    check_keywords,
 )
 from ucformat.format.attempts import record_key
 from ucformat.format.audit import SourceFile, checked, source_files
@@ -30,13 +31,12 @@ from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
-from ucformat.jobs.where import Where
+from ucformat.jobs.where import CheckedArguments, Where
 from ucformat.references import open_reference
 from ucformat.storage.url import as_store
 from ucformat.storage.wrappers import find_watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from os import PathLike
 
     from ucformat.format.commit import Attempt
@@ -55,10 +55,7 @@ def materialize(
     shard_bytes: int | None = None,
     overwrite: bool = False,  # noqa: FBT001, FBT002 - as of convert
     workers: int | None = None,
-    *,
-    verify: bool = True,
-    on: str = "threads",
-    progress: Callable[[int, int], None] | None = None,
+    **arguments: Unpack[CheckedArguments],
 ) -> Checkpoint:
     """Rewrite a packed or virtual checkpoint as arrays, in place or as a new checkpoint, and commit them.
 
@@ -77,12 +74,8 @@ def materialize(
         overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one
             is committed.
         workers: shards written at once (default: one for each core).
-        verify: compare the bytes that are read with the checksums of their files (default: yes);
-            files of another checkpoint that were registered with checksums are read a second time
-            for it.
-        on: where shards are written, as for `convert`.
-        progress: called with the bytes done and the bytes in all: of the files that are read a
-            second time, and of the arrays.
+        arguments: see `CheckedArguments`. Files of another checkpoint that were registered with
+            checksums are read a second time to verify them.
 
     Raises:
         ChecksumError: a file of the source is damaged; the message names the file, and the tensors
@@ -92,8 +85,11 @@ def materialize(
         UnsupportedError: in place, if the checkpoint is foreign or the place has no conditional
             replacement of files.
     """
+    check_keywords("materialize", arguments, CheckedArguments)
     source = src if isinstance(src, Checkpoint) else open_reference(src)
-    how = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    given: dict[str, Any] = dict(arguments)
+    where = Where.parse(given.pop("on", "threads"))
+    how = WriteOptions(chunk_bytes, shard_bytes, workers, **given, where=where)
     if dst is None:
         return _in_place(source, how)
     store = as_store(dst)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ucformat.catalog.loading import load_by_id
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.stamp import now
-from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError
+from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError, check_keywords
 from ucformat.jobs.batches import Failure, Opened, OpenedCheckpoint, RecordOptions, record_all
 from ucformat.jobs.documents import write_documents
 from ucformat.jobs.listing import check_listed, is_empty, search
 from ucformat.jobs.opening import open_all, open_below, part_of, search_tree, unchanged
-from ucformat.jobs.where import HERE, Where
+from ucformat.jobs.where import HERE, TaskArguments, Where
 from ucformat.sources.configuration import with_config
 from ucformat.storage.url import as_strings, open_store
 
@@ -57,20 +57,45 @@ class Reindexed(Registered):
     forgotten: tuple[str, ...]
 
 
+class RegisterArguments(TaskArguments, total=False):
+    """The arguments of `register` besides the places and the catalog.
+
+    With `on`, which takes `recursive`, each part and each process of torchrun records its own
+    folders in the catalog: there is nothing to commit. Progress is in checkpoints.
+
+    Attributes:
+        recursive: search the trees; a folder that looks like a checkpoint and cannot be read is a
+            failure, not an error (default: no).
+        run: the run that they belong to (default: the folder that a checkpoint's folder is in).
+        config: the configuration of the training, in addition to that in the files of a foreign
+            checkpoint.
+        metrics: measured numbers by name, which replace those that are recorded.
+        step: the training step of one foreign checkpoint whose files have none; it replaces one
+            that is recorded (default: that in its files, else in its name).
+        rescan: with `recursive`, also read known checkpoints. Otherwise a checkpoint is not opened
+            if its files have the same sizes, inodes and times, or etags, as when it was last read,
+            and its manifest is the same.
+        trust_documents: trust the documents of other catalogs beside the checkpoints like changes
+            to this one: aliases move, tags are removed, and deleted checkpoints keep their grace
+            (docs/security.md). Known, unchanged checkpoints are read, too (default: no).
+        options: facts that the files of foreign checkpoints lack, as in `ucformat.open`. They are
+            not recorded, and must be given again to open one of these.
+    """
+
+    recursive: bool
+    run: str | None
+    config: Mapping[str, Any] | None
+    metrics: Mapping[str, float] | None
+    step: int | None
+    rescan: bool
+    trust_documents: bool
+    options: Mapping[str, Any] | None
+
+
 def register(
     places: str | PathLike[str] | Iterable[str | PathLike[str]],
     catalog: Catalog,
-    *,
-    recursive: bool = False,
-    run: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    metrics: Mapping[str, float] | None = None,
-    step: int | None = None,
-    rescan: bool = False,
-    trust_documents: bool = False,
-    options: Mapping[str, Any] | None = None,
-    on: str = "threads",
-    progress: Callable[[int, int], None] | None = None,
+    **arguments: Unpack[RegisterArguments],
 ) -> Registered:
     """Record the checkpoints in these places, foreign ones in place; nothing is converted.
 
@@ -78,31 +103,17 @@ def register(
         places: a path or url of a checkpoint, or with `recursive` of a tree of them; or several of
             these.
         catalog: the catalog that records them.
-        recursive: search the trees; a folder that looks like a checkpoint and cannot be read is a
-            failure, not an error.
-        run: the run that they belong to (default: the folder that a checkpoint's folder is in).
-        step: the training step of one foreign checkpoint whose files have none; it replaces one
-            that is recorded (default: that in its files, else in its name).
-        config: the configuration of the training, in addition to that in the files of a foreign
-            checkpoint.
-        metrics: measured numbers by name, which replace those that are recorded.
-        rescan: with `recursive`, also read known checkpoints. Otherwise a checkpoint is not opened
-            if its files have the same sizes, inodes and times, or etags, as when it was last read,
-            and its manifest is the same.
-        trust_documents: trust the documents of other catalogs beside the checkpoints like changes
-            to this one: aliases move, tags are removed, and deleted checkpoints keep their grace
-            (docs/security.md). Known, unchanged checkpoints are read, too.
-        options: facts that the files of foreign checkpoints lack, as in `ucformat.open`. They are
-            not recorded, and must be given again to open one of these.
-        on: with `recursive`, where checkpoints are opened, as for `convert`. Each part, and each
-            process of torchrun, records its own folders in the catalog; there is nothing to commit.
-        progress: called with the checkpoints done and in all.
+        arguments: see `RegisterArguments`.
 
     Raises:
         UsageError: `config` or `step` is given for a universal checkpoint, whose manifest has it,
             or `step` for one whose files have another.
         NotFound: one of the places is empty, or has no checkpoint.
     """
+    check_keywords("register", arguments, RegisterArguments)
+    on, recursive = arguments.get("on", "threads"), arguments.get("recursive", False)
+    config, step = arguments.get("config"), arguments.get("step")
+    options, trust = arguments.get("options"), arguments.get("trust_documents", False)
     where = Where.parse(on)
     if where.kind == "commit" or (where != HERE and not recursive):
         raise UsageError(
@@ -117,8 +128,11 @@ def register(
             hint="register checkpoints of several steps one by one",
         )
     known: dict[str, str] = {}
-    for tree in () if rescan or run or config or metrics or options or trust_documents else trees:
-        known |= unchanged(catalog, tree)
+    if not any(
+        map(arguments.get, ("rescan", "trust_documents", "run", "config", "metrics", "options"))
+    ):
+        for tree in trees:
+            known |= unchanged(catalog, tree)
     unknown = [(t.store, [f for f in t.folders if t.url(f) not in known]) for t in trees]
     below = (f for store, folders in unknown for f in open_below(store, folders, options, where))
     opened = below if recursive else open_all(places, options)
@@ -126,15 +140,16 @@ def register(
         opened = ((root, _with(found, config, step), left) for root, found, left in opened)
     listed = {t.url(folder): value for t in trees for folder, value in t.listings.items()}
     how = RecordOptions(
-        run,
+        arguments.get("run"),
         bool(config),
         strict=not recursive,
-        trust=trust_documents,
+        trust=trust,
         replace_step=step is not None,
     )
-    done = record_all(catalog, opened, how, progress, listings=listed)
-    for _, checkpoint in done.present if metrics else ():
-        catalog.metric(checkpoint, metrics or {})
+    done = record_all(catalog, opened, how, arguments.get("progress"), listings=listed)
+    if metrics := arguments.get("metrics"):
+        for _, checkpoint in done.present:
+            catalog.metric(checkpoint, metrics)
     write_documents(catalog, None)
     present = [*known.items(), *done.present]
     if recursive:  # in one order, whichever were skipped

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from ucformat.errors import MissingData, UsageError
 from ucformat.jobs.on_dask import run_on_dask
@@ -26,18 +26,45 @@ if TYPE_CHECKING:
     from ucformat.jobs.tasks import Job
 
 
-# Runs the tasks of a job on the workers of an existing Dask cluster (extra `dask`).
-#
-# What is sent to a worker is the job's specification and numbers of tasks; it opens all places
-# itself, with the settings and the credentials of its own environment. Dask gives the batches of a
-# worker that died to others.
+class TaskArguments(TypedDict, total=False):
+    """The arguments that all jobs share.
+
+    Attributes:
+        on: where tasks run (docs/guides/cluster.md): `threads` of this process (the default), the
+            workers of a Dask cluster (`dask://HOST:PORT`, `tls://HOST:PORT`), the processes of
+            `torchrun`, or a part of them that other processes do not run (`part:I/N`), and then
+            `commit`.
+        progress: called with what is done and with all that there is: of most jobs bytes.
+    """
+
+    on: str
+    progress: Callable[[int, int], None] | None
 
 
-# Runs the tasks of a job in the processes that torchrun has started: each runs one part, and rank 0
-# finishes the job.
-#
-# What the others have done goes to rank 0 through the store at which the ranks of torchrun meet, as
-# text.
+class CheckedArguments(TaskArguments, total=False):
+    """The arguments that jobs share which read tensors.
+
+    Attributes:
+        verify: compare the bytes that are read with the checksums in the source's files (default:
+            yes).
+    """
+
+    verify: bool
+
+
+class JobArguments(CheckedArguments, total=False):
+    """The arguments that jobs share which write a checkpoint.
+
+    Attributes:
+        overwrite: replace what is at the destination (default: no). A checkpoint of ours stays whole
+            until the new one is committed; of an export, the foreign checkpoint or unfinished export
+            is removed first.
+        workers: files written at once (default: one for each core, at most 16; for object stores
+            eight at least).
+    """
+
+    overwrite: bool
+    workers: int | None
 
 
 _PART = re.compile(r"part:(\d{1,7})/(\d{1,7})")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import print_written
 from ucformat.cli.ui.options import (
     CATALOG,
     IGNORE_DEPENDENT,
@@ -34,6 +33,7 @@ from ucformat.cli.ui.where import (
     SHARD_BYTES,
     Work,
     print_cost,
+    print_written,
     work_options,
     workers_option,
 )
@@ -162,15 +162,14 @@ def average(
     interrupted, nothing is visible at DST, and running the same command again writes only what is
     missing.
     """
-    from ucformat.jobs.combine.combining import Weighting, plan_average
+    from ucformat.jobs.combine.combining import plan_average
 
-    best: Any = None if least is None else "min" if least else "max"
-    names = ("by", "temperature", "ema", "weights")
-    weighting = Weighting(best=best, **{name: given.pop(name) for name in names})
+    parameters = {n: given.pop(n) for n in ("by", "temperature", "ema", "weights")}
+    parameters["best"] = None if least is None else "min" if least else "max"
     _run(
         "average",
         dst,
-        lambda: plan_average(_opened(refs, opening), weighting, **_arguments(chosen)),
+        lambda: plan_average(_opened(refs, opening), parameters, **_arguments(chosen)),
         out,
         **given,
     )

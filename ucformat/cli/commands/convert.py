@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import print_written
 from ucformat.cli.ui.options import (
     CATALOG,
     IGNORE_DEPENDENT,
@@ -32,6 +31,7 @@ from ucformat.cli.ui.where import (
     SHARD_BYTES,
     Work,
     print_cost,
+    print_written,
     work_options,
     workers_option,
 )

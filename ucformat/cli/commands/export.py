@@ -68,25 +68,18 @@ def export_command(kind: str) -> click.Command:
     """The command of a format, with the options of its exporter."""
 
     def export_to(
-        src: str,
-        dst: str,
-        states: tuple[str, ...],
-        like: str | None,
-        opening: Opening,
-        work: Work,
-        out: Output,
-        **given: Any,
+        src: str, dst: str, opening: Opening, work: Work, out: Output, **given: Any
     ) -> None:
         import ucformat
         from ucformat.jobs.cost import estimate_export
         from ucformat.jobs.export import planned_job
 
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in given.items() if value not in (None, ())}
         source = opening.open(src)
-        chosen = list(states) or None
-        verify = not work.no_verify
         if work.dry_run:
-            with planned_job(source, dst, kind, states=chosen, verify=verify, **given) as job:
+            given |= work.arguments("verify")
+            given.pop("like", None)  # a plan is not compared
+            with planned_job(source, dst, kind, **given) as job:
                 _print_plan(job.target, estimate_export(job, work.workers), out)
             return
         question = f"remove the checkpoint at {dst}, if there is one?"
@@ -95,9 +88,7 @@ def export_command(kind: str) -> click.Command:
         begun = time.perf_counter()
         with work.running("exporting", out, f"{dst} is not complete") as progress:
             how = work.arguments("overwrite", "workers", "verify", "on")
-            done = ucformat.export(
-                source, dst, kind, states=chosen, like=like, **how, progress=progress, **given
-            )
+            done = ucformat.export(source, dst, kind, **how, progress=progress, **given)
         seconds = time.perf_counter() - begun
         found = {
             "url": done.url,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ucformat.catalog.entries import BY_NAME, KEYS, Kind
 from ucformat.cli.ui.catalogs import entry_data, opened_catalog
-from ucformat.cli.ui.options import CATALOG, command
+from ucformat.cli.ui.options import CATALOG, bundle, command
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import ago, bytes_text, count, moment, plural, table
 
@@ -146,34 +147,55 @@ def _reach(value: Any, path: Sequence[str]) -> Any:
 _MAX_ROWS = 50
 
 
+@dataclass(frozen=True)
+class Shown:
+    """Which of the checkpoints that match are shown, in which order, and what of them."""
+
+    sort: str
+    limit: int | None
+    offset: int
+    columns: str | None
+    deleted: bool
+
+
 @command
 @click.argument("where", metavar="[FILTER]", default="")
-@click.option(
-    "--sort",
-    default="newest",
-    metavar="KEYS",
-    help="Sort keys, with a minus sign for descending: '-metric.val_loss,step'; `newest` is newest first, within a run "
-    "by its count of commits.  [default: newest]",
-)
-@click.option(
-    "-n",
-    "--limit",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help=(
-        f"Maximum number of checkpoints; 0 for all.  [default: {_MAX_ROWS}; all with -q or --json]"
+@bundle(
+    "shown",
+    Shown,
+    click.option(
+        "--sort",
+        default="newest",
+        metavar="KEYS",
+        help=(
+            "Sort keys, with a minus sign for descending: '-metric.val_loss,step'; `newest` is "
+            "newest first, within a run by its count of commits.  [default: newest]"
+        ),
     ),
-)
-@click.option(
-    "--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip the first N."
-)
-@click.option(
-    "--columns",
-    metavar="KEYS",
-    help="Columns to show: run,step,metric.val_loss,config.optimizer.lr,url, …",
-)
-@click.option(
-    "-a", "--all", "deleted", is_flag=True, help="Include deleted, purged and replaced checkpoints."
+    click.option(
+        "-n",
+        "--limit",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help=(
+            f"Maximum number of checkpoints; 0 for all.  [default: {_MAX_ROWS}; all with -q or --json]"
+        ),
+    ),
+    click.option(
+        "--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip the first N."
+    ),
+    click.option(
+        "--columns",
+        metavar="KEYS",
+        help="Columns to show: run,step,metric.val_loss,config.optimizer.lr,url, …",
+    ),
+    click.option(
+        "-a",
+        "--all",
+        "deleted",
+        is_flag=True,
+        help="Include deleted, purged and replaced checkpoints.",
+    ),
 )
 @click.option(
     "--runs",
@@ -183,11 +205,7 @@ _MAX_ROWS = 50
 @CATALOG
 def ls(
     where: str,
-    sort: str,
-    limit: int | None,
-    offset: int,
-    columns: str | None,
-    deleted: bool,  # noqa: FBT001
+    shown: Shown,
     runs: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
@@ -202,11 +220,14 @@ def ls(
     if runs:
         _list_runs(where, out)
         return
-    chosen = None if columns is None else parse_columns(columns)
+    chosen = None if shown.columns is None else parse_columns(shown.columns)
+    limit, offset, deleted = shown.limit, shown.offset, shown.deleted
     if limit is None and not (out.quiet or out.as_json):
         limit = _MAX_ROWS
     with opened_catalog() as catalog:
-        found = catalog.find(where, sort=sort, limit=limit or None, offset=offset, deleted=deleted)
+        found = catalog.find(
+            where, sort=shown.sort, limit=limit or None, offset=offset, deleted=deleted
+        )
         full = limit and len(found) == limit
         total: int | None = len(found)
         if full or offset:  # counting may take longer than finding
@@ -219,7 +240,7 @@ def ls(
         lambda: {"checkpoints": [entry_data(e) for e in found], "total": total},
         lambda: (e.id for e in found),
     )
-    if sort == NEWEST:
+    if shown.sort == NEWEST:
         for text in contradictions(found, lambda entry: entry.name):
             out.warn(text)
     if full and total is None:

@@ -1,4 +1,4 @@
-"""The options of jobs: where their tasks run, and what they write."""
+"""The options of jobs: where their tasks run, and what they write; and what is printed of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
+    from ucformat.checkpoint import Checkpoint
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.cost import Cost
 
@@ -138,6 +139,24 @@ class Work:
 def work_options(*options: Callable[[Any], Any]) -> Callable[..., Callable[..., None]]:
     """Declare options of `Work`."""
     return bundle("work", Work, *options)
+
+
+def print_written(ck: Checkpoint, seconds: float, out: Output, *, nothing: bool = False) -> None:
+    """Print the place, id and size of a checkpoint, and how fast it was written."""
+    tensors = 0 if nothing else len(ck.tensors)
+    nbytes = 0 if nothing else sum(info.nbytes for info in ck.tensors.values())
+    found = {
+        "url": ck.url,
+        "id": ck.manifest.id,
+        "tensors": tensors,
+        "bytes": nbytes,
+        "seconds": round(seconds, 3),
+        "mb_per_s": round(nbytes / seconds / 1e6, 3),
+    }
+    amount = f"{plural(tensors, 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
+    out.result(
+        lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id]
+    )
 
 
 def print_cost(cost: Cost, out: Output) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound, UsageError, check_keywords
@@ -20,7 +20,7 @@ from ucformat.jobs.convert import write
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import lineage_to, record_commits
 from ucformat.jobs.shards import WriteOptions
-from ucformat.jobs.where import Where
+from ucformat.jobs.where import JobArguments, Where
 from ucformat.reading.readable import PART_OF
 from ucformat.references import expand_references, open_catalog, open_reference
 from ucformat.settings import allowed_roots
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 
-__all__ = ["average", "plan_average"]
+__all__ = ["average", "merge", "plan_average", "plan_merge"]
 
 record_commits()  # on import, because `format` does not depend on the catalog
 
 _METRIC = "metric."
 
 
-class CombineArguments(TypedDict, total=False):
+class CombineArguments(JobArguments, total=False):
     """The arguments that `average` and `merge` share.
 
     Attributes:
@@ -51,17 +51,9 @@ class CombineArguments(TypedDict, total=False):
         cast: the dtype of combined tensors (default: that of the first checkpoint, or of the base).
         chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
-        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one
-            is.
-        workers: shards written at once (default: one for each core; for object stores eight at
-            least).
         run: the name of the run, for the catalog (default: none, so that it takes that of the
             folder).
         metrics: measured numbers by name.
-        verify: compare the bytes that are read with the checksums in the files of the checkpoints
-            (default: yes).
-        on: where shards are written, as for `convert`.
-        progress: called with the bytes done and the bytes in all.
     """
 
     states: str | Iterable[str] | None
@@ -69,19 +61,38 @@ class CombineArguments(TypedDict, total=False):
     cast: str | None
     chunk_bytes: int | None
     shard_bytes: int | None
-    overwrite: bool
-    workers: int | None
     run: str | None
     metrics: Mapping[str, float] | None
-    verify: bool
-    on: str
-    progress: Callable[[int, int], None] | None
+
+
+class AverageArguments(CombineArguments, total=False):
+    """The arguments of `average` besides the sources and the destination.
+
+    Attributes:
+        weights: a weight for each checkpoint; they are divided by their sum (default: equal
+            weights).
+        by: instead of weights, a metric in the catalog, such as `metric.val_loss`: the weights are
+            the softmax of its values, with the sign that `best` gives them.
+        best: with `by`, whether the least (`min`) or the greatest (`max`) value is the best.
+        temperature: with `by`, the values are divided by it (default 1): the lower, the more the
+            best one weighs.
+        ema: instead of weights, the decay d of an exponential moving average in order of steps: e₀
+            = x₀, eₜ = d eₜ₋₁ + (1 - d) xₜ.
+    """
+
+    weights: Sequence[float] | None
+    by: str | None
+    best: Literal["min", "max"] | None
+    temperature: float | None
+    ema: float | None
 
 
 class MergeArguments(CombineArguments, total=False):
-    """The arguments of `merge` besides the method, the sources, the base and the destination.
+    """The arguments of `merge` besides the method, the sources and the destination.
 
     Attributes:
+        base: what the sources were fine-tuned from; all methods but slerp need it. What is not a
+            tensor is that of the base, of slerp that of the first source.
         weights: a weight for each source (default: 1 for each).
         scale: the factor λ of all differences (default 1).
         density: the share of elements to keep: of ties those with the greatest magnitudes (default
@@ -91,6 +102,7 @@ class MergeArguments(CombineArguments, total=False):
             number of the source.
     """
 
+    base: Place | None
     weights: Sequence[float] | None
     scale: float | None
     density: float | None
@@ -98,16 +110,13 @@ class MergeArguments(CombineArguments, total=False):
     seed: int | None
 
 
+_SHARED = frozenset(CombineArguments.__annotations__)
+
+
 def average(
     sources: Place | Iterable[Place],
     dst: str | PathLike[str] | Store,
-    *,
-    weights: Sequence[float] | None = None,
-    by: str | None = None,
-    best: Literal["min", "max"] | None = None,
-    temperature: float | None = None,
-    ema: float | None = None,
-    **arguments: Unpack[CombineArguments],
+    **arguments: Unpack[AverageArguments],
 ) -> Checkpoint:
     """Write the weighted mean of checkpoints as a new checkpoint, and commit it.
 
@@ -120,16 +129,7 @@ def average(
             run in a range of steps. They have the same tensors. What is not a tensor is that of the
             first.
         dst: the path, url or store of the new checkpoint.
-        weights: a weight for each checkpoint; they are divided by their sum (default: equal
-            weights).
-        by: instead of weights, a metric in the catalog, such as `metric.val_loss`: the weights are
-            the softmax of its values, with the sign that `best` gives them.
-        best: with `by`, whether the least (`min`) or the greatest (`max`) value is the best.
-        temperature: with `by`, the values are divided by it (default 1): the lower, the more the
-            best one weighs.
-        ema: instead of weights, the decay d of an exponential moving average in order of steps: e₀
-            = x₀, eₜ = d eₜ₋₁ + (1 - d) xₜ.
-        arguments: see `CombineArguments`.
+        arguments: see `AverageArguments`.
 
     Raises:
         NotFinished: this process has done its part, and another one commits.
@@ -140,52 +140,42 @@ def average(
         Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed
             since it was opened.
     """
-    weighting = Weighting(weights, by, best, temperature, ema)
-    return _combine("average", dst, partial(plan_average, sources, weighting), arguments)
+    check_keywords("average", arguments, AverageArguments)
+    return _combine(dst, partial(plan_average, sources), arguments)
 
 
 def _combine(
-    function: str,
     dst: str | PathLike[str] | Store,
     plan: Callable[..., Planned],
-    arguments: CombineArguments,
+    arguments: AverageArguments | MergeArguments,
 ) -> Checkpoint:
-    """Write what is planned with the arguments that `average` and `merge` share."""
-    check_keywords(function, arguments, CombineArguments)
-    given: dict[str, Any] = dict(arguments)
-    where = Where.parse(given.pop("on", "threads"))
-    recorded = {
-        "overwrite": given.pop("overwrite", False),
-        "run": given.pop("run", None),
-        "metrics": given.pop("metrics", None),
-    }
-    chosen = {name: given.pop(name) for name in ("states", "take", "cast") if name in given}
-    return plan(**chosen).write(dst, WriteOptions(**given, where=where), **recorded)
-
-
-@dataclass(frozen=True, slots=True)
-class Weighting:
-    """How the checkpoints of an average are weighted: the arguments of `average` of these names."""
-
-    weights: Sequence[float] | None = None
-    by: str | None = None
-    best: Literal["min", "max"] | None = None
-    temperature: float | None = None
-    ema: float | None = None
+    """Write what is planned: `plan` gets the arguments that are not shared as a mapping, and which tensors to take."""
+    shared: dict[str, Any] = {n: v for n, v in arguments.items() if n in _SHARED}
+    parameters = {n: v for n, v in arguments.items() if n not in _SHARED}
+    where = Where.parse(shared.pop("on", "threads"))
+    chosen, recorded = (
+        {name: shared.pop(name) for name in names if name in shared}
+        for names in (("states", "take", "cast"), ("overwrite", "run", "metrics"))
+    )
+    return plan(parameters, **chosen).write(dst, WriteOptions(**shared, where=where), **recorded)
 
 
 def plan_average(
     sources: Place | Iterable[Place],
-    weighting: Weighting,
+    parameters: Mapping[str, Any],
     *,
     states: str | Iterable[str] | None = None,
     take: str | Iterable[str] = (),
     cast: str | None = None,
 ) -> Planned:
-    """Plan an average; reads no tensors, and writes nothing."""
+    """Plan an average; reads no tensors, and writes nothing.
+
+    Args:
+        parameters: `weights`, `by`, `best`, `temperature` and `ema`; None as if it were not there.
+    """
     chosen = None if states is None else as_strings(states)
-    weights, by, best, temperature, ema = (
-        getattr(weighting, field.name) for field in fields(weighting)
+    weights, by, best, temperature, ema = map(
+        parameters.get, ("weights", "by", "best", "temperature", "ema")
     )
     _check_options(weights, by, best, temperature, ema)
     given, opened = open_inputs(sources)
@@ -325,10 +315,6 @@ def _along_a_run(opened: Sequence[Checkpoint], decay: float) -> _Weighted:
 
 # Merges of models by task arithmetic, slerp, TIES and DARE, and of LoRA adapters into their base.
 
-__all__ = ["merge", "plan_merge"]
-
-record_commits()  # on import, because `format` does not depend on the catalog
-
 #: The parameters that each method takes, and their defaults; None: it must be given.
 _TAKES: dict[str, dict[str, Any]] = {
     "task-arithmetic": {"base": None, "weights": (), "scale": 1.0},
@@ -343,8 +329,6 @@ def merge(
     method: str,
     sources: Place | Iterable[Place],
     dst: str | PathLike[str] | Store,
-    *,
-    base: Place | None = None,
     **arguments: Unpack[MergeArguments],
 ) -> Checkpoint:
     """Merge models, or LoRA adapters and their base, into a new checkpoint, and commit it.
@@ -363,8 +347,6 @@ def merge(
         sources: the checkpoints, or their paths, urls or references; `run7@1000..2000` are all of a
             run in a range of steps. They have the tensors of the base.
         dst: the path, url or store of the new checkpoint.
-        base: what the sources were fine-tuned from; all methods but slerp need it. What is not a
-            tensor is that of the base, of slerp that of the first source.
         arguments: see `MergeArguments`.
 
     Raises:
@@ -376,10 +358,8 @@ def merge(
         Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed
             since it was opened.
     """
-    own = MergeArguments.__annotations__.keys() - CombineArguments.__annotations__.keys()
-    parameters = {"base": base, **{n: v for n, v in arguments.items() if n in own}}
-    shared: Any = {n: v for n, v in arguments.items() if n not in own}
-    return _combine("merge", dst, partial(plan_merge, method, sources, parameters), shared)
+    check_keywords("merge", arguments, MergeArguments)
+    return _combine(dst, partial(plan_merge, method, sources), arguments)
 
 
 def plan_merge(
