@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import reprlib
+from dataclasses import dataclass
 from itertools import compress, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, MissingData, UcformatError, first_names, option_text
 from ucformat.storage.base import check_key, exists
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from ucformat.storage.base import Info, Store
 
+T = TypeVar("T")
 BIN_INDEX = ".bin.index.json"  # the ending of the index of shards of `torch.save`
 
 #: The files of a checkpoint, and its index or None. With an index, the list is empty: the index
@@ -37,7 +39,66 @@ _TEXT_FILE = re.compile(r"[^/]+\.(json|txt|model|jinja|md|tiktoken)")
 _NO_ASSET = re.compile(r".*\.index\.json|trainer_state\.json|model_index\.json")
 
 
-def present_shards(store: Store, weight_map: Mapping[str, str]) -> set[str]:
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of one model that are opened as a checkpoint.
+
+    Attributes:
+        named: their keys; none with an index, which names them.
+        index: the key of the index of shards, if there is one.
+        assets: the files to keep unchanged.
+        folder: the key of the file that was opened by its name; empty for a folder.
+        part: whether shards may be missing.
+    """
+
+    store: Store
+    named: Sequence[str]
+    index: str | None
+    assets: Sequence[str] = ()
+    folder: str = ""
+    part: bool = False
+
+    def open(
+        self, open_file: Callable[[str], T], names: Callable[[T], Collection[str]]
+    ) -> OpenedFiles[T]:
+        """Open all files, and check that they and the index list the same tensors.
+
+        Args:
+            names: the names of the tensors in an opened file.
+        """
+        keys = list(self.named)
+        weight_map: dict[str, str] = {}
+        metadata: dict[str, Any] = {}
+        if self.index is not None:
+            weight_map, metadata = read_weight_map(self.store, self.index)
+            present = _present_shards(self.store, weight_map)
+            keys = _check_index(weight_map, self.index, present, part=self.part)
+        opened = map_io(open_file, keys)
+        if self.index is not None:
+            by_key = zip(keys, map(names, opened), strict=True)
+            _check_shards(weight_map, self.index, dict(by_key))
+        files = tuple(([self.index] if self.index else []) + keys)
+        return OpenedFiles(opened, files, metadata, _part_of_set(keys, weight_map, self.index))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFiles(Generic[T]):
+    """The opened files of one model.
+
+    Attributes:
+        opened: each of them.
+        files: their keys, after that of the index.
+        metadata: of the index.
+        part: what they are a part of; None if all are there.
+    """
+
+    opened: list[T]
+    files: tuple[str, ...]
+    metadata: dict[str, Any]
+    part: str | None
+
+
+def _present_shards(store: Store, weight_map: Mapping[str, str]) -> set[str]:
     """Check which shards of an index exist."""
     shards = sorted({check_key(shard) for shard in weight_map.values()})
     return set(compress(shards, map_io(lambda shard: exists(store, shard), shards)))
@@ -216,41 +277,27 @@ def file_sets(names: Iterable[str], index: str) -> dict[str, FileSet]:
     return sets
 
 
-def check_index(
-    weight_map: Mapping[str, str],
-    index: str,
-    present: Collection[str],
-    below: str = "",
-    *,
-    part: bool = False,
+def _check_index(
+    weight_map: Mapping[str, str], index: str, present: Collection[str], *, part: bool
 ) -> list[str]:
-    """Check that the shards of an index exist.
-
-    Args:
-        below: the folder of the index in the store, with a slash at the end, or empty.
-
-    Returns:
-        the keys of the shards that are there, sorted.
-    """
+    """The keys of the shards that are there, sorted, after a check that all are, or that a part may be opened."""
     shards = []
     for shard in dict.fromkeys(weight_map.values()):
-        key = check_key(f"{below}{shard}")
-        if key not in present and part and present:
-            continue
-        if key not in present:
+        if shard in present:
+            shards.append(shard)
+        elif not (part and present):
             names = [n for n, s in weight_map.items() if s == shard]
             raise MissingData(
-                f"{key} is missing: according to {index}, it contains {_some(names)}",
+                f"{shard} is missing: according to {index}, it contains {_some(names)}",
                 hint=(
                     "copy all shards that the index names; each contains other tensors. "
                     f"{_part_hint()}"
                 ),
             )
-        shards.append(key)
     return sorted(shards)
 
 
-def part_of_set(
+def _part_of_set(
     keys: Sequence[str], weight_map: Mapping[str, str], index: str | None
 ) -> str | None:
     """What files are a part of: the shards that an index, or their own names, count; None if all are there.
@@ -269,7 +316,7 @@ def _part_hint() -> str:
     return f"To open those that are there, as a part: {option_text('part', 'True', 'true')}"
 
 
-def check_shards(
+def _check_shards(
     weight_map: Mapping[str, str], index: str, shards: Mapping[str, Collection[str]]
 ) -> None:
     """Check that an index and its shards list the same tensors."""
@@ -277,7 +324,7 @@ def check_shards(
     for name, shard in weight_map.items():
         listed.setdefault(shard, set()).add(name)
     for shard, names in shards.items():
-        wanted = listed.get(shard.rpartition("/")[2], set()) | listed.get(shard, set())
+        wanted = listed[shard]
         if lost := sorted(wanted - set(names)):
             raise MissingData(
                 f"{shard} lacks {_some(lost)}, which it contains according to {index}",

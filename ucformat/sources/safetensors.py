@@ -28,21 +28,14 @@ from ucformat.reading.readable import PART_OF, CheckpointMetadata
 from ucformat.reading.stand_ins import unknown_dtype
 from ucformat.reading.values import to_json
 from ucformat.schema import ITEMSIZE, SAFETENSORS_DTYPES, SAFETENSORS_PACKED
-from ucformat.sources.index import TensorIndex
-from ucformat.sources.model_files import (
-    check_index,
-    check_shards,
-    part_of_set,
-    present_shards,
-    read_weight_map,
-)
+from ucformat.sources.index import IndexedSource, TensorIndex
 from ucformat.sources.parts import part_by_shapes
-from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.reading.readable import FileRecord
+    from ucformat.sources.model_files import ModelFiles
     from ucformat.storage.base import Store
 
 _MAX_HEADER = 100_000_000
@@ -196,57 +189,38 @@ def _damaged(file: str, problem: str) -> IntegrityError:
 SHARDING_INFO = "DCP_SHARDING_INFO"
 
 
-class OpenSafetensors:
+class OpenSafetensors(IndexedSource):
     """An opened checkpoint of safetensors files; `part` as in `OpenSource`."""
 
     kind = "safetensors"
 
-    def __init__(
-        self,
-        store: Store,
-        files: Sequence[str],
-        index: str | None,
-        assets: Sequence[str],
-        folder: str = "",
-        *,
-        part: bool = False,
-    ) -> None:
-        self.store = store
-        self.contents = TensorIndex()
-        weight_map: dict[str, str] = {}
-        index_metadata: dict[str, Any] = {}
-        keys = list(files)
-        if index is not None:
-            weight_map, index_metadata = read_weight_map(store, index)
-            keys = check_index(weight_map, index, present_shards(store, weight_map), part=part)
-        headers = map_io(lambda key: read_header(store, key), keys)
-        if index is not None:
-            check_shards(weight_map, index, {h.file: [*h.tensors, *h.unreadable] for h in headers})
+    def __init__(self, model: ModelFiles) -> None:
+        self.store, self.contents = model.store, TensorIndex()
+        found = model.open(
+            lambda key: read_header(model.store, key), lambda h: [*h.tensors, *h.unreadable]
+        )
+        headers = found.opened
         for header in headers:
             _add(header, self.contents)
         objects = _metadata(headers)
         self.part = next((h.metadata[PART_OF] for h in headers if PART_OF in h.metadata), None)
-        self.part = self.part or part_of_set(keys, weight_map, index)
+        self.part = self.part or found.part
         if self.part is None and len(headers) == 1:
             self.part = part_by_shapes(
-                store, {name: info.shape for name, info in headers[0].tensors.items()}
+                model.store, {name: info.shape for name, info in headers[0].tensors.items()}
             )
-        if index_metadata:
-            objects["index"] = to_json(index_metadata)
+        if found.metadata:
+            objects["index"] = to_json(found.metadata)
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
             aliases=_aliases(headers, self.contents),
             objects=objects,
-            assets=tuple(assets),
+            assets=tuple(model.assets),
             engine={"name": "safetensors"},
-            files=tuple(([index] if index else []) + keys),
-            folder=folder,
+            files=found.files,
+            folder=model.folder,
             unreadable=self.contents.unreadable,
         )
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Find where the bytes of a tensor are stored: contiguously in one file."""
-        return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
         """None: safetensors has no checksums."""

@@ -16,32 +16,19 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, IntKey
 from ucformat.reading.stand_ins import Inert, LocalPart, StoredTensor
 from ucformat.reading.values import to_json
-from ucformat.sources.index import TensorIndex
-from ucformat.sources.model_files import (
-    BIN_INDEX,
-    check_index,
-    check_shards,
-    complete_shards,
-    file_sets,
-    part_of_set,
-    present_shards,
-    read_weight_map,
-)
+from ucformat.sources.index import IndexedSource, TensorIndex
+from ucformat.sources.model_files import BIN_INDEX, complete_shards, file_sets
 from ucformat.sources.parts import part_by_content, part_by_shapes, parts_of_one
 from ucformat.sources.pickle.allowed import PARTS
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
 from ucformat.sources.registry import all_sources
-from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import FileRecord, StatePath
-    from ucformat.sources.model_files import FileSet
-    from ucformat.storage.base import Store
+    from ucformat.sources.model_files import FileSet, ModelFiles
 
 _MAX_DEPTH = 3  # levels below the top at which state dicts are looked for
 _MAX_NODES = 5_000_000
@@ -171,30 +158,27 @@ _STEPS = ("global_step", "step", "iteration")
 _STATE_DICT_HINT = "save the state dict instead: torch.save(model.state_dict(), path)"
 
 
-class OpenTorchSave:
+class OpenTorchSave(IndexedSource):
     """An opened file of torch.save, or the shards of one model; `part` as in `OpenSource`."""
 
     kind = "torch_save"
 
     def __init__(
         self,
-        store: Store,
-        keys: Sequence[str],
-        index: str | None,
+        model: ModelFiles,
         allow: tuple[str, ...],
         groups: Mapping[str, Sequence[Sequence[str]]],
-        assets: Sequence[str],
-        folder: str = "",
-        *,
-        part: bool = False,
     ) -> None:
-        self.store, self.contents = store, TensorIndex()
-        files, metadata, self.part = _open_shards(store, keys, index, allow, part=part)
-        self._keys = [f.key for f in files]
+        self.store, self.contents = model.store, TensorIndex()
+        found = model.open(lambda key: TorchFile(model.store, key, allow=(*allow, PARTS)), _flat)
+        files, self.part = found.opened, found.part
+        self._keys = [file.key for file in files]
         aliases: dict[str, str] = {}
-        objects: dict[str, Any] = {"index": to_json(metadata)} if metadata else {}
+        objects: dict[str, Any] = {}
+        if found.metadata:
+            objects["index"] = to_json(found.metadata)
         engine, step = {"name": "pytorch"}, None
-        if len(files) > 1 or index is not None or self.part:
+        if len(files) > 1 or model.index is not None or self.part:
             for file in files:
                 aliases |= _add_module(_flat(file), "", (), file, self.contents)
         else:
@@ -212,21 +196,21 @@ class OpenTorchSave:
             engine, step = _engine(file.value), _step(file.value)
             if self.part is None:
                 self.part = part_by_shapes(
-                    store, {k.name: i.shape for k, i in self.contents.infos.items()}
+                    model.store, {k.name: i.shape for k, i in self.contents.infos.items()}
                 )
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
             unreadable=self.contents.unreadable,
             aliases=aliases,
             objects=objects,
-            assets=tuple(assets),
+            assets=tuple(model.assets),
             groups=tuple(group.json() for group in self.contents.groups),
             paths=self.contents.paths,
             places=tuple(self.contents.places),
             step=step,
             engine=engine,
-            files=tuple(([index] if index else []) + self._keys),
-            folder=folder,
+            files=found.files,
+            folder=model.folder,
         )
 
     def _values(
@@ -256,38 +240,10 @@ class OpenTorchSave:
             objects = {"value": objects}
         return {**objects, **({"unnamed": unnamed} if unnamed else {})}
 
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Find where the bytes of a tensor are stored: in one file, with the tensor's strides."""
-        return self.contents.extents(key, within, self.store.url)
-
     def records(self) -> Iterator[FileRecord]:
         """List every record of the zip files."""
         for key in self._keys:
             yield from TorchZip(self.store, key).records()
-
-
-def _open_shards(
-    store: Store,
-    keys: Sequence[str],
-    index: str | None,
-    allow: tuple[str, ...] = (),
-    *,
-    part: bool = False,
-) -> tuple[list[TorchFile], dict[str, Any], str | None]:
-    """Open the files, or those of the index if there is one, and check that both agree.
-
-    Returns:
-        the files, the index's metadata, and what the files are a part of if some are missing.
-    """
-    weight_map: dict[str, str] = {}
-    metadata: dict[str, Any] = {}
-    if index is not None:
-        weight_map, metadata = read_weight_map(store, index)
-        keys = check_index(weight_map, index, present_shards(store, weight_map), part=part)
-    files = map_io(lambda key: TorchFile(store, key, allow=(*allow, PARTS)), keys)
-    if index is not None:
-        check_shards(weight_map, index, {f.key: _flat(f) for f in files})
-    return files, metadata, part_of_set(keys, weight_map, index)
 
 
 def _add_module(

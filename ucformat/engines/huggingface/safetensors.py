@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UsageError, first_names
 from ucformat.sources.base import Source
 from ucformat.sources.model_files import (
+    ModelFiles,
     complete_shards,
     file_assets,
     file_sets,
@@ -62,7 +63,8 @@ class Safetensors(Source):
 
         infos, part = root_files(store), self.options.part is True
         files, index = choose(infos, store.url, part=part)
-        return OpenSafetensors(store, files, index, find_assets(infos.values()), part=part)
+        assets = find_assets(infos.values())
+        return OpenSafetensors(ModelFiles(store, files, index, assets, part=part))
 
     def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - the name suffices
         """Whether the file is named as a safetensors file, or as the index of several."""
@@ -72,10 +74,9 @@ class Safetensors(Source):
         """Open a single file, or an index with its shards."""
         from ucformat.sources.safetensors import OpenSafetensors
 
-        if key.endswith(_INDEX):
-            part = self.options.part is True
-            return OpenSafetensors(store, [], key, file_assets(store, key), folder=key, part=part)
-        return OpenSafetensors(store, [key], None, file_assets(store, key), folder=key)
+        part, assets = self.options.part is True, file_assets(store, key)
+        named, index = ([], key) if key.endswith(_INDEX) else ([key], None)
+        return OpenSafetensors(ModelFiles(store, named, index, assets, folder=key, part=part))
 
 
 def choose(names: Iterable[str], url: str, *, part: bool = False) -> FileSet:

@@ -25,7 +25,7 @@ from ucformat.reading.stand_ins import OpaqueFile
 from ucformat.reading.values import to_json
 from ucformat.sources.base import with_options
 from ucformat.sources.index import Group, IndexedSource, PrefixedSource, TensorIndex
-from ucformat.sources.model_files import find_assets, read_json
+from ucformat.sources.model_files import ModelFiles, find_assets, read_json
 from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
 from ucformat.sources.registry import SOURCES
@@ -351,9 +351,9 @@ def _open_model(store: Store, names: Sequence[str], options: EngineOptions) -> O
     """Open the files of one model, which are all of one kind."""
     part = options.part
     if any(".safetensors" in name for name in names):
-        return OpenSafetensors(store, *choose(names, store.url, part=part), (), part=part)
-    keys, index = choose_files(names, store.url, part=part)
-    return OpenTorchSave(store, keys, index, options.allow, {}, (), part=part)
+        return OpenSafetensors(ModelFiles(store, *choose(names, store.url, part=part), part=part))
+    files = choose_files(names, store.url, part=part)
+    return OpenTorchSave(ModelFiles(store, *files, part=part), options.allow, {})
 
 
 def _prefix(number: int) -> str:

@@ -11,7 +11,7 @@ from ucformat.errors import MissingData, NotFound, UcformatError, UnsupportedErr
 from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option
 from ucformat.sources.distcp import METADATA, SHARD, ItemOptions
 from ucformat.sources.model_files import BIN_INDEX as INDEX
-from ucformat.sources.model_files import file_assets, find_assets, root_files
+from ucformat.sources.model_files import ModelFiles, file_assets, find_assets, root_files
 from ucformat.storage.base import exists
 
 if TYPE_CHECKING:
@@ -168,13 +168,13 @@ class TorchSave(Source):
 
     def open(self, store: Store) -> OpenTorchSave:
         """Open the only checkpoint of a folder."""
-        from ucformat.sources.torch_save import OpenTorchSave, choose_files
+        from ucformat.sources.torch_save import choose_files
 
-        infos = root_files(store)
-        groups, part = groups_by_optimizer(self.options.groups), self.options.part is True
+        infos, part = root_files(store), self.options.part is True
         keys, index = choose_files(list(_candidates(store, infos)), store.url, part=part)
-        assets = find_assets(infos.values(), keys)
-        return OpenTorchSave(store, keys, index, self.options.allow, groups, assets, part=part)
+        return self._open(
+            ModelFiles(store, keys, index, find_assets(infos.values(), keys), part=part)
+        )
 
     def find_file(self, store: Store, key: str) -> bool:
         """Whether the file begins as torch's files do, or is named as a model's."""
@@ -182,14 +182,15 @@ class TorchSave(Source):
 
     def open_file(self, store: Store, key: str) -> OpenTorchSave:
         """Open a single file, or an index with its shards."""
+        part, assets = self.options.part is True, file_assets(store, key)
+        named, index = ([], key) if key.endswith(INDEX) else ([key], None)
+        return self._open(ModelFiles(store, named, index, assets, folder=key, part=part))
+
+    def _open(self, model: ModelFiles) -> OpenTorchSave:
         from ucformat.sources.torch_save import OpenTorchSave
 
-        index = key if key.endswith(INDEX) else None
-        groups, part = groups_by_optimizer(self.options.groups), self.options.part is True
-        keys, assets = [] if index else [key], file_assets(store, key)
-        return OpenTorchSave(
-            store, keys, index, self.options.allow, groups, assets, folder=key, part=part
-        )
+        groups = groups_by_optimizer(self.options.groups)
+        return OpenTorchSave(model, self.options.allow, groups)
 
 
 def _is_named_as_model(name: str) -> bool:
