@@ -525,10 +525,11 @@ def is_flattened(items: Sequence[Any]) -> bool:
     )
 
 
-def all_equal(values: dict[str, Any]) -> bool:
-    """Whether all values are the same."""
+def shared_value(values: dict[str, Any], count: int | None = None) -> Any:
+    """The value if all are the same, and there are `count` if that is given; otherwise the values by name."""
     first = next(iter(values.values()))
-    return all(type(v) is type(first) and v == first for v in values.values())
+    same = all(type(v) is type(first) and v == first for v in values.values())
+    return first if same and count in (None, len(values)) else values
 
 
 def references(value: Any) -> Iterator[str]:

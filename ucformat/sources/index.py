@@ -142,13 +142,21 @@ class TensorIndex:
             raise unknown_tensor(key, self.infos, url)
         return locate(within)
 
+    def json_of(self, file: TorchFile, value: Any, path: str = "", *, exact: bool = False) -> Any:
+        """A value of a file in its JSON form; its larger tensors become tensors of the checkpoint.
+
+        Args:
+            exact: as for `to_json`.
+        """
+
+        def spill(where: str, tensor: StoredTensor) -> str:
+            return self.add_large(where, file, tensor)
+
+        return to_json(value, read=file.read, spill=spill, path=path, exact=exact)
+
     def keep_scalars(self, file: TorchFile, values: dict[str, Any]) -> None:
         """Set `optimizer`, the values of an optimizer's file besides the states of its parameters."""
-
-        def spill(path: str, tensor: StoredTensor) -> str:
-            return self.add_large(path, file, tensor)
-
-        self.optimizer = to_json(values, read=file.read, spill=spill, path="optimizer")
+        self.optimizer = self.json_of(file, values, "optimizer")
 
 
 class IndexedSource:

@@ -231,11 +231,7 @@ class OpenTorchSave(IndexedSource):
             optimizer = Optimizer.parse(value, path, file, parts.places[path])
             if not add_optimizer(optimizer, modules, self.contents, groups.get(path)):
                 unnamed.append(path)
-
-        def spill(path: str, tensor: StoredTensor) -> str:
-            return self.contents.add_large(path, file, tensor)
-
-        objects = to_json(parts.rest, read=file.read, spill=spill, exact=True)
+        objects = self.contents.json_of(file, parts.rest, exact=True)
         if not isinstance(objects, dict) or "$dict" in objects:
             objects = {"value": objects}
         return {**objects, **({"unnamed": unnamed} if unnamed else {})}

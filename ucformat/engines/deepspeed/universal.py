@@ -38,7 +38,7 @@ from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import BoxPair, View
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.reading.stand_ins import StoredTensor
-from ucformat.reading.values import to_json
+from ucformat.reading.values import shared_value, to_json
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.index import Group, IndexedSource, TensorIndex
 from ucformat.sources.pickle.file import TorchFile, TorchZip
@@ -446,9 +446,7 @@ class OpenUniversal(IndexedSource):
             mine = [plain[name] for name in group.names if name in plain]
             for state in dict.fromkeys(chain.from_iterable(mine)):
                 values = {n: plain[n][state] for n in group.names if state in plain.get(n, {})}
-                distinct = {(type(value), value) for value in values.values()}
-                same = len(distinct) == 1 and len(values) == len(group.names)
-                group.state[state] = next(iter(values.values())) if same else values
+                group.state[state] = shared_value(values, len(group.names))
 
     def _aliases(self) -> dict[str, str]:
         return {a: b for slices in self._stages for a, b in slices[0].aliases.items()}

@@ -27,7 +27,7 @@ from ucformat.engines.deepspeed.model_states import (
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError, option_text
 from ucformat.geometry.box import row_major
 from ucformat.reading.stand_ins import StoredTensor
-from ucformat.reading.values import all_equal, to_json
+from ucformat.reading.values import shared_value, to_json
 from ucformat.sources.index import Group
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
 from ucformat.storage.concurrency import map_io
@@ -156,12 +156,7 @@ def _single(
                     number = to_json(value, read=model.file.read, path=state)
                     plain.setdefault(state, {})[name] = number
         stateful = sum(map(bool, states[g]))  # a parameter that never had a gradient has no state
-        contents.groups[g].state = {
-            state: next(iter(values.values()))
-            if len(values) == stateful and all_equal(values)
-            else values
-            for state, values in plain.items()
-        }
+        contents.groups[g].state = {s: shared_value(v, stateful) for s, v in plain.items()}
 
 
 def _listed(group: Any, model: ModelStates) -> list[Any]:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
     from ucformat.engines.huggingface.trainer_folder import FolderFiles
-    from ucformat.reading.stand_ins import StoredTensor
     from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Info, Store
 
@@ -397,12 +396,7 @@ def _to_json(file: TorchFile | OpaqueFile, path: str, contents: TensorIndex) -> 
     """The value as JSON; a value without a JSON form is kept as an opaque pickle."""
     if isinstance(file, OpaqueFile):
         return to_json(file.opaque())
-    opened = file
-
-    def spill(where: str, tensor: StoredTensor) -> str:
-        return contents.add_large(where, opened, tensor)
-
-    return to_json(file.value, read=file.read, spill=spill, path=path)
+    return contents.json_of(file, file.value, path)
 
 
 class OpenHuggingFace(IndexedSource):

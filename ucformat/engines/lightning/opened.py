@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key, TensorInfo
     from ucformat.reading.readable import CheckpointMetadata, FileRecord
-    from ucformat.reading.stand_ins import StoredTensor
     from ucformat.sources.distcp.metadata import Items
     from ucformat.sources.distcp.opened import ItemValues
 
@@ -68,11 +67,7 @@ class OpenLightning(OpenDcp):
         file = self._file
         if isinstance(file, OpaqueFile):
             return {META: to_json(file.opaque())}
-
-        def spill(path: str, tensor: StoredTensor) -> str:
-            return self._beside.add_large(path, file, tensor)
-
-        value = to_json(file.value, read=file.read, spill=spill, exact=True)
+        value = self._beside.json_of(file, file.value, exact=True)
         is_plain = isinstance(value, dict) and not any(key.startswith("$") for key in value)
         return value if is_plain else {META: value}
 

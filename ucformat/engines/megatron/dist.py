@@ -41,9 +41,9 @@ from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Key, TensorList
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence
 from ucformat.reading.stand_ins import OpaqueFile, StoredTensor
-from ucformat.reading.values import to_json
+from ucformat.reading.values import shared_value, to_json
 from ucformat.sources.distcp.metadata import Items, read_metadata
-from ucformat.sources.distcp.opened import nested_objects, plain_value, shared_value
+from ucformat.sources.distcp.opened import nested_objects, plain_value
 from ucformat.sources.index import Group, IndexedSource, TensorIndex
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.storage.base import exists

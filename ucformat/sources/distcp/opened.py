@@ -19,10 +19,11 @@ from ucformat.reading.readable import (
 )
 from ucformat.reading.stand_ins import OpaqueFile, unknown_dtype
 from ucformat.reading.state_names import GROUPS, dotted, split_state
-from ucformat.reading.values import from_json, packed, to_json
+from ucformat.reading.values import from_json, packed, shared_value, to_json
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.distcp.state import name_entries
 from ucformat.sources.index import Group, unknown_tensor
+from ucformat.sources.state_names import GROUPS, dotted, split_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -128,12 +129,6 @@ def _groups_of(
             )
         )
     return out
-
-
-def shared_value(values: dict[str, Any]) -> Any:
-    """The value of all parameters if it is the same, otherwise the values by name."""
-    first = next(iter(values.values()))
-    return first if all(type(v) is type(first) and v == first for v in values.values()) else values
 
 
 def _flattened(

@@ -20,7 +20,7 @@ from ucformat.errors import IntegrityError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import GroupPlace, IntKey
 from ucformat.reading.stand_ins import StoredTensor
-from ucformat.reading.values import all_equal, to_json
+from ucformat.reading.values import shared_value
 from ucformat.sources.index import Group, TensorIndex
 
 if TYPE_CHECKING:
@@ -369,22 +369,12 @@ def _add_group(
                 at = (*place, "state", IntKey(entry) if isinstance(entry, int) else entry, state)
                 contents.paths[Key(name, str(state))] = (at,)
     stateful = sum(map(bool, of))  # a parameter that never had a gradient has no state
-    group.state = {
-        state: next(iter(values.values()))
-        if len(values) == stateful and all_equal(values)
-        else values
-        for state, values in plain.items()
-    }
+    group.state = {state: shared_value(values, stateful) for state, values in plain.items()}
     return group
 
 
 def _json(value: Any, optimizer: Optimizer, path: str, contents: TensorIndex) -> Any:
-    def spill(where: str, tensor: StoredTensor) -> str:
-        return contents.add_large(where, optimizer.file, tensor)
-
-    return to_json(
-        value, read=optimizer.file.read, spill=spill, path=path, exact=optimizer.place is not None
-    )
+    return contents.json_of(optimizer.file, value, path, exact=optimizer.place is not None)
 
 
 def _check(optimizer: Optimizer, names: Sequence[Sequence[str]], shapes: Mapping[str, Any]) -> None:
