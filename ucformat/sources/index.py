@@ -41,7 +41,7 @@ class Group:
         return {**out, "state": self.state} if self.state else out
 
 
-def unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
+def _unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
     """The error for a tensor that a checkpoint does not have."""
     states = sorted(k.state for k in known if k.name == key.name)
     return TensorNotFound(
@@ -139,7 +139,7 @@ class TensorIndex:
         if key in self.unreadable:
             raise unreadable_error({key: self.unreadable[key]}, url)
         if locate is None:
-            raise unknown_tensor(key, self.infos, url)
+            raise _unknown_tensor(key, self.infos, url)
         return locate(within)
 
     def json_of(self, file: TorchFile, value: Any, path: str = "", *, exact: bool = False) -> Any:

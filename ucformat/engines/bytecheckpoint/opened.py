@@ -53,9 +53,7 @@ class OpenByteCheckpoint(OpenDcp):
             items, groups, owners or ({"optimizer": "model"} if len(metas) > 1 else None)
         )
 
-    def _make_metadata(
-        self, values: ItemValues, infos: tuple[TensorInfo, ...]
-    ) -> CheckpointMetadata:
+    def _make_metadata(self, values: ItemValues) -> CheckpointMetadata:
         """The metadata, with the extra states of all ranks."""
         assert isinstance(self.items, _RawItems)  # noqa: S101
         metas, folder = list(self.items.parts.values()), self._folder
@@ -63,8 +61,8 @@ class OpenByteCheckpoint(OpenDcp):
         version = metas[0].root.get("bytecheckpoint_version")
         groups, places, numbers = values.lazy_groups()
         return CheckpointMetadata(
-            tensor_list=TensorList(infos, numbers),
-            unreadable=self.unreadable,
+            tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
+            unreadable=self.contents.unreadable,
             groups=groups,
             places=places,
             objects=LazyMapping(lambda: _extra_states(self.store, folder)),

@@ -14,14 +14,11 @@ from ucformat.reading.readable import LazyMapping
 from ucformat.reading.stand_ins import OpaqueFile
 from ucformat.reading.values import to_json
 from ucformat.sources.distcp.opened import OpenDcp
-from ucformat.sources.index import TensorIndex
 from ucformat.sources.pickle.file import TorchZip, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key, TensorInfo
     from ucformat.reading.readable import CheckpointMetadata, FileRecord
     from ucformat.sources.distcp.metadata import Items
     from ucformat.sources.distcp.opened import ItemValues
@@ -39,23 +36,18 @@ class OpenLightning(OpenDcp):
         owners: Mapping[str, str] | None,
         allow: tuple[str, ...],
     ) -> None:
-        self._file, self._beside = open_file(items.store, META, allow=allow), TensorIndex()
+        self._file = open_file(items.store, META, allow=allow)
         super().__init__(items, groups, owners)
 
-    def _make_metadata(
-        self, values: ItemValues, infos: tuple[TensorInfo, ...]
-    ) -> CheckpointMetadata:
-        dcp = super()._make_metadata(values, infos)
-        self._beside.taken |= {info.name: 1 for info in infos}
-        meta = self._meta()
-        large = tuple(self._beside.infos.values())
+    def _make_metadata(self, values: ItemValues) -> CheckpointMetadata:
+        dcp, meta = super()._make_metadata(values), self._meta()
         step = meta.get("global_step")
         engine = dict(dcp.engine)
         if VERSION in meta:
             engine["format"] = engine["name"]
             engine |= {"name": "lightning", "version": str(meta[VERSION])}
         return dcp.replace(
-            tensor_list=TensorList((*infos, *large), dcp.tensor_list.groups),
+            tensor_list=TensorList(self.contents.tensor_list().tensors, dcp.tensor_list.groups),
             objects=LazyMapping(lambda: _joined(dcp.objects, meta)),
             step=step if type(step) is int else dcp.step,
             engine=engine,
@@ -67,15 +59,9 @@ class OpenLightning(OpenDcp):
         file = self._file
         if isinstance(file, OpaqueFile):
             return {META: to_json(file.opaque())}
-        value = self._beside.json_of(file, file.value, exact=True)
+        value = self.contents.json_of(file, file.value, exact=True)
         is_plain = isinstance(value, dict) and not any(key.startswith("$") for key in value)
         return value if is_plain else {META: value}
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Find where the bytes of a tensor are stored."""
-        if key in self._beside.infos:
-            return self._beside.extents(key, within, self.store.url)
-        return super().extents(key, within)
 
     def records(self) -> Iterator[FileRecord]:
         """List every record of the archives of all items, and of `meta.pt`."""

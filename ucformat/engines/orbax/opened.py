@@ -13,7 +13,7 @@ from ucformat.engines.orbax.ocdbt import read_ocdbt
 from ucformat.engines.orbax.zarr_array import ZarrArray, is_file_of, parse_v2, parse_v3
 from ucformat.engines.orbax.zarr_chunks import Chunks, OpenArrays
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
-from ucformat.geometry.tensor import Key, TensorInfo, TensorList
+from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, path_to_json
 from ucformat.reading.stand_ins import NdArray
 from ucformat.reading.values import to_json
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from ucformat.engines.orbax.zarr_array import ZarrArray
+    from ucformat.geometry.tensor import Extent, TensorInfo
     from ucformat.reading.readable import StatePath
     from ucformat.storage.base import Store
     from ucformat.storage.decoded import Value
@@ -53,22 +54,24 @@ class OpenOrbax(OpenArrays):
             for array in (*item.arrays.values(), *item.scalars.values())
             if (not item.tree.stores_fill if fill_missing is None else fill_missing)
         ]
-        self._chunks = Chunks(
+        chunks = Chunks(
             store,
             {key: value for item in items for key, value in item.values.items()},
             {array.path: array for array in (*arrays.values(), *scalars.values())},
             filled,
             _MISSING_HINT,
         )
-        self.store: Store = DecodedStore(store, self._chunks)
+        self.store: Store = DecodedStore(store, chunks)
         keys = tensor_keys({path: array.shape for path, array in arrays.items()})
         keys |= {path: Key(".".join(path), "weight") for path in unreadable}
         for item in items:
             keys |= item.noted_keys()
         _check_names(store, keys.values())
-        self._arrays = {keys[path]: array for path, array in arrays.items()}
+        tensors = _in_order({keys[path]: array for path, array in arrays.items()})
+        self._add(chunks, tensors, {keys[path]: why for path, why in unreadable.items()})
         numbers = {
-            ".".join(p): scalar_json(".".join(p), a, self._read(a)) for p, a in scalars.items()
+            ".".join(p): scalar_json(".".join(p), a, self._read(a, chunks.extents(a)))
+            for p, a in scalars.items()
         }
         texts = {".".join(p): text for item in items for p, text in item.strings().items()}
         objects: dict[str, Any] = {**numbers, **texts}
@@ -76,15 +79,13 @@ class OpenOrbax(OpenArrays):
             objects["orbax"] = more
         own = {key for key in step.others if key.rpartition("/")[2] in (*_OWN, *_JSON)}
         own |= {key for item in items for key in item.files()}
-        sorted_arrays = ((key, self._arrays[key]) for key in self._order())
-        infos = (TensorInfo(*key, array.dtype, array.shape) for key, array in sorted_arrays)
         self.metadata = CheckpointMetadata(
-            tensor_list=TensorList(tuple(infos)),
+            tensor_list=self.contents.tensor_list(),
             objects=objects,
             paths={
                 keys[path]: (at,) for i in items for path, at in i.array_paths() if path in arrays
             },
-            unreadable={keys[path]: why for path, why in unreadable.items()},
+            unreadable=self.contents.unreadable,
             step=self._step(numbers, step),
             layout={
                 "ocdbt": any(i.ocdbt for i in items),
@@ -95,18 +96,11 @@ class OpenOrbax(OpenArrays):
             folder=step.folder,
         )
 
-    def _order(self) -> list[Key]:
-        """All states of a tensor together, and tensors in the order of their weights in the tree."""
-        order: dict[str, int] = {}
-        for key in sorted(self._arrays, key=lambda k: k.state != "weight"):
-            order.setdefault(key.name, len(order))
-        return sorted(self._arrays, key=lambda k: (order[k.name], k.state != "weight"))
-
-    def _read(self, array: ZarrArray) -> bytes:
+    def _read(self, array: ZarrArray | TensorInfo, extents: Iterator[Extent]) -> bytes:
         """The bytes of a 0-d array."""
         if array.shape:
             return b""
-        extent = next(iter(self._chunks.extents(array)))
+        extent = next(extents)
         return self.store.read(extent.file, extent.offset, array.itemsize)
 
     def _step(self, numbers: dict[str, Any], step: Step) -> int | None:
@@ -114,11 +108,11 @@ class OpenOrbax(OpenArrays):
         for name in ("step", *(f"{tree}.step" for tree in step.trees)):
             if type(numbers.get(name)) is int:
                 return int(numbers[name])
-            for key, array in self._arrays.items():
-                is_number = not array.shape and array.dtype.startswith(("int", "uint"))
-                if key == (name, "weight") and is_number:
-                    signed = array.dtype.startswith("int")
-                    return int.from_bytes(self._read(array), "little", signed=signed)
+            key = Key(name, "weight")
+            info = self.contents.infos.get(key)
+            if info is not None and not info.shape and info.dtype.startswith(("int", "uint")):
+                data = self._read(info, self.extents(key))
+                return int.from_bytes(data, "little", signed=info.dtype.startswith("int"))
         return step.number
 
     def _other_objects(self, step: Step, items: list[Item]) -> dict[str, Any]:
@@ -157,6 +151,15 @@ class OpenOrbax(OpenArrays):
                     "missing",
                     hint="restore its folder from another copy; or open the folder of another item",
                 )
+
+
+def _in_order(arrays: Mapping[Key, ZarrArray]) -> dict[Key, ZarrArray]:
+    """All states of a tensor together, and tensors in the order of their weights in the tree."""
+    order: dict[str, int] = {}
+    for key in sorted(arrays, key=lambda k: k.state != "weight"):
+        order.setdefault(key.name, len(order))
+    keys = sorted(arrays, key=lambda k: (order[k.name], k.state != "weight"))
+    return {key: arrays[key] for key in keys}
 
 
 def _without_notes(custom: Any) -> Any:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import bz2
 import math
 import zlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UnsupportedError
 from ucformat.geometry.box import Box, each_index, row_major
-from ucformat.geometry.tensor import Block, Extent
+from ucformat.geometry.tensor import Block, Extent, TensorInfo
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.readable import unreadable_error
 from ucformat.reading.repeats import are_repeated
-from ucformat.sources.index import unknown_tensor
+from ucformat.sources.index import IndexedSource, TensorIndex
 from ucformat.storage.base import ByteRange, Info, content_version
 from ucformat.storage.decoded import DECODED, Cache, read_value, size_of, slice_value
 from ucformat.storage.strided import checksum
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ucformat.engines.orbax.zarr_array import Codec, ZarrArray
     from ucformat.geometry.tensor import Key
-    from ucformat.reading.readable import CheckpointMetadata, FileRecord
+    from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
     from ucformat.storage.decoded import Value
 
@@ -363,21 +363,18 @@ class Chunks:
         return array, at
 
 
-class OpenArrays:
-    """An opened checkpoint whose tensors are arrays, by their keys."""
+class OpenArrays(IndexedSource):
+    """An opened checkpoint whose tensors are arrays; finding an extent reads the indexes of shards."""
 
-    store: Store
-    metadata: CheckpointMetadata
-    _chunks: Chunks
-    _arrays: Mapping[Key, ZarrArray]
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Find where the chunks of an array are stored; reads the indexes of its shards."""
-        if key in self.metadata.unreadable:
-            raise unreadable_error({key: self.metadata.unreadable[key]}, self.store.url)
-        if key not in self._arrays:
-            raise unknown_tensor(key, self._arrays, self.store.url)
-        return self._chunks.extents(self._arrays[key], within)
+    def _add(
+        self, chunks: Chunks, arrays: Mapping[Key, ZarrArray], unreadable: Mapping[Key, str]
+    ) -> None:
+        self.contents = TensorIndex()
+        for key, array in arrays.items():
+            info = TensorInfo(*key, array.dtype, array.shape)
+            self.contents.put(info, partial(chunks.extents, array))
+        for key, reason in unreadable.items():
+            self.contents.refuse(key, reason)
 
     def records(self) -> Iterator[FileRecord]:
         """None: Orbax has no checksums of data, and Zarr's are next to its chunks."""

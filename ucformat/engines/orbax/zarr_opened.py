@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.engines.orbax.zarr_array import ZarrArray, is_file_of, parse_v2, parse_v3
 from ucformat.engines.orbax.zarr_chunks import Chunks, OpenArrays
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError, option_text
-from ucformat.geometry.tensor import Key, TensorInfo, TensorList
+from ucformat.geometry.tensor import Key, TensorList
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.reading.values import to_json
 from ucformat.storage.concurrency import map_io
@@ -202,22 +202,25 @@ class OpenZarr(OpenArrays):
     def __init__(self, store: Store, *, fill_missing: bool) -> None:
         values = list_values(store)
         hierarchy = _read_hierarchy(store, values)
-        self._chunks = Chunks(
+        chunks = Chunks(
             store, values, hierarchy.arrays, hierarchy.arrays if fill_missing else (), _hint()
         )
-        self.store: Store = DecodedStore(store, self._chunks)
+        self.store: Store = DecodedStore(store, chunks)
         keys = _keys(hierarchy, store.url)
-        self._arrays = {keys[path]: array for path, array in hierarchy.arrays.items()}
-        infos = (TensorInfo(*key, a.dtype, a.shape) for key, a in self._arrays.items())
+        self._add(
+            chunks,
+            {keys[path]: array for path, array in hierarchy.arrays.items()},
+            {keys[path]: why for path, why in hierarchy.unreadable.items()},
+        )
         paths = set(hierarchy.paths)
         files = (k for k in values if k.rpartition("/")[2] in _DOCUMENTS or is_file_of(paths, k))
         self.metadata = CheckpointMetadata(
-            tensor_list=TensorList(tuple(infos)),
+            tensor_list=TensorList(tuple(self.contents.infos.values())),
             objects={"attributes": to_json(hierarchy.attributes)} if hierarchy.attributes else {},
             layout={"zarr_format": hierarchy.version},
             engine={"name": "zarr", "version": str(hierarchy.version)},
             files=tuple(files),
-            unreadable={keys[path]: why for path, why in hierarchy.unreadable.items()},
+            unreadable=self.contents.unreadable,
         )
 
 

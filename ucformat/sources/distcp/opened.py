@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,21 +16,16 @@ from ucformat.reading.readable import (
     LazyMapping,
     LazySequence,
     json_key,
-    unreadable_error,
 )
-from ucformat.reading.stand_ins import OpaqueFile, unknown_dtype
+from ucformat.reading.stand_ins import OpaqueFile
 from ucformat.reading.state_names import GROUPS, dotted, split_state
 from ucformat.reading.values import from_json, packed, shared_value, to_json
-from ucformat.schema import ITEMSIZE
 from ucformat.sources.distcp.state import name_entries
-from ucformat.sources.index import Group, unknown_tensor
-from ucformat.sources.state_names import GROUPS, dotted, split_state
+from ucformat.sources.index import Group, IndexedSource, TensorIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key
     from ucformat.reading.readable import FileRecord
     from ucformat.reading.readable import StatePath as Path
     from ucformat.reading.stand_ins import StoredTensor
@@ -195,7 +191,7 @@ def _step_of(found: Mapping[Path, Any]) -> int | None:
 _MAX_STEP_DEPTH = 3  # keys in the path of a `step` that may be the training step
 
 
-class OpenDcp:
+class OpenDcp(IndexedSource):
     """An opened DCP checkpoint."""
 
     kind = "dcp"
@@ -209,34 +205,27 @@ class OpenDcp:
             return _raw_groups(optimizer, self.items.values(optimizer.options))
 
         self.named = name_entries(meta, read_groups, groups, owners)
-        entries = {key: meta.tensors[fqn] for key, fqn in self.named.tensors.items()}
-        self.unreadable = {
-            key: unknown_dtype(e.dtype) for key, e in entries.items() if e.dtype not in ITEMSIZE
-        }
-        self._infos = {
-            key: TensorInfo(*key, e.dtype, e.shape)
-            for key, e in entries.items()
-            if key not in self.unreadable
-        }
-        self.metadata = self._make_metadata(ItemValues(items, self.named), _by_name(self._infos))
+        self.contents = TensorIndex()
+        for key, fqn in self.named.tensors.items():
+            info = TensorInfo(*key, meta.tensors[fqn].dtype, meta.tensors[fqn].shape)
+            self.contents.add(*key, info.dtype, info.shape, partial(items.extents, fqn, info))
+        self.metadata = self._make_metadata(ItemValues(items, self.named))
 
-    def _make_metadata(
-        self, values: ItemValues, infos: tuple[TensorInfo, ...]
-    ) -> CheckpointMetadata:
+    def _make_metadata(self, values: ItemValues) -> CheckpointMetadata:
         meta = self.items.meta
         version = meta.root.get("version")
         groups, places, numbers = values.lazy_groups()
         return CheckpointMetadata(
-            tensor_list=TensorList(infos, numbers),
+            tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
             groups=groups,
             places=places,
             objects=LazyMapping(values.objects),
             paths={
                 key: (_path(meta, fqn),)
                 for key, fqn in self.named.tensors.items()
-                if key in self._infos
+                if key in self.contents.infos
             },
-            unreadable=self.unreadable,
+            unreadable=self.contents.unreadable,
             step=values.step(),
             engine={
                 "name": "torch.distributed.checkpoint",
@@ -245,14 +234,6 @@ class OpenDcp:
             files=(meta.file, *meta.files),
             save_id=meta.save_id,
         )
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Find where the bytes of a tensor are stored; opens its items if they are not yet open."""
-        if key in self.unreadable:
-            raise unreadable_error({key: self.unreadable[key]}, self.store.url)
-        if key not in self._infos:
-            raise unknown_tensor(key, self._infos, self.store.url)
-        return self.items.extents(self.named.tensors[key], self._infos[key], within)
 
     def records(self) -> Iterator[FileRecord]:
         """List every record of the archives of all items; opens each."""
@@ -263,14 +244,6 @@ def _path(meta: Metadata, fqn: str) -> Path:
     """The path of an entry in the program's state."""
     path = meta.paths.get(fqn, (fqn,))
     return path if dotted(path) == fqn else (fqn,)
-
-
-def _by_name(infos: Mapping[Key, TensorInfo]) -> tuple[TensorInfo, ...]:
-    """The tensors in their order, with all states of a name together."""
-    by_name: dict[str, list[TensorInfo]] = {}
-    for key, info in infos.items():
-        by_name.setdefault(key.name, []).append(info)
-    return tuple(info for some in by_name.values() for info in some)
 
 
 class ItemValues:
