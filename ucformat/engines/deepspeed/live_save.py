@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import torch
 
 from ucformat.engines.deepspeed.live_engine import (
-    EngineParts,
-    OptimizerTensor,
     inspect_engine,
     optimizer_tensors,
     partition_of,
@@ -40,11 +38,13 @@ if TYPE_CHECKING:
     from ucformat.engines.deepspeed.live_engine import EngineParts, OptimizerTensor
     from ucformat.geometry.distribution import Distribution
     from ucformat.schema.manifest import LineageDoc
+    from ucformat.torch.saving.options import Form, SaveArguments
     from ucformat.torch.saving.save import Saved
 
     Put = Callable[[], None]
 
 __all__ = [
+    "EngineSaveArguments",
     "boxes_of",
     "collect",
     "locals_of_buffers",
@@ -232,19 +232,39 @@ def _plain_state(held: Sequence[OptimizerTensor]) -> dict[str, Any]:
     }
 
 
+class EngineSaveArguments(TypedDict, total=False):
+    """The arguments of `save`, besides the engine, the url and the client state.
+
+    Attributes:
+        step: the training step (default: the engine's).
+        run: name of the training run, for the catalog.
+        metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
+        config: configuration of the training, JSON values (default: DeepSpeed's, without secrets).
+            DeepSpeed's is always saved as the object `ds_config`, too.
+        form: `zarr` (the default) writes arrays, `packed` one file per rank, `safetensors` files of
+            weights; see `ucformat.torch.save`.
+        overwrite: replace an existing checkpoint, which stays intact until the new one is
+            committed (default: no).
+        lineage: the checkpoints that this one was derived from.
+        timeout: seconds after which an unresponsive rank is considered dead.
+    """
+
+    step: int | None
+    run: str | None
+    metrics: Mapping[str, float] | None
+    config: Mapping[str, Any] | None
+    form: Form
+    overwrite: bool
+    lineage: Sequence[LineageDoc]
+    timeout: float
+
+
 def save(
     engine: Any,
     url: str | PathLike[str],
     *,
-    step: int | None = None,
-    run: str | None = None,
-    metrics: Mapping[str, float] | None = None,
-    config: Mapping[str, Any] | None = None,
     client_state: Mapping[str, Any] | None = None,
-    form: Literal["zarr", "packed", "safetensors"] = "zarr",
-    overwrite: bool = False,
-    lineage: Sequence[LineageDoc] = (),
-    timeout: float = TIMEOUT,
+    **arguments: Unpack[EngineSaveArguments],
 ) -> Saved:
     """Save a DeepSpeed engine of ZeRO 0, 1, 2 or 3 between two steps; all ranks call this together.
 
@@ -255,18 +275,8 @@ def save(
     Args:
         engine: as returned by `deepspeed.initialize`.
         url: where to write the checkpoint, a path or URL; the same on all ranks.
-        step: the training step (default: the engine's).
-        run: name of the training run, for the catalog.
-        metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
-        config: configuration of the training, JSON values (default: DeepSpeed's, without secrets).
-            DeepSpeed's is always saved as the object `ds_config`, too.
         client_state: as for `collect`.
-        form: `zarr` writes arrays, `packed` one file per rank, `safetensors` files of weights; see
-            `ucformat.torch.save`.
-        overwrite: replace an existing checkpoint, which stays intact until the new one is
-            committed.
-        lineage: the checkpoints that this one was derived from.
-        timeout: seconds after which an unresponsive rank is considered dead.
+        arguments: those of `EngineSaveArguments`, by keyword.
 
     Raises:
         UnsupportedError: the engine has state that cannot be saved yet (pipeline, tensor or expert
@@ -274,22 +284,17 @@ def save(
         Conflict: a checkpoint exists at `url`.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
-    with group_for_call(None, timeout, "save", url) as ranks:
+    if odd := arguments.keys() - EngineSaveArguments.__annotations__.keys():
+        raise TypeError(f"save() got an unexpected keyword argument {min(odd)!r}")
+    with group_for_call(None, arguments.get("timeout", TIMEOUT), "save", url) as ranks:
         with ranks.sharing_errors():
             state = collect(engine, client_state)
-            steps = int(engine.global_steps) if step is None else step
-            if config is None:
-                config = program_config(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
-            metadata = SaveMetadata.of(
-                {
-                    "step": steps,
-                    "run": run,
-                    "metrics": metrics,
-                    "config": config,
-                    "lineage": lineage,
-                }
-            )
-            options = SaveOptions(str(url), form, overwrite)
+            given = cast("SaveArguments", dict(arguments))
+            if given.get("step") is None:
+                given["step"] = int(engine.global_steps)
+            if given.get("config") is None:
+                given["config"] = program_config(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
+            metadata, options = SaveMetadata.of(given), SaveOptions.of(str(url), given)
         return save_in_group(state, options, metadata, ranks)
 
 
