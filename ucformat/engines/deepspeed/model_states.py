@@ -23,10 +23,8 @@ The JSON objects of a checkpoint:
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.reading.stand_ins import Inert, StoredTensor
@@ -40,71 +38,27 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.file import TorchFile
 
 
-# Shared by the readers of the ZeRO stages: the ranks' files, opened on demand, and checked values
-# from them.
-
-
-Parsed = TypeVar("Parsed")
+# Shared by the readers of the ZeRO stages: checked values from the ranks' files.
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A rank's optimizer file: for each flat group its part of the master and of the states."""
+    """A rank's optimizer file: for each flat group its part of the master and of the states.
+
+    Attributes:
+        hypers: the hyper-parameters of each optimizer group, as in the file.
+        owners: the optimizer group of each flat group.
+    """
 
     file: TorchFile
     masters: list[StoredTensor]
     states: list[dict[str, Any]]
+    hypers: list[Any]
+    owners: list[int]
 
     def values(self) -> list[dict[str, Any]]:
         """All of a group's values by name, for each group."""
         return [{"master": m, **s} for m, s in zip(self.masters, self.states, strict=True)]
-
-
-class Ranks(ABC, Generic[Parsed]):
-    """The files of all ranks, opened and parsed on demand.
-
-    Opening the checkpoint opens the first rank's file, and a request those that it needs. A request
-    that continues where earlier ones ended also opens as many further files as are open already,
-    because the caller then walks the whole checkpoint.
-    """
-
-    def __init__(self, keys: Sequence[str], load: Callable[[str], TorchFile]) -> None:
-        self.keys, self._load_file = keys, load
-        self._open: dict[int, Parsed] = {}
-        self._lock = threading.Lock()
-
-    @abstractmethod
-    def _parse(self, rank: int, file: TorchFile) -> Parsed:
-        """Parse and check a rank's file."""
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __getitem__(self, rank: int) -> Parsed:
-        return self.get((rank,))[rank]
-
-    def get(self, wanted: Iterable[int]) -> Mapping[int, Parsed]:
-        """The parsed files of these ranks (and of others that are open), by rank."""
-        with self._lock:
-            missing = [rank for rank in wanted if rank not in self._open]
-            if missing:
-                if missing[0] - 1 in self._open:
-                    after = missing[-1] + 1
-                    ahead = range(after, min(after + len(self._open), len(self)))
-                    missing += [rank for rank in ahead if rank not in self._open]
-                self._load(missing)
-            return self._open
-
-    def all(self) -> list[Parsed]:
-        """Every rank's file, in order."""
-        opened = self.get(range(len(self)))
-        return [opened[rank] for rank in range(len(self))]
-
-    def _load(self, ranks: list[int]) -> None:
-        def load(rank: int) -> Parsed:
-            return self._parse(rank, self._load_file(self.keys[rank]))
-
-        self._open |= zip(ranks, map_io(load, ranks), strict=True)
 
 
 def load_all(

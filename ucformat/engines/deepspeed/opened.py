@@ -9,7 +9,7 @@ from ucformat.engines.deepspeed.experts import adopt_experts, check_degree, expe
 from ucformat.engines.deepspeed.model_states import ModelStates, Objects, load_all
 from ucformat.engines.deepspeed.pipeline import adopt_layers, layers_of, names_of_stages
 from ucformat.engines.deepspeed.resolver import ShardingResolver
-from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, models_by_label, read_slice
+from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, SliceReader, models_by_label
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
@@ -122,19 +122,16 @@ def _read(
             return degrees, _expert_stages(files, load, experts, first, how)
     shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
     optims = files.optims or ((),) * len(rows)
+    reader = SliceReader(load, files.zero3, experts, how.optimizer)
 
     def read(at: tuple[int, int]) -> Slice:
         p, t = at
-        return read_slice(
+        return reader.read(
             grid[p][t],
             optims[p * degrees.tp + t],
             degrees.label(p, t),
-            load,
-            zero3=files.zero3,
             shared=None if p else shared,
             names=names[p],
-            experts=experts,
-            optimizer=how.optimizer,
         )
 
     stages: list[list[Slice]] = []
@@ -165,7 +162,7 @@ def _expert_stages(
         names = how.groups and [
             [n for n in group if experts.locally(n, degree, rank)] for group in how.groups
         ]
-        one = read_slice([model], (), label, load, zero3=False, shared=None, names=names)
+        one = SliceReader(load).read([model], (), label, names=names)
         if rank:
             one.contents.forget(key for key in stages[0][0].contents.infos if key.state == "weight")
         else:

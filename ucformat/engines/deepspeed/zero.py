@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ucformat.engines.deepspeed.experts import Experts
 from ucformat.engines.deepspeed.folder import check_world
 from ucformat.engines.deepspeed.model_states import (
     Partition,
-    Ranks,
     check_same_states,
     hyper_parameters,
     need,
@@ -37,9 +38,10 @@ from ucformat.reading.stand_ins import Inert, StoredTensor
 from ucformat.reading.values import to_json
 from ucformat.sources.index import Group
 from ucformat.sources.tp_merge import LocalContents
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.engines.deepspeed.folder import TagFiles
     from ucformat.engines.deepspeed.model_states import ModelStates
@@ -47,6 +49,108 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
+
+
+class FlatGroups(ABC):
+    """The flat groups in the optimizer files of all ranks, which are opened and parsed on demand.
+
+    Opening the checkpoint opens the first rank's file, and a request those that it needs. A request
+    that continues where earlier ones ended also opens as many further files as are open already,
+    because the caller then walks the whole checkpoint.
+    """
+
+    #: The keys of a file's state that hold or describe tensors.
+    tensors: ClassVar[frozenset[str]]
+
+    def __init__(
+        self,
+        model: ModelStates,
+        keys: tuple[str, ...],
+        load: Callable[[str], TorchFile],
+        contents: TensorIndex,
+        experts: Experts | None = None,
+    ) -> None:
+        self.model, self.world = model, len(keys)
+        self.experts = experts or Experts(len(keys))
+        self.shapes = model.param_shapes or []  # of the parameters, by flat group
+        self.degrees = [1] * len(self.shapes)  # expert-parallel ranks of each group
+        self.flat: list[FlatBuffer] = []
+        self._keys, self._load_file = keys, load
+        self._open: dict[int, Partition] = {}
+        self._lock = threading.Lock()
+        self.first = self._get((0,))[0]
+        self._scalars = read_scalars(self.first)
+        self._describe(contents)
+
+    @abstractmethod
+    def _parse(self, file: TorchFile) -> Partition:
+        """Parse a rank's file; the first one, rank 0's, may define the layout."""
+
+    @abstractmethod
+    def _check(self, rank: int, partition: Partition) -> None:
+        """Check a rank's file against the layout."""
+
+    def _get(self, wanted: Iterable[int]) -> Mapping[int, Partition]:
+        """The parsed files of these ranks (and of others that are open), by rank."""
+        with self._lock:
+            missing = [rank for rank in wanted if rank not in self._open]
+            if missing:
+                if missing[0] - 1 in self._open:
+                    after = missing[-1] + 1
+                    ahead = range(after, min(after + len(self._open), self.world))
+                    missing += [rank for rank in ahead if rank not in self._open]
+                self._open |= zip(missing, map_io(self._read, missing), strict=True)
+            return self._open
+
+    def _read(self, rank: int) -> Partition:
+        partition = self._parse(self._load_file(self._keys[rank]))
+        self._check(rank, partition)
+        if rank:
+            check_same_states(partition, self.first, self._scalars)
+        return partition
+
+    def _describe(self, contents: TensorIndex) -> None:
+        """Add the tensors, groups and scalars that rank 0's file describes."""
+        first, file = self.first, self.first.file
+        for hyper in first.hypers:
+            contents.groups.append(Group([], hyper_parameters(hyper, file)))
+        for index, (shapes, degree) in enumerate(zip(self.shapes, self.degrees, strict=True)):
+            entry, states = contents.groups[first.owners[index]], first.states[index]
+            plain = {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}
+            plain = to_json(plain, read=file.read, path="state")
+            if entry.names and plain != entry.state:
+                raise UnsupportedError(
+                    f"{file.key}: the flat groups of one optimizer group have different plain "
+                    "states; not yet read"
+                )
+            entry.state = plain
+            tensors = {"master": first.masters[index]}
+            tensors |= {n: v for n, v in states.items() if isinstance(v, StoredTensor)}
+            for expert_rank, (local, shape) in product(range(degree), shapes.items()):
+                name = self.experts.globally(local, degree, expert_rank)
+                entry.names.append(name)
+                for kind, tensor in tensors.items():
+                    if tensor.shape or kind == "master":
+                        locate = partial(self._extents, index, local, kind, expert_rank)
+                        contents.add(name, kind, tensor.dtype, shape, locate)
+                    else:
+                        contents.add_whole(name, kind, file, tensor)
+        state = file.value["optimizer_state_dict"]
+        contents.keep_scalars(file, scalars(file, state, self.tensors))
+
+    def _extents(
+        self, index: int, name: str, state: str, expert_rank: int, within: Box | None
+    ) -> Iterator[Extent]:
+        """The parts of a parameter, by its local name, in the partitions that contain it."""
+        buffer, shape = self.flat[index], self.shapes[index][name]
+        wanted = buffer.holders(name, *flat_range(shape, within))
+        holders = self.experts.holders(self.degrees[index], expert_rank)
+        opened = self._get([holders[at] for at in wanted])
+        for at in wanted:
+            start, stop, offset = buffer.part_on(name, at)
+            part = opened[holders[at]]
+            memory = part.masters[index] if state == "master" else part.states[index][state]
+            yield from part.file.flat(memory, offset, shape, start, stop)
 
 
 # ZeRO 1 and 2: each optimizer group is one flat buffer, cut into equal partitions over the ranks.
@@ -69,11 +173,14 @@ if TYPE_CHECKING:
 
 _ZERO12_MASTER = "single_partition_of_fp32_groups"
 _PADDINGS = ("group_paddings", "param_alignment_paddings")
-_TENSORS = frozenset((_ZERO12_MASTER, "base_optimizer_state", "param_slice_mappings", *_PADDINGS))
 
 
-class Zero12(Ranks[Partition]):
-    """The flat groups of ZeRO 1 or 2; ranks beyond the first are opened when they are needed."""
+class Zero12(FlatGroups):
+    """The flat groups of ZeRO 1 or 2."""
+
+    tensors = frozenset(
+        (_ZERO12_MASTER, "base_optimizer_state", "param_slice_mappings", *_PADDINGS)
+    )
 
     def __init__(
         self,
@@ -81,21 +188,20 @@ class Zero12(Ranks[Partition]):
         keys: tuple[str, ...],
         load: Callable[[str], TorchFile],
         contents: TensorIndex,
-        experts: Experts | None = None,
+        experts: Experts | None,
     ) -> None:
-        super().__init__(keys, load)
-        self.model, self.world = model, len(keys)
-        self.experts = experts or Experts(len(keys))
-        self.degrees: list[int] = []  # expert-parallel ranks of each group
-        self.shapes = model.param_shapes or []  # of the parameters, by flat group
-        self.flat: list[FlatBuffer] = []
         self.round_robin: list[FlatBuffer] = []
-        self.first = self[0]
-        self._scalars = read_scalars(self.first)
-        self._describe(contents)
+        super().__init__(model, keys, load, contents, experts)
+        # BF16_Optimizer, which is of ZeRO 1, does not record it
+        file = self.first.file
+        recorded = stage_of(file.value["optimizer_state_dict"].get("zero_stage", 1))
+        if recorded not in (1, 2):
+            raise IntegrityError(
+                f"{file.key} records ZeRO {recorded}, but its files are those of ZeRO 1 and 2"
+            )
+        self.stage = recorded
 
-    def _parse(self, rank: int, file: TorchFile) -> Partition:
-        """Parse a rank's file and check it against the layout, which the first file, rank 0's, defines."""
+    def _parse(self, file: TorchFile) -> Partition:
         state = need(file.value, "optimizer_state_dict", dict, file.key)
         raw = need(state, _ZERO12_MASTER, list, file.key)
         masters = [stored(t, _ZERO12_MASTER, file.key) for t in raw]
@@ -114,12 +220,16 @@ class Zero12(Ranks[Partition]):
                 "states are present",
                 hint="files of different saves are mixed in one folder",
             )
-        partition = Partition(file, masters, _states(state, len(self.shapes), file.key))
+        groups = len(self.shapes)
+        states = _states(state, groups, file.key)
+        base = state["base_optimizer_state"]
+        hypers = base["param_groups"] if isinstance(base, dict) else [{}] * groups
+        return Partition(file, masters, states, hypers, list(range(groups)))
+
+    def _check(self, rank: int, partition: Partition) -> None:
+        state = partition.file.value["optimizer_state_dict"]
         self._check_lengths(rank, partition, padded="zero_stage" not in state)
-        self._check_slices(rank, state.get("param_slice_mappings"), file.key)
-        if rank:
-            check_same_states(partition, self.first, self._scalars)
-        return partition
+        self._check_slices(rank, state.get("param_slice_mappings"), partition.file.key)
 
     def _lay_out(self, state: dict[str, Any], masters: list[StoredTensor], file: TorchFile) -> None:
         """The layout, from the shapes, the paddings and the length of rank 0's partitions."""
@@ -222,52 +332,6 @@ class Zero12(Ranks[Partition]):
                     ),
                 )
 
-    def _describe(self, contents: TensorIndex) -> None:
-        """Add the tensors, groups and scalars that rank 0's file describes."""
-        file = self.first.file
-        state = file.value["optimizer_state_dict"]
-        base = state["base_optimizer_state"]
-        hypers = base["param_groups"] if isinstance(base, dict) else [{}] * len(self.flat)
-        for index, shapes in enumerate(self.shapes):
-            states = self.first.states[index]
-            plain = {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}
-            entry = Group([], hyper_parameters(hypers[index], file))
-            entry.state = to_json(plain, read=file.read, path="state")
-            contents.groups.append(entry)
-            tensors = {"master": self.first.masters[index]}
-            tensors |= {n: v for n, v in states.items() if isinstance(v, StoredTensor)}
-            for expert_rank, (local, shape) in product(range(self.degrees[index]), shapes.items()):
-                name = self.experts.globally(local, self.degrees[index], expert_rank)
-                entry.names.append(name)
-                for kind, tensor in tensors.items():
-                    if tensor.shape or kind == "master":
-                        locate = partial(self._extents, index, local, kind, expert_rank)
-                        contents.add(name, kind, tensor.dtype, shape, locate)
-                    else:
-                        contents.add_whole(name, kind, file, tensor)
-        contents.keep_scalars(file, scalars(file, state, _TENSORS))
-        # BF16_Optimizer, which is of ZeRO 1, does not record it
-        recorded = stage_of(state.get("zero_stage", 1))
-        if recorded not in (1, 2):
-            raise IntegrityError(
-                f"{file.key} records ZeRO {recorded}, but its files are those of ZeRO 1 and 2"
-            )
-        self.stage = recorded
-
-    def _extents(
-        self, index: int, name: str, state: str, expert_rank: int, within: Box | None
-    ) -> Iterator[Extent]:
-        """The parts of a parameter, by its local name, in the partitions that contain it."""
-        buffer, shape = self.flat[index], self.shapes[index][name]
-        wanted = buffer.holders(name, *flat_range(shape, within))
-        holders = self.experts.holders(self.degrees[index], expert_rank)
-        opened = self.get([holders[at] for at in wanted])
-        for at in wanted:
-            start, stop, offset = buffer.part_on(name, at)
-            part = opened[holders[at]]
-            memory = part.masters[index] if state == "master" else part.states[index][state]
-            yield from part.file.flat(memory, offset, shape, start, stop)
-
 
 def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any]]:
     """The optimizer's state for each group: by parameter index, or (elastic checkpoints) a list."""
@@ -323,33 +387,14 @@ def undo_round_robin(joined: list[str], lists: int) -> list[str]:
 _ZERO3_MASTER = "fp32_flat_groups"
 
 
-@dataclass(frozen=True, slots=True)
-class Zero3Partition(Partition):
-    """A rank's optimizer file, which may have several flat groups for one optimizer group."""
+class Zero3(FlatGroups):
+    """The flat groups of ZeRO 3."""
 
-    owners: list[int]  # the optimizer group of each flat group
+    tensors = frozenset((_ZERO3_MASTER, "optimizer_state_dict"))
 
-
-class Zero3(Ranks[Zero3Partition]):
-    """The flat groups of ZeRO 3; ranks beyond the first are opened when they are needed."""
-
-    def __init__(
-        self,
-        model: ModelStates,
-        keys: tuple[str, ...],
-        load: Callable[[str], TorchFile],
-        contents: TensorIndex,
-    ) -> None:
-        super().__init__(keys, load)
-        self.model, self.world = model, len(keys)
-        self.shapes = model.param_shapes or []  # of the parameters, by flat group
-        self.flat = [_partitioned_buffer(shapes, self.world) for shapes in self.shapes]
-        self.first: Zero3Partition | None = None
-        self.first = self[0]
-        self._scalars = read_scalars(self.first)
-        self._describe(self.first, contents)
-
-    def _parse(self, rank: int, file: TorchFile) -> Zero3Partition:
+    def _parse(self, file: TorchFile) -> Partition:
+        if not self.flat:
+            self.flat = [_partitioned_buffer(shapes, self.world) for shapes in self.shapes]
         state = need(file.value, "optimizer_state_dict", dict, file.key)
         if state.get("ds_zero_partition_groups"):
             raise UnsupportedError(
@@ -378,11 +423,9 @@ class Zero3(Ranks[Zero3Partition]):
             )
         owners = [g for g, group in enumerate(members) for _ in group]
         by_entry = [state_of(states, i, file.key) for i in indices]
-        partition = Zero3Partition(file, masters, by_entry, owners)
-        self._check(rank, partition)
-        return partition
+        return Partition(file, masters, by_entry, groups, owners)
 
-    def _check(self, rank: int, partition: Zero3Partition) -> None:
+    def _check(self, rank: int, partition: Partition) -> None:  # noqa: ARG002 - all hold alike many
         for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
             if master.shape != (buffer.size,):
                 raise IntegrityError(
@@ -397,48 +440,6 @@ class Zero3(Ranks[Zero3Partition]):
             for name, value in partition.states[index].items():
                 if isinstance(value, StoredTensor) and value.shape not in ((), (buffer.size,)):
                     raise refuse_flat_state(name, value, index, partition.file.key)
-        if rank and self.first:
-            check_same_states(partition, self.first, self._scalars)
-
-    def _describe(self, first: Zero3Partition, contents: TensorIndex) -> None:
-        """Add the tensors, groups and scalars that rank 0's file describes."""
-        file = first.file
-        state = file.value["optimizer_state_dict"]
-        for hyper in state["optimizer_state_dict"]["param_groups"]:
-            contents.groups.append(Group([], hyper_parameters(hyper, file)))
-        for index, shapes in enumerate(self.shapes):
-            entry, states = contents.groups[first.owners[index]], first.states[index]
-            plain = {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}
-            plain = to_json(plain, read=file.read, path="state")
-            if entry.names and plain != entry.state:
-                raise UnsupportedError(
-                    f"{file.key}: the flat groups of one optimizer group have different plain "
-                    "states; not yet read"
-                )
-            entry.names.extend(shapes)
-            entry.state = plain
-            tensors = {"master": first.masters[index]}
-            tensors |= {n: v for n, v in states.items() if isinstance(v, StoredTensor)}
-            for (name, shape), kind in product(shapes.items(), tensors):
-                tensor = tensors[kind]
-                if tensor.shape or kind == "master":
-                    locate = partial(self._extents, index, name, kind)
-                    contents.add(name, kind, tensor.dtype, shape, locate)
-                else:
-                    contents.add_whole(name, kind, file, tensor)
-        dropped = frozenset((_ZERO3_MASTER, "optimizer_state_dict"))
-        contents.keep_scalars(file, scalars(file, state, dropped))
-
-    def _extents(self, index: int, name: str, state: str, within: Box | None) -> Iterator[Extent]:
-        """The parts of a parameter in the flat groups of the ranks that hold elements of the box."""
-        buffer, shape = self.flat[index], self.shapes[index][name]
-        wanted = buffer.holders(name, *flat_range(shape, within))
-        opened = self.get(wanted)
-        for rank in wanted:
-            part = opened[rank]
-            memory = part.masters[index] if state == "master" else part.states[index][state]
-            start, stop, offset = buffer.part_on(name, rank)
-            yield from part.file.flat(memory, offset, shape, start, stop)
 
 
 def _partitioned_buffer(shapes: Mapping[str, tuple[int, ...]], world: int) -> FlatBuffer:
@@ -508,47 +509,58 @@ class Slice:
         return {"weight_dtype": model.module[first].dtype} if stage == 3 and first else {}
 
 
-def read_slice(
-    models: list[ModelStates],
-    optims: tuple[str, ...],
-    label: str,
-    load: Callable[[str], TorchFile],
-    *,
-    zero3: bool,
-    shared: dict[str, str] | None,
-    names: Sequence[Sequence[str]] | None,
-    experts: Experts | None = None,
-    optimizer: bool = True,
-) -> Slice:
-    """Read one model-parallel rank's files.
+@dataclass(frozen=True, slots=True)
+class SliceReader:
+    """Reads the files of model-parallel ranks.
 
-    Args:
-        shared: the tied names in the first rank's file; None if it has none.
-        names: the names of each optimizer group's parameters, for ZeRO 0; None: they are derived.
+    Attributes:
+        optimizer: whether to read the optimizer's states.
     """
-    out, placeholders = read_weights(models, label, zero3=zero3, shared=shared)
-    model, contents = out.model, out.contents
-    if zero_options(model.value).get("mics_shard_size", -1) not in (-1, 0, None):
-        raise UnsupportedError(f"{model.key}: DeepSpeed checkpoints with MiCS are not yet read")
-    if not zero3 and model.param_shapes is None and optims:
-        raise UnsupportedError(
-            f"{optims[0]} exists, but {model.key} has no `param_shapes`: a BF16_Optimizer "
-            "without ZeRO, perhaps; "
-            "such checkpoints are not yet read"
-        )
-    if not optimizer:
-        stage = zero_options(model.value).get("stage")
-        out.stage = stage if type(stage) is int and 0 <= stage < 3 else 0
-    elif zero3:
-        Zero3(model, optims, load, contents)
-    elif model.param_shapes is not None:
-        zero = Zero12(model, optims, load, contents, experts)
-        out.stage, out.degrees = zero.stage, tuple(zero.degrees)
-    else:
-        read_zero0(model, names, contents)
-    stored_names = {key.name for key in contents.infos}
-    out.not_stored = [name for name in placeholders if name not in stored_names]
-    return out
+
+    load: Callable[[str], TorchFile]
+    zero3: bool = False
+    experts: Experts | None = None
+    optimizer: bool = True
+
+    def read(
+        self,
+        models: list[ModelStates],
+        optims: tuple[str, ...],
+        label: str,
+        *,
+        shared: dict[str, str] | None = None,
+        names: Sequence[Sequence[str]] | None = None,
+    ) -> Slice:
+        """Read one model-parallel rank's files.
+
+        Args:
+            shared: the tied names in the first rank's file; None if it has none.
+            names: the names of each optimizer group's parameters, for ZeRO 0; None: they are
+                derived.
+        """
+        out, placeholders = read_weights(models, label, zero3=self.zero3, shared=shared)
+        model, contents = out.model, out.contents
+        if zero_options(model.value).get("mics_shard_size", -1) not in (-1, 0, None):
+            raise UnsupportedError(f"{model.key}: DeepSpeed checkpoints with MiCS are not yet read")
+        if not self.zero3 and model.param_shapes is None and optims:
+            raise UnsupportedError(
+                f"{optims[0]} exists, but {model.key} has no `param_shapes`: a BF16_Optimizer "
+                "without ZeRO, perhaps; "
+                "such checkpoints are not yet read"
+            )
+        if not self.optimizer:
+            stage = zero_options(model.value).get("stage")
+            out.stage = stage if type(stage) is int and 0 <= stage < 3 else 0
+        elif self.zero3:
+            Zero3(model, optims, self.load, contents)
+        elif model.param_shapes is not None:
+            zero = Zero12(model, optims, self.load, contents, self.experts)
+            out.stage, out.degrees = zero.stage, tuple(zero.degrees)
+        else:
+            read_zero0(model, names, contents)
+        stored_names = {key.name for key in contents.infos}
+        out.not_stored = [name for name in placeholders if name not in stored_names]
+        return out
 
 
 def read_weights(
