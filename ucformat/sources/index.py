@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, TensorNotFound
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
-from ucformat.reading.readable import unreadable_error
+from ucformat.reading.readable import LazyMapping, unreadable_error
 from ucformat.reading.stand_ins import why_refused
 from ucformat.reading.values import to_json
 from ucformat.schema import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
@@ -118,13 +118,18 @@ class TensorIndex:
         self.add_whole(name, "weight", file, tensor)
         return name
 
-    def tensor_list(self) -> TensorList:
-        """List the tensors: names in the order in which they were added, all states of a name together."""
+    def tensor_list(self, groups: Sequence[Mapping[str, Any]] | None = None) -> TensorList:
+        """List the tensors: names in the order in which they were added, all states of a name together.
+
+        Args:
+            groups: in the form of `CheckpointMetadata.groups`, used when the group of a parameter
+                is needed (default: those of the index).
+        """
         order = {name: i for i, name in enumerate(dict.fromkeys(key.name for key in self.infos))}
-        infos = sorted(self.infos.values(), key=lambda info: order[info.name])
-        return TensorList(
-            tuple(infos), {name: g for g, group in enumerate(self.groups) for name in group.names}
-        )
+        infos = tuple(sorted(self.infos.values(), key=lambda info: order[info.name]))
+        if groups is not None:
+            return TensorList(infos, LazyMapping(lambda: _numbers(g["params"] for g in groups)))
+        return TensorList(infos, _numbers(group.names for group in self.groups))
 
     def extents(self, key: Key, within: Box | None, url: str) -> Iterator[Extent]:
         """Find where the bytes of a tensor are stored (see `OpenSource.extents`).
@@ -157,6 +162,11 @@ class TensorIndex:
     def keep_scalars(self, file: TorchFile, values: dict[str, Any]) -> None:
         """Set `optimizer`, the values of an optimizer's file besides the states of its parameters."""
         self.optimizer = self.json_of(file, values, "optimizer")
+
+
+def _numbers(groups: Iterable[Iterable[str]]) -> dict[str, int]:
+    """The number of the group of each parameter."""
+    return {name: number for number, names in enumerate(groups) for name in names}
 
 
 class IndexedSource:

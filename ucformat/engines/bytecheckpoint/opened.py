@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
-from ucformat.geometry.tensor import Extent, TensorList
+from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping
 from ucformat.reading.stand_ins import Inert, StoredTensor
 from ucformat.schema import ITEMSIZE
@@ -59,9 +59,9 @@ class OpenByteCheckpoint(OpenDcp):
         metas, folder = list(self.items.parts.values()), self._folder
         files = [f for meta in metas for f in (meta.file, *meta.files)]
         version = metas[0].root.get("bytecheckpoint_version")
-        groups, places, numbers = values.lazy_groups()
+        groups, places = values.lazy_groups()
         return CheckpointMetadata(
-            tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
+            tensor_list=self.contents.tensor_list(groups),
             unreadable=self.contents.unreadable,
             groups=groups,
             places=places,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.lightning import META, VERSION
-from ucformat.geometry.tensor import TensorList
 from ucformat.reading.readable import LazyMapping
 from ucformat.reading.stand_ins import OpaqueFile
 from ucformat.reading.values import to_json
@@ -47,7 +46,7 @@ class OpenLightning(OpenDcp):
             engine["format"] = engine["name"]
             engine |= {"name": "lightning", "version": str(meta[VERSION])}
         return dcp.replace(
-            tensor_list=TensorList(self.contents.tensor_list().tensors, dcp.tensor_list.groups),
+            tensor_list=self.contents.tensor_list(dcp.groups),
             objects=LazyMapping(lambda: _joined(dcp.objects, meta)),
             step=step if type(step) is int else dcp.step,
             engine=engine,

@@ -212,8 +212,7 @@ class OpenClassic(IndexedSource):
             for t in range(self._degree)
         ]
         tensor = joined(key, dtypes.pop(), sharding.shape, parts)
-        rows = self.args.rows(key.name, sharding.shape[0]) if sharding.shape else 0
-        add_tensor(self.contents, tensor, rows)
+        add_tensor(self.contents, tensor, self.args)
 
     def _agreed(
         self,

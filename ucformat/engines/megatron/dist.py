@@ -38,18 +38,18 @@ from ucformat.engines.megatron.stacked import (
     unstacked,
 )
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
-from ucformat.geometry.tensor import Key, TensorList
+from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence
 from ucformat.reading.stand_ins import OpaqueFile, StoredTensor
-from ucformat.reading.values import shared_value, to_json
+from ucformat.reading.values import to_json
 from ucformat.sources.distcp.metadata import Items, read_metadata
-from ucformat.sources.distcp.opened import nested_objects, plain_value
+from ucformat.sources.distcp.opened import nested_objects, plain_states, plain_value
 from ucformat.sources.index import Group, IndexedSource, TensorIndex
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.storage.base import exists
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from ucformat.engines.megatron.folder import MegatronFolder, MegatronSourceOptions
     from ucformat.reading.readable import FileRecord
@@ -101,15 +101,12 @@ class OpenDist(IndexedSource):
         # These are thousands of items, which are read when they are first needed.
         guarded = built_by_megatron(store.url)
         groups: LazySequence[Mapping[str, Any]] = LazySequence(guarded(self._groups))
-        numbers = LazyMapping(
-            lambda: {name: i for i, group in enumerate(groups) for name in group["params"]}
-        )
         self.metadata = CheckpointMetadata(
-            tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
+            tensor_list=self.contents.tensor_list(groups),
             unreadable=self.contents.unreadable,
             groups=groups,
             objects=LazyMapping(guarded(self._objects)),
-            aliases=self._aliases(),
+            aliases=_tied_output(self.args, self.weights),
             assets=place.context or (),
             step=step,
             layout=self._layout(),
@@ -191,8 +188,7 @@ class OpenDist(IndexedSource):
         tensor = unstacked(key, parts)
         if key.state == "weight":
             self.weights[key.name] = parts
-        rows = self.args.rows(key.name, tensor.shape[0]) if tensor.shape else 0
-        add_tensor(self.contents, tensor, rows)
+        add_tensor(self.contents, tensor, self.args)
 
     def _add_steps(self, *, stacked: bool) -> None:
         """The step that all parameters of a torch optimizer share, if it is a tensor."""
@@ -210,15 +206,8 @@ class OpenDist(IndexedSource):
         for name in [k.name for k in self.contents.infos if k.state == "exp_avg"]:
             self.contents.add_whole(name, "step", common, tensors[0])
 
-    def _aliases(self) -> dict[str, str]:
-        """The tied output layer, if the arguments record one."""
-        word, out = "embedding.word_embeddings.weight", "output_layer.weight"
-        tied = self.args.tied and word in self.weights and out not in self.weights
-        return {out: word} if tied else {}
-
     def _layout(self) -> dict[str, Any]:
-        degrees = {a: self.args.degree(f"{n}_model_parallel_size") for a, n in _DEGREES.items()}
-        out: dict[str, Any] = {axis: n for axis, n in degrees.items() if n is not None}
+        out = self.args.layout()
         kinds = {v.get("param_state_sharding_type") for v in self._optimizers()} - {None}
         if len(kinds) == 1 and isinstance(kind := kinds.pop(), str):
             out["optimizer"] = kind
@@ -284,6 +273,12 @@ class OpenDist(IndexedSource):
         return to_json(value, read=self._common.read, path=path)
 
 
+def _tied_output(args: MegatronArguments, weights: Collection[str]) -> dict[str, str]:
+    """The tied output layer, if the arguments record one."""
+    word, out = "embedding.word_embeddings.weight", "output_layer.weight"
+    return {out: word} if args.tied and word in weights and out not in weights else {}
+
+
 def _unwrapped(value: Any) -> Any:
     """A sharded object without the list of length 1 that contains it."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -343,18 +338,15 @@ class OpenFsdp(IndexedSource):
         self._fill(meta, optimizer=how.optimizer)
         guarded = built_by_megatron(store.url)
         groups: LazySequence[Mapping[str, Any]] = LazySequence(guarded(self._groups))
-        numbers = LazyMapping(
-            lambda: {name: i for i, group in enumerate(groups) for name in group["params"]}
-        )
-        degrees = {a: self.args.degree(f"{n}_model_parallel_size") for a, n in _DEGREES.items()}
         step = own.get("iteration")
+        weights = [key.name for key in self.contents.infos if key.state == "weight"]
         self.metadata = CheckpointMetadata(
-            tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
+            tensor_list=self.contents.tensor_list(groups),
             groups=groups,
             objects=LazyMapping(guarded(self._objects)),
-            aliases=self._aliases(),
+            aliases=_tied_output(self.args, weights),
             step=step if type(step) is int else None,
-            layout={axis: n for axis, n in degrees.items() if n is not None},
+            layout=self.args.layout(),
             engine={"name": "megatron-core", "format": "fsdp_dtensor"},
             files=(*filter(None, [place.tracker]), meta.file, *meta.files),
             save_id=meta.save_id,
@@ -421,15 +413,7 @@ class OpenFsdp(IndexedSource):
                 # Megatron splits the moments alone, and saves others whole under both names
                 halves = halves[:1]
             tensor = unstacked(key, halves)
-            rows = self.args.rows(key.name, tensor.shape[0]) if tensor.shape else 0
-            add_tensor(self.contents, tensor, rows)
-
-    def _aliases(self) -> dict[str, str]:
-        """The tied output layer, if the arguments record one."""
-        word = Key("embedding.word_embeddings.weight", "weight")
-        out = Key("output_layer.weight", "weight")
-        tied = self.args.tied and word in self.contents.infos and out not in self.contents.infos
-        return {out.name: word.name} if tied else {}
+            add_tensor(self.contents, tensor, self.args)
 
     def _groups(self) -> list[dict[str, Any]]:
         """The optimizer groups: parameters with equal hyper-parameters form one."""
@@ -441,20 +425,13 @@ class OpenFsdp(IndexedSource):
         for name, mine in options.items():
             groups.setdefault(json.dumps(mine, sort_keys=True), Group([], mine)).names.append(name)
         for group in groups.values():
-            by_state: dict[str, dict[str, Any]] = {}
-            for fqn, (name, state) in self._plain.items():
-                if name in set(group.names):
-                    by_state.setdefault(state, {})[name] = plain_value(files[fqn], fqn)
-            group.state = {state: shared_value(values) for state, values in by_state.items()}
+            group.state = plain_states(group, self._plain, files)
         return [group.json() for group in groups.values()]
 
     def _objects(self) -> Mapping[str, Any]:
         """All values but hyper-parameters and the optimizer's states, nested as in the program."""
         values = {fqn: path for fqn, path in self._values.items() if fqn != "iteration"}
         return nested_objects(values, self._items.values(values), self._items.meta.paths.values())
-
-
-_DEGREES = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
 
 
 def _is_whole(half: UnstackedPart, weight: UnstackedPart) -> bool:

@@ -502,8 +502,7 @@ class _StatesByKey:
             shape = self.model.weight(key.name).shape
             parts = [(p.extents, p.regions) for p in pieces]
             tensor = joined(key, pieces[0].flat.dtype, shape, parts)
-            rows = opened.args.rows(key.name, shape[0]) if shape else 0
-            add_tensor(opened.contents, tensor, rows)
+            add_tensor(opened.contents, tensor, opened.args)
 
 
 def _add(

@@ -264,6 +264,12 @@ class MegatronArguments:
         """The first of these arguments that is a boolean; None if there is none."""
         return next((v for name in names if isinstance(v := self.values.get(name), bool)), None)
 
+    def layout(self) -> dict[str, Any]:
+        """The recorded degrees of parallelism, in the form of manifests."""
+        axes = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
+        degrees = {a: self.degree(f"{name}_model_parallel_size") for a, name in axes.items()}
+        return {axis: n for axis, n in degrees.items() if n is not None}
+
     @property
     def tied(self) -> bool | None:
         """Whether the output layer is the input embedding."""

@@ -238,8 +238,9 @@ def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
     return ReadableTensor(key, first.stored.dtype, whole.shape, boxes, extents)
 
 
-def add_tensor(contents: TensorIndex, tensor: ReadableTensor, rows: int) -> None:
-    """Add a tensor to the contents, its padding separately."""
+def add_tensor(contents: TensorIndex, tensor: ReadableTensor, args: MegatronArguments) -> None:
+    """Add a tensor to the contents, the padding of a vocabulary separately."""
+    rows = args.rows(tensor.key.name, tensor.shape[0]) if tensor.shape else 0
     if not tensor.shape or rows >= tensor.shape[0]:
         whole = Box.whole(tensor.shape)
         contents.add(*tensor.key, tensor.dtype, tensor.shape, partial(_part, tensor, whole))

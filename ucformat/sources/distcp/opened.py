@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucformat.errors import IntegrityError, UnsupportedError
-from ucformat.geometry.tensor import TensorInfo, TensorList
+from ucformat.geometry.tensor import TensorInfo
 from ucformat.reading.readable import (
     CheckpointMetadata,
     GroupPlace,
@@ -113,11 +113,7 @@ def _groups_of(
     out: list[tuple[Mapping[str, Any], GroupPlace | None]] = []
     kept = optimizer.numbers is not None or (GROUPS,) in optimizer.options.values()
     for group, entries in named:
-        by_state: dict[str, dict[str, Any]] = {}
-        for fqn, key in optimizer.plain.items():
-            if key.name in set(group.names):
-                by_state.setdefault(key.state, {})[key.name] = plain_value(files[fqn], fqn)
-        group.state = {s: shared_value(v) for s, v in by_state.items()}
+        group.state = plain_states(group, optimizer.plain, files)
         out.append(
             (
                 group.json(),
@@ -125,6 +121,22 @@ def _groups_of(
             )
         )
     return out
+
+
+def plain_states(
+    group: Group, entries: Mapping[str, tuple[str, str]], files: Values
+) -> dict[str, Any]:
+    """The states of a group's parameters that are not tensors.
+
+    Args:
+        entries: the name and the state of each.
+    """
+    names = set(group.names)
+    by_state: dict[str, dict[str, Any]] = {}
+    for fqn, (name, state) in entries.items():
+        if name in names:
+            by_state.setdefault(state, {})[name] = plain_value(files[fqn], fqn)
+    return {state: shared_value(values) for state, values in by_state.items()}
 
 
 def _flattened(
@@ -214,9 +226,9 @@ class OpenDcp(IndexedSource):
     def _make_metadata(self, values: ItemValues) -> CheckpointMetadata:
         meta = self.items.meta
         version = meta.root.get("version")
-        groups, places, numbers = values.lazy_groups()
+        groups, places = values.lazy_groups()
         return CheckpointMetadata(
-            tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
+            tensor_list=self.contents.tensor_list(groups),
             groups=groups,
             places=places,
             objects=LazyMapping(values.objects),
@@ -261,21 +273,15 @@ class ItemValues:
 
     def lazy_groups(
         self,
-    ) -> tuple[
-        LazySequence[Mapping[str, Any]], LazySequence[GroupPlace | None], LazyMapping[str, int]
-    ]:
-        """The groups of all optimizers, the place of each, and the number of the group of each parameter."""
+    ) -> tuple[LazySequence[Mapping[str, Any]], LazySequence[GroupPlace | None]]:
+        """The groups of all optimizers, and the place of each."""
         groups = LazySequence(
             lambda: tuple(group for some in self._placed for group, _ in some or ())
         )
         places = LazySequence(
             lambda: tuple(place for some in self._placed for _, place in some or ())
         )
-        return (
-            groups,
-            places,
-            LazyMapping(lambda: {n: i for i, group in enumerate(groups) for n in group["params"]}),
-        )
+        return groups, places
 
     def objects(self) -> Mapping[str, Any]:
         """Read all values except those of optimizers."""
