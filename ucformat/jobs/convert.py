@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -29,7 +30,7 @@ from ucformat.format.universal import Universal, group_docs, paths_of
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.compare import spread_of
 from ucformat.jobs.finished import discard_finished
-from ucformat.jobs.inputs import joined, verifying
+from ucformat.jobs.inputs import Input, joined
 from ucformat.jobs.record import lineage_from, record_commits, step_in_name
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
@@ -230,7 +231,9 @@ def _write_virtual(
     unprotected: bool,
 ) -> Manifest:
     """Write the extents; files that are read to record checksums are compared with those that they contain."""
-    with verifying(source, on=checksums and how.verify, workers=how.workers) as verifier:
+    read = Input(source, verify=bool(checksums and how.verify))
+    verifier = read.verifier
+    with closing(read):
         if verifier is not None:
             for info in placed.infos:
                 verifier.expect(info, source.source.extents(info.key), None)
@@ -243,6 +246,8 @@ def _write_virtual(
             unprotected=unprotected,
             progress=how.progress,
         )
+        if verifier is not None:
+            verifier.complete(how.workers)
     verified = VerifiedDoc(default=False) if verifier is None else verifier.described(placed.infos)
     made = _described(source, store, attempt, tensors)
     own = {"id": attempt.keeps or made.id, "verified": verified}

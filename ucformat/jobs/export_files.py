@@ -13,10 +13,11 @@ from contextvars import copy_context
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from zlib import crc32
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ucformat.errors import Conflict, NotFound, UnsafeError, UnsupportedError
 from ucformat.exporters.base import Sealed, Span
@@ -24,11 +25,9 @@ from ucformat.exporters.registry import make_exporter
 from ucformat.format.digest import document_digest
 from ucformat.geometry.box import bounding_box
 from ucformat.geometry.tensor import Key, cut_piece
-from ucformat.jobs.export_claim import CLAIM, FOLDER, read_claim
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, sums_of
 from ucformat.jobs.inputs import Input
-from ucformat.jobs.reopen import options_of, other_found, plain_options, reopen, spec_of
-from ucformat.jobs.run import run, workers_for
+from ucformat.jobs.reopen import content_of, options_of, other_found, plain_options, reopen, spec_of
 from ucformat.jobs.tasks import job_name
 from ucformat.reading.readable import TRACKERS
 from ucformat.schema import ITEMSIZE
@@ -49,9 +48,51 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.exporters.base import Exporter, Link, Part, TargetFile
     from ucformat.geometry.tensor import Piece, TensorInfo
-    from ucformat.jobs.export_claim import Claim
     from ucformat.jobs.finished import SumPart
     from ucformat.storage.base import FileWriter, Info, Store
+
+
+# The claim of an export on its destination: one file with a fixed key, so only one export at a time
+# writes there.
+#
+# A folder is claimed by `ucformat-export/begun.json`, a file `model.pt` by
+# `ucformat-export/model.pt.json` beside it. The claim is put only if there is none, and stays until
+# the export is complete: the same export continues, and another one takes it over only if the
+# caller asks to overwrite. An export looks at its claim before each of its files appears, so one
+# whose claim was taken over ends, and its last files do not appear.
+
+#: The folder of an unfinished export with its records; it is removed when the export is complete.
+FOLDER = "ucformat-export"
+#: The claim on a whole folder.
+CLAIM = f"{FOLDER}/begun.json"
+
+
+class Claim(BaseModel):
+    """The export that a destination belongs to: the keys of its files, and of those that it is to remove first."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format: Literal["ucformat-export-1"] = "ucformat-export-1"
+    attempt: Annotated[str, Field(pattern="^[0-9a-f]{20}$")]
+    files: tuple[str, ...]
+    removes: tuple[str, ...] = ()
+
+
+def read_claim(store: Store, key: str) -> tuple[Claim, str] | None:
+    """The claim on a destination and its content version; None if there is none.
+
+    Raises:
+        Conflict: the file is no claim.
+    """
+    try:
+        data, version = store.read_versioned(key)
+        return Claim.model_validate_json(data), version
+    except NotFound:
+        return None
+    except ValidationError:
+        raise Conflict(
+            f"{store.url}/{key} is not a record of an export", hint="choose another place"
+        ) from None
 
 
 # The parts of an exported file in bands of a few MiB, one of which is written while the next one is
@@ -248,12 +289,9 @@ def _clone(source: Path, hidden: Path) -> None:
 
 def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter) -> dict[str, Any]:
     """What identifies an export: the source's files as they are now, the tensors, and the options."""
-    files = map_io(source.store.info, source.metadata.files)
     return {
         "export": source.store.url,
-        "files": [(f.key, f.size, f.version) for f in files],
-        "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
-        "view": source.recipe[3],
+        **content_of(source, infos),
         "kind": exporter.kind,
         "options": _plain_options(exporter),
     }
@@ -385,10 +423,8 @@ class FilesJob(RecordedJob):
 
     def check_source(self) -> None:
         """Complete the checksums of which parts were read, and compare the versions of the files that were read."""
-        verifier = self.input.verifier
-        if verifier is not None:
-            for _ in run(verifier.finish, verifier.unfinished(), workers_for(self.source.store)):
-                pass
+        if self.input.verifier is not None:
+            self.input.verifier.complete()
         if any(file.link for file in self.files):
             return  # nothing was read, and a hard link changes when its file was changed last
         check_unchanged(self.source.store, f"{self.store.url} is not complete", TRACKERS)

@@ -10,7 +10,7 @@ from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, UcformatError
 from ucformat.format.digest import encoded
 from ucformat.jobs.documents import protections_of
-from ucformat.jobs.export_claim import CLAIM, FOLDER, Claim, read_claim
+from ucformat.jobs.export_files import CLAIM, FOLDER, Claim, read_claim
 from ucformat.reading.readable import TRACKERS
 from ucformat.schema.documents import CATALOG_DOCUMENT
 from ucformat.schema.manifest import MANIFEST
@@ -19,16 +19,6 @@ from ucformat.storage.base import check_key, exists
 if TYPE_CHECKING:
     from ucformat.jobs.export_files import ExportJob
     from ucformat.storage.base import Store
-
-
-# The claim of an export on its destination: one file with a fixed key, so only one export at a time
-# writes there.
-#
-# A folder is claimed by `ucformat-export/begun.json`, a file `model.pt` by
-# `ucformat-export/model.pt.json` beside it. The claim is put only if there is none, and stays until
-# the export is complete: the same export continues, and another one takes it over only if the
-# caller asks to overwrite. An export looks at its claim before each of its files appears, so one
-# whose claim was taken over ends, and its last files do not appear.
 
 
 def begin_export(job: ExportJob, *, overwrite: bool) -> None:

@@ -394,6 +394,15 @@ class StreamVerifier:
                 with self._lock:
                     self._besides += part.nbytes
 
+    def complete(self, workers: int | None = None) -> None:
+        """Read the remaining bytes of all checksums of which some have been read.
+
+        Args:
+            workers: checksums completed at once (default: as `workers_for`).
+        """
+        for _ in run(self.finish, self.unfinished(), workers or workers_for(self._source.store)):
+            pass
+
     @property
     def besides(self) -> int:
         """Bytes that `finish` has read."""
@@ -446,26 +455,6 @@ def joined(parts: Sequence[tuple[Sequence[TensorInfo], VerifiedDoc]]) -> Verifie
     stated = [(of_part, frozenset(doc.but), doc.default) for of_part, doc in parts]
     bare = {i.key for of_part, but, default in stated for i in of_part if (i.key in but) == default}
     return _verified(infos, bare, sum(doc.besides for _, doc in parts))
-
-
-@contextmanager
-def verifying(
-    source: Checkpoint, compared: Collection[str] = (), *, on: bool, workers: int | None
-) -> Iterator[StreamVerifier | None]:
-    """Compare everything that is read of a checkpoint inside the block with the checksums in its files.
-
-    Args:
-        on: whether to compare; if not, or if the store is not watched, the verifier is None.
-        workers: checksums completed at once at the end (default: as `workers_for`).
-    """
-    if not on or (watching := find_watched(source.store)) is None:
-        yield None
-        return
-    verifier = StreamVerifier(source, compared)
-    with watching.observed(verifier.see):
-        yield verifier
-        for _ in run(verifier.finish, verifier.unfinished(), workers or workers_for(source.store)):
-            pass
 
 
 def _fills(extent: Extent, itemsize: int) -> bool:

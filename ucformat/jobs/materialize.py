@@ -28,7 +28,6 @@ from ucformat.format.structure import find_manifest
 from ucformat.format.universal import Universal
 from ucformat.jobs.convert import write
 from ucformat.jobs.finished import discard_finished
-from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.jobs.where import CheckedArguments, Where
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = ["is_packed", "materialize"]
-
-record_commits()  # on import, because `format` does not depend on the catalog
 
 
 def materialize(

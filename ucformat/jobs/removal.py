@@ -139,7 +139,7 @@ def _remove_this(store: Store, manifest: Manifest, version: str) -> tuple[str, .
     except UcformatError as error:
         if not _is_full(error):
             raise
-        needed = _dependents(store, tombstone)
+        needed = dependents_at(store, tombstone.id)
         if not needed:
             _delete_manifest(store, version)  # to make room for the tombstone
             # if others filled that room, the files that are deleted next make more
@@ -162,10 +162,12 @@ def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
         there, version = _put(store, tombstone)
         if there.stage == "settled":
             return ()
-        needed = _dependents(store, tombstone)
+        needed = dependents_at(store, tombstone.id)
         stage = "withdrawn" if needed or there.stage == "withdrawn" else "settled"
         try:
-            store.replace(TOMBSTONE, _dump(tombstone.model_copy(update={"stage": stage})), version)
+            store.replace(
+                TOMBSTONE, encoded(tombstone.model_copy(update={"stage": stage})), version
+            )
         except Conflict:  # another process removes the checkpoint, too
             continue
         except UcformatError as error:
@@ -178,13 +180,9 @@ def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
     raise contended(store, TOMBSTONE)
 
 
-def _dependents(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
-    return dependents_at(store, tombstone.id)
-
-
 def _put(store: Store, tombstone: TombstoneDoc) -> tuple[TombstoneDoc, str]:
     """Write the tombstone, unless this checkpoint has one; returns the one that is there, and its version."""
-    data = _dump(tombstone)
+    data = encoded(tombstone)
     try:
         return tombstone, store.put_if_absent(TOMBSTONE, data)
     except Conflict:
@@ -198,14 +196,10 @@ def _put(store: Store, tombstone: TombstoneDoc) -> tuple[TombstoneDoc, str]:
         return found, version
 
 
-def _dump(tombstone: TombstoneDoc) -> bytes:
-    return encoded(tombstone)
-
-
 def _take_manifest(store: Store, tombstone: TombstoneDoc, version: str) -> bool:
     """Remove the manifest; False if another checkpoint replaced it in the meantime."""
     try:
-        _replace_manifest(store, _dump(tombstone), version)
+        _replace_manifest(store, encoded(tombstone), version)
     except Conflict:
         now = find_manifest(store)
         if now is not None and now.id == tombstone.id:
@@ -275,7 +269,7 @@ def remove_orphaned_document(store: Store) -> None:
         return
     attempt = hashlib.sha256(doc.id.encode()).hexdigest()[:20]  # one without files
     tombstone = TombstoneDoc(id=doc.id, attempt=attempt, created=make_stamp().now)
-    store.put_if_absent(TOMBSTONE, _dump(tombstone))
+    store.put_if_absent(TOMBSTONE, encoded(tombstone))
     if _keys(store) == {CATALOG_DOCUMENT, TOMBSTONE}:  # new writers see the tombstone
         bury(store, tombstone)
         store.prune("")

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Conflict, UsageError
 from ucformat.references import open_reference
+from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import split_url
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import TensorInfo
 
 _LAYOUT = "$layout"  # of an option that is a layout: its document
 
@@ -30,6 +32,16 @@ def spec_of(ck: Checkpoint) -> dict[str, Any]:
             hint="use a place that all machines reach",
         )
     return {"place": place, "options": plain_options(options), "views": views}
+
+
+def content_of(ck: Checkpoint, infos: Sequence[TensorInfo]) -> dict[str, Any]:
+    """What of a checkpoint identifies a plan: its files as they are now, the tensors that are read, and the view."""
+    files = map_io(ck.store.info, ck.metadata.files)
+    return {
+        "files": [(f.key, f.size, f.version) for f in files],
+        "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
+        "view": ck.recipe[3],
+    }
 
 
 def reopen(spec: Mapping[str, Any]) -> Checkpoint:

@@ -17,13 +17,12 @@ from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, SumPart, TaskDoc, sums_of
 from ucformat.jobs.inputs import Input
-from ucformat.jobs.reopen import other_found, reopen, spec_of
-from ucformat.jobs.run import run, workers_for
+from ucformat.jobs.reopen import content_of, other_found, reopen, spec_of
+from ucformat.jobs.run import workers_for
 from ucformat.jobs.tasks import job_name
 from ucformat.jobs.where import HERE, Where
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.storage.base import FileWriter
-from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -64,15 +63,31 @@ def plan_document(
     source: Checkpoint, infos: Sequence[TensorInfo], how: WriteOptions
 ) -> dict[str, Any]:
     """The plan of a conversion, which identifies it: the source's files as they are now, the tensors and the grids."""
-    files = map_io(source.store.info, source.metadata.files)
     return {
         "convert": source.store.url,
-        "files": [(f.key, f.size, f.version) for f in files],
-        "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
-        "view": source.recipe[3],
+        **content_of(source, infos),
         "grids": (how.chunk_bytes, how.shard_bytes),
         "writer": __version__,
     } | ({} if how.verify else {"verify": False})
+
+
+def plan_spec(
+    source: Checkpoint,
+    store: Store,
+    attempt: str,
+    infos: Sequence[TensorInfo],
+    how: WriteOptions,
+) -> dict[str, Any]:
+    """What another process needs to make a job of a conversion, in part for `planned_of`, as JSON values."""
+    return {
+        "source": spec_of(source),
+        "store": store.url,
+        "attempt": attempt,
+        "tensors": [tuple(i.key) for i in infos],
+        "grids": (how.chunk_bytes, how.shard_bytes),
+        "verify": how.verify,
+        "plan": document_digest(plan_document(source, infos, how)),
+    }
 
 
 def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], WriteOptions]:
@@ -159,17 +174,8 @@ class ShardJob(RecordedJob):
 
     def spec(self) -> dict[str, Any]:
         """See Job."""
-        return {
-            "job": job_name(self),
-            "source": spec_of(self.source),
-            "store": self.store.url,
-            "attempt": self.attempt,
-            "tensors": [tuple(i.key) for i in self.infos],
-            "grids": (self.how.chunk_bytes, self.how.shard_bytes),
-            "verify": self.how.verify,
-            "compared": self._compared,
-            "plan": document_digest(plan_document(self.source, self.infos, self.how)),
-        }
+        found = plan_spec(self.source, self.store, self.attempt, self.infos, self.how)
+        return {"job": job_name(self), "compared": self._compared, **found}
 
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
@@ -275,9 +281,9 @@ class ShardJob(RecordedJob):
         """
         verifiers = [one.verifier for one in self.inputs if one.verifier is not None]
         for verifier in verifiers:
-            workers = self.how.workers or workers_for(*(source.store for source in self.sources))
-            for _ in run(verifier.finish, verifier.unfinished(), workers):
-                pass
+            verifier.complete(
+                self.how.workers or workers_for(*(source.store for source in self.sources))
+            )
         verified = VerifiedDoc(default=False)
         if len(verifiers) == len(self.inputs):
             besides = sum(verifier.besides for verifier in verifiers)

@@ -18,14 +18,12 @@ from ucformat.exporters.base import Span, TargetFile, weights_of
 from ucformat.exporters.safetensors import files_of
 from ucformat.format.arrays import folder_names, put_file
 from ucformat.format.chunking import row_block
-from ucformat.format.digest import document_digest
 from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import Columns, encode_columns
 from ucformat.format.small import packed_keys
 from ucformat.geometry.box import Box, row_major
 from ucformat.jobs.export_files import FilesJob
-from ucformat.jobs.reopen import spec_of
-from ucformat.jobs.shards import WriteOptions, plan_document, planned_of
+from ucformat.jobs.shards import WriteOptions, plan_spec, planned_of
 from ucformat.jobs.tasks import job_name
 from ucformat.schema.manifest import SidecarDoc, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable, quoted
@@ -107,17 +105,8 @@ class WeightsJob(FilesJob):
 
     def spec(self) -> dict[str, Any]:
         """See Job."""
-        return {
-            "job": job_name(self),
-            "source": spec_of(self.source),
-            "store": self.store.url,
-            "attempt": self.attempt,
-            "tensors": [tuple(i.key) for i in self.infos],
-            "verify": self.input.verify,
-            "plan": document_digest(plan_document(self.source, self.infos, self.how)),
-            "grids": (self.how.chunk_bytes, self.how.shard_bytes),
-            "weights": self._weights,
-        }
+        found = plan_spec(self.source, self.store, self.attempt, self.infos, self.how)
+        return {"job": job_name(self), "weights": self._weights, **found}
 
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:

@@ -18,7 +18,7 @@ from ucformat.jobs.combine.lora import Lora
 from ucformat.jobs.combine.methods import Average, Dare, Slerp, TaskArithmetic, Ties
 from ucformat.jobs.convert import write
 from ucformat.jobs.finished import discard_finished
-from ucformat.jobs.record import lineage_to, record_commits
+from ucformat.jobs.record import lineage_to
 from ucformat.jobs.shards import WriteOptions
 from ucformat.jobs.where import JobArguments, Where
 from ucformat.reading.readable import PART_OF
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["average", "merge", "plan_average", "plan_merge"]
-
-record_commits()  # on import, because `format` does not depend on the catalog
 
 _METRIC = "metric."
 
