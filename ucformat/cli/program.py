@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import click
 from ucformat.cli.ui.output import INTERRUPTED, print_error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.registry import Registry
 
@@ -29,6 +30,15 @@ class Interrupted(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+
+@contextmanager
+def interruptible(message: str) -> Iterator[None]:
+    """End the command with a message on the state of its work at Ctrl-C inside the block."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(message) from None
 
 
 class LazyGroup(click.Group):

@@ -33,12 +33,10 @@ def doctor(url: str, read_only: bool, out: Output) -> None:  # noqa: FBT001
     be read.
     """
     import ucformat
-    from ucformat.cli.program import Interrupted
+    from ucformat.cli.program import interruptible
 
-    try:
+    with interruptible("interrupted: the test files were removed"):
         found = ucformat.doctor(url, read_only=read_only)
-    except KeyboardInterrupt:
-        raise Interrupted("interrupted: the test files were removed") from None
     bad = [p.name for p in found.probes if p.status != "ok"]
     out.result(lambda: _describe(found), lambda: _data(found), lambda: bad or ["ok"])
     if not found:

@@ -13,11 +13,20 @@ from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import moment, plural, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import datetime, timedelta
 
-    from ucformat.catalog.entries import AliasEntry, MoveEntry
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.entries import AliasEntry, Entry, MoveEntry
     from ucformat.cli.ui.output import Output
+
+
+def _changed(ref: str, change: Callable[[Catalog, str], object]) -> Entry:
+    """Change a checkpoint in the catalog, by a function that gets its id; returns what the catalog then says."""
+    with opened_catalog() as catalog:
+        checkpoint = catalog.get(ref).id
+        change(catalog, checkpoint)
+        return catalog.get(checkpoint)
 
 
 @command
@@ -31,11 +40,11 @@ def tag(ref: str, tags: tuple[str, ...], permanent: bool, out: Output) -> None: 
     A tagged checkpoint is not deleted until `ucp untag` removes its tags. For a name that moves,
     see `ucp alias`.
     """
-    with opened_catalog() as catalog:
-        entry = catalog.get(ref)
-        catalog.tag(entry.id, *tags, permanent=permanent)
-        now = catalog.get(entry.id).tags
-    out.result(lambda: [f"{entry.name}: {', '.join(now)}"], lambda: _data(entry, tags=list(now)))
+    entry = _changed(ref, lambda catalog, id_: catalog.tag(id_, *tags, permanent=permanent))
+    out.result(
+        lambda: [f"{entry.name}: {', '.join(entry.tags)}"],
+        lambda: _data(entry, tags=list(entry.tags)),
+    )
 
 
 @command
@@ -48,13 +57,10 @@ def untag(ref: str, tags: tuple[str, ...], reason: str, out: Output) -> None:
 
     Without a tag, alias, hold or dependent, a checkpoint may be deleted by the next `ucp retain`.
     """
-    with opened_catalog() as catalog:
-        entry = catalog.get(ref)
-        catalog.untag(entry.id, *tags, reason=reason)
-        now = catalog.get(entry.id).tags
+    entry = _changed(ref, lambda catalog, id_: catalog.untag(id_, *tags, reason=reason))
     out.result(
-        lambda: [f"{entry.name}: {', '.join(now) or 'no tags'}"],
-        lambda: _data(entry, tags=list(now)),
+        lambda: [f"{entry.name}: {', '.join(entry.tags) or 'no tags'}"],
+        lambda: _data(entry, tags=list(entry.tags)),
     )
 
 
@@ -68,13 +74,10 @@ def metric(ref: str, metrics: tuple[str, ...], out: Output) -> None:
     VALUE is a number; nan and inf are allowed.
     """
     given = dict(parse_metric(text, "'NAME=VALUE…'") for text in metrics)
-    with opened_catalog() as catalog:
-        entry = catalog.get(ref)
-        catalog.metric(entry.id, given)
-        now = catalog.get(entry.id).metrics
+    entry = _changed(ref, lambda catalog, id_: catalog.metric(id_, given))
     out.result(
-        lambda: [f"{entry.name}: {', '.join(f'{n} {now[n]:g}' for n in given)}"],
-        lambda: _data(entry, metrics=dict(now)),
+        lambda: [f"{entry.name}: {', '.join(f'{n} {entry.metrics[n]:g}' for n in given)}"],
+        lambda: _data(entry, metrics=dict(entry.metrics)),
     )
 
 
@@ -84,13 +87,10 @@ def metric(ref: str, metrics: tuple[str, ...], out: Output) -> None:
 @CATALOG
 def note(ref: str, text: str, out: Output) -> None:
     """Add a note to a checkpoint, which `ucp show` prints."""
-    with opened_catalog() as catalog:
-        entry = catalog.get(ref)
-        catalog.note(entry.id, text)
-        now = catalog.get(entry.id).notes
+    entry = _changed(ref, lambda catalog, id_: catalog.note(id_, text))
     out.result(
-        lambda: [f"{entry.name}: {plural(len(now), 'note')}"],
-        lambda: _data(entry, notes=[data_of(n) for n in now]),
+        lambda: [f"{entry.name}: {plural(len(entry.notes), 'note')}"],
+        lambda: _data(entry, notes=[data_of(n) for n in entry.notes]),
     )
 
 
@@ -169,7 +169,7 @@ def release(ref: str, number: int | None, out: Output) -> None:
     )
 
 
-def _data(entry: Any, **annotations: Any) -> dict[str, Any]:
+def _data(entry: Entry, **annotations: Any) -> dict[str, Any]:
     return {"id": entry.id, "name": entry.name, **annotations}
 
 

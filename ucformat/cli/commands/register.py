@@ -133,7 +133,7 @@ def register(
     catalog, protect them.
     """
     import ucformat
-    from ucformat.cli.program import Interrupted
+    from ucformat.cli.program import interruptible
 
     elsewhere = bool(work.on or work.part)
     if virtual.virtual:
@@ -159,24 +159,20 @@ def register(
         read_all = search.rescan or search.trust_documents or bool(new)
         _estimate(places, opening.options, out, rescan=read_all)
         return
-    try:
-        with opened_catalog() as catalog:
-            gc.freeze()  # of thousands of checkpoints, nothing that is here now is looked through each time
-            with out.progress("registering", "checkpoints") as progress:
-                found = ucformat.register(
-                    places,
-                    catalog,
-                    **asdict(search),
-                    **asdict(facts),
-                    options=opening.options,
-                    on=work.where,
-                    progress=progress,
-                )
-            out.result(lambda: _list(found), lambda: _data(found), lambda: found.ids)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted: what was registered is kept; run the same command again to continue"
-        ) from None
+    kept = "interrupted: what was registered is kept; run the same command again to continue"
+    with interruptible(kept), opened_catalog() as catalog:
+        gc.freeze()  # of thousands of checkpoints, nothing that is here now is looked through each time
+        with out.progress("registering", "checkpoints") as progress:
+            found = ucformat.register(
+                places,
+                catalog,
+                **asdict(search),
+                **asdict(facts),
+                options=opening.options,
+                on=work.where,
+                progress=progress,
+            )
+        out.result(lambda: _list(found), lambda: _data(found), lambda: found.ids)
     _raise_failures(found)
 
 
@@ -246,32 +242,27 @@ def reindex(
     they no longer protect the files they needed.
     """
     import ucformat
-    from ucformat.cli.program import Interrupted
+    from ucformat.cli.program import interruptible
     from ucformat.errors import UcformatError
 
-    try:
-        with opened_catalog() as catalog:
-            with out.progress("reindexing", "checkpoints") as progress:
-                found = ucformat.reindex(
-                    place,
-                    catalog,
-                    forget=forget,
-                    trust_documents=trust_documents,
-                    options=options,
-                    progress=progress,
-                )
-            out.result(
-                lambda: _summary(found),
-                lambda: (
-                    _data(found)
-                    | {"missing": list(found.missing), "forgotten": list(found.forgotten)}
-                ),
-                lambda: found.ids,
+    kept = "interrupted: what was recorded is kept; run the same command again for the rest"
+    with interruptible(kept), opened_catalog() as catalog:
+        with out.progress("reindexing", "checkpoints") as progress:
+            found = ucformat.reindex(
+                place,
+                catalog,
+                forget=forget,
+                trust_documents=trust_documents,
+                options=options,
+                progress=progress,
             )
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted: what was recorded is kept; run the same command again for the rest"
-        ) from None
+        out.result(
+            lambda: _summary(found),
+            lambda: (
+                _data(found) | {"missing": list(found.missing), "forgotten": list(found.forgotten)}
+            ),
+            lambda: found.ids,
+        )
     _raise_failures(found)
     if found.missing and not forget:
         places = plural(len(found.missing), "place")

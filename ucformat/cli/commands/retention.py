@@ -270,7 +270,7 @@ def gc(
     files below each PLACE that interrupted writers left. An interrupted gc is completed by the next
     one.
     """
-    from ucformat.cli.program import Interrupted
+    from ucformat.cli.program import interruptible
     from ucformat.errors import UcformatError, UsageError
     from ucformat.jobs.gc import collect
 
@@ -292,20 +292,16 @@ def gc(
         if apply and work:
             if not out.confirm(f"permanently remove {_amount(found)}?", yes=yes):
                 raise click.exceptions.Exit(1)
-            try:
-                with out.progress("removing", "checkpoints") as progress:
-                    found = collect(
-                        catalog,
-                        places,
-                        apply=True,
-                        expect=found.plan.id,
-                        grace=grace,
-                        progress=progress,
-                    )
-            except KeyboardInterrupt:
-                raise Interrupted(
-                    "interrupted: run the same command again to remove the rest"
-                ) from None
+            rest = "interrupted: run the same command again to remove the rest"
+            with interruptible(rest), out.progress("removing", "checkpoints") as progress:
+                found = collect(
+                    catalog,
+                    places,
+                    apply=True,
+                    expect=found.plan.id,
+                    grace=grace,
+                    progress=progress,
+                )
     done = (
         f"removed {plural(len(found.purged), 'checkpoint')}"
         if apply

@@ -125,15 +125,11 @@ class Work:
             what: what is being done, such as `copying`.
             interrupted: what is left if it is interrupted.
         """
-        from ucformat.cli.program import Interrupted
+        from ucformat.cli.program import interruptible
 
-        try:
-            with out.progress(what) as progress:
-                yield progress
-        except KeyboardInterrupt:
-            raise Interrupted(
-                f"interrupted: {interrupted}; run the same command again and it continues"
-            ) from None
+        again = f"interrupted: {interrupted}; run the same command again and it continues"
+        with interruptible(again), out.progress(what) as progress:
+            yield progress
 
 
 def work_options(*options: Callable[[Any], Any]) -> Callable[..., Callable[..., None]]:
