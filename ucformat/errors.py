@@ -263,11 +263,6 @@ def check_keywords(function: str, given: Mapping[str, object], allowed: type) ->
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Check an argument that is one of a few values, which 1 and True are not the same of.
 
-    Args:
-        name: its name.
-        value: its value.
-        choices: what it may be.
-
     Raises:
         UsageError: it is something else.
     """

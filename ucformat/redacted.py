@@ -130,11 +130,7 @@ def scrub(error: BaseException) -> None:
 
 
 def named_secrets(options: Any, name: str = "") -> Iterator[str]:
-    """The texts in a file system's options that are named like secrets.
-
-    Args:
-        name: the path of these options in others (default: none).
-    """
+    """The texts in a file system's options that are named like secrets."""
     if isinstance(options, dict):
         for key, value in options.items():
             yield from named_secrets(value, f"{name}.{key}" if _OPTION.search(name) else str(key))

@@ -186,13 +186,6 @@ def compare(
 
     Tied tensors are found under all their names. Tensors with equal digests are not read. Memory:
     less than 64 MiB for each worker, whatever the sizes of the tensors.
-
-    Args:
-        workers: blocks compared at once (default: one for each core, at most 4).
-        progress: called with the bytes done and the bytes in all, of both checkpoints.
-
-    Raises:
-        TensorNotFound: one of the checkpoints has no tensor of a name that is given.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")

@@ -132,9 +132,7 @@ class CopyJob(RecordedJob):
         self.finished = set()
         self.leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
         self.kept: list[AuditItem] = []  # those that were there already
-        self._there = {
-            i.key: i.size for folder in folders_of(self.attempt) for i in store.list(folder)
-        }
+        self._there = _sizes(store, self.source.manifest)
 
     def nbytes(self, task: int) -> int:
         """See Job."""

@@ -238,9 +238,6 @@ def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
 
     The same protections prevent its deletion. If the id stays the same (`new`), only the files are
     replaced, so that only dependents matter.
-
-    Args:
-        new: the id of the checkpoint that replaces it; None if it is new.
     """
     if why := protections_of(store.url, there.id, annotations=there.id != new):
         raise Conflict(

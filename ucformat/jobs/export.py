@@ -195,11 +195,7 @@ def plan_export(
     cast: str | None = None,
     **options: Any,
 ) -> Target:
-    """Plan an export; reads no tensors, and writes nothing.
-
-    Returns:
-        The files with their sizes, and what the format has no place for.
-    """
+    """Plan an export; reads no tensors, and writes nothing."""
     source, infos, exporter = _prepared(src, kind, states, cast, options)
     return exporter.target(source, infos)
 

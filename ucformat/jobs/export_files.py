@@ -79,11 +79,7 @@ class Claim(BaseModel):
 
 
 def read_claim(store: Store, key: str) -> tuple[Claim, str] | None:
-    """The claim on a destination and its content version; None if there is none.
-
-    Raises:
-        Conflict: the file is no claim.
-    """
+    """The claim on a destination and its content version; None if there is none."""
     try:
         data, version = store.read_versioned(key)
         return Claim.model_validate_json(data), version
@@ -532,11 +528,7 @@ class ExportJob(FilesJob):
         super().keep(record)
 
     def _check_outputs(self) -> None:
-        """Check that the files of tasks are as they were written, and remove what a replaced export wrote late.
-
-        Raises:
-            Conflict: a file is gone, or is not the one that was written.
-        """
+        """Check that the files of tasks are as they were written, and remove what a replaced export wrote late."""
         claim = self.check_claim()
         keys = [file.key for file in self.files]
         # change when others are made

@@ -195,11 +195,7 @@ def _check_unprotected(url: str, checkpoint: str) -> None:
 
 
 def _checkpoint_files(store: Store, job: ExportJob) -> set[str]:
-    """The files of the foreign checkpoint at the destination.
-
-    Raises:
-        Conflict: it is the source, or the catalog protects it.
-    """
+    """The files of the foreign checkpoint at the destination."""
     try:
         found = open_checkpoint(store)
     except UcformatError:

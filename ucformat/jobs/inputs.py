@@ -395,11 +395,7 @@ class StreamVerifier:
                     self._besides += part.nbytes
 
     def complete(self, workers: int | None = None) -> None:
-        """Read the remaining bytes of all checksums of which some have been read.
-
-        Args:
-            workers: checksums completed at once (default: as `workers_for`).
-        """
+        """Read the remaining bytes of all checksums of which some have been read."""
         for _ in run(self.finish, self.unfinished(), workers or workers_for(self._source.store)):
             pass
 

@@ -105,9 +105,6 @@ def put_virtual(
     First it records beside the files that they are needed, unless that is impossible and
     `unprotected` is true.
 
-    Args:
-        progress: called with the bytes done and the bytes in all.
-
     Raises:
         Conflict: the checkpoint of the files is being removed or replaced.
     """

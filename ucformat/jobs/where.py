@@ -133,10 +133,6 @@ def run_job(
 ) -> bool:
     """Run the tasks of a job that are not finished.
 
-    Args:
-        workers: tasks that a process runs at once (default: one for each core, at most 16).
-        progress: called with the bytes done and the bytes in all.
-
     Returns:
         Whether this process has the results of all tasks, and is to finish the job.
     """

@@ -232,11 +232,7 @@ _KINDS = ("bool", "uint", "int", "float", "complex")
 
 
 def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
-    """Cast an array.
-
-    Args:
-        dtype: the dtype, such as `float32` (None: as it is).
-    """
+    """Cast an array."""
     if dtype is None:
         return array
     import numpy as np
@@ -276,11 +272,7 @@ def as_stored(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def check_target(file: Path, *, force: bool) -> None:
-    """Check that a file can be written, before anything is read.
-
-    Raises:
-        NotFound: its folder does not exist.
-    """
+    """Check that a file can be written, before anything is read."""
     if not file.parent.is_dir():
         raise NotFound(
             f"there is no folder {file.parent} for {file.name}", hint=f"mkdir -p {file.parent}"

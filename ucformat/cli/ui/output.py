@@ -166,11 +166,7 @@ _DELAY = 0.4  # seconds until the bar is shown: for a shorter activity it would 
 
 @contextmanager
 def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr, which disappears at the end of the block.
-
-    Yields:
-        A function that is called with the amount done and the total.
-    """
+    """Show a progress bar on stderr, which disappears at the end of the block."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as TimeColumn

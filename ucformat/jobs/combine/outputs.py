@@ -42,15 +42,7 @@ def find_outputs(
     take: Iterable[str],
     cast: str | None,
 ) -> list[CombinedTensor]:
-    """Find the tensors to combine.
-
-    Args:
-        sources: the inputs; names, shapes, dtypes and order are those of the first.
-        states: their states (None: for each name `weight`, or `master` if only that is stored).
-        take: globs or `/regex/`es of the names of tensors that are taken from the first input as
-            they are.
-        cast: the dtype of combined tensors (None: as in the first input).
-    """
+    """Find the tensors to combine."""
     if cast is not None and cast not in REAL:
         there = ", ".join(sorted(REAL))
         raise UsageError(
