@@ -15,7 +15,7 @@ from tests.jobs.test_parts import SIZES, source_of
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.jobs.combine.combining import plan_average, plan_merge
-from ucformat.jobs.cost import estimate_combination, estimate_export
+from ucformat.jobs.cost import estimate_export
 from ucformat.jobs.export import planned_job
 from ucformat.jobs.profiles import Profile, keep_profile, profile_of
 from ucformat.jobs.shards import WriteOptions
@@ -103,7 +103,7 @@ def test_combinations(method: str, tmp_path: Path) -> None:
         stores[1] = RecordingStore(LocalStore(tmp_path / "adapter"))
         planned = plan_merge("lora", [ucformat.open(stores[1])], {"base": opened[0]})
     how = WriteOptions(*SIZES.values())
-    cost = estimate_combination(planned.combination, tmp_path / "made", how)
+    cost = planned.estimate(tmp_path / "made", how)
     assert not (tmp_path / "made").exists()
     assert set(cost.unmeasured) == {str(ck.url) for ck in planned.combination.sources} | {
         str(tmp_path / "made")

@@ -15,7 +15,6 @@ from ucformat.exporters.base import Span
 from ucformat.format.shard import BAND_BYTES
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Piece
-from ucformat.jobs.combine.job import CombineJob
 from ucformat.jobs.copy import CopyJob
 from ucformat.jobs.opening import by_outermost, left_inside, tree_of, try_open, unchanged
 from ucformat.jobs.profiles import profile_of
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.jobs.combine.job import Combination
     from ucformat.jobs.export_files import ExportJob
     from ucformat.jobs.inputs import InputBox
     from ucformat.jobs.listing import ListedTree
@@ -209,10 +207,10 @@ def _counted(stores: Iterable[_CountingStore]) -> _Total:
     return _Total(0, files, len(reads) + others, sum(read.nbytes for _, read in reads))
 
 
-__all__ = ["Cost", "estimate", "estimate_combination", "estimate_export", "seconds_at"]
+__all__ = ["Cost", "estimate", "estimate_export", "estimate_shards", "seconds_at"]
 
 _READ = 4 << 20  # bytes that copy and verify read at once
-_ATTEMPT = "0" * 20  # in the place of the name of one
+NO_ATTEMPT = "0" * 20  # in the place of the name of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,11 +299,11 @@ def estimate(
     chosen = None if states is None else as_strings(states)
     infos = [i for i in ck.tensors.values() if chosen is None or i.state in chosen]
     check_choice("weights", weights, (None, "safetensors"))
-    planned = plan_files(ck, infos, _ATTEMPT, weights) if job == "convert" else None
+    planned = plan_files(ck, infos, NO_ATTEMPT, weights) if job == "convert" else None
     if planned is not None:
         infos = [i for i in infos if i.key not in planned.tensors]
     with ShardJob(
-        ck, store, _ATTEMPT, infos, WriteOptions(chunk_bytes, shard_bytes, verify=verify)
+        ck, store, NO_ATTEMPT, infos, WriteOptions(chunk_bytes, shard_bytes, verify=verify)
     ) as shards:
         reads, sizes = _of_shards(shards)
     for file in () if planned is None else planned.files:
@@ -314,18 +312,10 @@ def estimate(
     return _cost(reads, store, sizes, workers)
 
 
-def estimate_combination(
-    combination: Combination, dst: str | PathLike[str], how: WriteOptions
-) -> Cost:
-    """Estimate what `average` or `merge` costs; reads metadata alone, and writes nothing.
-
-    Returns:
-        The cost. Of `ties`, the reads are those of most tensors: few need one more.
-    """
-    store = open_store(dst)
-    with CombineJob(combination, store, _ATTEMPT, how) as job:
-        reads, sizes = _of_shards(job)
-    return _cost(reads, store, sizes, how.workers)
+def estimate_shards(job: ShardJob) -> Cost:
+    """Estimate what a job costs that writes shards; reads metadata alone, and writes nothing."""
+    reads, sizes = _of_shards(job)
+    return _cost(reads, job.store, sizes, job.how.workers)
 
 
 def estimate_export(job: ExportJob, workers: int | None = None) -> Cost:

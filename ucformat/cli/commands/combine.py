@@ -258,7 +258,6 @@ def _run(
     work: Work,
     facts: RecordedFacts,
 ) -> None:
-    from ucformat.jobs.cost import estimate_combination
     from ucformat.jobs.shards import WriteOptions
     from ucformat.jobs.where import Where
 
@@ -271,7 +270,7 @@ def _run(
         Where.parse(work.where),
     )
     if work.dry_run:
-        print_cost(estimate_combination(plan().combination, dst, how), out)
+        print_cost(plan().estimate(dst, how), out)
         return
     begun = time.perf_counter()
     ignore_dependents_of(work.ignored, [dst], out, name)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ucformat.jobs.combine.methods import Method
+    from ucformat.jobs.cost import Cost
     from ucformat.storage.base import Store
 
 
@@ -494,6 +495,13 @@ class Planned:
     combination: Combination
     kind: Literal["average", "merge"]
     about: Sequence[Mapping[str, Any]]
+
+    def estimate(self, dst: str | PathLike[str], how: WriteOptions) -> Cost:
+        """Estimate what `write` costs. Of `ties`, the reads are those of most tensors: few need one more."""
+        from ucformat.jobs.cost import NO_ATTEMPT, estimate_shards  # with all other jobs
+
+        with CombineJob(self.combination, as_store(dst), NO_ATTEMPT, how) as job:
+            return estimate_shards(job)
 
     def write(
         self,
