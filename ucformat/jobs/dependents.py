@@ -145,14 +145,8 @@ def release(store: Store, record: AttemptDoc) -> None:
             there, doc = exists(other, key), _read(other, record.id)
             if not there or (doc is not None and _is_same(doc.url, store.url)):
                 # where nothing can be removed, nothing was written
-                with suppress(
-                    *()
-                    if there
-                    else (
-                        PermissionDenied,
-                        UnsupportedError,
-                    )
-                ):
+                harmless = () if there else (PermissionDenied, UnsupportedError)
+                with suppress(*harmless):
                     other.delete(key)
                     other.flush()  # before the record is deleted, the only trace of the need
         except UcformatError as error:

@@ -53,13 +53,11 @@ class StreamSum:
     def __init__(
         self, file: str, what: str, start: int, nbytes: int, expected: int, *, castagnoli: bool
     ) -> None:
-        self.file, self.what, self.start, self.stop, self.expected = (
-            file,
-            what,
-            start,
-            start + nbytes,
-            expected,
-        )
+        self.file = file
+        self.what = what
+        self.start = start
+        self.stop = start + nbytes
+        self.expected = expected
         self.castagnoli = castagnoli
         self.crc: Callable[[memoryview], int] = checksum if castagnoli else crc32
         self.shift = CRC32C_SHIFT if castagnoli else CRC32_SHIFT

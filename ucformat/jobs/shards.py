@@ -126,13 +126,11 @@ class ShardJob(RecordedJob):
         how: WriteOptions,
         compared: Collection[str] = (),
     ) -> None:
-        self.source, self.store, self.attempt, self.infos, self.how = (
-            source,
-            store,
-            attempt,
-            infos,
-            how,
-        )
+        self.source = source
+        self.store = store
+        self.attempt = attempt
+        self.infos = infos
+        self.how = how
         self.arrays = lay_out(infos, f"data/{attempt}", how.chunk_bytes, how.shard_bytes)
         self._large = sorted(self.arrays, key=lambda a: -_nbytes(a, (0,) * len(a.grid.shape)))
         self._ends = list(accumulate(a.grid.count for a in self._large))

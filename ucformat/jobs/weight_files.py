@@ -91,13 +91,11 @@ class WeightsJob(FilesJob):
         how: WriteOptions,
         weights: str | None = "safetensors",
     ) -> None:
-        self.attempt, self.infos, self.placed, self.how, self._weights = (
-            attempt,
-            infos,
-            files,
-            how,
-            weights,
-        )
+        self.attempt = attempt
+        self.infos = infos
+        self.placed = files
+        self.how = how
+        self._weights = weights
         self._order = sorted(range(len(files.files)), key=lambda n: -files.files[n].nbytes)
         self._crcs = np.zeros(files.count, np.uint32)
         self._bare: set[Key] = set()

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 INTERRUPTED, SIGPIPE = 130, 141
 
 
+_DELAY = 0.4  # seconds until a progress bar is shown: for a shorter activity it would only flicker
+
+
 class Heading(str):
     """A line that is bold on a terminal."""
 
@@ -77,7 +80,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str, unit: str = "bytes") -> Iterator[Callable[[int, int], None]]:
-        """Show a progress bar on stderr, if that is a terminal.
+        """Show a progress bar on stderr, if that is a terminal, which disappears at the end of the block.
 
         Yields:
             A function that is called with the amount done and the total.
@@ -86,8 +89,27 @@ class Output:
             yield lambda _done, _total: None
             return
 
-        with progress_bar(title, unit) as update:
-            yield update
+        from rich import progress as rich
+        from rich.console import Console
+
+        amount: list[ProgressColumn] = (
+            [rich.DownloadColumn(binary_units=True), rich.TransferSpeedColumn()]
+            if unit == "bytes"
+            else [rich.MofNCompleteColumn(), rich.TextColumn(unit)]
+        )
+        left = rich.TimeRemainingColumn(compact=True)
+        columns = [rich.TextColumn("{task.description}"), rich.BarColumn(), *amount, left]
+        progress = rich.Progress(*columns, console=Console(stderr=True), transient=True)
+        task = progress.add_task(title, total=None)
+        timer = Timer(_DELAY, progress.start)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+        finally:
+            timer.cancel()
+            timer.join()
+            progress.stop()
 
     def confirm(self, question: str, *, yes: bool) -> bool:
         """Ask for confirmation at a terminal; elsewhere the option that asks for the work is enough.
@@ -159,36 +181,6 @@ def _write(stream: Any, text: str) -> None:
         with open(os.devnull, "w") as null:  # noqa: PTH123 - for the output that is flushed at exit
             os.dup2(null.fileno(), stream.fileno())
         raise click.exceptions.Exit(SIGPIPE) from None
-
-
-_DELAY = 0.4  # seconds until the bar is shown: for a shorter activity it would only flicker
-
-
-@contextmanager
-def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr, which disappears at the end of the block."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as TimeColumn
-    from rich.progress import TransferSpeedColumn as SpeedColumn
-
-    amount: list[ProgressColumn] = (
-        [DownloadColumn(binary_units=True), SpeedColumn()]
-        if unit == "bytes"
-        else [MofNCompleteColumn(), TextColumn(unit)]
-    )
-    columns = [TextColumn("{task.description}"), BarColumn(), *amount, TimeColumn(compact=True)]
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = progress.add_task(title, total=None)
-    timer = Timer(_DELAY, progress.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-    finally:
-        timer.cancel()
-        timer.join()
-        progress.stop()
 
 
 class _WarningHandler(logging.Handler):

@@ -62,11 +62,9 @@ class Combination:
         take: Sequence[str] = (),
         cast: str | None = None,
     ) -> None:
-        self.sources, self.method, self._chosen = (
-            tuple(sources),
-            method,
-            (states, tuple(take), cast),
-        )
+        self.sources = tuple(sources)
+        self.method = method
+        self._chosen = (states, tuple(take), cast)
         found = find_outputs(
             self.sources[:1] if isinstance(method, Lora) else self.sources, states, take, cast
         )
