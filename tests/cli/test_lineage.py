@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import click
+
 from tests.cli.conftest import LONG_RUN, object_of
 
 if TYPE_CHECKING:
@@ -63,10 +65,12 @@ def test_links(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
 
 
 def test_every_kind_is_offered() -> None:
-    from ucformat.cli.commands.lineage import _KINDS
+    from ucformat.cli.commands.lineage import link
     from ucformat.schema import LINEAGE_KINDS
 
-    assert LINEAGE_KINDS == _KINDS
+    (kind,) = (param.type for param in link.params if param.name == "kind")
+    assert isinstance(kind, click.Choice)
+    assert tuple(kind.choices) == LINEAGE_KINDS
 
 
 def test_a_tree_fits_a_terminal(terminal: Terminal, catalog: Path) -> None:

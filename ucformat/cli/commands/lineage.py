@@ -6,18 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import instant, opened_catalog
+from ucformat.cli.ui.catalogs import data_of, opened_catalog
 from ucformat.cli.ui.options import CATALOG, REF, command, ref_argument
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import shorten
+from ucformat.schema import LINEAGE_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucformat.catalog.lineage import Lineage, LineageNode
+    from ucformat.catalog.lineage import Lineage
     from ucformat.cli.ui.output import Output
-
-_KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")
 
 
 @command
@@ -67,39 +66,15 @@ def _data(found: Lineage) -> dict[str, Any]:
     return {
         "root": found.root,
         "direction": found.direction,
-        "nodes": [_node(key, node) for key, node in found.nodes.items()],
-        "edges": [
-            {
-                "child": e.child,
-                "parent": e.parent,
-                "kind": e.kind,
-                "depends": e.depends,
-                "how": e.how,
-            }
-            for e in found.edges
-        ],
-    }
-
-
-def _node(key: str, node: LineageNode) -> dict[str, Any]:
-    return {
-        "key": key,
-        "id": node.id,
-        "name": node.name,
-        "url": node.url,
-        "state": node.state,
-        "kind": node.kind,
-        "run": node.run,
-        "step": node.step,
-        "created": instant(node.created),
-        "distance": node.distance,
+        "nodes": [{"key": key} | data_of(node) for key, node in found.nodes.items()],
+        "edges": [data_of(edge) for edge in found.edges],
     }
 
 
 @command
 @ref_argument("child", "CHILD")
 @ref_argument("parent", "PARENT")
-@click.option("--kind", type=click.Choice(_KINDS), required=True, help="How CHILD was made.")
+@click.option("--kind", type=click.Choice(LINEAGE_KINDS), required=True, help="How CHILD was made.")
 @CATALOG
 def link(child: str, parent: str, kind: str, out: Output) -> None:
     """Record that a checkpoint was made from another.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.ui.catalogs import instant, opened_catalog
+from ucformat.cli.ui.catalogs import data_of, instant, opened_catalog
 from ucformat.cli.ui.options import CATALOG, command, ref_argument
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import moment, tabbed, table
@@ -36,19 +36,9 @@ def log(ref: str | None, limit: int, out: Output) -> None:
         events = catalog.events(ref, limit)
     out.result(
         lambda: _table(events),
-        lambda: {"events": [_data(e) for e in events]},
+        lambda: {"events": [data_of(e) for e in events]},
         lambda: (tabbed(_row(e)) for e in events),
     )
-
-
-def _data(event: EventEntry) -> dict[str, Any]:
-    return {
-        "at": instant(event.at),
-        "who": event.who,
-        "action": event.action,
-        "id": event.id,
-        "detail": dict(event.detail),
-    }
 
 
 def _row(event: EventEntry) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import entry_data, opened_catalog, url_of_catalog
+from ucformat.cli.ui.catalogs import data_of, entry_data, opened_catalog, url_of_catalog
 from ucformat.cli.ui.options import (
     CATALOG,
     IGNORE_DEPENDENT,
@@ -303,7 +303,7 @@ def _failures(found: Registered) -> Iterator[str]:
 def _data(found: Registered) -> dict[str, Any]:
     return {
         "checkpoints": [entry_data(e) for e in found.entries],
-        "failures": [{"url": f.url, "message": f.message} for f in found.failures],
+        "failures": [data_of(failure) for failure in found.failures],
         "unread": {url: list(names) for url, names in found.unread.items()},
     }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import instant, opened_catalog
+from ucformat.cli.ui.catalogs import data_of, instant, opened_catalog
 from ucformat.cli.ui.options import (
     CATALOG,
     IGNORE_DEPENDENT,
@@ -372,15 +372,7 @@ def _gc_data(found: Collected, *, applied: bool) -> dict[str, Any]:
         "applied": applied,
         "purge": [_row_data(row) for row in plan.purge],
         "resumed": list(found.resumed),
-        "leftovers": [
-            {
-                "url": left.url,
-                "attempt": left.attempt,
-                "bytes": left.nbytes,
-                "started": instant(left.started),
-            }
-            for left in found.leftovers
-        ],
+        "leftovers": [data_of(left) for left in found.leftovers],
         "waiting": [
             _row_data(w.row, reasons=list(w.reasons), until=instant(w.until)) for w in plan.wait
         ],
