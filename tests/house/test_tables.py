@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 
 import click
 import pytest
 
+from ucformat.catalog.entries import Entry
 from ucformat.cli.main import ucp
 from ucformat.cli.program import LazyGroup
 from ucformat.exporters.registry import EXPORTERS
@@ -76,3 +78,9 @@ def test_schemes() -> None:
 def test_presets_of_views() -> None:
     text = (DOCS / "view.md").read_text()
     assert [name for name in PRESETS.names() if f"`{name}`" not in text] == []
+
+
+def test_attributes_of_a_checkpoint_in_the_catalog() -> None:
+    text = (DOCS / "cli.md").read_text().partition("**A checkpoint of the catalog**")[2]
+    words = set(re.findall(r"\w+", text.split("```")[1]))
+    assert {f.name.replace("nbytes", "bytes") for f in fields(Entry)} - words == set()

@@ -20,6 +20,7 @@ import random
 import shutil
 import weakref
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -321,3 +322,34 @@ class SourceSuite:
                 with suppress(UcformatError):
                     read_whole(open_checkpoint(copy.path))
             path.write_bytes(data)
+
+    def test_an_odd_value_in_a_json_file_never_crashes(self, copy: Sample) -> None:
+        """A value at a random place is replaced; what comes is as when a byte changes."""
+        rng = random.Random(13)
+        for path in self.damageable(copy)[:6]:
+            data = path.read_bytes()
+            with suppress(ValueError):
+                document = json.loads(data)
+                for _ in range(2 * self.changes):
+                    path.write_text(json.dumps(_with_odd_value(document, rng)))
+                    with suppress(UcformatError):
+                        read_whole(open_checkpoint(copy.path))
+            path.write_bytes(data)
+
+
+#: What a file may have where a number, a text or a list is expected.
+_ODD = (None, True, -1, 0.5, 2.0, 1 << 40, 1 << 70, "", "x", "../x", [], [0], [[]], {}, {"x": 0})
+
+
+def _with_odd_value(document: Any, rng: random.Random) -> Any:
+    """A JSON document with another value in one place."""
+    changed = {"": deepcopy(document)}
+    places: list[tuple[Any, Any]] = [(changed, "")]
+    for container, key in places:  # which grows
+        value = container[key]
+        if isinstance(value, dict | list):
+            keys = list(value) if isinstance(value, dict) else range(len(value))
+            places += [(value, inner) for inner in keys]
+    container, key = rng.choice(places)
+    container[key] = rng.choice(_ODD)
+    return changed[""]
