@@ -120,7 +120,10 @@ def _open(
                 raise NotACheckpoint(
                     f"{store.url} is no checkpoint itself; these folders in it seem to be: "
                     f"{first_names([*newest, *older], _MAX_NAMED)}",
-                    hint=f"open one of them: {store.url}/{folders[-1]}",
+                    hint=(
+                        f"open one of them: {store.url}/{folders[-1]}; or record all of them: "
+                        f"ucp register -r {store.url}"
+                    ),
                 )
             if any(i.key.startswith("attempts/") and attempt_of(i.key) for i in infos):
                 raise NotACheckpoint(
