@@ -338,7 +338,23 @@ class SourceSuite:
 
 
 #: What a file may have where a number, a text or a list is expected.
-_ODD = (None, True, -1, 0.5, 2.0, 1 << 40, 1 << 70, "", "x", "../x", [], [0], [[]], {}, {"x": 0})
+_ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0.5,
+    2.0,
+    1 << 40,
+    1 << 70,
+    "",
+    "x",
+    "../x",
+    [],
+    [0],
+    [[]],
+    {},
+    {"x": 0},
+)
 
 
 def _with_odd_value(document: Any, rng: random.Random) -> Any:
