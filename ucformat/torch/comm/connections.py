@@ -19,14 +19,20 @@ import socket
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucformat.errors import UcformatError
-from ucformat.torch.comm.handshake import RETRY_S, Listener, ask, connect, send_alarm
+from ucformat.torch.comm.handshake import (
+    RETRY_S,
+    ConnectionTaker,
+    Listener,
+    ask,
+    connect,
+    send_alarm,
+)
 from ucformat.torch.state.elements import in_turn
 
 if TYPE_CHECKING:
@@ -105,7 +111,7 @@ class NeighbourLine:
         self.received: dict[int, deque[bytearray]] = {}
 
 
-class Connections(ABC):
+class Connections(ConnectionTaker):
     """The connections of a group.
 
     Args:
@@ -197,16 +203,6 @@ class Connections(ABC):
             taken = other in self.children and other not in self._lines
             if self.intact and (line := welcome(taken)) is not None:
                 self._add(other, line)
-
-    @abstractmethod
-    def accept_bulk(
-        self, other: int, welcome: Callable[[bool], socket.socket | None]
-    ) -> socket.socket | None:
-        """As `handshake.ConnectionTaker.accept_bulk`."""
-
-    @abstractmethod
-    def arrived(self, connection: socket.socket) -> bool:
-        """As `handshake.ConnectionTaker.arrived`."""
 
     def _add(self, other: int, line: socket.socket) -> None:
         self._sockets.add(line)

@@ -322,18 +322,21 @@ class Group:
     in different calls, all raise.
     """
 
-    def __init__(self, links: Links) -> None:
-        self._set_up(links, links.place, "", 0, {})
-
-    def _set_up(
-        self, links: Links, place: TreeNode, call: str, number: int, channels: dict[str, Group]
-    ) -> Group:
-        self.links, self._place, self.call, self._number = links, place, call, number
-        self._channels = channels  # by name; shared by all channels of these connections
-        self.rank, self.size, self.timeout = place.rank, place.size, links.timeout
+    def __init__(
+        self,
+        links: Links,
+        place: TreeNode | None = None,
+        call: str = "",
+        number: int = 0,
+        channels: dict[str, Group] | None = None,
+    ) -> None:
+        self.links, self._place = links, place or links.place
+        self.call, self._number = call, number
+        # by name; shared by all channels of these connections
+        self._channels: dict[str, Group] = {} if channels is None else channels
+        self.rank, self.size, self.timeout = self._place.rank, self._place.size, links.timeout
         self._turn, self._counting = threading.Lock(), threading.Lock()
         self._users, self._contested = 0, False
-        return self
 
     @property
     def intact(self) -> bool:
@@ -346,16 +349,12 @@ class Group:
 
     def for_call(self, call: str) -> Group:
         """Return this channel for another call."""
-        return Group.__new__(Group)._set_up(  # noqa: SLF001
-            self.links, self._place, call, self._number, self._channels
-        )
+        return Group(self.links, self._place, call, self._number, self._channels)
 
     def on_host(self) -> Group:
         """Return this channel for collectives of the ranks of this host alone, which keep their numbers."""
         place = self._place.on_host()
-        return Group.__new__(Group)._set_up(  # noqa: SLF001
-            self.links, place, self.call, self._number, self._channels
-        )
+        return Group(self.links, place, self.call, self._number, self._channels)
 
     def channel(self, call: str, name: str) -> Group:
         """Return the channel of a name, which is created on first use."""
@@ -363,16 +362,9 @@ class Group:
             return self
         with self.links.opening:
             if name not in self._channels:
-                number = (
-                    int.from_bytes(
-                        hashlib.sha256(name.encode()).digest()[:_CHANNEL_BYTES], "little"
-                    )
-                    + 1
-                )
-                made = Group.__new__(Group)._set_up(  # noqa: SLF001
-                    self.links, self._place, call, number, self._channels
-                )
-                self._channels[name] = made
+                digest = hashlib.sha256(name.encode()).digest()
+                number = 1 + int.from_bytes(digest[:_CHANNEL_BYTES], "little")
+                self._channels[name] = Group(self.links, self._place, call, number, self._channels)
             return self._channels[name]
 
     def shared(self, kind: type[T]) -> T:

@@ -29,8 +29,9 @@ import socket
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError
 
@@ -187,9 +188,10 @@ def _prepared(connection: socket.socket) -> socket.socket:
     return connection
 
 
-class ConnectionTaker(Protocol):
+class ConnectionTaker(ABC):
     """What answers the other ranks; called in the thread of the listener."""
 
+    @abstractmethod
     def accept(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> None:
         """Take a line, or refuse it.
 
@@ -198,17 +200,21 @@ class ConnectionTaker(Protocol):
                 gone.
         """
 
+    @abstractmethod
     def accept_bulk(
         self, other: int, welcome: Callable[[bool], socket.socket | None]
     ) -> socket.socket | None:
         """Take a connection for bulk data, or refuse it."""
 
+    @abstractmethod
     def arrived(self, connection: socket.socket) -> bool:
         """Read what a rank asks for; returns whether there may be more."""
 
+    @abstractmethod
     def state(self) -> tuple[int, tuple[int, ...]]:
         """Return what a rank that asks is told: a number, and ranks."""
 
+    @abstractmethod
     def alarmed(self, sender: int, cause: int) -> None:
         """Learn that a rank gives up."""
 

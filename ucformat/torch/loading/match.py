@@ -160,22 +160,14 @@ class Problems:
     others: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
 
-    @classmethod
-    def joined(cls, parts: Sequence[Problems]) -> Problems:
-        """Return all problems, each once.
-
-        Args:
-            found: the problems, of several ranks or kinds of values.
-        """
-        return cls(
-            **{
-                f.name: tuple(dict.fromkeys(x for p in parts for x in getattr(p, f.name)))
-                for f in fields(cls)
-            }
+    def __or__(self, other: Problems) -> Problems:
+        """All problems, each once."""
+        return Problems(
+            *(
+                tuple(dict.fromkeys((*getattr(self, f.name), *getattr(other, f.name))))
+                for f in fields(self)
+            )
         )
-
-    def __or__(self, more: Problems) -> Problems:
-        return Problems.joined([self, more])
 
     def lines(self, *, unexpected: bool) -> list[str]:
         """Return one line for each problem.
@@ -184,15 +176,13 @@ class Problems:
             unexpected: include what only the checkpoint has, and what is inexact.
         """
         out = [f"missing: {m}" for m in self.missing]
-        out += [f"different shape: {m}" for m in self.shapes] + [
-            f"different dtype: {m}" for m in self.dtypes
-        ]
-        out += list(self.others)
-        return (
-            out + [f"unexpected: {m}" for m in self.unexpected] + list(self.inexact)
-            if unexpected
-            else out
-        )
+        out += [f"different shape: {m}" for m in self.shapes]
+        out += [f"different dtype: {m}" for m in self.dtypes]
+        out += self.others
+        if unexpected:
+            out += [f"unexpected: {m}" for m in self.unexpected]
+            out += self.inexact
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,17 +437,15 @@ def raise_for(problems: Problems, strict: Strict, url: str) -> None:
     lines = problems.lines(unexpected=strict is True)
     if strict is False or not lines:
         return
-    shown = "\n  ".join(
-        lines[:_MAX_LINES]
-        + ([f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else [])
-    )
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[:_MAX_LINES], f"and {len(lines) - _MAX_LINES} more"]
     hints = ["strict=False loads what fits"]
     if problems.dtypes:
         hints.append("cast=True casts")
     if problems.missing:
         hints.append("rename= maps the checkpoint's names to yours")
     raise StateMismatch(
-        f"{url} does not fit the state to be loaded; nothing was changed:\n  {shown}",
+        f"{url} does not fit the state to be loaded; nothing was changed:\n  " + "\n  ".join(lines),
         hint="; ".join(hints),
     )
 

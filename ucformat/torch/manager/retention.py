@@ -11,7 +11,7 @@ import logging
 from itertools import chain, count
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucformat.catalog.lines import contradictions
 from ucformat.catalog.refs import parent_name, same_url
@@ -39,13 +39,15 @@ from ucformat.storage.url import open_store
 from ucformat.torch.manager.steps import folder_of, list_steps, read_step
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Store
     from ucformat.torch.manager.steps import RunStep
 
     Keep = int | Mapping[str, Any] | Policy | str | Path
+
+T = TypeVar("T")
 
 _log = logging.getLogger("ucformat")
 
@@ -223,46 +225,39 @@ def deleted_ids(root: str) -> frozenset[str]:
 
     Empty if there is no catalog, or if it cannot be queried, which is logged.
     """
-    url = load_settings().catalog_url()
-    if url is None:
-        return frozenset()
-    from ucformat.catalog.catalog import Catalog
-
-    try:
-        with Catalog(url, read_only=True) as catalog:
-            entries = catalog.find(
-                f"state != 'committed' and url like '{_literal(same_url(root))}/step-%'"
-            )
-            return frozenset(e.id for e in entries)
-    except NotFound:  # no catalog yet
-        pass
-    except Exception as error:  # noqa: BLE001 - of the database
-        message = getattr(error, "message", error)
-        _log.warning(
-            "the catalog cannot be queried for deleted checkpoints below %s: %s", root, message
-        )
-    return frozenset()
+    deleted = f"state != 'committed' and url like '{_literal(same_url(root))}/step-%'"
+    found: frozenset[str] = _from_catalog(
+        f"deleted checkpoints below {root}",
+        lambda catalog: frozenset(e.id for e in catalog.find(deleted)),
+        frozenset(),
+    )
+    return found
 
 
 def known_commits(root: str, run: str | None) -> int:
     """Return the greatest commit count of a run in the catalog; 0 if there is no catalog, or it cannot be queried."""
-    url = load_settings().catalog_url()
     name = run or parent_name(f"{same_url(root)}/{folder_of(0)}")
-    if url is None or name is None:
+    if name is None:
         return 0
+    return _from_catalog(f"the commits of the run {name}", lambda c: c.commits(name), 0)
+
+
+def _from_catalog(what: str, ask: Callable[[Catalog], T], otherwise: T) -> T:
+    """The answer of the catalog; another if there is none, or if it cannot be queried, which is logged."""
+    url = load_settings().catalog_url()
+    if url is None:
+        return otherwise
     from ucformat.catalog.catalog import Catalog
 
     try:
         with Catalog(url, read_only=True) as catalog:
-            return catalog.commits(name)
+            return ask(catalog)
     except NotFound:  # no catalog yet
-        return 0
+        pass
     except Exception as error:  # noqa: BLE001 - of the database
         message = getattr(error, "message", error)
-        _log.warning(
-            "the catalog cannot be queried for the commits of the run %s: %s", name, message
-        )
-        return 0
+        _log.warning("the catalog cannot be queried for %s: %s", what, message)
+    return otherwise
 
 
 def free_place(root: str, step: int, damaged: Collection[str]) -> tuple[str, bool]:

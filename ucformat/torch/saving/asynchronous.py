@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from os import PathLike
 
-    import torch.distributed as dist
-
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.saving.manifest import SaveMetadata
@@ -156,19 +154,11 @@ def async_save(
             return writer.save(local, options, metadata, begun)
 
 
-def async_save_local(
-    state: LocalState,
-    options: SaveOptions,
-    metadata: SaveMetadata,
-    *,
-    group: dist.ProcessGroup | None = None,
-    timeout: float = TIMEOUT,
-    in_flight: int = 1,
-) -> SaveHandle:
+def async_save_local(state: LocalState, options: SaveOptions, metadata: SaveMetadata) -> SaveHandle:
     """Save the local state of this rank in the background; see `async_save`."""
     begun = time.monotonic()
     with (
-        group_for_call(group, timeout, "async_save", options.url) as ranks,
-        background_writer(ranks, in_flight) as writer,
+        group_for_call(None, TIMEOUT, "async_save", options.url) as ranks,
+        background_writer(ranks, in_flight=1) as writer,
     ):
         return writer.save(state, options, metadata, begun)

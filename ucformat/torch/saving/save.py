@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from os import PathLike
 
-    import torch.distributed as dist
-
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.plan import RankPlan
@@ -263,15 +261,10 @@ _NO_METADATA = SaveMetadata()
 
 
 def save_local(
-    state: LocalState,
-    options: SaveOptions,
-    metadata: SaveMetadata = _NO_METADATA,
-    *,
-    group: dist.ProcessGroup | None = None,
-    timeout: float = TIMEOUT,
+    state: LocalState, options: SaveOptions, metadata: SaveMetadata = _NO_METADATA
 ) -> Saved:
     """Save the local state of this rank; see `save`."""
-    with group_for_call(group, timeout, "save", options.url) as ranks:
+    with group_for_call(None, TIMEOUT, "save", options.url) as ranks:
         return save_in_group(state, options, metadata, ranks)
 
 
