@@ -19,6 +19,7 @@ from tests.packed import write_packed
 from ucformat.errors import ChecksumError, UsageError
 from ucformat.geometry.local import Dim, IndexRun
 from ucformat.geometry.tensor import Key
+from ucformat.reading.execute import ReadOptions
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch.loading import read as reading
 from ucformat.torch.loading.match import Matched
@@ -65,7 +66,7 @@ def target(name: str, tensor: torch.Tensor, state: str = "weight") -> LocalShard
 
 
 def read_one(ck: Checkpoint, local: LocalShard, **options: Any) -> int:
-    return read(ck, [Matched(local, ck.tensors[local.key])], **options).nbytes
+    return read(ck, [Matched(local, ck.tensors[local.key])], ReadOptions(**options)).nbytes
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -173,7 +174,9 @@ def test_what_is_cast_and_what_is_not_in_one_go(ck: Checkpoint) -> None:
     )
     locals_ = [target("w", plain), target("w", cast), target("row", other)]
     done: list[int] = []
-    nbytes = read(ck, [Matched(x, ck.tensors[x.key]) for x in locals_], progress=done.append).nbytes
+    nbytes = read(
+        ck, [Matched(x, ck.tensors[x.key]) for x in locals_], ReadOptions(progress=done.append)
+    ).nbytes
     assert torch.equal(plain, torch.from_numpy(FLOATS))
     assert torch.equal(cast, torch.from_numpy(FLOATS).double())
     assert torch.equal(other, torch.from_numpy(FLOATS[0]))

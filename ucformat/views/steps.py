@@ -222,11 +222,8 @@ def cast(
                 )
         return table.computed(Formula(replace(view.info, dtype=dtype), "cast", (view,)))
 
-    return ViewedTensor(
-        {s: change(v) if s in states else v for s, v in entry.states.items()},
-        entry.param,
-        entry.alias,
-    )
+    changed = {s: change(v) if s in states else v for s, v in entry.states.items()}
+    return replace(entry, states=changed)
 
 
 def meaned(table: ViewTable, name: str, members: Named) -> ViewedTensor:
@@ -261,7 +258,7 @@ def _each_state(
             states[state] = renamed(view, new, state)
         else:
             raise _odd(name, state, view.info, entry.shape)
-    return ViewedTensor(states, entry.param, entry.alias)
+    return replace(entry, states=states)
 
 
 def _together(name: str, members: Named, join: Callable[[Sequence[View]], View]) -> ViewedTensor:
@@ -278,9 +275,8 @@ def _together(name: str, members: Named, join: Callable[[Sequence[View]], View])
     for state, view in first.states.items():
         views = [entry.states[state] for _, entry in members]
         if len({v.info.dtype for v in views}) > 1:
-            raise LayoutError(
-                f"{name} would be of several dtypes ({state}): {', '.join(_dtypes(views))}"
-            )
+            dtypes = ", ".join(sorted({v.info.dtype for v in views}))
+            raise LayoutError(f"{name} would be of several dtypes ({state}): {dtypes}")
         if all(v.info.shape == e.shape for v, (_, e) in zip(views, members, strict=True)):
             states[state] = renamed(join(views), name, state)
         elif view.info.size == 1:
@@ -288,10 +284,6 @@ def _together(name: str, members: Named, join: Callable[[Sequence[View]], View])
         else:
             raise _odd(first_name, state, view.info, first.shape)
     return ViewedTensor(states, first.param, all(e.alias for _, e in members))
-
-
-def _dtypes(views: Sequence[View]) -> Iterator[str]:
-    yield from sorted({v.info.dtype for v in views})
 
 
 def _odd(name: str, state: str, info: TensorInfo, shape: Shape) -> LayoutError:
@@ -430,31 +422,17 @@ def _filter(table: ViewTable, names: _Names, states: _Names, where: str, *, keep
         chosen = states.states(entry) if names.find(name) else set()
         left = {s: v for s, v in entry.states.items() if (s in chosen) is keep}
         if len(left) < len(entry.states):
-            out[name] = [(name, ViewedTensor(left, entry.param, entry.alias))] if left else []
+            out[name] = [(name, replace(entry, states=left))] if left else []
     table.put(out, where)
 
 
 def _rename(table: ViewTable, step: schema.RenameStep, where: str) -> None:
-    def changed(
-        name: str, entry: ViewedTensor, match: re.Match[str]
-    ) -> list[tuple[str, ViewedTensor]]:
+    out = {}
+    for name, entry, match in _Names(step.rename).among(table):
         to = expand(match, step.to)
-        if to == name:
-            return [(name, entry)]
-        return _renamed(to, entry)
-
-    table.put({n: changed(n, e, m) for n, e, m in _Names(step.rename).among(table)}, where)
-
-
-def _renamed(to: str, entry: ViewedTensor) -> list[tuple[str, ViewedTensor]]:
-    return [
-        (
-            to,
-            ViewedTensor(
-                {s: renamed(v, to, s) for s, v in entry.states.items()}, entry.param, entry.alias
-            ),
-        )
-    ]
+        if to != name:
+            out[name] = [(to, entry.named(to, alias=entry.alias))]
+    table.put(out, where)
 
 
 def _rename_states(table: ViewTable, step: schema.RenameStates, where: str) -> None:
@@ -469,7 +447,7 @@ def _rename_states(table: ViewTable, step: schema.RenameStates, where: str) -> N
             states = {
                 to: renamed(v, name, to) for to, v in zip(new, entry.states.values(), strict=True)
             }
-            out[name] = [(name, ViewedTensor(states, entry.param, entry.alias))]
+            out[name] = [(name, replace(entry, states=states))]
     table.put(out, where)
 
 
@@ -581,7 +559,8 @@ def _select(table: ViewTable, step: schema.Select, where: str) -> None:
             kept, sorted(kept, key=itemgetter(0)), strict=True
         ):
             to = f"{before}{number:0{width}}{name[stop:]}"
-            out[place] = _renamed(to, table.entries[name])
+            entry = table.entries[name]
+            out[place] = [(to, entry.named(to, alias=entry.alias))]
     table.put(out, where)
 
 
@@ -628,14 +607,11 @@ def _alias(table: ViewTable, step: schema.AliasStep, where: str) -> None:
                 hint="drop it first, if its values are the same",
             )
         _must_be_there(table, [name], where)
-        entry = table.entries[name]
-        table.entries[alias] = ViewedTensor(
-            {s: renamed(v, alias, s) for s, v in entry.states.items()}, entry.param, alias=True
-        )
+        table.entries[alias] = table.entries[name].named(alias, alias=True)
 
 
 def _untie(table: ViewTable, step: schema.Untie, where: str) -> None:
-    _each(table, where, step.untie, lambda _, e: ViewedTensor(e.states, e.param))
+    _each(table, where, step.untie, lambda _, e: replace(e, alias=False))
 
 
 def _cast(table: ViewTable, step: schema.Cast, where: str) -> None:

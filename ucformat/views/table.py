@@ -175,6 +175,11 @@ class ViewedTensor:
         first = next((s for s in ("weight", "master") if s in self.states), next(iter(self.states)))
         return self.states[first].info.shape
 
+    def named(self, name: str, *, alias: bool) -> ViewedTensor:
+        """The same tensor under another name."""
+        states = {state: renamed(view, name, state) for state, view in self.states.items()}
+        return ViewedTensor(states, self.param, alias)
+
 
 def identity(info: TensorInfo) -> View:
     """The view that is a source tensor itself."""
@@ -252,9 +257,7 @@ class ViewTable:
         table.entries = {name: ViewedTensor(found, name) for name, found in states.items()}
         for alias, name in aliases.items():
             if name in states and alias not in states:
-                table.entries[alias] = ViewedTensor(
-                    {s: renamed(v, alias, s) for s, v in states[name].items()}, name, alias=True
-                )
+                table.entries[alias] = table.entries[name].named(alias, alias=True)
         return table
 
     def computed(self, formula: Formula) -> View:

@@ -25,23 +25,19 @@ from ucformat.views.steps import apply, left_unreadable
 from ucformat.views.table import Picks, ViewTable, clipped, mapped, source_box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import Any
 
     from numpy.typing import NDArray
-
-    from ucformat.geometry.tensor import Tiles
-    from ucformat.storage.base import Costs, Store
-    from ucformat.views.table import Formula, Run
-
-    Locate = Callable[[Box], Iterable[Extent | Tiles]]
-    from collections.abc import Callable, Iterable, Mapping
-    from typing import Any
 
     from ucformat.geometry.tensor import Tiles
     from ucformat.geometry.view import View
     from ucformat.reading.readable import CheckpointMetadata, FileRecord, Readable
     from ucformat.schema.view import Labelled
-    from ucformat.views.table import ViewedTensor
+    from ucformat.storage.base import Costs, Store
+    from ucformat.views.table import Formula, Run, ViewedTensor
+
+    Locate = Callable[[Box], Iterable[Extent | Tiles]]
 
 
 # Scattered indices: rows of a file are read with the gaps between them, and the indices are picked

@@ -24,7 +24,7 @@ from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save
-from ucformat.torch.saving.launch import TrainingLaunch
+from ucformat.torch.saving.options import TrainingLaunch
 from ucformat.torch.saving.save import save
 from ucformat.torch.state.objects import Rng, decode
 

@@ -23,9 +23,8 @@ from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_gr
 from ucformat.torch.loading.load import LoadTargets, load, load_local
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
-from ucformat.torch.saving.launch import TrainingLaunch
 from ucformat.torch.saving.manifest import SaveMetadata
-from ucformat.torch.saving.options import SaveOptions
+from ucformat.torch.saving.options import SaveOptions, TrainingLaunch
 from ucformat.torch.saving.save import save_in_group, save_local
 from ucformat.torch.state.local import local_of, local_state
 from ucformat.torch.state.memory import torch_dtype

@@ -35,6 +35,7 @@ from ucformat.errors import (
 )
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.execute import ReadOptions
 from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS, IntKey
@@ -223,9 +224,8 @@ class Reader(StorageReader):
         partial = getattr(planner, "allow_partial_load", False)
         _raise_for(problems, entries.ck.url, partial=partial)
         with consistent():
-            self.nbytes, self.bytes_unverified = read(
-                entries.ck, matched, self._verify, self._threads
-            )
+            options = ReadOptions(self._verify, threads=self._threads)
+            self.nbytes, self.bytes_unverified = read(entries.ck, matched, options)
             check_unchanged(entries.ck.store, LOAD_INVALID, TRACKERS)
         for item, tensor in wanted:
             planner.commit_tensor(item, tensor)

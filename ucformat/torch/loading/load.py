@@ -17,6 +17,7 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, TensorNotFound, UsageError, check_choice, check_keywords
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.execute import ReadOptions
 from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS
@@ -246,6 +247,7 @@ def load_local(
     with ranks.sharing_errors():
         check_choice("strict", options.strict, ("report", True, False))
         verify = check_verify(options.verify)
+        reading = ReadOptions(verify, threads=options.threads, progress=options.progress)
         names = names or stored_names(ck, options.rename)
         matched, mismatches, wanted = match(
             targets.tensors, targets.aliases, ck, names, cast=options.cast
@@ -292,9 +294,7 @@ def load_local(
             else group_of(broadcast_group, ranks.timeout, f"share {ck.url}")
         )
         with consistent():
-            amount = read_shared(
-                ck, matched, share, broadcast_group, verify, options.threads, options.progress
-            )
+            amount = read_shared(ck, matched, share, broadcast_group, reading)
             check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
         targets.then()
     except AnotherRankFailed:
@@ -416,7 +416,7 @@ def state_dict(
     matched = {
         stored: _target(opened, stored, dtype, device) for stored in dict.fromkeys(wanted.values())
     }
-    read(opened, list(matched.values()), threads=threads)
+    read(opened, list(matched.values()), ReadOptions(threads=threads))
     return {name: matched[stored].target.tensor for name, stored in wanted.items()}
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UsageError, check_choice, check_keywords
 from ucformat.geometry.tensor import Key
+from ucformat.reading.execute import ReadOptions
 from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID, Bound
 from ucformat.reading.readable import TRACKERS
@@ -156,7 +157,7 @@ def load_into(
         for w in fitting:
             if w.padded:
                 w.tensor.zero_()
-        read(ck, matched, verify, arguments.get("threads"))
+        read(ck, matched, ReadOptions(verify, threads=arguments.get("threads")))
         check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
     for w in fitting:
         if w.slot.name in loaded:

@@ -139,11 +139,7 @@ class _Placing:
         names = dict.fromkeys(name for g in groups for name in g.params)
         stored = self._stored(root, prefix, names)
         group_of = self.recorded.find_group(dotted(root), prefix)
-        weights = {
-            key.name: collected.tensors[path]
-            for path, key in collected.keys.items()
-            if key.state == "weight"
-        }
+        weights = self._weights()
         held_paths = self._held(root, names)
         for name in names:
             have = held_paths.get(name, ())
@@ -186,11 +182,7 @@ class _Placing:
         ]
         names = [name for _, place in saved for name in place.names]
         stored = self._stored(root, "", names)
-        weights = {
-            key.name: collected.tensors[path]
-            for path, key in collected.keys.items()
-            if key.state == "weight"
-        }
+        weights = self._weights()
         have = {dotted(p) for p in (*collected.tensors, *collected.leaves)}
         for number, name in zip((n for g in groups for n in g["params"]), names, strict=True):
             for below, key in _lacking((), (), stored, name).items():
@@ -199,14 +191,8 @@ class _Placing:
                     if key is not None:
                         collected.keys[(*root, *inside)] = key
                     continue
-                self._add(
-                    root,
-                    inside,
-                    key,
-                    entries,
-                    inside,
-                    None if key is None else weights.get(key.name),
-                )
+                weight = None if key is None else weights.get(key.name)
+                self._add(root, inside, key, entries, inside, weight)
         return True
 
     def _numbered(self, root: Path, entries: MutableMapping[str, Any]) -> None:
@@ -222,6 +208,14 @@ class _Placing:
                 inside = path[len(root) :]
                 inside = (_STATE, IntKey(inside[1]), *inside[2:])
                 self._add(root, inside, key, entries, inside, None)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The weights of the state, by name."""
+        return {
+            key.name: self.collected.tensors[path]
+            for path, key in self.collected.keys.items()
+            if key.state == "weight"
+        }
 
     def _stored(self, root: Path, prefix: str, names: Collection[str]) -> _Stored:
         recorded, head = self.recorded, _head(root)

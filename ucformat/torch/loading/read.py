@@ -28,14 +28,15 @@ from ucformat.torch.state.memory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.reading.plan import Verify
 
 #: Bytes of each of the two host buffers, and the most of a part.
 STAGED_BYTES = 32 << 20
+
+_DEFAULTS = ReadOptions()
 
 
 class ReadAmount(NamedTuple):
@@ -52,22 +53,15 @@ class ReadAmount(NamedTuple):
 def read(
     ck: Checkpoint,
     matched: Sequence[Matched],
-    verify: Verify = "whole",
-    threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    options: ReadOptions = _DEFAULTS,
 ) -> ReadAmount:
-    """Fill targets from a checkpoint.
-
-    Args:
-        threads: how many threads read (default: as many as the storage can use).
-        progress: called with the bytes of each read that is done.
-    """
+    """Fill targets from a checkpoint."""
     check_targets(matched)
     direct = [m for m in matched if _is_direct(m)]
     synchronize(m.target.tensor for m in direct)
-    done = _read_straight(ck, direct, verify, threads, progress)
+    done = _read_straight(ck, direct, options)
     staged = [m for m in matched if not _is_direct(m)]
-    return done.plus(_staged(ck, staged, verify, threads, progress)) if staged else done
+    return done.plus(_staged(ck, staged, options)) if staged else done
 
 
 def check_targets(matched: Sequence[Matched]) -> None:
@@ -87,13 +81,7 @@ def _is_direct(m: Matched) -> bool:
     return m.target.tensor.device.type == "cpu" and m.stored.dtype == m.target.info.dtype
 
 
-def _read_straight(
-    ck: Checkpoint,
-    matched: Sequence[Matched],
-    verify: Verify,
-    threads: int | None,
-    progress: Callable[[int], None] | None,
-) -> ReadAmount:
+def _read_straight(ck: Checkpoint, matched: Sequence[Matched], options: ReadOptions) -> ReadAmount:
     """Read into targets on the host that have the stored dtype."""
     wanted = [
         item_for(ck.source, m.stored, [(n, p) for p in m.target.pieces])
@@ -102,18 +90,11 @@ def _read_straight(
     ]
     memories = [host_memory(m.target.tensor) for m in matched]
     labels = [str(m.target.key) for m in matched]
-    options = ReadOptions(verify, None, threads, progress)
     plan = read_items(ck.store, wanted, memories, labels, options)
     return ReadAmount(plan.bytes_read, plan.bytes_unverified)
 
 
-def _staged(
-    ck: Checkpoint,
-    matched: Sequence[Matched],
-    verify: Verify,
-    threads: int | None,
-    progress: Callable[[int], None] | None,
-) -> ReadAmount:
+def _staged(ck: Checkpoint, matched: Sequence[Matched], options: ReadOptions) -> ReadAmount:
     """Read batches alternately into two host buffers: one is copied to the device while the other is filled."""
     targets = [m.target.tensor for m in matched]
     devices = devices_of(targets)
@@ -132,7 +113,7 @@ def _staged(
                 buffers[turn] = buffer = _host_buffer(max(need, STAGED_BYTES), devices)
             starts = accumulate(map(room, batch), initial=0)
             stored = [stored_in(buffer, at, part) for at, part in zip(starts, batch, strict=False)]
-            total = total.plus(_read_straight(ck, stored, verify, threads, progress))
+            total = total.plus(_read_straight(ck, stored, options))
             for part, sources in zip(batch, stored, strict=True):
                 target = target_of(part)
                 target.copy_(sources.target.tensor, non_blocking=target.device in devices)

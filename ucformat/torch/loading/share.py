@@ -45,7 +45,7 @@ from ucformat.torch.state.memory import keep_current_device, synchronize
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ucformat.reading.plan import Verify
+    from ucformat.reading.execute import ReadOptions
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.match import Matched
@@ -286,10 +286,8 @@ def read_shared(
     ck: Checkpoint,
     matched: Sequence[Matched],
     ranks: Group,
-    replicas: dist.ProcessGroup | None = None,
-    verify: Verify = "whole",
-    threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    replicas: dist.ProcessGroup | None,
+    options: ReadOptions,
 ) -> ReadAmount:
     """Fill targets; what several ranks want is read by one of them, balanced by bytes. All ranks call this.
 
@@ -297,8 +295,6 @@ def read_shared(
         replicas: the process group over which parts are broadcast that all of its ranks want; its
             backend must support the devices of the targets (None: the ranks share memory, and parts
             that any two of them want).
-        threads: how many threads read (default: as many as the storage can use).
-        progress: called with the bytes of each read that is done.
     """
     failure: BaseException | None = None
     cut: list[dict[bytes, Matched]] = [{} for _ in matched]
@@ -320,11 +316,9 @@ def read_shared(
     )
     total, common = ReadAmount(), set[bytes]()
     if exchange is not None:
-
-        def read_into(places: list[Matched]) -> ReadAmount:
-            return read(ck, places, verify, threads, progress)
-
-        total = _read_rounds(ranks, rounds, exchange, read_into, failure)
+        total = _read_rounds(
+            ranks, rounds, exchange, lambda places: read(ck, places, options), failure
+        )
         common = {s.digest for shared in rounds for s in shared}
     if failure is not None:
         raise failure
@@ -332,7 +326,7 @@ def read_shared(
     for m, parts in zip(matched, cut, strict=True):
         left = [part for digest, part in parts.items() if digest not in common]
         alone += [m] if len(left) == len(parts) else left
-    return total.plus(read(ck, alone, verify, threads, progress))
+    return total.plus(read(ck, alone, options))
 
 
 def _read_rounds(

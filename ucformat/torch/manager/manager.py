@@ -18,8 +18,7 @@ from ucformat.torch.loading.load import load
 from ucformat.torch.manager.restore import restore_newest
 from ucformat.torch.manager.steps import RunContents, Signals, continued_here, folder_of, list_steps
 from ucformat.torch.saving.asynchronous import async_save
-from ucformat.torch.saving.launch import TrainingLaunch
-from ucformat.torch.saving.options import RunArguments, SaveOptions
+from ucformat.torch.saving.options import RunArguments, SaveOptions, TrainingLaunch
 from ucformat.torch.saving.save import save
 
 if TYPE_CHECKING:

@@ -9,12 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ucformat.catalog.lines import contradictions
-from ucformat.errors import (
-    IntegrityError,
-    MissingData,
-    NotFound,
-    UpgradeNeeded,
-)
+from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
 from ucformat.format.audit import Check, ZarrJson, block_problems, items, wrong_digests
 from ucformat.format.structure import Problem
 from ucformat.geometry.tensor import Key, single_extents
@@ -39,10 +34,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("ucformat")
-
-# A run: the folders of its checkpoints, those that are committed, and the signals that ask it to
-# stop.
-
 
 #: Errors that show that a checkpoint is damaged. Any other is a failure of the storage, and is
 #: raised.

@@ -10,15 +10,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.newest import newest_first
-from ucformat.errors import (
-    IntegrityError,
-    NotACheckpoint,
-    UpgradeNeeded,
-    UsageError,
-)
+from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
 from ucformat.format.structure import read_manifest
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import MANIFEST
@@ -29,9 +24,6 @@ from ucformat.torch.comm.wire import message
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
-
-    Mode = Literal["full", "quick"]
-
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 

@@ -1,12 +1,15 @@
-"""Where and how to write a checkpoint: arguments of `save` that are the same on all ranks."""
+"""Where and how to write a checkpoint, and the launch that it belongs to: the arguments of `save`."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from uuid import uuid4
 
 from ucformat.errors import UsageError
 from ucformat.format.arrays import lay_out
+from ucformat.schema.limits import MOST_COMMITS
+from ucformat.schema.manifest import LaunchDoc, LineageDoc
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.arrays import StoredArray
     from ucformat.geometry.tensor import Key, TensorInfo
-    from ucformat.schema.manifest import LaunchDoc, LineageDoc
+    from ucformat.torch.loading.load import LoadReport
     from ucformat.torch.state.local import LocalState
 
 #: How tensors are stored.
@@ -141,3 +144,41 @@ class SaveOptions:
             folders: of the arrays, if these are not all tensors of the checkpoint.
         """
         return lay_out(infos, f"data/{attempt}", self.chunk_bytes, self.shard_bytes, folders)
+
+
+class LaunchArguments(TypedDict):
+    """The arguments of `save` that describe the launch, so that a catalog can tell launches apart."""
+
+    lineage: tuple[LineageDoc, ...]
+    after: int
+    launch: LaunchDoc
+
+
+class TrainingLaunch:
+    """A training from its start, or a load, to its end; the id of rank 0 counts.
+
+    `commits` is the greatest commit count that it knows.
+    """
+
+    def __init__(self) -> None:
+        self.lineage: tuple[LineageDoc, ...] = ()  # the checkpoint that it began with
+        self.continues: dict[str, int] = {}
+        self.commits = 0
+        self._id = uuid4().hex
+
+    def begin(self, report: LoadReport | None = None) -> None:
+        """Begin anew, from the checkpoint that was loaded or from none."""
+        self._id = uuid4().hex
+        if report is None:
+            self.lineage, self.continues = (), {}
+            return
+        count = report.lineage.commits
+        self.lineage = (report.lineage,)
+        self.continues = {} if report.launch is None else report.launch.after(count)
+        self.commits = max(self.commits, count or 0)
+
+    def next_save(self) -> LaunchArguments:
+        """Count a commit, and return the arguments of `save` that describe the launch."""
+        after, self.commits = self.commits, min(self.commits + 1, MOST_COMMITS)
+        launch = LaunchDoc(id=self._id, continues=self.continues)
+        return {"lineage": self.lineage, "after": after, "launch": launch}

@@ -7,16 +7,17 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ucformat.errors import Uncertain, check_keywords
+from ucformat.errors import Uncertain, UsageError, check_keywords
 from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
 from ucformat.reading.garbage import gc_paused
+from ucformat.sources.model_files import find_assets
 from ucformat.storage.url import open_store, path_text
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
+from ucformat.torch.integration import integrations
 from ucformat.torch.saving.agree import checksums
-from ucformat.torch.saving.assets import assets_of
 from ucformat.torch.saving.in_place import (
     WrittenParts,
     abort_uploads,
@@ -279,3 +280,27 @@ def save_in_group(
     return write_checkpoint(
         state_info(state, ranks.links.members), memories, options, metadata, ranks
     )
+
+
+def assets_of(
+    state: Mapping[str, Any], folder: str | PathLike[str] | None, form: str
+) -> dict[str, bytes]:
+    """The files that the library of a model writes itself, and those of a folder, which take precedence.
+
+    Args:
+        folder: with `config.json`, tokenizer and similar files (None: there is none).
+    """
+    found = [
+        make
+        for value in state.values()
+        for integration in integrations()
+        if (make := integration.model_files(value, form)) is not None
+    ]
+    assets = found[0]() if len(found) == 1 else {}
+    if folder is None:
+        return assets
+    store = open_store(folder)
+    given = find_assets(store.list())
+    if not given:
+        raise UsageError(f"{store.url} has no config.json, tokenizer or similar file")
+    return {**assets, **{name: store.read(name) for name in given}}
