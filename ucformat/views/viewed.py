@@ -130,7 +130,8 @@ def _parts(
             for d, (start, n) in enumerate(zip(part.start, part.shape, strict=True))
         ]
         near = [joined for _, joined in dims]
-        if _size(near) * formula.info.itemsize <= _AT_ONCE or part.size == 1:
+        size = math.prod(sum(n for _, n, _ in of_dim) for of_dim in near)
+        if size * formula.info.itemsize <= _AT_ONCE or part.size == 1:
             yield part, [runs for runs, _ in dims], near
             continue
         d = next(d for d, n in enumerate(part.shape) if n > 1)
@@ -201,10 +202,6 @@ def _across_gaps(runs: Sequence[Run], stride: int, costs: Costs) -> Iterator[Run
     yield start, sum(last[:2]) - start, at
 
 
-def _size(runs: Sequence[Sequence[Run]]) -> int:
-    return math.prod(sum(n for _, n, _ in of_dim) for of_dim in runs)  # in elements
-
-
 _PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can have such a key
 
 
@@ -214,16 +211,6 @@ class ComputedFile:
 
     formula: Formula
     inputs: tuple[Callable[[Box | None], Iterable[Extent | Tiles]], ...]
-
-
-def file_name(level: int, number: int) -> str:
-    """The key of a computed tensor's file."""
-    return f"{_PREFIX}{level}/{number}"
-
-
-def computed_extent(info: TensorInfo, file: str) -> Extent:
-    """The extent of a computed tensor."""
-    return Extent(Box.whole(info.shape), file, 0, row_major(info.shape, info.itemsize))
 
 
 def inputs_of(
@@ -337,7 +324,7 @@ class Viewed:
         self._views = {Key(n, s): v for n, entry in stored.items() for s, v in entry.states.items()}
         self._infos = {i.key: i for i in base.metadata.tensor_list.tensors}
         self._level: int = base._level + 1 if isinstance(base, Viewed) else 0  # noqa: SLF001 - of one's own
-        self._files = {key: file_name(self._level, n) for n, key in enumerate(table.formulas)}
+        self._files = {k: f"{_PREFIX}{self._level}/{n}" for n, k in enumerate(table.formulas)}
         self._formulas = table.formulas
         self._scattered: dict[Key, bool] = {}  # of the takes that were read
         self._computed = {
@@ -403,7 +390,9 @@ class Viewed:
         formula = self._formulas.get(key)
         if formula is None:
             return self.base.extents(key, within)
-        whole = computed_extent(formula.info, self._files[key])
+        info = formula.info
+        strides = row_major(info.shape, info.itemsize)
+        whole = Extent(Box.whole(info.shape), self._files[key], 0, strides)
         if formula.operation != "take":
             return [whole]
         box = within or whole.box

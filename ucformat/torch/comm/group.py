@@ -464,7 +464,8 @@ class Group:
                 its parent gets instead. An error is raised on all ranks, with the number of that
                 rank in its message.
         """
-        mine, bundles = self._own(value), self._bundles()
+        mine = self._own(value)
+        bundles = [self.links.receive(child, 2 * self._number) for child in self._place.children]
         kind = kind if merge else None
 
         def merged(records: Sequence[Record]) -> Any:
@@ -522,9 +523,6 @@ class Group:
         except Exception as error:  # noqa: BLE001 - raised on all ranks
             return self._failed(error)
 
-    def _bundles(self) -> list[bytearray]:  # of the children
-        return [self.links.receive(child, 2 * self._number) for child in self._place.children]
-
     def _checked(self, mine: Record, bundles: Sequence[bytearray]) -> list[Record]:
         """Rank 0's check: the records by rank, if all ranks are in the same call, and none has failed."""
         records = sorted([mine, *unpack(*bundles)], key=attrgetter("rank"))
@@ -581,7 +579,7 @@ class Group:
         try:
             yield
         except Exception as error:
-            self.gather_scatter(error, list)
+            self.combine(error)
             raise
 
 

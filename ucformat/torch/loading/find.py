@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.geometry.tensor import Key
 from ucformat.reading.state_names import MODEL_KEYS, dotted
-from ucformat.torch.loading.match import PARAMETER, Problems
+from ucformat.torch.loading.match import PARAMETER, Problems, parameter_of
 from ucformat.torch.state.subclasses import RECORD
 
 if TYPE_CHECKING:
@@ -178,11 +178,7 @@ class _NameSearch:
         for name, shape in shapes.items():
             key = self.places.get(head + name)
             at = None if key is None else self.recorded.names.get(key.name, key.name)
-            infos = [
-                i
-                for s in PARAMETER
-                if at and (i := self.recorded.ck.tensors.get(Key(at, s))) is not None
-            ]
+            infos = [] if at is None else parameter_of(at, self.recorded.ck)
             if at is None or not infos or infos[0].shape != shape:
                 return None
             out[name] = at
@@ -206,7 +202,7 @@ def asked_entries(collected: CollectedState, recorded: SavedState) -> tuple[str,
         if dotted(path) in recorded.tensors:
             saved: Sequence[Path] = [recorded.paths[dotted(path)]]
         else:
-            saved = _paths(recorded.ck, key._replace(name=recorded.names.get(key.name, key.name)))
+            saved = _paths(recorded.ck, recorded.stored(key))
         out |= {
             _FLAT if len(p) == 1 else str(p[0]): None for p in saved if len(p) > 1 or len(path) > 1
         }
@@ -232,13 +228,14 @@ def is_named(ck: Checkpoint, key: Key, label: str, patterns: Sequence[str]) -> b
     """Check whether a pattern names a stored tensor: by its name, with or without the state, or by a path."""
     name = label.removesuffix(f" ({key.state})")
     texts = (label, key.name, name, f"{name}.{key.state}", *map(dotted, _paths(ck, key)))
-    return any(fits(text, pattern) for text in texts for pattern in patterns)
+    return any(fits(text, *patterns) for text in texts)
 
 
-def fits(text: str, pattern: str) -> bool:
+def fits(text: str, *patterns: str) -> bool:
     """Check whether a name or path is that of a pattern, lies below it, or matches it as a glob."""
-    return (
+    return any(
         text == pattern or text.startswith(pattern.rstrip(".") + ".") or fnmatchcase(text, pattern)
+        for pattern in patterns
     )
 
 
@@ -265,11 +262,7 @@ def left_values(
 
     def is_left(text: str) -> bool:
         covered = text in wanted or text in parents or not prefixes_of([text]).isdisjoint(wanted)
-        return (
-            _is_in(text, entries)
-            and not covered
-            and not any(fits(text, pattern) for pattern in leave)
-        )
+        return _is_in(text, entries) and not covered and not fits(text, *leave)
 
     left = (t.partition(f".{RECORD}")[0] for t in map(dotted, recorded.value_paths) if is_left(t))
     values = dict.fromkeys(f"the object {text}" for text in left)

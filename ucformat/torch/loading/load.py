@@ -16,7 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, TensorNotFound, UsageError, check_choice, check_keywords
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.reading.execute import ReadOptions
 from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID
@@ -43,6 +43,7 @@ from ucformat.torch.loading.match import (
     edge_of,
     labels_of,
     match,
+    parameter_of,
     raise_for,
     stored_names,
     unexpected,
@@ -179,7 +180,7 @@ def load(
             groups, put_groups = fit_groups(
                 collected,
                 recorded,
-                lambda text: any(fits(text, pattern) for pattern in options.leave),
+                lambda text: fits(text, *options.leave),
                 trust=options.trust,
             )
             problems |= (
@@ -408,10 +409,7 @@ def state_dict(
         )
     opened = ck if isinstance(ck, Checkpoint) else open_reference(ck)
     patterns = None if names is None else as_strings(names)
-    opened.check_readable(
-        ("weight", "master"),
-        lambda name: patterns is None or any(fits(name, pattern) for pattern in patterns),
-    )
+    opened.check_readable(PARAMETER, lambda name: patterns is None or fits(name, *patterns))
     wanted = _chosen(_weights(opened, rename), patterns, opened.url)
     matched = {
         stored: _target(opened, stored, dtype, device) for stored in dict.fromkeys(wanted.values())
@@ -426,7 +424,7 @@ def _weights(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
     return {
         new: stored
         for new, stored in names.items()
-        if not {"weight", "master"}.isdisjoint(ck.states(stored))
+        if not set(PARAMETER).isdisjoint(ck.states(stored))
     }
 
 
@@ -461,7 +459,7 @@ def _target(
     ck: Checkpoint, name: str, dtype: torch.dtype | None, device: str | torch.device
 ) -> Matched:
     """An empty tensor for a weight, and the stored tensor that fills it."""
-    have = {s: ck.tensors[Key(name, s)] for s in ("weight", "master") if s in ck.states(name)}
+    have = {i.state: i for i in parameter_of(name, ck)}
     stored = have["master" if dtype in _MASTER_DTYPES and "master" in have else next(iter(have))]
     as_stored = torch_dtype(stored.dtype)
     wanted = as_stored if dtype is None or not as_stored.is_floating_point else dtype

@@ -24,10 +24,10 @@ from ucformat.torch.loading.match import (
     Problems,
     match,
     overlaps,
+    parameter_of,
     raise_for,
     stored_names,
     unexpected,
-    weight_of,
 )
 from ucformat.torch.loading.options import ReadArguments
 from ucformat.torch.loading.read import read
@@ -301,14 +301,7 @@ def _wanted(
             else f"{slot.name} is inside a wrapper, of which a layout holds no part"
         )
         return _Wanted(slot, target, old, problem)
-    stored = next(
-        (
-            in_checkpoint
-            for n in slot.names
-            if n in names and (in_checkpoint := weight_of(names[n], ck)) is not None
-        ),
-        None,
-    )
+    stored = next((i for n in slot.names if n in names for i in parameter_of(names[n], ck)), None)
     as_ = old.dtype
     if dtype == "checkpoint":
         as_ = old.dtype if stored is None else torch_dtype(stored.dtype)

@@ -134,10 +134,10 @@ __all__ = [
     "labels_of",
     "match",
     "overlaps",
+    "parameter_of",
     "raise_for",
     "stored_names",
     "unexpected",
-    "weight_of",
 ]
 
 
@@ -257,7 +257,9 @@ def match(
         info = target.info
         known_as = (info.name, *aliases_of.get(info.name, ()))
         if as_lazy:
-            candidates = (weight_of(names[n], ck) for n in known_as if n in names)
+            candidates: Iterator[TensorInfo | None] = (
+                i for n in known_as if n in names for i in parameter_of(names[n], ck)
+            )
         else:
             candidates = (_stored(replace(info, name=n), ck, names) for n in known_as)
         stored = next((s for s in candidates if s is not None), None)
@@ -345,12 +347,9 @@ def _whole_wrappers(matched: list[Matched], targets: Sequence[LocalShard]) -> li
     return [m for m in matched if m.target.wrapper not in partial] if partial else matched
 
 
-def weight_of(name: str, ck: Checkpoint) -> TensorInfo | None:
-    """Return the tensor that `ck[name]` reads: in state `weight`, or `master` if only that is stored.
-
-    None if neither.
-    """
-    return next((i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None), None)
+def parameter_of(name: str, ck: Checkpoint) -> list[TensorInfo]:
+    """Return what is stored of a parameter itself: its weight, its master, or both; `ck[name]` reads the first."""
+    return [i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None]
 
 
 def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> TensorInfo | None:
@@ -359,7 +358,7 @@ def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> Tenso
         return None
     if info.state not in PARAMETER:
         return ck.tensors.get(Key(name, info.state))
-    have = [i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None]
+    have = parameter_of(name, ck)
     if info.dtype == "float32" or info.state == "master":
         have.reverse()
     return next((i for i in have if i.dtype == info.dtype), have[0] if have else None)
@@ -367,12 +366,10 @@ def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> Tenso
 
 def _equal(ck: Checkpoint, a: str, b: str, boxes: Sequence[Box]) -> bool:
     """Whether two stored weights are equal: by their digests, or without these in the boxes that this rank holds."""
-    both = [
-        {s: i for s in PARAMETER if (i := ck.tensors.get(Key(n, s))) is not None} for n in (a, b)
-    ]
-    if both[0].keys() != both[1].keys():
-        return False
-    return all(_equal_values(ck, one, both[1][state], boxes) for state, one in both[0].items())
+    one, other = parameter_of(a, ck), parameter_of(b, ck)
+    return [i.state for i in one] == [i.state for i in other] and all(
+        _equal_values(ck, i, j, boxes) for i, j in zip(one, other, strict=True)
+    )
 
 
 def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, boxes: Sequence[Box]) -> bool:
@@ -468,12 +465,8 @@ def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> Linea
         other = {k: v for k, v in before.items() if k != PART_OF} != dict(now)
     else:  # files of an engine
         other = any(
-            before[k] != now.get(k, _default(k, now))
+            before[k] != now.get(k, _DEFAULT_DEGREES.get(k, now["world"]))
             for k in before.keys() & {*_DEFAULT_DEGREES, "dp"}
         )
     kind = ("reshard" if other else "resume") if continues else "finetune"
     return lineage_to(ck, kind)
-
-
-def _default(degree: str, now: Mapping[str, Any]) -> int:
-    return _DEFAULT_DEGREES[degree] if degree in _DEFAULT_DEGREES else int(now["world"])

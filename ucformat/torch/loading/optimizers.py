@@ -319,7 +319,7 @@ class _Placing:
         if key is None:
             collected.leaves[path] = ValueSlot(None, lambda value: _insert(holder, inside, value))
             return
-        info = self.recorded.ck.tensors[Key(self.recorded.names.get(key.name, key.name), key.state)]
+        info = self.recorded.ck.tensors[self.recorded.stored(key)]
         tensor = _empty(
             info.shape,
             torch_dtype(info.dtype),

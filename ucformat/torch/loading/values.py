@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,10 @@ class SavedState:
             if names.get(key.name) == key.name:
                 self.paths |= (mine := {dotted(p): p for p in paths})
                 self.tensors |= dict.fromkeys(mine, key)
+
+    def stored(self, key: Key) -> Key:
+        """Return the key in the checkpoint of a tensor of the state."""
+        return key._replace(name=self.names.get(key.name, key.name))
 
     @cached_property
     def optimizers(self) -> dict[str, list[tuple[GroupDoc, GroupPlace]]]:
@@ -102,8 +107,7 @@ class SavedState:
         """Say how a wrapper of the state differs from the one that was saved; None if it does not."""
         places = [path]
         for names, key in keys.items():
-            stored = Key(self.names.get(key.name, key.name), key.state)
-            mine = self.ck.metadata.paths.get(stored, ())
+            mine = self.ck.metadata.paths.get(self.stored(key), ())
             places += [p[: len(p) - len(names)] for p in mine if p[len(p) - len(names) :] == names]
             break
         for names, record in taken.records.items():
@@ -232,6 +236,39 @@ def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
         yield path
 
 
+class _Fit:
+    """The values of a state that fit, set by `put`, and lines for what does not."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self.left: list[str] = []
+        self.dtypes: list[str] = []
+        self.others: list[str] = []
+        self.inexact: list[str] = []
+        self.puts: list[Callable[[], None]] = []
+
+    @contextmanager
+    def decoding(self, label: str) -> Iterator[list[str]]:
+        """Decode values inside, which add the classes that they lose; what may not be decoded is one of `others`."""
+        lost: list[str] = []
+        try:
+            yield lost
+        except (PermissionDenied, UnsupportedError) as error:
+            self.others.append(f"{label}: {error.message}")
+        else:
+            self.inexact += [f"{label}: it was saved as a {name}" for name in lost]
+
+    def problems(self) -> Problems:
+        """What does not fit, each line once."""
+        lines = (self.missing, self.left, (), self.dtypes, self.others, self.inexact)
+        return Problems(*(tuple(dict.fromkeys(of_kind)) for of_kind in lines))
+
+    def put(self) -> None:
+        """Set all that fits."""
+        for put in self.puts:
+            put()
+
+
 def fit_objects(
     collected: CollectedState,
     recorded: SavedState,
@@ -245,89 +282,64 @@ def fit_objects(
     Returns:
         what is missing or does not fit, and a function that sets all other values.
     """
-    others: list[str] = []
-    dtypes: list[str] = []
-    missing: list[str] = []
-    inexact: list[str] = []
-    fitting: list[tuple[ValueSlot, Any]] = []
+    fit = _Fit()
     for path, leaf in collected.leaves.items():
+        label = f"the object {dotted(path)}"
         data = with_empty(recorded.value(path), leaf.value)
         if data is ABSENT:
-            missing.append(f"the object {dotted(path)}")
+            fit.missing.append(label)
             continue
-        lost: list[str] = []
-        try:
+        value = ABSENT
+        with fit.decoding(label) as lost:
             value = decode(data, leaf.value, trust=trust, lost=lost)
-        except (PermissionDenied, UnsupportedError) as error:
-            others.append(f"the object {dotted(path)}: {error.message}")
+        if value is ABSENT:
             continue
-        inexact += [f"the object {dotted(path)}: it was saved as a {name}" for name in lost]
         if isinstance(leaf.put, NoPlace):
-            others.append(f"the object {leaf.put.why}")
+            fit.others.append(f"the object {leaf.put.why}")
             continue
         wrong, dtype = unfit(value, leaf.value, cast=cast)
-        others += [f"the object {dotted(path)}: {w}" for w in wrong]
-        dtypes += [f"the object {dotted(path)} is {d}" for d in dtype]
+        fit.others += [f"{label}: {w}" for w in wrong]
+        fit.dtypes += [f"{label} is {d}" for d in dtype]
         if not wrong and not dtype:
-            fitting.append((leaf, value))
-    problems, put_ranks = _fit_ranks(collected, recorded.ck.per_rank, ranks, trust=trust)
-
-    def put() -> None:
-        for leaf, value in fitting:
-            leaf.put(value)
-        put_ranks()
-
-    found_here = Problems(
-        tuple(missing), dtypes=tuple(dtypes), others=tuple(others), inexact=tuple(inexact)
-    )
-    return found_here | problems, put
+            fit.puts.append(partial(leaf.put, value))
+    _fit_ranks(fit, collected, recorded.ck.per_rank, ranks, trust=trust)
+    return fit.problems(), fit.put
 
 
 def _fit_ranks(
-    collected: CollectedState, per_rank: Mapping[str, Sequence[Any]], ranks: Ranks, *, trust: bool
-) -> tuple[Problems, Callable[[], None]]:
+    fit: _Fit,
+    collected: CollectedState,
+    per_rank: Mapping[str, Sequence[Any]],
+    ranks: Ranks,
+    *,
+    trust: bool,
+) -> None:
     """The same for per-rank values."""
-    others: list[str] = []
-    missing: list[str] = []
-    inexact: list[str] = []
-    fitting: list[tuple[ValueSlot, Any]] = []
     for path, (wanted, leaf) in collected.ranks.items():
+        label = f"the per-rank value {dotted(path)}"
         saved = per_rank.get(dotted(path))
         if saved is None:
-            missing.append(f"the per-rank value {dotted(path)}")
+            fit.missing.append(label)
             continue
         if len(saved) != ranks.size and wanted.merge is None:
-            others.append(_no_merge(path, wanted, len(saved), ranks.size))
+            fit.others.append(_no_merge(path, wanted, len(saved), ranks.size))
             continue
-        lost: list[str] = []
-        try:
-            if len(saved) == ranks.size:  # the values of the other ranks are not read
+        mine = ABSENT
+        with fit.decoding(label) as lost:
+            if wanted.merge is None or len(saved) == ranks.size:  # those of others are not read
                 mine = decode(saved[ranks.rank], leaf.value, trust=trust, lost=lost)
             else:
                 values = [decode(v, leaf.value, trust=trust, lost=lost) for v in saved]
-                mine = _merged(wanted, values, ranks)
-        except (PermissionDenied, UnsupportedError) as error:
-            others.append(f"the per-rank value {dotted(path)}: {error.message}")
+                mine = wanted.merge(values, ranks.rank, ranks.size)
+        if mine is ABSENT:
             continue
-        inexact += [f"the per-rank value {dotted(path)}: it was saved as a {name}" for name in lost]
         try:
             if isinstance(wanted.value, Rng):
                 wanted.value.check(mine)
         except UsageError as error:
-            others.append(f"{dotted(path)}: {error.message}; {error.hint}")
+            fit.others.append(f"{dotted(path)}: {error.message}; {error.hint}")
             continue
-        fitting.append((leaf, mine))
-
-    def put() -> None:
-        for leaf, value in fitting:
-            leaf.put(value)
-
-    return Problems(missing=tuple(missing), others=tuple(others), inexact=tuple(inexact)), put
-
-
-def _merged(wanted: PerRank, values: list[Any], ranks: Ranks) -> Any:
-    assert wanted.merge is not None  # noqa: S101 - checked by the caller
-    return wanted.merge(values, ranks.rank, ranks.size)
+        fit.puts.append(partial(leaf.put, mine))
 
 
 def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
@@ -371,9 +383,8 @@ def take_values(collected: CollectedState, recorded: SavedState) -> None:
 def resize_extra_states(collected: CollectedState, recorded: SavedState) -> None:
     """Give the extra states of modules, which are loaded as a whole, the shapes and dtypes that were saved."""
     for path, put in collected.extra_states.items():
-        name, state = collected.keys.get(path, ("", ""))
-        stored = recorded.ck.tensors.get(Key(recorded.names.get(name, name), state))
-        tensor = collected.tensors.get(path)
+        key, tensor = collected.keys.get(path, Key("", "")), collected.tensors.get(path)
+        stored = recorded.ck.tensors.get(recorded.stored(key))
         if stored is None or tensor is None:
             continue
         if tuple(tensor.shape) != stored.shape or dtype_name(tensor.dtype) != stored.dtype:
@@ -422,7 +433,30 @@ def fit_groups(
     Returns:
         what is missing or does not fit, and a function that sets the hyper-parameters.
     """
-    fit = _GroupFit(trust, may_leave)
+    fit = _Fit()
+
+    def take(
+        label: str, text: str, group: CollectedGroup, doc: GroupDoc, saved: Sequence[GroupDoc]
+    ) -> None:
+        """Give a group what was saved of a group, of which some belong to the same optimizer."""
+        options = _settable(group, doc, saved)
+        if doc in saved:
+            fit.left.extend(
+                f"the hyper-parameter {key} of {label}"
+                for key in sorted(doc.options.keys() - options.keys() - {*_NO_OPTIONS})
+                if not may_leave(f"{text}.{key}")
+            )
+            fit.inexact.extend(
+                f"the hyper-parameter {key} of {label} was not saved, and stays as it is"
+                for key in sorted(group.options.keys() - doc.options.keys() - {*_NO_OPTIONS})
+            )
+        with fit.decoding(f"a hyper-parameter of {label}") as lost:
+            values = {
+                key: decode(value, group.options.get(key), trust=trust, lost=lost)
+                for key, value in options.items()
+            }
+            fit.puts.append(partial(_set_options, group, values))
+
     for path, groups in collected.groups.items():
         root = dotted(path)
         group_of = recorded.find_group(root, collected.prefixes.get(path, ""))
@@ -433,7 +467,7 @@ def fit_groups(
             if lacking:
                 fit.missing.append(f"{label}: the hyper-parameters of {', '.join(lacking[:3])}")
             if not group.params and len(saved) == len(groups):
-                fit.take(label, text, group, saved[number], saved)
+                take(label, text, group, saved[number], saved)
             elif not group.params and saved:
                 fit.missing.append(
                     f"{label}: its hyper-parameters; it has no parameters, and {len(saved)} "
@@ -446,56 +480,13 @@ def fit_groups(
                         f"{label}: its parameters were in groups with different hyper-parameters"
                     )
                 elif docs:
-                    fit.take(label, text, part, docs[0], saved)
-
-    def put() -> None:
-        for group, values in fit.fitting:
-            for key, value in values.items():
-                group.options[key] = value
-
-    missing, left, others, inexact = (
-        tuple(dict.fromkeys(lines)) for lines in (fit.missing, fit.left, fit.others, fit.inexact)
-    )
-    return Problems(missing, left, others=others, inexact=inexact), put
+                    take(label, text, part, docs[0], saved)
+    return fit.problems(), fit.put
 
 
-class _GroupFit:
-    """The groups that fit, with their new hyper-parameters, and what does not."""
-
-    def __init__(self, trust: bool, may_leave: Callable[[str], bool]) -> None:  # noqa: FBT001
-        self.trust, self.may_leave = trust, may_leave
-        self.missing: list[str] = []
-        self.others: list[str] = []
-        self.left: list[str] = []
-        self.inexact: list[str] = []
-        self.fitting: list[tuple[CollectedGroup, dict[str, Any]]] = []
-
-    def take(
-        self, label: str, text: str, group: CollectedGroup, doc: GroupDoc, saved: Sequence[GroupDoc]
-    ) -> None:
-        """Give a group what was saved of a group, of which some belong to the same optimizer."""
-        options = _settable(group, doc, saved)
-        if doc in saved:
-            self.left += [
-                f"the hyper-parameter {key} of {label}"
-                for key in sorted(doc.options.keys() - options.keys() - {*_NO_OPTIONS})
-                if not self.may_leave(f"{text}.{key}")
-            ]
-            self.inexact += [
-                f"the hyper-parameter {key} of {label} was not saved, and stays as it is"
-                for key in sorted(group.options.keys() - doc.options.keys() - {*_NO_OPTIONS})
-            ]
-        lost: list[str] = []
-        try:
-            values = {
-                key: decode(value, group.options.get(key), trust=self.trust, lost=lost)
-                for key, value in options.items()
-            }
-        except (PermissionDenied, UnsupportedError) as error:
-            self.others.append(f"a hyper-parameter of {label}: {error.message}")
-            return
-        self.inexact += [f"a hyper-parameter of {label}: it was saved as a {name}" for name in lost]
-        self.fitting.append((group, values))
+def _set_options(group: CollectedGroup, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        group.options[key] = value
 
 
 _NO_OPTIONS = ("param_names", "state")  # entries of stored groups that are no hyper-parameters

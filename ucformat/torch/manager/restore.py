@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -23,7 +22,7 @@ from ucformat.torch.loading.share import open_together
 from ucformat.torch.manager.steps import RunContents, RunStep, list_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.universal import Universal
@@ -42,11 +41,18 @@ _DAMAGE = (IntegrityError, NotFound, UpgradeNeeded)
 
 @message
 class _CheckResult:
-    """The results of one rank."""
+    """The results of some ranks."""
 
     problems: list[Problem] = field(default_factory=list)
     leaves: list[tuple[Key, tuple[int, ...], bytes]] = field(default_factory=list)
     nbytes: int = 0
+
+    def __add__(self, other: _CheckResult) -> _CheckResult:
+        return _CheckResult(
+            self.problems + other.problems,
+            self.leaves + other.leaves,
+            self.nbytes + other.nbytes,
+        )
 
 
 def verify_on_all_ranks(
@@ -74,21 +80,17 @@ def verify_on_all_ranks(
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         result = error
 
-    def report_all(all_found: Sequence[_CheckResult]) -> list[Report]:
-        problems = {str(p): p for f in all_found for p in f.problems}
+    def report(found: _CheckResult) -> Report:
+        problems = {str(p): p for p in found.problems}
         if ck is not None and ck.universal and mode == "full" and not problems:
             leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
-            for key, shard, digests in (leaf for f in all_found for leaf in f.leaves):
+            for key, shard, digests in found.leaves:
                 leaves.setdefault(key, {})[shard] = digests
             problems = {str(p): p for p in wrong_digests(ck.universal, leaves)}
-        nbytes = sum(f.nbytes for f in all_found)
-        report = Report(
-            step.url, "ucformat", len(ck.tensors) if ck else 0, nbytes, 0, tuple(problems.values())
-        )
-        return [report] * ranks.size
+        tensors = len(ck.tensors) if ck else 0
+        return Report(step.url, "ucformat", tensors, found.nbytes, 0, tuple(problems.values()))
 
-    report: Report = ranks.gather_scatter(result, report_all, _CheckResult, Report)
-    return ck, report
+    return ck, ranks.combine(result, _CheckResult.__add__, _CheckResult, report, Report)
 
 
 def _verify(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _CheckResult:

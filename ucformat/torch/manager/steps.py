@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any

@@ -311,7 +311,7 @@ class Statement:
         return (self.facts, self._distributions, self.items) == (facts, [*distributions], items)
 
     def _keep(self, data: bytes) -> bytes:
-        digest = _digest(data)
+        digest = hashlib.sha256(data).digest()[:16]
         self.encoded[digest] = data
         return digest
 
@@ -482,7 +482,3 @@ def _hash(*parts: NDArray[Any]) -> int:
     for part in parts:
         state.update(np.ascontiguousarray(part).data)
     return int.from_bytes(state.digest()[:8], "little") % HASHES
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()[:16]

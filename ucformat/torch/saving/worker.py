@@ -196,7 +196,8 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - sent to the rank
             outcome = error
         intact = progress.group is not None and progress.group.intact
-        _send_outcome(connection, sending, JobDone(job.number, outcome, intact))
+        with sending:
+            connection.send_bytes(encode(JobDone(job.number, outcome, intact), Reply))
         if not intact:
             os._exit(1)
 
@@ -272,8 +273,3 @@ def _listen(
                 jobs.put(command)
     except (EOFError, OSError):
         os._exit(0)
-
-
-def _send_outcome(connection: Connection, sending: threading.Lock, done: JobDone) -> None:
-    with sending:
-        connection.send_bytes(encode(done, Reply))
