@@ -26,8 +26,7 @@ from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucformat.torch.saving.planned import GlobalPlan
-    from ucformat.torch.saving.shards import ShardBatch, Transfer
+    from ucformat.torch.saving.shards import GlobalPlan, ShardBatch, Transfer
     from ucformat.torch.saving.statement import Fragment
 
 Claims = list[list[WriteItem]]

@@ -39,7 +39,7 @@ from ucformat.torch.saving.in_place import (
     block_crcs,
     write_in_place,
 )
-from ucformat.torch.saving.planned import PlannedTensors
+from ucformat.torch.saving.shards import PlannedTensors
 from ucformat.torch.saving.statement import RankState, WriteItem
 from ucformat.torch.saving.write import packed_extents
 

@@ -31,7 +31,7 @@ from ucformat.reading.state_names import dotted
 from ucformat.storage.strided import checksum
 from ucformat.torch.comm.wire import Addressed, decode, encode, message
 from ucformat.torch.saving.in_place import OTHER_FORMS, WeightFilesPlan
-from ucformat.torch.saving.planned import GlobalPlan, PlannedTensors
+from ucformat.torch.saving.shards import GlobalPlan, PlannedTensors
 from ucformat.torch.saving.statement import (
     HASHES,
     AskedOfRanks,
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import StatePath as Path
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.options import SaveOptions
+    from ucformat.torch.saving.shards import Paths
     from ucformat.torch.saving.statement import (
         Ranges,
         Statement,
@@ -64,8 +65,6 @@ if TYPE_CHECKING:
         WrittenRow,
     )
     from ucformat.torch.state.elements import Elements
-
-    Paths = tuple[tuple[str | int, ...], ...]
 
 _DIFFERS = (
     "save per-rank values as ucformat.torch.PerRank(value), or pass "

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Key
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.planned import GlobalPlan
+    from ucformat.torch.saving.shards import GlobalPlan
     from ucformat.torch.saving.statement import RankState, WriteItem
     from ucformat.torch.state.elements import Elements
 

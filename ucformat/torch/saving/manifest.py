@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.in_place import InPlace
     from ucformat.torch.saving.options import SaveArguments, SaveOptions
     from ucformat.torch.saving.plan import Begun, RankPlan
-    from ucformat.torch.saving.planned import GlobalPlan
+    from ucformat.torch.saving.shards import GlobalPlan
     from ucformat.torch.state.local import LocalState
 
 

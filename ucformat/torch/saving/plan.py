@@ -14,8 +14,7 @@ from ucformat.geometry.flat_buffer import align_up
 from ucformat.reading.garbage import gc_paused
 from ucformat.torch.saving.agree import Coordinator, agree, digest_of
 from ucformat.torch.saving.in_place import WeightPlanner, begin_weights
-from ucformat.torch.saving.planned import OwnPart
-from ucformat.torch.saving.shards import plan_shards
+from ucformat.torch.saving.shards import OwnPart, plan_shards
 from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.in_place import InPlace, WeightFilesPlan
     from ucformat.torch.saving.options import SaveOptions
-    from ucformat.torch.saving.planned import GlobalPlan
+    from ucformat.torch.saving.shards import GlobalPlan
     from ucformat.torch.saving.statement import ListedTensor, RankState
 
 

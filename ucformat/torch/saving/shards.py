@@ -1,4 +1,4 @@
-"""Who writes each shard of the Zarr form, and who sends what: a function of descriptions.
+"""The plan of a save, and who writes each shard of the Zarr form, and who sends what: functions of descriptions.
 
 Every rank computes this for its own descriptions, so nothing is told by rank 0, and the work does
 not grow with the number of ranks that hold a description.
@@ -7,26 +7,33 @@ not grow with the number of ranks that hold a description.
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.torch.saving.statement import Fragment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.format.chunking import Grid
+    from ucformat.format.described import Described
     from ucformat.geometry.box import Box
     from ucformat.geometry.distribution import BoxList, Distribution
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.torch.saving.statement import Exceptions, SharedRow, Statement
+    from ucformat.torch.saving.statement import Exceptions, ListedTensor, SharedRow, Statement
 
 #: Small shards of one rank are batched up to this many bytes; each sender sends one message per
 #: batch.
 BATCH_BYTES = 32 << 20
+
+#: Of a tensor in the program's state, in the form of manifests.
+Paths = tuple[tuple[str | int, ...], ...]
 
 
 class ShardTask(NamedTuple):
@@ -52,6 +59,60 @@ class Transfer(NamedTuple):
     to: int
     number: int
     fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True)
+class PlannedTensors:
+    """Tensors that are stored in one way, in the order of rank 0, then of others; listed ones last.
+
+    Attributes:
+        paths: of each tensor, in the form of manifests.
+        described: those that are described, unless they are arrays.
+    """
+
+    infos: tuple[TensorInfo, ...]
+    paths: tuple[Paths, ...]
+    listed: tuple[ListedTensor, ...] = ()
+    described: Described | None = None
+
+    @cached_property
+    def table(self) -> TensorTable:
+        """The tensors as in the manifest, if they are no arrays."""
+        return TensorTable.of(self.docs())
+
+    def docs(self) -> Iterator[TensorDoc]:
+        """The rows of `table`."""
+        rows = zip(self.infos, self.paths, strict=True)
+        return (TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in rows)
+
+
+class GlobalPlan(NamedTuple):
+    """The plan of all ranks, on rank 0: `digest` of the exceptions, and `aliases`, the tied names."""
+
+    exceptions: Exceptions
+    digest: bytes
+    aliases: Mapping[str, str]
+    arrays: PlannedTensors
+    packed: PlannedTensors
+    weights: PlannedTensors
+
+
+class OwnPart(NamedTuple):
+    """What follows from descriptions for one rank.
+
+    Attributes:
+        pieces: the (item, piece) of its packed file, in order.
+        listed_at: the byte of this file at which the boxes of listed tensors begin.
+        batches: the shards of arrays that it writes.
+        messages: the fragments that it sends.
+        weights: the (item, piece) that it provides of weights.
+    """
+
+    pieces: tuple[tuple[int, int], ...]
+    listed_at: int
+    batches: tuple[ShardBatch, ...]
+    messages: tuple[Transfer, ...]
+    weights: tuple[tuple[int, int], ...]
 
 
 class _Shards(NamedTuple):

@@ -46,8 +46,13 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.planned import OwnPart, PlannedTensors
-    from ucformat.torch.saving.shards import ShardBatch, ShardTask, Transfer
+    from ucformat.torch.saving.shards import (
+        OwnPart,
+        PlannedTensors,
+        ShardBatch,
+        ShardTask,
+        Transfer,
+    )
     from ucformat.torch.saving.statement import Fragment
     from ucformat.torch.state.elements import Elements, Memory
 
