@@ -351,8 +351,7 @@ def left_unreadable(unreadable: Mapping[Key, str], steps: Sequence[Labelled]) ->
     for _, step in steps:
         match step:
             case schema.KeepStep() | schema.Drop():
-                keep, states = isinstance(step, schema.KeepStep), _Names(step.states)
-                names = _Names(step.keep if isinstance(step, schema.KeepStep) else step.drop)
+                keep, names, states = _filtered(step)
                 left = {
                     key: why
                     for key, why in left.items()
@@ -408,15 +407,15 @@ class _Names:
         return {s for s in entry.states if not self._patterns or self.find(s)}
 
 
-def _keep(table: ViewTable, step: schema.KeepStep, where: str) -> None:
-    _filter(table, _Names(step.keep), _Names(step.states), where, keep=True)
+def _filtered(step: schema.KeepStep | schema.Drop) -> tuple[bool, _Names, _Names]:
+    """Whether a step keeps what it names or drops it, and the names and states."""
+    if isinstance(step, schema.KeepStep):
+        return True, _Names(step.keep), _Names(step.states)
+    return False, _Names(step.drop), _Names(step.states)
 
 
-def _drop(table: ViewTable, step: schema.Drop, where: str) -> None:
-    _filter(table, _Names(step.drop), _Names(step.states), where, keep=False)
-
-
-def _filter(table: ViewTable, names: _Names, states: _Names, where: str, *, keep: bool) -> None:
+def _filter(table: ViewTable, step: schema.KeepStep | schema.Drop, where: str) -> None:
+    keep, names, states = _filtered(step)
     out: dict[str, list[tuple[str, ViewedTensor]]] = {}
     for name, entry in table.entries.items():
         chosen = states.states(entry) if names.find(name) else set()
@@ -626,8 +625,8 @@ def _must_be_there(table: ViewTable, names: Sequence[str], where: str) -> None:
 
 
 _DO: dict[type, Callable[[ViewTable, Any, str], None]] = {
-    schema.KeepStep: _keep,
-    schema.Drop: _drop,
+    schema.KeepStep: _filter,
+    schema.Drop: _filter,
     schema.RenameStep: _rename,
     schema.RenameStates: _rename_states,
     schema.Transpose: _transpose,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from ucformat.checkpoint import Checkpoint
 from ucformat.engines.deepspeed.live_engine import inspect_engine, optimizer_tensors, update_module
 from ucformat.engines.deepspeed.live_save import (
     ClientState,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
+    from ucformat.checkpoint import Checkpoint
     from ucformat.engines.deepspeed.live_engine import EngineParts, OptimizerTensor
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.match import Strict
@@ -93,8 +93,7 @@ def load(
         UcformatError: a rank failed or died. Every rank gets the same error.
     """
     check_keywords("load", arguments, RestoreArguments)
-    place = url.url if isinstance(url, Checkpoint) else url
-    with group_for_call(None, arguments.get("timeout", TIMEOUT), "load", place) as group:
+    with group_for_call("load", url, timeout=arguments.get("timeout", TIMEOUT)) as group:
         options = LoadOptions.of(strict, arguments)
         plan = _EnginePlan(options, optimizer=optimizer, scheduler=scheduler)
         try:

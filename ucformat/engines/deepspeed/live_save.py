@@ -14,7 +14,7 @@ from ucformat.engines.deepspeed.live_engine import (
     partitions_of,
     shape_of,
 )
-from ucformat.errors import UcformatError, UnsupportedError, UsageError
+from ucformat.errors import UcformatError, UnsupportedError, UsageError, check_keywords
 from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
@@ -284,9 +284,9 @@ def save(
         Conflict: a checkpoint exists at `url`.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
-    if odd := arguments.keys() - EngineSaveArguments.__annotations__.keys():
-        raise TypeError(f"save() got an unexpected keyword argument {min(odd)!r}")
-    with group_for_call(None, arguments.get("timeout", TIMEOUT), "save", url) as ranks:
+    check_keywords("save", arguments, EngineSaveArguments)
+    timeout = arguments.get("timeout", TIMEOUT)
+    with group_for_call("save", url, timeout=timeout) as ranks:
         with ranks.sharing_errors():
             state = collect(engine, client_state)
             given = cast("SaveArguments", dict(arguments))

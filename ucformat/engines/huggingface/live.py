@@ -20,7 +20,7 @@ from ucformat.errors import NotACheckpoint, UnsupportedError
 from ucformat.jobs.removal import discard
 from ucformat.schema.manifest import MANIFEST
 from ucformat.sources.configuration import program_config
-from ucformat.torch.comm.group import TIMEOUT, group_for_call
+from ucformat.torch.comm.group import group_for_call
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save
@@ -108,7 +108,7 @@ class UniversalTrainer(Trainer):
         url = resume_from_checkpoint
         if resume_from_checkpoint is True:
             url = _last(Path(str(self.args.output_dir)))
-        with group_for_call(None, TIMEOUT, "load", url) as ranks:
+        with group_for_call("load", url) as ranks:
             self._resumed = open_together(url, ranks)
         with TemporaryDirectory() as folder:  # the Trainer reads its state only from a file
             state = json.dumps(_trainer_state(self._resumed))

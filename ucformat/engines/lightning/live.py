@@ -19,7 +19,7 @@ from ucformat.schema.manifest import MANIFEST
 from ucformat.sources.configuration import program_config
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
-from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_group
+from ucformat.torch.comm.group import group_for_call, single_process_group
 from ucformat.torch.loading.load import LoadTargets, load, load_local
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
@@ -120,7 +120,7 @@ class _Universal:
         """Load the live model and optimizers, and return what Lightning restores itself."""
         self.wait()
         url = str(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined] # of the strategy
-        with group_for_call(None, TIMEOUT, "load", url) as ranks:
+        with group_for_call("load", url) as ranks:
             ck = open_together(url, ranks)
         rest = decode(ck.objects.get(_REST, {}), trust=self._trust or weights_only is False)
         strict = "report" if self.lightning_module.strict_loading else False

@@ -321,7 +321,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 f"DCP saves with {local.ranks} ranks, the Writer with {size}",
                 hint="pass the same group to dcp.save(process_group=…) and Writer(group=…)",
             )
-        return group_for_call(self._group, self._timeout, "Writer", self.checkpoint_id)
+        return group_for_call("Writer", self.checkpoint_id, self._group, self._timeout)
 
 
 def _without_wrappers(state: Any) -> Any:

@@ -636,9 +636,12 @@ def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:
 
 @contextmanager
 def group_for_call(
-    process_group: dist.ProcessGroup | None, timeout: float, call: str, url: object
+    call: str,
+    place: object,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
 ) -> Iterator[Group]:
-    """Use the group of the ranks of a process group for one collective call with a url.
+    """Use the group of the ranks of a process group for one collective call with a url, or what has one.
 
     Concurrent calls in threads other than the main one are distinguished by url and process group;
     if two of them have both in common, all ranks raise a UsageError.
@@ -646,7 +649,7 @@ def group_for_call(
     Args:
         timeout: seconds after which an unresponsive rank is considered dead.
     """
-    group = group_of(process_group, timeout, f"{call} {url}")
+    group = group_of(process_group, timeout, f"{call} {getattr(place, 'url', place)}")
     alone = threading.current_thread() is threading.main_thread()
     with nullcontext() if alone else group.exclusive():
         yield group

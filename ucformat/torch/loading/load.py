@@ -155,9 +155,8 @@ def load(
         UcformatError: a rank failed or died. Every rank gets the same error.
     """
     check_keywords("load", arguments, LoadArguments)
-    place = url.url if isinstance(url, Checkpoint) else url
     timeout = arguments.get("timeout", TIMEOUT)
-    with group_for_call(arguments.get("group"), timeout, "load", place) as ranks:
+    with group_for_call("load", url, arguments.get("group"), timeout) as ranks:
         ck = open_together(url, ranks)
         with ranks.sharing_errors():
             options = LoadOptions.of(strict, arguments)

@@ -135,12 +135,7 @@ def load_into(
     )
     loaded = {m.target.info.name for m in matched}
     labels = {*problems.missing}
-    missing = [
-        n
-        for w in fitting
-        if str(w.target.key) in labels and w.slot.name not in loaded
-        for n in w.slot.names
-    ]
+    missing = [n for w in fitting if str(w.target.key) in labels for n in w.slot.names]
     problems = replace(
         problems,
         missing=tuple(missing),

@@ -333,13 +333,11 @@ class Manager:
         """Whether to save a step; the same on all ranks."""
         self._poll()
         ranks = self._ranks()
-        talks = self._exchanges_bits and ranks.size > 1
         bits = _STOP * self._signals.caught | _FORCE * force
         if isinstance(self._every, timedelta) and not ranks.rank:
             bits |= _DUE * (time.monotonic() - self._last_begun >= self._every.total_seconds())
-        if talks or ranks.size == 1:
+        if self._exchanges_bits or ranks.size == 1:
             bits |= _FAILED * (self._pending is not None and self._pending.failed)
-        if talks:
             bits = ranks.combine(bits, or_, int)
         self._stopping = self._stopping or bool(bits & _STOP)
         if self._stopping and not self._saved_for_stop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -22,10 +23,11 @@ from ucformat.torch.loading.share import open_together
 from ucformat.torch.manager.steps import RunContents, RunStep, list_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.universal import Universal
+    from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
 
@@ -117,13 +119,13 @@ def _full_checks(source: Universal) -> Iterator[Check]:
         yield Check.of(item, source.store, _DAMAGE)
     for key, tensor in source.docs.items():
         if tensor.path is None:
-            yield Check(tensor.nbytes, lambda k=key: (b"", _block_problems(source, k)))  # type: ignore[misc]
+            yield Check(tensor.nbytes, partial(_check_blocks, source, key))
 
 
-def _block_problems(source: Universal, key: Key) -> list[Problem]:
+def _check_blocks(source: Universal, key: Key) -> tuple[bytes, list[Problem]]:
     """The problems of the blocks of a tensor that is not an array."""
     blocks = ((e.file, e.block) for e in single_extents(source.extents(key)) if e.block is not None)
-    return block_problems(source.store, key, blocks, _DAMAGE)
+    return b"", block_problems(source.store, key, blocks, _DAMAGE)
 
 
 def _quick_checks(source: Universal) -> Iterator[Check]:
@@ -134,25 +136,19 @@ def _quick_checks(source: Universal) -> Iterator[Check]:
             for e in single_extents(source.extents(key)):
                 if e.box.size:
                     ends[e.file] = max(ends.get(e.file, 0), e.last + 1)
-
-    def check_size(file: str, expected: int) -> None:
-        size = source.store.info(file).size
-        if size < expected:
-            raise MissingData(
-                f"{source.store.url}/{file} has {size} bytes, expected at least {expected}"
-            )
-
     for file, end in ends.items():
-        yield Check(0, lambda f=file, n=end: (b"", _problems_of(f, lambda: check_size(f, n))))  # type: ignore[misc]
+        yield Check(0, partial(_check_size, source.store, file, end))
 
 
-def _problems_of(file: str, check: Callable[[], object]) -> list[Problem]:
-    """The problem that a check of a file raises, if any."""
+def _check_size(store: Store, file: str, expected: int) -> tuple[bytes, list[Problem]]:
+    """The problem of a file that is not there, or is too short."""
     try:
-        check()
+        size = store.info(file).size
+        if size < expected:
+            raise MissingData(f"{store.url}/{file} has {size} bytes, expected at least {expected}")
     except _DAMAGE as error:
-        return [Problem(file, error.message)]
-    return []
+        return b"", [Problem(file, error.message)]
+    return b"", []
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ucformat.torch.comm.group import TIMEOUT, group_for_call, is_live
+from ucformat.torch.comm.group import group_for_call, is_live
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.background import BackgroundWriter, close_writer, writers
 from ucformat.torch.saving.save import prepare, saving_group
@@ -158,7 +158,7 @@ def async_save_local(state: LocalState, options: SaveOptions, metadata: SaveMeta
     """Save the local state of this rank in the background; see `async_save`."""
     begun = time.monotonic()
     with (
-        group_for_call(None, TIMEOUT, "async_save", options.url) as ranks,
+        group_for_call("async_save", options.url) as ranks,
         background_writer(ranks, in_flight=1) as writer,
     ):
         return writer.save(state, options, metadata, begun)

@@ -300,13 +300,13 @@ def begin_weights(store: Store, attempt: str, plan: GlobalPlan) -> WeightFilesPl
     described = encode_columns(*packed_extents(replace(plan.weights, listed=()), "data/plan", {}))
     way, uploads = way_of(store)
     begun: list[tuple[str, str]] = []
-    try:
-        for file in files.files if uploads is not None else ():
-            assert uploads is not None  # noqa: S101 - see above
-            begun.append((file.key, uploads.begin(file.key)))
-    except BaseException:
-        _abort(store, begun)
-        raise
+    if uploads is not None:
+        try:
+            for file in files.files:
+                begun.append((file.key, uploads.begin(file.key)))  # noqa: PERF401 - kept if a later one fails
+        except BaseException:
+            _abort(store, begun)
+            raise
     ids = tuple(upload for _, upload in begun)
     return WeightFilesPlan(infos, described, plan.aliases, folder, way, ids)
 
@@ -477,31 +477,30 @@ def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
 
 def complete_uploads(store: Store, weights: InPlace, etags: Sequence[tuple[int, int, str]]) -> None:
     """Make the files visible that were uploaded in parts; rank 0 calls this before the commit."""
+    if not weights.told.uploads:
+        return
+    _, uploads = way_of(store)
+    assert uploads is not None  # noqa: S101 - they were begun
     by_part = {(file, part): tag for file, part, tag in etags}
-    _, uploads = way_of(store) if weights.told.uploads else (None, None)
     tags: list[list[str]] = [[] for _ in weights.told.uploads]
-    for part in weights.exchanged.parts if uploads is not None else ():
+    for part in weights.exchanged.parts:
         tags[part.file].append(by_part[part.file, part.number])
-    for file, upload, of_file in zip(weights.files.files, weights.told.uploads, tags, strict=False):
-        assert uploads is not None  # noqa: S101 - they were begun
+    for file, upload, of_file in zip(weights.files.files, weights.told.uploads, tags, strict=True):
         uploads.complete(file.key, upload, of_file, file.nbytes)
 
 
 def abort_uploads(store: Store, weights: InPlace) -> None:
     """Discard the uploads of a save that failed, if there are any."""
-    _abort(
-        store,
-        [
-            (f.key, upload)
-            for f, upload in zip(weights.files.files, weights.told.uploads, strict=False)
-        ],
-    )
+    keys = (file.key for file in weights.files.files)
+    _abort(store, list(zip(keys, weights.told.uploads, strict=False)))
 
 
 def _abort(store: Store, begun: Sequence[tuple[str, str]]) -> None:
-    _, uploads = way_of(store) if begun else (None, None)
+    if not begun:
+        return
+    _, uploads = way_of(store)
+    assert uploads is not None  # noqa: S101 - they were begun
     for key, upload in begun:
         # what remains is invisible; the error of the save is the one to report
         with suppress(UcformatError):
-            assert uploads is not None  # noqa: S101 - they were begun
             uploads.abort(key, upload)

@@ -158,21 +158,25 @@ class SaveMetadata:
     ) -> SaveMetadata:
         """Create it from the arguments of `save`."""
         step = arguments.get("step")
-        run, config, metrics = (
-            arguments.get("run"),
-            dict(arguments.get("config") or {}),
-            dict(arguments.get("metrics") or {}),
-        )
-        about = {"run": run, "config": config, "metrics": metrics}
+        about: dict[str, Any] = {
+            "run": arguments.get("run"),
+            "config": dict(arguments.get("config") or {}),
+            "metrics": dict(arguments.get("metrics") or {}),
+        }
         check_values(about, "the checkpoint", MAX_DEPTH + 1)
         if step is not None and abs(step) > MAX_INTEGER:
             raise UsageError(
                 f"step={step} is beyond the limit of {MAX_INTEGER:,}",
                 hint="give the number of a step",
             )
-        lineage, after = tuple(arguments.get("lineage", ())), arguments.get("after")
-        launch = arguments.get("launch")
-        return cls(step, run, metrics, config, lineage, after, dict(assets or {}), launch)
+        return cls(
+            step=step,
+            lineage=tuple(arguments.get("lineage", ())),
+            after=arguments.get("after"),
+            assets=dict(assets or {}),
+            launch=arguments.get("launch"),
+            **about,
+        )
 
 
 @message

@@ -241,7 +241,7 @@ def saving_group(
 ) -> AbstractContextManager[Group]:
     """Use the group of the ranks that save; TypeError for arguments that there are not."""
     check_keywords(call, arguments, SaveArguments)
-    return group_for_call(arguments.get("group"), arguments.get("timeout", TIMEOUT), call, url)
+    return group_for_call(call, url, arguments.get("group"), arguments.get("timeout", TIMEOUT))
 
 
 def prepare(
@@ -265,7 +265,7 @@ def save_local(
     state: LocalState, options: SaveOptions, metadata: SaveMetadata = _NO_METADATA
 ) -> Saved:
     """Save the local state of this rank; see `save`."""
-    with group_for_call(None, TIMEOUT, "save", options.url) as ranks:
+    with group_for_call("save", options.url) as ranks:
         return save_in_group(state, options, metadata, ranks)
 
 
