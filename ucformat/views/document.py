@@ -82,11 +82,7 @@ Steps = Layout | str | PathLike[str] | Sequence[Mapping[str, Any] | Step]
 
 
 def read_steps(steps: Steps) -> tuple[Labelled, ...]:
-    """Read the steps of a view.
-
-    Returns:
-        The steps, each with its label for error messages.
-    """
+    """Read the steps of a view, each with its label for error messages."""
     if isinstance(steps, Layout):
         return steps.view
     if isinstance(steps, str) and steps in PRESETS:
@@ -108,11 +104,7 @@ def read_steps(steps: Steps) -> tuple[Labelled, ...]:
 
 
 def load(path: str | PathLike[str]) -> Layout | None:
-    """Load the layout of a file.
-
-    Returns:
-        The layout; None if the file has only a view.
-    """
+    """Load the layout of a file; None if the file has only a view."""
     model = read_document(Path(path))
     return Layout(**lower(model, Path(path))) if model.rules else None
 

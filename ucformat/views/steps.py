@@ -321,11 +321,7 @@ class Taken:
 
 
 def apply(table: ViewTable, steps: Sequence[Labelled]) -> list[Taken]:
-    """Apply steps in order.
-
-    Returns:
-        For each step the tensors that it took and made.
-    """
+    """Apply steps in order; of each the tensors that it took and made."""
     return [_apply(table, label, step) for label, step in steps]
 
 

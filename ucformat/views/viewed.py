@@ -216,11 +216,7 @@ class ComputedFile:
 def inputs_of(
     store: Store, key: str
 ) -> Iterator[tuple[TensorInfo, Iterable[Extent | Tiles]]] | None:
-    """The inputs of a computed file.
-
-    Returns:
-        The tensors that it is computed from with their extents; None if it is not computed.
-    """
+    """The tensors that a computed file is made from, with their extents; None if it is not computed."""
     while isinstance(store, WrappedStore):
         found = store.computed(key) if isinstance(store, ComputedStore) else None
         if found is not None:
@@ -240,11 +236,7 @@ class ComputedStore(SyntheticStore):
         self._files = dict(files)
 
     def computed(self, key: str) -> ComputedFile | None:
-        """Look up a computed file.
-
-        Returns:
-            The file; None if it is not one of these.
-        """
+        """A computed file; None if it is not one of these."""
         return self._files.get(key)
 
     def gaps(self, key: str, offset: int, nbytes: int) -> int:

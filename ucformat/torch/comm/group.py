@@ -125,11 +125,7 @@ def _cut(whole: list[Any], parts: int) -> list[list[Any]]:
 
 
 def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
-    """Connect ranks with each other through a store; all of them call this.
-
-    Args:
-        timeout: seconds to wait for the other ranks, and then for each message.
-    """
+    """Connect ranks with each other through a store; all of them call this."""
     if size == 1:
         return Links(TreeNode(0, 1, -1, ()), timeout, store=store)
     if not rank:
@@ -396,13 +392,7 @@ class Group:
                 self._contested = self._contested and self._users > 0
 
     def send_bulk(self, messages: Iterable[tuple[int, Callable[[], Sequence[Memory]]]]) -> None:
-        """Send bulk data to ranks, each when it asks for it.
-
-        Args:
-            messages: the receiving rank, and a function that returns the bytes, in contiguous
-                parts; they may be changed when the next one is called. Each rank receives its
-                messages in this order.
-        """
+        """As `Links.send_bulk`; the bytes may be changed when the next function is called."""
 
         def bytes_of(parts: Callable[[], Sequence[Memory]]) -> Sequence[memoryview]:
             return [part.data.cast("B") for part in parts()]
@@ -413,12 +403,7 @@ class Group:
         )
 
     def receive_bulk(self, shared: SharedMemory, slots: Mapping[int, tuple[int, int]]) -> None:
-        """Receive bulk data from several ranks.
-
-        Args:
-            slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are
-                sent.
-        """
+        """As `Links.receive_bulk`."""
         self.links.receive_bulk(2 * self._number + 1, shared, slots)
 
     def gather_scatter(
@@ -595,9 +580,6 @@ def group_of(
 
     The main thread always gets the same channel; any other thread gets one for `call` and the
     process group. Without torch.distributed the group is this process alone.
-
-    Args:
-        timeout: seconds after which an unresponsive rank is considered dead.
     """
     import torch.distributed as dist
 
@@ -645,9 +627,6 @@ def group_for_call(
 
     Concurrent calls in threads other than the main one are distinguished by url and process group;
     if two of them have both in common, all ranks raise a UsageError.
-
-    Args:
-        timeout: seconds after which an unresponsive rank is considered dead.
     """
     group = group_of(process_group, timeout, f"{call} {getattr(place, 'url', place)}")
     alone = threading.current_thread() is threading.main_thread()

@@ -73,13 +73,10 @@ def connect(
     *,
     bulk: bool = False,
 ) -> socket.socket | None:
-    """Connect to another rank.
+    """Connect to another rank; None if it has too many connections.
 
     Args:
         check: called now and then while this waits; raises to give up.
-
-    Returns:
-        the connection, or None if the other rank has too many.
     """
     try:
         while (left := end - time.monotonic()) > 0:
@@ -109,14 +106,7 @@ def connect(
 def ask(
     address: Address, rank: int, other: int, secret: bytes, end: float, check: Callable[[], None]
 ) -> tuple[int, tuple[int, ...]]:
-    """Ask another rank for its state.
-
-    Args:
-        check: called now and then while this waits; raises to give up.
-
-    Returns:
-        the answer of its `ConnectionTaker.state`, with at most eight ranks.
-    """
+    """Return the answer of another rank's `ConnectionTaker.state`, with at most eight ranks."""
     with socket.create_connection(address, max(0.1, end - time.monotonic())) as connection:
         answer = _authenticate(
             connection, _hello(rank, other, _ASK), secret, end, check, _STATE.size

@@ -43,10 +43,8 @@ def place_states(collected: CollectedState, recorded: SavedState) -> Problems:
 
     Parameters that have states in the checkpoint get a tensor or a slot for each, parameters that
     have none lose theirs, and parameters that the checkpoint does not know keep what they have.
-    Optimizers and state dicts change when the state is loaded.
-
-    Returns:
-        the states for which no place can be made.
+    Optimizers and state dicts change when the state is loaded. Returned are the states for which no
+    place can be made.
     """
     placing = _Placing(collected, recorded)
     for root, lives in collected.optimizers.items():

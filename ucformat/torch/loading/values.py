@@ -277,11 +277,7 @@ def fit_objects(
     trust: bool,
     cast: bool = False,
 ) -> tuple[Problems, Callable[[], None]]:
-    """Match the plain values of a state with stored objects.
-
-    Returns:
-        what is missing or does not fit, and a function that sets all other values.
-    """
+    """Match the plain values of a state with stored objects; what does not fit, and a function that sets what does."""
     fit = _Fit()
     for path, leaf in collected.leaves.items():
         label = f"the object {dotted(path)}"
@@ -429,9 +425,6 @@ def fit_groups(
 
     If some parameters of a group are not stored, the hyper-parameters of the others apply. A group
     without parameters has those of the group with its number, if as many were saved.
-
-    Returns:
-        what is missing or does not fit, and a function that sets the hyper-parameters.
     """
     fit = _Fit()
 

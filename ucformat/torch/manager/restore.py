@@ -60,16 +60,12 @@ class _CheckResult:
 def verify_on_all_ranks(
     step: RunStep, mode: Mode, ranks: Group, threads: int | None = None
 ) -> tuple[Checkpoint | None, Report]:
-    """Open a checkpoint and verify it; all ranks call this together, and get the same report.
+    """Open a checkpoint, if that is possible, and verify it; all ranks call this together, and get the same report.
 
     Args:
         mode: `full` reads every byte once, on all ranks together, and compares it with checksums
             and digests. `quick` reads only the documents (manifest, sidecar, objects) and checks
             the size of each file.
-        threads: how many threads read on each rank (default: as many as the storage can use).
-
-    Returns:
-        the checkpoint, or None if it cannot be opened, and the report.
     """
     ck = None
     try:

@@ -86,10 +86,9 @@ class RunRetention:
             )
 
     def apply(self, url: str, step: int) -> list[str]:
-        """Delete what the policy does not keep, after a commit; failures are logged, and retried after the next commit.
+        """Delete what the policy does not keep, after a commit; the ids of what was removed.
 
-        Returns:
-            the ids of the checkpoints whose files were removed.
+        Failures are logged, and retried after the next commit.
         """
         try:
             if self._catalog is not None and self._usable(self._catalog):

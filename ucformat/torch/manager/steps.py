@@ -84,10 +84,7 @@ def step_of(folder: str) -> int | None:
 
 
 def list_steps(root: str) -> RunContents:
-    """List the committed checkpoints of a run.
-
-    Lists all files below `root`, and reads the manifest of each checkpoint.
-    """
+    """List all files below `root`, and read the manifest of each committed checkpoint."""
     store = open_store(root)
     folders: dict[str, int] = {}
     being_purged: list[str] = []

@@ -274,12 +274,7 @@ def agree(
     kept: tuple[bytes, Exceptions],
     coordinator: Coordinator,
 ) -> Agreement:
-    """Agree on who writes what; all ranks call this together.
-
-    Args:
-        kept: the exceptions of the last save, and their digest.
-        coordinator: rank 0's.
-    """
+    """Agree on who writes what; all ranks call this together, with the exceptions that they kept of the last save."""
     summary = statement.summary(str(options), sums, kept)
     kinds = AskedOfRanks | Agreement
     answer: AskedOfRanks | Agreement = group.combine(

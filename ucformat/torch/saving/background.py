@@ -137,10 +137,8 @@ def stage(
 
     Of a tensor on the host the pieces are copied, each in row-major order; of a tensor on a device
     the whole local tensor. Kernels of the training are waited for before, and copies from devices
-    after.
-
-    Returns:
-        the tensors with the pieces that describe them in the buffer, and their slots.
+    after. Returned are the tensors with the pieces that describe them in the buffer, and their
+    slots.
     """
     tensors = [t.tensor for t in state.tensors]
     synchronize(tensors)

@@ -73,10 +73,6 @@ def write_packed(
 
     Large tiles that are row-major in memory are written without a copy; others are copied, as many
     as fit in 4 MiB.
-
-    Args:
-        parts: what to write, in order: the tensor, the box, and its elements.
-        progress: called with the bytes of each tile that is written.
     """
     tilings = [Tiling.of(info.shape, info.itemsize) for info, _, _ in parts]
     total = sum(
@@ -184,14 +180,7 @@ def write_shards(
     progress: Callable[[int], None],
     threads: int = 1,
 ) -> Leaves:
-    """Write this rank's shards, and send the fragments that other ranks need for theirs.
-
-    Args:
-        progress: called with the bytes of each chunk that is filled.
-
-    Returns:
-        the digests of the chunks of each shard that was written.
-    """
+    """Write this rank's shards, and send the fragments that other ranks need for theirs."""
 
     def write(shard: ShardTask, parts: Sequence[Elements]) -> tuple[Key, tuple[int, ...], bytes]:
         array = arrays[shard.tensor]

@@ -390,11 +390,7 @@ def tied_names(weights: Iterable[tuple[str, torch.Tensor, tuple[object, ...]]]) 
 
 
 def without_ties(tensors: Sequence[LocalShard]) -> tuple[dict[str, str], list[LocalShard]]:
-    """Remove tied weights, whose memory is in the list under an earlier name.
-
-    Returns:
-        the first name by each further name, and the remaining tensors.
-    """
+    """The first name of tied weights by each further name, and the tensors without these."""
     weights = [t for t in tensors if t.info.state == "weight" and t.tensor.numel() and t.pieces]
     aliases = tied_names((t.info.name, t.tensor, (t.info.shape,)) for t in weights)
     kept = [t for t in tensors if t.info.state != "weight" or t.info.name not in aliases]
