@@ -94,12 +94,12 @@ def read_steps(steps: Steps) -> tuple[Labelled, ...]:
                 f"{steps!r} is neither a preset nor a file",
                 hint=f"presets: {', '.join(PRESETS.names())}",
             )
-        found = lower(read_document(path), path)["view"]
-        if not found:
+        listed = lower(read_document(path), path)["view"]
+        if not listed:
             raise LayoutError(
                 f"{path} has no view", hint="its section `view` lists the steps; docs/view.md"
             )
-        return tuple(found)
+        return tuple(listed)
     return tuple((f"view[{i}]", lower_step(step, f"view[{i}]")) for i, step in enumerate(steps))
 
 
@@ -119,10 +119,10 @@ def expand(steps: Sequence[Labelled], facts: Callable[[], ModelFacts]) -> tuple[
     out: list[Labelled] = []
     for label, step in steps:
         if isinstance(step, Preset):
-            found = preset_steps(step.preset, step.options, *facts())
+            listed = preset_steps(step.preset, step.options, *facts())
             out += [
                 (f"{label} ({step.preset}) [{i}]", lower_step(s, label))
-                for i, s in enumerate(found)
+                for i, s in enumerate(listed)
             ]
         else:
             out.append((label, step))

@@ -213,8 +213,8 @@ def cast(
     def change(view: View) -> View:
         if view.info.dtype == dtype:
             return view
-        for one, known in ((view.info.dtype, NUMBERS), (dtype, CASTABLE)):
-            if one not in known:
+        for one, allowed in ((view.info.dtype, NUMBERS), (dtype, CASTABLE)):
+            if one not in allowed:
                 raise LayoutError(
                     f"{name} ({view.info.state}) is {view.info.dtype}, which is not cast to "
                     f"{dtype}",
@@ -357,8 +357,8 @@ def left_unreadable(unreadable: Mapping[Key, str], steps: Sequence[Labelled]) ->
             case schema.RenameStep():
                 renames = _Names(step.rename)
                 left = {
-                    Key(expand(found, step.to), key.state)
-                    if (found := renames.find(key.name))
+                    Key(expand(match, step.to), key.state)
+                    if (match := renames.find(key.name))
                     else key: why
                     for key, why in left.items()
                 }
@@ -395,8 +395,8 @@ class _Names:
 
     def among(self, table: ViewTable) -> Iterator[tuple[str, ViewedTensor, re.Match[str]]]:
         for name, entry in list(table.entries.items()):
-            if found := self.find(name):
-                yield name, entry, found
+            if match := self.find(name):
+                yield name, entry, match
 
     def states(self, entry: ViewedTensor) -> set[str]:
         """The states that match; all if there are no patterns."""

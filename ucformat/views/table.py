@@ -205,10 +205,10 @@ def part_of(
 
 def compose(info: TensorInfo, parts: Iterable[tuple[View, BoxPair]]) -> View:
     """Compose a tensor of boxes of views."""
-    found = (
+    pairs = (
         (source, _through(part, inner)) for view, part in parts for source, inner in view.parts
     )
-    return View(info, tuple((source, p) for source, p in found if p is not None))
+    return View(info, tuple((source, p) for source, p in pairs if p is not None))
 
 
 def _through(part: BoxPair, inner: BoxPair) -> BoxPair | None:
@@ -296,17 +296,17 @@ class ViewTable:
 
     def put(self, old: Mapping[str, Sequence[tuple[str, ViewedTensor]]], step: str) -> None:
         """Replace entries in place."""
-        found: dict[str, ViewedTensor] = {}
+        entries: dict[str, ViewedTensor] = {}
         for name, entry in self.entries.items():
             for to, new in old.get(name, ((name, entry),)):
-                if to in found:
+                if to in entries:
                     raise LayoutError(
                         f"{step}: {name} would be called {to}, and so is "
-                        f"{_origin(found[to], entry)}",
+                        f"{_origin(entries[to], entry)}",
                         hint="drop one of them first, or choose different names",
                     )
-                found[to] = new
-        self.entries = found
+                entries[to] = new
+        self.entries = entries
 
     def tied(self) -> tuple[dict[str, ViewedTensor], dict[str, str]]:
         """The stored tensors, and the aliases: further names whose parts are still those of a stored tensor."""
@@ -314,11 +314,11 @@ class ViewTable:
         ordered = sorted(self.entries.items(), key=lambda item: item[1].alias)
         aliases: dict[str, str] = {}
         for name, entry in ordered:
-            known = tuple(
+            content = tuple(
                 (state, view.info.dtype, view.info.shape, view.parts)
                 for state, view in entry.states.items()
             )
-            stored = first.setdefault(known, name)
+            stored = first.setdefault(content, name)
             if entry.alias and stored != name:
                 aliases[name] = stored
         return {name: e for name, e in self.entries.items() if name not in aliases}, aliases

@@ -180,9 +180,9 @@ def _positions(runs: list[Run], near: list[Run], start: int, length: int) -> NDA
 def _strides(runs: Sequence[Sequence[Run]], locate: Locate) -> tuple[int, ...]:
     """The bytes between neighbouring indices of each dim in the file."""
     first = Box(tuple(of_dim[0][0] for of_dim in runs), (1,) * len(runs))
-    found = next((e for e in single_extents(locate(first), first) if e.box.intersect(first)), None)
+    extent = next((e for e in single_extents(locate(first), first) if e.box.intersect(first)), None)
     # reading reports what is missing
-    return row_major(first.shape) if found is None else tuple(map(abs, found.strides))
+    return row_major(first.shape) if extent is None else tuple(map(abs, extent.strides))
 
 
 def _across_gaps(runs: Sequence[Run], stride: int, costs: Costs) -> Iterator[Run]:
@@ -218,11 +218,11 @@ def inputs_of(
 ) -> Iterator[tuple[TensorInfo, Iterable[Extent | Tiles]]] | None:
     """The tensors that a computed file is made from, with their extents; None if it is not computed."""
     while isinstance(store, WrappedStore):
-        found = store.computed(key) if isinstance(store, ComputedStore) else None
-        if found is not None:
+        file = store.computed(key) if isinstance(store, ComputedStore) else None
+        if file is not None:
             return (
                 (v.info, extents(None))
-                for v, extents in zip(found.formula.inputs, found.inputs, strict=True)
+                for v, extents in zip(file.formula.inputs, file.inputs, strict=True)
             )
         store = store.inner
     return None
@@ -461,7 +461,7 @@ def outdated(view: Viewed | None, assets: Iterable[str], objects: Mapping[str, A
         view: the view that takes the part; None if there is none.
     """
     recorded = objects.get(OUTDATED)
-    found = (
+    names = (
         dict.fromkeys(n for n in recorded if isinstance(n, str))
         if isinstance(recorded, list)
         else {}
@@ -469,6 +469,6 @@ def outdated(view: Viewed | None, assets: Iterable[str], objects: Mapping[str, A
     while view is not None and not any(isinstance(step, Take | Select) for _, step in view.steps):
         view = cast("Viewed", view.base) if getattr(view.base, "is_view", False) else None
     if view is not None:
-        found |= dict.fromkeys(name for name in assets if name.rpartition("/")[2] == "config.json")
-        found |= dict.fromkeys({"args"} & objects.keys())
-    return list(found)
+        names |= dict.fromkeys(name for name in assets if name.rpartition("/")[2] == "config.json")
+        names |= dict.fromkeys({"args"} & objects.keys())
+    return list(names)

@@ -212,14 +212,14 @@ class Bulk(Connections):
         with self._change:
             caller = self._callers[connection]
             try:
-                more = (
+                data = (
                     b"" if caller.refused else connection.recv(_REQUEST.size - len(caller.received))
                 )
             except BlockingIOError:
                 return True
             except OSError:
-                more = b""
-            if not more:
+                data = b""
+            if not data:
                 caller.ended = True
                 for asked in self._asked.values():
                     # of a save that was interrupted there
@@ -228,7 +228,7 @@ class Bulk(Connections):
                         caller.unanswered -= 1
                 self._close_if_ended(caller)
                 return False
-            caller.received += more
+            caller.received += data
             if len(caller.received) == _REQUEST.size:
                 tag, *buffer = _REQUEST.unpack(caller.received)
                 caller.received = b""

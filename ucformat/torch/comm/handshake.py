@@ -143,15 +143,15 @@ def _authenticate(
         while len(data) < size:
             connection.settimeout(max(0.01, min(_CHECK_S, end - time.monotonic())))
             try:
-                more = connection.recv(size - len(data))
+                chunk = connection.recv(size - len(data))
             except TimeoutError:
                 check()
                 if time.monotonic() > end:
                     raise
                 continue
-            if not more:
+            if not chunk:
                 return b""
-            data += more
+            data += chunk
         return data
 
     try:
@@ -330,13 +330,13 @@ class _Handshake:
         """Receive data: returns the hello of an authenticated client, b"" if it failed, None while undecided."""
         due = _HELLO.size + _PROOF_BYTES
         try:
-            more = self.connection.recv(due - len(self.received))
+            chunk = self.connection.recv(due - len(self.received))
         except BlockingIOError:
             return None
         except OSError:
             return b""
-        self.received += more
-        if not more:
+        self.received += chunk
+        if not chunk:
             return b""
         hello, proof = self.received[: _HELLO.size], self.received[_HELLO.size :]
         if len(hello) == _HELLO.size and not self.challenge:

@@ -184,8 +184,8 @@ def restore_newest(
         if verify == "full" and ck is not None and not ranks.rank:
             record_verification(ck, checked)
         if ck is None or not checked:
-            more = len(checked.problems) - 1
-            skip(step.url, str(checked.problems[0]) + (f", and {more} more" if more else ""))
+            others = len(checked.problems) - 1
+            skip(step.url, str(checked.problems[0]) + (f", and {others} more" if others else ""))
             continue
         try:
             report = load(state, ck, verify="whole" if verify == "full" else "always", **options)

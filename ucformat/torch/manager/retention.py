@@ -212,10 +212,19 @@ def _literal(text: str) -> str:
 
 
 def _row(step: RunStep, serial: int, run: str) -> RetentionRow:
-    more: dict[str, Any] = {"commits": step.commits, "metrics": step.metrics}
-    more |= {"launch": step.launch, "continues": step.continues}
     return RetentionRow(
-        serial, step.id, OWN_KIND, "committed", run, step.step, step.created, step.nbytes, **more
+        serial,
+        step.id,
+        OWN_KIND,
+        "committed",
+        run,
+        step.step,
+        step.created,
+        step.nbytes,
+        commits=step.commits,
+        metrics=step.metrics,
+        launch=step.launch,
+        continues=step.continues,
     )
 
 
@@ -225,12 +234,12 @@ def deleted_ids(root: str) -> frozenset[str]:
     Empty if there is no catalog, or if it cannot be queried, which is logged.
     """
     deleted = f"state != 'committed' and url like '{_literal(same_url(root))}/step-%'"
-    found: frozenset[str] = _from_catalog(
+    ids: frozenset[str] = _from_catalog(
         f"deleted checkpoints below {root}",
         lambda catalog: frozenset(e.id for e in catalog.find(deleted)),
         frozenset(),
     )
-    return found
+    return ids
 
 
 def known_commits(root: str, run: str | None) -> int:

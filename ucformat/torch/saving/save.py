@@ -290,13 +290,13 @@ def assets_of(
     Args:
         folder: with `config.json`, tokenizer and similar files (None: there is none).
     """
-    found = [
+    makers = [
         make
         for value in state.values()
         for integration in integrations()
         if (make := integration.model_files(value, form)) is not None
     ]
-    assets = found[0]() if len(found) == 1 else {}
+    assets = makers[0]() if len(makers) == 1 else {}
     if folder is None:
         return assets
     store = open_store(folder)

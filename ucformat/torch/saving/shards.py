@@ -272,11 +272,11 @@ def _owners(shards: _Shards, loads: NDArray[np.int64]) -> list[int]:
     )
     out = []
     for _ in shards.rows:
-        finished, holder, more = heap[0]
+        finished, holder, own_cost = heap[0]
         out.append(holder)
-        heapq.heapreplace(heap, (finished + more, holder, more))
-    for finished, holder, more in heap:
-        loads[holder] = finished - more
+        heapq.heapreplace(heap, (finished + own_cost, holder, own_cost))
+    for finished, holder, own_cost in heap:
+        loads[holder] = finished - own_cost
     return out
 
 

@@ -692,10 +692,10 @@ def _check_optimizer(label: str, optimizer: torch.optim.Optimizer, params: set[i
         )
     hooks = optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001 - there is no public way to tell
     if hooks or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        more = [key for key in optimizer.state_dict() if key not in ("state", GROUPS)]
-        if more:
+        entries = [key for key in optimizer.state_dict() if key not in ("state", GROUPS)]
+        if entries:
             raise UnsupportedError(
-                f"{label}: the state dict of {kind} has the entry {more[0]!r}", hint=hint
+                f"{label}: the state dict of {kind} has the entry {entries[0]!r}", hint=hint
             )
 
 

@@ -38,7 +38,7 @@ from ucformat.reading.values import array_dtype_text, from_json, numpy_dtype, to
 from ucformat.schema import ITEMSIZE
 from ucformat.torch.state.elements import host_memory
 from ucformat.torch.state.memory import dtype_name, torch_dtype
-from ucformat.torch.state.subclasses import plain_values
+from ucformat.torch.state.subclasses import class_name, plain_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +109,7 @@ def _stand_in(value: Any) -> Any:
     ):
         return value
     if isinstance(value, enum.Enum):
-        return OfClass(_class_name(type(value)), _stand_in(value.value))
+        return OfClass(class_name(type(value)), _stand_in(value.value))
     if type(value) is dict and all(map(_is_key, value)):
         return {k if _is_plain(k) else _stand_in(k): _stand_in(v) for k, v in value.items()}
     if type(value) is list:
@@ -121,7 +121,7 @@ def _stand_in(value: Any) -> Any:
         return (
             items
             if type(value) is tuple
-            else NamedFields(_class_name(type(value)), value._fields, items)  # type: ignore[attr-defined]
+            else NamedFields(class_name(type(value)), value._fields, items)  # type: ignore[attr-defined]
         )
     if type(value) in (set, frozenset) and all(_is_plain(v) for v in value):
         return value
@@ -129,7 +129,7 @@ def _stand_in(value: Any) -> Any:
     if base is None or type(value) is base or _has_more(value):
         return _object(value)
     plain = _stand_in(_PLAIN[base](value))
-    return plain if isinstance(plain, Opaque) else OfClass(_class_name(type(value)), plain)
+    return plain if isinstance(plain, Opaque) else OfClass(class_name(type(value)), plain)
 
 
 #: What makes a plain value of one of a derived class, whatever methods that has.
@@ -201,10 +201,6 @@ def _is_named(kind: type) -> bool:
     """Whether a class is that of a named tuple."""
     fields = getattr(kind, "_fields", None)
     return isinstance(fields, tuple) and all(isinstance(f, str) for f in fields)
-
-
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _opaque(value: Any) -> Opaque:
@@ -332,7 +328,7 @@ _KNOWN: dict[str, Callable[[Any], Any]] = {
 
 def _of_class(stored: OfClass, template: Any, lost: list[str]) -> Any:
     """The value in the class that it had, if the template has it, or it is an enumeration that the program imported."""
-    is_same = _class_name(type(template)) == stored.name
+    is_same = class_name(type(template)) == stored.name
     value = like(
         stored.value, template.value if isinstance(template, enum.Enum) else template, lost
     )
@@ -387,7 +383,7 @@ def _layout(name: str) -> torch.layout:
 def _mapping_like(
     value: dict[Any, Any], template: dict[Any, Any], lost: list[str]
 ) -> dict[Any, Any]:
-    kinds = {_class_name(type(k)): k for k in template}
+    kinds = {class_name(type(k)): k for k in template}
     items: dict[Any, Any] = {}
     for key, inner in value.items():
         own = like(key, kinds.get(key.name), lost) if isinstance(key, OfClass) else key

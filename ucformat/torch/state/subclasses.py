@@ -95,10 +95,10 @@ def is_subclass(tensor: torch.Tensor) -> bool:
 def _why_refused(tensor: torch.Tensor) -> str | None:
     keys = torch._C._dispatch_keys(tensor)  # noqa: SLF001 - what computes with it: nothing else tells all kinds
     if is_subclass(tensor):
-        return f"a {_name_of(type(tensor))}"
+        return f"a {class_name(type(tensor))}"
     attributes = () if type(tensor) in (torch.Tensor, torch.nn.Parameter) else _tensors_of(tensor)
     if attributes:
-        return f"a {_name_of(type(tensor))} with tensors as attributes ({', '.join(attributes)})"
+        return f"a {class_name(type(tensor))} with tensors as attributes ({', '.join(attributes)})"
     if tensor.is_meta:
         return "a meta tensor"
     if tensor.is_quantized:
@@ -109,9 +109,9 @@ def _why_refused(tensor: torch.Tensor) -> str | None:
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or tensor.device.type != accelerator.type:
             return f"a tensor on the device {tensor.device}"
-    more = keys.raw_repr() & ~_plain_keys(tensor.device)
-    if more:
-        names = str(torch._C.DispatchKeySet.from_raw_repr(more))  # noqa: SLF001
+    unknown_keys = keys.raw_repr() & ~_plain_keys(tensor.device)
+    if unknown_keys:
+        names = str(torch._C.DispatchKeySet.from_raw_repr(unknown_keys))  # noqa: SLF001
         return f"a tensor with the dispatch keys {names.removeprefix('DispatchKeySet')}"
     if tensor.numel() and tensor.untyped_storage().nbytes() < _end(tensor):
         return "a freed tensor"
@@ -269,7 +269,7 @@ class _Nodes:
     def _refused(self, names: Names, tensor: torch.Tensor, why: str) -> UsageError:
         where = ".".join((self.label, *names))
         return UsageError(
-            f"{where} is a {_name_of(type(tensor))}, which {why}", hint=_hint_for(tensor)
+            f"{where} is a {class_name(type(tensor))}, which {why}", hint=_hint_for(tensor)
         )
 
     def _find_views(self) -> None:
@@ -310,7 +310,7 @@ def check_live(label: str, tensor: torch.Tensor, taken: TakenApart) -> None:
         other = None if again is None else again.tensors.get(names)
         if other is None or _view(memory_of(inner)) != _view(memory_of(other)):
             raise UsageError(
-                f"{label} is a {_name_of(type(memory_of(tensor)))}, whose {'.'.join(names)} is a "
+                f"{label} is a {class_name(type(memory_of(tensor)))}, whose {'.'.join(names)} is a "
                 "new copy each time",
                 hint=(
                     "a load fills the inner tensors where they are: let the attribute be the "
@@ -448,7 +448,7 @@ class _Splits:
 
     def _unknown(self, names: Names, shape: Sequence[int], why: str) -> LayoutError:
         return LayoutError(
-            f"{self.label} is a sharded DTensor of a {_name_of(type(self.local))}: how the "
+            f"{self.label} is a sharded DTensor of a {class_name(type(self.local))}: how the "
             "shards split its inner "
             f"{'.'.join(names)} {list(shape)} is not known: {why}",
             hint=(
@@ -471,7 +471,7 @@ def _record(
     try:
         context = to_json(_plain(nodes.contexts[names], shape, whole))
     except Exception as error:
-        where, kind = ".".join((label, *names)), _name_of(type(wrapper))
+        where, kind = ".".join((label, *names)), class_name(type(wrapper))
         raise UsageError(
             f"{where} is a {kind}, whose context (the second value of __tensor_flatten__) is not "
             f"plain: {error}",
@@ -481,7 +481,7 @@ def _record(
             ),
         ) from error
     record = {
-        "class": _name_of(type(wrapper)),
+        "class": class_name(type(wrapper)),
         "context": context,
         "tensors": nodes.inner[names],
         "shape": list(whole),
@@ -504,7 +504,7 @@ def _plain(value: Any, shape: tuple[int, ...], whole: tuple[int, ...]) -> Any:
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return {"name": str(value)}
     if isinstance(value, enum.Enum):
-        return {"name": f"{_name_of(type(value))}.{value.name}"}
+        return {"name": f"{class_name(type(value))}.{value.name}"}
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return {"name": _imported_name(value)}
     if type(value) in (list, tuple, torch.Size):
@@ -517,10 +517,10 @@ def _plain(value: Any, shape: tuple[int, ...], whole: tuple[int, ...]) -> Any:
     fields = _fields(value)
     if fields is not None:
         return {
-            "class": _name_of(type(value)),
+            "class": class_name(type(value)),
             "fields": {n: inner(getattr(value, n)) for n in fields},
         }
-    raise TypeError(f"a {_name_of(type(value))}")
+    raise TypeError(f"a {class_name(type(value))}")
 
 
 def _fields(value: Any) -> Sequence[str] | None:
@@ -544,5 +544,6 @@ def _imported_name(value: Any) -> str:
     return name
 
 
-def _name_of(kind: type) -> str:
+def class_name(kind: type) -> str:
+    """Return the full name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
