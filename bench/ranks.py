@@ -399,12 +399,12 @@ def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
         # messages of each sender, which come in the order in which they are sent
         received: Counter[int] = Counter()
         for batch in zarr.batches:
-            for task in batch.shards:
+            for task in batch:
                 owners[stated.items[task.tensor].info.key, task.at] += 1
-            for sender in {f.sender for s in batch.shards for f in s.fragments} - {rank}:
+            for sender in {f.sender for s in batch for f in s.fragments} - {rank}:
                 sent = tuple(
                     (stated.items[f.tensor].info.key, f.box)
-                    for s in batch.shards
+                    for s in batch
                     for f in s.fragments
                     if f.sender == sender
                 )

@@ -130,8 +130,8 @@ def test_every_element_of_every_piece_is_written_once(items: Claims) -> None:
 
 def received(batch: ShardBatch, owner: int) -> dict[int, list[Fragment]]:
     """What the owner of a batch waits for, by sender."""
-    senders = {f.sender for s in batch.shards for f in s.fragments} - {owner}
-    parts = [f for s in batch.shards for f in s.fragments]
+    senders = {f.sender for s in batch for f in s.fragments} - {owner}
+    parts = [f for s in batch for f in s.fragments]
     return {r: [f for f in parts if f.sender == r] for r in senders}
 
 
@@ -178,7 +178,7 @@ def work_of(batches: Sequence[Sequence[ShardBatch]], itemsize: int) -> list[int]
         sum(
             f.box.size * itemsize * (1 if f.sender == owner else 2)
             for b in mine
-            for s in b.shards
+            for s in b
             for f in s.fragments
         )
         for owner, mine in enumerate(batches)

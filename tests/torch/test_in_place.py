@@ -272,7 +272,7 @@ class Mail:
             return []
         out = []
         for number, batch in enumerate(batches):
-            for task in batch.shards:
+            for task in batch:
                 found = []
                 for f in task.fragments:
                     if f.sender == group.rank:
@@ -384,7 +384,7 @@ def test_plans_do_not_grow_with_ranks(dim: int, ranks: int) -> None:
         pieces = [(n, 0) for n in range(len(items))]
         plan = WeightPlanner().plan(group, items, pieces, told, {}).exchanged
         sent = sum(len(m.fragments) for m in plan.messages)
-        received = sum(len(task.fragments) for batch in plan.batches for task in batch.shards)
+        received = sum(len(task.fragments) for batch in plan.batches for task in batch)
         assert bool(plan.parts) == (way == "parts" or dim == 1)
         assert sent <= len(plan.parts)
         assert received <= 4 * max(len(plan.parts), ranks)

@@ -131,7 +131,7 @@ def check_plans(statements: list[Statement], batch_bytes: int) -> None:
     ]  # by the owner's batches of all descriptions
     for owner, (batches, _) in enumerate(plans):
         for number, batch in enumerate(batches):
-            for shard in batch.shards:
+            for shard in batch:
                 info = statements[owner].items[shard.tensor].info
                 box = grid_of(info).box(shard.at)
                 count = written.setdefault(info, np.zeros(info.shape, int))
@@ -149,8 +149,8 @@ def check_plans(statements: list[Statement], batch_bytes: int) -> None:
                 assert sent == [(statements[owner].items[f.tensor].info, f.box) for f in wanted]
                 assert all(its[f.item].boxes[f.piece].contains(f.box) for f in message.fragments)
             sizes = [f.box.size * statements[owner].items[f.tensor].info.itemsize
-                     for s in batch.shards for f in s.fragments]  # fmt: skip
-            assert len(batch.shards) == 1 or sum(sizes) <= batch_bytes
+                     for s in batch for f in s.fragments]  # fmt: skip
+            assert len(batch) == 1 or sum(sizes) <= batch_bytes
     assert not any(outgoing)
     assert set(written) == {i.info for s in statements for i in s.items if i.info.size}
     assert all((count == 1).all() for count in written.values())
@@ -172,8 +172,7 @@ def test_shards_are_balanced_and_replicas_that_are_near_send(cuts: tuple[Cut, ..
     infos = [TensorInfo(f"t{n}", "weight", "float32", (8, 2 + n % 3)) for n in range(24)]
     plans = planned(stated(8, [(info, d) for info in infos]))
     loads = [
-        sum(f.box.size for b in batches for s in b.shards for f in s.fragments)
-        for batches, _ in plans
+        sum(f.box.size for b in batches for s in b for f in s.fragments) for batches, _ in plans
     ]
     assert sum(loads) == sum(math.prod(i.shape) for i in infos)
     assert max(loads) <= 1.5 * sum(loads) / 8

@@ -171,7 +171,7 @@ class PartPlanner:
         """Plan what a rank writes and sends."""
         mine, step = np.flatnonzero(self._owners == rank).tolist(), self._together
         tasks = [self._task(number, rank, provided) for number in mine]
-        batches = tuple(ShardBatch(tuple(tasks[n : n + step])) for n in range(0, len(tasks), step))
+        batches = tuple(tuple(tasks[n : n + step]) for n in range(0, len(tasks), step))
         return PartPlan(self._parts, batches, self._messages(rank, provided))
 
     def _boxes(self, part: FilePart) -> Iterator[tuple[int, Box]]:
@@ -402,7 +402,7 @@ def write_in_place(
                 begin += n
             return sums
 
-        written = {parts[task.tensor].file for batch in batches for task in batch.shards}
+        written = {parts[task.tensor].file for batch in batches for task in batch}
         sizes = {file: files.block_sizes(file).tolist() for file in written}
         itemsizes = [info.itemsize for info in told.infos]
         sums = [

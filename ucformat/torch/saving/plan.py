@@ -144,7 +144,7 @@ class SavePlanner:
                     group, statement.items, part.weights, answer.weights, listed
                 )
             used = {f.tensor for m in part.messages for f in m.fragments}
-            used |= {task.tensor for batch in part.batches for task in batch.shards}
+            used |= {task.tensor for batch in part.batches for task in batch}
             infos = {n: statement.items[n].info for n in sorted(used)}
             folders = {i.key: exceptions.folder(i.key) for i in infos.values()}
             arrays = options.arrays([*infos.values()], answer.attempt, folders)

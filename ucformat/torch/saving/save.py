@@ -96,17 +96,14 @@ def write_checkpoint(
             sums = checksums(own.items, own.elements)
         plan = planner.agree(group, options, store, statement, sums)
     planned = time.monotonic()
-    written: WrittenByRank | Exception
+    report: WriteReport | Exception
     try:
         written = _write(plan, own, store, group, progress, threads)
-    except Exception as error:  # noqa: BLE001 - raised on all ranks
-        written = error
-    now = time.monotonic()
-    report: Any = written
-    if isinstance(written, WrittenByRank):
+        now = time.monotonic()
         report = write_report(group.rank, state, written, now - planned, state.stall or now - begun)
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
+        report = error
     done = _commit(plan, report, options, metadata, store, group)
-    assert isinstance(written, WrittenByRank)  # noqa: S101 - all ranks would have raised its error
     return Saved(options.url, done, written.nbytes, planned - begun, time.monotonic() - planned)
 
 

@@ -44,10 +44,8 @@ class ShardTask(NamedTuple):
     fragments: tuple[Fragment, ...]
 
 
-class ShardBatch(NamedTuple):
-    """Shards that a rank writes in order; a sender puts all its fragments in one message."""
-
-    shards: tuple[ShardTask, ...]
+#: Shards that a rank writes in order; a sender puts all its fragments in one message.
+ShardBatch = tuple[ShardTask, ...]
 
 
 class Transfer(NamedTuple):
@@ -194,7 +192,7 @@ class _OwnShards:
                 for sender, box, part in senders[kind]
             )
             out.setdefault(batch, []).append(ShardTask(item, shards.at, tuple(fragments)))
-        return [ShardBatch(tuple(tasks)) for _, tasks in sorted(out.items())]
+        return [tuple(tasks) for _, tasks in sorted(out.items())]
 
     def _senders(self, shards: _Shards) -> list[tuple[int, Box, Box]]:
         """Who sends this rank what of a shard; it is among them."""

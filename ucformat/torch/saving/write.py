@@ -244,7 +244,7 @@ def exchange(
                 try:
                     if not failures:
                         results += (map if threads == 1 else pool.map)(
-                            partial(act, received), batch.shards
+                            partial(act, received), batch
                         )
                 except Exception as error:  # noqa: BLE001 - raised below
                     failures.append(error)
@@ -297,7 +297,7 @@ def _receive(
 ) -> dict[Fragment, Memory]:
     """The bytes of the fragments of a batch that other ranks hold, in a buffer."""
     by_sender: dict[int, list[Fragment]] = {}
-    for shard in batch.shards:
+    for shard in batch:
         for f in shard.fragments:
             if f.sender != group.rank:
                 by_sender.setdefault(f.sender, []).append(f)
