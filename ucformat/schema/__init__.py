@@ -10,6 +10,7 @@ __all__ = [
     "NUMBERS",
     "SAFETENSORS_DTYPES",
     "SAFETENSORS_PACKED",
+    "TENSORSTORE_DTYPES",
     "TORCH_NUMBERS",
     "TORCH_SAVE_DTYPES",
     "ZARR_DTYPES",
@@ -67,6 +68,13 @@ TORCH_SAVE_DTYPES = frozenset(
         *(name for name in ITEMSIZE if name.startswith("bits")),
     ]
 )
+
+#: The dtypes of `ml_dtypes` that TensorStore knows, in Zarr v2 and v3
+#: under the same name.
+TENSORSTORE_DTYPES = (
+    "bfloat16", "float8_e3m4", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4",
+)  # fmt: skip
 
 #: safetensors' names of data types -> ours.
 SAFETENSORS_DTYPES: dict[str, str] = {

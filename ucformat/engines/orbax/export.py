@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.engines.orbax.zarr_array import ML_DTYPES
 from ucformat.errors import UsageError
 from ucformat.exporters.base import Exporter, ExportOptions, Target, option
-from ucformat.schema import ITEMSIZE, ZARR_DTYPES
+from ucformat.schema import ITEMSIZE, TENSORSTORE_DTYPES, ZARR_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +43,7 @@ class OrbaxExporter(Exporter):
     title = "Orbax"
     summary = "Orbax, for JAX."
     options_type = OrbaxExportOptions
-    dtypes = (*ZARR_DTYPES, *ML_DTYPES)
+    dtypes = (*ZARR_DTYPES, *TENSORSTORE_DTYPES)
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """See Exporter."""

@@ -20,7 +20,6 @@ import numpy as np
 from ucformat.engines.orbax.folder import CHECKPOINT, MANIFEST, TREE
 from ucformat.engines.orbax.ocdbt import ValueLocation, make_tree
 from ucformat.engines.orbax.opened import NAMES, tensor_keys
-from ucformat.engines.orbax.zarr_array import ML_DTYPES
 from ucformat.errors import UnsupportedError
 from ucformat.exporters.base import (
     Span,
@@ -33,7 +32,7 @@ from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.dtypes import dtype_name
 from ucformat.reading.readable import path_from_json
 from ucformat.reading.values import from_json, is_special, plain_form
-from ucformat.schema import ITEMSIZE, ZARR_DTYPES
+from ucformat.schema import ITEMSIZE, TENSORSTORE_DTYPES, ZARR_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -160,7 +159,7 @@ def _dtypes() -> dict[str, str]:
     names = {
         name: f"{'|' if ITEMSIZE[name] == 1 else '<'}{code}" for code, name in V2_DTYPES.items()
     }
-    return names | {name: name for name in ML_DTYPES}
+    return names | {name: name for name in TENSORSTORE_DTYPES}
 
 
 def _check_names(leaves: Sequence[ExportLeaf]) -> None:
@@ -384,7 +383,7 @@ class _Values:
         if isinstance(value, dict) and set(value) <= {"$tensor", "$float"}:
             value = from_json(value)
         if isinstance(value, np.ndarray):
-            if dtype_name(value.dtype) not in (*ZARR_DTYPES, *ML_DTYPES):
+            if dtype_name(value.dtype) not in (*ZARR_DTYPES, *TENSORSTORE_DTYPES):
                 return None
             return ExportLeaf(
                 path,

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from ucformat.errors import IntegrityError, UnsupportedError
-from ucformat.schema import ITEMSIZE, ZARR_DTYPES
+from ucformat.schema import ITEMSIZE, TENSORSTORE_DTYPES, ZARR_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -29,12 +29,7 @@ _CODECS: dict[str, Codec] = {
     "blosc": {"cname": "lz4", "clevel": 5, "shuffle": "noshuffle", "typesize": 1, "blocksize": 0},
 }
 
-#: The dtypes of `ml_dtypes` that TensorStore knows, in Zarr v2 and v3 under the same name.
-ML_DTYPES = (
-    "bfloat16", "float8_e3m4", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2",
-    "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4",
-)  # fmt: skip
-_DTYPES = {*ZARR_DTYPES, *ML_DTYPES}
+_DTYPES = {*ZARR_DTYPES, *TENSORSTORE_DTYPES}
 
 _MAX_DEPTH = 4  # shards within shards
 _MAX_CODECS = 8  # codecs in a chain: each may expand the output of the one before
@@ -384,7 +379,7 @@ def _sizes(where: str, what: str, sizes: Any) -> tuple[int, ...]:
 def _v2_dtype(where: str, dtype: Any) -> tuple[str, str]:
     """The name of the data type, and its byte order."""
     if isinstance(dtype, str):
-        if dtype in ML_DTYPES:
+        if dtype in TENSORSTORE_DTYPES:
             return dtype, "little"
         m = _V2_DTYPE.fullmatch(dtype)
         name = V2_DTYPES.get(m[2]) if m else None
