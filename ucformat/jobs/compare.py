@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.schema.tensors import TensorDoc
     from ucformat.storage.base import Store
     from ucformat.views.viewed import ComputedFile, Viewed
 
@@ -218,22 +217,15 @@ class _Pair:
 def _pairs(a: Checkpoint, b: Checkpoint, names: Collection[str] | None) -> Iterator[_Pair]:
     keys: Iterable[Key] = dict.fromkeys([*a.tensors, *b.tensors])
     if names is not None:
-        keys = [Key(n, s) for n in dict.fromkeys(names) for s in _common(a.states(n), b.states(n))]
+        keys = [Key(n, s) for n in dict.fromkeys(names) for s in a.states(n) if s in b.states(n)]
     docs = [{Key(d.name, d.state): d for d in ck.manifest.tensors} for ck in (a, b)]
     for key in keys:
         x, y = (ck.tensors.get(Key(ck.aliases.get(key.name, key.name), key.state)) for ck in (a, b))
         if x is not None and y is not None:
             of_x, of_y = docs[0][x.key], docs[1][y.key]
-            yield _Pair(key, x, y, (a, b), _same_digest(of_x, of_y), of_x.chunk or of_y.chunk)
-
-
-def _common(a: Sequence[str], b: Sequence[str]) -> list[str]:
-    return [state for state in a if state in b]
-
-
-def _same_digest(a: TensorDoc, b: TensorDoc) -> bool:
-    """Whether two tensors have equal digests, which cover dtype, shape and chunks too."""
-    return a.digest is not None and a.digest == b.digest
+            # digests cover dtype, shape and chunks, too
+            same = of_x.digest is not None and of_x.digest == of_y.digest
+            yield _Pair(key, x, y, (a, b), same, of_x.chunk or of_y.chunk)
 
 
 def _boxes(shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...] | None) -> Iterator[Box]:

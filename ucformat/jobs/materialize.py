@@ -206,7 +206,9 @@ def _write(
 ) -> tuple[Manifest, Manifest, bool]:
     """Verify registered files, then write; returns the source's manifest with the new files, and `write`'s result."""
     infos = list(source.tensors.values())
-    registered = _registered(source) if how.verify else []
+    registered: list[SourceFile] = []
+    if how.verify and source.universal:  # a digest of a whole file cannot be verified from parts
+        registered = [f for f in source_files(source.universal) if f.doc.digest is not None]
     files = registered if how.where.finishes else []
     total, done = sum(i.nbytes for i in infos), 0
     before = sum(file.nbytes for file in files)
@@ -227,12 +229,3 @@ def _write(
     changed = {name: getattr(made, name) for name in _FILE_FIELDS}
     changed["producer"] = {**source.manifest.producer, **made.producer}
     return source.manifest.model_copy(update=changed), made, recorded
-
-
-def _registered(source: Checkpoint) -> list[SourceFile]:
-    """The files of another checkpoint that have a digest: that of a whole file cannot be verified from parts of it."""
-    return (
-        [f for f in source_files(source.universal) if f.doc.digest is not None]
-        if source.universal
-        else []
-    )

@@ -72,7 +72,7 @@ def _contents(url: str) -> dict[str, Any]:
             "state": "ready" if catalog.database.newer is None else "newer",
             "revision": catalog.database.revision,
             "checkpoints": _checkpoints(catalog),
-            "runs": _runs(catalog),
+            "runs": int(catalog.sql("select count(*) from run", trust_role=True).rows[0][0]),
             "aliases": len(catalog.aliases()),
             "role": catalog.excess_rights(),
         }
@@ -83,10 +83,6 @@ def _checkpoints(catalog: Catalog) -> dict[str, int]:
         catalog.sql("select state, count(*) from checkpoint group by state", trust_role=True).rows
     )
     return {state: int(found.get(state, 0)) for state in _STATES}
-
-
-def _runs(catalog: Catalog) -> int:
-    return int(catalog.sql("select count(*) from run", trust_role=True).rows[0][0])
 
 
 def _describe(found: dict[str, Any]) -> Iterator[str]:

@@ -314,7 +314,7 @@ def _value_lines(values: Sequence[TensorDifference], width: int | None) -> Itera
             count(v.elements),
             f"{v.max_abs:.3g}",
             f"{v.max_rel:.3g}",
-            _nan(v),
+            count(v.nan_mismatches) if v.nan_mismatches else "-",
         )
         for v in values
         if not v.equal
@@ -325,10 +325,6 @@ def _value_lines(values: Sequence[TensorDifference], width: int | None) -> Itera
     same = [v for v in values if v.equal]
     by_digest = sum(v.by_digest for v in same)
     yield f"{plural(len(same), 'tensor')} the same, {count(by_digest)} of them by their digests"
-
-
-def _nan(value: TensorDifference) -> str:
-    return count(value.nan_mismatches) if value.nan_mismatches else "-"
 
 
 def _diff_opened(a: str, b: str, catalog: Catalog | None, options: dict[str, Any] | None) -> Diff:
