@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 #: The names of dtypes in headers, by ours.
 DTYPE_NAMES = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
-_ENDING = ".safetensors"
 MODEL = "model"  # the name of the files that loaders look for
 _ALIGN = 8  # bytes: of the header, as the library pads it
 _MAX_HEADER = 100_000_000

@@ -151,10 +151,7 @@ def adopt_experts(
             f"{names}{' and more' if len(missing) > _MAX_LISTED else ''} is missing: the "
             "checkpoint has "
             f"{len(recorded)} layers of {', '.join(map(str, recorded[:_MAX_LISTED]))} experts",
-            hint=(
-                "copy all files of the tag folder; each rank wrote its own, perhaps to its "
-                "node's disk"
-            ),
+            hint=copy_hint(),
         )
     beyond = (f for (i, e), f in files.items() if i >= len(recorded) or e >= recorded[i])
     if (extra := next(beyond, None)) is not None:

@@ -14,7 +14,7 @@ from ucformat.engines.deepspeed.export_objects import (
     loss_scaler,
     stage_of,
 )
-from ucformat.engines.deepspeed.inference import PRESETS
+from ucformat.engines.deepspeed.inference import preset_layout
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.base import Span
 from ucformat.exporters.pickle import SavedTensor, Storage
@@ -24,7 +24,6 @@ from ucformat.geometry.layout import Layout
 from ucformat.geometry.local import Dim, ShardAt, local_dims, pieces_of
 from ucformat.geometry.placement import axes_of
 from ucformat.geometry.tensor import TensorInfo, TensorList
-from ucformat.geometry.tp_sharding import TP
 from ucformat.schema import ITEMSIZE
 from ucformat.storage.concurrency import map_io
 
@@ -100,11 +99,7 @@ class Shards:
 
 def _layout(given: Layout | Mapping[str, object] | str, tp: int) -> Layout:
     if isinstance(given, str):
-        if given not in PRESETS:
-            raise UsageError(
-                f"there is no preset {given!r}", hint=f"there are: {', '.join(PRESETS)}"
-            )
-        return Layout({TP: tp}, PRESETS[given])
+        return preset_layout(given, tp)
     return given if isinstance(given, Layout) else Layout.parse(given)
 
 

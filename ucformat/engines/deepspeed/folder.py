@@ -271,9 +271,11 @@ def _like(key: str, m: int, r: int, kind: str) -> str:
     return f"{folder}{slash}{bf16}zero_pp_rank_{r}_mp_rank_{m:02d}_{kind}_states.pt"
 
 
-def copy_hint(*, weights: bool = False) -> str:
+def copy_hint(writer: str = "rank", *, weights: bool = False) -> str:
     """What to do about missing files."""
-    hint = "copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk"
+    hint = (
+        f"copy all files of the tag folder; each {writer} wrote its own, perhaps to its node's disk"
+    )
     if not weights:
         return hint
     return (

@@ -24,9 +24,10 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucformat.errors import AmbiguousLayout, LayoutError, option_text
+from ucformat.errors import AmbiguousLayout, LayoutError, UsageError, option_text
 from ucformat.geometry.box import Box
-from ucformat.geometry.tp_sharding import Shapes, TPSharding, concatenate, replicate
+from ucformat.geometry.layout import Layout
+from ucformat.geometry.tp_sharding import TP, Shapes, TPSharding, concatenate, replicate
 from ucformat.geometry.view import BoxPair
 from ucformat.reading.stand_ins import Inert
 from ucformat.sources.tp_merge import CUTS, cuts_option
@@ -318,6 +319,13 @@ PRESETS: dict[str, Rules] = {
     "megatron-deepspeed": _megatron(_COLUMN),
     "megatron-deepspeed-swiglu": _megatron(_SWIGLU),
 }
+
+
+def preset_layout(name: str, ranks: int) -> Layout:
+    """The layout of the preset with this name."""
+    if name not in PRESETS:
+        raise UsageError(f"there is no preset {name!r}", hint=f"there are: {', '.join(PRESETS)}")
+    return Layout({TP: ranks}, PRESETS[name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.distribution import Distribution, RankMesh
@@ -260,8 +261,6 @@ def partition_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
 
 def partitions_of(parameter: Any) -> Distribution | None:
     """Return how ranks hold a parameter that ZeRO 3 has partitioned; None if it has no elements."""
-    import torch.distributed as dist
-
     ranks = dist.get_process_group_ranks(parameter.ds_process_group)
     return _distribution(ranks, math.prod(parameter.ds_shape), parameter.partition_numel(), 0)
 
@@ -274,8 +273,6 @@ def _distribution(
 
 def _rank_of(optimizer: Any, parameter: Any) -> int:
     """This rank among those over which ZeRO 3 has partitioned a parameter."""
-    import torch.distributed as dist
-
     if optimizer is not None:
         return int(optimizer._get_param_partition_rank(parameter))  # noqa: SLF001 - the only way
     return int(dist.get_rank(parameter.ds_process_group))
@@ -362,8 +359,6 @@ def _fused(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
 
 
 def _zero12(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
-    import torch.distributed as dist
-
     groups = zip(
         optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True
     )
@@ -378,8 +373,6 @@ def _zero12(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
 
 
 def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
-    import torch.distributed as dist
-
     for g, parameters in enumerate(optimizer.bf16_groups):
         flat = optimizer.fp32_groups_flat_partition[g]
         buffer = _buffer(trainer, parameters, flat.numel())
@@ -389,8 +382,6 @@ def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
 
 
 def _zero3(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
-    import torch.distributed as dist
-
     groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     for s, (parameters, flat) in enumerate(groups):
         buffer = FlatBuffer(size=flat.numel())

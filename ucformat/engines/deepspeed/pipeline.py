@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ucformat.engines.deepspeed.folder import copy_hint
 from ucformat.engines.deepspeed.zero0 import entries_of
 from ucformat.errors import IntegrityError, MissingData, UsageError, option_text
 from ucformat.reading.stand_ins import StoredTensor
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match
 
 if TYPE_CHECKING:
@@ -172,10 +174,7 @@ def _check_all_there(
         raise MissingData(
             f"{', '.join(missing[:10])} is missing: {models[stage_of[lost[0]]].key} has "
             "parameters of the layer",
-            hint=(
-                "copy all files of the tag folder; each stage wrote its own, perhaps to its "
-                "node's disk"
-            ),
+            hint=copy_hint("stage"),
         )
     unknown = [layer for layer in layers if layer.number not in stage_of]
     for key in tied:
@@ -347,11 +346,9 @@ def _ties(layers: Sequence[Layer]) -> dict[int, int]:
 
 def _varies(layer: Layer, name: str) -> bool:
     """Whether the first elements of a tensor are not all of one value."""
-    tensor = layer.tensors[name]
-    n = min(_SAMPLE, tensor.size, tensor.numel - tensor.offset)
-    head = StoredTensor(tensor.storage, tensor.dtype, (n,), (1,), tensor.offset, tensor.numel)
-    data = layer.file.read(head)
-    return bool(n) and data != data[: len(data) // n] * n
+    data = layer.file.read_head(layer.tensors[name], _SAMPLE)
+    width = ITEMSIZE.get(layer.tensors[name].dtype, 1)
+    return data != data[:width] * (len(data) // width)
 
 
 def _aliases(layers: Sequence[Layer], ties: dict[int, int]) -> dict[str, str]:

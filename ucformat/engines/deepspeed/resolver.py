@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ucformat.engines.deepspeed.inference import (
     EQUAL,
     MEAN,
-    PRESETS,
     Doubt,
     ModelSizes,
     ambiguous,
@@ -17,10 +16,10 @@ from ucformat.engines.deepspeed.inference import (
     cut,
     family_of,
     infer,
+    preset_layout,
 )
 from ucformat.engines.deepspeed.patterns import TensorParallelInfo
-from ucformat.errors import AmbiguousLayout, LayoutError, UsageError, option_text
-from ucformat.geometry.layout import Layout
+from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.geometry.placement import axes_of, place
 from ucformat.geometry.tp_sharding import TP, Shapes, TPSharding, mean, replicate, shard
 from ucformat.reading.stand_ins import Inert
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from ucformat.engines.deepspeed.model_states import ModelStates
+    from ucformat.geometry.layout import Layout
     from ucformat.sources.tp_merge import Verdict
 
 
@@ -69,7 +69,7 @@ class ShardingResolver:
         self._shapes, self._width = shapes, _width(shapes)
         self._described = [name for name in described if name not in shapes]
         if not self.info and self._ranks > 1 and (preset := family_of(dict(shapes))):
-            self._family = _layout_of(preset, self._ranks)
+            self._family = preset_layout(preset, self._ranks)
 
     def decide(
         self,
@@ -266,11 +266,7 @@ def _padded(model: ModelStates, info: Any) -> int | None:
 def _layout_of(layout: Layout | str | None, ranks: int) -> Layout | None:
     """The caller's layout, or the preset with this name."""
     if isinstance(layout, str):
-        if layout not in PRESETS:
-            raise UsageError(
-                f"there is no preset {layout!r}", hint=f"there are: {', '.join(PRESETS)}"
-            )
-        return Layout({TP: ranks}, PRESETS[layout])
+        return preset_layout(layout, ranks)
     if layout is None:
         return None
     if layout.mesh.axes.get(TP, 1) != ranks:

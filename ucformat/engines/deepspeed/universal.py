@@ -79,7 +79,6 @@ Shape = tuple[int, ...]
 _ATOM = re.compile(r"zero/(.+)/([^/]+)\.pt", re.DOTALL)
 _FRAGMENT = re.compile(r"tmp/(.+)/\d+/[^/]+\.\d+", re.DOTALL)
 _STATES = {"fp32": "master"}
-_MAX_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)

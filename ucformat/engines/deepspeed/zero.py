@@ -11,7 +11,7 @@ from itertools import chain, product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ucformat.engines.deepspeed.experts import Experts
-from ucformat.engines.deepspeed.folder import check_world
+from ucformat.engines.deepspeed.folder import check_world, copy_hint
 from ucformat.engines.deepspeed.model_states import (
     Partition,
     check_same_states,
@@ -700,10 +700,7 @@ def _check_layers(files: TagFiles, model: ModelStates) -> None:
         raise MissingData(
             f"{model.key} is a pipeline's, but the files of its layers (layer_*-model_states.pt) "
             "are missing",
-            hint=(
-                "copy all files of the tag folder; each stage wrote its own, perhaps to its "
-                "node's disk"
-            ),
+            hint=copy_hint("stage"),
         )
     if files.layers and not model.in_layers:
         raise IntegrityError(

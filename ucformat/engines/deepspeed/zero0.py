@@ -240,12 +240,9 @@ def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
     types = {"bfloat16": bf16, "float16": np.dtype("f2"), "float32": np.dtype("f4")}
     if tensor.dtype not in types:
         return b"?"
-    n = min(_SAMPLE, tensor.size, tensor.numel - tensor.offset)
-    if not n:
-        return b""
-    head = StoredTensor(tensor.storage, tensor.dtype, (n,), (1,), tensor.offset, tensor.numel)
+    head = np.frombuffer(file.read_head(tensor, _SAMPLE), types[tensor.dtype])
     with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged, too
-        return np.frombuffer(file.read(head), types[tensor.dtype]).astype(types[dtype]).tobytes()
+        return head.astype(types[dtype]).tobytes()
 
 
 def _flat(

@@ -15,7 +15,7 @@ import io
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -397,6 +397,11 @@ class TorchFile:
         return np.lib.stride_tricks.as_strided(
             raw, tensor.shape, tuple(s * unit for s in tensor.strides), writeable=False
         ).tobytes()
+
+    def read_head(self, tensor: StoredTensor, most: int) -> bytes:
+        """Read the first elements of a tensor, as they are stored, at most so many."""
+        n = min(most, tensor.size, tensor.numel - tensor.offset)
+        return self.read(replace(tensor, shape=(n,), strides=(1,)))
 
     def crc32(self, tensor: StoredTensor) -> int:
         """CRC-32 of the storage of a tensor according to the file; 0 if it has none."""
