@@ -26,10 +26,10 @@ from ucformat.engines.pytorch.source import Dcp
 from ucformat.errors import Conflict, LayoutError, UcformatError, UsageError
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import StatePath as Path
-from ucformat.reading.readable import json_key
 from ucformat.reading.stand_ins import opaque_file
 from ucformat.reading.state_names import GROUPS, dotted
 from ucformat.reading.values import packed
+from ucformat.sources.distcp.opened import Leaf, json_of_tree
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_group
 from ucformat.torch.comm.wire import message
@@ -618,28 +618,12 @@ def join_values(parts: Sequence[PlainValues]) -> dict[str, Any]:
             node = tree
             for step in path[:-1]:
                 node = node.setdefault(step, {})
-            leaf = node.setdefault(path[-1], _JsonLeaf(data))
-            if not isinstance(leaf, _JsonLeaf) or leaf.data != data:
+            leaf = node.setdefault(path[-1], Leaf(data))
+            if not isinstance(leaf, Leaf) or leaf.data != data:
                 raise UsageError(
                     f"the object {dotted(path)} has a different value on rank {rank} than on a "
                     "rank before it",
                     hint="keep values that differ between ranks under keys that contain the rank",
                 )
-    objects: dict[str, Any] = _plain(tree, (), lists)
+    objects: dict[str, Any] = json_of_tree(tree, lists)
     return objects
-
-
-@dataclass(frozen=True, slots=True)
-class _JsonLeaf:
-    data: Any
-
-
-def _plain(node: Any, path: Path, lists: frozenset[Path]) -> Any:
-    """The JSON form of a tree of leaves; a flattened list without tensors becomes a list again."""
-    if isinstance(node, _JsonLeaf):
-        return node.data
-    inner = {k: _plain(v, (*path, k), lists) for k, v in node.items()}
-    if inner and path not in lists and all(isinstance(k, int) for k in inner):
-        # DCP leaves out {}
-        return [inner.get(i, {}) for i in range(max(k for k in inner if isinstance(k, int)) + 1)]
-    return {json_key(k): v for k, v in inner.items()}

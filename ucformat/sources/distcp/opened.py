@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from ucformat.sources.distcp.state import name_entries
 from ucformat.sources.index import Group, IndexedSource, TensorIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.reading.readable import FileRecord
     from ucformat.reading.readable import StatePath as Path
@@ -170,21 +171,25 @@ def nested_objects(
                 raise IntegrityError(
                     f"the checkpoint has {fqn} inside an entry that is not a dictionary"
                 )
-        if node.setdefault(path[-1], leaf := _Leaf(fqn, path)) is not leaf:
+        leaf = Leaf(packed(plain_value(files[fqn], fqn)))
+        if node.setdefault(path[-1], leaf) is not leaf:
             raise IntegrityError(f"the checkpoint has two entries {fqn}")
-    objects: dict[str, Any] = _plain(tree, (), files, with_tensors)
+    objects: dict[str, Any] = json_of_tree(tree, with_tensors)
     return objects
 
 
-class _Leaf:
-    def __init__(self, fqn: str, path: Path) -> None:
-        self.fqn, self.path = fqn, path
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value in its JSON form, in a tree of nested dictionaries."""
+
+    data: Any
 
 
-def _plain(node: Any, path: Path, files: Values, with_tensors: set[Path]) -> Any:
-    if isinstance(node, _Leaf):
-        return packed(plain_value(files[node.fqn], node.fqn))
-    inner = {k: _plain(v, (*path, k), files, with_tensors) for k, v in node.items()}
+def json_of_tree(node: Any, with_tensors: Collection[Path], path: Path = ()) -> Any:
+    """The JSON form of a tree that DCP flattened; lists in which no tensor was are lists again."""
+    if isinstance(node, Leaf):
+        return node.data
+    inner = {k: json_of_tree(v, with_tensors, (*path, k)) for k, v in node.items()}
     if inner and path not in with_tensors and all(isinstance(k, int) for k in inner):
         # DCP leaves out empty dictionaries
         return [inner.get(i, {}) for i in range(max(inner) + 1)]
