@@ -20,7 +20,7 @@ from tests.torch.ranks import Ranks
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError
 from ucformat.exporters.pickle import ALLOWED, Global
-from ucformat.exporters.registry import make_exporter
+from ucformat.exporters.registry import EXPORTERS
 from ucformat.jobs.export import export
 from ucformat.storage.local import LocalStore
 from ucformat.testing import ExporterSuite
@@ -290,12 +290,12 @@ def test_options_are_checked() -> None:
         {"shards": 1},
     ):
         with pytest.raises(UsageError):
-            make_exporter("dcp", **options)
+            EXPORTERS["dcp"](**options)
 
 
 def test_only_the_metadata_is_written_last(tmp_path: Path) -> None:
     source = fake(tmp_path / "src")
-    target = make_exporter("dcp").target(source, list(source.tensors.values()))
+    target = EXPORTERS["dcp"]().target(source, list(source.tensors.values()))
     assert [f.key for f in target.files if f.last] == [".metadata"]
     assert target.files[-1].last
 

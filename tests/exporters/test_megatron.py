@@ -19,7 +19,7 @@ from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UnsupportedError
 from ucformat.exporters.pickle import ALLOWED, Global
-from ucformat.exporters.registry import make_exporter
+from ucformat.exporters.registry import EXPORTERS
 from ucformat.jobs.export import export
 from ucformat.storage.local import LocalStore
 
@@ -274,7 +274,7 @@ def test_a_model_in_bf16_needs_its_fp32_copy(tmp_path: Path) -> None:
 
 def test_neither_loader_takes_an_unfinished_folder_for_a_checkpoint() -> None:
     source = ucformat.open(FULL)
-    target = make_exporter("megatron").target(source, list(source.tensors.values()))
+    target = EXPORTERS["megatron"]().target(source, list(source.tensors.values()))
     assert [f.key for f in target.files if f.last] == [".metadata", "metadata.json"]
     assert "common.pt" in [f.key for f in target.files if not f.last]
 

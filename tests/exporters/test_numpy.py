@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.fakes import ODD, FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, UnsupportedError, UsageError
-from ucformat.exporters.registry import make_exporter
+from ucformat.exporters.registry import EXPORTERS
 from ucformat.jobs.export import export
 from ucformat.schema import ITEMSIZE
 from ucformat.storage.local import LocalStore
@@ -149,7 +149,7 @@ def test_no_two_names_have_one_file(names: list[str]) -> None:
     source = Checkpoint(
         FakeSource.write(MemoryStore("names"), {(n, "weight"): np.zeros(1) for n in names})
     )
-    target = make_exporter("npy").target(source, list(source.tensors.values()))
+    target = EXPORTERS["npy"]().target(source, list(source.tensors.values()))
     keys = [file.key for file in target.files]
     assert len({key.lower() for key in keys}) == len(names) + 1
     assert not any("/" in key or key.startswith(".") or len(key) > 255 for key in keys)
@@ -208,7 +208,7 @@ class TestAFile:
     @pytest.mark.parametrize("name", ["model.pt", "../x.npz", "model"])
     def test_names_that_are_no_such_file(self, name: str) -> None:
         with pytest.raises(UsageError, match=r"is not the name of an \.npz file"):
-            make_exporter("npz", name=name)
+            EXPORTERS["npz"](name=name)
 
     def test_a_file_has_no_other_name(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="no other name"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ucformat.registry import Registry
 
@@ -10,12 +10,3 @@ if TYPE_CHECKING:
     from ucformat.exporters.base import Exporter
 
 EXPORTERS: Registry[type[Exporter]] = Registry("exporters", "export to")
-
-
-def make_exporter(kind: str, **options: Any) -> Exporter:
-    """The exporter of a kind.
-
-    Raises:
-        UsageError: there is no such kind, or it has no such option.
-    """
-    return EXPORTERS[kind](**options)

@@ -26,7 +26,7 @@ from ucformat.errors import (
     first_names,
 )
 from ucformat.exporters.base import weights_of
-from ucformat.exporters.registry import EXPORTERS, make_exporter
+from ucformat.exporters.registry import EXPORTERS
 from ucformat.jobs.batches import RecordOptions, record_all
 from ucformat.jobs.export_files import ExportJob
 from ucformat.jobs.export_place import begin_export, end_export, give_up_export
@@ -224,7 +224,7 @@ def _prepared(
     options: Mapping[str, Any],
 ) -> tuple[Checkpoint, list[TensorInfo], Exporter]:
     """The source, through a cast if there is one; the tensors; and the exporter."""
-    exporter = make_exporter(kind, **options)
+    exporter = EXPORTERS[kind](**options)
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     infos = _chosen(source, None if states is None else as_strings(states), exporter)
     if cast is not None:

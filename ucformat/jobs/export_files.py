@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ucformat.errors import Conflict, NotFound, UnsafeError, UnsupportedError
 from ucformat.exporters.base import Sealed, Span
-from ucformat.exporters.registry import make_exporter
+from ucformat.exporters.registry import EXPORTERS
 from ucformat.format.digest import document_digest
 from ucformat.geometry.box import bounding_box
 from ucformat.geometry.tensor import Key, cut_piece
@@ -490,7 +490,7 @@ class ExportJob(FilesJob):
         """See Job."""
         source = reopen(spec["source"])
         infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
-        exporter = make_exporter(spec["kind"], **options_of(spec["options"]))
+        exporter = EXPORTERS[spec["kind"]](**options_of(spec["options"]))
         made = cls(source, open_store(spec["store"]), infos, exporter, verify=spec["verify"])
         if made.plan != spec["plan"]:
             raise other_found(source)

@@ -179,6 +179,10 @@ class IndexedSource:
         """Find where the bytes of a tensor are stored; opens files that hold them, if they are not yet open."""
         return self.contents.extents(key, within, self.store.url)
 
+    def records(self) -> Iterator[FileRecord]:
+        """None, as of formats without checksums."""
+        return iter(())
+
 
 class PrefixedSource:
     """An opened checkpoint in a folder of a larger one: its files become keys of the outer store."""

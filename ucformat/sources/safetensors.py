@@ -34,7 +34,6 @@ from ucformat.sources.parts import part_by_shapes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucformat.reading.readable import FileRecord
     from ucformat.sources.model_files import ModelFiles
     from ucformat.storage.base import Store
 
@@ -221,10 +220,6 @@ class OpenSafetensors(IndexedSource):
             folder=model.folder,
             unreadable=self.contents.unreadable,
         )
-
-    def records(self) -> Iterator[FileRecord]:
-        """None: safetensors has no checksums."""
-        return iter(())
 
 
 def _add(header: Header, contents: TensorIndex) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.export_model import ZERO3, outside
-from ucformat.engines.deepspeed.model_states import ENGINE_KEYS, TENSOR_KEYS
+from ucformat.engines.deepspeed.model_states import ENGINE_KEYS, SCALER, TENSOR_KEYS, scaler_of
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.base import left_out
 from ucformat.exporters.pickle import ALLOWED, Call, Global, Instance
@@ -179,7 +179,6 @@ _ADDRESS = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 _SIZE = Global("torch", "Size")
 ALLOWED.update((_STATIC, _DYNAMIC, _STAGE, _ADDRESS))
 
-_KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 #: The settings of a dynamic loss scaler with DeepSpeed's defaults, and their names in a
 #: configuration.
 _SETTINGS: dict[str, tuple[Any, str]] = {
@@ -231,16 +230,13 @@ class ValueDecoder:
         return {k: tuple(v) if isinstance(v, list) else v for k, v in hyper.items()}
 
 
-def scale_of(engine: TargetEngine, recorded: Any) -> dict[str, Any]:
+def scale_of(engine: TargetEngine, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The loss scale: `dynamic`, and the fields of the scaler."""
     if engine.dtype != "float16":
         return {"dynamic": False, "cur_scale": 1.0}
-    scaler = recorded if isinstance(recorded, dict) else {}
-    scaler = scaler.get("loss_scaler", scaler)
-    scaler = scaler.get("$state", {}) if "$class" in scaler else scaler
+    scaler, dynamic = scaler_of(recorded)
     settings = engine.settings.get("fp16")
     settings = settings if isinstance(settings, dict) else {}
-    dynamic = bool(scaler.get("dynamic") or scaler.get("dynamic_loss_scale"))
     if "cur_scale" not in scaler:
         if not settings:
             raise UsageError(
@@ -257,7 +253,7 @@ def scale_of(engine: TargetEngine, recorded: Any) -> dict[str, Any]:
     for name, (default, key) in _SETTINGS.items():
         out[name] = scaler.get(name, settings.get(key, default))
     out["cur_hysteresis"] = out["delayed_shift"]
-    return out | {name: scaler[name] for name in _KEPT if name in scaler}
+    return out | {name: scaler[name] for name in SCALER if name in scaler}
 
 
 def loss_scaler(scale: Mapping[str, Any]) -> Instance:

@@ -14,6 +14,7 @@ from ucformat.engines.deepspeed.live_engine import (
     partitions_of,
     shape_of,
 )
+from ucformat.engines.deepspeed.model_states import SCALER, scaler_of
 from ucformat.errors import UcformatError, UnsupportedError, UsageError, check_keywords
 from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, pieces_of
@@ -303,8 +304,6 @@ def save(
 
 CLIENT = "client_state"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-#: The state of a loss scaler; its settings belong to the configuration.
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def plain_values(trainer: EngineParts) -> dict[str, Any]:
@@ -318,7 +317,7 @@ def plain_values(trainer: EngineParts) -> dict[str, Any]:
     scaler = _scaler(trainer.optimizer)
     if scaler is not None:
         dynamic = {"dynamic": _is_dynamic(scaler)}
-        kept = {k: getattr(scaler, k) for k in _SCALER if getattr(scaler, k, None) is not None}
+        kept = {k: getattr(scaler, k) for k in SCALER if getattr(scaler, k, None) is not None}
         values["optimizer"] = {"loss_scaler": dynamic | kept}
     return {name: encode(value, name) for name, value in values.items()}
 
@@ -356,20 +355,12 @@ def _is_dynamic(scaler: Any) -> bool:
 
 
 def scaler_in(objects: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the state of the dynamic loss scaler in a checkpoint; None if there is none.
-
-    There are three forms: that of `plain_values`; DeepSpeed's pickled scaler of ZeRO 1 to 3; its
-    fields of ZeRO 0.
-    """
+    """Return the state of the dynamic loss scaler in a checkpoint; None if there is none."""
     optimizer = objects.get("optimizer")
     if not isinstance(optimizer, dict):
         return None
-    scaler = optimizer.get("loss_scaler", optimizer)
-    if "$class" in scaler:
-        scaler = scaler.get("$state") or {}
-    if not (scaler.get("dynamic") or scaler.get("dynamic_loss_scale")):
-        return None
-    return {k: scaler[k] for k in _SCALER if k in scaler}
+    scaler, dynamic = scaler_of(optimizer)
+    return {k: scaler[k] for k in SCALER if k in scaler} if dynamic else None
 
 
 def set_scaler(trainer: EngineParts, state: Mapping[str, Any] | None) -> None:

@@ -202,6 +202,22 @@ ENGINE_KEYS = frozenset(
 )  # fmt: skip
 
 
+#: The state of a loss scaler; its settings belong to the configuration.
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def scaler_of(optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The fields of the loss scaler in the object `optimizer`, and whether it is dynamic.
+
+    There are three forms: that of our own checkpoints of engines; DeepSpeed's pickled scaler of
+    ZeRO 1 to 3; its fields of ZeRO 0.
+    """
+    scaler = optimizer.get("loss_scaler", optimizer)
+    if "$class" in scaler:
+        scaler = scaler.get("$state") or {}
+    return scaler, bool(scaler.get("dynamic") or scaler.get("dynamic_loss_scale"))
+
+
 _EXTRA = "_extra_state"  # values of modules other than tensors
 _DEPTH = 20
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from ucformat.engines.orbax.zarr_array import Codec, ZarrArray
     from ucformat.geometry.tensor import Key
-    from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
     from ucformat.storage.decoded import Value
 
@@ -364,7 +363,10 @@ class Chunks:
 
 
 class OpenArrays(IndexedSource):
-    """An opened checkpoint whose tensors are arrays; finding an extent reads the indexes of shards."""
+    """An opened checkpoint whose tensors are arrays; finding an extent reads the indexes of shards.
+
+    It has no records: Orbax has no checksums of data, and Zarr's are next to its chunks.
+    """
 
     def _add(
         self, chunks: Chunks, arrays: Mapping[Key, ZarrArray], unreadable: Mapping[Key, str]
@@ -375,7 +377,3 @@ class OpenArrays(IndexedSource):
             self.contents.put(info, partial(chunks.extents, array))
         for key, reason in unreadable.items():
             self.contents.refuse(key, reason)
-
-    def records(self) -> Iterator[FileRecord]:
-        """None: Orbax has no checksums of data, and Zarr's are next to its chunks."""
-        yield from ()

@@ -23,9 +23,8 @@ from ucformat.sources.index import IndexedSource, TensorIndex
 from ucformat.sources.safetensors import SHARDING_INFO, read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from ucformat.reading.readable import FileRecord
     from ucformat.sources.safetensors import Header
     from ucformat.storage.base import Store
 
@@ -117,10 +116,6 @@ class OpenShards(IndexedSource):
         extents = {box: extent for box, _, extent in pieces if extent is not None}
         prove(info, [(file, box) for box, file, _ in pieces])
         self.contents.add(name, "weight", dtype, shape, lambda _: iter(extents.values()))
-
-    def records(self) -> Iterator[FileRecord]:
-        """None: safetensors has no checksums."""
-        return iter(())
 
 
 def _all_there(tensors: Iterable[Sequence[Box]], ranks: int) -> bool:
