@@ -17,7 +17,7 @@ from tests.catalog.manifests import digest, manifest, tensor
 from ucformat.catalog.database import Database
 from ucformat.catalog.diff import MISSING, Changed, Diff, TensorChange, diff
 from ucformat.catalog.labels import add_metrics
-from ucformat.catalog.recording import record
+from ucformat.catalog.recording import Found, record_all
 from ucformat.catalog.stamp import Stamp
 from ucformat.schema.limits import MAX_DEPTH
 
@@ -42,9 +42,8 @@ def put(database: Database, **values: Any) -> int:
     number = next(made)
     found = manifest(number, step=number, **values)
     with database.writing() as c:
-        return record(
-            c, found, f"/r/{number}", kind="ucformat", run="r", files=None, stamp=Stamp("me", NOW)
-        )
+        [serial] = record_all(c, [Found(found, f"/r/{number}", run="r")], Stamp("me", NOW))
+        return serial
 
 
 def compare(database: Database, a: dict[str, Any], b: dict[str, Any]) -> Diff:

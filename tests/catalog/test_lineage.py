@@ -28,7 +28,7 @@ from ucformat.catalog.lineage import (
     render_tree,
 )
 from ucformat.catalog.models import AliasRow, CheckpointRow, Edge, Event, TensorSet
-from ucformat.catalog.recording import record
+from ucformat.catalog.recording import Found, record_all
 from ucformat.catalog.stamp import Stamp
 from ucformat.errors import NotFound, UsageError
 
@@ -52,8 +52,9 @@ def put(database: Database, *manifests: Manifest) -> list[int]:
     """Record checkpoints at `/r/<step>`; their serials."""
     with database.writing() as c:
         return [
-            record(c, m, f"/r/{m.step}", kind="ucformat", run=m.run, files=None, stamp=STAMP)
+            serial
             for m in manifests
+            for serial in record_all(c, [Found(m, f"/r/{m.step}", run=m.run)], STAMP)
         ]
 
 

@@ -13,8 +13,7 @@ from click.testing import CliRunner
 from tests.catalog.acts import put
 from tests.catalog.manifests import BEGIN, manifest
 from tests.catalog.rows import policy
-from ucformat.catalog.lines import contradictions
-from ucformat.catalog.newest import newest_first
+from ucformat.catalog.lines import contradictions, newest_first
 from ucformat.cli.main import ucp
 
 if TYPE_CHECKING:

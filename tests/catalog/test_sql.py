@@ -22,7 +22,7 @@ from ucformat.catalog import sql
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.database import Database
 from ucformat.catalog.models import Base, RunRow
-from ucformat.catalog.recording import record
+from ucformat.catalog.recording import Found, record_all
 from ucformat.catalog.sql import QueryResult, run_sql
 from ucformat.catalog.stamp import Stamp
 from ucformat.cli.main import ucp
@@ -51,7 +51,7 @@ def database(
     with database.writing() as c:
         for i in (1, 2, 3):
             m = manifest(i, step=i, config={"lr": 0.1}, metrics={"loss": 0.5})
-            record(c, m, f"/r/{i}", kind="ucformat", run="run7", files=None, stamp=Stamp("me", NOW))
+            record_all(c, [Found(m, f"/r/{i}", run="run7")], Stamp("me", NOW))
     yield database
     database.close()
 

@@ -700,7 +700,7 @@ def _patches(world: World) -> Iterator[Any]:
     yield mock.patch.object(memory, "_VERSIONS", itertools.repeat(0))
     yield mock.patch("ucformat.storage.memory.MemoryStore", lambda name: _Store(world, name))
     yield mock.patch(
-        "ucformat.catalog.reader.Database",
+        "ucformat.catalog.catalog.Database",
         lambda url, *, read_only, upgrade: _Database(world, url, read_only=read_only),
     )
     yield mock.patch(

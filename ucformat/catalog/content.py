@@ -19,13 +19,13 @@ from ucformat.catalog.models import (
     TensorSet,
     storable_text,
 )
-from ucformat.catalog.rows import all_blocks, insert_if_absent, insert_rows
+from ucformat.catalog.rows import all_blocks, insert_if_absent, insert_rows, serial_of
 from ucformat.errors import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection
 
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.tensors import KindDoc, TensorTable
@@ -180,25 +180,19 @@ def add_digests(connection: Connection, tables: Mapping[int, TensorTable]) -> No
 
 def _digests(connection: Connection, serial: int) -> dict[int, str]:
     """The digests of a checkpoint's tensors that have one, by position in the structure."""
-    block = (
-        sa.select(CheckpointRow.digest_block)
-        .where(CheckpointRow.serial == serial)
-        .scalar_subquery()
-    )
-    rows = sa.select(Digest.position, Digest.digest).where(
-        Digest.block == block, Digest.checkpoint == serial
-    )
+    rows = sa.select(Digest.position, Digest.digest).where(*_of_checkpoint(serial))
     return {row.position: row.digest for row in connection.execute(rows)}
 
 
 def remove_digests(connection: Connection, serial: int) -> None:
     """Delete the digests of a checkpoint's tensors."""
-    block = (
-        sa.select(CheckpointRow.digest_block)
-        .where(CheckpointRow.serial == serial)
-        .scalar_subquery()
-    )
-    connection.execute(sa.delete(Digest).where(Digest.block == block, Digest.checkpoint == serial))
+    connection.execute(sa.delete(Digest).where(*_of_checkpoint(serial)))
+
+
+def _of_checkpoint(serial: int) -> tuple[ColumnElement[bool], ...]:
+    """The conditions of a checkpoint's digests: the block is what their index begins with."""
+    block = sa.select(CheckpointRow.digest_block).where(CheckpointRow.serial == serial)
+    return (Digest.block == block.scalar_subquery(), Digest.checkpoint == serial)
 
 
 def check_same(
@@ -229,9 +223,7 @@ def check_same(
 
 def contradiction(connection: Connection, manifest: Manifest, url: str) -> str | None:
     """As `Catalog.contradiction`, in a transaction."""
-    serial = connection.scalar(
-        sa.select(CheckpointRow.serial).where(CheckpointRow.id == manifest.id)
-    )
+    serial = serial_of(connection, manifest.id)
     if (
         serial is None
         or url not in _places_of(connection, serial)
@@ -306,11 +298,7 @@ def load_tensors(connection: Connection, serial: int) -> list[ListedTensor]:
 
 
 def find_digest(connection: Connection, digest: str) -> dict[int, list[ListedTensor]]:
-    """The checkpoints and tensors with a content digest.
-
-    Returns:
-        The tensors, by the serials of the checkpoints that contain them.
-    """
+    """The tensors with a content digest, by the serials of the checkpoints that contain them."""
     query = (
         sa.select(Digest.checkpoint, TensorRow.__table__, Digest.digest)
         .join(CheckpointRow, CheckpointRow.serial == Digest.checkpoint)

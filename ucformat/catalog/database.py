@@ -72,10 +72,6 @@ _NETWORK_FUSE = (
 class Database:
     """The database of a catalog; its tables have the current revision, or a newer one that is only read.
 
-    Args:
-        upgrade: upgrade tables of an older ucformat (default: raise UpgradeNeeded).
-        read_only: do not write; the database enforces it (default: False).
-
     Raises:
         NotFound: with `read_only`, there is no catalog.
     """
@@ -173,11 +169,7 @@ class Database:
                 connection.info["writing"] = False
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Run a function in a transaction that writes, and retry if it conflicts with a concurrent one.
-
-        Args:
-            work: the function, which may be called up to ten times.
-        """
+        """Run a function in a transaction that writes, up to ten times if it conflicts."""
         for left in reversed(range(_MAX_TRIES)):
             try:
                 with self.writing() as connection:

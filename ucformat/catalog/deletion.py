@@ -32,14 +32,25 @@ from ucformat.catalog.retention import (
     protections,
     retention_rows,
 )
-from ucformat.catalog.rows import MAX_IN_LIST, event, events, lock, touch, update_checkpoints
+from ucformat.catalog.rows import (
+    COMMITTED_AGAIN,
+    event,
+    events,
+    exists,
+    lock,
+    pages,
+    serial_at,
+    serial_of,
+    touch,
+    update_checkpoints,
+)
 from ucformat.catalog.stamp import clocks
 from ucformat.errors import Conflict, PermissionDenied
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection
 
     from ucformat.catalog.stamp import Stamp
     from ucformat.schema.policy import Policy
@@ -47,7 +58,6 @@ if TYPE_CHECKING:
 
 # Which deleted checkpoints may be removed from storage: a pure function of the checkpoints and the
 # time.
-
 
 _LAST = datetime.max.replace(tzinfo=UTC)
 _SECOND, _DISAGREE = timedelta(seconds=1), timedelta(minutes=5)
@@ -200,26 +210,28 @@ def protections_at(
     connection: Connection, checkpoint: str, url: str, now: datetime, *, annotations: bool = True
 ) -> tuple[str, ...]:
     """As `Catalog.protections`, in a transaction."""
-    serial = connection.scalar(
-        sa.select(CheckpointRow.serial).where(CheckpointRow.id == checkpoint)
-    )
+    serial = serial_of(connection, checkpoint)
     found = (
         retention_rows(connection, now, serials=[serial])
         if serial is not None and annotations
         else []
     )
     child = CheckpointRow.__table__.alias()
-    here = near(url) if serial is None else sa.or_(Edge.parent == serial, near(url))
     others = (
-        sa.select(child.c.id).join(Edge, child.c.serial == Edge.child).where(Edge.depends, here)
+        sa.select(child.c.id)
+        .join(Edge, child.c.serial == Edge.child)
+        .where(Edge.depends, _needs(serial, url))
     )
-    live = (
-        others.where(child.c.state.in_(LIVE), child.c.id != checkpoint)
-        .distinct()
-        .order_by(child.c.id)
-    )
+    live = others.where(child.c.state.in_(LIVE), child.c.id != checkpoint).distinct()
     why = [reason for row in found for reason in protections(row, now)]
-    return tuple(dict.fromkeys([*why, *needed_by(connection.scalars(live).all())]))
+    return tuple(
+        dict.fromkeys([*why, *needed_by(connection.scalars(live.order_by(child.c.id)).all())])
+    )
+
+
+def _needs(parent: int | None, url: str) -> ColumnElement[bool]:
+    """Whether an edge refers to a checkpoint, or to files at its place."""
+    return near(url) if parent is None else sa.or_(Edge.parent == parent, near(url))
 
 
 def ignore_dependent(
@@ -236,10 +248,9 @@ def ignore_dependent(
     Returns:
         Whether there was a record, beside the files or in the catalog.
     """
-    parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
-    child = sa.select(CheckpointRow.serial).where(CheckpointRow.id == dependent).scalar_subquery()
-    here = near(url) if parent is None else sa.or_(Edge.parent == parent, near(url))
-    update = sa.update(Edge).where(Edge.child == child, Edge.depends, here).values(depends=False)
+    parent = serial_at(connection, url)
+    child = Edge.child == serial_of(connection, dependent)
+    update = sa.update(Edge).where(child, Edge.depends, _needs(parent, url)).values(depends=False)
     found = connection.execute(update).rowcount > 0 or beside
     if found:
         event(connection, "ignore-dependent", stamp, parent, dependent=dependent, url=url, **why)
@@ -293,12 +304,9 @@ def plan(
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> RetentionPlan:
     """Plan what a policy keeps and deletes."""
-    about: dict[str, Any] = {
-        "filters": policy.filters(),
-        "metrics": policy.metrics(),
-        "scope": policy.scope,
-    }
-    return plan_retention(policy, retention_rows(connection, now, needed=needed, **about), now)
+    return plan_retention(
+        policy, retention_rows(connection, now, policy=policy, needed=needed), now
+    )
 
 
 def apply_plan(
@@ -323,7 +331,7 @@ def apply_plan(
 
 
 def _obstacles(row: RetentionRow, now: datetime) -> list[str]:
-    found = [] if row.kind == "ucformat" else [f"not ours: written by {row.kind}"]
+    found = [] if row.kind == OWN_KIND else [f"not ours: written by {row.kind}"]
     if row.state != "committed":
         found.append(f"it is {row.state}")
     return [*found, *protections(row, now)]
@@ -337,7 +345,7 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
                 f"a checkpoint that is {state} cannot be restored",
                 hint="only deleted ones can, until gc purges them",
             )
-    update_checkpoints(connection, serials, state="committed", deleted=None, purge_after=None)
+    update_checkpoints(connection, serials, **COMMITTED_AGAIN)
     _reset_locations(connection, serials)
     events(connection, "restore", stamp, {s: {} for s in serials})
     touch(connection, serials)
@@ -345,18 +353,15 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
 
 def _reset_locations(connection: Connection, serials: Sequence[int]) -> None:
     """Clear the deletion state of single places, since the change in this catalog applies to all of them."""
-    for at in range(0, len(serials), MAX_IN_LIST):
-        some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
-        connection.execute(
-            sa.update(Location).where(some).values(deleted=None, purge_after=None, spared=False)
-        )
+    for page in pages(serials):
+        places = sa.update(Location).where(Location.checkpoint.in_(page))
+        connection.execute(places.values(deleted=None, purge_after=None, spared=False))
 
 
 def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] | None:
-    """Mark a deleted checkpoint as being purged, after which it cannot be restored.
+    """Mark a checkpoint as being purged, which cannot be undone, and return its places.
 
-    Returns:
-        The places from which it has to be removed; None if it is not deleted, or protected by now.
+    None if it is not deleted, or protected by now.
     """
     state = lock(connection, [serial])[serial]
     if state not in ("deleted", "purging"):
@@ -365,11 +370,9 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
     if state == "deleted":
         end = end_of_grace(row, timedelta(0), stamp.now, clocks(connection))
         expired = end is None or end <= stamp.now
-        if row.kind != "ucformat" or not expired or protections(row, stamp.now):
+        if row.kind != OWN_KIND or not expired or protections(row, stamp.now):
             return None
-        connection.execute(
-            sa.update(CheckpointRow).where(CheckpointRow.serial == serial).values(state="purging")
-        )
+        update_checkpoints(connection, [serial], state="purging")
         event(connection, "purge", stamp, serial, nbytes=row.nbytes)
     places = sa.select(Location.url).where(Location.checkpoint == serial, ~Location.spared)
     return list(connection.scalars(places.order_by(Location.url)))
@@ -383,9 +386,7 @@ def stop_purge(
     connection.execute(
         sa.delete(Location).where(Location.checkpoint == serial, Location.url.in_(gone))
     )
-    connection.execute(
-        sa.update(CheckpointRow).where(CheckpointRow.serial == serial).values(state="deleted")
-    )
+    update_checkpoints(connection, [serial], state="deleted")
     event(connection, "purge-stopped", stamp, serial, needed=list(needed), gone=list(gone))
 
 
@@ -398,8 +399,8 @@ def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:
     lock(connection, [serial])
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial, ~Location.spared))
     event(connection, "purged", stamp, serial)
-    if connection.scalar(sa.select(sa.exists().where(Location.checkpoint == serial))):
-        update_checkpoints(connection, [serial], state="committed", deleted=None, purge_after=None)
+    if exists(connection, Location.checkpoint == serial):
+        update_checkpoints(connection, [serial], **COMMITTED_AGAIN)
         _reset_locations(connection, [serial])
         touch(connection, [serial])
         return

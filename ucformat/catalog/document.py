@@ -12,11 +12,12 @@ recorded in this catalog (docs/security.md).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
+from pydantic import BaseModel
 
-from ucformat.catalog.labels import alias_target, record_untag, set_tag
+from ucformat.catalog.labels import alias_target, last_version, record_untag, set_tag
 from ucformat.catalog.lineage import insert_edge
 from ucformat.catalog.models import (
     AliasClaim,
@@ -38,13 +39,16 @@ from ucformat.catalog.models import (
 from ucformat.catalog.recording import set_run
 from ucformat.catalog.retention import RetentionHold, protections, retention_rows
 from ucformat.catalog.rows import (
-    MAX_IN_LIST,
+    COMMITTED_AGAIN,
     event,
+    exists,
     insert_if_absent,
     lock,
     lock_names,
+    pages,
     touch,
     unindexed,
+    update_checkpoints,
 )
 from ucformat.catalog.stamp import GRACE, clocks
 from ucformat.schema.documents import (
@@ -65,6 +69,8 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
     from ucformat.catalog.stamp import Stamp
+
+_Doc = TypeVar("_Doc", bound=BaseModel)
 
 #: The largest revision or version that is accepted from a document, which leaves room to count on.
 MAX_REVISION = 2**30
@@ -96,9 +102,9 @@ def stale(
         others.order_by(unindexed(CheckpointRow.serial).desc()).limit(limit)
     )
     urls: dict[int, list[str]] = {s: [] for s in chosen}
-    for at in range(0, len(chosen), MAX_IN_LIST):
-        some = Location.checkpoint.in_(chosen[at : at + MAX_IN_LIST])
-        for row in connection.execute(sa.select(Location.checkpoint, Location.url).where(some)):
+    for page in pages(chosen):
+        places = sa.select(Location.checkpoint, Location.url).where(Location.checkpoint.in_(page))
+        for row in connection.execute(places):
             urls[row.checkpoint].append(row.url)
     return [StaleDocument(s, tuple(u)) for s, u in urls.items()]
 
@@ -124,6 +130,9 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
         chosen = sa.select(table.__table__).where(table.checkpoint == serial, *where)
         return connection.execute(chosen.order_by(*table.__table__.primary_key.columns))
 
+    def docs(kind: type[_Doc], table: Any, *where: Any) -> tuple[_Doc, ...]:
+        return tuple(kind.model_validate(r, from_attributes=True) for r in rows(table, *where))
+
     row = connection.execute(
         sa.select(CheckpointRow.__table__, RunRow.name.label("run"))
         .outerjoin(RunRow, RunRow.id == CheckpointRow.run_id)
@@ -140,11 +149,9 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
         ).one_or_none()
         or row
     )
-    aliases = {
-        r.name: AliasDoc(name=r.name, version=r.version, moved=r.moved) for r in rows(AliasRow)
-    }
-    for r in rows(AliasClaim, AliasClaim.document_url == url):
-        aliases.setdefault(r.name, AliasDoc(name=r.name, version=r.version, moved=r.moved))
+    aliases = {a.name: a for a in docs(AliasDoc, AliasRow)}
+    for claim in docs(AliasDoc, AliasClaim, AliasClaim.document_url == url):
+        aliases.setdefault(claim.name, claim)
     removed = sa.or_(Untag.document_url.is_(None), Untag.document_url == url)
     return CatalogDoc(
         id=row.id,
@@ -154,20 +161,11 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
         deleted=deletion.deleted,
         purge_after=deletion.purge_after,
         aliases=tuple(aliases.values()),
-        tags=tuple(
-            TagDoc(name=r.name, created=r.created, who=r.who, permanent=r.permanent)
-            for r in rows(Tag)
-        ),
-        untags=tuple(
-            UntagDoc(name=r.name, removed=r.removed, who=r.who, reason=r.reason)
-            for r in rows(Untag, removed)
-        ),
-        holds=tuple(
-            HoldDoc(reason=r.reason, until=r.until, created=r.created, who=r.who)
-            for r in rows(Hold, Hold.released.is_(None))
-        ),
+        tags=docs(TagDoc, Tag),
+        untags=docs(UntagDoc, Untag, removed),
+        holds=docs(HoldDoc, Hold, Hold.released.is_(None)),
         metrics={r.name: MetricDoc(value=r.value, measured=r.measured) for r in rows(Metric)},
-        notes=tuple(NoteDoc(text=r.text, created=r.created, who=r.who) for r in rows(Note)),
+        notes=docs(NoteDoc, Note),
         lineage=tuple(
             EdgeDoc.model_validate(
                 {"kind": r.kind, "url": r.parent_url, "id": r.parent_id, "depends": r.depends}
@@ -212,10 +210,9 @@ def import_document(
     *,
     trust: bool = False,
 ) -> list[str]:
-    """Import the document at a place. A document that this catalog wrote, and that is not newer, changes nothing.
+    """Import the document at a place, and return a message for each alias that was not moved.
 
-    Returns:
-        A message for each alias that was not moved.
+    A document that this catalog wrote, and that is not newer, changes nothing.
     """
     lock_names(
         connection, *(f"alias {a.name}" for a in doc.aliases), *(e.id or e.url for e in doc.lineage)
@@ -243,9 +240,8 @@ def import_document(
     after = _content(compose(connection, serial, url))
     latest = max(row.document_revision, min(doc.revision, MAX_REVISION))
     due = unwritten or after != _content(doc)
-    values = {"document_revision": latest + due, "document_written": latest}
-    connection.execute(
-        sa.update(CheckpointRow).where(CheckpointRow.serial == serial).values(**values)
+    update_checkpoints(
+        connection, [serial], document_revision=latest + due, document_written=latest
     )
     if after != before:
         event(
@@ -292,12 +288,10 @@ def _import_deletion(origin: _Origin, row: Any, doc: CatalogDoc, *, unwritten: b
     here = places.where(Location.url == origin.url)
     if doc.deleted is None:
         connection.execute(here.values(deleted=None, purge_after=None))
-        spared = sa.exists().where(
-            Location.checkpoint == origin.serial, Location.url == origin.url, Location.spared
-        )
-        if row.state != "deleted" or unwritten or connection.scalar(sa.select(spared)):
+        spared = (Location.checkpoint == row.serial, Location.url == origin.url, Location.spared)
+        if row.state != "deleted" or unwritten or exists(connection, *spared):
             return
-        values: dict[str, Any] = {"state": "committed", "deleted": None, "purge_after": None}
+        values = COMMITTED_AGAIN
     else:
         [now] = (
             retention_rows(connection, stamp.now, serials=[row.serial])
@@ -305,18 +299,10 @@ def _import_deletion(origin: _Origin, row: Any, doc: CatalogDoc, *, unwritten: b
             else [None]
         )
         since = (Event.checkpoint == row.serial, Event.action == "restore", Event.at >= doc.deleted)
-        if (
-            now is None
-            or protections(now, stamp.now)
-            or connection.scalar(sa.select(sa.exists().where(*since)))
-        ):
+        if now is None or protections(now, stamp.now) or exists(connection, *since):
             return
         connection.execute(here.values(deleted=doc.deleted, purge_after=doc.purge_after))
-        if connection.scalar(
-            sa.select(
-                sa.exists().where(Location.checkpoint == origin.serial, Location.deleted.is_(None))
-            )
-        ):
+        if exists(connection, Location.checkpoint == row.serial, Location.deleted.is_(None)):
             return
         end = doc.purge_after if origin.trust else stamp.now + GRACE
         values = {
@@ -325,9 +311,7 @@ def _import_deletion(origin: _Origin, row: Any, doc: CatalogDoc, *, unwritten: b
             "purge_after": end,
         }
         values["deleted_clocks"] = {} if origin.trust else clocks(connection)
-    connection.execute(
-        sa.update(CheckpointRow).where(CheckpointRow.serial == row.serial).values(**values)
-    )
+    update_checkpoints(connection, [row.serial], **values)
 
 
 def _import_annotations(origin: _Origin, doc: CatalogDoc) -> None:
@@ -427,15 +411,8 @@ def _import_aliases(origin: _Origin, aliases: Iterable[AliasDoc]) -> list[str]:
             AliasMove.target == origin.serial,
             AliasMove.version == alias.version,
         )
-        last = (
-            connection.scalar(
-                sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == alias.name)
-            )
-            or 0
-        )
-        if connection.scalar(sa.select(sa.exists().where(*past))) or (
-            last >= alias.version and here == origin.serial
-        ):
+        last = last_version(connection, alias.name)
+        if exists(connection, *past) or (last >= alias.version and here == origin.serial):
             continue  # this move is in our history already
         free = here is None or here == origin.serial or origin.trust
         if free and last < alias.version <= MAX_REVISION:

@@ -50,9 +50,6 @@ def move_alias(
     Args:
         expect: the serial that it must point to now; None if it must not exist; ANY to skip the
             check.
-
-    Raises:
-        Conflict: it points to another one.
     """
     _check_name("an alias", name)
     if name == "latest":
@@ -67,7 +64,7 @@ def move_alias(
             sa.update(AliasRow).where(AliasRow.name == name).values(document_url=None)
         )
         return ()
-    version = _next_version(connection, name) if found is None else found.version + 1
+    version = 1 + (last_version(connection, name) if found is None else found.version)
     values = {"checkpoint": target, "version": version, "moved": stamp.now, "document_url": None}
     if found is None:
         connection.execute(sa.insert(AliasRow).values(name=name, **values))
@@ -81,14 +78,7 @@ def move_alias(
 def remove_alias(
     connection: Connection, name: str, expect: int | _Any | None, stamp: Stamp
 ) -> tuple[int, ...]:
-    """Remove an alias, and keep its history.
-
-    Args:
-        expect: the serial that it must point to now; ANY to skip the check.
-
-    Raises:
-        Conflict: it points to another one.
-    """
+    """Remove an alias, and keep its history; `expect` as for `move_alias`."""
     found = _alias(connection, name)
     if found is None:
         raise NotFound(f"there is no alias {name!r}", hint="`ucp alias list` shows all")
@@ -99,11 +89,7 @@ def remove_alias(
 
 
 def alias_target(connection: Connection, name: str) -> int | None:
-    """The target of an alias, which is locked until the transaction ends.
-
-    Returns:
-        The serial of the checkpoint; None if there is no such alias.
-    """
+    """The serial of the target of an alias, which is locked; None if there is none."""
     found = _alias(connection, name)
     return None if found is None else int(found.checkpoint)
 
@@ -134,11 +120,10 @@ def _id(connection: Connection, serial: int) -> str:
     ).scalar_one()
 
 
-def _next_version(connection: Connection, name: str) -> int:
-    return 1 + (
-        connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == name))
-        or 0
-    )
+def last_version(connection: Connection, name: str) -> int:
+    """The version of the last move of an alias; 0 if there was none."""
+    last = sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == name)
+    return connection.scalar(last) or 0
 
 
 def _record_move(
@@ -214,11 +199,7 @@ def set_tag(
 def remove_tags(
     connection: Connection, serial: int, tags: Sequence[str], reason: str, stamp: Stamp
 ) -> None:
-    """Remove tags from a checkpoint, all of them or none.
-
-    Raises:
-        NotFound: it does not have one of them.
-    """
+    """Remove tags from a checkpoint, all of them or none."""
     if not reason.strip():
         raise UsageError("removing a tag needs a reason", hint="state why; the audit log keeps it")
     lock(connection, [serial])
@@ -251,11 +232,7 @@ def record_untag(
     reason: str,
     document_url: str | None = None,
 ) -> None:
-    """Remove a tag from a checkpoint if it has it, and record the removal.
-
-    Args:
-        document_url: the place of the document that the removal is from (None: this catalog).
-    """
+    """Remove a tag from a checkpoint if it has it, and record the removal."""
     connection.execute(sa.delete(Tag).where(Tag.checkpoint == serial, Tag.name == tag))
     connection.execute(sa.delete(Untag).where(Untag.checkpoint == serial, Untag.name == tag))
     values = {"removed": removed, "who": who, "reason": reason, "document_url": document_url}
@@ -269,12 +246,7 @@ def add_hold(
     until: datetime | timedelta | None,
     stamp: Stamp,
 ) -> int:
-    """Protect a checkpoint from deletion.
-
-    Args:
-        until: when the hold expires, as a duration or a time with its zone (None: when it is
-            released).
-    """
+    """Protect a checkpoint from deletion."""
     if not reason.strip():
         raise UsageError("a hold needs a reason", hint="state why the checkpoint must be kept")
     if isinstance(until, timedelta):

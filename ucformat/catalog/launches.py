@@ -1,19 +1,19 @@
-"""Launches in the catalog: of which launch a checkpoint is, and which launches that one continues."""
+"""Launches in the catalog: which continue which, and which checkpoints are the newest by that."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
 from ucformat.catalog.lines import position
 from ucformat.catalog.models import CheckpointRow, Continuation, Edge, Launch
-from ucformat.catalog.rows import MAX_IN_LIST, get_or_insert, lock_names
+from ucformat.catalog.rows import get_or_insert, lock_names, pages
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy import ColumnElement, CompoundSelect, Connection, Select
 
     from ucformat.schema.manifest import Manifest
 
@@ -104,12 +104,9 @@ def _join(connection: Connection, launch: int, other: int) -> None:
 
 
 def _direct(connection: Connection, launches: Iterable[int]) -> Iterable[tuple[int, int, int]]:
-    ids = sorted(launches)
-    for at in range(0, len(ids), MAX_IN_LIST):
-        page = Continuation.launch.in_(ids[at : at + MAX_IN_LIST])
-        query = sa.select(Continuation.launch, Continuation.continued, Continuation.position).where(
-            page
-        )
+    columns = (Continuation.launch, Continuation.continued, Continuation.position)
+    for page in pages(sorted(launches)):
+        query = sa.select(*columns).where(Continuation.launch.in_(page))
         yield from ((launch, other, here) for launch, other, here in connection.execute(query))
 
 
@@ -122,13 +119,13 @@ def load_continuations(
     """
     ids = sorted({number for number in launches if number is not None})
     launches_by_number: dict[int | None, _Continued] = {None: (None, None, {})}
-    for at in range(0, len(ids), MAX_IN_LIST):
-        page = ids[at : at + MAX_IN_LIST]
-        first = Launch.__table__.alias().c
-        query = sa.select(Launch.id, Launch.name, first.name).join(
-            first.id.table, first.id == family()
+    first = Launch.__table__.alias().c
+    for page in pages(ids):
+        query = (
+            sa.select(Launch.id, Launch.name, first.name)
+            .join(first.id.table, first.id == family())
+            .where(Launch.id.in_(page))
         )
-        query = query.where(Launch.id.in_(page))
         launches_by_number |= {
             number: (name, common, {}) for number, name, common in connection.execute(query)
         }
@@ -149,3 +146,117 @@ def load_families(
     common = connection.scalars(sa.select(family()).where(Launch.id.in_(launches)).distinct()).all()
     members = sa.select(Launch.id).where(sa.or_(Launch.id.in_(common), Launch.family.in_(common)))
     return load_continuations(connection, connection.scalars(members).all())
+
+
+def select_newest_first(*where: ColumnElement[bool]) -> Select[Any]:
+    """The order of `lines.newest_first` as a query.
+
+    Returns:
+        A query for serial, id, kind, step, commits and created, and `counted`: the commits or their
+        substitute.
+    """
+    alone = sa.or_(
+        CheckpointRow.run_id.is_(None),
+        sa.and_(CheckpointRow.step.is_(None), CheckpointRow.commits.is_(None)),
+    )
+    counted = _counted(
+        [CheckpointRow.run_id, family(), sa.case((alone, CheckpointRow.serial))], where
+    )
+    order = (counted["counted"], counted["at"], counted.created, counted.serial)
+    latest = sa.func.max(counted.created).over(
+        partition_by=(counted.part_0, counted.part_1, counted.part_2), order_by=order
+    )
+    query = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")))
+    return query.order_by(latest.desc(), *(key.desc() for key in order))
+
+
+def select_newest_of_launches(*where: ColumnElement[bool]) -> Select[Any]:
+    """A query for the newest checkpoints of each launch, several where they tie."""
+    counted = _counted([CheckpointRow.launch_id], where)
+    order = (counted["counted"].desc(), counted["at"].desc())
+    place = sa.func.rank().over(partition_by=counted.part_0, order_by=order).label("place")
+    placed = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")), place).subquery()
+    return sa.select(placed).where(placed.c.place == 1).order_by(placed.c.serial)
+
+
+_COLUMNS = ("serial", "id", "kind", "step", "commits", "created", "launch_id")
+
+
+def _counted(parts: list[Any], where: Iterable[ColumnElement[bool]]) -> Any:
+    """The columns of a query for checkpoints with their counts, or the substitutes in their part of all."""
+    step = sa.func.coalesce(CheckpointRow.step, -1)
+    before = sa.func.max(CheckpointRow.commits).over(partition_by=parts, order_by=step)
+    columns = (getattr(CheckpointRow, name) for name in _COLUMNS)
+    keys = (part.label(f"part_{i}") for i, part in enumerate(parts))
+    count = sa.func.coalesce(CheckpointRow.commits, before, 0).label("counted")
+    query = sa.select(*columns, *keys, count, step.label("at")).outerjoin(
+        Launch, Launch.id == CheckpointRow.launch_id
+    )
+    return query.where(*where).subquery().c
+
+
+def before(connection: Connection, last: Select[Any]) -> ColumnElement[bool]:
+    """The condition that is met by all checkpoints that can come before any of the last ones, and by some others.
+
+    These are of the same runs. What comes before one of them has as many commits, or none and a
+    step that is at least that of one with as many; in a run without counts, at least its step. What
+    comes after all of them was created earlier, and changes the time of none.
+    """
+    rows = connection.execute(last.limit(_FEW + 1)).all()
+    if len(rows) > _FEW:
+        return CheckpointRow.serial.in_(_before_many(last))
+    step, commits = CheckpointRow.step, CheckpointRow.commits
+    least: dict[int, tuple[int, int]] = {}
+    for row in rows:
+        if row.run_id is not None:
+            steps, counts = least.get(row.run_id, (_MOST, _MOST))
+            own = -1 if row.step is None else row.step
+            least[row.run_id] = min(steps, own), min(counts, row.commits or 0)
+    counted = sa.or_(
+        sa.false(),
+        *(
+            sa.and_(CheckpointRow.run_id == run, commits >= count)
+            for run, (_, count) in least.items()
+        ),
+    )
+    query = sa.select(CheckpointRow.run_id, sa.func.min(sa.func.coalesce(step, -1))).where(counted)
+    lower: dict[int, int] = dict(connection.execute(query.group_by(CheckpointRow.run_id)).all())
+    parts: list[ColumnElement[bool]] = [CheckpointRow.serial.in_([row.serial for row in rows])]
+    for run, (own, _) in least.items():
+        begin = min(own, lower.get(run, own))
+        later = sa.or_(step >= begin, step.is_(None)) if begin < 0 else step >= begin
+        parts.append(sa.and_(CheckpointRow.run_id == run, later))
+    return sa.or_(*parts)
+
+
+_FEW = (
+    50  # checkpoints whose runs are conditions of a query, with which PostgreSQL estimates better
+)
+_MOST = 2**63 - 1
+
+
+def _before_many(last: Select[Any]) -> CompoundSelect[Any]:
+    """The serials of these checkpoints, found in the same query."""
+    newest = last.cte()
+    step, commits = (
+        sa.func.min(sa.func.coalesce(newest.c.step, -1)),
+        sa.func.min(sa.func.coalesce(newest.c.commits, 0)),
+    )
+    least = (
+        sa.select(newest.c.run_id, step.label("step"), commits.label("commits"))
+        .group_by(newest.c.run_id)
+        .cte()
+    )
+    run, other = CheckpointRow.__table__.alias().c, CheckpointRow.__table__.alias().c
+    counted = sa.select(sa.func.min(sa.func.coalesce(other.step, -1))).where(
+        other.run_id == least.c.run_id, other.commits >= least.c.commits
+    )
+    parts = [
+        sa.select(run.serial).where(run.run_id == least.c.run_id, later)
+        for later in (
+            run.step >= least.c.step,
+            run.step >= counted.scalar_subquery(),
+            run.step.is_(None),
+        )
+    ]
+    return sa.union(sa.select(newest.c.serial), *parts)

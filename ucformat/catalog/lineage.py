@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from ucformat.catalog.launches import link_launches
 from ucformat.catalog.models import CheckpointRow, Edge, Location, RunRow
 from ucformat.catalog.refs import parse_ref, resolve, same_place
-from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock_names
+from ucformat.catalog.rows import event, insert_if_absent, lock_names, pages, serial_at, serial_of
 from ucformat.errors import NotFound, UsageError
 from ucformat.schema import LINEAGE_KINDS
 
@@ -68,15 +68,12 @@ def insert_edge(
         return False
     parent_url = same_place(parent_url)
     lock_names(connection, parent_id or parent_url)
-    parent = None
-    if parent_id is not None:
-        parent = connection.scalar(
-            sa.select(CheckpointRow.serial).where(CheckpointRow.id == parent_id)
-        )
-    else:
-        parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == parent_url))
     values = {
-        "parent": parent,
+        "parent": (
+            serial_at(connection, parent_url)
+            if parent_id is None
+            else serial_of(connection, parent_id)
+        ),
         "parent_id": parent_id,
         "depends": depends,
         "how": dict(how) if how else None,
@@ -202,9 +199,6 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
 
     Args:
         parent: a reference, or a place that is not in the catalog.
-
-    Raises:
-        NotFound: the parent is neither in the catalog nor a place.
     """
     if kind not in LINEAGE_KINDS:
         raise UsageError(
@@ -295,8 +289,8 @@ def _steps(
     while last and walked != depth:
         further, most = None if depth is None else min(most, depth - walked), min(2 * most, _FAR)
         new: dict[int, list[Row[Any]]] = {}
-        for at in range(0, len(last), MAX_IN_LIST):
-            for r in _edges(connection, last[at : at + MAX_IN_LIST], further, up=up):
+        for page in pages(last):
+            for r in _edges(connection, page, further, up=up):
                 near = r.child if up else r.parent
                 if near not in steps:
                     new.setdefault(near, []).append(r)

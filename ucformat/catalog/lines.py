@@ -1,25 +1,96 @@
-"""The lines of a run: which of its checkpoints continue which, by the launches that saved them, never by clocks.
+"""Which checkpoints of a run continue which, by their launches, and their order by age.
 
 A launch is a training from its start, or from a load, to its end. It continues others up to a
 position: of a recorded launch a count of commits, of a folder (what has no launch: an engine's
 checkpoints, plain saves) a step. The newest checkpoint of a launch is a *head*, unless another
 launch of the run continues it. The *line* of a head is all that is behind it; lines that a launch
 forked share their beginning.
+
+A training counts its commits (`commits` of a manifest), which decide because clocks may be wrong.
+Within a family, launches of a run that continue each other, the checkpoint with the higher count is
+newer, since its writer had loaded or seen the others; with equal counts the one with the higher
+step, then the one that was created later. A checkpoint without a count (of an engine, or converted)
+is treated as having the highest count at its step or before. Families, and checkpoints with neither
+step nor count, are compared by time, where a checkpoint is never earlier than those of its family
+that it is newer than.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-from ucformat.catalog.newest import Dated, ranked
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import datetime
 
     Positions = Mapping[str | None, int]
+
+
+class Dated(Protocol):
+    """The properties of a checkpoint that determine its order."""
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+
+    @property
+    def run(self) -> str | None:
+        """The name of its run."""
+
+    @property
+    def step(self) -> int | None:
+        """The training step."""
+
+    @property
+    def commits(self) -> int | None:
+        """The number of checkpoints that the run had committed, including this one."""
+
+    @property
+    def created(self) -> datetime:
+        """When it was created, by its writer's clock."""
+
+
+class OfFamily(Dated, Protocol):
+    """A checkpoint with its family."""
+
+    @property
+    def family(self) -> object:
+        """What its launch has in common with those that it continues, and with those that continue it."""
+
+
+D = TypeVar("D", bound=Dated)
+F = TypeVar("F", bound=OfFamily)
+
+
+def newest_first(items: Iterable[F]) -> list[F]:
+    """Sort checkpoints, newest first."""
+    families: dict[object, list[F]] = {}
+    for item in items:
+        alone = item.run is None or (item.step is None and item.commits is None)
+        families.setdefault(("", item.id) if alone else (item.run, item.family), []).append(item)
+    dated: list[tuple[tuple[Any, ...], F]] = []
+    for family in families.values():
+        latest = min(item.created for item in family)
+        for *rank, item in sorted(ranked(family), key=lambda r: r[:-1]):
+            latest = max(latest, item.created)
+            dated.append(((latest, *rank), item))
+    return [item for _, item in sorted(dated, key=itemgetter(0), reverse=True)]
+
+
+def ranked(items: Iterable[D]) -> list[tuple[int, int, datetime, str, D]]:
+    """Give each checkpoint of a family its rank, by which the newest is the greatest: count, step, time and id."""
+    count, ranks = 0, []
+    for item in sorted(items, key=lambda i: (_step(i), i.commits is None)):
+        count = max(count, item.commits or 0)
+        own = count if item.commits is None else item.commits
+        ranks.append((own, _step(item), item.created, item.id, item))
+    return ranks
+
+
+def _step(item: Dated) -> int:
+    return -1 if item.step is None else item.step
 
 
 class PlacedInLaunch(Protocol):

@@ -29,7 +29,7 @@ from ucformat.catalog.models import (
     Tag,
     Verification,
 )
-from ucformat.catalog.rows import MAX_IN_LIST
+from ucformat.catalog.rows import pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,19 +66,17 @@ _COLUMNS = [f.name for f in fields(Entry) if f.name in CheckpointRow.__table__.c
 def load_entries(connection: Connection, serials: Sequence[int], now: datetime) -> list[Entry]:
     """Load the entries of checkpoints."""
     entries: dict[int, Entry] = {}
-    for at in range(0, len(serials), MAX_IN_LIST):
-        entries |= _load_page(connection, serials[at : at + MAX_IN_LIST], now)
+    for page in pages(serials):
+        entries |= _load_page(connection, page, now)
     return [entries[s] for s in serials]
 
 
 def load_by_id(connection: Connection, ids: Sequence[str], now: datetime) -> list[Entry]:
     """As `load_entries`, by id."""
     serials: dict[str, int] = {}
-    for at in range(0, len(ids), MAX_IN_LIST):
-        page = CheckpointRow.id.in_(ids[at : at + MAX_IN_LIST])
-        serials |= dict(
-            connection.execute(sa.select(CheckpointRow.id, CheckpointRow.serial).where(page)).all()
-        )
+    for page in pages(ids):
+        chosen = sa.select(CheckpointRow.id, CheckpointRow.serial).where(CheckpointRow.id.in_(page))
+        serials |= dict(connection.execute(chosen).all())
     return load_entries(connection, [serials[i] for i in ids], now)
 
 

@@ -172,11 +172,7 @@ def column(
 
 
 def stored_metric(value: float) -> float | None:
-    """A metric as it is stored.
-
-    Returns:
-        The number; None for NaN, which SQLite does not have.
-    """
+    """A metric as it is stored: None for NaN, which SQLite does not have."""
     return None if math.isnan(value) else float(value)
 
 

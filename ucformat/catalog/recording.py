@@ -38,12 +38,15 @@ from ucformat.catalog.models import (
 )
 from ucformat.catalog.refs import parent_name, same_place
 from ucformat.catalog.rows import (
+    COMMITTED_AGAIN,
     event,
     events,
+    exists,
     get_or_insert,
     insert_if_absent,
     lock,
     lock_names,
+    serial_at,
     touch,
     unindexed,
 )
@@ -84,20 +87,6 @@ class Found:
     replace_config: bool = False
     listing: str | None = None
     replace_step: bool = False
-
-
-def record(
-    connection: Connection,
-    manifest: Manifest,
-    url: str,
-    *,
-    kind: str,
-    run: str | None,
-    files: tuple[int, int] | None,
-    stamp: Stamp,
-) -> int:
-    """Record one checkpoint at a place, as `record_all` does."""
-    return record_all(connection, [Found(manifest, url, kind, run, files)], stamp)[0]
 
 
 def record_all(connection: Connection, found: Sequence[Found], stamp: Stamp) -> list[int]:
@@ -374,19 +363,14 @@ def record_location(
     Returns:
         Whether the checkpoint was recorded as purged or replaced until now.
     """
-    before = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
+    before = serial_at(connection, url)
     lock(connection, {serial, serial if before is None else before})  # so that `forget` waits
     here: dict[str, Any] = {"checkpoint": serial, "seen": stamp.now, "listing": listing}
     if before != serial:
         _undo_documented_deletion(connection, serial)
-        deleted = sa.exists().where(
-            CheckpointRow.serial == serial, CheckpointRow.state.in_(("deleted", "purging"))
-        )
-        here |= {
-            "deleted": None,
-            "purge_after": None,
-            "spared": connection.scalar(sa.select(deleted)),
-        }
+        removed = (CheckpointRow.serial == serial, CheckpointRow.state.in_(("deleted", "purging")))
+        spared = exists(connection, *removed)
+        here |= {"deleted": None, "purge_after": None, "spared": spared}
     if not connection.execute(
         sa.update(Location).where(Location.url == url).values(**here)
     ).rowcount:
@@ -404,8 +388,8 @@ def record_location(
         )
         touch(connection, connection.scalars(annotated).all())
     gone = (CheckpointRow.serial == serial, CheckpointRow.state.in_(("replaced", "purged")))
-    again = {"state": "committed", "deleted": None, "purge_after": None}
-    found = connection.execute(sa.update(CheckpointRow).where(*gone).values(**again)).rowcount > 0
+    again = sa.update(CheckpointRow).where(*gone).values(**COMMITTED_AGAIN)
+    found = connection.execute(again).rowcount > 0
     if found:
         event(connection, "found", stamp, serial, url=url)
     return found
@@ -416,8 +400,7 @@ def _undo_documented_deletion(connection: Connection, serial: int) -> None:
     ours = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_(None))
     documented = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_not(None))
     where = (CheckpointRow.serial == serial, CheckpointRow.state == "deleted", documented, ~ours)
-    again = {"state": "committed", "deleted": None, "purge_after": None}
-    connection.execute(sa.update(CheckpointRow).where(*where).values(**again))
+    connection.execute(sa.update(CheckpointRow).where(*where).values(**COMMITTED_AGAIN))
 
 
 def forget(connection: Connection, gone: Iterable[LocationEntry], stamp: Stamp) -> list[str]:

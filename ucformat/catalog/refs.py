@@ -2,7 +2,7 @@
 
 a place        a path or url: anything with `://`, or that begins with `/`, `./`, `../` or `~`
 run7@1000      the checkpoint of a run at a step
-run7@latest    its newest one (`catalog.newest`), of the only line of the run (`catalog.lines`)
+run7@latest    its newest one, of the only line of the run (`catalog.lines`)
 launch:3f2a@1000, launch:3f2a@latest    of a launch, by its id or the beginning of one
 folder:PLACE@1000, folder:PLACE@latest    of those at places below a folder
 run7@best      the target of the alias `run7/best`, else of the alias `best` if that is a checkpoint of this run
@@ -21,11 +21,10 @@ from urllib.parse import unquote
 
 import sqlalchemy as sa
 
-from ucformat.catalog.launches import load_families
+from ucformat.catalog.launches import load_families, select_newest_of_launches
 from ucformat.catalog.lines import all_continued, contradiction, heads, launch_label
 from ucformat.catalog.models import AliasRow, CheckpointRow, Launch, Location, RunRow
-from ucformat.catalog.newest import select_newest_of_launches
-from ucformat.catalog.rows import MAX_IN_LIST, lock, starts_with, unindexed
+from ucformat.catalog.rows import lock, pages, serial_at, serial_of, starts_with, unindexed
 from ucformat.errors import NotFound, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
@@ -104,11 +103,7 @@ def parse_ref(text: str) -> Ref:
 
 
 def same_url(place: str) -> str:
-    """Normalize a place, so that the catalog finds it again.
-
-    Returns:
-        An absolute path, or a url without a slash at the end.
-    """
+    """Normalize a place to an absolute path, or a url without a slash at the end."""
     scheme, separator, rest = place.partition("://")
     if separator and scheme.lower() != "file":
         return place.rstrip("/")
@@ -156,20 +151,18 @@ def resolve(connection: Connection, ref: Ref) -> int:
     if ref.folder is not None:
         below = sa.select(Location.checkpoint).where(starts_with(Location.url, f"{ref.folder}/"))
         return _at(connection, ref, CheckpointRow.serial.in_(below), f"the folder {ref.folder!r}")
-    by_id = sa.select(CheckpointRow.serial).where(CheckpointRow.id == ref.text)
     serial: int | None = None
     if ref.id is not None:
-        serial = connection.scalar(by_id)
+        serial = serial_of(connection, ref.text)
         matches = _rows(
             connection, sa.select(*_COLUMNS).where(starts_with(CheckpointRow.id, ref.id))
         )
         if serial is None and matches:
             return _one(ref, matches)
     if serial is None:
-        place = ref.place or same_url(ref.text)
-        serial = connection.scalar(sa.select(Location.checkpoint).where(Location.url == place))
+        serial = serial_at(connection, ref.place or same_url(ref.text))
     if serial is None:  # ids from other writers need not be hexadecimal
-        serial = connection.scalar(by_id)
+        serial = serial_of(connection, ref.text)
     if serial is None:
         named = (
             connection.scalar(sa.select(AliasRow.name).where(AliasRow.name == ref.text)) is not None
@@ -210,11 +203,7 @@ def resolve_between(connection: Connection, run: str, first: int, last: int) -> 
 
 
 def greatest_commits(connection: Connection, run: str) -> int:
-    """The greatest count of commits of a run's checkpoints; 0 if none is known.
-
-    Args:
-        run: the run, which need not be in the catalog.
-    """
+    """The greatest count of commits of a run's checkpoints; 0 if none is known."""
     of_run = (
         CheckpointRow.run_id == sa.select(RunRow.id).where(RunRow.name == run).scalar_subquery()
     )
@@ -222,11 +211,7 @@ def greatest_commits(connection: Connection, run: str) -> int:
 
 
 def resolve_committed(connection: Connection, ref: str, *others: int | None) -> int:
-    """Look up a committed checkpoint, and lock it together with others so that transactions cannot deadlock.
-
-    Args:
-        others: serials of other checkpoints to lock (None is ignored).
-    """
+    """Look up a committed checkpoint, and lock it together with others to avoid deadlocks."""
     serial = resolve(connection, parse_ref(ref))
     state = lock(connection, {serial, *(o for o in others if o is not None)})[serial]
     if state != "committed":
@@ -426,14 +411,17 @@ class LocationEntry:
 
 def locations(connection: Connection, root: str) -> list[LocationEntry]:
     """The recorded places at or below a root."""
-    root = root.rstrip("/")
-    below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
     query = (
         sa.select(Location.url, Location.checkpoint, Location.seen)
-        .where(below)
+        .where(_at_or_below(root))
         .order_by(Location.url)
     )
     return [LocationEntry(*row) for row in connection.execute(query)]
+
+
+def _at_or_below(root: str) -> ColumnElement[bool]:
+    root = root.rstrip("/")
+    return sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
 
 
 def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
@@ -443,13 +431,11 @@ def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
         By url, the checkpoint's id and the hash of its file listing; places without a hash are left
         out.
     """
-    root = root.rstrip("/")
-    below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
     query = (
         sa.select(Location.url, CheckpointRow.id, Location.listing)
         .join(CheckpointRow, CheckpointRow.serial == Location.checkpoint)
         .where(
-            below,
+            _at_or_below(root),
             Location.listing.is_not(None),
             unindexed(CheckpointRow.state).in_(("committed", "deleted")),
         )
@@ -460,17 +446,13 @@ def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
 
 
 def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[str]]:
-    """The places of checkpoints.
-
-    Returns:
-        The sorted urls, by id; checkpoints without a place are left out.
-    """
+    """The sorted places of checkpoints, by id; those without a place are left out."""
     urls: dict[str, list[str]] = {}
-    for at in range(0, len(serials), MAX_IN_LIST):
-        some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
-        here = sa.select(CheckpointRow.id, Location.url).join(
-            Location, Location.checkpoint == CheckpointRow.serial
-        )
-        for name, url in connection.execute(here.where(some).order_by(Location.url)):
+    places = sa.select(CheckpointRow.id, Location.url).join(
+        Location, Location.checkpoint == CheckpointRow.serial
+    )
+    for page in pages(serials):
+        some = places.where(Location.checkpoint.in_(page))
+        for name, url in connection.execute(some.order_by(Location.url)):
             urls.setdefault(name, []).append(url)
     return urls

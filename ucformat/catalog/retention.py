@@ -94,18 +94,20 @@ def retention_rows(
     connection: Connection,
     now: datetime,
     *,
-    filters: Sequence[str] = (),
-    metrics: Collection[str] = (),
+    policy: Policy | None = None,
     serials: Sequence[int] | None = None,
-    scope: str | None = None,
     states: tuple[str, ...] = LIVE,
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> list[RetentionRow]:
-    """Load checkpoints for retention, without those that are purged or replaced.
+    """Load checkpoints in these states, with the metrics and the matches that the policy asks for.
 
     Args:
-        states: of the checkpoints (default: all that are not purged or replaced).
+        needed: the ids of others that need files of a checkpoint, besides those in the catalog, by
+            the id of that one.
     """
+    filters = () if policy is None else policy.filters()
+    metrics = () if policy is None else sorted(policy.metrics())
+    scope = None if policy is None else policy.scope
     given: dict[str, Any] = {"states": states} | ({} if serials is None else {"serials": serials})
     scoped = () if scope is None else (_condition(connection, scope, now),)
 
@@ -129,7 +131,7 @@ def retention_rows(
         for serial, names in claimed.items()
     }
     holds = many(Hold, RetentionHold)
-    measured = many(Metric, lambda *pair: pair, metrics=sorted(metrics)) if metrics else {}
+    measured = many(Metric, lambda *pair: pair, metrics=metrics) if metrics else {}
     matching = [
         sa.select(CheckpointRow.serial).where(_condition(connection, text, now), *scoped)
         for text in filters
@@ -194,8 +196,8 @@ def _rows(table: Any, *these: ColumnElement[bool]) -> Executable:
 
 
 def _condition(connection: Connection, text: str, now: datetime) -> ColumnElement[bool]:
-    from ucformat.catalog.filter import parse
     from ucformat.catalog.filter.compile import check_names, compile_filter
+    from ucformat.catalog.filter.parse import parse
 
     node = parse(text)
     check_names(connection, node, text)

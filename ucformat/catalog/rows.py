@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from ucformat.catalog.models import CheckpointRow, Event, storable_json
+from ucformat.catalog.models import CheckpointRow, Event, Location, storable_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from sqlalchemy import ColumnElement, Connection, Select
@@ -27,11 +27,33 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.stamp import Stamp
 
-#: Serials in one IN list.
+T = TypeVar("T")
+
 MAX_IN_LIST = 5000
 _LOCK_NAMES = sa.text(
     "select count(pg_advisory_xact_lock(number)) from unnest(cast(:numbers as bigint[])) as number"
 )
+
+
+def pages(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Cut items into as many as one IN list may have."""
+    for at in range(0, len(items), MAX_IN_LIST):
+        yield items[at : at + MAX_IN_LIST]
+
+
+def serial_of(connection: Connection, checkpoint: str) -> int | None:
+    """The serial of the checkpoint with an id."""
+    return connection.scalar(sa.select(CheckpointRow.serial).where(CheckpointRow.id == checkpoint))
+
+
+def serial_at(connection: Connection, url: str) -> int | None:
+    """The serial of the checkpoint at a place."""
+    return connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
+
+
+def exists(connection: Connection, *where: ColumnElement[bool]) -> bool:
+    """Whether there is a row that meets these conditions on one table."""
+    return bool(connection.scalar(sa.select(sa.exists().where(*where))))
 
 
 def lock_names(connection: Connection, *names: str) -> None:
@@ -48,26 +70,22 @@ def lock_names(connection: Connection, *names: str) -> None:
 
 
 def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
-    """Lock rows of checkpoints until the transaction ends. Rows that refer to them can still be added.
-
-    Returns:
-        Their states, by serial; those that do not exist are left out.
-    """
-    found: dict[int, str] = {}
-    ordered = sorted(set(serials))
-    for at in range(0, len(ordered), MAX_IN_LIST):
-        chosen = CheckpointRow.serial.in_(ordered[at : at + MAX_IN_LIST])
+    """Lock rows, to which others can still refer, until the transaction ends; returns their states."""
+    states: dict[int, str] = {}
+    for page in pages(sorted(set(serials))):
         query = (
             sa.select(CheckpointRow.serial, CheckpointRow.state)
-            .where(chosen)
+            .where(CheckpointRow.serial.in_(page))
             .order_by(CheckpointRow.serial)
         )
-        found |= dict(connection.execute(query.with_for_update(key_share=True)).all())
-    return found
+        states |= dict(connection.execute(query.with_for_update(key_share=True)).all())
+    return states
 
 
 #: The key in `Connection.info` of the serials that `touch` was called for.
 TOUCHED = "touched"
+#: Columns of a checkpoint that is no longer deleted, purged or replaced.
+COMMITTED_AGAIN: Mapping[str, Any] = {"state": "committed", "deleted": None, "purge_after": None}
 
 
 def event(
@@ -103,10 +121,9 @@ def touch(connection: Connection, serials: Iterable[int]) -> None:
 
 def update_checkpoints(connection: Connection, serials: Iterable[int], **values: Any) -> None:
     """Update columns of checkpoints."""
-    chosen = sorted(serials)
-    for at in range(0, len(chosen), MAX_IN_LIST):
-        page = CheckpointRow.serial.in_(chosen[at : at + MAX_IN_LIST])
-        connection.execute(sa.update(CheckpointRow).where(page).values(**values))
+    for page in pages(sorted(serials)):
+        chosen = CheckpointRow.serial.in_(page)
+        connection.execute(sa.update(CheckpointRow).where(chosen).values(**values))
 
 
 def get_or_insert(
@@ -129,11 +146,7 @@ def insert_if_absent(
     values: Mapping[str, Any],
     returning: Any,
 ) -> int | None:
-    """Insert a row unless one with these unique values exists.
-
-    Returns:
-        The value of that column; None if the row existed.
-    """
+    """Insert a row and return a column of it; None if one with these unique values exists."""
     insert: Any
     if connection.dialect.name == "postgresql":  # each dialect is imported only where it is used
         from sqlalchemy.dialects.postgresql import insert

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.launches import load_continuations
+from ucformat.catalog.launches import before, load_continuations, select_newest_first
 from ucformat.catalog.lines import lines
 from ucformat.catalog.models import CheckpointRow, Metric, RunRow
-from ucformat.catalog.newest import before, select_newest_first
 from ucformat.catalog.rows import unindexed
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.filter.syntax import Sort
 
-#: The default order (`catalog.newest`).
+#: The default order (`catalog.lines`).
 NEWEST = "newest"
 
 
@@ -42,7 +41,7 @@ def find_serials(
             connection, conditions, None if limit is None else max(1, offset + limit)
         )
     else:
-        by, order = _order(connection, sort, now)
+        by, order = _order(connection, sort)
         criteria: Sequence[ColumnElement[bool]] | None = None
         for walked in _WALKED if limit is not None and _metric(by) is not None else ():
             if (criteria := conditions.few(connection, walked)) is not None:
@@ -109,15 +108,13 @@ def _created(connection: Connection, number: int, *where: ColumnElement[bool]) -
     return connection.scalar(chosen.offset(number).limit(1))
 
 
-def _order(
-    connection: Connection, sort: str, now: datetime
-) -> tuple[Sort, list[ColumnElement[Any]]]:
+def _order(connection: Connection, sort: str) -> tuple[Sort, list[ColumnElement[Any]]]:
     from ucformat.catalog.filter.compile import check_names, compile_sort
     from ucformat.catalog.filter.parse import parse_sort
 
     by = parse_sort(sort)
     check_names(connection, by, sort)
-    return by, compile_sort(by, now=now)
+    return by, compile_sort(by)
 
 
 def _metric(by: Sort) -> str | None:
@@ -161,14 +158,7 @@ def _first_by_metric(
 def count_checkpoints(
     connection: Connection, where: str, now: datetime, *, deleted: bool, most: int | None = None
 ) -> int | None:
-    """Count the checkpoints that match a filter.
-
-    Args:
-        most: how many checkpoints to test at most (None: all).
-
-    Returns:
-        The number; None if more would have to be tested.
-    """
+    """Count the checkpoints that match; None if more than `most` would have to be tested."""
     conditions = _where(connection, where, now, deleted=deleted)
     criteria: Sequence[ColumnElement[bool]] | None
     if most is None:
@@ -208,9 +198,6 @@ def find_lines(
 ) -> list[tuple[str, int, int, int]]:
     """Find the lines of all runs, by run and then the newest first.
 
-    Args:
-        where: a filter that the checkpoints match; empty for all.
-
     Returns:
         Of each line the run, the serial of the head, the number of checkpoints, and their bytes.
     """
@@ -239,12 +226,6 @@ def find_lines(
         for run in sorted(runs)
         for head, line in sorted(lines(runs[run]), key=lambda pair: pair[0].created, reverse=True)
     ]
-
-
-def is_recorded(connection: Connection, checkpoint: str) -> bool:
-    """Whether there is a checkpoint of this id."""
-    here = sa.exists().where(CheckpointRow.id == checkpoint)
-    return bool(connection.scalar(sa.select(here)))
 
 
 def is_empty(connection: Connection) -> bool:
@@ -290,9 +271,9 @@ def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) 
     parts: list[tuple[ColumnElement[bool], Select[Any] | None]] = []
     keys: set[str] = set()
     if where.strip():
-        from ucformat.catalog.filter import parse
         from ucformat.catalog.filter.check import used_keys
         from ucformat.catalog.filter.compile import check_names, compile_filter, compile_rows
+        from ucformat.catalog.filter.parse import parse
         from ucformat.catalog.filter.syntax import operands
 
         node = parse(where)

@@ -53,15 +53,7 @@ def run_sql(
     memory: int | None = None,
     trust_role: bool = False,
 ) -> QueryResult:
-    """Run one query.
-
-    Args:
-        limit: the maximum number of rows (default: all, up to 256 MiB).
-        timeout: seconds until the query is cancelled; None for no limit (default: 60).
-        memory: bytes that SQLite may allocate in this process from now on, since it has no limit
-            for one connection (default: no limit).
-        trust_role: allow a PostgreSQL role that may do more than read tables (default: False).
-    """
+    """Run one query; see `Catalog.sql`."""
     if limit is not None and limit < 0:
         raise UsageError(f"the limit cannot be {limit}", hint="leave it out for all rows")
     if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT:

@@ -44,13 +44,13 @@ def record_commit(url: str, manifest: Manifest) -> None:
     """
 
     def record(catalog: Catalog) -> None:
-        from ucformat.catalog.search import is_recorded
+        from ucformat.catalog.rows import serial_of
 
         for edge in manifest.lineage:
             if edge.kind in ("resume", "reshard") and edge.id is not None:
                 with catalog.database.reading() as c:
-                    known = is_recorded(c, edge.id)
-                if not known:
+                    recorded = serial_of(c, edge.id) is not None
+                if not recorded:
                     _record_origin(catalog, edge.url, edge.id, manifest.run, url)
         catalog.record(manifest, url)
 

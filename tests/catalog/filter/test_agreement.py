@@ -15,8 +15,8 @@ from tests.catalog.filter.reference import matches, ordered
 from tests.catalog.filter.strategies import SUBJECTS, atoms_of, filters, sorts
 from tests.catalog.filter.world import NOW, WORLDS
 from ucformat.catalog import search
-from ucformat.catalog.filter import parse
 from ucformat.catalog.filter.compile import compile_filter, compile_sort
+from ucformat.catalog.filter.parse import parse
 from ucformat.catalog.filter.syntax import unparse
 from ucformat.catalog.models import CheckpointRow
 from ucformat.catalog.search import NEWEST, find_serials

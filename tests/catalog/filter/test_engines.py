@@ -11,9 +11,8 @@ from sqlalchemy import create_engine, delete, insert, select, update
 
 from tests.catalog.filter.reference import OPERATORS
 from tests.catalog.filter.world import NOW, WORLDS, store
-from ucformat.catalog.filter import parse
 from ucformat.catalog.filter.compile import check_names, compile_filter, compile_sort
-from ucformat.catalog.filter.parse import parse_sort
+from ucformat.catalog.filter.parse import parse, parse_sort
 from ucformat.catalog.models import CheckpointRow, Config, Metric, Tag
 from ucformat.errors import UsageError
 

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.catalog.filter.world import NOW
-from ucformat.catalog.filter import parse
 from ucformat.catalog.filter.check import Names, check_known, paths_of
 from ucformat.catalog.filter.compile import compile_filter
-from ucformat.catalog.filter.parse import parse_sort
+from ucformat.catalog.filter.parse import parse, parse_sort
 from ucformat.catalog.filter.syntax import (
     Compare,
     IsNull,

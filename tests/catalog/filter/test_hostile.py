@@ -14,8 +14,8 @@ from sqlalchemy import create_engine, delete, func, insert, select, update
 
 from tests.catalog.filter.strategies import filters, sorts
 from tests.catalog.filter.world import NOW, WORLDS, store
-from ucformat.catalog.filter import parse
 from ucformat.catalog.filter.compile import compile_filter, compile_sort
+from ucformat.catalog.filter.parse import parse
 from ucformat.catalog.filter.syntax import (
     MAX_LENGTH,
     And,

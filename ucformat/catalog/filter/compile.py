@@ -176,11 +176,7 @@ def compile_filter(node: Node, *, now: datetime, each: bool = False) -> ColumnEl
 
 
 def compile_rows(node: Node, *, now: datetime) -> Select[Any] | None:
-    """Compile a comparison to a query for the serials of the checkpoints that it finds by an index.
-
-    Returns:
-        The query; None if it is not a comparison, or there is no index for it.
-    """
+    """The query for the checkpoints that a comparison finds by an index; None if it has none."""
     if not isinstance(node, Compare | In) or _is_opposite(node):
         return None
     target = resolve(node.key)
@@ -321,7 +317,7 @@ def _ago(now: datetime, span: timedelta) -> datetime:
         return _FIRST if span > timedelta(0) else _LAST
 
 
-def compile_sort(sort: Sort, *, now: datetime | None = None) -> list[ColumnElement[Any]]:  # noqa: ARG001
+def compile_sort(sort: Sort) -> list[ColumnElement[Any]]:
     """Compile a sort order to expressions for `select(Checkpoint).order_by(*…)`.
 
     Returns:

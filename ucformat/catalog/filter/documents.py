@@ -30,11 +30,7 @@ _BEYOND = 2**63  # integers of at least this magnitude are compared as floats
 
 
 def document_test(document: Any, path: Sequence[str], test: Test) -> ColumnElement[bool]:
-    """Test the value at a path.
-
-    Returns:
-        The condition; false if there is no value at the path.
-    """
+    """Test the value at a path; false if there is none."""
     sqlite = _on_sqlite(document, path)
     return by_engine(sqlite.holds(test(sqlite)), test(_OnPostgres(document, path)))
 
@@ -42,11 +38,7 @@ def document_test(document: Any, path: Sequence[str], test: Test) -> ColumnEleme
 def document_order(
     document: Any, path: Sequence[str], within: Within = lambda v: v
 ) -> list[ColumnElement[Any]]:
-    """Sort by the value at a path: numbers, then text, then `false` and `true`; everything else is NULL.
-
-    Args:
-        within: turns an expression on the document's row into one on the sorted row.
-    """
+    """Sort by the value at a path: numbers, then text, then `false` and `true`; everything else is NULL."""
     first, *others = map(within, _OnPostgres(document, path).order())
     return [
         by_engine(within(_on_sqlite(document, path).order()), first),

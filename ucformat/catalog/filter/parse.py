@@ -80,12 +80,7 @@ def parse(text: str, *, known: Names | None = None) -> Node:
 
 
 def parse_sort(text: str, *, known: Names | None = None) -> Sort:
-    """Parse a sort order such as `step`, `-metric.val_loss,step` or `created:desc`.
-
-    Args:
-        text: the order, at most 10,000 characters and 16 keys.
-        known: the metrics and configuration paths that exist (default: any may be used).
-    """
+    """Parse an order such as `-metric.val_loss,step` or `created:desc`; `known` as for `parse`."""
     sort = cast("Sort", _read(text, "sort"))
     _check(sort, text, known)
     return sort

@@ -12,7 +12,7 @@ from dataclasses import field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from ucformat.catalog.newest import newest_first
+from ucformat.catalog.lines import newest_first
 from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
 from ucformat.format.structure import read_manifest
 from ucformat.schema.documents import TOMBSTONE
