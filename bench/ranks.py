@@ -161,7 +161,7 @@ def warm_up() -> None:
     import torch
 
     import ucformat.torch  # noqa: F401
-    from ucformat.format import small
+    from ucformat.format import arrays as small
 
     small.MOST_SMALL_ARRAYS = 1 << 60  # all tensors of the Zarr form are arrays here
     torch.set_num_threads(1)  # a fork would wait for the threads of its parent

@@ -23,13 +23,13 @@ from ucformat.format.attempts import attempt_of, outside_attempts
 from ucformat.format.digest import bytes_digest, document_digest
 from ucformat.format.universal import Universal, describe, index_tensors
 from ucformat.geometry.tensor import Key
-from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import LazyValues, unreadable_error
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import MANIFEST
 from ucformat.settings import allowed_roots
 from ucformat.storage.base import exists
 from ucformat.storage.cache.scope import read_consistently
+from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.url import as_store, as_strings
 from ucformat.storage.wrappers import CachedListingStore, WatchedStore
 

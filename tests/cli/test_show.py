@@ -11,7 +11,7 @@ from tests.cli.conftest import object_of
 from tests.fakes import ODD, FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
 from ucformat.cli.commands.show import _list
-from ucformat.format import small
+from ucformat.format import arrays as small
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs.convert import convert
 from ucformat.storage.local import LocalStore

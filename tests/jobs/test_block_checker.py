@@ -7,10 +7,9 @@ import random
 import pytest
 from crc32c import crc32c
 
-from ucformat.format import audit
-from ucformat.format.audit import read_through
 from ucformat.geometry.tensor import Block, Key
 from ucformat.jobs.copy import BlockChecker
+from ucformat.storage import base
 from ucformat.storage.memory import MemoryStore
 
 KEY = Key("w", "weight")
@@ -21,13 +20,15 @@ def checked(
     data: bytes, blocks: list[Block], monkeypatch: pytest.MonkeyPatch, read: int
 ) -> list[int]:
     """The offsets of the blocks that are found damaged."""
-    monkeypatch.setattr(audit, "_READ_BYTES", read)
+    monkeypatch.setattr(base, "_PART", read)
     store = MemoryStore("sums")
     with store.create("f") as out:
         out.write(data)
     sums = BlockChecker(FILE, [(KEY, b) for b in blocks])
     with store.create("g") as out:
-        read_through(store, "f", len(data), sums.take, out)
+        for at, part in base.read_parts(store, "f", len(data)):
+            sums.take(at, part)
+            out.write(part)
     assert store.read("g") == data
     return sorted(b.offset for _, b in sums.damaged())
 

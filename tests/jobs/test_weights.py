@@ -33,7 +33,7 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.exporters.safetensors import files_of
-from ucformat.format import small
+from ucformat.format import arrays as small
 from ucformat.format.commit import abandon
 from ucformat.jobs import weight_files
 from ucformat.jobs.compare import compare

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ucformat
 import ucformat.torch as ucf
-from ucformat.format import small
+from ucformat.format import arrays as small
 from ucformat.reading.state_names import dotted
 
 if TYPE_CHECKING:

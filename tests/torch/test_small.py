@@ -16,7 +16,7 @@ import ucformat
 import ucformat.torch as ucf
 from tests.conformance import reader
 from tests.torch.ranks import Ranks
-from ucformat.format.small import MOST_SMALL_ARRAYS, SMALL_BYTES
+from ucformat.format.arrays import MOST_SMALL_ARRAYS, SMALL_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ import ucformat
 from tests.fakes import random_array
 from tests.torch.test_deal import slices
 from ucformat.errors import UcformatError, UsageError
-from ucformat.format import small as limits
+from ucformat.format import arrays as limits
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import Piece, TensorInfo

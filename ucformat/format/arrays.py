@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -18,11 +19,12 @@ from ucformat.schema.manifest import FileDoc, GridDoc
 from ucformat.schema.tensors import TensorDoc, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
+
 
 _MAX_NAME_BYTES = 200  # bytes; file systems allow 255
 _RESERVED = frozenset({"zarr.json", "c"})
@@ -183,13 +185,8 @@ def lay_out(
     """Choose grids and folders for tensors.
 
     Args:
-        chunk_bytes: the most bytes of a chunk (default 1 MiB).
-        shard_bytes: the most bytes of a shard (default 128 MiB).
         folders: of arrays, below `folder`, if these are not all tensors of the checkpoint (default:
             `array_folders`).
-
-    Returns:
-        An array for each tensor, in the same order.
     """
     for info in infos:
         if len(info.shape) > MAX_ARRAY_DIMS:
@@ -220,12 +217,7 @@ def lay_out(
 
 
 def grid_doc(chunk_bytes: int | None, shard_bytes: int | None) -> GridDoc:
-    """The sizes given to `lay_out` as the manifest records them.
-
-    Args:
-        chunk_bytes: the most bytes of a chunk (None: 1 MiB).
-        shard_bytes: the most bytes of a shard (None: 128 MiB).
-    """
+    """The sizes given to `lay_out` as the manifest records them."""
     return GridDoc(chunk_bytes=chunk_bytes or CHUNK_BYTES, shard_bytes=shard_bytes or SHARD_BYTES)
 
 
@@ -243,11 +235,7 @@ def put_array(store: Store, array: StoredArray) -> None:
 
 
 def metadata_documents(manifest: Manifest) -> Iterator[tuple[str, bytes, Key | None]]:
-    """Every `zarr.json` of a checkpoint.
-
-    Yields:
-        The file's key, its bytes, and the tensor that it describes (None for a group).
-    """
+    """Every `zarr.json`: its key, its bytes, and the tensor that it describes (None: a group)."""
     stored = [(t, t.path) for t in manifest.tensors if t.path is not None]
     for group in _groups(path for _, path in stored):
         yield f"{group}/zarr.json", group_json(), None
@@ -266,12 +254,7 @@ def _groups(paths: Iterable[str]) -> list[str]:
 
 
 def array_doc(array: StoredArray, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDoc:
-    """An array's entry in the manifest.
-
-    Args:
-        leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C
-            order.
-    """
+    """An array's entry in the manifest; `leaves` as for `tensor_digest`."""
     info, grid = array.info, array.grid
     return TensorDoc(
         name=info.name,
@@ -290,3 +273,33 @@ def put_file(store: Store, key: str, data: bytes) -> FileDoc:
     with store.create(key) as out:
         out.write(data)
     return FileDoc(path=key, nbytes=len(data), digest=bytes_digest(data))
+
+
+# Which tensors are stored together although the others are arrays.
+#
+# An array needs two files, its document and a shard, whatever its size. A checkpoint of many small
+# tensors would consist of nothing else, so these are written to a few packed files beside the arrays.
+
+
+#: A tensor is small if it has fewer bytes.
+SMALL_BYTES = 256 << 10
+
+#: A checkpoint with more small tensors than this has none of them as an array.
+MOST_SMALL_ARRAYS = 1000
+
+# beside the folders of states
+_TAKEN = re.compile(r"(?:rank|small)-[0-9]+\.bin|extents\.safetensors", re.IGNORECASE)
+
+
+def is_small(info: TensorInfo) -> bool:
+    """Whether a tensor is packed in a checkpoint that has many small ones; all ranks find the same.
+
+    So are those of a state whose folder would have the name of a packed file.
+    """
+    return info.nbytes < SMALL_BYTES or _TAKEN.fullmatch(info.state) is not None
+
+
+def packed_keys(infos: Iterable[TensorInfo]) -> Collection[Key]:
+    """The small tensors, if there are too many for arrays; otherwise none."""
+    small = {info.key for info in infos if is_small(info)}
+    return small if len(small) > MOST_SMALL_ARRAYS else ()

@@ -105,10 +105,6 @@ def refuse_others(store: Store, attempt: str, committed: Manifest | None) -> Non
     They may contain another checkpoint, an attempt at one, or a catalog's document about one. The
     checkpoint committed at the place may also have files in the folders of an attempt that its
     manifest does not name.
-
-    Args:
-        committed: the manifest of the checkpoint that is committed at the place; None if there is
-            none.
     """
     folders = folders_of(attempt)
     if committed is not None:
@@ -246,9 +242,6 @@ def mark_replacing(store: Store, attempt: str) -> None:
 
     Those who begin to need or protect that checkpoint see the mark. It is never removed, because
     others may run the same plan at the same time.
-
-    Raises:
-        Conflict: others kept changing the record.
     """
     key = record_key(attempt)
     for _ in range(TRIES):

@@ -28,6 +28,7 @@ from ucformat.format.universal import grid_of
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.execute import read_flat
+from ucformat.storage.base import read_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     Leaves = Mapping[Key, Mapping[tuple[int, ...], bytes]]
 
-_READ_BYTES = 8 << 20  # bytes of a file in memory at once
 _MAX_LOST = 1000  # missing shards of one array that are reported one by one
 
 
@@ -97,7 +97,10 @@ class ListedFile:
         if size != self.nbytes:
             return b"", [Problem(self.file, f"the file has {size} bytes instead of {self.nbytes}")]
         state = hashlib.sha256()
-        read_through(store, self.file, size, lambda _, data: state.update(data), out)
+        for _, part in read_parts(store, self.file, size):
+            state.update(part)
+            if out is not None:
+                out.write(part)
         same = f"sha256:{state.hexdigest()}" == self.doc.digest
         reason = "its digest differs from the committed one"
         return b"", [] if same else [Problem(self.file, reason, kind="differs")]
@@ -117,11 +120,7 @@ class ZarrJson:
         return len(self.data)
 
     def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:
-        """See AuditItem.
-
-        Args:
-            out: a writer that gets a copy of every byte (default: none).
-        """
+        """See AuditItem."""
         name, state = self.key or (None, None)
         try:
             found = store.read(self.file)
@@ -156,11 +155,7 @@ class ShardFile:
         return self.grid.file_nbytes(self.shard)
 
     def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:
-        """See AuditItem.
-
-        Args:
-            out: a writer that gets a copy of every byte (default: none).
-        """
+        """See AuditItem."""
         try:
             leaves, problems = check_shard(store, self.file, self.grid, self.shard, out)
         except (IntegrityError, PermissionDenied, UnsupportedError) as error:
@@ -231,11 +226,7 @@ def items(source: Universal) -> Iterator[AuditItem]:
 
 
 def source_files(source: Universal) -> list[SourceFile]:
-    """The files of other checkpoints that a virtual checkpoint needs.
-
-    Args:
-        source: the checkpoint; for one that is not virtual the list is empty.
-    """
+    """The files of other checkpoints that a checkpoint needs: none if it is not virtual."""
     sidecar = source.manifest.sidecar
     return [] if sidecar is None else [SourceFile(doc) for doc in sidecar.sources]
 
@@ -279,12 +270,7 @@ class Check:
         store: Store,
         damages: tuple[type[UcformatError], ...] = (UcformatError,),
     ) -> Check:
-        """The check of a file that the manifest lists.
-
-        Args:
-            damages: the types of errors that are problems of the file; others are raised (default:
-                all of ucformat).
-        """
+        """The check of a file that the manifest lists; `damages` as for `checked`."""
         shard = item.shard if isinstance(item, ShardFile) else None
         return cls(item.nbytes, partial(checked, item, store, damages), item.key, shard)
 
@@ -295,15 +281,7 @@ def block_problems(
     blocks: Iterable[tuple[str, Block]],
     damages: tuple[type[UcformatError], ...] = (UcformatError,),
 ) -> list[Problem]:
-    """Check blocks of a tensor.
-
-    Args:
-        damages: the types of errors that are problems of a block; others are raised (default: all
-            of ucformat).
-
-    Returns:
-        A problem for each block that differs from its checksum or cannot be read.
-    """
+    """The blocks that differ from their checksums or cannot be read; `damages` as for `checked`."""
     wrong = []
     for file, block in blocks:
         try:
@@ -329,29 +307,6 @@ def wrong_digests(
             yield Problem(
                 doc.path, "its chunks are intact, but are not those of the manifest", *key
             )
-
-
-def read_through(
-    store: Store,
-    file: str,
-    nbytes: int,
-    see: Callable[[int, memoryview], None],
-    out: FileWriter | None,
-) -> None:
-    """Read a file from beginning to end.
-
-    Args:
-        see: called with the offset in bytes and the content of each part, in order; the memory is
-            reused afterwards.
-        out: a writer that gets a copy of each part (None: none).
-    """
-    buffer = memoryview(bytearray(min(_READ_BYTES, nbytes)))
-    for at in range(0, nbytes, _READ_BYTES):
-        part = buffer[: min(_READ_BYTES, nbytes - at)]
-        store.read_into(file, at, [part])
-        see(at, part)
-        if out is not None:
-            out.write(part)
 
 
 _PART = 4 << 20  # bytes of each of two replicas in memory at once

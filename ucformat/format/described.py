@@ -297,11 +297,7 @@ class Described:
                 yield rank, box, self._flat_file(rank)[row, box]
 
     def file_runs(self, tensor: int, within: Box) -> Iterator[Tiles | FileRun]:
-        """The extents of a tensor; those that many files have at the same place are one `FileRun`.
-
-        Args:
-            within: only extents that intersect this box of the tensor, and perhaps others.
-        """
+        """The extents of a tensor; those that many files have at the same place are one `FileRun`."""
         row = self._row[tensor]
         (_, d, writer, _), shape = self.rows[row], self.infos[tensor].shape
         if d.flat is not None or not within.size or d.most_parts(shape, within) < _FEWEST:
@@ -329,11 +325,7 @@ class Described:
         return Tiling(self.rows[self._row[tensor]].tile, self.infos[tensor].itemsize)
 
     def extents(self, tensor: int, within: Box | None = None) -> Iterator[Tiles]:
-        """The extents of a tensor.
-
-        Args:
-            within: only extents that intersect this box of the tensor (default: all).
-        """
+        """The extents of a tensor, or only those that intersect a box of it."""
         tiling = self.tiling(tensor)
         for rank, box, offset in self.stored(tensor, within):
             yield from tiling.runs(box, packed_file(self.folder, rank), offset, within)

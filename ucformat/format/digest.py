@@ -15,6 +15,7 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 from ucformat.errors import UsageError
 from ucformat.schema.limits import MAX_DEPTH, check_json
 from ucformat.schema.values import parsed
+from ucformat.storage.base import read_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +65,6 @@ _HINT = "docs/spec/format.md lists the limits of nesting, integers and text; cha
 
 
 LEAF_BYTES = 16
-_BLOCK = 8 << 20  # bytes of a file in memory at once
 
 
 def leaf(chunk: Bytes) -> bytes:
@@ -79,11 +79,8 @@ def bytes_digest(data: Bytes) -> str:
 
 def file_digest(store: Store, key: str) -> str:
     """The XXH3-128 of a file, which is read in blocks: `xxh3:` and 32 hexadecimal digits."""
-    size, state = store.info(key).size, xxh3_128()
-    buffer = memoryview(bytearray(min(_BLOCK, size)))
-    for start in range(0, size, _BLOCK):
-        part = buffer[: min(_BLOCK, size - start)]
-        store.read_into(key, start, [part])
+    state = xxh3_128()
+    for _, part in read_parts(store, key, store.info(key).size):
         state.update(part)
     return f"xxh3:{state.hexdigest()}"
 
@@ -95,11 +92,7 @@ def with_own_digest(document: bytes) -> bytes:
 
 
 def own_digest(document: bytes) -> str | None:
-    """The digest at the end of a document, as `with_own_digest` appends it.
-
-    Returns:
-        The digest; None if the document has none, or does not match it.
-    """
+    """The digest that `with_own_digest` has appended; None if there is none, or another."""
     body = memoryview(document)[:-_ENDING_BYTES]
     digest = bytes_digest(body)
     return digest if document[len(body) :] == _ending(digest) else None

@@ -21,10 +21,10 @@ from ucformat.format.structure import MOUNT, Problem, manifest_problems, place_o
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
 from ucformat.reading.execute import place_checksum
-from ucformat.reading.garbage import gc_paused
 from ucformat.reading.repeats import are_repeated
 from ucformat.schema.limits import FREE_READS, MAX_EDGE, MAX_SPAN, MOST_READS
 from ucformat.schema.manifest import EXTENTS, VIRTUAL, SidecarDoc
+from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
@@ -293,11 +293,7 @@ _READ_BYTES = 4 << 20  # bytes
 
 
 def is_whole(store: Store, file: str, block: Block) -> bool:
-    """Whether a block matches its checksum; reads at most 4 MiB at once.
-
-    Raises:
-        NotFound: there is no such file.
-    """
+    """Whether a block matches its checksum; reads at most 4 MiB at once."""
     buffer = memoryview(bytearray(min(_READ_BYTES, block.nbytes)))
     stored = bytearray(4 if block.crc32c is None else 0)
     crc = place_checksum(file, block.offset) if block.placed else 0
@@ -310,11 +306,7 @@ def is_whole(store: Store, file: str, block: Block) -> bool:
 
 
 def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
-    """Enumerate blocks, each once, in the order of files and offsets.
-
-    Yields:
-        The key of the file, the number in the manifest of a tensor in the block, and the block.
-    """
+    """Enumerate blocks, each once, in the order of files and offsets."""
     if (described := sidecar.described) is not None:  # in each file before all others
         stored = [
             (rank, begin, n, box)

@@ -69,11 +69,7 @@ class MountedStore(WrappedStore):
         return open_store(self.roots[0]) if self.roots else self.inner
 
     def place(self, key: str) -> tuple[Store, str] | None:
-        """Find a file below a root.
-
-        Returns:
-            The root's store and the file's key in it; None for a file of the checkpoint itself.
-        """
+        """The store of a file below a root, and its key there; None for the checkpoint's own."""
         if not key.startswith(MOUNT):
             return None
         if key not in self._sources:  # which are below roots: the manifest was checked

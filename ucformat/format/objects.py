@@ -63,14 +63,7 @@ def put_ranges(store: Store, folder: str, first: int, ranges: Sequence[bytes]) -
 
 
 def copy_per_rank(source: Universal | None, store: Store, folder: str) -> PerRankDoc | None:
-    """Copy the files with the values of each rank from another checkpoint, after comparing them with their digests.
-
-    Args:
-        source: the other checkpoint; None if it is of another format, which has no such files.
-
-    Returns:
-        Their entry in the manifest; None if there are none.
-    """
+    """Copy the files with the values of each rank from another checkpoint, after comparing them with their digests."""
     if source is None or source.manifest.per_rank is None:
         return None
     doc = source.manifest.per_rank

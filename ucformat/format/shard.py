@@ -14,7 +14,7 @@ from ucformat.format.digest import leaf
 from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
-from ucformat.storage.scratch import thread_memory
+from ucformat.storage.concurrency import thread_memory
 from ucformat.storage.strided import checksum, copy
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ def bands(
     grid: Grid, shard: tuple[int, ...], most: int = BAND_BYTES
 ) -> Iterator[tuple[Piece, tuple[int, ...]]]:
     """Divide a shard into bands: consecutive chunks, in order, that together are a box of the tensor.
-
-    Args:
-        most: the most bytes of a band, unless a single chunk has more (default 4 MiB).
 
     Yields:
         The box, placed in a buffer of whole chunks (the last of which may exceed the tensor), and
@@ -134,9 +131,6 @@ def check_shard(
     store: Store, key: str, grid: Grid, shard: tuple[int, ...], out: FileWriter | None = None
 ) -> tuple[bytes, list[Problem]]:
     """Read a shard's file back and check its size, every checksum and its index.
-
-    Args:
-        out: a writer that gets a copy of every byte that is read (default: none).
 
     Returns:
         The digests of the chunks in C order, concatenated, and the problems, which do not name the

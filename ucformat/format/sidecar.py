@@ -243,11 +243,7 @@ class Sidecar:
         return (box.size * itemsize for box in Tiling(tile, itemsize).boxes(Box(start, shape)))
 
     def extents(self, number: int, within: Box | None = None) -> tuple[Extent | Tiles, ...]:
-        """The extents of a tensor.
-
-        Args:
-            within: only extents that intersect this box of the tensor (default: all).
-        """
+        """The extents of a tensor, or only those that intersect a box of it."""
         if self.described and number in self.described:
             return tuple(self.described.extents(number, within))
         c = self.columns
@@ -282,20 +278,12 @@ class Sidecar:
 
 
 def block_of(offset: int, nbytes: int, crc32c: int) -> Block:
-    """The block of a row that has one.
-
-    Args:
-        offset: the byte of the file at which it begins.
-    """
+    """The block of a row that has one."""
     return Block(offset, nbytes, None if crc32c < 0 else crc32c, placed=crc32c == PLACED)
 
 
 def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
-    """Encode extents as the file of a sidecar.
-
-    Args:
-        extents: the extents of each tensor, in the order of the manifest.
-    """
+    """Encode the extents of each tensor, in the order of the manifest, as the file of a sidecar."""
     listed = [(number, e) for number, of_tensor in enumerate(extents) for e in of_tensor]
     files: dict[str, int] = {}
     blocks = [

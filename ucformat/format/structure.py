@@ -181,12 +181,7 @@ def checked_manifest(manifest: Manifest, data: bytes | None = None) -> tuple[byt
 
 
 def find_manifest(store: Store, absent: type[UcformatError] = NotACheckpoint) -> Manifest | None:
-    """The manifest of the checkpoint that is committed in a place; None if there is none.
-
-    Args:
-        absent: the errors of `read_manifest` that count as none (default: that nothing is
-            committed).
-    """
+    """The manifest of the checkpoint that is committed in a place; None if there is none."""
     try:
         return read_manifest(store)[0]
     except absent:

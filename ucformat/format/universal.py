@@ -14,7 +14,6 @@ from ucformat.format.stored_tensors import StoredTensors, ValueByKey
 from ucformat.format.structure import MOUNT, manifest_problems, read_manifest, refuse
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
-from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import (
     CheckpointMetadata,
     GroupPlace,
@@ -27,6 +26,7 @@ from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import MANIFEST, GroupDoc, Manifest
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.schema.values import loads
+from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.local import LocalStore
 from ucformat.storage.wrappers import WatchedStore, first_info
 
@@ -89,7 +89,6 @@ class Universal:
         Args:
             roots: returns the places in which files of other checkpoints may be read (default:
                 none).
-            manifest: the manifest, if it is known (default: it is read).
         """
         watching = store if isinstance(store, WatchedStore) else WatchedStore(store)
         self.store: Store = watching
@@ -161,11 +160,7 @@ class Universal:
         return data
 
     def read_range(self, doc: FileDoc, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Read a range of a file that the manifest lists, which the caller checks.
-
-        Args:
-            nbytes: number of bytes (None: to the end of the file).
-        """
+        """Read a range of a file that the manifest lists, which the caller checks."""
         try:
             return self.store.read(doc.path, offset, nbytes)
         except NotFound as error:
@@ -279,11 +274,7 @@ def describe(
     metrics: Mapping[str, float],
     config: Mapping[str, Any],
 ) -> Manifest:
-    """Describe a checkpoint of any format as a manifest without id, attempt, locations in files, or digests.
-
-    Returns:
-        The manifest, with the present time as the time of creation.
-    """
+    """Describe a checkpoint of any format as a manifest without id, attempt, locations in files, or digests."""
     tensors = (
         TensorDoc(i.name, i.state, i.dtype, i.shape, at=paths_of(metadata, i.key))
         for i in metadata.tensor_list.tensors
@@ -321,11 +312,7 @@ def group_docs(metadata: CheckpointMetadata) -> tuple[GroupDoc, ...]:
 def group_doc(
     params: tuple[str, ...], options: dict[str, Any], place: GroupPlace | None
 ) -> GroupDoc:
-    """An optimizer group in the form of the manifest.
-
-    Args:
-        place: the group's place in the training state; None if unknown.
-    """
+    """An optimizer group in the form of the manifest."""
     if place is None:
         return GroupDoc(params=params, options=options)
     names = place.names if place.names != params else None

@@ -26,7 +26,7 @@ from ucformat.errors import (
     first_names,
 )
 from ucformat.format.attempts import folders_of
-from ucformat.format.audit import ShardFile, items, read_through, wrong_digests
+from ucformat.format.audit import ShardFile, items, wrong_digests
 from ucformat.format.commit import announce, begin, commit, settle
 from ucformat.format.extents import blocks_of
 from ucformat.format.sidecar import NO_BLOCK
@@ -44,6 +44,7 @@ from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.execute import place_checksum
 from ucformat.references import open_reference
 from ucformat.schema.manifest import MANIFEST
+from ucformat.storage.base import read_parts
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.strided import checksum
 from ucformat.storage.upload import unit_for
@@ -260,13 +261,12 @@ class PackedFile:
     key: Key | None = None
 
     def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:
-        """See AuditItem.
-
-        Args:
-            out: a writer that gets a copy of every byte (default: none).
-        """
+        """See AuditItem."""
         sums = BlockChecker(self.file, self.blocks)
-        read_through(store, self.file, self.nbytes, sums.take, out)
+        for at, part in read_parts(store, self.file, self.nbytes):
+            sums.take(at, part)
+            if out is not None:
+                out.write(part)
         reason = "crc32c differs (block at byte {})"
         damaged = sums.damaged()
         return b"", [

@@ -32,9 +32,8 @@ from ucformat.jobs.tasks import job_name
 from ucformat.reading.readable import TRACKERS
 from ucformat.schema import ITEMSIZE
 from ucformat.storage.base import HIDDEN, check_key, exists
-from ucformat.storage.concurrency import map_io
+from ucformat.storage.concurrency import map_io, thread_memory
 from ucformat.storage.error_mapping import mapping_os_errors
-from ucformat.storage.scratch import thread_memory
 from ucformat.storage.upload import unit_for
 from ucformat.storage.url import open_store, split_url
 from ucformat.storage.wrappers import check_unchanged

@@ -22,10 +22,9 @@ from ucformat.jobs.reopen import options_of, plain_options
 from ucformat.jobs.run import naming_place
 from ucformat.jobs.tasks import Job, job_name
 from ucformat.jobs.where import HERE, Where, run_job
-from ucformat.reading.garbage import gc_paused
 from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.base import exists
-from ucformat.storage.concurrency import map_io
+from ucformat.storage.concurrency import gc_paused, map_io
 from ucformat.storage.url import open_store
 from ucformat.storage.wrappers import WatchedStore
 

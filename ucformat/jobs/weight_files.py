@@ -16,11 +16,10 @@ import numpy as np
 from ucformat.errors import UsageError
 from ucformat.exporters.base import Span, TargetFile, weights_of
 from ucformat.exporters.safetensors import files_of
-from ucformat.format.arrays import folder_names, put_file
+from ucformat.format.arrays import folder_names, packed_keys, put_file
 from ucformat.format.chunking import row_block
 from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import Columns, encode_columns
-from ucformat.format.small import packed_keys
 from ucformat.geometry.box import Box, row_major
 from ucformat.jobs.export_files import FilesJob
 from ucformat.jobs.shards import WriteOptions, plan_spec, planned_of

@@ -14,9 +14,8 @@ from ucformat.errors import CoverageError, Inconsistent, IntegrityError, Missing
 from ucformat.geometry.box import row_major
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, Extent, FileRun, TensorInfo, Tiles
-from ucformat.reading.garbage import gc_paused
 from ucformat.storage.base import HIDDEN, Costs
-from ucformat.storage.concurrency import map_io
+from ucformat.storage.concurrency import gc_paused, map_io
 from ucformat.storage.wrappers import gaps_of
 
 if TYPE_CHECKING:
@@ -261,20 +260,12 @@ class Request:
         return self.copies[0].block is not None
 
     def repeated(self, others: Sequence[str], step: int) -> Request:
-        """This request for further files.
-
-        Args:
-            step: bytes from the copies of one file to those of the next, in the buffer.
-        """
+        """This request for further files, whose copies are `step` bytes apart in the buffer."""
         copies = tuple(replace(c, file_step=step) for c in self.copies)
         return Request(self.file, self.offset, self.nbytes, copies, self.count, self.step, others)
 
     def in_file(self, number: int) -> Request:
-        """The request for one of its files.
-
-        Args:
-            number: 0 is `file`, 1 the first of the others.
-        """
+        """The request for one of its files: 0 is `file`, 1 the first of the others."""
         file = self.others[number - 1] if number else self.file
         copies = tuple(placed(c, c.src, c.dst + number * c.file_step) for c in self.copies)
         return Request(file, self.offset, self.nbytes, copies, self.count, self.step)
@@ -382,12 +373,7 @@ def check_verify(verify: Verify) -> Literal["whole", "always", "never"]:
 def make_plan(
     items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs | None = None
 ) -> Plan:
-    """Plan how to fill all pieces of all tensors.
-
-    Args:
-        verify: which checksums to verify (default: of chunks that are read whole).
-        costs: how ranges are merged and split (default: as for local files).
-    """
+    """Plan how to fill all pieces of all tensors."""
     verify, costs = check_verify(verify), costs or Costs()
     requests: list[Request] = []
     needed = unverified = besides = 0
@@ -500,7 +486,8 @@ def _check_coverage(info: TensorInfo, piece: Piece, common: list[tuple[str, Box]
         )
     shift = tuple(-s for s in piece.box.start)
     try:
-        prove(_piece_info(info, piece), [(file, box.shift(shift)) for file, box in common])
+        named = replace(info, name=f"{info.name}{piece.box}", shape=piece.box.shape)
+        prove(named, [(file, box.shift(shift)) for file, box in common])
     except CoverageError as error:  # not an error of the caller: the files are wrong
         raise Inconsistent(
             error.message, hint="restore what lists the parts of this tensor from another copy"
@@ -516,10 +503,6 @@ def _covers(whole: Box, boxes: tuple[Box, ...]) -> bool:
     except CoverageError:
         return False
     return True
-
-
-def _piece_info(info: TensorInfo, piece: Piece) -> TensorInfo:
-    return type(info)(f"{info.name}{piece.box}", info.state, info.dtype, piece.box.shape)
 
 
 def _whole_chunks(

@@ -21,11 +21,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
-from ucformat.errors import MissingData, NotFound, UnsafeError
+from ucformat.errors import Conflict, MissingData, NotFound, UnsafeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
 __all__ = [
     "HIDDEN",
@@ -34,14 +33,17 @@ __all__ = [
     "Checksums",
     "Costs",
     "FileWriter",
+    "FlatStore",
     "Info",
     "RangeReader",
     "Ranges",
     "Store",
+    "changed_meanwhile",
     "check_key",
     "check_range",
     "content_version",
     "exists",
+    "read_parts",
     "read_ranges",
 ]
 
@@ -87,9 +89,6 @@ class Info:
 
         Listings and single requests report different fields of objects; the fields that both have
         are compared.
-
-        Args:
-            other: an earlier `info` of the file.
         """
         if self.etag and other.etag:
             return (self.size, self.etag.strip('"')) == (other.size, other.etag.strip('"'))
@@ -132,11 +131,7 @@ class FileWriter(Protocol):
     """
 
     def write(self, data: Bytes) -> None:
-        """Append bytes.
-
-        Args:
-            data: the bytes; the caller may reuse the buffer after the call.
-        """
+        """Append bytes; the caller may reuse the buffer after the call."""
 
     def close(self) -> None:
         """Make the file visible, replacing any existing one; a second call does nothing."""
@@ -147,12 +142,7 @@ class FileWriter(Protocol):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -178,9 +168,6 @@ class Store(Protocol):
     def info(self, key: str) -> Info:
         """Size and version of a file.
 
-        Args:
-            key: key of the file.
-
         Raises:
             NotFound: there is no such file.
         """
@@ -189,8 +176,6 @@ class Store(Protocol):
         """Read a range of a file into new memory; meant for small reads.
 
         Args:
-            key: key of the file.
-            offset: first byte.
             nbytes: number of bytes (None: to the end of the file).
 
         Raises:
@@ -203,8 +188,6 @@ class Store(Protocol):
         """Read a contiguous range of a file into buffers, one after another.
 
         Args:
-            key: key of the file.
-            offset: first byte.
             buffers: writable: C-contiguous, or bytes whose last dim is; after an error their
                 content is undefined.
             crcs: for each buffer, a CRC-32C that is continued with its bytes, in place (None: none
@@ -218,7 +201,6 @@ class Store(Protocol):
         """Read many short ranges of a file at regular distances; errors as for `read_into`.
 
         Args:
-            key: key of the file.
             offset: first byte of the first row.
             step: bytes from the beginning of a row to that of the next.
             rows: one writable buffer for each row, as for `read_into`.
@@ -227,11 +209,7 @@ class Store(Protocol):
             self.read_into(key, offset + number * step, [row])
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
-        """A whole small file and its content version, for `replace`.
-
-        Args:
-            key: key of the file.
-        """
+        """A whole small file and its content version, for `replace`."""
         data = self.read(key)
         return data, content_version(data)
 
@@ -239,7 +217,6 @@ class Store(Protocol):
         """Write a file as a stream; missing parent folders are created.
 
         Args:
-            key: key of the file.
             unit: bytes; storage that uploads in parts uses multiples of this (default: 1).
         """
 
@@ -252,18 +229,10 @@ class Store(Protocol):
         """
 
     def adopt(self, key: str) -> None:
-        """Include a file in the next `flush` that another store object or an earlier process has closed.
-
-        Args:
-            key: key of the file.
-        """
+        """Include a file in the next `flush` that another store or an earlier process has closed."""
 
     def put_if_absent(self, key: str, data: bytes) -> str:
         """Write a whole file, durably and atomically, unless it exists; returns its content version.
-
-        Args:
-            key: key of the file.
-            data: its content.
 
         Raises:
             Conflict: the file exists.
@@ -274,8 +243,6 @@ class Store(Protocol):
         """Replace a whole file, durably and atomically, if its content is unchanged; returns the new content version.
 
         Args:
-            key: key of the file.
-            data: its new content.
             version: its content version before.
 
         Raises:
@@ -293,17 +260,10 @@ class Store(Protocol):
         """
 
     def delete(self, key: str) -> None:
-        """Delete a file; a missing file is not an error.
-
-        Args:
-            key: key of the file.
-        """
+        """Delete a file; a missing file is not an error."""
 
     def delete_prefix(self, prefix: str) -> None:
         """Delete a folder with all its files, including leftovers of killed writers; a missing folder is not an error.
-
-        Args:
-            prefix: key of the folder.
 
         Raises:
             UnsafeError: the folder is the root (`""`).
@@ -320,11 +280,25 @@ class Store(Protocol):
         """
 
 
+class FlatStore(Store):
+    """A store without folders and leftovers, in which closing a file is all that makes it durable."""
+
+    def flush(self) -> None:
+        """Do nothing: no file has to be made durable."""
+
+    def adopt(self, key: str) -> None:
+        """Check that the file exists."""
+        self.info(key)
+
+    def sweep(self) -> None:
+        """Do nothing: killed writers leave nothing that a listing contains."""
+
+    def prune(self, folder: str) -> None:
+        """Do nothing: there are no folders."""
+
+
 def check_key(key: str) -> str:
     """The key, if it names a file below the root.
-
-    Args:
-        key: the key.
 
     Raises:
         UnsafeError: the key leaves the root, is not valid Unicode, or is reserved for temporary
@@ -349,9 +323,6 @@ def check_range(name: str, offset: int, nbytes: int, size: int) -> None:
 
     Args:
         name: name of the file in the error message.
-        offset: first byte.
-        nbytes: number of bytes.
-        size: size of the file in bytes.
 
     Raises:
         MissingData: the file lacks some of the bytes.
@@ -367,12 +338,7 @@ def check_range(name: str, offset: int, nbytes: int, size: int) -> None:
 
 
 def exists(store: Store, key: str) -> bool:
-    """Whether a file exists.
-
-    Args:
-        store: the store.
-        key: key of the file.
-    """
+    """Whether a file exists."""
     try:
         store.info(key)
     except NotFound:
@@ -380,12 +346,27 @@ def exists(store: Store, key: str) -> bool:
     return True
 
 
-def content_version(data: bytes) -> str:
-    """The version of a file with this content.
+_PART = 8 << 20  # bytes of a file in memory at once
 
-    Args:
-        data: the content.
-    """
+
+def read_parts(store: Store, key: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Read a whole file: the offset and the bytes of each part, all in the same memory."""
+    buffer = memoryview(bytearray(min(_PART, nbytes)))
+    for at in range(0, nbytes, _PART):
+        part = buffer[: min(_PART, nbytes - at)]
+        store.read_into(key, at, [part])
+        yield at, part
+
+
+def changed_meanwhile(name: str) -> Conflict:
+    """The error of `Store.replace` for a file that has another content."""
+    return Conflict(
+        f"{name} was changed by another writer since it was read", hint="read it again and retry"
+    )
+
+
+def content_version(data: bytes) -> str:
+    """The version of a file with this content."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -406,7 +387,6 @@ class RangeReader(Protocol):
         """Read ranges of a file, as views for a `with` block; None if the inner store cannot lend memory.
 
         Args:
-            key: key of the file.
             ranges: pairs of offset and size in bytes.
         """
 
@@ -415,8 +395,6 @@ def read_ranges(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> Ra
     """Read ranges of a file, as views for a `with` block; None if the store only fills buffers.
 
     Args:
-        store: the store.
-        key: key of the file.
         ranges: pairs of offset and size in bytes.
     """
     return store.read_ranges(key, ranges) if isinstance(store, RangeReader) else None

@@ -1,7 +1,8 @@
-"""Limits of concurrent requests for all threads and stores of this process, and threads for small requests."""
+"""Limits of concurrent requests, threads for small ones, and memory that threads use again."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class RequestBudget:
@@ -63,9 +67,6 @@ def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     It starts with one call after another. Small files in the page cache cost only CPU time, and the
     GIL lets one thread run: eight threads took four times as long to open 100,000 files. Once calls
     turn out to wait, the rest runs in threads, in copies of the caller's context.
-
-    Returns:
-        the results in the order of the items; the first error is raised.
     """
     remaining = iter(items)
     out: list[R] = []
@@ -80,3 +81,29 @@ def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
             context = [copy_context() for _ in rest]
             out += pool.map(lambda item, own: own.run(call, item), rest, context)
     return out
+
+
+_own = threading.local()
+
+
+def thread_memory(use: str, nbytes: int) -> NDArray[np.uint8]:
+    """Memory of this thread, the same for a use unless it has to grow: fresh pages cost more."""
+    import numpy as np  # here, because most commands read no tensors
+
+    memory: NDArray[np.uint8] = getattr(_own, use, np.empty(0, np.uint8))
+    if memory.size < nbytes:
+        memory = np.empty(nbytes, np.uint8)
+        setattr(_own, use, memory)
+    return memory[:nbytes]
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause the garbage collector while many objects are made: it takes up to half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.storage.base import HIDDEN, ByteRange, check_range
-from ucformat.storage.wrappers import SyntheticStore, WrappedStore
+from ucformat.storage.wrappers import SyntheticStore, layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,11 +48,7 @@ def size_of(value: Value) -> int:
 
 
 def list_values(store: Store, folder: str = "") -> dict[str, ByteRange]:
-    """List the files of a folder as values, by their path in it.
-
-    Args:
-        folder: the key of the folder; empty for the root.
-    """
+    """List the files of a folder as values, by their path in it."""
     cut = len(folder) + 1 if folder else 0
     return {info.key[cut:]: ByteRange(info.key, 0, info.size) for info in store.list(folder)}
 
@@ -158,8 +154,4 @@ class DecodedStore(SyntheticStore):
 
 def is_checked(store: Store, key: str) -> bool:
     """Whether a file is a virtual one, of this store or a store that it wraps, that is checked when it is decoded."""
-    while isinstance(store, WrappedStore):
-        if isinstance(store, DecodedStore) and store.is_checked(key):
-            return True
-        store = store.inner
-    return False
+    return any(isinstance(layer, DecodedStore) and layer.is_checked(key) for layer in layers(store))

@@ -104,11 +104,7 @@ def with_parents(folder: str) -> list[str]:
 
 
 def is_folder(name: str, above: Descriptor, *, follow: bool = True) -> bool:
-    """Whether a name in an open folder is a folder.
-
-    Args:
-        follow: whether a link to a folder counts as one (default: yes).
-    """
+    """Whether a name in an open folder is a folder."""
     try:
         return stat.S_ISDIR(os.stat(name, dir_fd=above.fd, follow_symlinks=follow).st_mode)
     except FileNotFoundError:

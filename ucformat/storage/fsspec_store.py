@@ -11,7 +11,7 @@ from urllib.parse import urljoin, urlsplit
 
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError, UnsupportedError
 from ucformat.redacted import learn, named_secrets, redacted, secrets_in
-from ucformat.storage.base import HIDDEN, Checksums, Costs, Info, Store, check_key, check_range
+from ucformat.storage.base import HIDDEN, Checksums, Costs, FlatStore, Info, check_key, check_range
 from ucformat.storage.clouds import service
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.strided import fill
@@ -45,7 +45,7 @@ _VERSION = (
 )
 
 
-class FsspecStore(Store):
+class FsspecStore(FlatStore):
     """Files under a root that fsspec supports, read-only. They are copied once, because fsspec returns bytes.
 
     Writing is UnsupportedError: fsspec cannot put a file atomically only if it is absent.
@@ -131,13 +131,6 @@ class FsspecStore(Store):
         """UnsupportedError."""
         raise self._read_only(key)
 
-    def flush(self) -> None:
-        """Do nothing: nothing is written."""
-
-    def adopt(self, key: str) -> None:
-        """Check that the file exists."""
-        self.info(key)
-
     def put_if_absent(self, key: str, data: bytes) -> NoReturn:  # noqa: ARG002 - see Store
         """UnsupportedError."""
         raise self._read_only(key)
@@ -165,12 +158,6 @@ class FsspecStore(Store):
     def delete_prefix(self, prefix: str) -> NoReturn:
         """UnsupportedError."""
         raise self._read_only(prefix)
-
-    def sweep(self) -> None:
-        """Do nothing: nothing is written."""
-
-    def prune(self, folder: str) -> None:
-        """Do nothing: nothing is written."""
 
     def _read_only(self, key: str) -> UnsupportedError:
         check_key(key)

@@ -27,6 +27,7 @@ from ucformat.storage.base import (
     FileWriter,
     Info,
     Store,
+    changed_meanwhile,
     check_key,
     check_range,
     content_version,
@@ -222,10 +223,7 @@ class LocalStore(Store):
             except NotFound:
                 found = "gone"
             if found != version:
-                raise Conflict(
-                    f"{path} was changed by another writer since it was read",
-                    hint="read it again and retry",
-                )
+                raise changed_meanwhile(str(path))
             with _hidden(folder, path, data) as temporary, mapping_os_errors("write", str(path)):
                 os.rename(temporary, path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             self._finish(key, folder)

@@ -80,11 +80,7 @@ class OpenFile(Descriptor):
 
 
 class OpenFiles:
-    """The most recently read files, kept open.
-
-    Args:
-        limit: number of files kept open, not counting those that a thread is reading.
-    """
+    """The most recently read files, kept open."""
 
     def __init__(self, limit: int = 128) -> None:
         self._limit = limit
@@ -289,11 +285,7 @@ def file_info(key: str, s: os.stat_result) -> Info:
 
 
 def walk(folder: Path, prefix: str) -> Iterator[Info]:
-    """All files below a folder, in the order of their keys; linked folders are not entered.
-
-    Args:
-        prefix: key of the folder with a trailing slash, or empty; the keys begin with it.
-    """
+    """All files below a folder, in the order of their keys; linked folders are not entered."""
     entries: list[os.DirEntry[str]] = []
     folders: set[str] = set()
     with suppress(NotFound), mapping_os_errors("list", str(folder)), os.scandir(folder) as scan:

@@ -12,8 +12,9 @@ from ucformat.errors import Conflict, NotFound, UnsupportedError, UsageError
 from ucformat.storage.base import (
     Costs,
     FileWriter,
+    FlatStore,
     Info,
-    Store,
+    changed_meanwhile,
     check_key,
     check_range,
     content_version,
@@ -41,7 +42,7 @@ _FILES: dict[str, _MemoryFile] = {}  # of the whole process, by root and key
 _VERSIONS = itertools.count()
 
 
-class MemoryStore(Store):
+class MemoryStore(FlatStore):
     """Files in memory, shared by all stores of one name in this process: `memory://name` or `memory://name/folder`."""
 
     costs = Costs()
@@ -88,13 +89,6 @@ class MemoryStore(Store):
         """Write a file as a stream."""
         return MemoryWriter(self._root + check_key(key))
 
-    def flush(self) -> None:
-        """Do nothing: files in memory are never durable."""
-
-    def adopt(self, key: str) -> None:
-        """Check that the file exists."""
-        self._get(key)
-
     def put_if_absent(self, key: str, data: bytes) -> str:
         """Write a whole file unless it exists."""
         path = self._root + check_key(key)
@@ -110,10 +104,7 @@ class MemoryStore(Store):
         with _LOCK:
             found = _FILES.get(path)
             if found is None or content_version(found.data) != version:
-                raise Conflict(
-                    f"{self.url}/{key} was changed by another writer since it was read",
-                    hint="read it again and retry",
-                )
+                raise changed_meanwhile(f"{self.url}/{key}")
             _FILES[path] = _MemoryFile(bytes(data), next(_VERSIONS))
         return content_version(data)
 
@@ -135,12 +126,6 @@ class MemoryStore(Store):
         with _LOCK:
             for path in [p for p in _FILES if p.startswith(folder)]:
                 del _FILES[path]
-
-    def sweep(self) -> None:
-        """Do nothing: unclosed files are not stored."""
-
-    def prune(self, folder: str) -> None:
-        """Do nothing: there are no folders."""
 
     def _get(self, key: str) -> _MemoryFile:
         with _LOCK:

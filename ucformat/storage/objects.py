@@ -22,8 +22,9 @@ from ucformat.storage.base import (
     HIDDEN,
     Checksums,
     Costs,
+    FlatStore,
     Info,
-    Store,
+    changed_meanwhile,
     check_key,
     check_range,
     content_version,
@@ -142,7 +143,7 @@ _THREADS = 32  # that wait for answers; more do not pay off
 _PAGE = 1000  # keys that one request lists or deletes
 
 
-class ObjectStore(Store):
+class ObjectStore(FlatStore):
     """The objects below a prefix of a bucket.
 
     An object becomes visible as a whole and durable when its upload is closed. Each put carries a
@@ -359,13 +360,6 @@ class ObjectStore(Store):
         client = boto_client(self._options) if self._place.cloud == "s3" else None
         return None if client is None else Multipart(client, self._place)
 
-    def flush(self) -> None:
-        """Do nothing: an object is durable when its upload is closed."""
-
-    def adopt(self, key: str) -> None:
-        """Check that the object exists."""
-        self.info(key)
-
     def put_if_absent(self, key: str, data: bytes) -> str:
         """Write a whole object with one conditional request."""
         self._check_writable()
@@ -379,10 +373,7 @@ class ObjectStore(Store):
 
         self._check_writable()
         check_key(key)
-        changed = Conflict(
-            f"{self._name(key)} was changed by another writer since it was read",
-            hint="read it again and retry",
-        )
+        changed = changed_meanwhile(self._name(key))
         try:
             found = self._request("read", key, lambda client: obstore.get(client, key))
             content = self._request("read", key, lambda _: bytes(found.bytes()))
@@ -426,12 +417,6 @@ class ObjectStore(Store):
 
             with suppress(NotFound):
                 self._request("delete", prefix, delete)
-
-    def sweep(self) -> None:
-        """Do nothing: a killed writer leaves an incomplete upload, which listings do not contain."""
-
-    def prune(self, folder: str) -> None:
-        """Do nothing: there are no folders."""
 
     # --- reading and writing
 

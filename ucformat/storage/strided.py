@@ -197,11 +197,7 @@ def checksum(data: Bytes, before: int = 0) -> int:
 
 
 def crc32(data: Bytes, before: int = 0) -> int:
-    """The CRC-32 of bytes that zip files contain; zlib may take twenty times as long as `ucformat._native`.
-
-    Args:
-        before: CRC-32 of preceding bytes to continue from (default: none).
-    """
+    """The CRC-32 of bytes that zip files contain; zlib may take twenty times as long as `ucformat._native`."""
     if NATIVE:
         return _native_crc32(data, before)
     for row in rows(memoryview(data)):

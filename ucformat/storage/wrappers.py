@@ -16,14 +16,13 @@ from ucformat.storage.strided import fill
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
-    from types import TracebackType
     from typing import Self
 
     from ucformat.storage.base import Checksums, Costs, FileWriter, Info, Ranges, Store
 
 
 class WrappedStore:
-    """Forwards every call to the inner store."""
+    """Forwards every call to the inner store, under keys that a subclass may choose."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -38,31 +37,35 @@ class WrappedStore:
         """The costs of the inner store."""
         return self.inner.costs
 
+    def _key(self, key: str) -> str:
+        """The key of a file in the inner store."""
+        return key
+
     def info(self, key: str) -> Info:
         """See Store."""
-        return self.inner.info(key)
+        return self.inner.info(self._key(key))
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """See Store."""
-        return self.inner.read(key, offset, nbytes)
+        return self.inner.read(self._key(key), offset, nbytes)
 
     def read_into(
         self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
     ) -> None:
         """See Store."""
-        self.inner.read_into(key, offset, buffers, crcs)
+        self.inner.read_into(self._key(key), offset, buffers, crcs)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""
-        self.inner.read_rows(key, offset, step, rows)
+        self.inner.read_rows(self._key(key), offset, step, rows)
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """See Store."""
-        return self.inner.read_versioned(key)
+        return self.inner.read_versioned(self._key(key))
 
     def create(self, key: str, unit: int = 1) -> FileWriter:
         """See Store."""
-        return self.inner.create(key, unit)
+        return self.inner.create(self._key(key), unit)
 
     def flush(self) -> None:
         """See Store."""
@@ -70,15 +73,15 @@ class WrappedStore:
 
     def adopt(self, key: str) -> None:
         """See Store."""
-        self.inner.adopt(key)
+        self.inner.adopt(self._key(key))
 
     def put_if_absent(self, key: str, data: bytes) -> str:
         """See Store."""
-        return self.inner.put_if_absent(key, data)
+        return self.inner.put_if_absent(self._key(key), data)
 
     def replace(self, key: str, data: bytes, version: str) -> str:
         """See Store."""
-        return self.inner.replace(key, data, version)
+        return self.inner.replace(self._key(key), data, version)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """See Store."""
@@ -86,7 +89,7 @@ class WrappedStore:
 
     def delete(self, key: str) -> None:
         """See Store."""
-        self.inner.delete(key)
+        self.inner.delete(self._key(key))
 
     def delete_prefix(self, prefix: str) -> None:
         """See Store."""
@@ -99,6 +102,14 @@ class WrappedStore:
     def prune(self, folder: str) -> None:
         """See Store."""
         self.inner.prune(folder)
+
+
+def layers(store: Store) -> Iterator[Store]:
+    """A store, then the one that it wraps, and so on to the one that wraps none."""
+    yield store
+    while isinstance(store, WrappedStore):
+        store = store.inner
+        yield store
 
 
 class SyntheticStore(WrappedStore, ABC):
@@ -156,11 +167,11 @@ class SyntheticStore(WrappedStore, ABC):
 
 def gaps_of(store: Store, key: str, offset: int, nbytes: int) -> int:
     """As `SyntheticStore.gaps`, of the stores in a store's wrappers."""
-    total = 0
-    while isinstance(store, WrappedStore):
-        total += store.gaps(key, offset, nbytes) if isinstance(store, SyntheticStore) else 0
-        store = store.inner
-    return total
+    return sum(
+        layer.gaps(key, offset, nbytes)
+        for layer in layers(store)
+        if isinstance(layer, SyntheticStore)
+    )
 
 
 class PrefixStore(WrappedStore):
@@ -183,53 +194,15 @@ class PrefixStore(WrappedStore):
 
     def info(self, key: str) -> Info:
         """See Store."""
-        return self._relative(self.inner.info(self._key(key)))
-
-    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """See Store."""
-        return self.inner.read(self._key(key), offset, nbytes)
-
-    def read_into(
-        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
-    ) -> None:
-        """See Store."""
-        self.inner.read_into(self._key(key), offset, buffers, crcs)
+        return self._relative(super().info(key))
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
         """See RangeReader."""
         return read_ranges(self.inner, self._key(key), ranges)
 
-    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
-        """See Store."""
-        self.inner.read_rows(self._key(key), offset, step, rows)
-
-    def read_versioned(self, key: str) -> tuple[bytes, str]:
-        """See Store."""
-        return self.inner.read_versioned(self._key(key))
-
-    def create(self, key: str, unit: int = 1) -> FileWriter:
-        """See Store."""
-        return self.inner.create(self._key(key), unit)
-
-    def adopt(self, key: str) -> None:
-        """See Store."""
-        self.inner.adopt(self._key(key))
-
-    def put_if_absent(self, key: str, data: bytes) -> str:
-        """See Store."""
-        return self.inner.put_if_absent(self._key(key), data)
-
-    def replace(self, key: str, data: bytes, version: str) -> str:
-        """See Store."""
-        return self.inner.replace(self._key(key), data, version)
-
     def list(self, prefix: str = "") -> Iterator[Info]:
         """See Store."""
         return map(self._relative, self.inner.list(self._key(prefix) if prefix else self.folder))
-
-    def delete(self, key: str) -> None:
-        """See Store."""
-        self.inner.delete(self._key(key))
 
     def delete_prefix(self, prefix: str) -> None:
         """See Store."""
@@ -262,12 +235,7 @@ class CachedListingStore(WrappedStore):
         self._listed = self.inner.costs.parallel is None  # on a local disk a look-up costs little
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listing, self._listed = None, True
 
     def _files(self) -> dict[str, Info] | None:
@@ -491,19 +459,11 @@ class WatchedStore(WrappedStore):
 
 def find_watched(store: Store) -> WatchedStore | None:
     """The WatchedStore inside a store's wrappers; None if there is none."""
-    while isinstance(store, WrappedStore):
-        if isinstance(store, WatchedStore):
-            return store
-        store = store.inner
-    return None
+    return next((layer for layer in layers(store) if isinstance(layer, WatchedStore)), None)
 
 
 def first_info(store: Store, key: str) -> Info:
-    """What is recorded of a file since its checkpoint was opened; requested if nothing is.
-
-    Raises:
-        NotFound: there is no such file.
-    """
+    """What is recorded of a file since its checkpoint was opened; requested if nothing is."""
     found = find_watched(store)
     return (found.recorded(key) if found else None) or store.info(key)
 

@@ -22,7 +22,7 @@ from ucformat.jobs.run import run
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.jobs.tasks import job_name
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.storage.scratch import thread_memory
+from ucformat.storage.concurrency import thread_memory
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:

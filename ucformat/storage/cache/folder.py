@@ -26,7 +26,6 @@ from ucformat.storage.strided import checksum, read_scattered, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import TracebackType
 
     from ucformat.storage.base import Bytes
 
@@ -179,68 +178,6 @@ _ACCOUNTS_PATIENCE = 10.0  # seconds to wait for the accounts, which are locked 
 _PAUSE, _LONGEST_PAUSE = 1e-4, 0.02  # seconds between two tries to lock
 
 
-class State:
-    """The file, opened anew for each lock. All methods raise OSError if the disk fails."""
-
-    def __init__(self, folder: Descriptor) -> None:
-        self._folder = folder
-
-    def _open(self) -> Descriptor:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return Descriptor(os.open(_STATE_NAME, flags, 0o600, dir_fd=self._folder.fd))
-
-    def lock(self, entry: CacheEntry) -> Descriptor | None:
-        """Lock the making of an entry until the descriptor is closed.
-
-        None if another thread or process has the lock.
-        """
-        return self._lock(_byte(_MADE, entry), fcntl.F_WRLCK)
-
-    def join(self, entry: CacheEntry) -> Descriptor | None:
-        """Be among those who use an answer until the descriptor is closed; None if that is being examined."""
-        return self._lock(_byte(_USED, entry), fcntl.F_RDLCK)
-
-    def has_others(self, entry: CacheEntry, joined: Descriptor | None) -> bool:
-        """Whether other threads or processes use an answer.
-
-        Args:
-            joined: what `join` returned (None: the caller has not joined).
-        """
-        byte = _byte(_USED, entry)
-        if joined is None:
-            return self._lock(byte, fcntl.F_WRLCK) is None
-        alone = _set_lock(joined.fd, byte, fcntl.F_WRLCK)
-        _set_lock(joined.fd, byte, fcntl.F_RDLCK)
-        return not alone
-
-    def wanted(self, entry: CacheEntry) -> tuple[int, int]:
-        """When an entry, or one of those with the same stamp, was last wanted, and by which process."""
-        file = self._open()
-        when, pid = _STAMP.unpack(
-            os.pread(file.fd, _STAMP.size, _stamp(entry)).ljust(_STAMP.size, b"\0")
-        )
-        return when, pid
-
-    def want(self, entry: CacheEntry, now: int) -> None:
-        """Record that this process wants an entry."""
-        file = self._open()
-        os.pwrite(file.fd, _STAMP.pack(now, os.getpid()), _stamp(entry))
-
-    @contextmanager
-    def accounts(self) -> Iterator[Accounts | None]:
-        """Lock the number of bytes, and with it the creation and renaming of files; None if it stays locked."""
-        file = patiently(lambda: self._lock(_ACCOUNTS, fcntl.F_WRLCK), _ACCOUNTS_PATIENCE)
-        try:
-            yield None if file is None else Accounts(file)
-        finally:
-            if file is not None:
-                file.close()
-
-    def _lock(self, byte: int, kind: int) -> Descriptor | None:
-        file = self._open()
-        return file if _set_lock(file.fd, byte, kind) else None
-
-
 class Accounts:
     """The bytes of all files on the disk, which are never more than `total`; 0 if they were not counted yet."""
 
@@ -311,7 +248,6 @@ class CacheFolder:
         if not hasattr(fcntl, "F_OFD_SETLK"):
             raise UnsupportedError("a cache needs the file locks of Linux", hint="unset UCP_CACHE")
         self._folder = _open_folder(path)
-        self._state = State(self._folder)
         self._forgiving = _Forgiving(path)
 
     def __reduce__(self) -> tuple[type[CacheFolder], tuple[str, int]]:
@@ -379,7 +315,7 @@ class CacheFolder:
 
     def _rename(self, temporary: str, name: str) -> None:
         """Rename a file while nobody counts, who might miss it or count it twice."""
-        with self._state.accounts() as accounts:
+        with self._accounts() as accounts:
             if accounts is not None:
                 before = self._size(name)
                 os.rename(temporary, name, src_dir_fd=self._folder.fd, dst_dir_fd=self._folder.fd)
@@ -400,7 +336,7 @@ class CacheFolder:
         It is locked until it is closed, which shows that its writer lives.
         """
         need = _rounded(size)
-        with self._state.accounts() as accounts:
+        with self._accounts() as accounts:
             if accounts is None:
                 return None
             if not accounts.total or accounts.total + need > self.limit:
@@ -463,7 +399,7 @@ class CacheFolder:
 
     def clear(self) -> None:
         """Remove all entries; processes that use the cache are not disturbed."""
-        with self._state.accounts() as accounts:
+        with self._accounts() as accounts:
             total = self._evict(0)
             if accounts is not None:
                 accounts.total = total
@@ -476,7 +412,7 @@ class CacheFolder:
         None if another thread or process has the lock.
         """
         with self._forgiving:
-            return self._state.lock(entry)
+            return self._lock(_byte(_MADE, entry), fcntl.F_WRLCK)
         return Descriptor(-1)  # without a lock
 
     def lock(self, entry: CacheEntry, patience: float) -> Descriptor | None:
@@ -484,31 +420,57 @@ class CacheFolder:
         return patiently(lambda: self.try_lock(entry), patience)
 
     def join(self, entry: CacheEntry) -> Descriptor | None:
-        """Be among those who use an answer until the descriptor is closed; None if that fails."""
+        """Be among those who use an answer until the descriptor is closed.
+
+        None if that is being examined, or fails.
+        """
         with self._forgiving:
-            return self._state.join(entry)
+            return self._lock(_byte(_USED, entry), fcntl.F_RDLCK)
         return None
 
     def has_others(self, entry: CacheEntry, joined: Descriptor | None = None) -> bool:
-        """Whether other threads or processes use an answer.
-
-        Args:
-            joined: what `join` returned (None: the caller has not joined).
-        """
+        """Whether others use an answer; `joined` is what `join` has returned to the caller."""
+        byte = _byte(_USED, entry)
         with self._forgiving:
-            return self._state.has_others(entry, joined)
+            if joined is None:
+                return self._lock(byte, fcntl.F_WRLCK) is None
+            alone = _set_lock(joined.fd, byte, fcntl.F_WRLCK)
+            _set_lock(joined.fd, byte, fcntl.F_RDLCK)
+            return not alone
         return False
 
     def wanted(self, entry: CacheEntry) -> tuple[int, int]:
         """When an entry, or one of those with the same stamp, was last wanted, and by which process."""
         with self._forgiving:
-            return self._state.wanted(entry)
+            file = self._open_state()
+            stamp = os.pread(file.fd, _STAMP.size, _stamp(entry))
+            when, pid = _STAMP.unpack(stamp.ljust(_STAMP.size, b"\0"))
+            return when, pid
         return 0, 0
 
     def want(self, entry: CacheEntry, now: int) -> None:
         """Record that this process wants an entry."""
         with self._forgiving:
-            self._state.want(entry, now)
+            file = self._open_state()
+            os.pwrite(file.fd, _STAMP.pack(now, os.getpid()), _stamp(entry))
+
+    @contextmanager
+    def _accounts(self) -> Iterator[Accounts | None]:
+        """Lock the number of bytes, and with it the creation and renaming of files; None if it stays locked."""
+        file = patiently(lambda: self._lock(_ACCOUNTS, fcntl.F_WRLCK), _ACCOUNTS_PATIENCE)
+        try:
+            yield None if file is None else Accounts(file)
+        finally:
+            if file is not None:
+                file.close()
+
+    def _lock(self, byte: int, kind: int) -> Descriptor | None:
+        file = self._open_state()
+        return file if _set_lock(file.fd, byte, kind) else None
+
+    def _open_state(self) -> Descriptor:
+        """Open the file of the state, anew for each lock."""
+        return self._open(_STATE_NAME, os.O_RDWR | os.O_CREAT)
 
 
 class _Forgiving:
@@ -520,12 +482,7 @@ class _Forgiving:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if not isinstance(error, OSError):
             return False
         if not self._failed:

@@ -54,11 +54,7 @@ class _SharedCall(Protocol):
 
 
 class Answers:
-    """Asks for the current versions of the files of a store.
-
-    Args:
-        folder: the folder of the cache, which holds the last answers.
-    """
+    """Asks for the current versions of the files of a store."""
 
     def __init__(self, store: VersionedStore, folder: CacheFolder) -> None:
         self._store, self._folder = store, folder
@@ -86,11 +82,7 @@ class Answers:
         return self._folder.join(self._listing)
 
     def has_others(self, joined: Descriptor | None = None) -> bool:
-        """Whether other processes read files of the store.
-
-        Args:
-            joined: what `join` returned (None: this one has not joined).
-        """
+        """Whether other processes read files of the store."""
         return self._folder.has_others(self._listing, joined) or (
             joined is not None and self._others_ask()
         )

@@ -11,9 +11,9 @@ from ucformat.errors import StateMismatch, UsageError
 from ucformat.geometry.patterns import compile_pattern, expand
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.record import lineage_to
-from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import PART_OF
 from ucformat.schema import TORCH_NUMBERS
+from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.state.elements import blocks_of
 
 if TYPE_CHECKING:

@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucformat.errors import CoverageError, UsageError
-from ucformat.format.arrays import array_folders, own_folder
+from ucformat.format.arrays import array_folders, own_folder, packed_keys
 from ucformat.format.chunking import Tiling
 from ucformat.format.described import Described, DescribedRow, file_order
-from ucformat.format.small import packed_keys
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Key
-from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import path_to_json
 from ucformat.reading.state_names import dotted
+from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.strided import checksum
 from ucformat.torch.comm.wire import Addressed, decode, encode, message
 from ucformat.torch.saving.in_place import OTHER_FORMS, WeightFilesPlan

@@ -23,7 +23,6 @@ from ucformat.format.universal import group_doc
 from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.jobs.weight_files import put_assets
-from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import PART_OF, GroupPlace, path_to_json
 from ucformat.reading.readable import StatePath as Path
 from ucformat.schema.limits import MAX_DEPTH, MAX_INTEGER, MOST_COMMITS
@@ -37,6 +36,7 @@ from ucformat.schema.manifest import (
     WriterDoc,
 )
 from ucformat.schema.tensors import TensorTable
+from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.saving.in_place import WrittenParts, block_crcs
 from ucformat.torch.saving.write import Leaves, packed_extents

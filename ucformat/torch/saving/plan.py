@@ -11,7 +11,7 @@ from ucformat.format.commit import begin, discard
 from ucformat.format.described import ALIGNMENT
 from ucformat.format.digest import document_digest
 from ucformat.geometry.flat_buffer import align_up
-from ucformat.reading.garbage import gc_paused
+from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.saving.agree import Coordinator, agree, digest_of
 from ucformat.torch.saving.in_place import WeightPlanner, begin_weights
 from ucformat.torch.saving.shards import OwnPart, plan_shards

@@ -11,8 +11,8 @@ from ucformat.errors import Uncertain, UsageError, check_keywords
 from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
-from ucformat.reading.garbage import gc_paused
 from ucformat.sources.model_files import find_assets
+from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.url import open_store, path_text
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message

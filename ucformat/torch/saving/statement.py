@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from ucformat.errors import UsageError
-from ucformat.format.arrays import own_folder
+from ucformat.format.arrays import is_small, own_folder
 from ucformat.format.described import file_order
-from ucformat.format.small import is_small
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import BoxList, Distribution, RankMesh
 from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import StatePath as Path
+from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.state.elements import elements_within
 
