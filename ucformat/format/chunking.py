@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucformat.geometry.box import Box, each_index
+from ucformat.geometry.box import Box, each_index, unravel
 from ucformat.geometry.tensor import Tiles
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ def chunk_shape(
     cuts gets fewer; of several such dims the first one while they have 16 cuts, then the last one:
     ranks most often read an eighth of the rows, which should be whole tiles. A tile that is still
     larger than `target` is cut along its first dims.
-
-    Args:
-        target: the most bytes of a chunk, unless one element is larger (default 1 MiB).
     """
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize
@@ -58,11 +55,7 @@ def chunk_shape(
 
 
 def row_block(shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES) -> tuple[int, ...]:
-    """Cut a box along its first dims, until it has at most `target` bytes or one element.
-
-    Args:
-        target: bytes (default 1 MiB).
-    """
+    """Cut a box along its first dims, until it has at most `target` bytes or one element."""
     edges = [max(1, n) for n in shape]
     for d in range(len(edges)):
         inner = math.prod(edges[d + 1 :]) * itemsize
@@ -127,12 +120,7 @@ class Grid:
         chunk_bytes: int | None = None,
         shard_bytes: int | None = None,
     ) -> Grid:
-        """The grid that format version 1 chooses for a tensor.
-
-        Args:
-            chunk_bytes: the most bytes of a chunk (default 1 MiB).
-            shard_bytes: the most bytes of a shard (default 128 MiB).
-        """
+        """The grid that format version 1 chooses for a tensor."""
         chunk = chunk_shape(shape, itemsize, chunk_bytes or CHUNK_BYTES)
         return cls(
             shape, chunk, shard_shape(shape, chunk, itemsize, shard_bytes or SHARD_BYTES), itemsize
@@ -156,26 +144,22 @@ class Grid:
     @property
     def count(self) -> int:
         """Number of shards."""
-        return math.prod(-(-n // s) for n, s in zip(self.shape, self.shard, strict=True))
+        return math.prod(self._shards)
+
+    @property
+    def _shards(self) -> list[int]:
+        """Number of shards along each dim."""
+        return [-(-n // s) for n, s in zip(self.shape, self.shard, strict=True)]
 
     def shards(self, within: Box | None = None) -> Iterator[tuple[int, ...]]:
-        """The coordinates of shards, in C order; none if the tensor has no elements.
-
-        Args:
-            within: only the shards that intersect this box of the tensor (default: all).
-        """
+        """The coordinates of shards, in C order; none if the tensor has no elements."""
         box = within or Box.whole(self.shape)
         bounds = zip(box.start, box.stop, self.shard, strict=True)
         return each_index([range(first // s, -(-last // s)) for first, last, s in bounds])
 
     def shard_at(self, number: int) -> tuple[int, ...]:
         """The coordinates of a shard."""
-        counts = [-(-n // s) for n, s in zip(self.shape, self.shard, strict=True)]
-        at: list[int] = []
-        for count in reversed(counts):
-            number, index = divmod(number, count)
-            at.append(index)
-        return tuple(at[::-1])
+        return unravel(number, self._shards)
 
     def box(self, shard: tuple[int, ...]) -> Box:
         """The part of the tensor in a shard."""

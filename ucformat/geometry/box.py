@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -52,11 +52,7 @@ class Box:
         return other.size == 0 or self.intersect(other) == other
 
     def shift(self, by: tuple[int, ...]) -> Box:
-        """This box, translated.
-
-        Args:
-            by: elements to add to the start of each dim.
-        """
+        """This box, translated."""
         return Box(tuple(a + b for a, b in zip(self.start, by, strict=True)), self.shape)
 
     def __str__(self) -> str:
@@ -92,6 +88,25 @@ def row_major(shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def offset_of(index: Sequence[int], strides: Sequence[int]) -> int:
+    """Where the element with this index is."""
+    return sum(i * s for i, s in zip(index, strides, strict=True))
+
+
+def unravel(number: Any, counts: Sequence[int]) -> tuple[Any, ...]:
+    """The index of an element by its number in row-major order; of arrays, an array for each dim."""
+    index = []
+    for n in reversed(counts):
+        number, at = divmod(number, n)
+        index.append(at)
+    return tuple(reversed(index))
+
+
+def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The distance from the first element to the last."""
+    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
 def chunk(n: int, count: int, index: int) -> tuple[int, int]:
     """The interval of part `index` as `torch.chunk` cuts `n`: the last parts smaller or empty."""
     step = -(-n // count)
@@ -104,9 +119,6 @@ def is_non_overlapping(shape: tuple[int, ...], strides: tuple[int, ...], unit: i
     Each dim has to step over the span of all dims with smaller strides, which holds for every slice
     and transpose of an array. Interleaved dims that happen not to overlap are reported as
     overlapping.
-
-    Args:
-        unit: size of one element in the unit of the strides (default: 1, strides in elements).
     """
     span = unit
     for step, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):

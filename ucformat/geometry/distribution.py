@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from ucformat.errors import LayoutError
-from ucformat.geometry.box import Box, chunk, row_major
+from ucformat.geometry.box import Box, chunk, offset_of, reach, row_major, unravel
 from ucformat.geometry.flat_buffer import flat_boxes, flat_range
 
 if TYPE_CHECKING:
@@ -170,16 +170,14 @@ class Distribution:
 
     def copy_of(self, coordinate: tuple[int, ...]) -> int:
         """Which of the replicas a coordinate is, in row-major order of `replicas`."""
-        at = 0
-        for axis in self.replicas:
-            at = at * self.mesh.sizes[axis] + coordinate[axis]
-        return at
+        sizes = tuple(self.mesh.sizes[axis] for axis in self.replicas)
+        return offset_of([coordinate[axis] for axis in self.replicas], row_major(sizes))
 
     def coordinate(self, at: tuple[Any, ...], copy: int) -> tuple[Any, ...]:
         """The coordinate of one of the ranks that hold the same part."""
         out = dict(zip(self.axes, at, strict=True))
         out |= zip(
-            self.replicas, _unravel(copy, [self.mesh.sizes[a] for a in self.replicas]), strict=True
+            self.replicas, unravel(copy, [self.mesh.sizes[a] for a in self.replicas]), strict=True
         )
         return tuple(out[axis] for axis in range(len(self.mesh.sizes)))
 
@@ -220,9 +218,13 @@ class Distribution:
         local = self.local(shape, coordinate)
         if self.flat is None:
             return (local,) if local.size else ()
-        begin = coordinate[self.flat] * self.part - self.position
+        return tuple(self._flat_boxes(local, coordinate[self.flat]))
+
+    def _flat_boxes(self, local: Box, part: int) -> Iterator[Box]:
+        """The boxes of a local tensor in one of the parts of its flat buffer."""
+        begin = part * self.part - self.position
         start, stop = (min(max(0, x), local.size) for x in (begin, begin + self.part))
-        return tuple(box.shift(local.start) for box in flat_boxes(local.shape, start, stop))
+        return (box.shift(local.start) for box in flat_boxes(local.shape, start, stop))
 
     def contiguous(self, shape: tuple[int, ...]) -> bool:
         """Whether each box is one range of the row-major tensor, as those of flat buffers are."""
@@ -294,19 +296,13 @@ class Distribution:
         edges = bounds[dim][meeting[dim].start : meeting[dim].stop + 1]
         for parts in product(*(r[:1] if n == dim else r for n, r in enumerate(meeting))):
             by_dim = [
-                list(_unravel(index if n == dim else i, self.degrees(n)))
+                list(unravel(index if n == dim else i, self.degrees(n)))
                 for n, i in enumerate(parts)
             ]
             at = tuple(np.broadcast_to(by_dim[c.dim].pop(0), index.shape) for c in self.cuts)
-            start = tuple(int(b[i]) for b, i in zip(bounds, parts, strict=True))
-            stop = tuple(int(b[i + 1]) for b, i in zip(bounds, parts, strict=True))
-            if all(b > a or n == dim for n, (a, b) in enumerate(zip(start, stop, strict=True))):
-                yield Line(
-                    at,
-                    dim,
-                    edges,
-                    Box(start, tuple(b - a for a, b in zip(start, stop, strict=True))),
-                )
+            first = _part_box(bounds, parts)
+            if all(size or d == dim for d, size in enumerate(first.shape)):
+                yield Line(at, dim, edges, first)
 
     def _locals(self, shape: tuple[int, ...], within: Box) -> Iterator[Holding]:
         """The boxes that the cuts leave, and that intersect a box."""
@@ -315,12 +311,10 @@ class Distribution:
         degrees = [self.degrees(d) for d in range(len(shape))]
         bounds = self.bounds(shape)
         for parts in product(*_meeting(bounds, within)):
-            start = tuple(int(b[i]) for b, i in zip(bounds, parts, strict=True))
-            stop = tuple(int(b[i + 1]) for b, i in zip(bounds, parts, strict=True))
-            local = Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+            local = _part_box(bounds, parts)
             if not local.size:
                 continue
-            by_dim = [list(_unravel(i, d)) for i, d in zip(parts, degrees, strict=True)]
+            by_dim = [list(unravel(i, d)) for i, d in zip(parts, degrees, strict=True)]
             yield Holding(tuple(by_dim[c.dim].pop(0) for c in self.cuts), local)
 
     def _range(self, local: Box, within: Box) -> tuple[Box, int, int]:
@@ -334,11 +328,9 @@ class Distribution:
         """The boxes of a local tensor that a flat buffer contains."""
         common, first, last = self._range(local, within)
         for part in range(first // self.part, -(-last // self.part)):
-            begin = part * self.part - self.position
-            start, stop = (min(max(0, x), local.size) for x in (begin, begin + self.part))
-            for box in flat_boxes(local.shape, start, stop):
-                if (moved := box.shift(local.start)).intersect(common) is not None:
-                    yield Holding((*at, part), moved)
+            for box in self._flat_boxes(local, part):
+                if box.intersect(common) is not None:
+                    yield Holding((*at, part), box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,10 +372,15 @@ class BoxList:
     def contiguous(self, shape: tuple[int, ...]) -> bool:
         """As `Distribution.contiguous`."""
         steps = row_major(shape)
-        spans = (
-            1 + sum((n - 1) * s for n, s in zip(b.shape, steps, strict=True)) for b in self.listed
-        )
-        return all(span == box.size for span, box in zip(spans, self.listed, strict=True))
+        return all(1 + reach(box.shape, steps) == box.size for box in self.listed)
+
+
+def _part_box(bounds: Sequence[NDArray[np.int64]], parts: Sequence[int]) -> Box:
+    """The box of one part along each dim."""
+    start = tuple(int(b[i]) for b, i in zip(bounds, parts, strict=True))
+    return Box(
+        start, tuple(int(b[i + 1]) - a for b, i, a in zip(bounds, parts, start, strict=True))
+    )
 
 
 def _meeting(bounds: Sequence[NDArray[np.int64]], within: Box) -> list[range]:
@@ -392,15 +389,6 @@ def _meeting(bounds: Sequence[NDArray[np.int64]], within: Box) -> list[range]:
         range(int(np.searchsorted(b, a, "right")) - 1, int(np.searchsorted(b, a + n, "left")))
         for b, a, n in zip(bounds, within.start, within.shape, strict=True)
     ]
-
-
-def _unravel(index: Any, degrees: Sequence[int]) -> tuple[Any, ...]:
-    """The indices of a part, or of an array of parts, one for each cut of its dim."""
-    out = []
-    for n in reversed(degrees):
-        index, at = divmod(index, n)
-        out.append(at)
-    return tuple(reversed(out))
 
 
 @lru_cache(maxsize=64)  # a model has few distinct (size, cuts)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UsageError
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import Box, offset_of, reach, row_major
 from ucformat.geometry.tensor import Extent
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def flat_range(shape: tuple[int, ...], within: Box | None) -> tuple[int, int]:
     if not within.size:
         return 0, 0
     strides = row_major(shape)
-    first = sum(i * s for i, s in zip(within.start, strides, strict=True))
-    return first, first + 1 + sum((n - 1) * s for n, s in zip(within.shape, strides, strict=True))
+    first = offset_of(within.start, strides)
+    return first, first + 1 + reach(within.shape, strides)
 
 
 def _flat_boxes(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -70,8 +70,8 @@ def flat_extents(
     """
     strides = row_major(shape, itemsize)
     for box in flat_boxes(shape, start, stop):
-        at = sum(i * s for i, s in zip(box.start, strides, strict=True))
-        yield Extent(box, file, offset - start * itemsize + at, strides)
+        at = offset - start * itemsize + offset_of(box.start, strides)
+        yield Extent(box, file, at, strides)
 
 
 def align_up(n: int, multiple: int) -> int:
@@ -89,11 +89,7 @@ def part_size(numel: int, degree: int, align: int = 1) -> int:
 
 
 def part_range(numel: int, part: int, rank: int) -> tuple[int, int]:
-    """The range `[start, stop)` of a flattened tensor that a rank holds, if the tensor is partitioned by itself.
-
-    Args:
-        part: elements of each rank's part, as `part_size` computes them.
-    """
+    """The range `[start, stop)` of a flattened tensor that a rank holds, if the tensor is partitioned by itself."""
     return min(numel, rank * part), min(numel, (rank + 1) * part)
 
 
@@ -124,21 +120,13 @@ class FlatBuffer:
     size: int = 0
 
     def append(self, tensor: str, numel: int, *, align: int = 1, padding: int = 0) -> None:
-        """Append a tensor to the joined buffer.
-
-        Args:
-            align: the tensor starts at a multiple of this many elements (default: 1).
-        """
+        """Append a tensor to the joined buffer."""
         start = align_up(self.end, align)
         self.slots[tensor] = range(start, start + numel)
         self.end = start + numel + padding
 
     def append_part(self, tensor: str, numel: int, part: int) -> None:
-        """Append the parts of a tensor that is partitioned by itself, one to each rank's buffer.
-
-        Args:
-            part: elements of each rank's part, as `part_size` computes them.
-        """
+        """Append the parts of a tensor that is partitioned by itself, one to each rank's buffer."""
         self.slots[tensor] = range(self.end, self.end + part)
         self.partitioned[tensor] = numel
         self.end += part
@@ -158,11 +146,7 @@ class FlatBuffer:
         return a - slot.start, b - slot.start, min(max(a - rank * self.size, 0), self.size)
 
     def holders(self, tensor: str, start: int = 0, stop: int | None = None) -> range:
-        """The ranks that hold any of a range of a flattened tensor.
-
-        Args:
-            stop: element after the last (None: the end of the tensor).
-        """
+        """The ranks that hold any of a range of a flattened tensor."""
         slot, numel = self.slots[tensor], self.partitioned.get(tensor)
         if stop is None:
             stop = len(slot) if numel is None else numel
@@ -189,9 +173,6 @@ def join_flat(
     Args:
         members: the tensors in the order of the tensor list, each with the number of its elements
             to join.
-
-    Returns:
-        the buffer of each tensor, by the tensor's name.
     """
     out: dict[str, FlatBuffer] = {}
     buffers = [FlatBuffer(name if flat.max_elements is None else f"{name}.0")]

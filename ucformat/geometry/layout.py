@@ -188,21 +188,15 @@ def _placements(p: schema.Placement) -> tuple[Placement, ...]:
         case "shard-NC":
             if p.parts is None or len(p.dims or (0,)) != 1:
                 raise LayoutError("the pattern shard-NC needs `parts`, for one dim")
-            parts = tuple(w if isinstance(w, int) else tuple(w) for w in p.parts)
-            return (Shard((p.dims or (0,))[0], over, parts=parts),)
+            return (Shard((p.dims or (0,))[0], over, parts=_widths(p.parts)),)
     return (Replicate(),)
 
 
 def _placement(p: schema.Placement) -> Placement:
     match p:
         case schema.ShardDoc():
-            parts = (
-                None
-                if p.parts is None
-                else tuple(w if isinstance(w, int) else tuple(w) for w in p.parts)
-            )
             sizes = None if p.sizes is None else tuple(p.sizes)
-            return Shard(p.shard, _over(p.over), sizes, parts, p.pad_to, p.even)
+            return Shard(p.shard, _over(p.over), sizes, _widths(p.parts), p.pad_to, p.even)
         case schema.FlatDoc():
             return Flat(
                 _over(p.over),
@@ -223,6 +217,12 @@ def _placement(p: schema.Placement) -> Placement:
             return Partial(p.partial, _over(p.over))
         case _:
             return Replicate()
+
+
+def _widths(parts: list[int | list[int]] | None) -> tuple[int | tuple[int, ...], ...] | None:
+    if parts is None:
+        return None
+    return tuple(w if isinstance(w, int) else tuple(w) for w in parts)
 
 
 def _over(over: str | list[str] | None) -> tuple[str, ...]:
@@ -352,9 +352,6 @@ class Layout:
     def parse(cls, document: Mapping[str, Any]) -> Layout:
         """The layout that a document describes.
 
-        Args:
-            document: the parsed content of a layout file.
-
         Raises:
             LayoutError: the document is not a valid layout; the message names the invalid rule.
             UpgradeNeeded: the document has a newer version.
@@ -364,9 +361,6 @@ class Layout:
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Layout:
         """The layout of a YAML or JSON file.
-
-        Args:
-            path: the file.
 
         Raises:
             LayoutError: the file is not a valid layout; the message names the line or the rule.
@@ -395,11 +389,7 @@ class Layout:
         return out
 
     def rename(self, name: str) -> str:
-        """The name in the target of a source's tensor: by the first rename whose regex matches, otherwise unchanged.
-
-        Args:
-            name: name of the tensor in the source.
-        """
+        """The name in the target of a source's tensor: by the first rename whose regex matches, otherwise unchanged."""
         for pattern, to in self._renames:
             if match := pattern.fullmatch(name):
                 return expand(match, to)
@@ -411,12 +401,7 @@ class Layout:
         return {section: getattr(self, section) for section in _SECTIONS}
 
     def rules_for(self, name: str, states: Iterable[str]) -> list[Rule]:
-        """The rules that apply to a tensor: in each section the first that matches, for each of its states.
-
-        Args:
-            name: name of the tensor in the target.
-            states: states of the tensor.
-        """
+        """The rules that apply to a tensor: in each section the first that matches, for each of its states."""
         by_section: dict[str, Rule] = {}
         for candidates in self._matches(name).values():
             for state in states:
@@ -427,9 +412,6 @@ class Layout:
 
     def bind(self, tensor_list: TensorList) -> BoundLayout:
         """Apply the rules to the tensors of a tensor list.
-
-        Args:
-            tensor_list: the tensors, under their names in the target.
 
         Raises:
             LayoutError: no rule matches a tensor, rules contradict each other, or a placement does

@@ -91,11 +91,7 @@ class ShardAt(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)  # layers repeat: a model has few distinct (shape, cut)
 def local_dims(shape: tuple[int, ...], cuts: tuple[ShardAt, ...]) -> tuple[Dim, ...]:
-    """The dims of the local tensor after a sequence of shards.
-
-    Args:
-        cuts: the shards, in the order in which they apply.
-    """
+    """The dims of the local tensor after a sequence of shards."""
     dims = [Dim.whole(n) for n in shape]
     done: set[int] = set()
     padded: int | None = None

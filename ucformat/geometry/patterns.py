@@ -97,11 +97,7 @@ def compile_regex(pattern: str) -> Pattern:
 
 @lru_cache(1024)
 def compile_pattern(regex: str) -> Pattern:
-    """Compile a regular expression whose work is bounded.
-
-    Args:
-        regex: the pattern in the syntax of `re`, at most 1000 characters.
-    """
+    """Compile a regular expression whose work is bounded."""
     if len(regex) > _MAX_PATTERN:
         raise LayoutError(
             f"the pattern {_short(regex)} has {len(regex)} characters; at most {_MAX_PATTERN} "

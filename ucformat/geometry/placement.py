@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import LayoutError, UsageError
+from ucformat.geometry.box import unravel
 from ucformat.geometry.patterns import Pattern, compile_regex, is_regex
 
 if TYPE_CHECKING:
@@ -59,10 +60,8 @@ class Mesh:
         """The coordinate of a rank: its index on each axis."""
         if rank not in self._index:
             raise UsageError(f"rank {rank} is not in the mesh {self} of {self.size} ranks")
-        at, out = self._index[rank], {}
-        for axis, n in reversed(self.axes.items()):
-            at, out[axis] = divmod(at, n)
-        return {axis: out[axis] for axis in self.axes}
+        at = unravel(self._index[rank], list(self.axes.values()))
+        return dict(zip(self.axes, at, strict=True))
 
     def coordinates(
         self, axes: Sequence[str], base: Mapping[str, int] | None = None
@@ -73,10 +72,8 @@ class Mesh:
 
     def move(self, base: Mapping[str, int], axes: Sequence[str], index: int) -> dict[str, int]:
         """The coordinate at an index along these axes that equals `base` on all others."""
-        out = dict(base)
-        for axis in reversed(axes):
-            index, out[axis] = divmod(index, self.axes[axis])
-        return out
+        at = unravel(index, [self.axes[axis] for axis in axes])
+        return {**base, **dict(zip(axes, at, strict=True))}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """The rank at a coordinate."""

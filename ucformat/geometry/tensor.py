@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import UsageError
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import Box, offset_of, reach, row_major
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.limits import MAX_TEXT
 
@@ -153,9 +153,7 @@ class Extent:
     @property
     def last(self) -> int:
         """The byte of the file at which the last element begins."""
-        return self.offset + sum(
-            (n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True)
-        )
+        return self.offset + reach(self.box.shape, self.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +195,7 @@ class Tiles:
         return row_major(self.grid, self.pitch) if self.steps is None else self.steps
 
     def extents(self, within: Box | None = None) -> Iterator[Extent]:
-        """An extent for each chunk.
-
-        Args:
-            within: only for the chunks that intersect this box (None: for all).
-        """
+        """An extent for each chunk, or only for those that intersect a box."""
         strides, steps = row_major(self.chunk, self.itemsize), self.strides
         common = self.box if within is None else self.box.intersect(within)
         if common is None:
@@ -213,7 +207,7 @@ class Tiles:
                 min(c, n - b) for c, n, b in zip(self.chunk, self.box.shape, begin, strict=True)
             )
             start = tuple(a + b for a, b in zip(self.box.start, begin, strict=True))
-            offset = self.offset + sum(i * s for i, s in zip(at, steps, strict=True))
+            offset = self.offset + offset_of(at, steps)
             block = Block(offset, self.pitch - 4, placed=self.placed)
             yield Extent(Box(start, shape), self.file, offset, strides, block)
 
@@ -246,17 +240,10 @@ class FileRun:
 
     def tiles(self, number: int) -> Tiles:
         """The box in one of the files."""
-        f = self.first
-        start = list(f.box.start)
-        start[self.dim] += number * f.box.shape[self.dim]
-        return Tiles(
-            Box(tuple(start), f.box.shape),
-            self.files[number],
-            f.offset,
-            f.chunk,
-            f.itemsize,
-            f.steps,
-        )
+        box = self.first.box
+        start = list(box.start)
+        start[self.dim] += number * box.shape[self.dim]
+        return replace(self.first, box=Box(tuple(start), box.shape), file=self.files[number])
 
     def parts(self, within: Box) -> Iterator[tuple[Tiles, Sequence[str]]]:
         """The files of which a box intersects the same part: what the first of them has, and the others."""
@@ -274,11 +261,7 @@ class FileRun:
 def single_extents(
     extents: Iterable[Extent | Tiles], within: Box | None = None
 ) -> Iterator[Extent]:
-    """Extents of single chunks: each `Tiles` is expanded into one extent for each chunk.
-
-    Args:
-        within: of `Tiles`, only the chunks that intersect this box (None: all).
-    """
+    """Extents of single chunks: each `Tiles` is expanded into one extent for each chunk."""
     for extent in extents:
         if isinstance(extent, Tiles):
             yield from extent.extents(within)
@@ -307,7 +290,7 @@ def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
         Pieces of the same buffer; their offsets count from its beginning.
     """
     shape, strides = piece.box.shape, piece.strides
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    span = 1 + reach(shape, strides)
     if 0 in shape or piece.offset >= stop or piece.offset + span <= start:
         return
     if start <= piece.offset and piece.offset + span <= stop:

@@ -98,9 +98,6 @@ class View:
         """The extents of the target: those of the sources, clipped to the parts, with permuted strides.
 
         Each source is queried once, for the bounding box of all that is taken from it.
-
-        Args:
-            within: the box of the target that is needed (None: all of it).
         """
         near = [(source, part, _source_box(part, within)) for source, part in self.parts]
         taken: dict[Key, list[Box]] = {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UsageError
-from ucformat.geometry.box import is_non_overlapping, row_major
+from ucformat.geometry.box import is_non_overlapping, offset_of, reach, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
@@ -62,8 +62,6 @@ def read_planned(
     Args:
         memories: returns the memory of each buffer of the plan; called once the files are known to
             be large enough, and again if they change while they are read from a cache.
-        threads: number of reading threads (None: as many as suit the store).
-        progress: called with the number of bytes of each finished request.
     """
 
     def read() -> None:
@@ -113,12 +111,7 @@ def read_flat(
     """
     strides = row_major(info.shape)
     pieces = [
-        (
-            0,
-            Piece(
-                box, sum(i * s for i, s in zip(box.start, strides, strict=True)) - start, strides
-            ),
-        )
+        (0, Piece(box, offset_of(box.start, strides) - start, strides))
         for box in flat_boxes(info.shape, start, stop)
     ]
     raw = np.empty((stop - start) * info.itemsize, np.uint8)
@@ -146,7 +139,7 @@ def read_extents(
             at = e.offset + sum(
                 (a - b) * s for a, b, s in zip(clip.start, e.box.start, e.strides, strict=True)
             )
-            span = itemsize + sum((n - 1) * s for n, s in zip(clip.shape, e.strides, strict=True))
+            span = itemsize + reach(clip.shape, e.strides)
             where = tuple(
                 slice(a - b, a - b + n)
                 for a, b, n in zip(clip.start, box.start, clip.shape, strict=True)
@@ -272,9 +265,7 @@ def memory_of(array: NDArray[np.generic]) -> Memory:
     """
     if array.size == 0:
         return np.empty(0, np.uint8)
-    span = (
-        sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
-    )
+    span = reach(array.shape, array.strides) + array.itemsize
     plain = np.asarray(array)
     first = (plain[tuple(slice(0, 1) for _ in array.shape)] if plain.ndim else plain).reshape(1)
     return np.lib.stride_tricks.as_strided(first.view(np.uint8), (span,), (1,))
@@ -292,10 +283,6 @@ def execute(
 
     At most `threads` requests are in progress at once, and each thread buffers at most the bytes of
     one request.
-
-    Args:
-        threads: number of reading threads (None: as many as suit the store).
-        progress: called with the number of bytes of each finished request, in any thread.
     """
     costs = store.costs
     if any(r.others for r in plan.requests):  # there may be too many to make them all now

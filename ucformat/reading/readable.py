@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
@@ -185,9 +185,7 @@ class CheckpointMetadata:
 
     def replace(self, **changes: Any) -> CheckpointMetadata:
         """A copy with some fields replaced."""
-        return CheckpointMetadata(
-            **{f.name: getattr(self, f.name) for f in fields(CheckpointMetadata)} | changes
-        )
+        return replace(self, **changes)
 
 
 def unreadable_error(tensors: Mapping[Key, str], url: str) -> UnsupportedError:
@@ -239,7 +237,4 @@ class Readable(Protocol):
         """The extents of one tensor that intersect a box, and perhaps others. Together they cover the box.
 
         `Tiles` stand for many extents of a regular grid.
-
-        Args:
-            within: the box, in elements of the tensor (None: all of it).
         """

@@ -15,18 +15,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ucformat.schema.manifest import ATTEMPT, LineageDoc
 from ucformat.schema.values import Instant, loads
 
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
 #: The name of the document, in the checkpoint's folder.
 TOMBSTONE = "tombstone.json"
 
 
-class TombstoneDoc(BaseModel):
+class TombstoneDoc(_Document):
     """Put before the manifest is removed, and removed last: what goes are the files of this attempt.
 
     It is `marked` until those were asked for who need the files, and `settled` when there was
     nobody; where there was somebody, it is `withdrawn`, and removed.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     format: Literal["ucformat-tombstone"] = "ucformat-tombstone"
     version: Literal[1] = 1
@@ -61,23 +64,19 @@ NEEDED_BY = "needed-by"
 Count = Annotated[int, Field(ge=0, lt=2**31 - 1)]  # as the tables hold it, with room for one more
 
 
-class ReasonDoc(BaseModel):
+class ReasonDoc(_Document):
     """Why a catalog keeps a checkpoint, and until when (None: until it says otherwise)."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     text: str
     until: Instant | None = None
 
 
-class NeededByDoc(BaseModel):
+class NeededByDoc(_Document):
     """Who needs the files: a checkpoint of this id, which lies, or is being written, at `url`; or a catalog.
 
     With `reasons`, it is the catalog of this id, which keeps the checkpoint `keeps`, or if the list
     is empty no longer does. `revision` is that of the catalog's document.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     format: Literal["ucformat-needed-by"] = "ucformat-needed-by"
     version: Literal[1] = 1
@@ -94,11 +93,11 @@ class NeededByDoc(BaseModel):
 CATALOG_DOCUMENT = "ucformat-catalog.json"
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+class _CatalogPart(_Document):
+    model_config = ConfigDict(ser_json_inf_nan="strings")
 
 
-class AliasDoc(_Document):
+class AliasDoc(_CatalogPart):
     """An alias that points here; of two that claim it, the higher version is right."""
 
     name: str
@@ -106,7 +105,7 @@ class AliasDoc(_Document):
     moved: Instant
 
 
-class TagDoc(_Document):
+class TagDoc(_CatalogPart):
     """A tag; one that is permanent is never taken off."""
 
     name: str
@@ -115,7 +114,7 @@ class TagDoc(_Document):
     permanent: bool = False
 
 
-class UntagDoc(_Document):
+class UntagDoc(_CatalogPart):
     """A tag that was taken off; of a tag and this, the later one is right."""
 
     name: str
@@ -124,7 +123,7 @@ class UntagDoc(_Document):
     reason: str
 
 
-class HoldDoc(_Document):
+class HoldDoc(_CatalogPart):
     """A hold that nobody has released."""
 
     reason: str
@@ -138,14 +137,14 @@ def _number(value: Any) -> Any:
     return float(value) if value in ("Infinity", "-Infinity") else value
 
 
-class MetricDoc(_Document):
+class MetricDoc(_CatalogPart):
     """A measured number; null if it was not a number (NaN)."""
 
     value: Annotated[float, BeforeValidator(_number)] | None
     measured: Instant
 
 
-class NoteDoc(_Document):
+class NoteDoc(_CatalogPart):
     """What somebody wrote."""
 
     text: str
@@ -159,7 +158,7 @@ class EdgeDoc(LineageDoc):
     depends: bool = False
 
 
-class CatalogDoc(_Document):
+class CatalogDoc(_CatalogPart):
     """What a catalog knows of a checkpoint and its manifest does not."""
 
     format: Literal["ucformat-catalog"] = "ucformat-catalog"
@@ -183,10 +182,12 @@ _Count = Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]
 _Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
 
 
-class MeshDoc(BaseModel):
-    """The mesh of a described tensor: `strides` has an item for each axis, or `ranks` one for each coordinate."""
-
+class _Exact(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class MeshDoc(_Exact):
+    """The mesh of a described tensor: `strides` has an item for each axis, or `ranks` one for each coordinate."""
 
     sizes: tuple[_Count, ...]
     first: _Number = 0
@@ -194,10 +195,8 @@ class MeshDoc(BaseModel):
     ranks: tuple[_Number, ...] = ()
 
 
-class DistributionDoc(BaseModel):
+class DistributionDoc(_Exact):
     """A distribution of described tensors: the number of its mesh, and the cuts as pairs of a dim and an axis."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mesh: _Number
     cuts: tuple[tuple[_Number, _Number], ...] = ()
@@ -205,14 +204,12 @@ class DistributionDoc(BaseModel):
     part: Annotated[int, Field(strict=True, ge=0, le=1 << 60)] = 0
 
 
-class DescribedDoc(BaseModel):
+class DescribedDoc(_Exact):
     """What the sidecar's metadata says about described tensors.
 
     Attributes:
         distributions: the distributions, without positions in flat buffers.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tensors: _Number
     folder: Annotated[str, Field(pattern=r"^data/[^/]+$")]

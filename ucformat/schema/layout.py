@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from ucformat.schema.view import Count as Size
-from ucformat.schema.view import Index, Names, Step, Text, Written
+from ucformat.schema.view import Index, Names, Step, Text, Written, keys_of
 
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
@@ -101,15 +101,8 @@ _KINDS = ("shard", "flat", "stage", "owner", "partial", "pattern")
 def _kind(value: Any) -> str | None:
     if isinstance(value, str):
         return "replicate"
-    names = (
-        value
-        if isinstance(value, dict)
-        else type(value).model_fields
-        if isinstance(value, BaseModel)
-        else ()
-    )
     # a pattern may have an owner, too
-    return next((kind for kind in reversed(_KINDS) if kind in names), None)
+    return next((kind for kind in reversed(_KINDS) if kind in keys_of(value)), None)
 
 
 Placement = Annotated[

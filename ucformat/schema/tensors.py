@@ -73,12 +73,38 @@ else:  # 4 bytes for each row instead of 40
 _BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 
 
-def _stored_dtype(dtype: str, itemsize: int | None) -> str:
-    return dtype if dtype in ITEMSIZE else _BITS[itemsize or 1]
+class _Elements:
+    """What the dtype and the shape of a document say of its elements."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def dtype(self) -> str: ...
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+        @property
+        def itemsize(self) -> int | None: ...
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype, or one of elements of the same size if it is of a later version or a vendor."""
+        return self.dtype if self.dtype in ITEMSIZE else _BITS[self.itemsize or 1]
+
+    @property
+    def unit(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZE[self.stored_dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements of one tensor."""
+        return math.prod(self.shape) * self.unit
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDoc:
+class TensorDoc(_Elements):
     """One tensor in one state. With `path` it is a Zarr array; without, the sidecar lists its extents.
 
     `at` are its paths in the state of the program that saved: several of tied names.
@@ -95,23 +121,8 @@ class TensorDoc:
     at: tuple[StatePath, ...] = ()
     itemsize: int | None = None
 
-    @property
-    def unit(self) -> int:
-        """Bytes of an element."""
-        return ITEMSIZE[self.stored_dtype]
 
-    @property
-    def stored_dtype(self) -> str:
-        """The dtype, or one of elements of the same size if it is of a later version or a vendor."""
-        return _stored_dtype(self.dtype, self.itemsize)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return math.prod(self.shape) * self.unit
-
-
-class KindDoc(BaseModel):
+class KindDoc(_Elements, BaseModel):
     """What many tensors have in common.
 
     Attributes:
@@ -141,21 +152,6 @@ class KindDoc(BaseModel):
         if known is not None and self.itemsize not in (None, known):
             raise ValueError(f"{self.dtype} has elements of {known} bytes, not {self.itemsize}")
         return self
-
-    @property
-    def unit(self) -> int:
-        """Bytes of an element."""
-        return ITEMSIZE[self.stored_dtype]
-
-    @property
-    def stored_dtype(self) -> str:
-        """See TensorDoc."""
-        return _stored_dtype(self.dtype, self.itemsize)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements of one tensor."""
-        return math.prod(self.shape) * self.unit
 
 
 class TensorTable(BaseModel):

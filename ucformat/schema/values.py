@@ -42,11 +42,7 @@ def finite(value: Any) -> Any:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Serialize a value as JSON without bare NaN.
-
-    Args:
-        indent: spaces for each level (default: everything on one line).
-    """
+    """Serialize a value as JSON without bare NaN."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ucformat.schema import CASTABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 Text = Annotated[str, Field(min_length=1)]
 Names = Text | Annotated[list[Text], Field(min_length=1)]
@@ -228,15 +231,15 @@ STEPS: dict[str, type[Written]] = {
 }
 
 
+def keys_of(value: Any) -> Collection[str]:
+    """The keys of a mapping or of a model that may be one of several."""
+    if isinstance(value, BaseModel):
+        return type(value).model_fields
+    return value if isinstance(value, dict) else ()
+
+
 def _verb(value: Any) -> str | None:
-    names = (
-        value
-        if isinstance(value, dict)
-        else type(value).model_fields
-        if isinstance(value, BaseModel)
-        else ()
-    )
-    return next((verb for verb in STEPS if verb in names), None)
+    return next((verb for verb in STEPS if verb in keys_of(value)), None)
 
 
 Step = Annotated[

@@ -89,11 +89,7 @@ class TensorArray:
             yield "/".join(["c", *map(str, at)])
 
     def at(self, parts: list[str]) -> tuple[int, ...] | None:
-        """The coordinates of a chunk.
-
-        Returns:
-            The coordinates; None if the array has no such chunk.
-        """
+        """The coordinates of a chunk; None if the array has no such chunk."""
         if (
             parts[:1] != ["c"]
             or len(parts) != 1 + len(self.grid)
