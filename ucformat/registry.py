@@ -161,9 +161,9 @@ def _others_register() -> bool:
 
 
 def _may_register(folder: str) -> bool:
-    """Whether a package in a folder of `sys.path` may register something; of an archive that is not known."""
+    """Whether a package in a folder or archive of `sys.path` may register something."""
     place = Path(folder)
-    if place.is_file() or place.suffix == ".egg":
+    if place.is_file() or place.suffix == ".egg":  # which are not searched
         return True
     for file in place.glob("*-info/entry_points.txt"):
         if file.parent.stem.partition("-")[0] != _OWN:

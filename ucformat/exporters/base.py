@@ -182,7 +182,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DistcpOptions(ExportOptions):
-    """The options of formats that consist of the files of torch.distributed.checkpoint (`exporters/distcp.py`)."""
+    """The options of formats whose files are those of DCP (`exporters/distcp.py`)."""
 
     max_file_bytes: int = option(
         1_000_000_000,

@@ -527,7 +527,7 @@ class ExportJob(FilesJob):
         super().keep(record)
 
     def _check_outputs(self) -> None:
-        """Check that the files of tasks are as they were written, and remove what a replaced export wrote late."""
+        """Check that files are as tasks wrote them, and remove what a replaced export wrote late."""
         claim = self.check_claim()
         keys = [file.key for file in self.files]
         # change when others are made

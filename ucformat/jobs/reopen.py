@@ -35,7 +35,7 @@ def spec_of(ck: Checkpoint) -> dict[str, Any]:
 
 
 def content_of(ck: Checkpoint, infos: Sequence[TensorInfo]) -> dict[str, Any]:
-    """What of a checkpoint identifies a plan: its files as they are now, the tensors that are read, and the view."""
+    """What of a checkpoint identifies a plan: its files as they are now, tensors, and the view."""
     files = map_io(ck.store.info, ck.metadata.files)
     return {
         "files": [(f.key, f.size, f.version) for f in files],

@@ -78,7 +78,7 @@ def plan_spec(
     infos: Sequence[TensorInfo],
     how: WriteOptions,
 ) -> dict[str, Any]:
-    """What another process needs to make a job of a conversion, in part for `planned_of`, as JSON values."""
+    """What another process needs to make a job of a conversion, as JSON values."""
     return {
         "source": spec_of(source),
         "store": store.url,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _changed(ref: str, change: Callable[[Catalog, str], object]) -> Entry:
-    """Change a checkpoint in the catalog, by a function that gets its id; returns what the catalog then says."""
+    """Change a checkpoint in the catalog, by a function of its id; returns its entry then."""
     with opened_catalog() as catalog:
         checkpoint = catalog.get(ref).id
         change(catalog, checkpoint)

@@ -61,7 +61,7 @@ def entry_data(entry: Entry) -> dict[str, Any]:
 
 
 def data_of(value: Any) -> Any:
-    """The JSON of a value, such as of the catalog: of a dataclass its fields, with sizes under the name `bytes`."""
+    """The JSON of a value of the catalog: of a dataclass its fields; `nbytes` is named `bytes`."""
     match value:
         case datetime():
             return instant(value)

@@ -80,7 +80,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str, unit: str = "bytes") -> Iterator[Callable[[int, int], None]]:
-        """Show a progress bar on stderr, if that is a terminal, which disappears at the end of the block.
+        """Show a progress bar on stderr, if that is a terminal, until the end of the block.
 
         Yields:
             A function that is called with the amount done and the total.

@@ -148,7 +148,7 @@ def _combine(
     plan: Callable[..., Planned],
     arguments: AverageArguments | MergeArguments,
 ) -> Checkpoint:
-    """Write what is planned: `plan` gets the arguments that are not shared as a mapping, and which tensors to take."""
+    """Write what is planned; `plan` gets the arguments that the two do not share as a mapping."""
     shared: dict[str, Any] = {n: v for n, v in arguments.items() if n in _SHARED}
     parameters = {n: v for n, v in arguments.items() if n not in _SHARED}
     where = Where.parse(shared.pop("on", "threads"))
@@ -497,7 +497,7 @@ class Planned:
     about: Sequence[Mapping[str, Any]]
 
     def estimate(self, dst: str | PathLike[str], how: WriteOptions) -> Cost:
-        """Estimate what `write` costs. Of `ties`, the reads are those of most tensors: few need one more."""
+        """Estimate what `write` costs; of `ties` without the further scan that few tensors need."""
         from ucformat.jobs.cost import NO_ATTEMPT, estimate_shards  # with all other jobs
 
         with CombineJob(self.combination, as_store(dst), NO_ATTEMPT, how) as job:
