@@ -1,4 +1,4 @@
-"""Compares the values of two checkpoints or the inputs of means, element by element, in bounded memory."""
+"""Compares the values of two checkpoints, or of the inputs of means, in bounded memory."""
 
 from __future__ import annotations
 

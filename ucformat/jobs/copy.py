@@ -74,7 +74,7 @@ _HINT = "restore it from another copy of the checkpoint; nothing is committed at
 
 
 class BlockChecker:
-    """Compares the blocks of a file, which may overlap, with their checksums while the file is read."""
+    """Compares the blocks of a file, which may overlap, with checksums while it is read."""
 
     def __init__(self, file: str, blocks: Sequence[tuple[Key, Block]]) -> None:
         # in the order of their offsets
@@ -150,7 +150,7 @@ class CopyJob(RecordedJob):
         return FinishedDoc(parts=self.parts, tasks=tuple(results.values())).model_dump_json()
 
     def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:
-        """See RecordedJob; what an earlier run has copied counts as kept, but not what parts have."""
+        """See RecordedJob; what an earlier run has copied counts as kept, but not parts' work."""
         self.parts = max(self.parts, doc.parts)
         for task in doc.tasks:
             if (

@@ -107,7 +107,7 @@ def need(homes: Sequence[Home], checkpoint: str, url: str, *, unprotected: bool 
 
 
 def _refuse_dying(store: Store, attempts: frozenset[str]) -> None:
-    """Raise Conflict if the checkpoint with these files is being removed or replaced, or no longer there."""
+    """Raise Conflict if the checkpoint with these files is being removed or replaced, or gone."""
     if exists(store, TOMBSTONE):
         raise Conflict(
             f"the checkpoint at {store.url} was deleted, and is being removed",
@@ -200,7 +200,7 @@ def reasons_beside(
 
 
 def dependents_at(store: Store, checkpoint: str) -> tuple[str, ...]:
-    """The ids of the other checkpoints that need the files of one, and of the catalogs that keep it."""
+    """The ids of the checkpoints that need the files of one, and of the catalogs that keep it."""
     return tuple(reasons_beside(store, checkpoint))
 
 

@@ -1,4 +1,4 @@
-"""Probes the capabilities of a storage place: whether checkpoints can be read, saved and replaced there."""
+"""Probes whether checkpoints can be read, saved and replaced in a storage place."""
 
 from __future__ import annotations
 

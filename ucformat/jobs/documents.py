@@ -92,7 +92,7 @@ def read_document(store: Store) -> CatalogDoc | None:
 
 
 def find_document(store: Store) -> CatalogDoc | None:
-    """Read the catalog's document beside a checkpoint; if it cannot be read, warn and return None."""
+    """Read the catalog's document beside a checkpoint; None, and a warning, if that fails."""
     try:
         return read_document(store)
     except UcformatError as error:
@@ -142,7 +142,7 @@ def _write_everywhere(catalog: Catalog, checkpoint: StaleDocument) -> dict[str, 
 
 
 def take_over_document(catalog: Catalog, checkpoint: str, url: str) -> None:
-    """Keep at a place what a document there says that was trusted, instead of the catalogs that said it."""
+    """Keep at a place what a trusted document there says, instead of the catalogs that said it."""
     with catalog.database.reading() as c:
         serial = resolve(c, Ref(checkpoint, id=checkpoint))
     store = open_store(url)

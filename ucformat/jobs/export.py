@@ -313,7 +313,7 @@ def _shapes(ck: Checkpoint, infos: Iterable[TensorInfo]) -> dict[str, tuple[int,
 def _cast_steps(
     infos: Sequence[TensorInfo], aliases: Mapping[str, str], dtype: str
 ) -> list[dict[str, Any]]:
-    """The steps of a view that casts floating-point tensors; tied names are tied to what is cast."""
+    """The steps of a view that casts floating-point tensors, with their tied names."""
     if dtype not in CASTABLE:
         raise UsageError(
             f"tensors are not cast to {dtype!r}", hint=f"they are to {', '.join(sorted(CASTABLE))}"

@@ -283,7 +283,7 @@ def _clone(source: Path, hidden: Path) -> None:
 
 
 def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter) -> dict[str, Any]:
-    """What identifies an export: the source's files as they are now, the tensors, and the options."""
+    """What identifies an export: the content of the source, and the options."""
     return {
         "export": source.store.url,
         **content_of(source, infos),

@@ -186,7 +186,7 @@ def _consult(catalog: Catalog, checkpoint: str, url: str) -> None:
 
 
 def purge(catalog: Catalog, checkpoint: str) -> bool:
-    """Remove a checkpoint from all its places; False if something protects it in at least one of them."""
+    """Remove a checkpoint from all its places; False if something protects it in one of them."""
     stamp = make_stamp()
     serial, _ = _places(catalog, checkpoint)
     urls = catalog.database.write(lambda c: begin_purge(c, serial, stamp))
@@ -242,7 +242,7 @@ def _leftovers(
 
 
 def _homes(store: Store) -> tuple[dict[str, list[str]], set[str]]:
-    """The folders that may have leftovers, with the attempts there, and the folders that have a manifest."""
+    """The folders that may have leftovers, with their attempts, and those that have a manifest."""
     homes: dict[str, list[str]] = {}
     committed: set[str] = set()
     documented: set[str] = set()
@@ -344,7 +344,7 @@ def _leftover_purge(store: Store, tombstone: TombstoneDoc, before: datetime) -> 
 
 
 def _leftover_document(store: Store, before: datetime) -> Leftover | None:
-    """The document of a catalog, if it was written before this time and is the only file of a place."""
+    """The document of a catalog, if it was written before this time and nothing else is there."""
     with suppress(IntegrityError):  # not a valid document
         if orphaned_document(store) is not None:
             info = store.info(CATALOG_DOCUMENT)

@@ -459,7 +459,7 @@ def _fills(extent: Extent, itemsize: int) -> bool:
 
 
 def _is_aligned(tiles: Tiles, box: Box) -> bool:
-    """Whether a box contains all chunks that it intersects, as far as they are inside the tensor."""
+    """Whether a box contains all chunks that it intersects, as far as the tensor has them."""
     common = tiles.box.intersect(box)
     if common is None:
         return True

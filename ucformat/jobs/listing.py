@@ -36,7 +36,7 @@ _FINE, _COARSE = (0.1, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class ListedTree:
-    """A place, the folders below it that look like checkpoints, and the hashes of their listings."""
+    """A place, the folders in it that look like checkpoints, and the hashes of their listings."""
 
     store: Store
     folders: list[str]

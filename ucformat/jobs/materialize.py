@@ -158,7 +158,7 @@ def _in_place(source: Checkpoint, how: WriteOptions) -> Checkpoint:
 def _overtaken(
     store: Store, attempt: Attempt, now: Manifest | None, before: Manifest
 ) -> Checkpoint:
-    """The checkpoint that replaced the opened one, if it is the same one as arrays; else Conflict."""
+    """What replaced the opened checkpoint, if it is the same one as arrays; else Conflict."""
     if now is None or now.attempt != attempt.id:
         abandon(store, attempt.id)
     if now is not None and now.id == before.id:

@@ -117,7 +117,7 @@ def parts(store: Store, root: str) -> str:
 
 
 def ranges(store: Store, key: str, whole: Callable[[], bytes]) -> str:
-    """Probe that ranges of a file have exactly their bytes, and that one past the end is an error."""
+    """Probe that ranges of a file are exact, and that one past its end is an error."""
     data = whole()
     size = store.info(key).size
     _must(len(data) <= size, "a file has more bytes than its reported size")

@@ -1,4 +1,4 @@
-"""Verifies a checkpoint: reads every byte of it, and compares these with their checksums and digests."""
+"""Verifies a checkpoint: compares every byte of it with its checksums and digests."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def _extents(
     extents: list[Extent],
     replicated: list[_Replicated],
 ) -> Check:
-    """A check of a tensor that is not an array: of its blocks, and that bytes without a block exist."""
+    """A check of a tensor that is no array: of its blocks, and that its other bytes exist."""
     key = info.key
     blocks = {(e.file, e.block) for e in extents if e.block is not None}
     verified = min(nbytes, sum(b.nbytes for _, b in blocks))

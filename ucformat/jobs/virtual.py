@@ -1,4 +1,4 @@
-"""Virtual checkpoints: a manifest of extents over the files of another checkpoint, which stay where they are."""
+"""Virtual checkpoints: extents over the files of another one, which stay where they are."""
 
 from __future__ import annotations
 

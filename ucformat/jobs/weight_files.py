@@ -149,7 +149,7 @@ class WeightsJob(FilesJob):
         )
 
     def put_sidecar(self) -> tuple[SidecarDoc, tuple[str, ...]]:
-        """Write the sidecar, with the extents of the tensors in the files, as `put_sidecar` of the format.
+        """Write the sidecar, with the extents of the tensors in files, as the format's `put_sidecar`.
 
         Call it when all tasks are finished.
         """
@@ -279,7 +279,7 @@ class PlacedTensor:
         )
 
     def boxes(self, blocks: range) -> Iterator[Box]:
-        """Boxes that together are the blocks of this tensor in a range, in the order of the file."""
+        """Boxes that together are this tensor's blocks in a range, in the order of the file."""
         shape, edges, grid, count = self.info.shape, self.edges, self.grid, self.count
         first, stop = (min(max(n - self.first, 0), count) for n in (blocks.start, blocks.stop))
         if first >= stop:
@@ -310,7 +310,7 @@ class PlacedTensor:
 
 
 def small_files(infos: Iterable[TensorInfo], attempt: str) -> list[TargetFile]:
-    """Plan the files of small tensors, by falling size of their elements, so that these are aligned."""
+    """Plan the files of small tensors: those with wide elements first, so that all are aligned."""
     files: list[list[TensorInfo]] = []
     nbytes = 0
     for info in sorted(infos, key=lambda i: -i.itemsize):
