@@ -526,7 +526,7 @@ def is_flattened(items: Sequence[Any]) -> bool:
 
 
 def shared_value(values: dict[str, Any], count: int | None = None) -> Any:
-    """The value if all are the same, and there are `count` if that is given; otherwise the values by name."""
+    """The value, if all (`count`, if given) have the same; otherwise the values by name."""
     first = next(iter(values.values()))
     same = all(type(v) is type(first) and v == first for v in values.values())
     return first if same and count in (None, len(values)) else values

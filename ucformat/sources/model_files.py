@@ -280,7 +280,7 @@ def file_sets(names: Iterable[str], index: str) -> dict[str, FileSet]:
 def _check_index(
     weight_map: Mapping[str, str], index: str, present: Collection[str], *, part: bool
 ) -> list[str]:
-    """The keys of the shards that are there, sorted, after a check that all are, or that a part may be opened."""
+    """The keys of the shards that are there, sorted; unless `part`, all must be."""
     shards = []
     for shard in dict.fromkeys(weight_map.values()):
         if shard in present:

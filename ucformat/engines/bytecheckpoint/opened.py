@@ -106,7 +106,7 @@ def _joined(metas: Mapping[str, Metadata]) -> Metadata:
 
 
 class _RawItems(Items):
-    """Items whose tensors are raw bytes; the metadata has a pickle with the layout of each chunk."""
+    """Items whose tensors are raw bytes, laid out by a pickle in the metadata."""
 
     def __init__(
         self, store: Store, meta: Metadata, allow: tuple[str, ...], metas: Mapping[str, Metadata]

@@ -81,7 +81,7 @@ class Experts:
         return f"{match[1]}{rank * self.counts[match[1]] // degree + int(match[2])}{match[3]}"
 
     def local_name(self, name: str, degree: int) -> str:
-        """The name of a parameter on the expert-parallel rank that holds it; the inverse of `globally`."""
+        """A parameter's name on the rank that holds it; the inverse of `globally`."""
         match = _NAME.fullmatch(name)
         if match is None or degree == 1:
             return name

@@ -196,7 +196,7 @@ class OptimizerGroup:
         return OptimizerGroup(list(names.values()), described, states, cut(self.masters))
 
     def joined(self, other: OptimizerGroup) -> OptimizerGroup:
-        """The parameters of this group and then those of another one with the same hyper-parameters."""
+        """This group's parameters, then those of one with the same hyper-parameters."""
 
         def both(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
             return {state: {**one.get(state, {}), **two.get(state, {})} for state in (*one, *two)}
@@ -219,7 +219,7 @@ class OptimizerGroup:
         return not any(i.shape for i in infos.values()) and (state == "step" or of_arrays)
 
     def plain(self) -> dict[str, dict[str, Any]]:
-        """States that are plain numbers, by parameter; one for the group is of all with other states."""
+        """Plain numbers by parameter; one for the group is of all with other states."""
         with_states = set().union(*self.states.values())
         stateful = [n for n in self.names if n in with_states] or self.names
         plain: dict[str, dict[str, Any]] = {}
@@ -532,7 +532,7 @@ class ExpertRanks:
             yield group.part({n: n for n in mine}, name=f"ep_size_{self.degree}", moe=True)
 
     def _ordered(self, names: Sequence[str], before: int) -> Sequence[str]:
-        """Names in the order of the module, if it is that of each expert-parallel rank that saved them."""
+        """Names in the order of the module, if each expert-parallel rank saved them so."""
         if before in (1, self.degree):
             return names
         layers = {prefix: i for i, prefix in enumerate(self.experts.counts)}

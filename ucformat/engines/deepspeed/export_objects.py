@@ -1,4 +1,4 @@
-"""The values beside tensors: counters, schedulers and the client state of the checkpoint that is written."""
+"""The values beside tensors in what is written: counters, schedulers, client state."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Values:
         self._named.add(label)
 
     def _take_ranks(self, model: TrainedModel, engine: TargetEngine, decode: ValueDecoder) -> None:
-        """Add the client states of further ranks, if these write files of their own as they did before."""
+        """Add the client states of further ranks, if these write files as before."""
         others, layout = model.source.objects.get("rank"), model.source.metadata.layout
         before = (layout.get("zero"), 1, layout.get("dp"))
         if not isinstance(others, dict) or engine.stage != ZERO3:
@@ -129,7 +129,7 @@ class Values:
                 self._put(part, f"rank.{rank}.{key}", unkey(key), value, decode)
 
     def _take_outside(self, model: TrainedModel) -> None:
-        """Add tensors that are not the model's to the client state, at their path in the program's state."""
+        """Add tensors that are not the model's to the client state, at their paths."""
         taken = {key.name for key in self.used}
         weights = (n for n, states in model.by_name.items() if states.keys() == {"weight"})
         names = [name for name in weights if name not in taken]

@@ -121,7 +121,7 @@ class FlatGroup:
     ranks: range
 
     def part_of(self, rank: int) -> dict[str, tuple[int, int, int]]:
-        """What of each parameter a rank's partition holds: its first element, the end, and the place."""
+        """A rank's part of each parameter: its first element, the end, and the place."""
         return self.buffer.on(self.ranks.index(rank))
 
     def padding(self, rank: int) -> int:
@@ -209,7 +209,7 @@ def _partitioned(
 
 
 def _check_joined(group: OptimizerGroup, names: Sequence[str]) -> None:
-    """UnsupportedError if the states of these parameters of a group cannot be joined to flat buffers."""
+    """UnsupportedError if states of these parameters cannot be joined to flat buffers."""
     for state, infos in {"master": group.masters, **group.shaped()}.items():
         wrong = [n for n in names if n in infos and infos[n].shape != group.masters[n].shape]
         if wrong:

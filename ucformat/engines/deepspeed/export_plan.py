@@ -242,7 +242,7 @@ class EnginePlan:
         }
 
     def _fragment(self, name: str, tp: int, dp: int, fill: bool) -> SavedTensor:  # noqa: FBT001
-        """What a rank holds of a parameter that is not trained: all, or under ZeRO 3 its partition."""
+        """A rank's part of an untrained parameter: all, or under ZeRO 3 its partition."""
         info = self.module[name]
         if self.engine.stage != ZERO3:
             return self.shards.saved(name, info, tp, fill)
@@ -317,7 +317,7 @@ class UniversalPlan(EnginePlan):
         return super().model_states(tp, dp, fill) | {"universal_checkpoint_info": dict(_INFO)}
 
     def _optimizer_state(self, fill: bool) -> dict[str, Any]:  # noqa: FBT001
-        """The values of the optimizer that are not of single parameters, in the forms for all stages."""
+        """The optimizer's values that are not of single parameters, as of all stages."""
         groups = self.model.groups
         if fill:
             check_scalars(self.source, groups)

@@ -180,7 +180,7 @@ class ModelSizes:
         return cls(recorded)
 
     def whole(self, name: str, shapes: Shapes) -> bool | None:
-        """Whether each rank's part is the whole parameter, not a cut of its rows; None if unknown."""
+        """Whether each rank has the whole parameter, not some rows; None if unknown."""
         rows, total = shapes[0][0], sum(s[0] for s in shapes)
         size = self._expected(name, len(shapes[0]))
         if size is None and _WORDS.search(name):

@@ -157,7 +157,7 @@ class _EnginePlan:
 
 
 def _weights(trainer: EngineParts, optimized: set[str]) -> list[LocalShard]:
-    """The parameters that are in no optimizer: frozen, empty, or of an engine that only evaluates."""
+    """The parameters in no optimizer: frozen, empty, or of an engine that evaluates."""
     out = []
     for name in trainer.parameters:
         if name not in optimized:
@@ -205,7 +205,7 @@ def forget_states(held: OptimizerTensor) -> None:
 
 @dataclass(frozen=True)
 class StoredStates:
-    """The optimizer states of a checkpoint by the engine's names, which `names` maps to stored ones."""
+    """A checkpoint's optimizer states by the engine's names; `names` has the stored."""
 
     ck: Checkpoint
     names: Mapping[str, str]

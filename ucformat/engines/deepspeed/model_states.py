@@ -146,7 +146,7 @@ def read_scalars(partition: Partition) -> list[dict[str, bytes]]:
 def check_same_states(
     partition: Partition, first: Partition, scalars: Sequence[Mapping[str, bytes]]
 ) -> None:
-    """Check that two ranks have the same optimizer states and `step`, as far as they can be read."""
+    """Check that two ranks have the same states and `step`, as far as readable."""
     for index, (mine, theirs) in enumerate(zip(first.values(), partition.values(), strict=True)):
         if mine.keys() != theirs.keys() or not all(
             _alike_values(v, theirs[n]) for n, v in mine.items()
@@ -277,7 +277,7 @@ class ModelStates:
 
     @property
     def dims(self) -> tuple[int | None, int | None, int | None]:
-        """The degrees of pipeline and tensor parallelism, and their product; None for those not recorded."""
+        """The pipeline and tensor-parallel degrees and their product; None if unrecorded."""
         recorded = self.value.get("checkpoint_parallel_dimensions")
         recorded = recorded if isinstance(recorded, dict) else {}
         degrees = (recorded.get("pp_degree"), recorded.get("tp_degree"))
@@ -287,7 +287,7 @@ class ModelStates:
 
     @property
     def world(self) -> int | None:
-        """The number of data-parallel ranks (including sequence-parallel ones) that saved the checkpoint."""
+        """The number of data-parallel ranks that saved, sequence-parallel ones included."""
         world = self.value.get("dp_world_size")
         return world if isinstance(world, int) else None
 
@@ -350,7 +350,7 @@ class ModelStates:
 
 
 def _flattened(module: dict[Any, Any], file: str, depth: int = 0) -> dict[Any, Any]:
-    """Nested dictionaries of tensors as one, their keys joined by dots; other values stay as they are."""
+    """Nested dictionaries of tensors as one, their keys joined by dots."""
     out: dict[Any, Any] = {}
     for key, value in module.items():
         is_module = isinstance(key, str) and not key.endswith(_EXTRA)
@@ -425,7 +425,7 @@ class Objects:
         return {k: to_json(v, read=model.file.read, spill=spill, path=k) for k, v in parts.items()}
 
     def _spill(self, rank: str, path: str, tensor: StoredTensor) -> str:
-        """The name of a large tensor, which becomes one of the checkpoint's: once if all ranks have it."""
+        """Add a large tensor to the checkpoint's, once if all ranks have it; its name."""
         model = self._models[rank]
         crc32 = model.file.crc32(tensor)
         same = self._spilled.get(path)

@@ -76,7 +76,7 @@ class OpenDeepSpeed(IndexedSource):
         )
 
     def records(self) -> Iterator[FileRecord]:
-        """Every record of the zip files of all ranks; reads the directories of those that are not open."""
+        """Every record of all ranks' zip files; reads directories of those not open."""
         for key in self._files.all:
             if key != self._files.latest:
                 yield from (self._opened.get(key) or TorchZip(self.store, key)).records()
@@ -188,7 +188,7 @@ _MIXED = "files of different saves are mixed in one folder"
 
 
 class Merged:
-    """All tensors of a checkpoint, merged from its slices, by pipeline stage and tensor-parallel rank."""
+    """All tensors, merged from the slices by pipeline stage and tensor-parallel rank."""
 
     def __init__(
         self, store: Store, stages: Sequence[Sequence[Slice]], resolver: ShardingResolver
@@ -229,7 +229,7 @@ class Merged:
         shapes: tuple[tuple[int, ...], ...],
         sharding: TPSharding,
     ) -> None:
-        """Add a tensor in one state, read as its parameter is; states of another shape must be whole."""
+        """Add a state, read as its parameter is; one of another shape must be whole."""
         if len(slices) == 1 and not (sharding.padding_rows or sharding.scaled):
             local = slices[0].contents
             self._put(local.infos[key], local.locate[key])
@@ -292,7 +292,7 @@ class Merged:
         first.add(locate)
 
     def _verdict(self, name: str) -> Verdict:
-        """Whether the parts of a parameter are equal: by its weight, or if constant by its states."""
+        """Whether a parameter's parts are equal: by its weight, or if constant, its states."""
         slices = self._homes[name]
         first, shape = slices[0].contents.infos, _shape(slices[0], name)
         states = [key for key in first if key.name == name and first[key].shape == shape]

@@ -135,7 +135,7 @@ def _check_tied(key: str, first: Layer, other: Layer) -> None:
 
 
 def same_bytes(one: Layer, other: Layer, name: str) -> bool:
-    """Whether two layers hold the same tensor of this name, by the files' checksums if there are any."""
+    """Whether two layers hold the same tensor of a name, by checksums if there are any."""
     a, b = one.tensors.get(name), other.tensors.get(name)
     if a is None or b is None or (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
         return False
@@ -146,7 +146,7 @@ def same_bytes(one: Layer, other: Layer, name: str) -> bool:
 
 
 def _tied_key(layer: Layer, tied: Mapping[str, Mapping[str, tuple[int, ...]]]) -> str | None:
-    """The tied module stored in a layer that no stage knows by its number; None if there is none."""
+    """The tied module in a layer that no stage knows by its number; None if none."""
     own = {name: tensor.shape for name, tensor in layer.tensors.items()}
     fitting = [key for key, shapes in tied.items() if shapes.items() <= own.items()]
     if len(fitting) > 1:
@@ -164,7 +164,7 @@ def _check_all_there(
     stage_of: Mapping[int, int],
     tied: Mapping[str, Mapping[str, tuple[int, ...]]],
 ) -> None:
-    """Check that every layer of a stage has a file, and every tied module that of one of its layers."""
+    """Check that each layer of a stage has a file, and each tied module one."""
     there = {layer.number for layer in layers}
     example = f"{models[0].key.rpartition('/')[0]}/layer_00-model_states.pt"
     if layers:
@@ -256,7 +256,7 @@ def _fits(
     layers: Sequence[Layer],
     ties: dict[int, int],
 ) -> bool:
-    """Whether the parameters of these layers are the entries of a stage's optimizer, none left over."""
+    """Whether these layers' parameters are exactly a stage's optimizer entries."""
     parameters: dict[str, StoredTensor] = {}
     for layer, name, tensor in _named(layers, ties):
         if f"{layer.number}.{name.partition('.')[2]}" not in model.buffers:
@@ -284,7 +284,7 @@ def _tied_first(
 def _named(
     layers: Sequence[Layer], ties: dict[int, int]
 ) -> Iterator[tuple[Layer, str, StoredTensor]]:
-    """The tensors of layers by the names of parameters; those of a tied module have the first layer's."""
+    """The tensors of layers by parameter; a tied module's have the first layer's name."""
     for layer in layers:
         for name, tensor in layer.tensors.items():
             yield layer, f"{ties.get(layer.number, layer.number)}.{name}", tensor

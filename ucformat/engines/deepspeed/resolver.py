@@ -158,7 +158,7 @@ class ShardingResolver:
         return called and self._differ(verdict)
 
     def _differ(self, verdict: Callable[[str], Verdict]) -> bool:
-        """Whether the ranks hold different parts of any parameter, so that they were not all seeded alike."""
+        """Whether ranks hold different parts of any parameter: they were not seeded alike."""
         if "differ" not in self._proved:
             names = sorted(self._shapes, key=lambda n: -len(self._shapes[n][0]))  # matrices first
             self._proved["differ"] = any(

@@ -424,7 +424,7 @@ class OpenUniversal(IndexedSource):
         states: dict[str, Any],
         names: Iterable[str],
     ) -> None:
-        """States of a flat group that are not tensors along it, for which the converter writes no atoms."""
+        """States of a flat group that are not tensors along it, and so have no atoms."""
         for state, value in states.items():
             if not isinstance(value, StoredTensor):
                 group.state[state] = to_json(value, read=file.read, path="state")
@@ -434,7 +434,7 @@ class OpenUniversal(IndexedSource):
                         contents.add_whole(name, state, file, value)
 
     def _add_plain(self, atoms: dict[str, list[Atom]], contents: TensorIndex) -> None:
-        """Add numbers (`step`) to their parameters' groups: one value for the group, or one for each name."""
+        """Add numbers (`step`) to the groups: one for all, or one for each name."""
         plain: dict[str, dict[str, Any]] = {}
         for name, atom in ((name, atom) for name, states in atoms.items() for atom in states):
             if atom.value is not None:
@@ -482,7 +482,7 @@ def _read_models(
 
 
 def _check_alike(group: Mapping[str, list[Atom]]) -> None:
-    """Check that all parameters of a flat group have the same states, except those without a gradient."""
+    """Check that all trained parameters of a flat group have the same states."""
     trained = {name: atoms for name, atoms in group.items() if not _untrained(atoms)}
     by_name = {name: {atom.state for atom in atoms} for name, atoms in trained.items()}
     every = set().union(*by_name.values())

@@ -363,7 +363,7 @@ def _flat_buffer(
 
 
 def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
-    """The parameters in a rank's partition: name -> (place in the partition, number of elements)."""
+    """The parameters in a rank's partition: name -> (place there, elements)."""
     return {name: (at, stop - start) for name, (start, stop, at) in buffer.on(rank).items()}
 
 
@@ -503,7 +503,7 @@ class Slice:
         return self.models[0]
 
     def weight_dtype(self, stage: int | None) -> dict[str, str]:
-        """The dtype of the weights, of which ZeRO 3 stores only the fp32 copy; nothing for other stages."""
+        """The dtype of the weights, which ZeRO 3 stores in fp32 only; else nothing."""
         model = self.model
         first = next((name for name in model.described if name in model.module), None)
         return {"weight_dtype": model.module[first].dtype} if stage == 3 and first else {}
@@ -597,7 +597,7 @@ def _add_weights(one: Slice) -> None:
 
 
 def _add_buffers(one: Slice) -> list[str]:
-    """The buffers of a ZeRO 3 module, as rank 0 has them; returns the names of its empty placeholders."""
+    """Add rank 0's buffers of a ZeRO 3 module; returns its empty placeholders."""
     model = one.model
     parameters = {*model.described, *model.frozen_shapes, *one.aliases}
     placeholders = []

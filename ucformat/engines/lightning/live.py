@@ -338,7 +338,7 @@ def _is_universal(path: Any) -> bool:
 
 
 def _load_for_inference(path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
-    """What `load_from_checkpoint` loads: of a universal checkpoint all but the state of the training."""
+    """What `load_from_checkpoint` loads: of a universal one no state of the training."""
     if not _is_universal(path):
         return _stock_load(path, map_location, weights_only)
     ck = open_reference(str(path))

@@ -166,7 +166,7 @@ class OpenClassic(IndexedSource):
     def _verdict(
         self, holders: Mapping[Key, dict[int, list[_Rank]]], states: Sequence[str], name: str
     ) -> Verdict:
-        """Whether the parts of a parameter are equal: by its weight, or if constant by its states."""
+        """Whether a parameter's parts are equal: by its weight, or if constant, its states."""
         verdict: Verdict = "constant"
         shape = None
         for key in (k for state in states if (k := Key(name, state)) in holders):
@@ -244,7 +244,7 @@ class OpenClassic(IndexedSource):
     def _tied(
         self, holders: Mapping[Key, dict[int, list[_Rank]]], shardings: Mapping[str, TPSharding]
     ) -> dict[str, str]:
-        """The last stage's copy of the input embedding, if the arguments or the bytes show that it is one."""
+        """The last stage's copy of the input embedding, if arguments or bytes show one."""
         word = next((n for n in _WORD_EMBEDDING if n in shardings), None)
         if word is None or self.args.tied is False:
             return {}
@@ -287,7 +287,7 @@ class OpenClassic(IndexedSource):
         return [merged[k] for k in sorted(merged)]
 
     def _objects(self) -> dict[str, Any]:
-        """The first rank's values other than tensors; under `ranks` the differences of the others."""
+        """The first rank's values but tensors; under `ranks` how the others differ."""
         out = self._plain(self._ranks[0, 0, 0], "")
         if self.args.values:
             out["args"] = to_json(dict(self.args.values), path="args")
@@ -411,7 +411,7 @@ class NameResolver:
     def _by_name(
         self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
     ) -> TPSharding | None:
-        """The sharding by the name, if the bytes do not contradict it; for other names, by the bytes."""
+        """The sharding by the name, unless the bytes contradict it; else by the bytes."""
         if _SAME.fullmatch(name):
             return replicate(shapes)  # it is checked when it is read
         cut = self._cut(name, shapes)

@@ -240,7 +240,7 @@ class OpenDist(IndexedSource):
         return out
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The optimizer groups with their parameters; none if Megatron's rule does not determine these."""
+        """The optimizer groups; none if Megatron's rule does not tell their parameters."""
         infos = self.contents.infos
         trained = {k.name for k in infos if k.state not in ("weight", "weight.padding")}
         weights = {k.name: i for k, i in infos.items() if k.state == "weight"}
@@ -249,7 +249,7 @@ class OpenDist(IndexedSource):
         return [group.json() for group in groups or ()]
 
     def _objects(self) -> dict[str, Any]:
-        """All values other than tensors: those of `common.pt`, and the sharded objects by key and shard."""
+        """All values but tensors: of `common.pt`, and sharded objects by key and shard."""
         out = {str(k): self._json(v, str(k)) for k, v in self.values.items() if k not in _NOT_OURS}
         if self.args.values:
             out["args"] = self._json(dict(self.args.values), "args")

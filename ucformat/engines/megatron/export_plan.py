@@ -437,7 +437,7 @@ def is_megatron(source: Checkpoint) -> bool:
 
 
 def has_distributed_optimizer(source: Checkpoint) -> bool:
-    """Whether the optimizer of a Megatron checkpoint is the distributed one; of other sources true."""
+    """Whether a Megatron checkpoint's optimizer is the distributed one; else true."""
     args = source.objects.get("args") if is_megatron(source) else None
     return not isinstance(args, dict) or args.get("use_distributed_optimizer") is not False
 

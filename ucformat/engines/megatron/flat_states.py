@@ -312,7 +312,7 @@ class _ModelChunk:
 
 
 def _stages(model: _Model, groups: _Groups, chain: int) -> list[list[_ModelChunk]]:
-    """The chunks of every stage; the layers of each are those that fill the buckets of its first rank."""
+    """The chunks of every stage, whose layers fill the buckets of its first rank."""
     names = list(model.opened.weights)
     stack = next((m[1] for n in names if (m := LAYER.fullmatch(n))), "")
     layered: dict[int, list[str]] = {}

@@ -254,7 +254,7 @@ class MegatronArguments:
         return None
 
     def degree(self, *names: str) -> int | None:
-        """The first of these arguments that is an integer, a number of ranks; None if there is none."""
+        """The first of these arguments that is a number of ranks; None if none is."""
         value = self.number(*names)
         if value is not None and not 1 <= value <= _MAX_RANKS:
             raise IntegrityError(f"{self.file}: {names[0]} is {value}")

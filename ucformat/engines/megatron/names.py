@@ -177,7 +177,7 @@ def is_parameter(name: str) -> bool:
 
 
 def _rank(name: str, *, grouped: bool) -> tuple[tuple[int, int, str], ...]:
-    """The sort key of a name; `grouped`: all experts' first projections come before their second ones."""
+    """The sort key of a name; `grouped`: first projections of all experts come first."""
     parts = name.split(".")
     if grouped and "local_experts" in parts:
         at = parts.index("local_experts")

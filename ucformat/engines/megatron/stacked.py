@@ -95,7 +95,7 @@ class StackedTensor:
             yield from self._read(chunk)
 
     def _near(self, box: Box) -> Iterable[Box]:
-        """The chunks that may have a part of a box: of a stack those of the same layer and expert."""
+        """The chunks that may overlap a box: of a stack those of its layer and expert."""
         n = self.leading
         if self._by_index is None:
             by_index: dict[tuple[int, ...], list[Box]] = {}

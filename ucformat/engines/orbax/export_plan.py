@@ -108,7 +108,7 @@ def _parts(chunks: Sequence[_ChunkInFile]) -> Iterator[Part]:
 def plan_target(
     source: Checkpoint, infos: Sequence[TensorInfo], *, max_file_bytes: int, max_chunk_bytes: int
 ) -> Target:
-    """Plan the files of an Orbax checkpoint, with data files and chunks of at most so many bytes."""
+    """Plan the files of an Orbax checkpoint; the limits are those of `OrbaxExportOptions`."""
     from ucformat.engines.orbax.opened import STRINGS
 
     tree = tree_of(source, infos)
@@ -367,7 +367,7 @@ class _Values:
             self.left.append(f"the value {'.'.join(map(str, path))}")
 
     def _leaf(self, path: StatePath, value: Any, kind: str) -> ExportLeaf | None:
-        """The leaf of a number, text, array or tensor, or of nothing; None if the value has no place."""
+        """The leaf of a number, text, array, tensor or nothing; None if it has no place."""
         if not value and type(value) in _EMPTY_KINDS:
             return ExportLeaf(path, kind or _EMPTY_KINDS[type(value)], None)
         if isinstance(value, str):  # whose names Orbax reads as JSON pointers

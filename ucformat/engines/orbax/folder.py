@@ -62,7 +62,7 @@ def _is_marker(key: str) -> bool:
 
 
 def find_step(store: Store) -> Step:
-    """Find the checkpoint in the folder of an item, of a step, or of steps of which there is only one."""
+    """Find the checkpoint in the folder of an item, of a step, or of a single step."""
     sizes = {info.key: info.size for info in store.list()}
     keys = list(sizes)
     if _TEMPORARY in store.url.rstrip("/").rpartition("/")[2]:

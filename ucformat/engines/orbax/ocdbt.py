@@ -337,7 +337,7 @@ class ValueLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A node that was written: its first key, place and height, and the sums over all nodes below it."""
+    """A written node: its first key, place and height, and the sums over all below it."""
 
     key: bytes
     place: ValueLocation

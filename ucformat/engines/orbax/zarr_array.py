@@ -179,7 +179,7 @@ def _raw_layout(codecs: tuple[Codec, ...], ndim: int, itemsize: int) -> Raw | No
 
 
 def _sharding_of(codecs: tuple[Codec, ...]) -> Sharding | None:
-    """How a stored value contains many chunks; None if it is one chunk, or must be decoded as one."""
+    """How a stored value contains many chunks; None if it is, or is decoded as, one."""
     if [c["name"] for c in codecs] != ["sharding_indexed"]:
         return None
     config = codecs[0]["configuration"]

@@ -41,7 +41,7 @@ FAILURES = (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImp
 
 
 def tensorstore() -> Any:
-    """Import the package tensorstore when first needed: it must not be loaded before a process forks."""
+    """Import tensorstore when first needed: not before a process forks."""
     try:
         import tensorstore as package
     except ImportError:
@@ -363,7 +363,7 @@ class Chunks:
 
 
 class OpenArrays(IndexedSource):
-    """An opened checkpoint whose tensors are arrays; finding an extent reads the indexes of shards.
+    """An opened checkpoint whose tensors are arrays; extents need indexes of shards.
 
     It has no records: Orbax has no checksums of data, and Zarr's are next to its chunks.
     """

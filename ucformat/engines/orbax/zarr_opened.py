@@ -166,7 +166,7 @@ def _check_version(store: Store, documents: dict[str, Any], path: str) -> None:
 def _consolidated(
     store: Store, documents: dict[str, Any]
 ) -> Iterator[tuple[str, Callable[[], ZarrArray]]]:
-    """The arrays in the root's consolidated metadata, each with a function that parses its document."""
+    """The arrays in the root's consolidated metadata, and what parses each."""
     v2, v3 = documents.get(".zmetadata"), documents.get(_V3)
     where = f"{store.url}: the consolidated metadata"
     if v2 is not None:

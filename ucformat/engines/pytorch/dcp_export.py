@@ -180,7 +180,7 @@ class _DcpEntries:
             self._add_group(root, number, group, options, place)
 
     def _completed(self, options: dict[str, Any], params: Sequence[str]) -> dict[str, Any]:
-        """With the hyper-parameters that the optimizer's class has in addition, if the states are Adam's."""
+        """With the further hyper-parameters of the class, if the states are Adam's."""
         if isinstance(betas := options.get("betas"), list):
             options["betas"] = {"$tuple": betas}
         if not any(Key(name, "exp_avg_sq") in self._infos for name in params):

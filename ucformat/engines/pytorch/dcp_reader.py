@@ -276,7 +276,7 @@ def _live(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
 def _wrapper_targets(
     entries: Entries, wrappers: Iterable[tuple[ReadItem, torch.Tensor]]
 ) -> tuple[list[LocalShard], Problems]:
-    """The targets of wrappers: what is inside; and those of which the checkpoint has something else."""
+    """The targets inside wrappers; and wrappers that the checkpoint lacks."""
     out: list[LocalShard] = []
     others: list[str] = []
     for item, tensor in wrappers:

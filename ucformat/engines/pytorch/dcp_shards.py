@@ -83,7 +83,7 @@ class OpenShards(IndexedSource):
         )
 
     def _check_files(self, files: list[str]) -> None:
-        """Check that ranks are numbered from 1 without a gap, and that all shards are of the same save."""
+        """Check that ranks count from 1 without a gap, and all shards are of one save."""
         matches = [m for f in files if (m := SHARD.fullmatch(f))]
         ranks = {int(m[1]) for m in matches}
         totals = {m[3] for m in matches}

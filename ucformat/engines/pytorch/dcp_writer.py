@@ -378,7 +378,7 @@ class LocalItems:
 
 @message
 class PlainValues:
-    """The plain values that DCP assigned to one rank, as JSON, and the lists with tensors, by path."""
+    """A rank's plain values as JSON, and the lists with tensors, by path."""
 
     by_path: Mapping[Path, Any]
     lists: frozenset[Path]
