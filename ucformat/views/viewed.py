@@ -216,7 +216,7 @@ class ComputedFile:
 def inputs_of(
     store: Store, key: str
 ) -> Iterator[tuple[TensorInfo, Iterable[Extent | Tiles]]] | None:
-    """The tensors that a computed file is made from, with their extents; None if it is not computed."""
+    """The tensors that a computed file is made of, with their extents; None if it is no such file."""
     while isinstance(store, WrappedStore):
         file = store.computed(key) if isinstance(store, ComputedStore) else None
         if file is not None:

@@ -623,7 +623,7 @@ def group_for_call(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT,
 ) -> Iterator[Group]:
-    """Use the group of the ranks of a process group for one collective call with a url, or what has one.
+    """Use the group of a process group's ranks for one collective call with a url, or what has one.
 
     Concurrent calls in threads other than the main one are distinguished by url and process group;
     if two of them have both in common, all ranks raise a UsageError.

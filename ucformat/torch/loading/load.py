@@ -338,7 +338,7 @@ class _RankReport:
 
 
 def _join(a: _RankReport, b: _RankReport) -> _RankReport:
-    """The reports of some ranks and of those after them as one; unexpected is what all of them lack."""
+    """The reports of some ranks and of those after them; unexpected is what all of them lack."""
     if len(a.unexpected) != len(b.unexpected):
         raise Conflict(
             f"rank {b.rank} has opened a checkpoint with a different number of tensors than rank "

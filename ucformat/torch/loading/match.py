@@ -348,7 +348,7 @@ def _whole_wrappers(matched: list[Matched], targets: Sequence[LocalShard]) -> li
 
 
 def parameter_of(name: str, ck: Checkpoint) -> list[TensorInfo]:
-    """Return what is stored of a parameter itself: its weight, its master, or both; `ck[name]` reads the first."""
+    """Return the stored weight and master of a parameter, if any; `ck[name]` reads the first."""
     return [i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None]
 
 
@@ -401,7 +401,7 @@ def unexpected(
     optimizer: bool = False,
     inside: Callable[[Key], bool] = lambda _: False,
 ) -> NDArray[np.bool_]:
-    """Return of each stored tensor whether a state lacks it, which has weights, states of an optimizer, or both.
+    """Return of each stored tensor whether it is of a kind that a state has, and the state lacks it.
 
     Args:
         wanted: what `match` returned for the targets.

@@ -52,7 +52,7 @@ class RestoreArguments(ReadArguments, total=False):
 
 
 class LoadArguments(RestoreArguments, total=False):
-    """The arguments of `load`, besides the state, the url and `strict`: those of `RestoreArguments` and these.
+    """The arguments of `load` besides the state, the url and `strict`; those of `RestoreArguments` too.
 
     Attributes:
         group: the ranks that take part (default: all). Threads that load one checkpoint at once

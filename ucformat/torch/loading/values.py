@@ -249,7 +249,7 @@ class _Fit:
 
     @contextmanager
     def decoding(self, label: str) -> Iterator[list[str]]:
-        """Decode values inside, which add the classes that they lose; what may not be decoded is one of `others`."""
+        """Decode values inside, which add the classes that they lose; an error is one of `others`."""
         lost: list[str] = []
         try:
             yield lost
@@ -277,7 +277,7 @@ def fit_objects(
     trust: bool,
     cast: bool = False,
 ) -> tuple[Problems, Callable[[], None]]:
-    """Match the plain values of a state with stored objects; what does not fit, and a function that sets what does."""
+    """Match plain values with stored objects; what does not fit, and a function that sets the rest."""
     fit = _Fit()
     for path, leaf in collected.leaves.items():
         label = f"the object {dotted(path)}"

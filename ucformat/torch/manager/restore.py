@@ -60,7 +60,7 @@ class _CheckResult:
 def verify_on_all_ranks(
     step: RunStep, mode: Mode, ranks: Group, threads: int | None = None
 ) -> tuple[Checkpoint | None, Report]:
-    """Open a checkpoint, if that is possible, and verify it; all ranks call this together, and get the same report.
+    """Open a checkpoint, if that is possible, and verify it; all ranks get the same report.
 
     Args:
         mode: `full` reads every byte once, on all ranks together, and compares it with checksums

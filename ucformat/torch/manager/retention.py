@@ -251,7 +251,7 @@ def known_commits(root: str, run: str | None) -> int:
 
 
 def _from_catalog(what: str, ask: Callable[[Catalog], T], otherwise: T) -> T:
-    """The answer of the catalog; another if there is none, or if it cannot be queried, which is logged."""
+    """The answer of the catalog; another one if there is none, or, which is logged, on an error."""
     url = load_settings().catalog_url()
     if url is None:
         return otherwise

@@ -273,7 +273,7 @@ def agree(
     kept: tuple[bytes, Exceptions],
     coordinator: Coordinator,
 ) -> Agreement:
-    """Agree on who writes what; all ranks call this together, with the exceptions that they kept of the last save."""
+    """Agree on who writes what; all ranks call this, with the exceptions that they have kept."""
     summary = statement.summary(str(options), sums, kept)
     kinds = AskedOfRanks | Agreement
     answer: AskedOfRanks | Agreement = group.combine(

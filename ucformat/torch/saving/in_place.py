@@ -303,7 +303,7 @@ def begin_weights(store: Store, attempt: str, plan: GlobalPlan) -> WeightFilesPl
     if uploads is not None:
         try:
             for file in files.files:
-                begun.append((file.key, uploads.begin(file.key)))  # noqa: PERF401 - kept if a later one fails
+                begun.append((file.key, uploads.begin(file.key)))  # noqa: PERF401
         except BaseException:
             _abort(store, begun)
             raise

@@ -1,4 +1,4 @@
-"""Where and how to write a checkpoint, and the launch that it belongs to: the arguments of `save`."""
+"""Where and how to write a checkpoint, and its launch: the arguments of `save`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RunArguments(TypedDict, total=False):
 
 
 class SaveArguments(RunArguments, total=False):
-    """The arguments of `save` and `async_save`, besides the state and the url: those of `RunArguments` and these.
+    """The arguments of saves besides the state and the url; those of `RunArguments` too.
 
     Attributes:
         step: the training step.
@@ -147,7 +147,7 @@ class SaveOptions:
 
 
 class LaunchArguments(TypedDict):
-    """The arguments of `save` that describe the launch, so that a catalog can tell launches apart."""
+    """The arguments of `save` that describe the launch, so that launches can be told apart."""
 
     lineage: tuple[LineageDoc, ...]
     after: int

@@ -282,7 +282,7 @@ def save_in_group(
 def assets_of(
     state: Mapping[str, Any], folder: str | PathLike[str] | None, form: str
 ) -> dict[str, bytes]:
-    """The files that the library of a model writes itself, and those of a folder, which take precedence.
+    """The files that a model's library writes, and those of a folder, which take precedence.
 
     Args:
         folder: with `config.json`, tokenizer and similar files (None: there is none).

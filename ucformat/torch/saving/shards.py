@@ -1,4 +1,4 @@
-"""The plan of a save, and who writes each shard of the Zarr form, and who sends what: functions of descriptions.
+"""The plan of a save, and who writes each shard and sends what: functions of descriptions.
 
 Every rank computes this for its own descriptions, so nothing is told by rank 0, and the work does
 not grow with the number of ranks that hold a description.
@@ -85,7 +85,7 @@ class PlannedTensors:
 
 
 class GlobalPlan(NamedTuple):
-    """The plan of all ranks, on rank 0: `digest` of the exceptions, and `aliases`, the tied names."""
+    """The plan of all ranks, on rank 0: `digest` of the exceptions; `aliases`, the tied names."""
 
     exceptions: Exceptions
     digest: bytes
