@@ -24,9 +24,9 @@ from ucformat.engines.deepspeed.live_save import (
 from ucformat.errors import check_keywords
 from ucformat.geometry.tensor import Key
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
+from ucformat.torch.loading.arguments import LoadOptions, RestoreArguments
 from ucformat.torch.loading.load import LoadReport, LoadTargets, load_local
 from ucformat.torch.loading.match import PARAMETER, Problems, holds_training, match, stored_names
-from ucformat.torch.loading.options import LoadOptions, RestoreArguments
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.state.local import LocalShard, local_of

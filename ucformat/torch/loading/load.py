@@ -27,6 +27,7 @@ from ucformat.storage.url import as_strings
 from ucformat.storage.wrappers import check_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
+from ucformat.torch.loading.arguments import LoadArguments, LoadOptions
 from ucformat.torch.loading.find import (
     asked_entries,
     find_tensors,
@@ -49,7 +50,6 @@ from ucformat.torch.loading.match import (
     unexpected,
 )
 from ucformat.torch.loading.optimizers import place_states
-from ucformat.torch.loading.options import LoadArguments, LoadOptions
 from ucformat.torch.loading.read import ReadAmount, read
 from ucformat.torch.loading.share import AnotherRankFailed, open_together, read_shared
 from ucformat.torch.loading.values import (

@@ -19,6 +19,7 @@ from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.wrappers import check_unchanged
+from ucformat.torch.loading.arguments import ReadArguments
 from ucformat.torch.loading.match import (
     PARAMETER,
     Problems,
@@ -29,7 +30,6 @@ from ucformat.torch.loading.match import (
     stored_names,
     unexpected,
 )
-from ucformat.torch.loading.options import ReadArguments
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.values import SavedState
 from ucformat.torch.state.collect import acts_on_load
