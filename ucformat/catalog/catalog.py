@@ -272,7 +272,7 @@ class Catalog:
     def protections(
         self, checkpoint: str, url: str, *, annotations: bool = True
     ) -> tuple[str, ...]:
-        """List what protects a checkpoint at a place from deletion, even if it is not in the catalog.
+        """List what protects a checkpoint at a place from deletion, in the catalog or not.
 
         Args:
             annotations: include its holds, tags and aliases (default: True), not only checkpoints

@@ -143,7 +143,7 @@ def _joined(numbers: Sequence[int] | None) -> str | None:
 
 
 def digest_blocks(connection: Connection, tables: Iterable[TensorTable]) -> list[int]:
-    """The blocks for the digests of new checkpoints: the last one while it has room, then new ones."""
+    """The blocks for digests of new checkpoints: the last one while it has room, then new ones."""
     last: int | None = connection.scalar(sa.select(sa.func.max(CheckpointRow.digest_block)))
     filled = 0
     if last is not None:

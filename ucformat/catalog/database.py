@@ -152,7 +152,7 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that writes, committed at the end of the block; SQLite has one at a time."""
+        """A transaction that writes, committed after the block; SQLite has one at a time."""
         if self.newer is not None:
             raise UpgradeNeeded(
                 f"the catalog {self.url} was created by a newer ucformat (revision "

@@ -174,7 +174,7 @@ def _tensors(a: list[ListedTensor], b: list[ListedTensor]) -> TensorsDiff:
 
 
 def _aspects(a: ListedTensor, b: ListedTensor) -> tuple[Aspect, ...]:
-    """The aspects in which two tensors certainly differ; a different grid alone is no difference."""
+    """The aspects in which two tensors certainly differ; another grid alone is no difference."""
     differ: dict[Aspect, bool] = {
         "shape": a.shape != b.shape,
         "dtype": a.dtype != b.dtype,

@@ -335,7 +335,7 @@ def _walk(connection: Connection, serials: Sequence[int], depth: int | None, *, 
 def _edges(
     connection: Connection, serials: Sequence[int], depth: int | None, *, up: bool
 ) -> Sequence[Row[Any]]:
-    """Each edge that is reached, in the order of recording, with the checkpoint that it leads to."""
+    """Each edge that is reached, in order of recording, and the checkpoint that it leads to."""
     walk = _walk(connection, serials, depth, up=up)
     reached = sa.select(walk.c.edge, walk.c.far).distinct().subquery("reached")
     return connection.execute(

@@ -442,7 +442,7 @@ class AliasMove(Base):
 
 
 class Tag(Base):
-    """A tag of a checkpoint; several checkpoints may have it. A `permanent` one cannot be removed."""
+    """A tag of a checkpoint; several may have it. A `permanent` one cannot be removed."""
 
     __tablename__ = "tag"
     __table_args__ = (Index(None, "name"),)

@@ -70,7 +70,7 @@ def lock_names(connection: Connection, *names: str) -> None:
 
 
 def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
-    """Lock rows, to which others can still refer, until the transaction ends; returns their states."""
+    """Lock rows, to which others can still refer, until the transaction ends; their states."""
     states: dict[int, str] = {}
     for page in pages(sorted(set(serials))):
         query = (
@@ -184,7 +184,7 @@ def unindexed(column: Any) -> ColumnElement[Any]:
 
 
 def starts_with(column: Any, text: str) -> ColumnElement[bool]:
-    """Test a prefix exactly, by the column's index; LIKE has wildcards, and ignores case on SQLite."""
+    """Test a prefix exactly, by the column's index; LIKE has wildcards and may ignore case."""
     begins: ColumnElement[bool] = column >= text
     kept = text.rstrip(chr(_LAST))  # no character comes after the last one
     if not kept:

@@ -299,7 +299,7 @@ def block_problems(
 def wrong_digests(
     source: Universal, leaves: Leaves, damaged: Collection[tuple[str | None, str | None]] = ()
 ) -> Iterator[Problem]:
-    """Find arrays whose chunks match their checksums, but are not the chunks that were committed."""
+    """Find arrays whose chunks match their checksums, but are not those that were committed."""
     for key, doc in source.docs.items():
         if doc.path is None or key in damaged:
             continue

@@ -174,7 +174,7 @@ class Grid:
         return Tiles(self.box(shard), file, 0, self.chunk, self.itemsize)
 
     def file_nbytes(self, shard: tuple[int, ...]) -> int:
-        """Bytes of a shard's file: its chunks, each with a checksum, then the index with its own."""
+        """Bytes of a shard's file: its chunks and then the index, each with a checksum."""
         stored = math.prod(self.tiles(shard, "").grid)
         return stored * (self.chunk_nbytes + 4) + 16 * math.prod(self.chunks_in_shard) + 4
 

@@ -297,7 +297,7 @@ class Described:
                 yield rank, box, self._flat_file(rank)[row, box]
 
     def file_runs(self, tensor: int, within: Box) -> Iterator[Tiles | FileRun]:
-        """The extents of a tensor; those that many files have at the same place are one `FileRun`."""
+        """The extents of a tensor; those at the same place of many files are one `FileRun`."""
         row = self._row[tensor]
         (_, d, writer, _), shape = self.rows[row], self.infos[tensor].shape
         if d.flat is not None or not within.size or d.most_parts(shape, within) < _FEWEST:

@@ -487,7 +487,7 @@ def _any(by_dim: NDArray[np.bool_], tensor: Column, ndims: Column) -> NDArray[np
 
 
 def _tile_counts(c: Columns, ndims: Column) -> NDArray[np.float64]:
-    """The number of tiles of each tiled extent; as floating-point numbers, which do not overflow."""
+    """The number of tiles of each tiled extent; as floats, which do not overflow."""
     start, edge = c.start.astype(np.float64), np.maximum(c.tile, 1)
     counts = np.ceil((start + c.shape) / edge) - np.floor(start / edge)
     owner = np.repeat(np.arange(len(c)), ndims[c.tensor])

@@ -46,7 +46,7 @@ class LocalTensor:
 
 
 class LocalBuffer(NamedTuple):
-    """One rank's flat buffer of one state: its size in elements, padding included, and its dtype."""
+    """One rank's flat buffer of one state: its elements, padding included, and its dtype."""
 
     size: int
     dtype: str
@@ -185,7 +185,7 @@ class BoundLayout:
         return None
 
     def prove(self) -> None:
-        """Prove that the pieces of all ranks cover every tensor exactly once, not counting replicas.
+        """Prove that the pieces of all ranks cover every tensor once, not counting replicas.
 
         Coordinates that hold the same boxes are proved once, and so are tensors of the same shape
         and placement, and the states that share the geometry of a flat buffer.

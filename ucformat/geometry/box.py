@@ -94,7 +94,7 @@ def offset_of(index: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def unravel(number: Any, counts: Sequence[int]) -> tuple[Any, ...]:
-    """The index of an element by its number in row-major order; of arrays, an array for each dim."""
+    """The index of an element by its row-major number; of arrays, an array for each dim."""
     index = []
     for n in reversed(counts):
         number, at = divmod(number, n)

@@ -182,7 +182,7 @@ class Distribution:
         return tuple(out[axis] for axis in range(len(self.mesh.sizes)))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor can be distributed like this: its dims exist, and its buffer holds it."""
+        """Whether a tensor can be distributed so: its dims exist, and its buffer holds it."""
         if any(not 0 <= cut.dim < len(shape) for cut in self.cuts):
             return False
         if self.flat is None:

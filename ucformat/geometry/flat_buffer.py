@@ -156,7 +156,7 @@ class FlatBuffer:
         return range(first // width, (first + stop - start - 1) // width + 1)
 
     def on(self, rank: int) -> dict[str, tuple[int, int, int]]:
-        """The tensors that a rank holds any element of, each with its part as `part_on` returns it."""
+        """The tensors of which a rank holds any element, each with its part as of `part_on`."""
         parts = ((tensor, self.part_on(tensor, rank)) for tensor in self.slots)
         return {tensor: (start, stop, at) for tensor, (start, stop, at) in parts if start < stop}
 

@@ -132,7 +132,7 @@ def _pad(dim: Dim, to: int, degree: int) -> Dim:
 
 
 def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int, int]]:
-    """The intervals of a dim of `n` indices that one coordinate takes: one, or one for each part."""
+    """The intervals of a dim of `n` indices that a coordinate takes: one, or one for each part."""
     shard.check_degree(degree)
     if shard.sizes is not None:
         if sum(shard.sizes) != n:

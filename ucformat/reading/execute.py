@@ -393,7 +393,7 @@ def _copy_out(
 
 
 def _read_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: Memory) -> Memory:
-    """Read a request of several ranges, each directly into place if the layout of its bytes allows."""
+    """Read a request of several ranges, each directly into place if its bytes allow that."""
     copy = r.copies[0]
     memory = memories[copy.buffer]
     if copy.shape == (r.nbytes,):

@@ -227,7 +227,7 @@ class HasFileRuns(Protocol):
 
 
 class Readable(Protocol):
-    """The interface for reading tensors of an opened checkpoint of any format, or of a view of one."""
+    """The interface for reading tensors of an opened checkpoint of any format, or a view of one."""
 
     kind: str
     store: Store

@@ -229,7 +229,7 @@ class Store(Protocol):
         """
 
     def adopt(self, key: str) -> None:
-        """Include a file in the next `flush` that another store or an earlier process has closed."""
+        """Include a file in the next `flush` that another store or process has closed."""
 
     def put_if_absent(self, key: str, data: bytes) -> str:
         """Write a whole file, durably and atomically, unless it exists; returns its content version.
@@ -281,7 +281,7 @@ class Store(Protocol):
 
 
 class FlatStore(Store):
-    """A store without folders and leftovers, in which closing a file is all that makes it durable."""
+    """A store without folders and leftovers, in which closing a file is all that makes it last."""
 
     def flush(self) -> None:
         """Do nothing: no file has to be made durable."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Descriptor:
-    """A file descriptor that is closed once: by `close`, or when this object is garbage-collected."""
+    """A file descriptor that is closed once: by `close`, or when this is garbage-collected."""
 
     __slots__ = ("fd",)
 

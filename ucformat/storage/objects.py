@@ -308,7 +308,7 @@ class ObjectStore(FlatStore):
             raise
 
     def list(self, prefix: str = "") -> Iterator[Info]:
-        """All objects below a prefix, in the order of their keys; one request returns a thousand."""
+        """All objects below a prefix, in order of their keys; a request returns a thousand."""
         found = (_info(meta) for page in self._pages(prefix) for meta in page)
         return (i for i in found if not i.key.rpartition("/")[2].startswith(HIDDEN))
 
@@ -368,7 +368,7 @@ class ObjectStore(FlatStore):
         return content_version(data)
 
     def replace(self, key: str, data: bytes, version: str) -> str:
-        """Replace a whole object with a conditional request, if it still has this content version."""
+        """Replace a whole object with a conditional request, if it has this content version."""
         import obstore
 
         self._check_writable()

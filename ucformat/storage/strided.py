@@ -32,7 +32,7 @@ _Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ..
 
 
 class CrcShift:
-    """Shifts CRCs of a polynomial, which is given with its lowest coefficient as the highest bit."""
+    """Shifts CRCs of a polynomial, given with its lowest coefficient as the highest bit."""
 
     def __init__(self, polynomial: int) -> None:
         self._polynomial = polynomial

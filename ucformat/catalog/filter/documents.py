@@ -155,7 +155,7 @@ class _OnSqlite(DocumentValue):
 
 
 class _Nested(_OnSqlite):
-    """The last row of nested `json_each`, one for each part of the path, which can match any key."""
+    """The last row of nested `json_each`, one for each part of a path, which can match any key."""
 
     def __init__(self, document: ColumnElement[Any], path: Sequence[str]) -> None:
         self._rows: list[Any] = []

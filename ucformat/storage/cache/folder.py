@@ -266,7 +266,7 @@ class CacheFolder:
     def read_into(
         self, entry: CacheEntry, size: int, begin: int, buffers: Sequence[memoryview]
     ) -> bool:
-        """Read a range of an entry; False if there is none, or it is damaged: then it is removed."""
+        """Read a range of an entry; False if there is none, or it is damaged and removed."""
         with self._forgiving:
             try:
                 file = self._open(entry.name, os.O_RDONLY)

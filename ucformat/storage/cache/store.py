@@ -531,7 +531,7 @@ class CachingStore(WrappedStore):
             self.inner.read_rows(key, offset, step, rows)
 
     def _read_parts(self, key: str, parts: Sequence[FileBytes]) -> bool:
-        """Fill parts; False if the file is not cached, because its versions cannot be told apart."""
+        """Fill parts; False if the file is not cached, as its versions cannot be told apart."""
         file = self._find(key, (parts[0].begin, max(part.end for part in parts)))
         if file is None:
             return False
