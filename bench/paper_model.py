@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tests.sources.megatron_deepspeed import FLAT, PAPER_SOURCES, Model, gpt, write
+from tests.engines.deepspeed.megatron_deepspeed import FLAT, PAPER_SOURCES, Model, gpt, write
 from ucformat.geometry.layout import Layout
 
 if TYPE_CHECKING:

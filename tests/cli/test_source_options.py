@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import ucformat
-from tests.sources.megatron_deepspeed import FLAT, gpt, write
-from tests.sources.test_deepspeed_evidence import LAYER, added
-from tests.sources.test_deepspeed_megatron import SMALL
+from tests.engines.deepspeed.megatron_deepspeed import FLAT, gpt, write
+from tests.engines.deepspeed.test_evidence import LAYER, added
+from tests.engines.deepspeed.test_megatron_deepspeed import SMALL
 from ucformat.cli.main import ucp
 from ucformat.cli.program import LazyGroup
 from ucformat.errors import AmbiguousLayout, option_text, spelling_options

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ucformat
+from tests.engines.deepspeed.test_export import fake
 from tests.exporters.sources import zero3
-from tests.exporters.test_deepspeed import fake
 from tests.exporters.test_export import WORK, tensors_of
 from tests.jobs.forks import Forks
 from tests.sources.suite import DATA
@@ -65,7 +65,7 @@ def load_npz(folder: Path) -> Found:
 
 
 def load_orbax(folder: Path) -> Found:
-    """Orbax itself, which takes seconds to start, restores whole exports in tests/engines/test_orbax.py."""
+    """Orbax itself, which takes seconds to start, restores whole exports in tests/engines/orbax/test_engine.py."""
     if not (folder / "_METADATA").exists():
         return None
     ck = ucformat.open(folder)

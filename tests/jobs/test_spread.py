@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import ucformat
+from tests.engines.deepspeed.megatron_deepspeed import FLAT, gpt, write
 from tests.fakes import FakeSource, same
-from tests.sources.megatron_deepspeed import FLAT, gpt, write
 from ucformat.checkpoint import Checkpoint
 from ucformat.jobs import compare
 from ucformat.storage.memory import MemoryStore

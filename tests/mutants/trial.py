@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 #: What is changed -> the folders of tests that should notice, in the order in which they are run.
 PACKAGES: dict[str, tuple[str, ...]] = {
-    "geometry": ("geometry", "reading", "views", "sources", "torch"),
+    "geometry": ("geometry", "reading", "views", "sources", "engines", "torch"),
     "format": ("format", "conformance", "golden", "reading", "jobs", "torch"),
-    "reading": ("reading", "sources", "jobs", "torch"),
+    "reading": ("reading", "sources", "engines", "jobs", "torch"),
     "storage": ("storage", "jobs"),
-    "sources": ("sources", "exporters", "jobs", "torch"),
-    "engines": ("sources", "exporters", "engines", "jobs", "torch"),
-    "exporters": ("exporters", "jobs", "cli"),
+    "sources": ("sources", "engines", "exporters", "jobs", "torch"),
+    "engines": ("engines", "sources", "exporters", "jobs", "torch"),
+    "exporters": ("exporters", "engines", "jobs", "cli"),
     "torch/saving": ("torch",),
     "torch/loading": ("torch",),
     "torch/state": ("torch",),
     "catalog/retention": ("catalog", "jobs", "cli"),
     "catalog/deletion": ("catalog", "jobs", "cli"),
     "catalog/filter": ("catalog", "cli"),
-    "jobs": ("jobs", "exporters", "catalog", "cli"),
+    "jobs": ("jobs", "exporters", "engines", "catalog", "cli"),
 }
 #: Records the test that reaches a place, once in each process; its first line is the path of the
 #: record.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.sources.megatron_deepspeed import _fragment_address
+from tests.engines.deepspeed.megatron_deepspeed import _fragment_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,9 +14,9 @@ import torch
 import ucformat
 from bench.paper import Opened
 from bench.paper_model import LAYERS, Degrees, to_gpt_model
+from tests.engines.deepspeed.megatron_deepspeed import FLAT, gpt, write
 from tests.fakes import FakeSource, give_values, random_array, same
 from tests.paper.files import rewrite
-from tests.sources.megatron_deepspeed import FLAT, gpt, write
 from tests.sources.suite import kept
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import AmbiguousLayout, StateMismatch, UnsupportedError

@@ -82,7 +82,7 @@ class TestHuggingFace(IntegrationSuite):
     def train(self, folder: Path, steps: int, resume: Path | None = None) -> dict[str, Any]:
         from transformers import set_seed
 
-        from tests.torch.integrations.hf_program import trainer
+        from tests.engines.huggingface.live_program import trainer
 
         more = {"max_steps": steps, "save_steps": 1, "lr_scheduler_type": "constant"}
         of = trainer(folder, **more)

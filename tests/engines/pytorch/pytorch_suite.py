@@ -1,8 +1,8 @@
 """Run PyTorch's own tests of `torch.distributed.checkpoint` with `Writer` and `Reader` in place of its storage.
 
-    pip install expecttest zstandard python -m tests.torch.pytorch_suite
+    pip install expecttest zstandard python -m tests.engines.pytorch.pytorch_suite
     PYTORCH/test/distributed/checkpoint --torch 2.13.0 --stock --out stock.txt python -m
-    tests.torch.pytorch_suite PYTORCH/test/distributed/checkpoint --torch 2.13.0 --only stock.txt
+    tests.engines.pytorch.pytorch_suite PYTORCH/test/distributed/checkpoint --torch 2.13.0 --only stock.txt
 
 The tests are those of a PyTorch checkout of the version that is installed, run as they are:
 `FileSystemWriter` is `ucformat.torch.Writer`, `FileSystemReader` is `ucformat.torch.Reader`, and
@@ -179,7 +179,14 @@ def run_apart(
     """How each test of a file ended, by name, and why; run in a process of its own."""
     told = log.with_suffix(".txt")
     told.write_text("")
-    command = [sys.executable, "-m", "tests.torch.pytorch_suite", str(file), "--told", str(told)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.engines.pytorch.pytorch_suite",
+        str(file),
+        "--told",
+        str(told),
+    ]
     command += ["-k", pattern] if pattern else []
     ended = ""
     with log.open("wb") as out:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ucformat
-from tests.sources.megatron_deepspeed import FLAT, PAPER_SOURCES, Model, gpt, write
+from tests.engines.deepspeed.megatron_deepspeed import FLAT, PAPER_SOURCES, Model, gpt, write
 from tests.sources.suite import SourceSuite
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import (

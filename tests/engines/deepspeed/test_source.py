@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engines import make_deepspeed
-from tests.sources.conftest import CHOSEN, matrix
+from tests.engines.deepspeed.conftest import CHOSEN, matrix
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import (
     IntegrityError,

@@ -13,10 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from tests.sources.megatron_deepspeed import FLAT, gpt, write
+from tests.engines.deepspeed.megatron_deepspeed import FLAT, gpt, write
+from tests.engines.deepspeed.test_evidence import LAYER, added
+from tests.engines.deepspeed.test_megatron_deepspeed import SMALL
 from tests.sources.suite import SourceSuite, kept
-from tests.sources.test_deepspeed_evidence import LAYER, added
-from tests.sources.test_deepspeed_megatron import SMALL
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.huggingface.trainer import HuggingFace
 from ucformat.errors import (

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.engines import engine
-from tests.exporters.test_orbax import ALL, opened
+from tests.engines.orbax.test_export import ALL, opened
 from tests.patience import PATIENCE
 from tests.sources.suite import kept
 from ucformat.checkpoint import open_checkpoint

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import ucformat
+from tests.engines.deepspeed.conftest import CHOSEN, RANKS, pairs_that_never_meet
 from tests.fakes import same
-from tests.sources.conftest import CHOSEN, RANKS, pairs_that_never_meet
 from ucformat.reading.dtypes import numpy_dtype
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ucformat.torch
+from tests.engines.pytorch.test_torch_save import Net, trained
 from tests.fakes import ODD, FakeSource
-from tests.sources.test_torch_save import Net, trained
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import Conflict, UcformatError, UnsupportedError, UsageError
 from ucformat.exporters.base import Span

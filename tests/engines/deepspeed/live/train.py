@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[3]))  # for `tests`
+sys.path.insert(0, str(Path(__file__).parents[4]))  # for `tests`
 
 import deepspeed
 import torch
@@ -321,7 +321,7 @@ def main() -> None:
     for spec in tasks:
         task = Task(**spec)
         if task.edge:
-            from tests.torch.deepspeed import edges
+            from tests.engines.deepspeed.live import edges
 
             getattr(edges, task.edge)(out / task.name)
         else:

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 import ucformat
 from tests.engines import engine
+from tests.engines.deepspeed.megatron_deepspeed import FLAT, Model, gpt, write
+from tests.engines.deepspeed.test_megatron_deepspeed import SMALL, check, opened
 from tests.patience import PATIENCE
-from tests.sources.megatron_deepspeed import FLAT, Model, gpt, write
-from tests.sources.test_deepspeed_megatron import SMALL, check, opened
 from ucformat.cli.main import ucp
 from ucformat.engines.deepspeed.inference import ModelSizes, as_its_weight
 from ucformat.errors import AmbiguousLayout, IntegrityError, UsageError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engines import torchrun
-from tests.torch.deepspeed.plan import chosen_loads, starts
+from tests.engines.deepspeed.live.plan import chosen_loads, starts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

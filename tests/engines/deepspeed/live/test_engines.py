@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import ucformat
-from tests.torch.deepspeed.compare import differences, facts, held, held_by_engine
-from tests.torch.deepspeed.conftest import run_all
-from tests.torch.deepspeed.plan import RECIPES, Load, Source, all_loads, chosen_loads, starts
+from tests.engines.deepspeed.live.compare import differences, facts, held, held_by_engine
+from tests.engines.deepspeed.live.conftest import run_all
+from tests.engines.deepspeed.live.plan import RECIPES, Load, Source, all_loads, chosen_loads, starts
 from tests.torch.verdict import without_tuples
 from ucformat.jobs.export import plan_export
 

@@ -433,7 +433,7 @@ def test_flat_ranges_of_chunks(tmp_path: Path) -> None:
     """The format fully_sharded_model_space: ranges of each tensor-parallel rank's flattened chunk."""
     import torch
 
-    from tests.sources.megatron_files import write_dist
+    from tests.engines.megatron.files import write_dist
 
     whole = torch.arange(2 * 4 * 3.0).reshape(2, 4, 3)
     key = "decoder.layers.self_attention.linear_qkv.weight"
@@ -462,7 +462,7 @@ def test_keys_with_numbers_and_halves_apart(tmp_path: Path) -> None:
     """`non_homogeneous_layers` and `singleton_local_shards`."""
     import torch
 
-    from tests.sources.megatron_files import write_dist
+    from tests.engines.megatron.files import write_dist
 
     at = "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight"
     w, v = torch.arange(6.0).reshape(2, 3), torch.arange(6.0, 12).reshape(2, 3)
@@ -489,7 +489,7 @@ def test_hostile_metadata_is_an_error_of_ours(tmp_path: Path) -> None:
     """Any value of `.metadata`'s mcore_data, and any byte of it changed: an error of ours, or tensors."""
     import torch
 
-    from tests.sources.megatron_files import write_dist
+    from tests.engines.megatron.files import write_dist
 
     key = "optimizer.state.exp_avg.w"
     entries: Any = {

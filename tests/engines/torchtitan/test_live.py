@@ -11,7 +11,7 @@ import torch
 from tests.torch.running import fork
 from ucformat.engines.torchtitan.live import CheckpointManager
 
-PROGRAM = Path(__file__).parent / "titan_program.py"
+PROGRAM = Path(__file__).parent / "live_program.py"
 MODULES = ("torchdata.stateful_dataloader", "ucformat.torch.integrations.torchtitan")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.torch.running import fork
 
-PROGRAM = Path(__file__).parent / "lightning_program.py"
+PROGRAM = Path(__file__).parent / "live_program.py"
 MODULES = ("lightning.pytorch", "lightning.pytorch.strategies")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ucformat
-from tests.torch.deepspeed.compare import differences, facts, held
+from tests.engines.deepspeed.live.compare import differences, facts, held
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ucformat
+from tests.engines.deepspeed.conftest import CHOSEN
 from tests.exporters.suite import TrainedSuite
 from tests.fakes import FakeSource
-from tests.sources.conftest import CHOSEN
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UcformatError, UnsupportedError, UsageError
 from ucformat.exporters.pickle import ALLOWED, Global

@@ -22,7 +22,7 @@ import ucformat
 from tests.patience import PATIENCE
 
 pytestmark = [pytest.mark.matrix, pytest.mark.engine]
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _SEQUENCE = 32  # tokens, as the program has it
 
 
@@ -48,7 +48,7 @@ def trained(
         "--nproc-per-node",
         str(ranks),
     ]
-    script = [str(Path(__file__).parent / "train_torchtitan.py"), str(folder), str(steps)]
+    script = [str(Path(__file__).parents[1] / "train_torchtitan.py"), str(folder), str(steps)]
     if kill:
         script = ["-m", "tests.torch.killed", *kill.split(), *script]
     environment = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.torch.running import fork
 
-PROGRAM = Path(__file__).parent / "hf_program.py"
+PROGRAM = Path(__file__).parent / "live_program.py"
 MODULES = ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
 
 

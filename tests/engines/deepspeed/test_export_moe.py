@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import ucformat
 from tests.engines import Made, make_deepspeed
+from tests.engines.deepspeed.test_export import ADAM, contents, fake, form, globals_in
 from tests.exporters.loading import Engines
-from tests.exporters.test_deepspeed import ADAM, contents, fake, form, globals_in
 from tests.fakes import FakeSource
 from tests.sources.suite import kept
 from ucformat.checkpoint import Checkpoint

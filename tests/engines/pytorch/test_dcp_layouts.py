@@ -107,7 +107,7 @@ def jobs_of(at: Path, ranks: int) -> list[dict[str, Any]]:
 def run(at: Path, name: str, ranks: int, jobs: list[dict[str, Any]]) -> None:
     document = at / f"{name}.json"
     document.write_text(json.dumps(jobs))
-    fork(ranks, ["-m", "tests.torch.dcp_program", str(document)], at / f"{name}.log")
+    fork(ranks, ["-m", "tests.engines.pytorch.dcp_program", str(document)], at / f"{name}.log")
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning"
 )  # without ranks
 KEPT = sorted(p.name for p in (DATA / "dcp").iterdir() if (p / "ckpt" / ".metadata").exists())
-PROGRAM = Ranks("tests.exporters.dcp_program")
+PROGRAM = Ranks("tests.engines.pytorch.export_program")
 GROUPS = (
     {"params": ["embed.weight"], "lr": 0.1, "betas": [0.9, 0.95], "state": {"step": 7}},
     {"params": ["norm.bias"], "lr": 0.2, "betas": [0.9, 0.95], "state": {"step": 7}},

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 import ucformat
 import ucformat.torch
 import ucformat.torch.deepspeed as ucd
-from tests.torch.deepspeed.train import (
+from tests.engines.deepspeed.live.train import (
     Task,
     ZeRO,
     config,
@@ -225,7 +225,7 @@ class WithLoss(torch.nn.Module):
 
 def guide(folder: Path) -> None:
     """The script of the guide, as it is printed: once through under ZeRO 1, and from its middle on under ZeRO 3."""
-    page = (Path(__file__).parents[3] / "docs" / "guides" / "deepspeed.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "guides" / "deepspeed.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
     for zero, resume, to in ((1, None, "whole"), (3, "whole/2", "resumed")):
