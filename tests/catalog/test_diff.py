@@ -136,9 +136,9 @@ def test_paths_are_those_of_filters_and_none_stands_for_two(database: Database) 
         ('"a.b"', MISSING, 1),
         ("betas.1", 0.99, 0.95),
         ("betas.2", MISSING, 0),
-        ("in", 1, 2),
+        ('"in"', 1, 2),
         ('"say ""hi"""', 1, 2),
-        ("ü-x", 1, 2),
+        ('"ü-x"', 1, 2),
     ]
     assert changed(database, {"a": [1]}, {"a": {"0": 1}}) == [
         ("a.0", 1, MISSING),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ucformat.catalog.content import load_tensors
+from ucformat.catalog.filter.syntax import spell
 from ucformat.catalog.loading import load_entries
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
 
 Aspect = Literal["shape", "dtype", "digest", "grid"]
-
-_BARE = re.compile(r"[^\W\d]\w*(-\w+)*|[0-9]+")
 
 
 class MissingType(Enum):
@@ -150,8 +148,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _spelled(path: tuple[str | int, ...]) -> str:
-    parts = map(str, path)
-    return ".".join(p if _BARE.fullmatch(p) else '"' + p.replace('"', '""') + '"' for p in parts)
+    """The path as it follows `config.` in a filter."""
+    return spell(("config", *map(str, path))).removeprefix("config.")
 
 
 def _tensors(a: list[ListedTensor], b: list[ListedTensor]) -> TensorsDiff:

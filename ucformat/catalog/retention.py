@@ -196,12 +196,9 @@ def _rows(table: Any, *these: ColumnElement[bool]) -> Executable:
 
 
 def _condition(connection: Connection, text: str, now: datetime) -> ColumnElement[bool]:
-    from ucformat.catalog.filter.compile import check_names, compile_filter
-    from ucformat.catalog.filter.parse import parse
+    from ucformat.catalog.filter.compile import compile_filter, read_filter
 
-    node = parse(text)
-    check_names(connection, node, text)
-    return compile_filter(node, now=now)
+    return compile_filter(read_filter(connection, text), now=now)
 
 
 def _dependents(

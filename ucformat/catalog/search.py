@@ -109,11 +109,9 @@ def _created(connection: Connection, number: int, *where: ColumnElement[bool]) -
 
 
 def _order(connection: Connection, sort: str) -> tuple[Sort, list[ColumnElement[Any]]]:
-    from ucformat.catalog.filter.compile import check_names, compile_sort
-    from ucformat.catalog.filter.parse import parse_sort
+    from ucformat.catalog.filter.compile import compile_sort, read_sort
 
-    by = parse_sort(sort)
-    check_names(connection, by, sort)
+    by = read_sort(connection, sort)
     return by, compile_sort(by)
 
 
@@ -272,12 +270,10 @@ def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) 
     keys: set[str] = set()
     if where.strip():
         from ucformat.catalog.filter.check import used_keys
-        from ucformat.catalog.filter.compile import check_names, compile_filter, compile_rows
-        from ucformat.catalog.filter.parse import parse
+        from ucformat.catalog.filter.compile import compile_filter, compile_rows, read_filter
         from ucformat.catalog.filter.syntax import operands
 
-        node = parse(where)
-        check_names(connection, node, where)
+        node = read_filter(connection, where)
         for one in operands(node):
             each.append(compile_filter(one, now=now, each=True))
             parts.append((compile_filter(one, now=now), compile_rows(one, now=now)))

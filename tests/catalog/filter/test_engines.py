@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, delete, insert, select, update
 
 from tests.catalog.filter.reference import OPERATORS
 from tests.catalog.filter.world import NOW, WORLDS, store
-from ucformat.catalog.filter.compile import check_names, compile_filter, compile_sort
+from ucformat.catalog.filter.compile import compile_filter, compile_sort, read_filter, read_sort
 from ucformat.catalog.filter.parse import parse, parse_sort
 from ucformat.catalog.models import CheckpointRow, Config, Metric, Tag
 from ucformat.errors import UsageError
@@ -179,10 +179,10 @@ def test_unknown_names_are_errors_where_there_are_others(connection: Connection)
     text = "metric.los < 1 and config.optimizer.l = 1"
     connection.execute(update(CheckpointRow).values(config_id=None))
     connection.execute(delete(Config))
-    check_names(connection, parse(text), text)  # nothing is known
+    read_filter(connection, text)  # nothing is known
     connection.execute(insert(Metric).values(checkpoint=1, name="loss", value=1, measured=NOW))
     with pytest.raises(UsageError) as caught:
-        check_names(connection, parse(text), text)
+        read_filter(connection, text)
     assert str(caught.value).splitlines()[1:] == [
         "  " + text,
         "  ^^^^^^^^^^",
@@ -193,7 +193,7 @@ def test_unknown_names_are_errors_where_there_are_others(connection: Connection)
     )
     text = "metric.loss < 1 and config.optimizer.l = 1"
     with pytest.raises(UsageError) as caught:
-        check_names(connection, parse(text), text)
+        read_filter(connection, text)
     assert "config.optimizer.lr" in str(caught.value.hint)
     for known in (
         "config.optimizer.lr = 1",
@@ -201,9 +201,15 @@ def test_unknown_names_are_errors_where_there_are_others(connection: Connection)
         "config.optimizer is null",
         "topology.x = 1",
     ):
-        check_names(connection, parse(known))
+        read_filter(connection, known)
     with pytest.raises(UsageError, match=r"metric\.x"):
-        check_names(connection, parse_sort("-metric.x"))
+        read_sort(connection, "-metric.x")
+    with pytest.raises(UsageError) as caught:
+        read_filter(connection, "loss < 1")
+    assert caught.value.hint == "did you mean metric.loss?"
+    with pytest.raises(UsageError) as caught:
+        read_sort(connection, "lr")
+    assert caught.value.hint == "did you mean config.optimizer.lr?"
 
 
 def test_digests_are_searched_by_blocks(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ ERRORS = {
 def test_the_place_is_shown(text: str) -> None:
     place, hint = ERRORS[text]
     with pytest.raises(UsageError) as caught:
-        parse(text, known=KNOWN)
+        check_known(parse(text, lambda: KNOWN), KNOWN, text)
     message, line, carets = caught.value.message.split("\n")
     assert message
     start = carets.index("^") - text.count("日") - text.count("本")  # these are two columns wide
@@ -113,7 +113,7 @@ SORT_ERRORS = {
 def test_the_place_is_shown_in_orders(text: str) -> None:
     place, hint = SORT_ERRORS[text]
     with pytest.raises(UsageError) as caught:
-        parse_sort(text, known=KNOWN)
+        check_known(parse_sort(text, lambda: KNOWN), KNOWN, text)
     _, line, carets = caught.value.message.split("\n")
     assert carets.strip() == "^" * max(1, len(place))
     assert line[carets.index("^") :].startswith(place)
@@ -174,14 +174,12 @@ def test_names_are_checked_where_they_are_known() -> None:
         'config."a.b" is null',
         "config.layers.3.x = 1",
     ):
-        parse(text, known=KNOWN)
-        parse(text, known=Names())
-    parse(
-        "metric.nonsense < 1 and config.nonsense = 1", known=Names()
-    )  # an empty catalog knows nothing
-    parse("metric.nonsense < 1", known=Names(configs=frozenset({("a",)})))
+        check_known(parse(text), KNOWN)
+    # an empty catalog knows nothing
+    check_known(parse("metric.nonsense < 1 and config.nonsense = 1"), Names())
+    check_known(parse("metric.nonsense < 1"), Names(configs=frozenset({("a",)})))
     with pytest.raises(UsageError, match=r"config\.layers\.x"):
-        parse("config.layers.x = 1", known=KNOWN)
+        check_known(parse("config.layers.x = 1"), KNOWN)
     with pytest.raises(UsageError) as caught:
         check_known(IsNull(KeyPath(("metric", "val_lss"))), KNOWN)
     assert "metric.val_loss" in str(caught.value.hint)

@@ -25,7 +25,7 @@ from ucformat.catalog.filter.syntax import (
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.catalog.entries import EntryKey
     from ucformat.catalog.filter.syntax import Atom, KeyPath, Node, Span, Value
@@ -146,7 +146,11 @@ def nearest(name: str, options: Iterable[str]) -> str | None:
     found = get_close_matches(
         name[:_MAX_COMPARED], [option[:_MAX_COMPARED] for option in options], n=3
     )
-    return f"did you mean {' or '.join(found)}?" if found else None
+    return _meant(found) if found else None
+
+
+def _meant(names: Sequence[str]) -> str:
+    return f"did you mean {' or '.join(names)}?"
 
 
 def _keys(node: Node | Sort) -> list[KeyPath]:
@@ -167,8 +171,8 @@ class KeyTarget:
     key: EntryKey
 
 
-def resolve(key: KeyPath, text: str | None = None, *, more: Iterable[str] = ()) -> KeyTarget:
-    """Resolve a key."""
+def resolve(key: KeyPath, text: str | None = None, names: Callable[[], Names] = Names) -> KeyTarget:
+    """Resolve a key; `names` returns those that exist, of which the error of an unknown key offers some."""
     root, *path = key.parts
     written = f"tensor.{path[0]}" if root == "tensor" and path else root
     entry_key = BY_NAME.get(written)
@@ -192,8 +196,9 @@ def resolve(key: KeyPath, text: str | None = None, *, more: Iterable[str] = ()) 
         for name, k in BY_NAME.items()
         if k.kind is not None and (k.root == root or root != "tensor")
     }
+    more = names().spelled()
     tails = [name for name in more if name.endswith(f".{key}")]
-    offered = nearest(str(key), tails or [*keys, *more])
+    offered = _meant(tails[:3]) if tails else nearest(str(key), [*keys, *more])
     raise wrong(f"unknown key {key}", offered or f"the keys are {', '.join(keys.values())}")
 
 
@@ -209,14 +214,14 @@ _TAKES: dict[Kind, tuple[type, ...]] = {
 }
 
 
-def check(node: Node | Sort, text: str | None = None, *, more: Iterable[str] = ()) -> None:
-    """Check the keys and types of a filter or order."""
+def check(node: Node | Sort, text: str | None = None, names: Callable[[], Names] = Names) -> None:
+    """Check the keys and types of a filter or order; `names` as for `resolve`."""
     if isinstance(node, Sort):
         for by in node.keys:
-            _check_sort(by.key, resolve(by.key, text, more=more), text)
+            _check_sort(by.key, resolve(by.key, text, names), text)
         return
     for atom in atoms(node):
-        target = resolve(atom.key, text, more=more)
+        target = resolve(atom.key, text, names)
         if isinstance(atom, Like):
             if target.kind not in {Kind.TEXT, Kind.JSON}:
                 raise pointing_error(f"like needs text, which {atom.key} is not", text, atom.key.at)

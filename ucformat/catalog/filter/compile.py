@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, false, not_, or_, select, true
@@ -32,6 +34,7 @@ from ucformat.catalog.filter.expressions import (
     integer_in,
     like,
 )
+from ucformat.catalog.filter.parse import parse, parse_sort
 from ucformat.catalog.filter.syntax import (
     Age,
     And,
@@ -61,7 +64,7 @@ from ucformat.catalog.rows import all_blocks, unindexed
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sqlalchemy import ColumnElement, Connection, Select
 
@@ -365,21 +368,44 @@ def _sort_values(target: KeyTarget) -> list[ColumnElement[Any]]:
 _SAMPLE = 200  # the newest configurations are searched for similar paths
 
 
-def check_names(connection: Connection, node: Node | Sort, text: str | None = None) -> None:
-    """Check that some checkpoint has each metric and configuration path that a filter or order uses.
+def read_filter(connection: Connection, text: str) -> Node:
+    """Parse a filter; some checkpoint has each metric and configuration path that it uses.
 
     In a catalog without metrics, or without configurations, any name is accepted.
     """
+    node = parse(text, partial(_all_names, connection))
+    _check_names(connection, node, text)
+    return node
+
+
+def read_sort(connection: Connection, text: str) -> Sort:
+    """Parse an order, as `read_filter` does a filter."""
+    sort = parse_sort(text, partial(_all_names, connection))
+    _check_names(connection, sort, text)
+    return sort
+
+
+def _all_names(connection: Connection) -> Names:
+    return Names(frozenset(_metrics(connection)), frozenset(_paths(connection)))
+
+
+def _metrics(connection: Connection) -> Iterable[str]:
+    return connection.scalars(select(Metric.name).distinct())
+
+
+def _paths(connection: Connection) -> Iterator[tuple[str, ...]]:
+    newest = select(Config.document).order_by(Config.id.desc()).limit(_SAMPLE)
+    return chain.from_iterable(map(paths_of, connection.scalars(newest)))
+
+
+def _check_names(connection: Connection, node: Node | Sort, text: str) -> None:
     used = used_names(node)
     metrics = {name for name in used.metrics if _has_metric(connection, name)}
     configs = {path for path in used.configs if _has_path(connection, path)}
     if metrics != used.metrics:
-        metrics.update(connection.scalars(select(Metric.name).distinct()))
+        metrics.update(_metrics(connection))
     if configs != used.configs:
-        newest = select(Config.document).order_by(Config.id.desc()).limit(_SAMPLE)
-        configs.update(
-            path for document in connection.scalars(newest) for path in paths_of(document)
-        )
+        configs.update(_paths(connection))
     check_known(node, Names(frozenset(metrics), frozenset(configs)), text)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lark import Lark, Transformer, UnexpectedCharacters, UnexpectedToken, v_args
 
-from ucformat.catalog.filter.check import Names, check, check_known, pointing_error
+from ucformat.catalog.filter.check import Names, check, pointing_error
 from ucformat.catalog.filter.syntax import (
     AGE_UNITS,
     MAX_LENGTH,
@@ -36,7 +36,7 @@ from ucformat.catalog.filter.syntax import (
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lark import Token
 
@@ -68,21 +68,22 @@ _WORDS = {
 }
 
 
-def parse(text: str, *, known: Names | None = None) -> Node:
+def parse(text: str, names: Callable[[], Names] = Names) -> Node:
     """Parse a filter such as `step > 1000 and tag = 'good'`.
 
     Args:
-        known: the metrics and configuration paths that exist (default: any may be used).
+        names: returns the metrics and configuration paths that exist, of which the error of an
+            unknown key offers some.
     """
     node = cast("Node", _read(text, "filter"))
-    _check(node, text, known)
+    check(node, text, names)
     return node
 
 
-def parse_sort(text: str, *, known: Names | None = None) -> Sort:
-    """Parse an order such as `-metric.val_loss,step` or `created:desc`; `known` as for `parse`."""
+def parse_sort(text: str, names: Callable[[], Names] = Names) -> Sort:
+    """Parse an order such as `-metric.val_loss,step` or `created:desc`; `names` as for `parse`."""
     sort = cast("Sort", _read(text, "sort"))
-    _check(sort, text, known)
+    check(sort, text, names)
     return sort
 
 
@@ -117,12 +118,6 @@ def _read(text: str, start: str) -> Node | Sort:
         raise pointing_error(message, text, (wrong, wrong + 1), hint=hint) from None
     except _Misfit as e:
         raise pointing_error(e.error.message, text, e.at, hint=e.error.hint) from None
-
-
-def _check(node: Node | Sort, text: str, known: Names | None) -> None:
-    check(node, text, more=known.spelled() if known else ())
-    if known:
-        check_known(node, known, text)
 
 
 @cache
