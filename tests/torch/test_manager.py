@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +280,10 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
     log = torchrun(2, [str(program), str(tmp_path / "run")], tmp_path / "log.txt")
     assert log.count("rank 0 did all") == log.count("rank 1 did all") == 1
     assert log.count("is skipped") == 2  # twice damaged, each said by one rank
+
+
+def test_a_restore_takes_no_group_of_its_own(tmp_path: Path) -> None:
+    with Manager(tmp_path) as manager:
+        for restore in (manager.restore_latest, partial(manager.load, url=tmp_path)):
+            with pytest.raises(TypeError, match="multiple values for keyword argument 'group'"):
+                restore({}, group=None)

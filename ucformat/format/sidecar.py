@@ -41,7 +41,6 @@ from ucformat.schema.values import loads, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from typing import Any
 
     from numpy.typing import NDArray
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Block, Extent, Key, Piece, TensorInfo
+    from ucformat.geometry.tensor import Block, Key, Piece, TensorInfo
     from ucformat.jobs.finished import SumDoc
     from ucformat.reading.plan import Verify
     from ucformat.reading.readable import FileRecord

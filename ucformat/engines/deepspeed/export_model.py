@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.engines.deepspeed.export_options import UniversalExportOptions
     from ucformat.geometry.tensor import TensorInfo
 
 #: The stage of ZeRO that partitions parameters.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ucformat.engines.deepspeed.export_model import OptimizerGroup, TargetEngine
     from ucformat.engines.deepspeed.export_objects import Values
     from ucformat.engines.deepspeed.export_options import DeepSpeedExportOptions
-    from ucformat.geometry.tensor import Piece, TensorInfo
+    from ucformat.geometry.tensor import Piece
 
 
 # The flat buffers of ZeRO: what of each parameter each rank's partition holds.

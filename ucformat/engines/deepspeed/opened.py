@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from ucformat.engines.deepspeed.experts import Experts
     from ucformat.engines.deepspeed.folder import DeepSpeedSourceOptions, TagFiles
-    from ucformat.engines.deepspeed.zero import Slice
     from ucformat.geometry.tensor import Extent
     from ucformat.geometry.view import BoxPair
     from ucformat.reading.readable import FileRecord

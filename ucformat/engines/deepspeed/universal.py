@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     from ucformat.engines.deepspeed.folder import DeepSpeedSourceOptions
     from ucformat.engines.deepspeed.patterns import TensorParallelInfo
-    from ucformat.engines.deepspeed.zero import Slice
     from ucformat.geometry.tensor import Extent
     from ucformat.geometry.tp_sharding import Shapes
     from ucformat.reading.readable import FileRecord

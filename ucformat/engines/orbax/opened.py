@@ -23,7 +23,6 @@ from ucformat.storage.decoded import DecodedStore, read_json
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from ucformat.engines.orbax.zarr_array import ZarrArray
     from ucformat.geometry.tensor import Extent, TensorInfo
     from ucformat.reading.readable import StatePath
     from ucformat.storage.base import Store

@@ -247,7 +247,7 @@ class Manager:
         if verify not in ("full", "quick"):
             raise UsageError(f"verify={verify!r} is not supported", hint='"full" or "quick"')
         self._settle()
-        options |= {"group": self._group, "timeout": self._timeout}
+        options = dict(**options, group=self._group, timeout=self._timeout)
         restored = restore_newest(self.url, state, verify, self._ranks(), options)
         if restored is None:
             return None
