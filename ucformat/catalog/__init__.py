@@ -28,8 +28,8 @@ def find_dependents(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[
     Returns:
         The ids of the checkpoints that need files of another, by the id of that one.
     """
-    found: dict[str, frozenset[str]] = {}
+    needed_by: dict[str, frozenset[str]] = {}
     for finder in dependent_finders if places else ():
         for checkpoint, dependents in finder(places).items():
-            found[checkpoint] = found.get(checkpoint, frozenset()) | dependents
-    return found
+            needed_by[checkpoint] = needed_by.get(checkpoint, frozenset()) | dependents
+    return needed_by

@@ -105,9 +105,9 @@ class Catalog:
 
     def _dependents(self, places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
         """The others that need the files of checkpoints, by id, according to the records beside them."""
-        found = find_dependents(places)
-        ours = {self._database.identity} if found else set()  # our own rows are asked anyway
-        return {c: others - ours for c, others in found.items() if others - ours}
+        dependents = find_dependents(places)
+        ours = {self._database.identity} if dependents else set()  # our own rows are asked anyway
+        return {c: others - ours for c, others in dependents.items() if others - ours}
 
     def close(self) -> None:
         """Close the connections."""
@@ -138,10 +138,10 @@ class Catalog:
                 `state`).
         """
         with self._database.reading() as c:
-            found = search.find_serials(
+            serials = search.find_serials(
                 c, where, stamps.now(), sort=sort, limit=limit, offset=offset, deleted=deleted
             )
-            return load_entries(c, found, stamps.now())
+            return load_entries(c, serials, stamps.now())
 
     def count(self, where: str = "", *, deleted: bool = False) -> int:
         """Count the checkpoints that match a filter.
@@ -161,11 +161,11 @@ class Catalog:
     def lines(self, where: str = "") -> list[LineEntry]:
         """Find the lines of all runs (docs/catalog.md), by run."""
         with self._database.reading() as c:
-            found = search.find_lines(c, where, stamps.now())
-            heads = load_entries(c, [serial for _, serial, _, _ in found], stamps.now())
+            lines = search.find_lines(c, where, stamps.now())
+            heads = load_entries(c, [serial for _, serial, _, _ in lines], stamps.now())
             return [
                 LineEntry(run, head, number, nbytes)
-                for (run, _, number, nbytes), head in zip(found, heads, strict=True)
+                for (run, _, number, nbytes), head in zip(lines, heads, strict=True)
             ]
 
     def get(self, ref: str) -> Entry:
@@ -205,9 +205,15 @@ class Catalog:
     def holding(self, digest: str) -> list[tuple[Entry, ListedTensor]]:
         """Find the checkpoints and tensors with a content digest."""
         with self._database.reading() as c:
-            found = content.find_digest(c, digest)
-            loaded = dict(zip(found, load_entries(c, list(found), stamps.now()), strict=True))
-            return [(loaded[s], t) for s, tensors in found.items() for t in tensors]
+            tensors_by_serial = content.find_digest(c, digest)
+            loaded = dict(
+                zip(
+                    tensors_by_serial,
+                    load_entries(c, list(tensors_by_serial), stamps.now()),
+                    strict=True,
+                )
+            )
+            return [(loaded[s], t) for s, tensors in tensors_by_serial.items() for t in tensors]
 
     def lineage(
         self, ref: str, direction: Literal["up", "down"] = "up", depth: int | None = None
@@ -348,11 +354,11 @@ class Catalog:
         Raises:
             Conflict: another checkpoint has its id.
         """
-        found = Found(manifest, same_url(url), kind, run, files, replace_config, listing)
+        checkpoint = Found(manifest, same_url(url), kind, run, files, replace_config, listing)
         stamp = make_stamp()
 
         def work(c: Connection) -> Entry:
-            return load_entries(c, recording.record_all(c, [found], stamp), stamp.now)[0]
+            return load_entries(c, recording.record_all(c, [checkpoint], stamp), stamp.now)[0]
 
         return self._write(work)
 
@@ -672,12 +678,12 @@ class Catalog:
 
         def work(c: Connection) -> T:
             serial = resolve(c, parse_ref(ref)) if any_state else resolve_committed(c, ref)
-            found = change(c, serial, stamp)
-            if found or found is None:
+            result = change(c, serial, stamp)
+            if result or result is None:
                 touch(c, [serial])
             else:  # nothing changes, but an earlier process may have died before it wrote the document
                 c.info[TOUCHED].add(serial)
-            return found
+            return result
 
         return self._write(work)
 
@@ -686,7 +692,7 @@ class Catalog:
             c.info[TOUCHED] = set()
             return work(c), frozenset(c.info[TOUCHED])
 
-        found, touched = self._database.write(tracked)
+        result, touched = self._database.write(tracked)
         for listener in on_change if touched else ():
             listener(self, touched)
-        return found
+        return result

@@ -67,20 +67,22 @@ def tensor_sets(connection: Connection, tables: Sequence[TensorTable]) -> list[i
     for structure, tensors in sorted(
         dict(zip(structures, tables, strict=True)).items(), key=itemgetter(0)
     ):
-        found = connection.scalar(sa.select(TensorSet.id).where(TensorSet.hash == structure))
-        ids[structure] = _insert_set(connection, structure, tensors) if found is None else found
+        existing = connection.scalar(sa.select(TensorSet.id).where(TensorSet.hash == structure))
+        ids[structure] = (
+            _insert_set(connection, structure, tensors) if existing is None else existing
+        )
     return [ids[structure] for structure in structures]
 
 
 def _insert_set(connection: Connection, structure: str, tensors: TensorTable) -> int:
-    made = insert_if_absent(connection, TensorSet, {"hash": structure}, {}, TensorSet.id)
-    if made is None:  # inserted concurrently
+    tensor_set = insert_if_absent(connection, TensorSet, {"hash": structure}, {}, TensorSet.id)
+    if tensor_set is None:  # inserted concurrently
         return connection.execute(
             sa.select(TensorSet.id).where(TensorSet.hash == structure)
         ).scalar_one()
     rows = [
         (
-            made,
+            tensor_set,
             i,
             storable_text(t.name),
             storable_text(t.state),
@@ -93,7 +95,7 @@ def _insert_set(connection: Connection, structure: str, tensors: TensorTable) ->
         for i, t in enumerate(tensors)
     ]
     insert_rows(connection, "tensor", _COLUMNS, rows)
-    return made
+    return tensor_set
 
 
 def manifest_content(manifest: Manifest) -> str | None:
@@ -127,13 +129,15 @@ def _structure_hash(tensors: TensorTable) -> str:
     return _sha256([_columns(tensors, _STORED)])
 
 
-def _columns(tensors: TensorTable, of: Callable[[KindDoc], Any]) -> str:
+def _columns(tensors: TensorTable, attributes: Callable[[KindDoc], Any]) -> str:
     """Text of the names and attributes of tensors, which does not depend on the order of names and kinds in the table.
 
     Equal attributes are numbered, which is faster as layers repeat.
     """
     kinds: dict[Any, str] = {}
-    numbers = [kinds.get(k) or kinds.setdefault(k, str(len(kinds))) for k in tensors.by_kind(of)]
+    numbers = [
+        kinds.get(k) or kinds.setdefault(k, str(len(kinds))) for k in tensors.by_kind(attributes)
+    ]
     names = map(tensors.names.__getitem__, tensors.name)
     return "\1".join(("\0".join(names), ",".join(numbers), repr(list(kinds))))
 
@@ -162,19 +166,19 @@ def digest_blocks(connection: Connection, tables: Iterable[TensorTable]) -> list
 
 def add_digests(connection: Connection, tables: Mapping[int, TensorTable]) -> None:
     """Insert the digests of checkpoints, sorted, since the index takes them faster in order."""
-    found = [
+    digests = [
         (d, serial, i)
         for serial, tensors in tables.items()
         for i, d in enumerate(tensors.digest)
         if d
     ]
-    if not found:
+    if not digests:
         return
     chosen = sa.select(CheckpointRow.serial, CheckpointRow.digest_block).where(
         CheckpointRow.serial.in_(tables)
     )
     blocks: dict[int, int] = dict(connection.execute(chosen).all())
-    rows = sorted((blocks[serial], digest, serial, i) for digest, serial, i in found)
+    rows = sorted((blocks[serial], digest, serial, i) for digest, serial, i in digests)
     insert_rows(connection, "digest", ("block", "digest", "checkpoint", "position"), rows)
 
 
@@ -206,6 +210,8 @@ def check_same(
     places, forms = _places_of(connection, serial), _forms_of(connection, serial)
     if manifest.digest in forms:
         return
+    # `materialize` may change the form at a recorded place; a new place must have a known form, so
+    # that it is refused in any case, and digests only decide with which error.
     elsewhere = places and url not in places and forms
     if _is_other(connection, serial, content, manifest, need_digests=not elsewhere):
         where = f"the one at {places[0]}" if places else "the one that was recorded"
@@ -264,11 +270,14 @@ def _is_other(
         != content
     ):
         return True
-    found = manifest.tensors.digest
+    digests = manifest.tensors.digest
     pairs = (
-        (found[n] if found else None, digest) for n, digest in _digests(connection, serial).items()
+        (digests[n] if digests else None, digest)
+        for n, digest in _digests(connection, serial).items()
     )
-    return any(one != recorded for one, recorded in pairs if need_digests or one is not None)
+    return any(
+        listed != recorded for listed, recorded in pairs if need_digests or listed is not None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,10 +322,10 @@ def find_digest(connection: Connection, digest: str) -> dict[int, list[ListedTen
         .where(Digest.block.in_(all_blocks()), Digest.digest == digest)
         .order_by(Digest.checkpoint, Digest.position)
     )
-    found: dict[int, list[ListedTensor]] = {}
+    tensors: dict[int, list[ListedTensor]] = {}
     for r in connection.execute(query):
-        found.setdefault(r.checkpoint, []).append(_tensor(r, r.digest))
-    return found
+        tensors.setdefault(r.checkpoint, []).append(_tensor(r, r.digest))
+    return tensors
 
 
 def _tensor(r: Any, digest: str | None) -> ListedTensor:

@@ -125,6 +125,7 @@ class Database:
                 "connect_args": {
                     "timeout": _BUSY_TIMEOUT,
                     "check_same_thread": False,
+                    # the driver begins no transaction of its own: `_begin_sqlite` does
                     "isolation_level": None,
                 }
             }
@@ -203,26 +204,26 @@ class Database:
     def _prepare_tables(self, *, upgrade: bool) -> None:
         """Create the tables if there are none, and check or upgrade their revision."""
         with self.reading() as connection:
-            found = _schema_state(connection)
-        if found == "empty" and not self.read_only:
+            state = _schema_state(connection)
+        if state == "empty" and not self.read_only:
             with self._exclusive() as connection:
                 if _schema_state(connection) == "empty":  # no other process was faster
                     _create(connection)
                     connection.execute(
                         sa.insert(Identity).values(id=uuid4().hex, created=datetime.now(UTC))
                     )
-        elif found == "empty":
+        elif state == "empty":
             raise NotFound(f"there is no catalog at {self.url} yet", hint=_CREATED)
-        elif found == "older" and upgrade:
+        elif state == "older" and upgrade:
             with self._exclusive() as connection:
                 if _schema_state(connection) == "older":
                     _migrate(connection)
-        elif found == "older":
+        elif state == "older":
             raise UpgradeNeeded(
                 f"the catalog {self.url} was created by an older ucformat",
                 hint="back it up, then run `ucp catalog upgrade`",
             )
-        elif found == "newer":
+        elif state == "newer":
             with self.reading() as connection:
                 self.newer = _revision(connection)
 
@@ -257,23 +258,23 @@ def _parse(url: str) -> URL:
     elif url.startswith("postgres://"):
         url = f"postgresql://{url.removeprefix('postgres://')}"
     try:
-        found = make_url(url)
-        backend = found.get_backend_name()
+        parsed = make_url(url)
+        backend = parsed.get_backend_name()
     # the message would repeat parts of the url
     except (ArgumentError, NoSuchModuleError, ValueError):
-        found = None
-    server = None if found is None or backend == "sqlite" else f"{found.host}{found.database}"
-    if found is None or (server and "@" in server):  # part of a password
+        parsed = None
+    server = None if parsed is None or backend == "sqlite" else f"{parsed.host}{parsed.database}"
+    if parsed is None or (server and "@" in server):  # part of a password
         raise UsageError(
             "the catalog's url is malformed",
             hint=f"{_URLS}; in a password write @ as %40, / as %2F",
         )
-    learn(str(found.password or ""), *_secret_values(found))
+    learn(str(parsed.password or ""), *_secret_values(parsed))
     if backend == "postgresql":
-        return found.set(drivername="postgresql+psycopg")
+        return parsed.set(drivername="postgresql+psycopg")
     if backend != "sqlite":
         raise UsageError(f"a catalog cannot be kept in {backend}", hint=_URLS)
-    return found
+    return parsed
 
 
 def _shown(url: URL) -> str:
@@ -334,10 +335,12 @@ def _file_system(file: Path) -> str:
         return ""
     real, best, kind = f"{os.path.realpath(file)}/", "", ""
     for line in mounts:
-        _, point, found, *_ = line.split(" ")
+        _, point, mounted, *_ = line.split(" ")
+        # the kernel writes a space as \040
         point = point.replace("\\040", " ").rstrip("/") + "/"
+        # of two mounts at one point, the later one hides the other
         if real.startswith(point) and len(point) >= len(best):
-            best, kind = point, found
+            best, kind = point, mounted
     return kind
 
 
@@ -364,8 +367,8 @@ def _schema_state(connection: Connection) -> Literal["empty", "older", "current"
 
 
 def _revision(connection: Connection) -> str | None:
-    found = connection.execute(sa.text(f"select version_num from {VERSION_TABLE}")).scalar()  # noqa: S608 - a constant
-    return None if found is None else str(found)
+    revision = connection.execute(sa.text(f"select version_num from {VERSION_TABLE}")).scalar()  # noqa: S608 - a constant
+    return None if revision is None else str(revision)
 
 
 def _create(connection: Connection) -> None:

@@ -135,6 +135,7 @@ def end_of_grace(
     """
     end = row.purge_after
     if end is None and row.deleted is not None:
+        # a grace of thousands of years ends at the last possible time instead of overflowing
         end = row.deleted + min(default, _LAST - row.deleted)
     if end is None or row.deleted is None:
         return end
@@ -155,11 +156,11 @@ def _ages(row: RetentionRow, clocks: Mapping[str, float]) -> dict[str, timedelta
 def _reasons(
     row: RetentionRow, end: datetime | None, now: datetime, clocks: Mapping[str, float]
 ) -> tuple[str, ...]:
-    found = [] if row.kind == OWN_KIND else [f"not ours: written by {row.kind}"]
+    reasons = [] if row.kind == OWN_KIND else [f"not ours: written by {row.kind}"]
     if end is None:
-        found.append("it is not known when it was deleted")
+        reasons.append("it is not known when it was deleted")
     elif now < end:
-        found.append("can be restored")
+        reasons.append("can be restored")
         ages = (
             {"this host's clock": now - row.deleted, **_ages(row, clocks)}
             if row.deleted is not None
@@ -170,14 +171,16 @@ def _reasons(
                 f"{timedelta(seconds=max(0, age // _SECOND))} ago by {name}"
                 for name, age in ages.items()
             )
-            found.append(f"clocks disagree: it was deleted {', '.join(each)}")
-    return (*found, *protections(row, now))
+            reasons.append(f"clocks disagree: it was deleted {', '.join(each)}")
+    return (*reasons, *protections(row, now))
 
 
 def _times(
     rows: Sequence[RetentionRow], ends: Mapping[str, datetime | None], now: datetime
 ) -> dict[str, datetime | None]:
     """When each may be purged if nothing else happens; None for never."""
+    # Dependents that are not deleted count, too, and are never counted down: as long as they are
+    # there, what they need has no time.
     missing = {row.id: len(row.dependents) for row in rows}
     needed: dict[str, list[RetentionRow]] = defaultdict(list)
     for row in rows:
@@ -202,8 +205,8 @@ def _time(
         return None
     holds = [hold.until for hold in row.holds if hold.until is None or hold.until > now]
     conditions = [end, *holds, *(times[d] for d in row.dependents)]
-    known = [at for at in conditions if at is not None]
-    return max([now, *known]) if len(known) == len(conditions) else None
+    dates = [at for at in conditions if at is not None]
+    return max([now, *dates]) if len(dates) == len(conditions) else None
 
 
 def protections_at(
@@ -211,7 +214,7 @@ def protections_at(
 ) -> tuple[str, ...]:
     """As `Catalog.protections`, in a transaction."""
     serial = serial_of(connection, checkpoint)
-    found = (
+    rows = (
         retention_rows(connection, now, serials=[serial])
         if serial is not None and annotations
         else []
@@ -223,7 +226,7 @@ def protections_at(
         .where(Edge.depends, _needs(serial, url))
     )
     live = others.where(child.c.state.in_(LIVE), child.c.id != checkpoint).distinct()
-    why = [reason for row in found for reason in protections(row, now)]
+    why = [reason for row in rows for reason in protections(row, now)]
     return tuple(
         dict.fromkeys([*why, *needed_by(connection.scalars(live.order_by(child.c.id)).all())])
     )
@@ -251,10 +254,10 @@ def ignore_dependent(
     parent = serial_at(connection, url)
     child = Edge.child == serial_of(connection, dependent)
     update = sa.update(Edge).where(child, Edge.depends, _needs(parent, url)).values(depends=False)
-    found = connection.execute(update).rowcount > 0 or beside
-    if found:
+    had_record = connection.execute(update).rowcount > 0 or beside
+    if had_record:
         event(connection, "ignore-dependent", stamp, parent, dependent=dependent, url=url, **why)
-    return found
+    return had_record
 
 
 def delete(
@@ -318,23 +321,24 @@ def apply_plan(
     needed: Mapping[str, Collection[str]],
 ) -> RetentionPlan:
     """Delete what a plan of a policy deletes, if planning again gives the same plan."""
+    # The first plan finds the rows to lock; the second one sees what changed before that.
     lock(connection, [r.serial for r in plan(connection, policy, stamp.now, needed=needed).delete])
-    found = plan(connection, policy, stamp.now, needed=needed)
-    if found.id != plan_id:
+    current = plan(connection, policy, stamp.now, needed=needed)
+    if current.id != plan_id:
         raise Conflict(
             "the plan has changed since it was shown: nothing was deleted",
             hint="review the new plan and apply that",
         )
-    serials = [r.serial for r in found.delete]
-    delete(connection, serials, found.grace, stamp, why={"plan": found.id}, needed=needed)
-    return found
+    serials = [r.serial for r in current.delete]
+    delete(connection, serials, current.grace, stamp, why={"plan": current.id}, needed=needed)
+    return current
 
 
 def _obstacles(row: RetentionRow, now: datetime) -> list[str]:
-    found = [] if row.kind == OWN_KIND else [f"not ours: written by {row.kind}"]
+    obstacles = [] if row.kind == OWN_KIND else [f"not ours: written by {row.kind}"]
     if row.state != "committed":
-        found.append(f"it is {row.state}")
-    return [*found, *protections(row, now)]
+        obstacles.append(f"it is {row.state}")
+    return [*obstacles, *protections(row, now)]
 
 
 def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> None:
@@ -368,6 +372,8 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
         return None
     row = retention_rows(connection, stamp.now, serials=[serial])[0]
     if state == "deleted":
+        # The plan has applied the default grace. This is about a checkpoint that was restored and
+        # deleted again since, with a grace of its own.
         end = end_of_grace(row, timedelta(0), stamp.now, clocks(connection))
         expired = end is None or end <= stamp.now
         if row.kind != OWN_KIND or not expired or protections(row, stamp.now):

@@ -123,10 +123,10 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Changed, ...]:
 
 def _leaves(document: Mapping[str, Any]) -> dict[tuple[str | int, ...], Any]:
     """All values that are not containers, by path; without recursion, since documents may nest deeply."""
-    found: dict[tuple[str | int, ...], Any] = {}
-    left: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
-    while left:
-        path, value = left.pop()
+    leaves: dict[tuple[str | int, ...], Any] = {}
+    todo: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
+    while todo:
+        path, value = todo.pop()
         below: Any = ()
         # a number that JSON cannot express
         if isinstance(value, Mapping) and list(value) != ["$float"]:
@@ -134,10 +134,10 @@ def _leaves(document: Mapping[str, Any]) -> dict[tuple[str | int, ...], Any]:
         elif isinstance(value, list):
             below = enumerate(value)
         if below and value:
-            left.extend(((*path, key), v) for key, v in below)
+            todo.extend(((*path, key), v) for key, v in below)
         elif path:
-            found[path] = value
-    return found
+            leaves[path] = value
+    return leaves
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -181,7 +181,7 @@ def _aspects(a: ListedTensor, b: ListedTensor) -> tuple[Aspect, ...]:
     if not any(differ.values()):
         return ()
     differ["grid"] = (a.chunk, a.shard) != (b.chunk, b.shard)
-    return tuple(aspect for aspect, found in differ.items() if found)
+    return tuple(aspect for aspect, is_different in differ.items() if is_different)
 
 
 def _comparable(a: ListedTensor, b: ListedTensor) -> bool:

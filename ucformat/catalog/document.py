@@ -239,6 +239,8 @@ def import_document(
         _import_deletion(origin, row, doc, unwritten=unwritten)
     after = _content(compose(connection, serial, url))
     latest = max(row.document_revision, min(doc.revision, MAX_REVISION))
+    # If the document there lacks something, it is `due`, which adds one to the revision, so that
+    # `stale` lists the checkpoint.
     due = unwritten or after != _content(doc)
     update_checkpoints(
         connection, [serial], document_revision=latest + due, document_written=latest
@@ -293,13 +295,13 @@ def _import_deletion(origin: _Origin, row: Any, doc: CatalogDoc, *, unwritten: b
             return
         values = COMMITTED_AGAIN
     else:
-        [now] = (
+        [current] = (
             retention_rows(connection, stamp.now, serials=[row.serial])
             if row.state == "committed"
             else [None]
         )
         since = (Event.checkpoint == row.serial, Event.action == "restore", Event.at >= doc.deleted)
-        if now is None or protections(now, stamp.now) or exists(connection, *since):
+        if current is None or protections(current, stamp.now) or exists(connection, *since):
             return
         connection.execute(here.values(deleted=doc.deleted, purge_after=doc.purge_after))
         if exists(connection, Location.checkpoint == row.serial, Location.deleted.is_(None)):

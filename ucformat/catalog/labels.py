@@ -57,20 +57,20 @@ def move_alias(
             "`latest` means the last step of a run, and cannot be an alias",
             hint="choose another name",
         )
-    found = _alias(connection, name)
-    _check_expected(connection, name, None if found is None else found.checkpoint, expect)
-    if found is not None and found.checkpoint == target:
+    alias = _alias(connection, name)
+    _check_expected(connection, name, None if alias is None else alias.checkpoint, expect)
+    if alias is not None and alias.checkpoint == target:
         connection.execute(
             sa.update(AliasRow).where(AliasRow.name == name).values(document_url=None)
         )
         return ()
-    version = 1 + (last_version(connection, name) if found is None else found.version)
+    version = 1 + (last_version(connection, name) if alias is None else alias.version)
     values = {"checkpoint": target, "version": version, "moved": stamp.now, "document_url": None}
-    if found is None:
+    if alias is None:
         connection.execute(sa.insert(AliasRow).values(name=name, **values))
     else:
         connection.execute(sa.update(AliasRow).where(AliasRow.name == name).values(**values))
-    source = None if found is None else found.checkpoint
+    source = None if alias is None else alias.checkpoint
     _record_move(connection, name, version, source, target, stamp)
     return (target,) if source is None else (source, target)
 
@@ -79,19 +79,19 @@ def remove_alias(
     connection: Connection, name: str, expect: int | _Any | None, stamp: Stamp
 ) -> tuple[int, ...]:
     """Remove an alias, and keep its history; `expect` as for `move_alias`."""
-    found = _alias(connection, name)
-    if found is None:
+    alias = _alias(connection, name)
+    if alias is None:
         raise NotFound(f"there is no alias {name!r}", hint="`ucp alias list` shows all")
-    _check_expected(connection, name, found.checkpoint, expect)
+    _check_expected(connection, name, alias.checkpoint, expect)
     connection.execute(sa.delete(AliasRow).where(AliasRow.name == name))
-    _record_move(connection, name, found.version + 1, found.checkpoint, None, stamp)
-    return (found.checkpoint,)
+    _record_move(connection, name, alias.version + 1, alias.checkpoint, None, stamp)
+    return (alias.checkpoint,)
 
 
 def alias_target(connection: Connection, name: str) -> int | None:
     """The serial of the target of an alias, which is locked; None if there is none."""
-    found = _alias(connection, name)
-    return None if found is None else int(found.checkpoint)
+    alias = _alias(connection, name)
+    return None if alias is None else int(alias.checkpoint)
 
 
 def _alias(connection: Connection, name: str) -> Any:
@@ -102,11 +102,11 @@ def _alias(connection: Connection, name: str) -> Any:
 
 
 def _check_expected(
-    connection: Connection, name: str, found: int | None, expect: int | _Any | None
+    connection: Connection, name: str, target: int | None, expect: int | _Any | None
 ) -> None:
-    if expect is ANY or found == expect:
+    if expect is ANY or target == expect:
         return
-    now = "does not exist" if found is None else f"points to {_id(connection, found)}"
+    now = "does not exist" if target is None else f"points to {_id(connection, target)}"
     wanted = "not exist" if expect is None else f"point to {_id(connection, int(str(expect)))}"
     raise Conflict(
         f"the alias {name!r} {now}, and was expected to {wanted}",
@@ -203,10 +203,10 @@ def remove_tags(
     if not reason.strip():
         raise UsageError("removing a tag needs a reason", hint="state why; the audit log keeps it")
     lock(connection, [serial])
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(Tag.name, Tag.permanent, Tag.created).where(Tag.checkpoint == serial)
     ).all()
-    present = {r.name: r for r in found}
+    present = {r.name: r for r in rows}
     for tag in tags:
         if tag not in present:
             has = f"its tags are {', '.join(sorted(present))}" if present else "it has no tags"

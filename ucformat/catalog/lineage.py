@@ -130,8 +130,8 @@ class LineageEdge:
             for k, v in self.how.items()
             if v != self.kind
         )
-        told = ", ".join(words)
-        return f"{self.kind} ({told})" if told else self.kind
+        details = ", ".join(words)
+        return f"{self.kind} ({details})" if details else self.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ def load_lineage(
         distance = nodes[keys[near]].distance + 1
         if depth is not None and distance > depth:
             break
-        found = steps.get(near, [])
-        for r in found if up else sorted(found, key=lambda r: (r.created, r.id)):
+        rows = steps.get(near, [])
+        for r in rows if up else sorted(rows, key=lambda r: (r.created, r.id)):
             key = r.id or r.parent_url
             if key not in nodes:
                 nodes[key] = _node(r, distance)
@@ -206,13 +206,13 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
         )
     ref = parse_ref(parent)
     try:
-        known = resolve(connection, ref)
+        parent_serial = resolve(connection, ref)
     except NotFound:
         if ref.place is None:
             raise
         new = insert_edge(connection, serial, kind, ref.place, None, depends=False)
     else:
-        new = _link(connection, serial, known, ref.place, kind)
+        new = _link(connection, serial, parent_serial, ref.place, kind)
     if new:
         link_launches(connection, Edge.child == serial)
         event(connection, "link", stamp, serial, parent=parent, kind=kind)
@@ -232,15 +232,19 @@ def _link(connection: Connection, serial: int, parent: int, place: str | None, k
             "a checkpoint cannot be made from itself, or from one of its descendants",
             hint="`ucp lineage --down` shows its descendants",
         )
-    known = sa.select(Edge.id).where(Edge.child == serial, Edge.parent == parent, Edge.kind == kind)
-    if connection.scalar(known.limit(1)) is not None:
+    same_link = sa.select(Edge.id).where(
+        Edge.child == serial, Edge.parent == parent, Edge.kind == kind
+    )
+    if connection.scalar(same_link.limit(1)) is not None:
         return False
-    found = connection.execute(
+    parent_row = connection.execute(
         sa.select(CheckpointRow.id, _URL).where(CheckpointRow.serial == parent)
     ).one()
     # The edge of this url may lead to another parent, which was at the place before.
-    urls = (place or found.url or found.id, found.id)
-    return any(insert_edge(connection, serial, kind, url, found.id, depends=False) for url in urls)
+    urls = (place or parent_row.url or parent_row.id, parent_row.id)
+    return any(
+        insert_edge(connection, serial, kind, url, parent_row.id, depends=False) for url in urls
+    )
 
 
 _URL = (
@@ -299,10 +303,10 @@ def _steps(
             break
         walked += further
         for _ in range(further):
-            found = dict.fromkeys(
+            neighbours = dict.fromkeys(
                 r.serial for near in last for r in new.get(near, ()) if r.serial is not None
             )
-            last = [far for far in found if far not in reached]
+            last = [far for far in neighbours if far not in reached]
             reached.update(last)
     return steps
 

@@ -89,7 +89,7 @@ class Found:
     replace_step: bool = False
 
 
-def record_all(connection: Connection, found: Sequence[Found], stamp: Stamp) -> list[int]:
+def record_all(connection: Connection, checkpoints: Sequence[Found], stamp: Stamp) -> list[int]:
     """Record checkpoints at places. If the id of one is known, only the place is added, with two exceptions.
 
     A checkpoint that `materialize` converted gets the digests of its arrays. A foreign one gets the
@@ -99,37 +99,39 @@ def record_all(connection: Connection, found: Sequence[Found], stamp: Stamp) -> 
     Raises:
         Conflict: another checkpoint has the id of one.
     """
-    for one in found:
-        _check(one.manifest, one.url)
+    for checkpoint in checkpoints:
+        _check(checkpoint.manifest, checkpoint.url)
     lock_names(
         connection,
-        *(name for f in found for name in (f.manifest.id, f.url, *parent_names(f.manifest))),
+        *(name for f in checkpoints for name in (f.manifest.id, f.url, *parent_names(f.manifest))),
     )
-    urls = Counter(f.url for f in found)
-    known = sa.select(CheckpointRow.id, CheckpointRow.serial).where(
-        CheckpointRow.id.in_({f.manifest.id for f in found})
+    urls = Counter(f.url for f in checkpoints)
+    recorded = sa.select(CheckpointRow.id, CheckpointRow.serial).where(
+        CheckpointRow.id.in_({f.manifest.id for f in checkpoints})
     )
-    serials: dict[str, int] = dict(connection.execute(known).all())
+    serials: dict[str, int] = dict(connection.execute(recorded).all())
     taken = set(connection.scalars(sa.select(Location.url).where(Location.url.in_(urls))))
     new: dict[str, Found] = {}
-    for one in found:
-        if one.manifest.id not in serials:
-            new.setdefault(one.manifest.id, one)
+    for checkpoint in checkpoints:
+        if checkpoint.manifest.id not in serials:
+            new.setdefault(checkpoint.manifest.id, checkpoint)
     serials |= _insert(connection, new, stamp)
+    # Most places are new and named once: one statement for all of them. At the others, a checkpoint
+    # replaces another.
     free = [f for f in new.values() if f.url not in taken and urls[f.url] == 1]
     if free:
-        here = [
+        rows = [
             {"checkpoint": serials[f.manifest.id], "url": f.url, "listing": f.listing} for f in free
         ]
-        connection.execute(sa.insert(Location).values(seen=stamp.now), here)
-    for one in found:
-        serial = serials[one.manifest.id]
-        if new.get(one.manifest.id) is not one:
-            _record_known(connection, serial, one, stamp)
-        elif one.url in taken or urls[one.url] > 1:
-            record_location(connection, serial, one.url, stamp, listing=one.listing)
-    _adopt_children(connection, serials, {f.url: serials[f.manifest.id] for f in found})
-    return [serials[f.manifest.id] for f in found]
+        connection.execute(sa.insert(Location).values(seen=stamp.now), rows)
+    for checkpoint in checkpoints:
+        serial = serials[checkpoint.manifest.id]
+        if new.get(checkpoint.manifest.id) is not checkpoint:
+            _record_known(connection, serial, checkpoint, stamp)
+        elif checkpoint.url in taken or urls[checkpoint.url] > 1:
+            record_location(connection, serial, checkpoint.url, stamp, listing=checkpoint.listing)
+    _adopt_children(connection, serials, {f.url: serials[f.manifest.id] for f in checkpoints})
+    return [serials[f.manifest.id] for f in checkpoints]
 
 
 def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> dict[str, int]:
@@ -251,36 +253,37 @@ def _configs(connection: Connection, configs: Sequence[Mapping[str, Any]]) -> li
     return [ids[h] for h in hashes]
 
 
-def _record_known(connection: Connection, serial: int, found: Found, stamp: Stamp) -> None:
+def _record_known(connection: Connection, serial: int, checkpoint: Found, stamp: Stamp) -> None:
     """Record a place of a checkpoint whose id is known, and what its record lacks."""
-    manifest = found.manifest
-    content = manifest_content(manifest) if found.kind == "ucformat" else None
+    manifest = checkpoint.manifest
+    content = manifest_content(manifest) if checkpoint.kind == "ucformat" else None
     if content is not None:
-        check_same(connection, serial, found.url, content, manifest)
-    again = record_location(connection, serial, found.url, stamp, listing=found.listing)
-    if found.kind == "ucformat" and manifest.digest is not None:
+        check_same(connection, serial, checkpoint.url, content, manifest)
+    again = record_location(connection, serial, checkpoint.url, stamp, listing=checkpoint.listing)
+    if checkpoint.kind == "ucformat" and manifest.digest is not None:
         insert_if_absent(
             connection, Form, {"checkpoint": serial, "manifest": manifest.digest}, {}, Form.manifest
         )
+    # a purge has removed the digests, and packed files have none
     if again or _materialised(connection, serial, manifest):
         remove_digests(connection, serial)
         add_digests(connection, {serial: manifest.tensors})
-    if found.kind != "ucformat":
-        _update_foreign(connection, serial, found)
-    if found.run is not None and set_run(connection, serial, found.run, stamp.now):
+    if checkpoint.kind != "ucformat":
+        _update_foreign(connection, serial, checkpoint)
+    if checkpoint.run is not None and set_run(connection, serial, checkpoint.run, stamp.now):
         touch(connection, [serial])
 
 
-def _update_foreign(connection: Connection, serial: int, found: Found) -> None:
+def _update_foreign(connection: Connection, serial: int, checkpoint: Found) -> None:
     """Add what is missing of a foreign checkpoint: its reader may find more than the version that recorded it."""
-    manifest = found.manifest
+    manifest = checkpoint.manifest
     if manifest.config:
-        replaced = sa.true() if found.replace_config else CheckpointRow.config_id.is_(None)
+        replaced = sa.true() if checkpoint.replace_config else CheckpointRow.config_id.is_(None)
         update = sa.update(CheckpointRow).where(CheckpointRow.serial == serial, replaced)
         [config] = _configs(connection, [manifest.config])
         connection.execute(update.values(config_id=config))
     if manifest.step is not None:
-        replaced = sa.true() if found.replace_step else CheckpointRow.step.is_(None)
+        replaced = sa.true() if checkpoint.replace_step else CheckpointRow.step.is_(None)
         update = sa.update(CheckpointRow).where(CheckpointRow.serial == serial, replaced)
         connection.execute(update.values(step=manifest.step))
     for name, value in manifest.metrics.items():
@@ -389,10 +392,10 @@ def record_location(
         touch(connection, connection.scalars(annotated).all())
     gone = (CheckpointRow.serial == serial, CheckpointRow.state.in_(("replaced", "purged")))
     again = sa.update(CheckpointRow).where(*gone).values(**COMMITTED_AGAIN)
-    found = connection.execute(again).rowcount > 0
-    if found:
+    reappeared = connection.execute(again).rowcount > 0
+    if reappeared:
         event(connection, "found", stamp, serial, url=url)
-    return found
+    return reappeared
 
 
 def _undo_documented_deletion(connection: Connection, serial: int) -> None:

@@ -131,7 +131,7 @@ def resolve(connection: Connection, ref: Ref) -> int:
     if ref.alias is not None:
         return _alias(connection, ref.alias)
     if ref.run is not None:
-        return _of_run(connection, ref, ref.run)
+        return _resolve_in_run(connection, ref, ref.run)
     if ref.launch is not None:
         query = (
             sa.select(Launch.id, Launch.name).where(starts_with(Launch.name, ref.launch)).limit(2)
@@ -142,7 +142,7 @@ def resolve(connection: Connection, ref: Ref) -> int:
             raise (UsageError if launches else NotFound)(
                 f"the catalog has {what} {ref.launch!r}", hint=_LINES
             )
-        return _at(
+        return _resolve_at(
             connection,
             ref,
             CheckpointRow.launch_id == launches[0].id,
@@ -150,7 +150,9 @@ def resolve(connection: Connection, ref: Ref) -> int:
         )
     if ref.folder is not None:
         below = sa.select(Location.checkpoint).where(starts_with(Location.url, f"{ref.folder}/"))
-        return _at(connection, ref, CheckpointRow.serial.in_(below), f"the folder {ref.folder!r}")
+        return _resolve_at(
+            connection, ref, CheckpointRow.serial.in_(below), f"the folder {ref.folder!r}"
+        )
     serial: int | None = None
     if ref.id is not None:
         serial = serial_of(connection, ref.text)
@@ -158,7 +160,7 @@ def resolve(connection: Connection, ref: Ref) -> int:
             connection, sa.select(*_COLUMNS).where(starts_with(CheckpointRow.id, ref.id))
         )
         if serial is None and matches:
-            return _one(ref, matches)
+            return _only_match(ref, matches)
     if serial is None:
         serial = serial_at(connection, ref.place or same_url(ref.text))
     if serial is None:  # ids from other writers need not be hexadecimal
@@ -199,7 +201,9 @@ def resolve_between(connection: Connection, run: str, first: int, last: int) -> 
             f"the run {run!r} has no checkpoint of the steps {first} to {last}",
             hint=f"`ucp ls \"run = '{run}'\"` lists its steps",
         )
-    return [_one(Ref(f"{run}@{step}", run=run, at=step), rows) for step, rows in by_step.items()]
+    return [
+        _only_match(Ref(f"{run}@{step}", run=run, at=step), rows) for step, rows in by_step.items()
+    ]
 
 
 def greatest_commits(connection: Connection, run: str) -> int:
@@ -255,10 +259,10 @@ def _run_id(connection: Connection, run: str) -> int:
     return int(run_id)
 
 
-def _of_run(connection: Connection, ref: Ref, run: str) -> int:
+def _resolve_in_run(connection: Connection, ref: Ref, run: str) -> int:
     run_id = _run_id(connection, run)
     if isinstance(ref.at, int) or ref.at == "latest":
-        return _at(connection, ref, CheckpointRow.run_id == run_id, f"the run {run!r}")
+        return _resolve_at(connection, ref, CheckpointRow.run_id == run_id, f"the run {run!r}")
     scoped = connection.scalar(
         sa.select(AliasRow.checkpoint).where(AliasRow.name == f"{run}/{ref.at}")
     )
@@ -279,7 +283,7 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
     return serial
 
 
-def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str) -> int:
+def _resolve_at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str) -> int:
     """The checkpoint at a step of a run, launch or folder, or its newest."""
     if isinstance(ref.at, int):
         here = sa.select(*_COLUMNS).where(these, CheckpointRow.step == ref.at)
@@ -295,7 +299,7 @@ def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str)
                 else "`ucp ls --runs` lists runs"
             )
             raise NotFound(f"{name} has no checkpoint of step {ref.at}", hint=hint)
-        return _one(ref, matches)
+        return _only_match(ref, matches)
     there = (these, CheckpointRow.state == "committed", CheckpointRow.step.is_not(None))
     newest: dict[int | None, list[Any]] = {}
     for row in connection.execute(select_newest_of_launches(*there)):
@@ -322,7 +326,7 @@ def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str)
             sa.and_(CheckpointRow.launch_id == numbers[launch], CheckpointRow.commits <= most)
         )
     _warn_of_clocks(connection, (*there, sa.or_(*behind)), newest[last[0]][0])
-    return _one(ref, newest[last[0]])
+    return _only_match(ref, newest[last[0]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,9 +354,9 @@ def _several_heads(
         f"{places.get(r.serial, 'gone')}"
         for r in tips[:_SHOWN]
     ]
-    more = [f"  and {len(tips) - _SHOWN:,} more"] if len(tips) > _SHOWN else []
+    omitted = [f"  and {len(tips) - _SHOWN:,} more"] if len(tips) > _SHOWN else []
     text = f"{ref.text!r} is ambiguous: {name} has {len(tips)} lines that do not continue each other; their newest are"
-    return UsageError("\n".join([text, *listed, *more]), hint=_CHOOSE)
+    return UsageError("\n".join([text, *listed, *omitted]), hint=_CHOOSE)
 
 
 _SHOWN = 10
@@ -379,7 +383,7 @@ def _warn_of_clocks(connection: Connection, there: tuple[Any, ...], newest: Any)
         )
 
 
-def _one(ref: Ref, matches: Sequence[Any]) -> int:
+def _only_match(ref: Ref, matches: Sequence[Any]) -> int:
     """The only match; among several checkpoints of one step, the universal one."""
     if len(matches) > 1 and ref.run is not None:
         matches = [r for r in matches if r.kind == "ucformat"] or matches

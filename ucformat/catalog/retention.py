@@ -108,20 +108,24 @@ def retention_rows(
     filters = () if policy is None else policy.filters()
     metrics = () if policy is None else sorted(policy.metrics())
     scope = None if policy is None else policy.scope
-    given: dict[str, Any] = {"states": states} | ({} if serials is None else {"serials": serials})
+    parameters: dict[str, Any] = {"states": states} | (
+        {} if serials is None else {"serials": serials}
+    )
     scoped = () if scope is None else (_condition(connection, scope, now),)
 
     def query(table: Any) -> Executable:
-        some = serials is not None
+        by_serial = serials is not None
         return (
-            _rows(table, *scoped, *_these(some=some)) if scoped else _known_rows(table, some=some)
+            _rows(table, *scoped, *_chosen(by_serial=by_serial))
+            if scoped
+            else _cached_query(table, by_serial=by_serial)
         )
 
     def many(
-        table: Any, value: Callable[..., Any] = lambda column: column, **more: Any
+        table: Any, value: Callable[..., Any] = lambda column: column, **extra: Any
     ) -> dict[int, list[Any]]:
         grouped: dict[int, list[Any]] = {}
-        for serial, *columns in connection.execute(query(table), {**given, **more}):
+        for serial, *columns in connection.execute(query(table), {**parameters, **extra}):
             grouped.setdefault(serial, []).append(value(*columns))
         return grouped
 
@@ -137,10 +141,10 @@ def retention_rows(
         for text in filters
     ]
     matches: dict[int, list[int]] = {}
-    for i, found in enumerate(matching):
-        for serial in connection.scalars(found):
+    for i, serials_query in enumerate(matching):
+        for serial in connection.scalars(serials_query):
             matches.setdefault(serial, []).append(i)
-    rows = connection.execute(query(CheckpointRow), given).all()
+    rows = connection.execute(query(CheckpointRow), parameters).all()
     launches = load_continuations(connection, {r.launch_id for r in rows})
     places = many(Location)
     owners = {url: serial for serial, urls in places.items() for url in urls}
@@ -169,13 +173,13 @@ def retention_rows(
 
 
 @cache
-def _known_rows(table: Any, *, some: bool) -> Executable:
+def _cached_query(table: Any, *, by_serial: bool) -> Executable:
     """The query for a table's rows of all checkpoints, or of those in `serials`; cached, as building is slow."""
-    return _rows(table, *_these(some=some))
+    return _rows(table, *_chosen(by_serial=by_serial))
 
 
-def _these(*, some: bool) -> tuple[ColumnElement[bool], ...]:
-    return (CheckpointRow.serial.in_(_SERIALS),) if some else ()
+def _chosen(*, by_serial: bool) -> tuple[ColumnElement[bool], ...]:
+    return (CheckpointRow.serial.in_(_SERIALS),) if by_serial else ()
 
 
 def _rows(table: Any, *these: ColumnElement[bool]) -> Executable:
@@ -187,12 +191,12 @@ def _rows(table: Any, *these: ColumnElement[bool]) -> Executable:
             RunRow, RunRow.id == CheckpointRow.run_id
         )
         return with_run.where(CheckpointRow.serial.in_(chosen))
-    found = sa.select(table.checkpoint, *_COLUMNS[table]).where(table.checkpoint.in_(chosen))
+    query = sa.select(table.checkpoint, *_COLUMNS[table]).where(table.checkpoint.in_(chosen))
     if table is Hold:
-        found = found.where(Hold.released.is_(None))
+        query = query.where(Hold.released.is_(None))
     if table is Metric:
-        found = found.where(Metric.name.in_(sa.bindparam("metrics", expanding=True)))
-    return found
+        query = query.where(Metric.name.in_(sa.bindparam("metrics", expanding=True)))
+    return query
 
 
 def _condition(connection: Connection, text: str, now: datetime) -> ColumnElement[bool]:
@@ -215,21 +219,21 @@ def _dependents(
         edges = _EDGES.where(sa.or_(Edge.parent.in_(serials), *(near(url) for url in places)))
     else:
         edges = _EDGES.where(_touching_some(connection, serials, common))
-    found: dict[int, set[str]] = {}
+    dependents: dict[int, set[str]] = {}
     touching: dict[str, list[int]] = {}
     for parent, parent_url, serial, name, state, depends in connection.execute(edges):
         if state not in LIVE or not depends:
             continue
         if parent in serials:
-            found.setdefault(parent, set()).add(name)
+            dependents.setdefault(parent, set()).add(name)
         if not (parent_url.startswith(common) or common.startswith(parent_url)):
             continue
         if parent_url not in touching:
             touching[parent_url] = _touching(parent_url, places, urls)
         for other in touching[parent_url]:
             if other != serial:
-                found.setdefault(other, set()).add(name)
-    return found
+                dependents.setdefault(other, set()).add(name)
+    return dependents
 
 
 def _touching_some(
@@ -380,7 +384,7 @@ def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) 
             judged.append(row)
         else:
             untouched.append(Kept(row, (why,)))
-    rules = [(text, {row.serial for row in found}) for text, found in _rules(policy, judged, now)]
+    rules = [(text, {row.serial for row in kept}) for text, kept in _rules(policy, judged, now)]
     for row in judged:
         reasons = (
             *protections(row, now),

@@ -131,12 +131,12 @@ def get_or_insert(
 ) -> int:
     """Get or create the row with these unique values."""
     where = [getattr(table, k) == v for k, v in keys.items()]
-    found = connection.scalar(sa.select(table.id).where(*where))
-    if found is None:
-        found = insert_if_absent(connection, table, keys, values, table.id)
-    if found is None:  # inserted concurrently
-        found = connection.execute(sa.select(table.id).where(*where)).scalar_one()
-    return int(found)
+    number = connection.scalar(sa.select(table.id).where(*where))
+    if number is None:
+        number = insert_if_absent(connection, table, keys, values, table.id)
+    if number is None:  # inserted concurrently
+        number = connection.execute(sa.select(table.id).where(*where)).scalar_one()
+    return int(number)
 
 
 def insert_if_absent(
@@ -158,8 +158,8 @@ def insert_if_absent(
         .on_conflict_do_nothing(index_elements=list(keys))
         .returning(returning)
     )
-    found: int | None = connection.execute(statement).scalar()
-    return found
+    value: int | None = connection.execute(statement).scalar()
+    return value
 
 
 class _Unindexed(FunctionElement[Any]):
@@ -178,9 +178,9 @@ def unindexed(column: Any) -> ColumnElement[Any]:
     It has no statistics, and takes the index of a column with a few values, like a state, for a
     selective one.
     """
-    found = _Unindexed(column)
-    found.type = column.type
-    return found
+    element = _Unindexed(column)
+    element.type = column.type
+    return element
 
 
 def starts_with(column: Any, text: str) -> ColumnElement[bool]:

@@ -274,9 +274,9 @@ def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) 
         from ucformat.catalog.filter.syntax import operands
 
         node = read_filter(connection, where)
-        for one in operands(node):
-            each.append(compile_filter(one, now=now, each=True))
-            parts.append((compile_filter(one, now=now), compile_rows(one, now=now)))
+        for operand in operands(node):
+            each.append(compile_filter(operand, now=now, each=True))
+            parts.append((compile_filter(operand, now=now), compile_rows(operand, now=now)))
         keys = used_keys(node)
     committed = not deleted and "state" not in keys
     if committed:

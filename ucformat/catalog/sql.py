@@ -90,18 +90,18 @@ def _refused(reason: str) -> PermissionDenied:
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]], limit: int | None) -> QueryResult:
-    found: list[tuple[Any, ...]] = []
+    values: list[tuple[Any, ...]] = []
     room = _MAX_RESULT
     for row in islice(rows, None if limit is None else limit + 1):
-        found.append(tuple(map(_plain, row)))
-        room -= _nbytes(found[-1])
+        values.append(tuple(map(_plain, row)))
+        room -= _nbytes(values[-1])
         if room < 0:
             raise UcformatError(
-                f"the result has more than {_MAX_RESULT >> 20} MiB, at row {len(found)}",
+                f"the result has more than {_MAX_RESULT >> 20} MiB, at row {len(values)}",
                 hint="ask for fewer rows (`-n`), or fewer columns",
             )
     return QueryResult(
-        tuple(columns), tuple(found[:limit]), limit is not None and len(found) > limit
+        tuple(columns), tuple(values[:limit]), limit is not None and len(values) > limit
     )
 
 
@@ -231,11 +231,13 @@ def _sqlite(
 
 def _meaning(error: Exception, database: Database, *, denied: bool) -> BaseException:
     """The exception to raise for an error of SQLite; before Python 3.12, several statements are a warning."""
+    # the primary code, without the bits of extended ones
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if isinstance(error, MemoryError):
         return UcformatError(
             "the query needs more memory than its limit", hint="narrow it, or select fewer rows"
         )
+    # Ctrl-C in the progress handler ends the query, and sqlite3 drops the exception
     if code == sqlite3.SQLITE_INTERRUPT:
         return KeyboardInterrupt()
     if denied or code == sqlite3.SQLITE_READONLY:
@@ -281,11 +283,11 @@ having count(*) > 0
 
 
 def _excess_rights(driver: Any) -> str | None:
-    found = driver.execute(_RIGHTS).fetchone()
+    excess = driver.execute(_RIGHTS).fetchone()
     return (
         None
-        if found is None
-        else f"role {driver.info.user!r} may do more than read tables: {found[0]}"
+        if excess is None
+        else f"role {driver.info.user!r} may do more than read tables: {excess[0]}"
     )
 
 

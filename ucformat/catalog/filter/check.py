@@ -97,7 +97,7 @@ class Names:
         if (
             root != "config"
             or not self.configs
-            or any(known[: len(path)] == path for known in self.configs)
+            or any(existing[: len(path)] == path for existing in self.configs)
         ):
             return True
         # into a list
@@ -113,12 +113,12 @@ def used_names(node: Node | Sort) -> Names:
     )
 
 
-def check_known(node: Node | Sort, known: Names, text: str | None = None) -> None:
+def check_known(node: Node | Sort, names: Names, text: str | None = None) -> None:
     """Check that a filter or order only uses known metrics and configuration paths."""
     for key in _keys(node):
-        if not known.has(key):
+        if not names.has(key):
             near = nearest(
-                str(key), [name for name in known.spelled() if name.startswith(f"{key.parts[0]}.")]
+                str(key), [name for name in names.spelled() if name.startswith(f"{key.parts[0]}.")]
             )
             what = "metric" if key.parts[0] == "metric" else "configuration"
             hint = near or f"no {what} in this catalog has a similar name"
@@ -132,21 +132,21 @@ def used_keys(node: Node | Sort) -> set[str]:
 
 def paths_of(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """The paths of all leaves of a configuration, as in `Names.configs`."""
-    left: list[tuple[tuple[str, ...], Any]] = [((), document)]
-    while left:
-        path, value = left.pop()
+    todo: list[tuple[tuple[str, ...], Any]] = [((), document)]
+    while todo:
+        path, value = todo.pop()
         if isinstance(value, dict) and value:
-            left.extend(((*path, str(key)), below) for key, below in value.items())
+            todo.extend(((*path, str(key)), below) for key, below in value.items())
         elif path:
             yield path
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
     """A hint that offers the options most similar to a name."""
-    found = get_close_matches(
+    matches = get_close_matches(
         name[:_MAX_COMPARED], [option[:_MAX_COMPARED] for option in options], n=3
     )
-    return _meant(found) if found else None
+    return _meant(matches) if matches else None
 
 
 def _meant(names: Sequence[str]) -> str:
@@ -196,9 +196,9 @@ def resolve(key: KeyPath, text: str | None = None, names: Callable[[], Names] = 
         for name, k in BY_NAME.items()
         if k.kind is not None and (k.root == root or root != "tensor")
     }
-    more = names().spelled()
-    tails = [name for name in more if name.endswith(f".{key}")]
-    offered = _meant(tails[:3]) if tails else nearest(str(key), [*keys, *more])
+    existing = names().spelled()
+    tails = [name for name in existing if name.endswith(f".{key}")]
+    offered = _meant(tails[:3]) if tails else nearest(str(key), [*keys, *existing])
     raise wrong(f"unknown key {key}", offered or f"the keys are {', '.join(keys.values())}")
 
 

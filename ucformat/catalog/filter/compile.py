@@ -94,10 +94,12 @@ def _stored(key: EntryKey) -> tuple[Any, Any]:
 def column_of(target: KeyTarget, *, each: bool = False) -> KeyColumn:
     """The column of a key, except of `hold` and of paths into documents; `each` as for `compile_filter`."""
 
-    def owned(owner: Any, *more: ColumnElement[bool]) -> Lift:
+    def owned(owner: Any, *conditions: ColumnElement[bool]) -> Lift:
         if each:
-            return lambda c: select(owner).where(owner == CheckpointRow.serial, *more, c).exists()
-        return lambda c: CheckpointRow.serial.in_(select(owner).where(*more, c))
+            return lambda c: (
+                select(owner).where(owner == CheckpointRow.serial, *conditions, c).exists()
+            )
+        return lambda c: CheckpointRow.serial.in_(select(owner).where(*conditions, c))
 
     column, owner = _stored(target.key)
     match target.root:
@@ -225,13 +227,13 @@ def _atom(atom: Atom, now: datetime, *, each: bool) -> ColumnElement[bool]:
     if target.kind is Kind.JSON:
         source = document_column(target, each=each)
         return source.lift(
-            document_test(source.column, target.path, lambda found: _in_document(found, atom))
+            document_test(source.column, target.path, lambda stored: _in_document(stored, atom))
         )
     source = column_of(target, each=each)
     return source.lift(_on_column(source.column, target.kind, atom, now))
 
 
-def _truth(held: ColumnElement[bool], atom: Atom) -> ColumnElement[bool]:
+def _truth(condition: ColumnElement[bool], atom: Atom) -> ColumnElement[bool]:
     match atom:
         case Compare(_, _, value):
             wanted = {value}
@@ -240,23 +242,23 @@ def _truth(held: ColumnElement[bool], atom: Atom) -> ColumnElement[bool]:
         case _:
             return true()
     return or_(
-        held if Boolean(True) in wanted else false(),
-        not_(held) if Boolean(False) in wanted else false(),
+        condition if Boolean(True) in wanted else false(),
+        not_(condition) if Boolean(False) in wanted else false(),
     )
 
 
-def _in_document(found: DocumentValue, atom: Atom) -> ColumnElement[bool]:
+def _in_document(stored: DocumentValue, atom: Atom) -> ColumnElement[bool]:
     match atom:
         case Compare(_, "=" | "!=", value):
-            return found.among([value])
+            return stored.among([value])
         case Compare(_, operator, value):
-            return found.compare(operator, value)
+            return stored.compare(operator, value)
         case In(_, values):
-            return found.among(values)
+            return stored.among(values)
         case Like(_, pattern):
-            return found.like(pattern.value)
+            return stored.like(pattern.value)
         case IsNull():
-            return found.present()
+            return stored.present()
 
 
 def _on_column(column: Any, kind: Kind, atom: Atom, now: datetime) -> ColumnElement[bool]:
@@ -416,5 +418,5 @@ def _has_metric(connection: Connection, name: str) -> bool:
 
 
 def _has_path(connection: Connection, path: tuple[str, ...]) -> bool:
-    named = document_test(Config.document, path, lambda found: found.named())
+    named = document_test(Config.document, path, lambda stored: stored.named())
     return connection.scalar(select(Config.id).where(named).limit(1)) is not None

@@ -83,6 +83,7 @@ class DocumentValue(ABC):
             case Text(text):
                 return self._when_text(compared(by_code_point(self.text), _text(text)))
             case Number(number) | SizeLiteral(number):
+                # of two representations, what is between them counts as equal
                 bound = self._bounds(number)[0 if operator in {"<", ">="} else -1]
                 return self._when_number(compared(self._number([number]), bound))
             case _:
@@ -96,16 +97,16 @@ class DocumentValue(ABC):
             for v in values
             if isinstance(v, Number | SizeLiteral)
         ]
-        found = [
+        conditions = [
             self._truth(wanted=t)
             for t in sorted({v.value for v in values if isinstance(v, Boolean)})
         ]
         if texts:
-            found.append(self._when_text(self.text.in_(texts)))
+            conditions.append(self._when_text(self.text.in_(texts)))
         if numbers:
             bounds = [bound for number in numbers for bound in self._bounds(number)]
-            found.append(self._when_number(self._number(numbers).in_(bounds)))
-        return sa.or_(sa.false(), *found)
+            conditions.append(self._when_number(self._number(numbers).in_(bounds)))
+        return sa.or_(sa.false(), *conditions)
 
     def like(self, pattern: str) -> ColumnElement[bool]:
         """It is text that matches a pattern."""
@@ -171,6 +172,7 @@ class _Nested(_OnSqlite):
                 # of a list
                 named = sa.or_(named, row.c.key == sa.literal(int(part), sa.BigInteger))
             self._on.append(named)
+            # a value that is text is no JSON document, on which json_each would fail
             inner = sa.case((row.c.type.in_(["object", "array"]), row.c.value), else_="[]")
         super().__init__(row.c.type, row.c.atom)
 

@@ -58,16 +58,16 @@ def like(text: ColumnElement[str], pattern: str) -> ColumnElement[bool]:
 
 
 def _glob(pattern: str) -> str:
-    made = []
+    parts = []
     rest = iter(pattern)
     for c in rest:
         taken = next(rest) if c == "\\" else None
         if taken is None and c in "%_":
-            made.append("*" if c == "%" else "?")
+            parts.append("*" if c == "%" else "?")
         else:
             plain = taken or c
-            made.append(f"[{plain}]" if plain in "*?[" else plain)
-    return "".join(made)
+            parts.append(f"[{plain}]" if plain in "*?[" else plain)
+    return "".join(parts)
 
 
 @compiles(_ByEngine)
@@ -108,6 +108,7 @@ def compare_integer(column: ColumnElement[Any], operator: str, value: float) -> 
     if bound != value:
         if operator == "=":
             return false()
+        # below 1.5 is at most 1, above it at least 2
         operator, bound = ("<=", bound) if operator in {"<", "<="} else (">=", bound + 1)
     if not is_long(bound):
         return true() if operator in ({"<", "<="} if bound > 0 else {">", ">="}) else false()
@@ -121,6 +122,7 @@ def compare_float(column: ColumnElement[Any], operator: str, value: float) -> Co
     if bound != value:  # Python compares them exactly
         if operator == "=":
             return false()
+        # no float is between the two
         if bound > value:
             operator = {"<=": "<", ">": ">="}.get(operator, operator)
         else:

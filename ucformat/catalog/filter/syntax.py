@@ -126,10 +126,10 @@ def _check_text(text: str) -> None:
 
 def _check_number(value: float) -> None:
     try:
-        known = math.isfinite(value) and not isinstance(value, bool)
+        is_valid = math.isfinite(value) and not isinstance(value, bool)
     except OverflowError:
-        known = False
-    if not known:
+        is_valid = False
+    if not is_valid:
         raise UsageError(
             "a filter cannot use this number", hint="numbers are finite and at most 1.7e308"
         )
@@ -311,13 +311,13 @@ def operands(node: Node) -> tuple[Node, ...]:
 
 def atoms(node: Node) -> Iterator[Atom]:
     """The comparisons of a filter, from left to right."""
-    left = [node]
-    while left:
-        match left.pop():
+    todo = [node]
+    while todo:
+        match todo.pop():
             case And(nodes) | Or(nodes):
-                left.extend(reversed(nodes))
+                todo.extend(reversed(nodes))
             case Not(inner):
-                left.append(inner)
+                todo.append(inner)
             case atom:
                 yield atom
 
