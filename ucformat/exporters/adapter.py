@@ -37,14 +37,14 @@ def adapter_names(
     out: dict[str, TensorInfo] = {}
     adapters: set[str] = set()
     for info in infos:
-        if found := _PARAMETER.fullmatch(info.name):
-            ending = "" if found[1].endswith("magnitude_vector") else found[3] or ""
-        elif found := _REPLACED.fullmatch(info.name):
-            ending = found[3]
+        if match := _PARAMETER.fullmatch(info.name):
+            ending = "" if match[1].endswith("magnitude_vector") else match[3] or ""
+        elif match := _REPLACED.fullmatch(info.name):
+            ending = match[3]
         else:
             continue
-        adapters.add(found[2])
-        out[(found[1] if found[1].startswith(_ROOT) else _ROOT + found[1]) + ending] = info
+        adapters.add(match[2])
+        out[(match[1] if match[1].startswith(_ROOT) else _ROOT + match[1]) + ending] = info
     if len(adapters) != 1:
         listed = ", ".join(sorted(adapters)) or "none"
         raise UnsupportedError(

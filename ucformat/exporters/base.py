@@ -236,10 +236,10 @@ class Exporter(ABC):
     options: Any
 
     def __init__(self, **options: Any) -> None:
-        known = options_of(type(self))
+        defined = options_of(type(self))
         for name in options:
-            if name not in known:
-                listed = [f"\n    {n}: {f.metadata['text']}" for n, f in known.items()]
+            if name not in defined:
+                listed = [f"\n    {n}: {f.metadata['text']}" for n, f in defined.items()]
                 raise UsageError(
                     f"{self.title} is not exported with the option {name!r}",
                     hint=f"its options are:{''.join(listed)}" if listed else "it takes none",
@@ -310,22 +310,26 @@ def left_out(
         part: whether the target says that it is only a part of a checkpoint, if it is (default:
             no).
     """
-    kept = {info.key for info in infos}
-    states = Counter(key.state for key in source.tensors if key not in kept)
-    of = source.metadata.part_of
-    found = [f"that it is only a part of a checkpoint: {of}"] if of and not part else []
-    found += [f"{state} of {count:,} tensor{'s' * (count != 1)}" for state, count in states.items()]
+    exported = {info.key for info in infos}
+    states = Counter(key.state for key in source.tensors if key not in exported)
+    part_of = source.metadata.part_of
+    descriptions = (
+        [f"that it is only a part of a checkpoint: {part_of}"] if part_of and not part else []
+    )
+    descriptions += [
+        f"{state} of {count:,} tensor{'s' * (count != 1)}" for state, count in states.items()
+    ]
     if source.metadata.groups and not groups:
-        found.append("the hyper-parameters of the optimizer")
-    for what, names, known in (
+        descriptions.append("the hyper-parameters of the optimizer")
+    for kind, names, exported_names in (
         ("value", source.objects, values),
         ("value of each rank", source.per_rank, values),
         ("asset", source.assets, assets),
     ):
-        found += [f"the {what} {name}" for name in names if name not in known]
-    found += [
+        descriptions += [f"the {kind} {name}" for name in names if name not in exported_names]
+    descriptions += [
         f"the file {name}, which was not read"
         for name in source.unread
         if name not in source.assets
     ]
-    return tuple(found)
+    return tuple(descriptions)

@@ -132,7 +132,7 @@ class ItemFiles:
                     f"two entries of the target would be {entry.name}", hint="rename one by a view"
                 )
             self._entries[entry.name] = entry
-            self._items[entry.name] = mine = []
+            self._items[entry.name] = items = []
             for box in self._boxes(entry, options.max_item_bytes):
                 size = self._nbytes(entry, box)
                 if not self._files or nbytes + size > options.max_file_bytes:
@@ -140,7 +140,7 @@ class ItemFiles:
                     nbytes = 0
                 item = _Item(entry, box, len(self._files) - 1, nbytes, size)
                 self._files[-1].append(item)
-                mine.append(item)
+                items.append(item)
                 nbytes += size
 
     def _boxes(self, entry: Entry, most: int) -> Iterator[Box | None]:
@@ -160,8 +160,11 @@ class ItemFiles:
                 chunk[d] = max(1, most // row)
         starts = [range(0, max(n, 1), max(c, 1)) for n, c in zip(entry.shape, chunk, strict=True)]
         return (
-            Box(at, tuple(min(c, n - a) for c, n, a in zip(chunk, entry.shape, at, strict=True)))
-            for at in product(*starts)
+            Box(
+                start,
+                tuple(min(c, n - a) for c, n, a in zip(chunk, entry.shape, start, strict=True)),
+            )
+            for start in product(*starts)
         )
 
     def _nbytes(self, entry: Entry, box: Box | None) -> int:
@@ -189,10 +192,10 @@ class ItemFiles:
         described: dict[str, Any] = {}
         stored: dict[Any, Any] = {}
         for name, entry in self._entries.items():
-            for known in (name, *self._names.get(name, ())):
-                described[known] = self._described(entry)
+            for fqn in (name, *self._names.get(name, ())):
+                described[fqn] = self._described(entry)
                 for index, item in enumerate(self._items[name]):
-                    stored[_index(known, item.box, index)] = _info(item)
+                    stored[_index(fqn, item.box, index)] = _info(item)
         planner = (
             None if paths is None else {name: tuple(paths.get(name, (name,))) for name in described}
         )

@@ -213,6 +213,7 @@ class _Writer:
         elif -(1 << 31) <= value < 1 << 31:
             self.out += b"J" + struct.pack("<i", value)
         else:
+            # One bit more than `bit_length`, for the sign.
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             if len(data) >= 1 << 8:
                 raise UnsupportedError(

@@ -79,9 +79,9 @@ def files_of(
             else f"{name}-{number:05}-of-{len(shards):05}.safetensors"
         )
         weight_map |= {names[info.name]: key for info in shard}
-        held = {names[info.name] for info in shard}
+        names_in_shard = {names[info.name] for info in shard}
         about = {
-            **{alias: of for alias, of in aliases.items() if of in held},
+            **{alias: target for alias, target in aliases.items() if target in names_in_shard},
             "format": "pt",
             **({PART_OF: part_of} if part_of else {}),
         }
@@ -136,7 +136,7 @@ def header_of(tensors: Sequence[tuple[str, TensorInfo]], about: Mapping[str, str
         tensors: the names and tensors, in the order of their bytes.
     """
     entries: dict[str, object] = {"__metadata__": dict(about)}
-    at = 0
+    position = 0
     for name, info in tensors:
         if info.dtype not in DTYPE_NAMES:
             raise UnsupportedError(
@@ -149,13 +149,13 @@ def header_of(tensors: Sequence[tuple[str, TensorInfo]], about: Mapping[str, str
             raise UnsupportedError(
                 "safetensors has no tensor of the name '__metadata__'", hint="rename it by a view"
             )
-        offsets = [at, at + info.nbytes]
+        offsets = [position, position + info.nbytes]
         entries[name] = {
             "dtype": DTYPE_NAMES[info.dtype],
             "shape": _shape(info),
             "data_offsets": offsets,
         }
-        at = offsets[1]
+        position = offsets[1]
     data = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     data += b" " * (-len(data) % _ALIGN)
     if len(data) > _MAX_HEADER:

@@ -75,8 +75,8 @@ def value_of(
     name = str(data.get("$class", ""))
     if name in classes and set(data) <= {"$class", "$args"}:
         return Call(classes[name], tuple(map(decode, data.get("$args", ()))))
-    what = f"an instance of {name}" if name else f"a value of the form {kind}"
-    raise UnsupportedError(f"{what} is not written to a pickle")
+    description = f"an instance of {name}" if name else f"a value of the form {kind}"
+    raise UnsupportedError(f"{description} is not written to a pickle")
 
 
 def _tensor(inner: dict[str, Any]) -> SavedTensor:

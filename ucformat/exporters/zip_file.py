@@ -90,7 +90,7 @@ class _Entry:
     """A member: its place, and the checksums of its parts."""
 
     name: bytes
-    at: int
+    offset: int
     nbytes: int
     sums: tuple[_Sum, ...]
 
@@ -102,31 +102,34 @@ class _Entry:
     def crc(self, crcs: Sequence[int]) -> int:
         value = 0
         for part in self.sums:
+            # The CRC-32 of a concatenation: that of the beginning, shifted by the bytes of the
+            # end, xor that of the end.
             value = CRC32_SHIFT(value, part.nbytes) ^ (
                 crcs[part.span] if part.crc is None else part.crc
             )
         return value
 
     def directory_nbytes(self) -> int:
-        return _CENTRAL.size + len(self.name) + len(_large(self.nbytes, self.at))
+        return _CENTRAL.size + len(self.name) + len(_large(self.nbytes, self.offset))
 
     def directory_entry(self, crcs: Sequence[int]) -> bytes:
-        extra = _large(self.nbytes, self.at)
+        extra = _large(self.nbytes, self.offset)
         flags = _UTF8 if self.known else _UTF8 | _DESCRIPTOR
         size = min(self.nbytes, _MAX32)
+        # The version of the format that a reader needs: 4.5 introduced zip64.
         version = 45 if extra else 20
         names = len(self.name), len(extra)
         head = _CENTRAL.pack(
             *(b"PK\1\2", version, version, flags, 0, 0, _EPOCH, self.crc(crcs), size, size, *names),
-            *(0, 0, 0, 0, min(self.at, _MAX32)),
+            *(0, 0, 0, 0, min(self.offset, _MAX32)),
         )
         return head + self.name + extra
 
 
-def _large(nbytes: int, at: int) -> bytes:
+def _large(nbytes: int, offset: int) -> bytes:
     """The extra field of a directory entry whose size or offset exceeds 32 bits."""
     values = [nbytes, nbytes] if nbytes >= _MAX32 else []
-    values += [at] if at >= _MAX32 else []
+    values += [offset] if offset >= _MAX32 else []
     return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
@@ -155,6 +158,7 @@ class ZipArchive:
             if large
             else b""
         )
+        # 4: the id and the length of the extra field that is the padding.
         pad = -(self._at + _LOCAL.size + len(full) + len(fixed) + 4) % _ALIGN
         extra = fixed + struct.pack("<2H", _PADDING_ID, pad) + b"Z" * pad
         flags = _UTF8 if entry.known else _UTF8 | _DESCRIPTOR
@@ -201,9 +205,18 @@ class ZipArchive:
                 "<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, nbytes, begin
             )
             end = record + struct.pack("<4sIQI", b"PK\6\7", 0, begin + nbytes, 1)
-        few = min(count, _MAX16)
+        # A field that is too narrow has its maximum, which refers the reader to the zip64 record.
+        short_count = min(count, _MAX16)
         end += struct.pack(
-            "<4s4H2IH", b"PK\5\6", 0, 0, few, few, min(nbytes, _MAX32), min(begin, _MAX32), 0
+            "<4s4H2IH",
+            b"PK\5\6",
+            0,
+            0,
+            short_count,
+            short_count,
+            min(nbytes, _MAX32),
+            min(begin, _MAX32),
+            0,
         )
         self._put(Sealed(nbytes, lambda crcs: b"".join(e.directory_entry(crcs) for e in entries)))
         self._put(end)

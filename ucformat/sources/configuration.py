@@ -107,8 +107,8 @@ def find_training_info(
     """Extract configuration, metrics and run name from a foreign checkpoint; nothing, with a warning, if that fails."""
     files = [name for name in ASSETS if name in metadata.assets]
     try:
-        found = {name: partial(_read_json, assets, name, url) for name in files}
-        return read_training_info(metadata.objects, found, metadata.aliases)
+        readers = {name: partial(_read_json, assets, name, url) for name in files}
+        return read_training_info(metadata.objects, readers, metadata.aliases)
     except UcformatError as error:  # the tensors can be read without it
         _log.warning("%s: its configuration cannot be read: %s", url, error.message)
         return TrainingInfo()
@@ -138,12 +138,14 @@ def read_training_info(
     """
     kinds = [*_kinds(objects), *((ASSETS[name], to_json(read())) for name, read in assets.items())]
     tied = frozenset((*aliases, "format"))
-    found = [(kind, {k: v for k, v in _mapping(value).items() if kind != "metadata" or k not in tied})
+    configs = [(kind, {k: v for k, v in _mapping(value).items() if kind != "metadata" or k not in tied})
              for kind, value in kinds]  # fmt: skip
-    arguments = dict(reversed(found)).get("training_args", {})
-    run = arguments.get("run_name") or dict(reversed(found)).get("args", {}).get("wandb_exp_name")
+    # Reversed, so that of several configurations of a kind the first is used.
+    arguments = dict(reversed(configs)).get("training_args", {})
+    run = arguments.get("run_name") or dict(reversed(configs)).get("args", {}).get("wandb_exp_name")
+    # Trainer's default for `run_name` is `output_dir`, which is a path and not a name.
     named = isinstance(run, str) and run and run != arguments.get("output_dir")
-    return TrainingInfo(merge_configs(found), dict(_metrics(objects)), run if named else None)
+    return TrainingInfo(merge_configs(configs), dict(_metrics(objects)), run if named else None)
 
 
 def merge_configs(kinds: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
@@ -191,13 +193,13 @@ def with_config(known: Mapping[str, Any], given: Mapping[str, Any] | None) -> di
 
 def plain_config(value: Any) -> Any:
     """Simplify a configuration to plain JSON without secrets."""
-    found = _plain(value, 0)
-    return None if found is _DROPPED else found
+    plain = _plain(value, 0)
+    return None if plain is _DROPPED else plain
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    found = plain_config(value)
-    return found if isinstance(found, dict) else {}
+    plain = plain_config(value)
+    return plain if isinstance(plain, dict) else {}
 
 
 def _containers(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -212,26 +214,26 @@ def _of_engines(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _kinds(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    places = [objects, *_containers(objects)]
+    containers = [objects, *_containers(objects)]
     for by_item in _of_engines(objects):
-        places += [p for name in ("items", "trees") if isinstance(p := by_item.get(name), dict)]
+        containers += [p for name in ("items", "trees") if isinstance(p := by_item.get(name), dict)]
         trees = by_item.get("trees")
         for custom in trees.values() if isinstance(trees, dict) else ():
             yield "custom_metadata", custom
     for kind in KINDS:
-        for place in places:
-            found = place.get(kind)
+        for container in containers:
+            config = container.get(kind)
             if (
-                isinstance(found, dict)
-                and (kind not in _FILE_KINDS or place is objects)
-                and not _by_file(kind, found)
+                isinstance(config, dict)
+                and (kind not in _FILE_KINDS or container is objects)
+                and not _by_file(kind, config)
             ):
-                yield kind, found
+                yield kind, config
 
 
-def _by_file(kind: str, found: Mapping[str, Any]) -> bool:
+def _by_file(kind: str, metadata: Mapping[str, Any]) -> bool:
     """Whether this is the metadata of several safetensors files, by file, which is not one configuration."""
-    return kind == "metadata" and not all(isinstance(v, str) for v in found.values())
+    return kind == "metadata" and not all(isinstance(v, str) for v in metadata.values())
 
 
 def _plain(value: Any, depth: int) -> Any:
@@ -249,6 +251,7 @@ def _plain(value: Any, depth: int) -> Any:
         return str(value)
     if len(value) == 1 or "$class" in value:
         name = next(iter(value))
+        # No forms are `$$`, which escapes a key that begins with `$`, and `$int:`, an integer key.
         if name.startswith("$") and not name.startswith(("$$", "$int:")):
             return _special("$class" if "$class" in value else name, value, depth)
     return _fields(value, depth)
@@ -265,12 +268,12 @@ def _fields(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
             if text.startswith("$$")
             else text
         )
-        found = _plain(item, depth + 1)
-        if found is not _DROPPED:
+        plain = _plain(item, depth + 1)
+        if plain is not _DROPPED:
             out[text] = (
                 REDACTED
-                if found not in (None, False, True, "") and _is_secret(text, found)
-                else found
+                if plain not in (None, False, True, "") and _is_secret(text, plain)
+                else plain
             )
     return out
 
@@ -343,10 +346,10 @@ def _number(value: Any) -> float | int | None:
 
 def _metrics(objects: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The last values that Trainer logged, metrics of Orbax and Lightning, and values named as losses or `metrics`."""
-    items = (one.get("items") for one in _of_engines(objects))
-    for place in [objects, *_containers(objects), *(p for p in items if isinstance(p, dict))]:
-        named = {k: v for k, v in place.items() if _METRIC.fullmatch(k)}
-        metrics = place.get("metrics")
+    items = (by_item.get("items") for by_item in _of_engines(objects))
+    for container in [objects, *_containers(objects), *(p for p in items if isinstance(p, dict))]:
+        named = {k: v for k, v in container.items() if _METRIC.fullmatch(k)}
+        metrics = container.get("metrics")
         yield from _numbers({**named, **(metrics if isinstance(metrics, dict) else {})})
     callbacks = objects.get("callbacks")
     for callback in callbacks.values() if isinstance(callbacks, dict) else ():
@@ -368,8 +371,8 @@ def _metrics(objects: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         yield from _numbers({"best_metric": state.get("best_metric")})
 
 
-def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in found.items():
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
         number = _number(value)
         with suppress(OverflowError):  # of an integer beyond all floats
             if number is not None:

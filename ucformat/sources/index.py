@@ -41,9 +41,9 @@ class Group:
         return {**out, "state": self.state} if self.state else out
 
 
-def _unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
+def _unknown_tensor(key: Key, keys: Iterable[Key], url: str) -> TensorNotFound:
     """The error for a tensor that a checkpoint does not have."""
-    states = sorted(k.state for k in known if k.name == key.name)
+    states = sorted(k.state for k in keys if k.name == key.name)
     return TensorNotFound(
         f"the checkpoint {url} has no {key}",
         hint=f"{key.name} has the states {', '.join(states)}"

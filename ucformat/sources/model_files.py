@@ -137,13 +137,13 @@ def check_downloaded(store: Store, error: UcformatError | None = None, file: str
     try:
         infos = [store.info(file)] if file else list(root_files(store).values())
         small = [i for i in infos if len(_POINTER) <= i.size <= _MAX_POINTER][:_MAX_POINTERS]
-        found = [i.key for i in small if store.read(i.key, 0, len(_POINTER)) == _POINTER]
+        pointers = [i.key for i in small if store.read(i.key, 0, len(_POINTER)) == _POINTER]
     except UcformatError:  # plain HTTP, which has no folders
         return
-    if found:
+    if pointers:
         raise MissingData(
             f"{store.url} holds pointers of Git LFS instead of files: "
-            f"{first_names(found, _MAX_NAMED)}",
+            f"{first_names(pointers, _MAX_NAMED)}",
             hint="`git lfs install && git lfs pull` in the clone downloads the files themselves",
         ) from error
 
@@ -238,8 +238,9 @@ def complete_shards(names: Sequence[str], *, part: bool = False) -> list[str]:
         return list(names)
     by_number, example, total = {}, "", 0
     for name in names:
-        if found := parse_shard_name(name):
-            by_number[found[1]], example, total = name, name, found[2]
+        if parsed := parse_shard_name(name):
+            by_number[parsed[1]], example, total = name, name, parsed[2]
+    # The total is text in a file's name and may be any number, so do not count up to it.
     missing = [
         n for n in range(1, min(total, len(by_number) + _MAX_NAMED) + 1) if n not in by_number
     ]
@@ -251,9 +252,9 @@ def complete_shards(names: Sequence[str], *, part: bool = False) -> list[str]:
             if match and missing
             else example
         )
-        what = "is missing" if missing else "does not belong to them"
+        problem = "is missing" if missing else "does not belong to them"
         raise MissingData(
-            f"{name} {what}: {len(by_number)} of {total} shards are there",
+            f"{name} {problem}: {len(by_number)} of {total} shards are there",
             hint=f"copy all shards; each contains other tensors. {_part_hint()}",
         )
     return [by_number[n] for n in sorted(by_number)]
@@ -324,8 +325,8 @@ def _check_shards(
     for name, shard in weight_map.items():
         listed.setdefault(shard, set()).add(name)
     for shard, names in shards.items():
-        wanted = listed[shard]
-        if lost := sorted(wanted - set(names)):
+        expected = listed[shard]
+        if lost := sorted(expected - set(names)):
             raise MissingData(
                 f"{shard} lacks {_some(lost)}, which it contains according to {index}",
                 hint=(
@@ -333,7 +334,7 @@ def _check_shards(
                     "model's"
                 ),
             )
-        if further := sorted(set(names) - wanted):
+        if further := sorted(set(names) - expected):
             elsewhere = (
                 f", which should be in {weight_map[further[0]]}" if further[0] in weight_map else ""
             )

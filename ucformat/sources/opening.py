@@ -113,8 +113,8 @@ def open_source_file(
 
 def _checked(source: Source, opened: OpenSource, where: str, file: str = "") -> OpenSource:
     """An opened checkpoint, after a check that it is whole, or with a note of what it is a part of."""
-    given = source.options.part
-    if given is False:
+    is_part = source.options.part
+    if is_part is False:
         return opened
     part = getattr(opened, "part", None)
     if part is None:
@@ -122,9 +122,9 @@ def _checked(source: Source, opened: OpenSource, where: str, file: str = "") -> 
         key = file or (files[0] if len(files) == 1 else "")  # of a folder with one file
         shapes = _shapes(opened)
         part = part_by_names(opened.store, key, shapes, partial(_sibling, source, opened.store))
-    if given is None and part:
+    if is_part is None and part:
         raise refusal(where, part)
-    if given:
+    if is_part:
         opened.metadata = marked(opened.metadata, part or "one part, as its user says")
     return opened
 
@@ -142,5 +142,5 @@ def _sibling(source: Source, store: Store, key: str) -> Sibling:
 
 def titles() -> str:
     """What the sources call the checkpoints that they read, for messages."""
-    known = ", ".join(source.title for source in all_sources())
-    return "; ".join((known, *(failure.message for failure in SOURCES.failures)))
+    names = ", ".join(source.title for source in all_sources())
+    return "; ".join((names, *(failure.message for failure in SOURCES.failures)))

@@ -137,10 +137,10 @@ def part_by_content(value: Any) -> str | None:
         return "one rank's flat parameters of FSDP"
     degrees: dict[str, int] = {}
     for arguments in (value, *(value[k] for k in _ARGUMENTS if k in value)):
-        found = arguments.attributes if isinstance(arguments, Inert) else arguments
-        if isinstance(found, dict):
-            degrees |= {n: found[n] for n in _DEGREES if type(found.get(n)) is int}
-            rank, ranks = (found.get(n) for n in ("rank", "world_size"))
+        attributes = arguments.attributes if isinstance(arguments, Inert) else arguments
+        if isinstance(attributes, dict):
+            degrees |= {n: attributes[n] for n in _DEGREES if type(attributes.get(n)) is int}
+            rank, ranks = (attributes.get(n) for n in ("rank", "world_size"))
             # 0 may have saved for all
             if type(rank) is int and type(ranks) is int and 0 < rank < ranks:
                 return f"rank {rank} of {ranks}, according to its content"
@@ -163,6 +163,8 @@ def part_by_shapes(store: Store, shapes: Mapping[str, tuple[int, ...]]) -> str |
     )
     if len(norm) != 1 or len(embedding) != 2 or len(output) != 2:
         return None
+    # Ranks have some columns of the embedding, whose whole width is that of the norm, and of the
+    # output projection, whose whole width is `n_heads * head_dim`, which need not be the same.
     width, parameters = norm[0], read_json(store, _META_SIZES) if exists(store, _META_SIZES) else {}
     sizes = (
         [parameters.get(n) for n in ("n_heads", "head_dim")]
@@ -191,12 +193,12 @@ def part_by_names(
     """
     names = shapes.keys()
     folder = store.url.rstrip("/").rpartition("/")[2].lower()
-    if found := _by_folder(folder, key.lower(), names):
-        return found
+    if reason := _by_folder(folder, key.lower(), names):
+        return reason
     if not key:
         return ""
-    if found := _by_label(store.url, key, names):
-        return found
+    if reason := _by_label(store.url, key, names):
+        return reason
     beside = list(_siblings(store))
     return _by_index(store, key, beside) or _by_siblings(key, beside, shapes, open_other)
 
@@ -219,9 +221,9 @@ def _by_folder(folder: str, file: str, names: Collection[str]) -> str:
 def _by_label(url: str, key: str, names: Collection[str]) -> str:
     """What a file's own name says."""
     name = key.lower()
-    for pattern, what in (_ITEMS, *(p for s in all_sources() for p in s.part_files.items())):
+    for pattern, description in (_ITEMS, *(p for s in all_sources() for p in s.part_files.items())):
         if re.fullmatch(pattern, name):
-            return what
+            return description
     if name.endswith(".pt") and url:
         for source in all_sources():
             if part := source.part_of(url, {}):
@@ -233,8 +235,8 @@ def _by_label(url: str, key: str, names: Collection[str]) -> str:
         return f"one of {counted} shards"
     label = _RANK.search(name)
     if label and not _is_low_rank(name, name, names):
-        of = f" of {int(world[1])}" if world else ""
-        return f"{label[1]} {int(label[2])}{of}, according to its name"
+        total = f" of {int(world[1])}" if world else ""
+        return f"{label[1]} {int(label[2])}{total}, according to its name"
     return "one pipeline stage, according to its name" if _is_phase(name, names) else ""
 
 
@@ -312,11 +314,11 @@ def _by_siblings(
 
 
 def _by_content_of(
-    shapes: Mapping[str, tuple[int, ...]], open_other: Callable[[str], Sibling], other: str
+    shapes: Mapping[str, tuple[int, ...]], open_other: Callable[[str], Sibling], sibling: str
 ) -> str:
     """What the content of a file beside says that both are parts of."""
     try:
-        beside = open_other(other)
+        beside = open_other(sibling)
     except UcformatError:  # another kind of file
         return ""
     if beside.part:
@@ -341,10 +343,10 @@ def _complete(names: Collection[str], beside: Collection[str]) -> bool:
     theirs = _stacks(beside)
     if any(mine.isdisjoint(theirs.get(stack, mine)) for stack, mine in _stacks(names).items()):
         return True
-    modules, others = (
-        {name.partition(".")[0] for name in found if "." in name} for found in (names, beside)
+    modules, other_modules = (
+        {name.partition(".")[0] for name in keys if "." in name} for keys in (names, beside)
     )
-    return set(beside).isdisjoint(names) and not modules.isdisjoint(others)
+    return set(beside).isdisjoint(names) and not modules.isdisjoint(other_modules)
 
 
 def _cut(shapes: Mapping[str, tuple[int, ...]], beside: Mapping[str, tuple[int, ...]]) -> bool:
@@ -362,8 +364,8 @@ def _cut(shapes: Mapping[str, tuple[int, ...]], beside: Mapping[str, tuple[int, 
 
 def _stacks(names: Iterable[str]) -> dict[str, set[int]]:
     """The numbers of layers, by what is before the number in their names."""
-    found: dict[str, set[int]] = {}
+    numbers: dict[str, set[int]] = {}
     for name in names:
         if m := _STACK.fullmatch(name):
-            found.setdefault(m[1], set()).add(int(m[2]))
-    return found
+            numbers.setdefault(m[1], set()).add(int(m[2]))
+    return numbers

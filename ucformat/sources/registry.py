@@ -22,14 +22,14 @@ _log = logging.getLogger("ucformat")
 @cache
 def all_sources() -> tuple[Source, ...]:
     """A source of each registered kind, with default options, by precedence."""
-    return by_precedence(_made())
+    return by_precedence(_usable_sources())
 
 
-def _made() -> Iterator[Source]:
+def _usable_sources() -> Iterator[Source]:
     """Every source that can be made, and has the kind under which it is registered."""
-    for name, made in SOURCES.items():
+    for name, source_type in SOURCES.items():
         try:
-            source = made()
+            source = source_type()
             kind = source.kind
         except Exception as error:  # noqa: BLE001 - of any package
             wrong = f"{type(error).__name__}: {error}"
@@ -51,9 +51,9 @@ def by_precedence(sources: Iterable[Source]) -> tuple[Source, ...]:
     for source in sources:
         trial = {**chosen, source.kind: source}
         graph: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(trial, ()))
-        for kind, one in trial.items():
-            for other in trial.keys() & set(one.before):
-                graph.add(other, kind)
+        for kind, candidate in trial.items():
+            for later in trial.keys() & set(candidate.before):
+                graph.add(later, kind)
         try:
             order = tuple(graph.static_order())
         except CycleError as error:

@@ -96,11 +96,11 @@ def parse_header(data: bytes, size: int, file: str) -> Header:
     header = Header(file, {}, {}, metadata, {})
     ranges: dict[str, tuple[int, int]] = {}
     for name, entry in entries.items():
-        found, begin, end = _tensor(name, entry, file)
-        if isinstance(found, TensorInfo):
-            header.tensors[name], header.starts[name] = found, start + begin
+        tensor, begin, end = _tensor(name, entry, file)
+        if isinstance(tensor, TensorInfo):
+            header.tensors[name], header.starts[name] = tensor, start + begin
         else:
-            header.unreadable[name] = found
+            header.unreadable[name] = tensor
         ranges[name] = (start + begin, start + end)
     _check_tiling(file, ranges, start, size)
     return header
@@ -141,20 +141,21 @@ def _tensor(name: str, entry: Any, file: str) -> tuple[TensorInfo | str, int, in
 
 def _check_tiling(file: str, ranges: dict[str, tuple[int, int]], start: int, size: int) -> None:
     """Check that the tensors are contiguous from the end of the header to the end of the file."""
-    at, last = start, ""
+    expected, last = start, ""
+    # By begin and end: an empty tensor precedes the one that begins at the same byte.
     for name, (begin, end) in sorted(ranges.items(), key=lambda item: item[1]):
-        if begin != at:
-            problem = "overlaps" if begin < at else "leaves a gap after"
+        if begin != expected:
+            problem = "overlaps" if begin < expected else "leaves a gap after"
             before = f"the tensor {reprlib.repr(last)}" if last else "the header"
             raise _damaged(
                 file, f"puts the tensor {reprlib.repr(name)} where it {problem} {before}"
             )
-        at, last = end, name
-    if at != size:
+        expected, last = end, name
+    if expected != size:
         raise IntegrityError(
-            f"{file} should have {at:,} bytes by its header, but has {size:,}",
+            f"{file} should have {expected:,} bytes by its header, but has {size:,}",
             hint="the copy or the save did not finish; copy the file again from where it was saved"
-            if at > size
+            if expected > size
             else _HINT,
         )
 
@@ -168,12 +169,12 @@ def _naturals(value: Any) -> bool:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         seen: set[str] = set()
         twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {reprlib.repr(twice)} is used twice")
-    return found
+    return entries
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -195,28 +196,28 @@ class OpenSafetensors(IndexedSource):
 
     def __init__(self, model: ModelFiles) -> None:
         self.store, self.contents = model.store, TensorIndex()
-        found = model.open(
+        opened = model.open(
             lambda key: read_header(model.store, key), lambda h: [*h.tensors, *h.unreadable]
         )
-        headers = found.opened
+        headers = opened.opened
         for header in headers:
             _add(header, self.contents)
         objects = _metadata(headers)
         self.part = next((h.metadata[PART_OF] for h in headers if PART_OF in h.metadata), None)
-        self.part = self.part or found.part
+        self.part = self.part or opened.part
         if self.part is None and len(headers) == 1:
             self.part = part_by_shapes(
                 model.store, {name: info.shape for name, info in headers[0].tensors.items()}
             )
-        if found.metadata:
-            objects["index"] = to_json(found.metadata)
+        if opened.metadata:
+            objects["index"] = to_json(opened.metadata)
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
             aliases=_aliases(headers, self.contents),
             objects=objects,
             assets=tuple(model.assets),
             engine={"name": "safetensors"},
-            files=found.files,
+            files=opened.files,
             folder=model.folder,
             unreadable=self.contents.unreadable,
         )

@@ -57,8 +57,12 @@ class Parts:
         usual = [path for path in self.modules if path in _MAIN_NAMES]
         if len(usual) != 1:
             return None
-        others = tuple(f"{path}." for path in self.modules if path != usual[0])
-        return None if any(name.startswith(others) for name in self.modules[usual[0]]) else usual[0]
+        other_prefixes = tuple(f"{path}." for path in self.modules if path != usual[0])
+        return (
+            None
+            if any(name.startswith(other_prefixes) for name in self.modules[usual[0]])
+            else usual[0]
+        )
 
     def prefixes(self) -> Iterator[tuple[str, str]]:
         """The path of each module, the main one first, and the prefix of its names."""
@@ -90,10 +94,12 @@ def _find_parts(value: Any) -> Parts:
     parts.rest = {} if rest is _REMOVED else rest
     # tensors among too many values to be recognised as a state dict
     if not parts.modules and isinstance(value, dict):
-        own = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, StoredTensor)}
-        if _is_module(own):
-            parts.modules[""], parts.places[""] = own, ()
-            parts.rest = {k: v for k, v in parts.rest.items() if k not in own}
+        tensors = {
+            k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, StoredTensor)
+        }
+        if _is_module(tensors):
+            parts.modules[""], parts.places[""] = tensors, ()
+            parts.rest = {k: v for k, v in parts.rest.items() if k not in tensors}
     return parts
 
 
@@ -113,7 +119,7 @@ class _Walk:
         if isinstance(value, dict) and is_optimizer(value):
             self.parts.optimizers[path or "optimizer"] = value
             self.parts.places[path or "optimizer"] = place
-            return self._left(
+            return self._unless_empty(
                 {k: v for k, v in value.items() if k not in ("state", "param_groups")}
             )
         if isinstance(value, dict) and _is_module(value):
@@ -121,7 +127,9 @@ class _Walk:
                 k: v for k, v in value.items() if isinstance(v, StoredTensor)
             }
             self.parts.places[path] = place
-            return self._left({k: v for k, v in value.items() if not isinstance(v, StoredTensor)})
+            return self._unless_empty(
+                {k: v for k, v in value.items() if not isinstance(v, StoredTensor)}
+            )
         if depth == _MAX_DEPTH:
             return value
         if isinstance(value, list):
@@ -129,17 +137,17 @@ class _Walk:
                 self.prune(v, _joined(path, i), None if place is None else (*place, i), depth + 1)
                 for i, v in enumerate(value)
             ]
-            taken = items and all(v is _REMOVED for v in items)
-            return _REMOVED if taken else [None if v is _REMOVED else v for v in items]
-        found = {
+            all_removed = items and all(v is _REMOVED for v in items)
+            return _REMOVED if all_removed else [None if v is _REMOVED else v for v in items]
+        pruned = {
             k: self.prune(v, _joined(path, k), _below(place, k), depth + 1)
             for k, v in value.items()
         }
-        left = {k: v for k, v in found.items() if v is not _REMOVED}
-        return left if left or not found else _REMOVED
+        left = {k: v for k, v in pruned.items() if v is not _REMOVED}
+        return left if left or not pruned else _REMOVED
 
     @staticmethod
-    def _left(rest: dict[Any, Any]) -> Any:
+    def _unless_empty(rest: dict[Any, Any]) -> Any:
         return rest or _REMOVED
 
 
@@ -170,13 +178,13 @@ class OpenTorchSave(IndexedSource):
         groups: Mapping[str, Sequence[Sequence[str]]],
     ) -> None:
         self.store, self.contents = model.store, TensorIndex()
-        found = model.open(lambda key: TorchFile(model.store, key, allow=(*allow, PARTS)), _flat)
-        files, self.part = found.opened, found.part
+        opened = model.open(lambda key: TorchFile(model.store, key, allow=(*allow, PARTS)), _flat)
+        files, self.part = opened.opened, opened.part
         self._keys = [file.key for file in files]
         aliases: dict[str, str] = {}
         objects: dict[str, Any] = {}
-        if found.metadata:
-            objects["index"] = to_json(found.metadata)
+        if opened.metadata:
+            objects["index"] = to_json(opened.metadata)
         engine, step = {"name": "pytorch"}, None
         if len(files) > 1 or model.index is not None or self.part:
             for file in files:
@@ -209,7 +217,7 @@ class OpenTorchSave(IndexedSource):
             places=tuple(self.contents.places),
             step=step,
             engine=engine,
-            files=found.files,
+            files=opened.files,
             folder=model.folder,
         )
 
@@ -255,6 +263,7 @@ def _add_module(
     aliases = {}
     for name, tensor in tensors.items():
         if (
+            # Tensors without elements may be at one location without being tied.
             tensor.size
             and tensor.readable
             and first.setdefault(tensor, prefix + name) != prefix + name
@@ -270,7 +279,7 @@ def _add_module(
 
 def _take_local(file: TorchFile) -> str | None:
     """Replace what is shared by ranks in a file by what its own has; returns what the file is then a part of."""
-    found: list[LocalPart] = []
+    local_parts: list[LocalPart] = []
     seen: set[int] = set()
     waiting = [file.value]
     while waiting:
@@ -280,13 +289,13 @@ def _take_local(file: TorchFile) -> str | None:
         seen.add(id(value))
         for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
             if isinstance(item, LocalPart):
-                found.append(item)
+                local_parts.append(item)
                 value[key] = item.tensor
             else:
                 waiting.append(item)
-    if any(not part.whole for part in found):
+    if any(not part.whole for part in local_parts):
         return "what one rank has of tensors that are sharded over several (DTensor, ShardedTensor)"
-    return "" if found else None
+    return "" if local_parts else None
 
 
 def _flat(file: TorchFile) -> dict[str, StoredTensor]:
@@ -315,8 +324,8 @@ def _parts(file: TorchFile) -> Parts:
 
 
 def _step(value: Any) -> int | None:
-    found = (value.get(k) for k in _STEPS) if isinstance(value, dict) else ()
-    return next((n for n in found if type(n) is int), None)
+    values = (value.get(k) for k in _STEPS) if isinstance(value, dict) else ()
+    return next((n for n in values if type(n) is int), None)
 
 
 def _engine(value: Any) -> dict[str, str]:

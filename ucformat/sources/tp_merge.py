@@ -101,17 +101,17 @@ class Replica:
             short: only enough to find out whether one value, row or column is repeated.
         """
         size = self.box.size
-        few, place = _HEAD_BYTES // self.itemsize, _SAMPLE_BYTES // self.itemsize
-        if size <= 4 * few:
+        head, sample = _HEAD_BYTES // self.itemsize, _SAMPLE_BYTES // self.itemsize
+        if size <= 4 * head:
             return [(0, _SMALL), (0, size)] if size > _SMALL else [(0, size)] if size else []
         row = size // self.box.shape[0]
-        first = [(0, few), *([(row, min(size, row + few))] if few < row < size else [])]
+        first = [(0, head), *([(row, min(size, row + head))] if head < row < size else [])]
         if short:
-            return [*first, (0, min(size, place))]
+            return [*first, (0, min(size, sample))]
         if size * self.itemsize <= _MAX_WHOLE_BYTES:
             return [*first, (0, size)]
-        step = (size - place) // (_SAMPLES - 1)
-        return [*first, *((i * step, i * step + place) for i in range(_SAMPLES))]
+        step = (size - sample) // (_SAMPLES - 1)
+        return [*first, *((i * step, i * step + sample) for i in range(_SAMPLES))]
 
     def read(self, store: Store, start: int, stop: int) -> bytes:
         """Read a flat range."""
@@ -123,22 +123,23 @@ class Replica:
 
 def compare(store: Store, copies: Sequence[Replica]) -> Verdict:
     """Compare copies of one tensor."""
-    if (same := _by_sums(copies)) is False:
+    if (equal_sums := _by_sums(copies)) is False:
         return "different"
     repeated = _Repeated(copies[0].box.shape)
-    for start, stop in copies[0].ranges(short=same is True):
-        parts = {copy.read(store, start, stop) for copy in copies[: 1 if same else None]}
+    for start, stop in copies[0].ranges(short=equal_sums is True):
+        # If the checksums are equal, one copy suffices to find out whether it is constant.
+        parts = {copy.read(store, start, stop) for copy in copies[: 1 if equal_sums else None]}
         if len(parts) > 1:
             return "different"
         repeated.add(start, parts.pop(), copies[0].itemsize)
     return "constant" if repeated.found else "equal"
 
 
-def _same(store: Store, copies: Sequence[Replica]) -> bool:
+def _equal_bytes(store: Store, copies: Sequence[Replica]) -> bool:
     """Whether all copies have the same bytes."""
-    same = _by_sums(copies)
-    if same is not None:
-        return same
+    equal_sums = _by_sums(copies)
+    if equal_sums is not None:
+        return equal_sums
     ranges = copies[0].ranges(short=False)
     return all(
         len({copy.read(store, start, stop) for copy in copies}) == 1 for start, stop in ranges
@@ -163,18 +164,22 @@ class _Repeated:
 
         values = np.frombuffer(data, f"V{itemsize}")
         index = np.arange(start, start + len(values))
-        for way, (outer, inner) in reversed(list(enumerate(self._ways))):
+        # Backwards, since a way that does not repeat is deleted.
+        for number, (outer, inner) in reversed(list(enumerate(self._ways))):
             _, first, inverse = np.unique(
-                at := index // outer * inner + index % inner, return_index=True, return_inverse=True
+                # The offset in a slice: the flat index without the part that counts along the dim.
+                places := index // outer * inner + index % inner,
+                return_index=True,
+                return_inverse=True,
             )
-            seen = self._seen[way]
-            same = bool((values[first][inverse] == values).all()) and all(
+            seen = self._seen[number]
+            repeats = bool((values[first][inverse] == values).all()) and all(
                 seen.setdefault(place, value) == value
-                for place, value in zip(at[first].tolist(), values[first].tolist(), strict=True)
+                for place, value in zip(places[first].tolist(), values[first].tolist(), strict=True)
             )
-            self._again[way] += len(values)
-            if not same:
-                del self._ways[way], self._seen[way], self._again[way]
+            self._again[number] += len(values)
+            if not repeats:
+                del self._ways[number], self._seen[number], self._again[number]
 
     @property
     def found(self) -> bool:
@@ -186,18 +191,18 @@ class _Repeated:
 def must_agree(store: Store, key: Key, copies: Sequence[Replica]) -> None:
     """Check that replicas have the same bytes."""
     for other in copies[1:]:
-        if not _same(store, (copies[0], other)):
-            one, two = (
+        if not _equal_bytes(store, (copies[0], other)):
+            first_file, second_file = (
                 next((e.file for e in c.locate(c.box) if e.box.intersect(c.box)), "?")
                 for c in (copies[0], other)
             )
-            which = (
-                f"{one} and {two}"
-                if one != two
-                else f"the parts of the tensor-parallel ranks in {one}"
+            files = (
+                f"{first_file} and {second_file}"
+                if first_file != second_file
+                else f"the parts of the tensor-parallel ranks in {first_file}"
             )
             raise IntegrityError(
-                f"{key}: {which} should be equal, but differ",
+                f"{key}: {files} should be equal, but differ",
                 hint="files of different saves are mixed in one folder, or the ranks' copies had diverged in "
                 f"training; if it is cut instead, specify how: {option_text('layout')}",
             )
@@ -226,26 +231,31 @@ def layout_of_cuts(cuts: Mapping[str, str | int] | None, ranks: int) -> Layout |
         return None
     return Layout(
         {TP: ranks},
-        [{"match": pattern, "place": _place(pattern, how)} for pattern, how in cuts.items()],
+        [
+            {"match": pattern, "place": _place(pattern, sharding)}
+            for pattern, sharding in cuts.items()
+        ],
     )
 
 
 def cuts_option(cuts: Mapping[str, str]) -> str:
     """The option for these cuts, as `option_text` spells it."""
     return option_text(
-        "cuts", repr(dict(cuts)), ",".join(f"{pattern}={how}" for pattern, how in cuts.items())
+        "cuts",
+        repr(dict(cuts)),
+        ",".join(f"{pattern}={sharding}" for pattern, sharding in cuts.items()),
     )
 
 
-def _place(pattern: str, how: str | int) -> list[Any]:
-    if str(how).isdecimal():
-        return [{"shard": int(how), "over": TP}]
-    if how not in CUTS:
+def _place(pattern: str, sharding: str | int) -> list[Any]:
+    if str(sharding).isdecimal():
+        return [{"shard": int(sharding), "over": TP}]
+    if sharding not in CUTS:
         raise UsageError(
-            f"{how!r}, given for {pattern!r}, is not a sharding",
+            f"{sharding!r}, given for {pattern!r}, is not a sharding",
             hint=(
                 f"use one of {', '.join(CUTS)}, or the number of the dim along which the ranks' "
                 "parts are joined"
             ),
         )
-    return CUTS[str(how)]
+    return CUTS[str(sharding)]

@@ -72,5 +72,5 @@ def _is_record(key: str, below: str) -> bool:
     """Whether a file has no state: it names the last checkpoint, is an engine's script, or a record of ours."""
     if key in TRACKERS or key.rpartition("/")[2] in _SCRIPTS:
         return True
-    own = key.removeprefix(below)
-    return own in (CATALOG_DOCUMENT, TOMBSTONE) or own.startswith(f"{NEEDED_BY}/")
+    path = key.removeprefix(below)
+    return path in (CATALOG_DOCUMENT, TOMBSTONE) or path.startswith(f"{NEEDED_BY}/")

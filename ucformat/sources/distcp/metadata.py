@@ -81,8 +81,8 @@ class Metadata:
     def save_id(self) -> str:
         """The UUID of the save, which PyTorch writes since 2.3; otherwise empty."""
         storage = self.root.get("storage_meta")
-        found = storage.get("save_id") if isinstance(storage, Inert) else None
-        return found if isinstance(found, str) and _UUID.fullmatch(found) else ""
+        save_id = storage.get("save_id") if isinstance(storage, Inert) else None
+        return save_id if isinstance(save_id, str) and _UUID.fullmatch(save_id) else ""
 
 
 def read_metadata(store: Store, key: str = METADATA, *, allow: tuple[str, ...] = ()) -> Metadata:
@@ -114,10 +114,10 @@ def _parse(key: str, root: Any, size: int) -> Metadata:
     return meta
 
 
-def _entries(meta: Metadata, found: Any) -> None:
-    if not isinstance(found, dict):
+def _entries(meta: Metadata, entries: Any) -> None:
+    if not isinstance(entries, dict):
         raise _damaged(meta, "has no `state_dict_metadata`")
-    for fqn, entry in found.items():
+    for fqn, entry in entries.items():
         if not isinstance(fqn, str) or not isinstance(entry, Inert):
             raise _damaged(meta, f"has the entry {_brief(fqn)}, which is {_brief(entry)}")
         kind = entry.name.rpartition(".")[2]
@@ -155,9 +155,9 @@ def _tensor(meta: Metadata, fqn: str, entry: Inert) -> TensorEntry:
 
 
 def _box(meta: Metadata, fqn: str, chunk: Any, shape: tuple[int, ...]) -> Box:
-    found = _attributes(chunk)
-    start: Any = found.get("offsets")
-    sizes: Any = found.get("sizes")
+    attributes = _attributes(chunk)
+    start: Any = attributes.get("offsets")
+    sizes: Any = attributes.get("sizes")
     if not _sizes(start) or not _sizes(sizes) or not len(start) == len(sizes) == len(shape):
         raise _damaged(
             meta,
@@ -181,11 +181,11 @@ def _sizes(value: Any) -> bool:
     return True
 
 
-def _paths(meta: Metadata, found: Any) -> None:
+def _paths(meta: Metadata, planner_data: Any) -> None:
     """Read the paths in `planner_data`, if one of torch's planners wrote it, and sort the entries in its order."""
-    if not isinstance(found, dict):
+    if not isinstance(planner_data, dict):
         return
-    for fqn, path in found.items():
+    for fqn, path in planner_data.items():
         if (
             isinstance(fqn, str)
             and isinstance(path, tuple | list)
@@ -215,12 +215,12 @@ class TransformedItems(UnsupportedError):
     """The items were written through stream extensions of DCP."""
 
 
-def _storage(meta: Metadata, found: Any, below: str) -> None:
-    if not isinstance(found, dict):
+def _storage(meta: Metadata, storage_data: Any, prefix: str) -> None:
+    if not isinstance(storage_data, dict):
         raise _damaged(meta, "has no `storage_data`")
     keys: dict[str, str] = {}
-    for index, info in found.items():
-        entry, place = _attributes(index), _attributes(info)
+    for index, info in storage_data.items():
+        entry, location = _attributes(index), _attributes(info)
         fqn, start = entry.get("fqn"), entry.get("offset")
         if (
             not isinstance(fqn, str)
@@ -228,12 +228,12 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
             or not isinstance(info, Inert)
         ):
             raise _damaged(meta, f"has a location of {_brief(index)}, which is not an entry")
-        file: Any = place.get("relative_path")
-        offset: Any = place.get("offset")
-        nbytes: Any = place.get("length")
+        file: Any = location.get("relative_path")
+        offset: Any = location.get("offset")
+        nbytes: Any = location.get("length")
         if not isinstance(file, str) or len(file) > _MAX_CHARS or not _sizes((offset, nbytes)):
             raise _damaged(meta, f"has an invalid location of {fqn}: {_brief(info.state)}")
-        if transforms := place.get("transform_descriptors"):
+        if transforms := location.get("transform_descriptors"):
             raise TransformedItems(
                 f"{meta.file}: {fqn} was transformed by {_brief(transforms)} when it was saved, "
                 "so it cannot be read "
@@ -242,7 +242,7 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
                 "PyTorch's own class, which unpickles values",
             )
         if file not in keys:
-            keys[file] = check_key(below + file)
+            keys[file] = check_key(prefix + file)
         meta.stored[fqn, start] = ByteRange(keys[file], offset, nbytes)
     if (repeated := first_repeated(meta.stored.values())) is not None:
         raise _damaged(
@@ -296,23 +296,23 @@ class Items:
                 checked to cover the tensor.
         """
         boxes = [box for box in self._boxes(fqn) if within is None or box.intersect(within)]
-        at = {box: self.locate(fqn, box, info) for box in boxes}
+        ranges = {box: self.locate(fqn, box, info) for box in boxes}
         if within is None:
-            prove(info, [(stored.file, box) for box, stored in at.items()])
+            prove(info, [(stored.file, box) for box, stored in ranges.items()])
         missing = [box for box in boxes if (fqn, box) not in self._extents]
 
-        found = map_io(lambda box: self.chunk_extents(fqn, box, at[box], info), missing)
-        self._extents |= {(fqn, box): extents for box, extents in zip(missing, found, strict=True)}
+        parsed = map_io(lambda box: self.chunk_extents(fqn, box, ranges[box], info), missing)
+        self._extents |= {(fqn, box): extents for box, extents in zip(missing, parsed, strict=True)}
         return (e for box in boxes for e in self._extents[fqn, box])
 
     def _boxes(self, fqn: str) -> list[Box]:
         """The boxes of an entry's chunks, each once."""
-        found = self._distinct.get(fqn)
-        if found is None:
-            self._distinct[fqn] = found = list(
+        boxes = self._distinct.get(fqn)
+        if boxes is None:
+            self._distinct[fqn] = boxes = list(
                 dict.fromkeys(b for b in self.meta.tensors[fqn].boxes if b.size)
             )
-        return found
+        return boxes
 
     def locate(self, fqn: str, box: Box | None, info: TensorInfo | None = None) -> ByteRange:
         """Find the byte range of an item, and check that its file has it.
@@ -350,26 +350,26 @@ class Items:
             and self.store.read(stored.file, stored.offset, len(template.head)) == template.head
         ):
             return [Extent(box, stored.file, stored.offset + len(template.head), template.strides)]
-        found = self._parse(box, stored, info)
-        start = found[0].offset - stored.offset if len(found) == 1 else _HEAD
+        extents = self._parse(box, stored, info)
+        start = extents[0].offset - stored.offset if len(extents) == 1 else _HEAD
         if template is None and start < _HEAD:
             self._templates[kind] = _Template(
-                self.store.read(stored.file, stored.offset, start), found[0].strides
+                self.store.read(stored.file, stored.offset, start), extents[0].strides
             )
-        return found
+        return extents
 
     def _parse(self, box: Box, stored: ByteRange, info: TensorInfo) -> list[Extent]:
         file = TorchFile(self.store, stored, f"{info.key}{box}", allow=self._allow)
-        found = file.value
-        if isinstance(found, StoredTensor) and not found.readable:
-            raise UnsupportedError(f"{stored.file}: {info.key}{box} {why_refused(found.dtype)}")
-        if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (
+        tensor = file.value
+        if isinstance(tensor, StoredTensor) and not tensor.readable:
+            raise UnsupportedError(f"{stored.file}: {info.key}{box} {why_refused(tensor.dtype)}")
+        if not isinstance(tensor, StoredTensor) or (tensor.dtype, tensor.shape) != (
             info.dtype,
             box.shape,
         ):
             actual = (
-                f"{found.dtype} of shape {found.shape}"
-                if isinstance(found, StoredTensor)
+                f"{tensor.dtype} of shape {tensor.shape}"
+                if isinstance(tensor, StoredTensor)
                 else "no tensor"
             )
             raise IntegrityError(
@@ -377,9 +377,9 @@ class Items:
                 f"but there is {actual}",
                 hint="the files and .metadata are of different saves, or the file is damaged",
             )
-        check_dense(found, stored, f"{info.key}{box}")
+        check_dense(tensor, stored, f"{info.key}{box}")
         return [
-            Extent(e.box.shift(box.start), e.file, e.offset, e.strides) for e in file.whole(found)
+            Extent(e.box.shift(box.start), e.file, e.offset, e.strides) for e in file.whole(tensor)
         ]
 
     def values(self, fqns: Iterable[str]) -> dict[str, TorchFile | OpaqueFile]:
@@ -403,7 +403,9 @@ class Items:
     def records(self) -> Iterator[FileRecord]:
         """List every record of every item's archive."""
 
-        def of(item: tuple[tuple[str, tuple[int, ...] | None], ByteRange]) -> list[FileRecord]:
+        def records_of(
+            item: tuple[tuple[str, tuple[int, ...] | None], ByteRange],
+        ) -> list[FileRecord]:
             (fqn, start), stored = item
             name = fqn if start is None else f"{fqn}{list(start)}"
             self._files.check(stored, name)
@@ -411,8 +413,8 @@ class Items:
 
         # tied tensors have one item
         named = {stored: index for index, stored in self.meta.stored.items()}
-        for some in map_io(of, ((index, stored) for stored, index in named.items())):
-            yield from some
+        for records in map_io(records_of, ((index, stored) for stored, index in named.items())):
+            yield from records
 
 
 def check_dense(tensor: StoredTensor, stored: ByteRange, label: str) -> None:
@@ -436,9 +438,9 @@ class _ReadAhead:
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         ranges = self._ranges.get(key, [])
-        at = bisect_right(ranges, offset, key=lambda r: r[0]) - 1
-        if nbytes is not None and at >= 0:
-            start, data = ranges[at]
+        index = bisect_right(ranges, offset, key=lambda r: r[0]) - 1
+        if nbytes is not None and index >= 0:
+            start, data = ranges[index]
             if offset + nbytes <= start + len(data):
                 return data[offset - start : offset - start + nbytes]
         return self._store.read(key, offset, nbytes)

@@ -68,8 +68,8 @@ def _raw_groups(optimizer: Optimizer, files: Values) -> list[dict[str, Any]]:
     for fqn, below in optimizer.options.items():
         value = plain_value(files[fqn], fqn)
         # PyTorch 2.3 and before store it as one value
-        if len(below) == 1 and (found := _items(value)) is not None:
-            groups |= {i: dict(g) for i, g in enumerate(found) if isinstance(g, dict)}
+        if len(below) == 1 and (items := _items(value)) is not None:
+            groups |= {i: dict(g) for i, g in enumerate(items) if isinstance(g, dict)}
         elif len(below) >= 3 and isinstance(below[1], int):
             node = groups.setdefault(below[1], {})
             for part in below[2:-1]:
@@ -86,8 +86,8 @@ def _raw_groups(optimizer: Optimizer, files: Values) -> list[dict[str, Any]]:
 
 def _items(value: Any) -> list[Any] | None:
     """The items of a list or a tuple in its JSON form."""
-    found = value["$tuple"] if isinstance(value, dict) and set(value) == {"$tuple"} else value
-    return found if isinstance(found, list) else None
+    items = value["$tuple"] if isinstance(value, dict) and set(value) == {"$tuple"} else value
+    return items if isinstance(items, list) else None
 
 
 def _groups_of(
@@ -112,13 +112,15 @@ def _groups_of(
                 raw.pop("param_names")
             named.append((Group([optimizer.name(p) for p in entries], raw), entries))
     out: list[tuple[Mapping[str, Any], GroupPlace | None]] = []
-    kept = optimizer.numbers is not None or (GROUPS,) in optimizer.options.values()
+    kept_as_object = optimizer.numbers is not None or (GROUPS,) in optimizer.options.values()
     for group, entries in named:
         group.state = plain_states(group, optimizer.plain, files)
         out.append(
             (
                 group.json(),
-                None if kept else GroupPlace(optimizer.root, tuple(entries), flattened=bool(flat)),
+                None
+                if kept_as_object
+                else GroupPlace(optimizer.root, tuple(entries), flattened=bool(flat)),
             )
         )
     return out
@@ -146,7 +148,7 @@ def _flattened(
     """The groups of a flattened state dict, which lacks them: parameters with equal hyper-parameters form one."""
     options: dict[str, dict[str, Any]] = {}
     for fqn, below in flat.items():
-        split = split_state(str(below[0])[len(GROUPS) + 1 :], optimizer.known)
+        split = split_state(str(below[0])[len(GROUPS) + 1 :], optimizer.parameters)
         if split is not None:
             options.setdefault(split[0], {})[split[1]] = plain_value(files[fqn], fqn)
     groups: dict[str, tuple[Group, list[str]]] = {}
@@ -196,10 +198,10 @@ def json_of_tree(node: Any, with_tensors: Collection[Path], path: Path = ()) -> 
     return {json_key(k): v for k, v in inner.items()}
 
 
-def _step_of(found: Mapping[Path, Any]) -> int | None:
+def _step_of(candidates: Mapping[Path, Any]) -> int | None:
     """The training step: the outermost of the candidates; None if those disagree."""
-    for depth in sorted({len(p) for p in found}):
-        numbers = {v for p, v in found.items() if len(p) == depth and type(v) is int}
+    for depth in sorted({len(p) for p in candidates}):
+        numbers = {v for p, v in candidates.items() if len(p) == depth and type(v) is int}
         if numbers:
             return numbers.pop() if len(numbers) == 1 else None
     return None
@@ -281,10 +283,10 @@ class ItemValues:
     ) -> tuple[LazySequence[Mapping[str, Any]], LazySequence[GroupPlace | None]]:
         """The groups of all optimizers, and the place of each."""
         groups = LazySequence(
-            lambda: tuple(group for some in self._placed for group, _ in some or ())
+            lambda: tuple(group for placed in self._placed for group, _ in placed or ())
         )
         places = LazySequence(
-            lambda: tuple(place for some in self._placed for _, place in some or ())
+            lambda: tuple(place for placed in self._placed for _, place in placed or ())
         )
         return groups, places
 
@@ -307,10 +309,12 @@ class ItemValues:
             for key, fqn in self._named.tensors.items()
             if key.state == "weight" and meta.tensors[fqn].shape == ()
         }
-        wanted = {f: p for f, p in paths.items() if p[-1] in STEPS and len(p) <= _MAX_STEP_DEPTH}
-        files = self._items.values(wanted)
+        candidates = {
+            f: p for f, p in paths.items() if p[-1] in STEPS and len(p) <= _MAX_STEP_DEPTH
+        }
+        files = self._items.values(candidates)
         return _step_of(
-            {path: _integer(plain_value(files[fqn], fqn)) for fqn, path in wanted.items()}
+            {path: _integer(plain_value(files[fqn], fqn)) for fqn, path in candidates.items()}
         )
 
 
@@ -318,11 +322,11 @@ def _integer(value: Any) -> Any:
     """A plain integer, or the one in a 0-d tensor or NumPy value of integers."""
     if not isinstance(value, dict):
         return value
-    found = from_json(value)
+    decoded = from_json(value)
     return (
-        int(found)
-        if isinstance(found, np.ndarray | np.integer)
-        and found.dtype.kind in "iu"
-        and not found.shape
+        int(decoded)
+        if isinstance(decoded, np.ndarray | np.integer)
+        and decoded.dtype.kind in "iu"
+        and not decoded.shape
         else value
     )

@@ -38,7 +38,7 @@ class Optimizer:
     plain: dict[str, Key] = field(default_factory=dict)  # states that are not tensors
     prefix: str = ""
     numbers: Numbers | None = None  # number -> name, if entries are numbered
-    known: frozenset[str] = frozenset()  # names of parameters, which may contain dots
+    parameters: frozenset[str] = frozenset()  # their names, which may contain dots
 
     def name(self, entry: Any) -> str:
         """The name of a parameter in a group."""
@@ -91,9 +91,9 @@ def name_entries(
     _plain_states(optimizers, values, keys)
     out: dict[Key, str] = {}
     for fqn, path in tensors.items():
-        if (other := out.setdefault(keys[path], fqn)) != fqn:
+        if (earlier := out.setdefault(keys[path], fqn)) != fqn:
             raise UsageError(
-                f"{meta.file}: {other} and {fqn} would both be {keys[path]}",
+                f"{meta.file}: {earlier} and {fqn} would both be {keys[path]}",
                 hint=f"specify which model each optimizer trains: {option_text('owners')}",
             )
     return NamedEntries(
@@ -108,7 +108,7 @@ def _paths(meta: Metadata) -> dict[str, Path]:
     fqns = [*meta.tensors, *meta.values]
     bare = [f for f in fqns if f not in meta.paths]
     out: dict[str, Path] = {f: meta.paths[f] for f in fqns if f in meta.paths}
-    roots = {f[: at - 1] for f in bare if (at := f.find("." + GROUPS) + 1)} | {
+    roots = {f[: start - 1] for f in bare if (start := f.find("." + GROUPS) + 1)} | {
         "" for f in bare if f.startswith(GROUPS)
     }
     for fqn in bare:
@@ -126,7 +126,7 @@ def _separate(
     values: dict[str, Path] = {}
     roots = {o.root: o for o in optimizers}
     for fqn, path in paths.items():
-        at = next(
+        depth = next(
             (
                 i
                 for i, p in enumerate(path)
@@ -134,8 +134,8 @@ def _separate(
             ),
             None,
         )
-        if at is not None and path[:at] in roots:
-            roots[path[:at]].options[fqn] = path[at:]
+        if depth is not None and path[:depth] in roots:
+            roots[path[:depth]].options[fqn] = path[depth:]
     for optimizer in roots.values():
         if not _are_groups(optimizer, meta):
             optimizer.options.clear()
@@ -153,9 +153,9 @@ def _are_groups(optimizer: Optimizer, meta: Metadata) -> bool:
         return all(all(split_option(str(below[0]))) for below in options.values())
     if list(options.values()) == [(GROUPS,)]:  # one value, as PyTorch 2.3 and before keep them
         return not options.keys() & meta.tensors.keys()
-    at = {below[1] for below in options.values() if len(below) == 3 and below[2] == "params"}
-    return at == set(range(len(at))) and all(
-        len(b) >= 3 and b[0] == GROUPS and b[1] in at for b in options.values()
+    numbers = {below[1] for below in options.values() if len(below) == 3 and below[2] == "params"}
+    return numbers == set(range(len(numbers))) and all(
+        len(b) >= 3 and b[0] == GROUPS and b[1] in numbers for b in options.values()
     )
 
 
@@ -187,7 +187,7 @@ def _naming(
                 and not split[0].isdigit()
             ):
                 names.add(split[0])
-        optimizer.known = frozenset(names)
+        optimizer.parameters = frozenset(names)
     places = {dotted(p[:i]): p[:i] for p in paths.values() for i in range(len(p))}
     for root, model in (owners or {}).items():
         if root not in places or model not in places:
@@ -200,7 +200,7 @@ def _naming(
         {path: meta.tensors[fqn].shape for fqn, path in tensors.items()},
         [o.root for o in optimizers],
         {places[root]: places[model] for root, model in (owners or {}).items()},
-        {o.root: o.known for o in optimizers},
+        {o.root: o.parameters for o in optimizers},
     )
 
 
@@ -210,13 +210,13 @@ def _numbered(
     tensors: Mapping[str, Path],
     keys: dict[Path, Key],
     groups_of: Callable[[Optimizer], list[dict[str, Any]]],
-    given: Sequence[Sequence[str]] | None,
+    given_names: Sequence[Sequence[str]] | None,
 ) -> None:
     """Name the states that a plain `optimizer.state_dict()` numbers."""
     weights = {
         keys[p].name: meta.tensors[f] for f, p in tensors.items() if keys[p].state == "weight"
     }
-    remaining = None if given is None else list(given)
+    remaining = None if given_names is None else list(given_names)
     for optimizer in optimizers:
         states: dict[str, dict[str, StoredTensor]] = {}
         numbered: dict[Path, tuple[str, str]] = {}
@@ -247,7 +247,7 @@ def _numbered(
             else module.match(entries)
         )
         if names is None or (remaining is not None and names is not recorded):
-            raise _unnamed(meta, optimizer, numbers, given is not None)
+            raise _unnamed(meta, optimizer, numbers, given_names is not None)
         optimizer.numbers = {
             n: name
             for a, b in zip(numbers, names, strict=True)

@@ -140,6 +140,7 @@ def _tensor(
 
 
 def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredTensor:
+    # What follows: `requires_grad`, hooks and, only if one of them is set, the conj and neg bits.
     return _tensor(storage, offset, shape, strides, special=rest[2] if len(rest) > 2 else None)
 
 
@@ -212,14 +213,14 @@ def _parameter(data: Any, *_: Any) -> StoredTensor:
 def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     if not isinstance(kind, InertClass) or not isinstance(args, tuple):
         raise IntegrityError(f"a tensor of the class {reprlib.repr(kind)}")
-    made = (
+    value = (
         function.make(*args) if isinstance(function, Maker) else StoredTensor("", "", (), (), 0, 0)
     )
     if kind.name in _PLAIN_TENSORS and isinstance(function, Maker):
-        return made
-    if not isinstance(made, StoredTensor):
+        return value
+    if not isinstance(value, StoredTensor):
         raise IntegrityError(f"a tensor of the class {kind.name} that is made of something else")
-    return replace(made, dtype=f"{made.dtype.partition(' ')[0]} {_OTHER_CLASS.format(kind.name)}")
+    return replace(value, dtype=f"{value.dtype.partition(' ')[0]} {_OTHER_CLASS.format(kind.name)}")
 
 
 def _wrapped(kind: Any, dtype: Any, shape: Any, *_: Any) -> StoredTensor:
@@ -246,7 +247,9 @@ def _from_type_or_part(function: Any, kind: Any, args: Any, state: Any) -> Any:
         raise IntegrityError("a DTensor without a local tensor, placements and a shape")
     names = {p.name.rpartition(".")[2] for p in placements if isinstance(p, Inert)}
     return LocalPart(
-        local, whole=local.shape == shape and names <= {"Shard", "Replicate", "_StridedShard"}
+        # A `Partial` one has the whole shape, too, but is only a summand.
+        local,
+        whole=local.shape == shape and names <= {"Shard", "Replicate", "_StridedShard"},
     )
 
 
@@ -270,14 +273,16 @@ def _shards_of_rank(args: Any, state: Any) -> LocalPart:
     if len(tensors) != len(shards):
         raise IntegrityError("a ShardedTensor with a shard that is not a tensor")
     if not tensors:
-        none = sizes((0, *shape[1:]), "shape")
-        return LocalPart(StoredTensor("", args[1].name, none, (0,) * len(none), 0, 0), whole=False)
-    one = (
+        empty = sizes((0, *shape[1:]), "shape")
+        return LocalPart(
+            StoredTensor("", args[1].name, empty, (0,) * len(empty), 0, 0), whole=False
+        )
+    shard = (
         tensors[0]
         if len(tensors) == 1
         else tensors[0].refused(f"is stored as {len(tensors)} shards of one rank")
     )
-    return LocalPart(one, whole=len(tensors) == 1 and one.shape == shape)
+    return LocalPart(shard, whole=len(tensors) == 1 and shard.shape == shape)
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
@@ -510,36 +515,38 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = (), *, exact: bool 
     Args:
         exact: NumPy scalars, byte arrays and `torch.Size` keep their types.
     """
-    whole = f"{module}.{name}"
-    known = _EXACT_GLOBALS if exact else _GLOBALS
-    if PARTS in allow and whole == "torch._tensor._rebuild_from_type_v2":
-        return Maker(whole, _from_type_or_part)
-    if whole in known:
-        return Maker(whole, known[whole], hashes=whole.rpartition(".")[2] in _HASHING)
+    full_name = f"{module}.{name}"
+    stand_ins = _EXACT_GLOBALS if exact else _GLOBALS
+    if PARTS in allow and full_name == "torch._tensor._rebuild_from_type_v2":
+        return Maker(full_name, _from_type_or_part)
+    if full_name in stand_ins:
+        return Maker(
+            full_name, stand_ins[full_name], hashes=full_name.rpartition(".")[2] in _HASHING
+        )
     if module == "torch" and name in _TORCH_DTYPES:
         return Dtype(_TORCH_DTYPES[name])
     if module == "torch" and _DTYPE.fullmatch(name):
         return Dtype(name)
     if module == "torch" and _QUANTIZATION.fullmatch(name):
-        return InertClass(whole)
+        return InertClass(full_name)
     if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGES:
         return StorageType(_STORAGES[name])
-    if whole in (
+    if full_name in (
         "torch.device",
         "torch.Tensor",
         "numpy.ndarray",
         "types.SimpleNamespace",
         "torch.serialization._get_layout",
     ):
-        return InertClass(whole)
+        return InertClass(full_name)
     if any(
         module == package or module.startswith(package + ".")
         for package in _inert_packages() + allow
     ):
-        return InertClass(whole)
+        return InertClass(full_name)
     package = module.partition(".")[0]
     raise UnsafeError(
-        f"the pickle names {whole}, which is not one of the plain classes that a checkpoint needs",
+        f"the pickle names {full_name}, which is not one of the plain classes that a checkpoint needs",
         hint="nothing was imported or run. If you trust the class, name its package, and its state is kept as "
         f"plain values: {option_text('allow', f'[{package!r}]', package)}",
     )

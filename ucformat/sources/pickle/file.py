@@ -88,7 +88,7 @@ class _Ranges(io.RawIOBase):
         self._at += len(data)
         return data
 
-    def held(self, offset: int, n: int) -> bytes | None:
+    def cached(self, offset: int, n: int) -> bytes | None:
         """These bytes, if they were read before."""
         for start, data in self._windows:
             if start <= offset and offset + n <= start + len(data):
@@ -101,9 +101,9 @@ class _Ranges(io.RawIOBase):
             raise UnsupportedError(
                 f"{self._key} has a directory or pickle of {n:,} bytes, more than {_MAX_PICKLE:,}"
             )
-        held = self.held(offset, n)
-        if held is not None:
-            return held
+        cached = self.cached(offset, n)
+        if cached is not None:
+            return cached
         data = self._store.read(self._key, self._base + offset, min(n + ahead, self._size - offset))
         self._windows[1] = (offset, data)
         return data[:n]
@@ -159,11 +159,11 @@ class TorchZip:
             crc = member.crc32 if member.crc32 or not member.nbytes else None
             whole = f"{name} of {self._name}" if self._name else name
             header = self._base + member.header_offset
-            held = self._ranges.held(member.header_offset, _HEADER)
+            cached = self._ranges.cached(member.header_offset, _HEADER)
             head = (
                 partial(self.store.read, self.key, header, _HEADER)
-                if held is None
-                else partial(bytes, held)
+                if cached is None
+                else partial(bytes, cached)
             )
             start = partial(
                 _start,
@@ -248,6 +248,7 @@ class TorchZip:
     def _not_a_zip(self) -> IntegrityError | UnsupportedError:
         """The error for a file that is not a zip archive."""
         head = self._ranges.fetch(0, min(512, self.size))
+        # The first versions of torch.save wrote tar archives, which have their magic at byte 257.
         if _LEGACY in head[:32] or head[257:262] == b"ustar":
             return UnsupportedError(
                 f"{self.label} has torch's format from before version 1.6", hint=_SAVE_HINT
@@ -274,6 +275,8 @@ class TorchZip:
             raise UnsupportedError(
                 f"{name} in {self.label} has {member.nbytes:,} bytes, more than {_MAX_PICKLE:,}"
             )
+        # Header and content in one request: the name and padding between them, whose length only the
+        # header has, take less than 1 KiB.
         self._ranges.fetch(
             member.header_offset,
             min(30, self.size - member.header_offset),

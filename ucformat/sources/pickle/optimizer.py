@@ -66,11 +66,11 @@ def shape_of_states(states: Mapping[str, Any]) -> tuple[int, ...] | None:
     for (
         rows,
         columns,
-        kept,
+        keeps_dim,
     ) in _FACTORS:  # torch's Adafactor keeps the reduced dim with size 1, transformers' drops it
         if rows in tensors and columns in tensors:
             row, column = tensors[rows].shape, tensors[columns].shape
-            return (*(row[:-1] if kept else row), column[-1])
+            return (*(row[:-1] if keeps_dim else row), column[-1])
     shapes = {v.shape for k, v in tensors.items() if k != "step"}
     return shapes.pop() if len(shapes) == 1 else None
 
@@ -87,8 +87,8 @@ def match(
     Returns:
         the names of each group's entries; None unless exactly one assignment fits.
     """
-    found = _in_order(groups, candidates) if ordered else None
-    return found if found is not None else _by_content(groups, candidates, shapes=not ordered)
+    names = _in_order(groups, candidates) if ordered else None
+    return names if names is not None else _by_content(groups, candidates, shapes=not ordered)
 
 
 def _in_order(
@@ -107,7 +107,7 @@ def _in_order(
     ] = []  # for each candidate: state after it -> group it went to, -1 for none
     for number, candidate in enumerate(candidates):
         after: Counter[tuple[int, ...]] = Counter()
-        taken: dict[tuple[int, ...], int] = {}
+        group_taken: dict[tuple[int, ...], int] = {}
         left = len(candidates) - number - 1
         for state, count in ways.items():
             moves = [(-1, state)]
@@ -117,19 +117,23 @@ def _in_order(
                 if n < len(groups[g]) and candidate.fits(groups[g][n])
             ]
             for group, reached in moves:
+                # Enough candidates must be left for the entries that are not yet filled.
                 if total - sum(reached) <= left:
                     after[reached] += count
-                    taken[reached] = group
+                    # If several moves lead here, only the last is kept, which is enough: the way
+                    # is walked back only if it is the only one to the end, and then each state
+                    # on it was reached by one move.
+                    group_taken[reached] = group
         if len(after) > _MAX_PARTIAL:
             return None
         ways = dict(after)
-        steps.append(taken)
+        steps.append(group_taken)
     state = tuple(map(len, groups))
     if ways.get(state) != 1:
         return None
     names: list[list[str]] = [[] for _ in groups]
-    for candidate, taken in zip(reversed(candidates), reversed(steps), strict=True):
-        group = taken[state]
+    for candidate, group_taken in zip(reversed(candidates), reversed(steps), strict=True):
+        group = group_taken[state]
         if group >= 0:
             names[group].append(candidate.name)
             state = (*state[:group], state[group] - 1, *state[group + 1 :])
@@ -140,7 +144,7 @@ def _by_content(
     groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate], *, shapes: bool
 ) -> list[list[str]] | None:
     """The match by shape and first elements (or by shapes alone), in any order; None unless it is unique."""
-    known = {(c.shape, c.sample): c.name for c in candidates}
+    names = {(c.shape, c.sample): c.name for c in candidates}
     counts = Counter((c.shape, c.sample) for c in candidates)
     entries = [(e.shape, e.sample) for group in groups for e in group]
     if len(set(entries)) != len(entries):
@@ -148,7 +152,7 @@ def _by_content(
     for shape, sample in entries:
         if shape is None or (sample is None and not shapes) or counts[shape, sample] != 1:
             return None
-    return [[known[e.shape or (), e.sample] for e in group] for group in groups]
+    return [[names[e.shape or (), e.sample] for e in group] for group in groups]
 
 
 _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -201,19 +205,20 @@ class Module:
         if not flat:
             return names
         first = flat[0]
-        longer = {n.removesuffix(first) for n in self.shapes if n.endswith(f".{first}")} | {""}
-        found = [
+        added = {n.removesuffix(first) for n in self.shapes if n.endswith(f".{first}")} | {""}
+        matches = [
             {n: p + n for n in flat}
-            for p in sorted(longer)
+            for p in sorted(added)
             if all(p + n in self.shapes for n in flat)
         ]
-        cuts = [first[: i + 1] for i, c in enumerate(first) if c == "."] if not found else []
-        found += [
+        removed = [first[: i + 1] for i, c in enumerate(first) if c == "."] if not matches else []
+        matches += [
             {n: n.removeprefix(q) for n in flat}
-            for q in cuts
+            for q in removed
             if all(n.startswith(q) and n.removeprefix(q) in self.shapes for n in flat)
         ]
-        exact = [f for f in found if all(a == b for a, b in f.items())] or found
+        # Names that fit as they are, are not ambiguous, even if they also fit with a prefix.
+        exact = [f for f in matches if all(a == b for a, b in f.items())] or matches
         return (
             [[self.prefix + exact[0][n] for n in group] for group in names]
             if len(exact) == 1
@@ -246,18 +251,18 @@ class Optimizer:
         cls, value: dict[str, Any], path: str, file: TorchFile, place: StatePath | None = None
     ) -> Optimizer:
         """Check and parse a state dict."""
-        found, groups = value["state"], value["param_groups"]
+        by_entry, groups = value["state"], value["param_groups"]
         entries = [list(group["params"]) for group in groups]
         flat = [entry for group in entries for entry in group]
-        if len(set(flat)) != len(flat) or not all(isinstance(s, dict) for s in found.values()):
+        if len(set(flat)) != len(flat) or not all(isinstance(s, dict) for s in by_entry.values()):
             raise IntegrityError(
                 f"{file.key}: {path} lists a parameter twice, or a state that is not a dictionary"
             )
-        if strange := [entry for entry in found if entry not in set(flat)]:
+        if strange := [entry for entry in by_entry if entry not in set(flat)]:
             raise IntegrityError(
                 f"{file.key}: {path} has states of {strange[0]!r}, which is in none of its groups"
             )
-        states = [[dict(found.get(entry, {})) for entry in group] for group in entries]
+        states = [[dict(by_entry.get(entry, {})) for entry in group] for group in entries]
         rest = {k: v for k, v in value.items() if k not in ("state", "param_groups")}
         return cls(path, file, groups, entries, states, rest, place)
 
@@ -280,22 +285,22 @@ class Optimizer:
         """Find the names of each group's entries: in the file, or proven by shapes and order; None if unknown."""
         recorded = self.recorded_names()
         if recorded is not None:
-            own = [(m, names) for m in modules if (names := m.find(recorded)) is not None]
-            main = [names for m, names in own if m.main]
-            return main[0] if main else own[0][1] if len(own) == 1 else recorded
-        found = [(m, names) for m in modules if (names := m.match(self.evidence)) is not None]
+            named = [(m, names) for m in modules if (names := m.find(recorded)) is not None]
+            main = [names for m, names in named if m.main]
+            return main[0] if main else named[0][1] if len(named) == 1 else recorded
+        matched = [(m, names) for m in modules if (names := m.match(self.evidence)) is not None]
         # unambiguous only if all others are averages of the main module, which has the optimizer
-        if len(found) > 1:
-            stepped = [(m, names) for m, names in found if m.main]
+        if len(matched) > 1:
+            stepped = [(m, names) for m, names in matched if m.main]
             return (
                 stepped[0][1]
-                if stepped and all(m.shapes == stepped[0][0].shapes for m, _ in found)
+                if stepped and all(m.shapes == stepped[0][0].shapes for m, _ in matched)
                 else None
             )
-        if not found and len(modules) > 1:  # one optimizer of several modules
+        if not matched and len(modules) > 1:  # one optimizer of several modules
             joined = {m.prefix + n: shape for m in modules for n, shape in m.shapes.items()}
             return Module(joined, ordered=all(m.ordered for m in modules)).match(self.evidence)
-        return found[0][1] if found else None
+        return matched[0][1] if matched else None
 
 
 def is_optimizer(value: Any) -> bool:
@@ -330,8 +335,8 @@ def add_optimizer(
     states = [s for group in optimizer.states for s in group]
     if names is not None and any(
         Key(name, str(state)) in contents.infos
-        for name, of in zip((n for group in names for n in group), states, strict=True)
-        for state in of
+        for name, entry_states in zip((n for group in names for n in group), states, strict=True)
+        for state in entry_states
     ):
         names = None  # a second optimizer of the same parameters
     certain = names is not None
@@ -346,18 +351,22 @@ def _add_group(
     optimizer: Optimizer, number: int, names: Sequence[str], contents: TensorIndex
 ) -> Group:
     """Add the tensors of a group's entries; return its hyper-parameters, and its states that are plain values."""
-    hyper, entries, of = (
+    hyper, entries, entry_states = (
         optimizer.hypers[number],
         optimizer.entries[number],
         optimizer.states[number],
     )
     place = optimizer.place
     contents.places.append(None if place is None else GroupPlace(place, tuple(map(str, entries))))
-    spare = place is None and len(hyper.get("param_names") or ()) == len(names)
-    kept = {k: v for k, v in hyper.items() if k != "params" and not (k == "param_names" and spare)}
-    group = Group(list(names), _json(kept, optimizer, f"{optimizer.path}.param_groups", contents))
+    redundant = place is None and len(hyper.get("param_names") or ()) == len(names)
+    options = {
+        k: v for k, v in hyper.items() if k != "params" and not (k == "param_names" and redundant)
+    }
+    group = Group(
+        list(names), _json(options, optimizer, f"{optimizer.path}.param_groups", contents)
+    )
     plain: dict[str, dict[str, Any]] = {}
-    for name, entry, states in zip(names, entries, of, strict=True):
+    for name, entry, states in zip(names, entries, entry_states, strict=True):
         for state, value in states.items():
             if not isinstance(value, StoredTensor):
                 plain.setdefault(str(state), {})[name] = _json(
@@ -366,9 +375,9 @@ def _add_group(
                 continue
             contents.add_whole(name, str(state), optimizer.file, value)
             if place is not None:
-                at = (*place, "state", IntKey(entry) if isinstance(entry, int) else entry, state)
-                contents.paths[Key(name, str(state))] = (at,)
-    stateful = sum(map(bool, of))  # a parameter that never had a gradient has no state
+                path = (*place, "state", IntKey(entry) if isinstance(entry, int) else entry, state)
+                contents.paths[Key(name, str(state))] = (path,)
+    stateful = sum(map(bool, entry_states))  # a parameter that never had a gradient has no state
     group.state = {state: shared_value(values, stateful) for state, values in plain.items()}
     return group
 
@@ -384,8 +393,8 @@ def _check(optimizer: Optimizer, names: Sequence[Sequence[str]], shapes: Mapping
             f"{optimizer.file.key}: {[len(g) for g in names]} names are given for groups of "
             f"{[len(g) for g in optimizer.entries]} parameters in {optimizer.path}"
         )
-    for group, of in zip(names, optimizer.evidence, strict=True):
-        for name, entry in zip(group, of, strict=True):
+    for group, evidence in zip(names, optimizer.evidence, strict=True):
+        for name, entry in zip(group, evidence, strict=True):
             if name in shapes and entry.shape is not None and entry.shape != shapes[name]:
                 raise UsageError(
                     f"{optimizer.file.key}: {name} cannot be the entry at its place in "

@@ -109,17 +109,18 @@ class _Machine:
 
     def line(self) -> str:
         stop = self.data.find(b"\n", self.at)
+        # Without a newline, more bytes than there are: then `take` raises the error.
         return self.take(stop + 1 - self.at if stop >= 0 else self.end + 1)[:-1].decode()
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
     def pop(self, n: int) -> list[Any]:
-        at = len(self.stack) - n
-        if at < 0:
+        start = len(self.stack) - n
+        if start < 0:
             raise self.damaged("its pickle takes more values than there are")
-        items = self.stack[at:]
-        del self.stack[at:]
+        items = self.stack[start:]
+        del self.stack[start:]
         return items
 
     def pop_one(self) -> None:
@@ -330,10 +331,10 @@ class _Meaning:
             )
         if maker.hashes:
             self.count_copied_keys(maker, args)
-        made = maker.make(*args)
-        if isinstance(made, StoredTensor) and made not in self.tensors:
-            self.count_views(made)
-        return made
+        value = maker.make(*args)
+        if isinstance(value, StoredTensor) and value not in self.tensors:
+            self.count_views(value)
+        return value
 
     def count_views(self, tensor: StoredTensor) -> None:
         """Limit the bytes of different tensors: any number of tied ones are read once."""
@@ -359,14 +360,14 @@ class _Meaning:
             ):
                 self.count_collisions(a, 0)  # a dict that is copied to a dict compares no keys
 
-    def count_collisions(self, keys: Iterable[Any], held: int) -> None:
-        """Limit keys that may all have the same hash: then each is compared with all `held` ones before it.
+    def count_collisions(self, keys: Iterable[Any], earlier: int) -> None:
+        """Limit keys that may all have the same hash: then each is compared with all `earlier` ones.
 
         Python hashes text with a secret of the process, objects by their address, and small
         non-negative integers do not collide; all other keys in a file can be chosen such that they
         do.
         """
-        for n, key in enumerate(keys, held):
+        for n, key in enumerate(keys, earlier):
             kind = type(key)
             if kind is str or kind.__hash__ is _HASH_OF_ADDRESS:
                 continue
@@ -379,17 +380,18 @@ class _Meaning:
             )
 
     def new_with_keywords(self, maker: Any, args: Any, keywords: Any) -> Any:
-        made = self.make(maker, args)
+        value = self.make(maker, args)
         if keywords:
-            if not isinstance(made, Inert):
+            if not isinstance(value, Inert):
                 raise UnsafeError("its pickle passes keywords to a plain class")
-            made.args = (*made.args, keywords)
-        return made
+            value.args = (*value.args, keywords)
+        return value
 
     def build(self, target: Any, state: Any) -> Any:
         if isinstance(target, Inert):
             target.state = state
         elif isinstance(target, NumpyDtype):
+            # NumPy's state: version, byte order, subarray, names and formats of fields, …
             target.order = state[1] if state[1] in "<>" else target.order
             if state[3] is not None or state[4] is not None:
                 raise UnsupportedError("a numpy array of a structured dtype is not read")
