@@ -73,7 +73,7 @@ class Experts:
         """The index of a data-parallel rank among those of its expert-parallel rank."""
         return rank % (self.dp // degree) if self.data_first else rank // degree
 
-    def globally(self, name: str, degree: int, rank: int) -> str:
+    def global_name(self, name: str, degree: int, rank: int) -> str:
         """The global name of a parameter."""
         match = _NAME.fullmatch(name)
         if match is None or degree == 1:
@@ -81,13 +81,13 @@ class Experts:
         return f"{match[1]}{rank * self.counts[match[1]] // degree + int(match[2])}{match[3]}"
 
     def local_name(self, name: str, degree: int) -> str:
-        """A parameter's name on the rank that holds it; the inverse of `globally`."""
+        """A parameter's name on the rank that holds it; the inverse of `global_name`."""
         match = _NAME.fullmatch(name)
         if match is None or degree == 1:
             return name
         return f"{match[1]}{int(match[2]) % (self.counts[match[1]] // degree)}{match[3]}"
 
-    def locally(self, name: str, degree: int, rank: int) -> bool:
+    def is_on(self, name: str, degree: int, rank: int) -> bool:
         """Whether an expert-parallel rank holds a parameter: its own expert's, or no expert's."""
         match = _NAME.fullmatch(name)
         return match is None or int(match[2]) * degree // self.counts[match[1]] == rank
@@ -96,11 +96,11 @@ class Experts:
         """The number of expert-parallel ranks that share a flat group; 1 without experts."""
         recorded = recorded_degree(hyper)
         numbers: dict[str, set[int]] = {}
-        other = None
+        not_of_expert = None
         for name in names:
             match = _NAME.fullmatch(name)
             if match is None:
-                other = name
+                not_of_expert = name
             else:
                 numbers.setdefault(match[1], set()).add(int(match[2]))
         degree = recorded
@@ -117,9 +117,9 @@ class Experts:
                 hint="files of different saves are mixed in one folder, or experts were assigned to ranks in a way "
                 "that ucformat does not know",
             )
-        if degree > 1 and other is not None:
+        if degree > 1 and not_of_expert is not None:
             raise UnsupportedError(
-                f"{file} has {other}, which is not an expert's, in a group that is sharded "
+                f"{file} has {not_of_expert}, which is not an expert's, in a group that is sharded "
                 f"across {degree} ranks"
             )
         # not all of them if the group was divided because of its size
@@ -192,11 +192,11 @@ def expert_model(
     Its own optimizer and experts, and all shared tensors.
     """
     state = need(file.value, "optimizer", (dict, type(None)), file.key)
-    buffers = [experts.globally(name, degree, rank) for name in base.buffers]
+    buffers = [experts.global_name(name, degree, rank) for name in base.buffers]
     file.value = {"module": {}, "buffer_names": buffers, "optimizer": state}
     model = ModelStates(file)
     for name, tensor in base.module.items():
-        if experts.locally(name, degree, rank):
+        if experts.is_on(name, degree, rank):
             model.adopt(name, tensor, base.home(name))
     return model
 

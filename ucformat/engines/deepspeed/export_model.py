@@ -135,9 +135,11 @@ def _dtype(
     dtype = dtypes.pop()
     if dtypes or dtype not in DTYPES:
         kinds = " and ".join(sorted({str(d) for d in (dtype, *dtypes) if d is not None}))
-        what = f"the weights are {kinds}" if kinds else "no weights are stored"
+        description = f"the weights are {kinds}" if kinds else "no weights are stored"
         hint = "pass dtype (--dtype)"
-        raise UsageError(f"{what}, which does not tell the precision of the engine", hint=hint)
+        raise UsageError(
+            f"{description}, which does not tell the precision of the engine", hint=hint
+        )
     return str(dtype)
 
 
@@ -247,6 +249,8 @@ class TrainedModel:
         names = list(document["params"])
         recorded = zero_of(self.source.objects.get("ds_config") or {})
         layout = self.source.metadata.layout
+        # Such a source lists the parameters as they were dealt to its ranks, separately for each
+        # expert-parallel rank.
         if recorded.get("round_robin_gradients") is True and layout.get("zero") in (1, 2):
             degree = recorded_degree(document) or 1
             each = len(names) // degree
@@ -318,16 +322,16 @@ class TrainedModel:
 
     def buffers(self, module: Mapping[str, TensorInfo], *, must: bool) -> list[str]:
         """The names of the module's buffers."""
-        told: Any = self.options.buffers
-        if told is None:
-            told = self.source.objects.get("buffer_names")
-        rest = self.untrained(module)
-        if isinstance(told, list | tuple):
-            unknown = [n for n in told if n not in module]
+        recorded: Any = self.options.buffers
+        if recorded is None:
+            recorded = self.source.objects.get("buffer_names")
+        untrained = self.untrained(module)
+        if isinstance(recorded, list | tuple):
+            unknown = [n for n in recorded if n not in module]
             if unknown and self.options.buffers is not None:
                 raise UsageError(f"these buffers are not stored: {some(unknown)}")
-            return [n for n in told if n in rest]
-        doubtful = [n for n, i in rest.items() if i.dtype in FLOATS and i.size]
+            return [n for n in recorded if n in untrained]
+        doubtful = [n for n, i in untrained.items() if i.dtype in FLOATS and i.size]
         if must and doubtful:
             raise UsageError(
                 f"the optimizer does not have {some(doubtful)}: these may be buffers, frozen or "
@@ -336,7 +340,7 @@ class TrainedModel:
                 hint="name the buffers (--buffers NAME,… or `none`), and make tied names aliases by a view: "
                 "{drop: [ALIAS]}, then {alias: {ALIAS: STORED}}",
             )
-        return [n for n, i in rest.items() if i.dtype not in FLOATS]
+        return [n for n, i in untrained.items() if i.dtype not in FLOATS]
 
     def check_groups(self) -> None:
         """Check that there are optimizer groups."""
@@ -370,16 +374,16 @@ def outside(
     """
     paths = source.metadata.paths
     homes = {paths[key][0][:-1] for n in trained if paths.get(key := Key(n, "weight"))}
-    own = {n.partition(".")[0] for n in trained}
+    roots = {n.partition(".")[0] for n in trained}
     out: dict[str, tuple[str | int, ...]] = {}
     for name in names:
-        place = paths.get(Key(name, "weight"))
-        first, dot, rest = name.partition(".")
-        if homes and place:
-            if place[0][:-1] not in homes:
-                out[name] = place[0]
-        elif dot and first in source.objects and own and first not in own:
-            out[name] = (first, rest)
+        stored_paths = paths.get(Key(name, "weight"))
+        first, dot, inner = name.partition(".")
+        if homes and stored_paths:
+            if stored_paths[0][:-1] not in homes:
+                out[name] = stored_paths[0]
+        elif dot and first in source.objects and roots and first not in roots:
+            out[name] = (first, inner)
     return out
 
 
@@ -448,7 +452,7 @@ class ExpertRanks:
 
     def local(self, names: Iterable[str], rank: int) -> dict[str, str]:
         """Those of some tensors that a rank has, and their names there."""
-        names = (n for n in names if self.experts.locally(n, self.degree, rank))
+        names = (n for n in names if self.experts.is_on(n, self.degree, rank))
         return {n: self.experts.local_name(n, self.degree) for n in names}
 
     def on(self, group: OptimizerGroup, rank: int) -> OptimizerGroup:
@@ -472,14 +476,14 @@ class ExpertRanks:
         last: OptimizerGroup | None = None
         for group in groups:
             mine = [n for n in group.names if is_expert(n)]
-            rest = [n for n in group.names if not is_expert(n)]
+            others = [n for n in group.names if not is_expert(n)]
             recorded = recorded_degree(group.document)
             if not mine or (recorded is None and not split):
                 out.append(group)
                 continue
-            if rest:
-                out.append(group.part({n: n for n in rest}))
-            part = group.part({n: n for n in mine}) if rest else group
+            if others:
+                out.append(group.part({n: n for n in others}))
+            part = group.part({n: n for n in mine}) if others else group
             redivided = recorded not in (None, self.degree)
             if last is not None and redivided and _continues(last, group, before):
                 moved[-1] = moved[-1].joined(part)
@@ -526,8 +530,8 @@ class ExpertRanks:
                 number, numel = number + 1, 0
             numel += size
             numbers[local] = number
-        for wanted in range(number + 1):
-            mine = [n for n in names if numbers[self.experts.local_name(n, self.degree)] == wanted]
+        for index in range(number + 1):
+            mine = [n for n in names if numbers[self.experts.local_name(n, self.degree)] == index]
             yield group.part({n: n for n in mine}, name=f"ep_size_{self.degree}", moe=True)
 
     def _ordered(self, names: Sequence[str], before: int) -> Sequence[str]:
@@ -539,7 +543,7 @@ class ExpertRanks:
         places = {n: (layers[prefix], number) for n, (prefix, number) in experts.items()}
         out = sorted(names, key=places.__getitem__)
         for rank in range(before):
-            mine = [n for n in names if self.experts.locally(n, before, rank)]
+            mine = [n for n in names if self.experts.is_on(n, before, rank)]
             if mine != sorted(mine, key=places.__getitem__):
                 raise UnsupportedError(
                     "the optimizer has the experts' parameters in another order than the module "
@@ -569,10 +573,12 @@ def _degree(model: TrainedModel, options: DeepSpeedExportOptions) -> int:
 
 def _continues(last: OptimizerGroup, group: OptimizerGroup, before: int) -> bool:
     """Whether DeepSpeed divided a group of experts from that before it because of its size."""
-    own = ("params", "state")
-    one, two = ({k: v for k, v in g.document.items() if k not in own} for g in (last, group))
+    per_group = ("params", "state")
+    first, second = (
+        {k: v for k, v in g.document.items() if k not in per_group} for g in (last, group)
+    )
     numel = sum(last.masters[n].size for n in last.names) // before
-    return one == two and numel + group.masters[group.names[0]].size > _MAX_GROUP
+    return first == second and numel + group.masters[group.names[0]].size > _MAX_GROUP
 
 
 def _refuse_experts(engine: TargetEngine, options: DeepSpeedExportOptions) -> None:

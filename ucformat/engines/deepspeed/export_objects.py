@@ -82,8 +82,8 @@ class Values:
             if key in ("client_state", "module") and isinstance(value, dict):
                 out._named.add(key)
                 part = out.client if key == "client_state" else out.extra
-                for inner, one in value.items():
-                    out._put(part, f"{key}.{inner}", unkey(inner), one, decode)
+                for inner, inner_value in value.items():
+                    out._put(part, f"{key}.{inner}", unkey(inner), inner_value, decode)
             else:
                 part = out.engine if key in _COPIED else out.client
                 out._put(part, key, key, value, decode)
@@ -115,32 +115,32 @@ class Values:
 
     def _take_ranks(self, model: TrainedModel, engine: TargetEngine, decode: ValueDecoder) -> None:
         """Add the client states of further ranks, if these write files as before."""
-        others, layout = model.source.objects.get("rank"), model.source.metadata.layout
+        by_rank, layout = model.source.objects.get("rank"), model.source.metadata.layout
         before = (layout.get("zero"), 1, layout.get("dp"))
-        if not isinstance(others, dict) or engine.stage != ZERO3:
+        if not isinstance(by_rank, dict) or engine.stage != ZERO3:
             return
-        of_ranks = all(r.isdigit() and v.keys() == {"client_state"} for r, v in others.items())
+        of_ranks = all(r.isdigit() and v.keys() == {"client_state"} for r, v in by_rank.items())
         if (engine.stage, engine.tp, engine.dp) != before or not of_ranks:
             return
         self._named.add("rank")
-        for rank, values in others.items():
+        for rank, values in by_rank.items():
             part = self.ranks[int(rank)] = {}
             for key, value in values["client_state"].items():
                 self._put(part, f"rank.{rank}.{key}", unkey(key), value, decode)
 
     def _take_outside(self, model: TrainedModel) -> None:
         """Add tensors that are not the model's to the client state, at their paths."""
-        taken = {key.name for key in self.used}
+        used = {key.name for key in self.used}
         weights = (n for n, states in model.by_name.items() if states.keys() == {"weight"})
-        names = [name for name in weights if name not in taken]
+        names = [name for name in weights if name not in used]
         for name, (*path, last) in outside(model.source, model.trained, names).items():
             info = model.by_name[name]["weight"]
-            place: Any = self.client
+            container: Any = self.client
             for key in path:
-                place = place.setdefault(key, {}) if isinstance(place, dict) else None
+                container = container.setdefault(key, {}) if isinstance(container, dict) else None
             is_own = not path and last in ENGINE_KEYS | TENSOR_KEYS
-            if isinstance(place, dict) and last not in place and not is_own:
-                place[last] = whole(info)
+            if isinstance(container, dict) and last not in container and not is_own:
+                container[last] = whole(info)
                 self.used[info.key] = info
             else:
                 self.missing.append(f"the tensor {name}, which is not the model's")
@@ -148,8 +148,8 @@ class Values:
 
     def left_out(self, model: TrainedModel, infos: Mapping[Key, TensorInfo]) -> tuple[str, ...]:
         """What of the source has no place in the target."""
-        kept = list((self.used | dict(infos)).values())
-        left = left_out(model.source, kept, values=self._named, groups=bool(model.groups))
+        exported = list((self.used | dict(infos)).values())
+        left = left_out(model.source, exported, values=self._named, groups=bool(model.groups))
         return (*left, *self.missing)
 
     def counters(self, engine: TargetEngine, rank: int) -> Iterator[tuple[str, Any]]:

@@ -78,9 +78,9 @@ class Shards:
         if self._bound is None:
             return tuple(map(Dim.whole, shape))
         placed = self._bound.placed(self._keys[name])
-        at = placed.mesh.coordinate(rank)
+        coordinate = placed.mesh.coordinate(rank)
         cuts = tuple(
-            ShardAt(s, placed.mesh.degree(axes_of(s)), placed.mesh.index(axes_of(s), at))
+            ShardAt(s, placed.mesh.degree(axes_of(s)), placed.mesh.index(axes_of(s), coordinate))
             for s in placed.shards
         )
         return local_dims(shape, cuts)
@@ -97,10 +97,10 @@ class Shards:
         return SavedTensor(Storage(Span(info.dtype, math.prod(shape), tuple(pieces))), shape)
 
 
-def _layout(given: Layout | Mapping[str, object] | str, tp: int) -> Layout:
-    if isinstance(given, str):
-        return preset_layout(given, tp)
-    return given if isinstance(given, Layout) else Layout.parse(given)
+def _layout(layout: Layout | Mapping[str, object] | str, tp: int) -> Layout:
+    if isinstance(layout, str):
+        return preset_layout(layout, tp)
+    return layout if isinstance(layout, Layout) else Layout.parse(layout)
 
 
 @dataclass(slots=True)
@@ -149,8 +149,8 @@ class FlatGroup:
     def _pieces(
         self, infos: Mapping[str, TensorInfo], rank: int
     ) -> Iterator[tuple[TensorInfo, Piece]]:
-        for name, (start, stop, at) in self.part_of(rank).items():
-            for piece in pieces_of(self.dims[name], (start, stop), at)[0]:
+        for name, (start, stop, offset) in self.part_of(rank).items():
+            for piece in pieces_of(self.dims[name], (start, stop), offset)[0]:
                 yield infos[name], piece
 
 
@@ -195,9 +195,9 @@ def _partitioned(
     engine: TargetEngine, number: int, group: OptimizerGroup, dims: dict[str, tuple[Dim, ...]]
 ) -> Iterator[FlatGroup]:
     """The parts of parameters; another flat group begins where one has reached `sub_group_size`."""
-    numels = {n: math.prod(d.size for d in own) for n, own in dims.items()}
-    left = sum(part_size(numel, engine.dp) for numel in numels.values())
-    limit = min(left, engine.sub_group_size)
+    numels = {n: math.prod(d.size for d in rank_dims) for n, rank_dims in dims.items()}
+    total = sum(part_size(numel, engine.dp) for numel in numels.values())
+    limit = min(total, engine.sub_group_size)
     buffer = FlatBuffer()
     for name, numel in numels.items():
         buffer.append_part(name, numel, part_size(numel, engine.dp))
@@ -277,7 +277,7 @@ def _flat_states(flat: FlatGroup, rank: int, fill: bool) -> dict[str, Any]:  # n
 
 def _members(groups: Sequence[OptimizerGroup], flat: Sequence[FlatGroup]) -> list[list[int]]:
     """The numbers of the flat groups of each optimizer group."""
-    numbers = [one.number for one in flat]
+    numbers = [flat_group.number for flat_group in flat]
     return [[i for i, n in enumerate(numbers) if n == number] for number in range(len(groups))]
 
 
@@ -290,7 +290,7 @@ def zero_optimizer(
     fill: bool,  # noqa: FBT001
 ) -> dict[str, Any]:
     """The state dict of `DeepSpeedZeroOptimizer`, or of `DeepSpeedZeroOptimizer_Stage3`."""
-    states = {i: _flat_states(one, rank, fill) for i, one in enumerate(flat)}
+    states = {i: _flat_states(flat_group, rank, fill) for i, flat_group in enumerate(flat)}
     base = _base(groups, _members(groups, flat), states)
     out: dict[str, Any] = {
         "loss_scaler": loss_scaler(values.scale),
@@ -299,24 +299,27 @@ def zero_optimizer(
         "zero_stage": stage_of(engine.stage),
     }
     if engine.stage == ZERO3:
-        masters = [one.saved(one.group.masters, rank, fill) for one in flat]
+        masters = [flat_group.saved(flat_group.group.masters, rank, fill) for flat_group in flat]
         out |= {"partition_count": engine.dp, "optimizer_state_dict": base}
         return out | {"fp32_flat_groups": masters}
-    paddings = [one.padding(rank) for one in flat]
+    paddings = [flat_group.padding(rank) for flat_group in flat]
     padded = zip(flat, paddings, strict=True)
-    parts = (one.part_of(rank).items() for one in flat)
+    parts = (flat_group.part_of(rank).items() for flat_group in flat)
     return {
         **out,
         **({} if values.clip_grad is None else {"clip_grad": values.clip_grad}),
         "base_optimizer_state": base,
         "single_partition_of_fp32_groups": [
-            one.saved(one.group.masters, rank, fill, spare) for one, spare in padded
+            flat_group.saved(flat_group.group.masters, rank, fill, spare)
+            for flat_group, spare in padded
         ],
         "group_paddings": paddings,
-        "param_alignment_paddings": [one.paddings for one in flat],
-        "partition_count": [len(one.ranks) for one in flat],
+        "param_alignment_paddings": [flat_group.paddings for flat_group in flat],
+        "partition_count": [len(flat_group.ranks) for flat_group in flat],
         "ds_version": VERSION,
-        "param_slice_mappings": [{n: address(at, b - a) for n, (a, b, at) in p} for p in parts],
+        "param_slice_mappings": [
+            {n: address(offset, b - a) for n, (a, b, offset) in p} for p in parts
+        ],
     }
 
 
@@ -348,7 +351,7 @@ def plain_optimizer(
     names = [[n for n in group.names if single or group.masters[n].size] for group in groups]
     states: dict[int, dict[str, Any]] = {}
     if flat is not None:
-        states = {i: _flat_states(one, 0, part.fill) for i, one in enumerate(flat)}
+        states = {i: _flat_states(flat_group, 0, part.fill) for i, flat_group in enumerate(flat)}
         members = _members(groups, flat)
     else:
         members = []
@@ -369,7 +372,9 @@ def plain_optimizer(
         out |= {k: scale[k] for k in ("last_overflow_iter", "scale_factor", "scale_window")}
     out["optimizer_state_dict"] = base
     if flat is not None:
-        out["fp32_groups_flat"] = [one.saved(one.group.masters, 0, part.fill) for one in flat]
+        out["fp32_groups_flat"] = [
+            flat_group.saved(flat_group.group.masters, 0, part.fill) for flat_group in flat
+        ]
         out["clip_grad"] = values.clip_grad or 0.0
     else:
         pairs = zip(groups, names, strict=True)

@@ -81,9 +81,9 @@ class EnginePlan:
         self.experts = ExpertRanks.of(model, engine, options)
         self.shards = Shards(native, engine.tp, self.module)
         if model.groups and self.experts.experts.counts:
-            kept = engine.stage == 0 and source.metadata.layout.get("zero") == 0
+            unchanged = engine.stage == 0 and source.metadata.layout.get("zero") == 0
             before = model.expert_ranks or 1
-            split = not kept or before != self.experts.degree
+            split = not unchanged or before != self.experts.degree
             model.groups = self.experts.groups(model.groups, before, split=split)
         joined = engine.stage > 0 or self.fused
         self._flat = {
@@ -112,8 +112,9 @@ class EnginePlan:
             for dp in range(engine.dp if engine.stage == ZERO3 else 1):
                 decisive = engine.stage != ZERO3 and not tp
                 states = partial(self.model_states, tp, dp)
-                same = like if dp > 1 and not self.values.ranks else None
-                like = self.file(self.model_file(tp, dp), states, same, last=decisive)
+                # Files of all ranks but the first have one size; only that has the tied names.
+                template = like if dp > 1 and not self.values.ranks else None
+                like = self.file(self.model_file(tp, dp), states, template, last=decisive)
                 if decisive:
                     last.append(like)
                 else:
@@ -121,8 +122,10 @@ class EnginePlan:
             for dp in range(engine.dp if engine.stage and self.model.groups else 0):
                 key = f"{engine.prefix}{dp}_mp_rank_{tp:02}_optim_states.pt"
                 decisive = engine.stage == ZERO3 and not dp and not tp
-                same = first.get(tp) if engine.stage == ZERO3 else None
-                file = self.file(key, partial(self._optimizer_states, tp, dp), same, last=decisive)
+                template = first.get(tp) if engine.stage == ZERO3 else None
+                file = self.file(
+                    key, partial(self._optimizer_states, tp, dp), template, last=decisive
+                )
                 first.setdefault(tp, file)
                 if decisive:
                     last.append(file)
@@ -219,9 +222,9 @@ class EnginePlan:
             if expert_of(name) is not None:
                 continue
             if engine.stage == ZERO3 and name not in self.buffers:
-                kept = info.dtype if name in self.frozen and info.dtype not in FLOATS else None
+                dtype = info.dtype if name in self.frozen and info.dtype not in FLOATS else None
                 module[name] = (
-                    empty if kept is None else SavedTensor(Storage(Span(kept, 0, ())), (0,))
+                    empty if dtype is None else SavedTensor(Storage(Span(dtype, 0, ())), (0,))
                 )
             else:
                 module[name] = self.shards.saved(name, info, tp, fill)
@@ -326,28 +329,28 @@ class UniversalPlan(EnginePlan):
         hypers = state[inner]["param_groups"]
         filled = ((i, flat) for i, flat in enumerate(self.flat()) if flat.dims)
         scalars = {i: _scalars(flat.group, next(iter(flat.dims))) for i, flat in filled}
-        kept = {k: v for k, v in state.items() if k not in _SHARDED}
+        not_sharded = {k: v for k, v in state.items() if k not in _SHARDED}
         common = {"state": {i: s for i, s in scalars.items() if s}, "param_groups": hypers}
-        return kept | {"optimizer_state_dict": common, "param_groups": hypers}
+        return not_sharded | {"optimizer_state_dict": common, "param_groups": hypers}
 
     def not_restored(self) -> tuple[str, ...]:
         """What DeepSpeed itself does not restore from the files."""
-        told: list[str] = []
+        notes: list[str] = []
         if names := [n for n in self.model.untrained(self.module) if self.module[n].size]:
             plural = "s" * (len(names) != 1)
-            told.append(
+            notes.append(
                 f"buffers and frozen parameters ({len(names)} tensor{plural}): written, but not "
                 "loaded by DeepSpeed"
             )
         decode = ValueDecoder({})
         hypers = [repr(decode.hyper(group.document)) for group in self.model.groups]
         if self.engine.stage == ZERO3 and len(set(hypers)) > 1:
-            told.append(
+            notes.append(
                 "hyper-parameters of optimizer groups after the first: written, but at stage 3 "
                 "DeepSpeed gives all "
                 "groups those of the first"
             )
-        return tuple(told)
+        return tuple(notes)
 
 
 def _scalars(group: OptimizerGroup, name: str) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def list_files(
         )
     models = cut
     if single:
-        models = _whole(prefix, single, "mp_rank_{0:02d}_model_states.pt")
+        models = _full_grid(prefix, single, "mp_rank_{0:02d}_model_states.pt")
     layers = _layers(prefix, [m for m in map(_LAYER.fullmatch, names) if m])
     experts, expert_optims = _experts(prefix, names, optimizer=optimizer)
     pointers = ("latest", "latest_universal") if tag else ()
@@ -234,7 +234,11 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
     for kind, ranks, wide in kinds:
         keys = ranks or ((_like(files.models[0][0], 0, 0, kind),),)
         there = {(m, r) for m, row in enumerate(ranks) for r in range(len(row))}
-        absent = (at for at in product(range(mp), range(wide)) if at not in there)
+        absent = (
+            coordinates
+            for coordinates in product(range(mp), range(wide))
+            if coordinates not in there
+        )
         missing = [_like(keys[0][0], m, r, kind) for m, r in absent]
         if missing:
             raise MissingData(
@@ -298,21 +302,24 @@ def _rank_grid(
         return ()
     name = f"{files[0][1] or ''}zero_pp_rank_{{1}}_mp_rank_{{0:02d}}_{files[0][4]}_states.pt"
     by_rank = {(_number(m[3]), _number(m[2])): m[0] for m in files}
-    return _whole(prefix, by_rank, name, copy_hint(weights=whole))
+    return _full_grid(prefix, by_rank, name, copy_hint(weights=whole))
 
 
-def _whole(
+def _full_grid(
     prefix: str, files: Mapping[tuple[int, int], str], name: str, hint: str = ""
 ) -> tuple[tuple[str, ...], ...]:
     """The files as a full grid of these two numbers; MissingData names those that are missing."""
     high, wide = (1 + max(key[i] for key in files) for i in (0, 1))
+    # One file with a huge number in its name must not make a list of all others.
     if high * wide > 4 * len(files) + _MAX_FILES:
         raise MissingData(
             f"{prefix}{name.format(0, 0)} and most of the {high * wide} files like it are missing",
             hint=hint or copy_hint(),
         )
-    absent = (at for at in product(range(high), range(wide)) if at not in files)
-    if missing := [prefix + name.format(*at) for at in absent]:
+    absent = (
+        coordinates for coordinates in product(range(high), range(wide)) if coordinates not in files
+    )
+    if missing := [prefix + name.format(*coordinates) for coordinates in absent]:
         raise MissingData(
             f"{first_names(missing, 10)} is missing, but files of higher ranks are present",
             hint=hint or copy_hint(),
@@ -353,13 +360,14 @@ def _experts(
     weights = [m for m in map(_EXPERT.fullmatch, names) if m]
     optims = [m for m in map(_EXPP.fullmatch, names) if m and optimizer]
     for m in (*weights, *optims):
+        # The last number in both names is the model-parallel rank.
         if _number(m[m.lastindex or 1]):
             raise _not_yet(
                 "expert parallelism together with tensor parallelism or pipelines", prefix + m[0]
             )
     by_rank = {(_number(m[1]), 0): m[0] for m in optims}
     name, hint = "expp_rank_{0}_mp_rank_00_optim_states.pt", copy_hint(weights=True)
-    keys = _whole(prefix, by_rank, name, hint) if by_rank else ()
+    keys = _full_grid(prefix, by_rank, name, hint) if by_rank else ()
     experts = {(_number(m[1]), _number(m[2])): prefix + m[0] for m in weights}
     return dict(sorted(experts.items())), tuple(chain(*keys))
 

@@ -296,8 +296,8 @@ def optimizer_tensors(trainer: EngineParts) -> tuple[OptimizerTensor, ...]:
         pairs = ((g, p, q) for g, lows in enumerate(groups) for p, q in zip(*lows, strict=True))
         return tuple(_one(trainer, *pair) for pair in pairs)
     if optimizer is inner:
-        own = ((g, p) for g, group in enumerate(inner.param_groups) for p in group["params"])
-        return tuple(_one(trainer, g, p, p) for g, p in own)
+        numbered = ((g, p) for g, group in enumerate(inner.param_groups) for p in group["params"])
+        return tuple(_one(trainer, g, p, p) for g, p in numbered)
     raise UnsupportedError(
         f"the optimizer {type(optimizer).__name__} cannot be saved or loaded yet",
         hint=(

@@ -135,18 +135,18 @@ class _EnginePlan:
         """Inspect the engine and match it with the checkpoint."""
         trust = self.options.trust
         self.trainer = trainer = inspect_engine(engine)
-        held = optimizer_tensors(trainer)
+        entries = optimizer_tensors(trainer)
         self.names = names = stored_names(ck, self.options.rename)
         stored = StoredStates(ck, names)
-        want_optimizer(self.wanted, trainer, held, stored, states=self.optimizer)
+        want_optimizer(self.wanted, trainer, entries, stored, states=self.optimizer)
         self.problems = self.wanted.problems
         self.client = ClientState(ck, names, group.rank, group.size, trust=trust)
         if self.optimizer and stored.trained:
-            groups, put_groups = fit_groups(held, trainer, ck, names)
+            groups, put_groups = fit_groups(entries, trainer, ck, names)
             parts, put_parts = fit_parts(trainer, ck, scheduler=self.scheduler, trust=trust)
             self.problems |= groups | parts
             self._puts += [put_groups, put_parts, fit_values(trainer, ck)]
-        optimized = {name for one in held for name in one.shapes}
+        optimized = {name for entry in entries for name in entry.shapes}
         weights = [*_weights(trainer, optimized), *locals_of_buffers(trainer)]
         self.targets = [*self.wanted.targets, *weights, *self.client.targets]
 
@@ -171,7 +171,7 @@ def _weights(trainer: EngineParts, optimized: set[str]) -> list[LocalShard]:
 # value.
 
 
-def make_states(held: OptimizerTensor) -> None:
+def make_states(entry: OptimizerTensor) -> None:
     """Create the optimizer's states of one tensor, as its first step would.
 
     Only the optimizer knows its states, so it makes a step on this tensor alone, as in ZeRO's own
@@ -179,28 +179,29 @@ def make_states(held: OptimizerTensor) -> None:
     unchanged. The counters that the step has increased are set when those of the checkpoint are
     read.
     """
-    optimizer = held.optimizer
+    optimizer = entry.optimizer
     real = optimizer.param_groups
-    group = real[held.group]
-    trial: dict[str, Any] = {**group, "params": [held.tensor]}
+    group = real[entry.group]
+    trial: dict[str, Any] = {**group, "params": [entry.tensor]}
     for option in ("lr", "weight_decay"):
         if option in trial:
             value = trial[option]
             trial[option] = torch.zeros_like(value) if torch.is_tensor(value) else 0.0
-    gradient = held.tensor.grad  # its memory is kept by an offloaded optimizer
-    held.tensor.grad = torch.zeros_like(held.tensor)
+    gradient = entry.tensor.grad  # its memory is kept by an offloaded optimizer
+    entry.tensor.grad = torch.zeros_like(entry.tensor)
     optimizer.param_groups = [trial]
     try:
         optimizer.step()
     finally:
         optimizer.param_groups = real
-        held.tensor.grad = gradient
+        entry.tensor.grad = gradient
+    # The step may have added an option to the group, such as FusedAdam's `step`.
     group.update({k: v for k, v in trial.items() if k not in group})
 
 
-def forget_states(held: OptimizerTensor) -> None:
+def forget_states(entry: OptimizerTensor) -> None:
     """Delete the optimizer's states of a tensor, so that its next step on it is the first."""
-    held.optimizer.state.pop(held.tensor, None)
+    entry.optimizer.state.pop(entry.tensor, None)
 
 
 @dataclass(frozen=True)
@@ -219,8 +220,8 @@ class StoredStates:
                 by_name = value
                 if not isinstance(value, Mapping):
                     by_name = dict.fromkeys(group.params, value)
-                for name, one in by_name.items():
-                    plain.setdefault(name, {})[state] = one
+                for name, number in by_name.items():
+                    plain.setdefault(name, {})[state] = number
         return plain
 
     @cached_property
@@ -254,7 +255,7 @@ class Counter:
     as plain numbers.
     """
 
-    held: OptimizerTensor
+    entry: OptimizerTensor
     state: str
     read: dict[str, torch.Tensor] = field(default_factory=dict)
     recorded: dict[str, Any] = field(default_factory=dict)
@@ -269,11 +270,11 @@ class Counter:
         """The problem if parameters that share the counter have different values in the checkpoint."""
         values = self.values
         first = next(iter(values))
-        other = next((n for n, v in values.items() if v != values[first]), None)
-        if other is None:
+        differing = next((n for n, v in values.items() if v != values[first]), None)
+        if differing is None:
             return None
         return (
-            f"{self.state} is {values[first]} for {first} and {values[other]} for {other}, but "
+            f"{self.state} is {values[first]} for {first} and {values[differing]} for {differing}, but "
             "this engine keeps one "
             "value for both: put them in separate groups, or use ZeRO 0 in fp32"
         )
@@ -281,11 +282,11 @@ class Counter:
     def put(self) -> None:
         """Set the counter."""
         value = next(iter(self.values.values()))
-        old = self.held.states[self.state]
-        if torch.is_tensor(old):
-            old.fill_(value)
+        current = self.entry.states[self.state]
+        if torch.is_tensor(current):
+            current.fill_(value)
         else:
-            self.held.states[self.state] = type(old)(value)
+            self.entry.states[self.state] = type(current)(value)
 
 
 @dataclass(slots=True)
@@ -293,14 +294,14 @@ class OptimizerTargets:
     """What the optimizer of this rank reads, and what is done then.
 
     `targets` are filled and `counters` set; `zeros` are set to zero and the states of `forgotten`
-    are deleted, as before a first step. `made` are the tensors whose states were created for this.
+    are deleted, as before a first step. `created` are the tensors whose states were created for this.
     """
 
     targets: list[LocalShard] = field(default_factory=list)
     counters: list[Counter] = field(default_factory=list)
     zeros: list[torch.Tensor] = field(default_factory=list)
     forgotten: list[OptimizerTensor] = field(default_factory=list)
-    made: list[OptimizerTensor] = field(default_factory=list)
+    created: list[OptimizerTensor] = field(default_factory=list)
     problems: Problems = field(default_factory=Problems)
 
     def count(self, stored: StoredStates) -> None:
@@ -316,8 +317,8 @@ class OptimizerTargets:
 
     def put(self) -> None:
         """Apply what was read."""
-        for held in self.forgotten:
-            forget_states(held)
+        for entry in self.forgotten:
+            forget_states(entry)
         for tensor in self.zeros:
             tensor.zero_()
         for counter in self.counters:
@@ -325,14 +326,14 @@ class OptimizerTargets:
 
     def undo(self) -> None:
         """Delete the states that were created."""
-        for held in self.made:
-            forget_states(held)
+        for entry in self.created:
+            forget_states(entry)
 
 
 def want_optimizer(
     wanted: OptimizerTargets,
     trainer: EngineParts,
-    held: Sequence[OptimizerTensor],
+    entries: Sequence[OptimizerTensor],
     stored: StoredStates,
     *,
     states: bool,
@@ -342,44 +343,44 @@ def want_optimizer(
     Missing states of the optimizer are created. If the checkpoint has states of some parameters
     only, the others are reset to their condition before the first step.
     """
-    if states and held and not stored.trained:
+    if states and entries and not stored.trained:
         lacking = "all optimizer states: the checkpoint contains only weights (optimizer=False loads these)"
         wanted.problems |= Problems(missing=(lacking,))
         states = False
-    for one in held:
-        for name in one.parts:
-            wanted.targets += _local(one, name, one.tensor, master_state(trainer, name, one))
+    for entry in entries:
+        for name in entry.parts:
+            wanted.targets += _local(entry, name, entry.tensor, master_state(trainer, name, entry))
         if states:
-            _want_states(wanted, one, stored)
+            _want_states(wanted, entry, stored)
     wanted.count(stored)
 
 
-def _want_states(wanted: OptimizerTargets, held: OptimizerTensor, stored: StoredStates) -> None:
-    if not any(map(stored.stepped, held.shapes)):
-        wanted.forgotten.append(held)
+def _want_states(wanted: OptimizerTargets, entry: OptimizerTensor, stored: StoredStates) -> None:
+    if not any(map(stored.stepped, entry.shapes)):
+        wanted.forgotten.append(entry)
         return
-    if not held.states:
-        wanted.made.append(held)
-        make_states(held)
-    for state, value in held.states.items():
+    if not entry.states:
+        wanted.created.append(entry)
+        make_states(entry)
+    for state, value in entry.states.items():
         if value is None:
             continue
-        of_scalar = held.whole and held.tensor.dim() == 0 and state != "step"
+        of_scalar = entry.whole and entry.tensor.dim() == 0 and state != "step"
         if torch.is_tensor(value) and (value.dim() or of_scalar):
-            for name in held.parts:
+            for name in entry.parts:
                 if stored.stepped(name):
-                    wanted.targets += _local(held, name, value, state)
+                    wanted.targets += _local(entry, name, value, state)
                 else:
-                    wanted.zeros += [local.tensor for local in _local(held, name, value, state)]
+                    wanted.zeros += [local.tensor for local in _local(entry, name, value, state)]
         else:
-            wanted.counters.append(_counter(held, state, stored))
+            wanted.counters.append(_counter(entry, state, stored))
 
 
-def _counter(held: OptimizerTensor, state: str, stored: StoredStates) -> Counter:
+def _counter(entry: OptimizerTensor, state: str, stored: StoredStates) -> Counter:
     """A counter, read for each parameter of which this rank holds a part, or else for one other."""
-    counter = Counter(held, state)
-    mine = list(filter(stored.stepped, held.parts))
-    for name in mine or list(filter(stored.stepped, held.shapes))[:1]:
+    counter = Counter(entry, state)
+    mine = list(filter(stored.stepped, entry.parts))
+    for name in mine or list(filter(stored.stepped, entry.shapes))[:1]:
         number = stored.number(name, state)
         if number is not None:
             counter.recorded[name] = number
@@ -388,6 +389,6 @@ def _counter(held: OptimizerTensor, state: str, stored: StoredStates) -> Counter
     return counter
 
 
-def _local(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> list[LocalShard]:
-    local = part_of(held, name, memory, state)
-    return [local] if held.whole else list(boxes_of(local))
+def _local(entry: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> list[LocalShard]:
+    local = part_of(entry, name, memory, state)
+    return [local] if entry.whole else list(boxes_of(local))

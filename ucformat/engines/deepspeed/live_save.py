@@ -76,11 +76,11 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
 
     trainer = inspect_engine(engine)
     _refuse_half_a_step(engine)
-    held = optimizer_tensors(trainer)
-    tensors = list(_tensors(trainer, held))
+    entries = optimizer_tensors(trainer)
+    tensors = list(_tensors(trainer, entries))
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
-    taken = {t.info.name for t in tensors} | trainer.buffers.keys()
-    plain, ranks, large = client_values(client_state or {}, taken)
+    names = {t.info.name for t in tensors} | trainer.buffers.keys()
+    plain, ranks, large = client_values(client_state or {}, names)
     objects = plain_values(trainer) | ({CLIENT: plain} if plain else {})
     if trainer.rank == 0:
         tensors += locals_of_buffers(trainer)
@@ -90,7 +90,7 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
         tensors=tuple(tensors),
         objects=objects,
         ranks=ranks,
-        groups=groups_of(trainer, held),
+        groups=groups_of(trainer, entries),
         aliases=dict(trainer.aliases),
         layout=trainer.layout,
         engine={"name": "deepspeed", "version": str(deepspeed.__version__)},
@@ -111,50 +111,50 @@ def _refuse_half_a_step(engine: Any) -> None:
         )
 
 
-def _tensors(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> Iterator[LocalShard]:
+def _tensors(trainer: EngineParts, entries: Sequence[OptimizerTensor]) -> Iterator[LocalShard]:
     """The states of each parameter, in the order of the module."""
-    mine: dict[str, list[OptimizerTensor]] = {name: [] for name in trainer.parameters}
-    for one in held:
+    by_name: dict[str, list[OptimizerTensor]] = {name: [] for name in trainer.parameters}
+    for entry in entries:
         # a rank also describes what it holds no elements of
-        for name in one.distributions or one.parts:
-            mine[name].append(one)
-    owned = {name: one for one in held for name in one.shapes}
+        for name in entry.distributions or entry.parts:
+            by_name[name].append(entry)
+    owners = {name: entry for entry in entries for name in entry.shapes}
     for name in trainer.parameters:
-        owner = owned.get(name)
+        owner = owners.get(name)
         if owner is None or master_state(trainer, name, owner) == "master":
             yield weight_of(trainer, name)
-        for one in mine[name]:
-            yield part_of(one, name, one.tensor, master_state(trainer, name, one))
-            for state, value in one.states.items():
+        for entry in by_name[name]:
+            yield part_of(entry, name, entry.tensor, master_state(trainer, name, entry))
+            for state, value in entry.states.items():
                 if torch.is_tensor(value):
-                    yield part_of(one, name, value, state)
+                    yield part_of(entry, name, value, state)
 
 
-def master_state(trainer: EngineParts, name: str, held: OptimizerTensor) -> str:
+def master_state(trainer: EngineParts, name: str, entry: OptimizerTensor) -> str:
     """Return the state under which the optimizer's copy of a parameter is stored."""
-    return "weight" if held.tensor.dtype == trainer.parameters[name].dtype else "master"
+    return "weight" if entry.tensor.dtype == trainer.parameters[name].dtype else "master"
 
 
-def part_of(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> LocalShard:
+def part_of(entry: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> LocalShard:
     """Return the part of a parameter's state that this rank holds in the optimizer.
 
     Raises:
         UnsupportedError: `memory` has neither the shape of the flat buffer nor a single value.
     """
     memory = memory.detach()
-    if memory.dim() == 0 or held.whole:
+    if memory.dim() == 0 or entry.whole:
         return local_of(name, state, memory)
-    if memory.shape != held.tensor.shape:
+    if memory.shape != entry.tensor.shape:
         raise UnsupportedError(
             f"the optimizer state {state!r} of {name} has shape {list(memory.shape)}, which "
             "differs from that of the "
-            f"flat buffer of {held.tensor.numel()} elements",
+            f"flat buffer of {entry.tensor.numel()} elements",
             hint="such optimizers can be saved and loaded with ZeRO 0 only",
         )
-    start, stop, offset = held.parts.get(name, (0, 0, 0))
-    info = TensorInfo(name, state, dtype_name(memory.dtype), held.shapes[name])
+    start, stop, offset = entry.parts.get(name, (0, 0, 0))
+    info = TensorInfo(name, state, dtype_name(memory.dtype), entry.shapes[name])
     part = memory.narrow(0, offset, stop - start)
-    return flat_local(info, part, start, stop, held.distributions.get(name))
+    return flat_local(info, part, start, stop, entry.distributions.get(name))
 
 
 def flat_local(
@@ -190,17 +190,19 @@ def locals_of_buffers(trainer: EngineParts) -> list[LocalShard]:
     return [local_of(name, "weight", buffer) for name, buffer in trainer.buffers.items()]
 
 
-def groups_of(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> tuple[dict[str, Any], ...]:
+def groups_of(
+    trainer: EngineParts, entries: Sequence[OptimizerTensor]
+) -> tuple[dict[str, Any], ...]:
     """The optimizer groups; `state` has the states that are plain numbers."""
     if trainer.inner is None:
         return ()
     groups = []
     for g, group in enumerate(trainer.inner.param_groups):
-        mine = [one for one in held if one.group == g]
+        mine = [entry for entry in entries if entry.group == g]
         hyper = {k: _number(v) for k, v in group.items() if k not in ("params", "param_names")}
-        entry = {"params": [name for one in mine for name in one.shapes], **hyper}
+        document = {"params": [name for entry in mine for name in entry.shapes], **hyper}
         state = _plain_state(mine)
-        groups.append(encode({**entry, "state": state} if state else entry, f"group {g}"))
+        groups.append(encode({**document, "state": state} if state else document, f"group {g}"))
     return tuple(groups)
 
 
@@ -215,16 +217,16 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _plain_state(held: Sequence[OptimizerTensor]) -> dict[str, Any]:
+def _plain_state(entries: Sequence[OptimizerTensor]) -> dict[str, Any]:
     """States that are plain numbers: one value if all have the same, else one for each name."""
     by_name: dict[str, dict[str, Any]] = {}
     stateful = 0
-    for one in held:
-        states = one.states
-        stateful += len(one.shapes) if states else 0
+    for entry in entries:
+        states = entry.states
+        stateful += len(entry.shapes) if states else 0
         for state, value in states.items():
             if not torch.is_tensor(value):
-                by_name.setdefault(state, {}).update(dict.fromkeys(one.shapes, value))
+                by_name.setdefault(state, {}).update(dict.fromkeys(entry.shapes, value))
     return {
         state: next(iter(values.values()))
         if len(values) == stateful and len(set(map(repr, values.values()))) == 1
@@ -290,12 +292,12 @@ def save(
     with group_for_call("save", url, timeout=timeout) as ranks:
         with ranks.sharing_errors():
             state = collect(engine, client_state)
-            given = cast("SaveArguments", dict(arguments))
-            if given.get("step") is None:
-                given["step"] = int(engine.global_steps)
-            if given.get("config") is None:
-                given["config"] = program_config(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
-            metadata, options = SaveMetadata.of(given), SaveOptions.of(str(url), given)
+            completed = cast("SaveArguments", dict(arguments))
+            if completed.get("step") is None:
+                completed["step"] = int(engine.global_steps)
+            if completed.get("config") is None:
+                completed["config"] = program_config(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
+            metadata, options = SaveMetadata.of(completed), SaveOptions.of(str(url), completed)
         return save_in_group(state, options, metadata, ranks)
 
 
@@ -317,8 +319,8 @@ def plain_values(trainer: EngineParts) -> dict[str, Any]:
     scaler = _scaler(trainer.optimizer)
     if scaler is not None:
         dynamic = {"dynamic": _is_dynamic(scaler)}
-        kept = {k: getattr(scaler, k) for k in SCALER if getattr(scaler, k, None) is not None}
-        values["optimizer"] = {"loss_scaler": dynamic | kept}
+        state = {k: getattr(scaler, k) for k in SCALER if getattr(scaler, k, None) is not None}
+        values["optimizer"] = {"loss_scaler": dynamic | state}
     return {name: encode(value, name) for name, value in values.items()}
 
 
@@ -334,9 +336,9 @@ def stateful(engine: Any) -> dict[str, Any]:
 
 def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the submodules that define `get_extra_state`, with the key of this state in a state dict."""
-    own = torch.nn.Module.get_extra_state
+    default = torch.nn.Module.get_extra_state
     for path, part in module.named_modules():
-        if type(part).get_extra_state is not own:
+        if type(part).get_extra_state is not default:
             yield (f"{path}._extra_state" if path else "_extra_state"), part
 
 
@@ -428,7 +430,10 @@ _ADDED = frozenset(("initial_lr", "step"))
 
 
 def fit_groups(
-    held: Sequence[OptimizerTensor], trainer: EngineParts, ck: Checkpoint, names: Mapping[str, str]
+    entries: Sequence[OptimizerTensor],
+    trainer: EngineParts,
+    ck: Checkpoint,
+    names: Mapping[str, str],
 ) -> tuple[Problems, Put]:
     """Match optimizer groups with stored hyper-parameters, by the names of their parameters.
 
@@ -442,7 +447,9 @@ def fit_groups(
     missing, others = [], []
     fitting: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for number, group in enumerate(trainer.inner.param_groups if trainer.inner is not None else ()):
-        members = [names.get(n, n) for one in held if one.group == number for n in one.shapes]
+        members = [
+            names.get(n, n) for entry in entries if entry.group == number for n in entry.shapes
+        ]
         label = f"optimizer group {number}"
         hypers = [_hyper(stored[n], group) for n in members if n in stored]
         if members and not hypers:
@@ -488,15 +495,15 @@ def fit_parts(
         except KeyError:
             problems |= Problems(missing=(f"the object {name}{_HINTS.get(name, '')}",))
         except UcformatError as error:
-            told = f"the object {name}: {error.message}{_HINTS.get(name, '')}"
-            problems |= Problems(others=(told,))
-    kept = ck.objects.get("module") or {}
+            problem = f"the object {name}: {error.message}{_HINTS.get(name, '')}"
+            problems |= Problems(others=(problem,))
+    extra = ck.objects.get("module") or {}
     for key, module in with_extra_state(trainer.engine.module):
-        if key not in kept:
+        if key not in extra:
             problems |= Problems(missing=(f"the extra state {key}",))
             continue
         try:
-            fitting.append((module.set_extra_state, decode(kept[key], trust=trust)))
+            fitting.append((module.set_extra_state, decode(extra[key], trust=trust)))
         except UcformatError as error:
             problems |= Problems(others=(f"the extra state {key}: {error.message}",))
 
@@ -554,8 +561,8 @@ class ClientState:
         self.ranks: dict[str, Sequence[Any]] = {
             k: LazySequence(partial(self._decoded, values)) for k, values in saved.items()
         }
-        own = ((k, values[rank]) for k, values in saved.items() if len(values) == ranks)
-        self._own = {k: self._filled(decode(value, trust=trust)) for k, value in own}
+        of_this_rank = ((k, values[rank]) for k, values in saved.items() if len(values) == ranks)
+        self._own = {k: self._filled(decode(value, trust=trust)) for k, value in of_this_rank}
 
     def _decoded(self, values: Sequence[Any]) -> list[Any]:
         return [decode(v, trust=self._trust) for v in values]

@@ -169,8 +169,8 @@ def _alike_values(one: Any, other: Any) -> bool:
     """Whether two values may be alike: of one type, tensors of one dtype and number of dims."""
     if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
         return type(one) is type(other)
-    same = one.dtype == other.dtype or not (one.readable and other.readable)
-    return same and len(one.shape) == len(other.shape)
+    same_dtype = one.dtype == other.dtype or not (one.readable and other.readable)
+    return same_dtype and len(one.shape) == len(other.shape)
 
 
 def _described(states: Mapping[str, Any]) -> str:
@@ -258,13 +258,15 @@ class ModelStates:
     def adopt_after(self, prefix: str, tensors: dict[str, tuple[StoredTensor, TorchFile]]) -> None:
         """Add tensors of other files after the module's last with a prefix, or else at the end."""
         places = (i + 1 for i, name in enumerate(self.module) if name.startswith(prefix))
-        at = max(places, default=len(self.module))
+        index = max(places, default=len(self.module))
         duplicate = next((name for name in tensors if name in self.module), None)
         if duplicate is not None:
             raise IntegrityError(f"{duplicate} is in {self.key} and in {tensors[duplicate][1].key}")
         self._homes.update((name, home) for name, (_, home) in tensors.items())
         items = list(self.module.items())
-        self.module = dict([*items[:at], *((n, t) for n, (t, _) in tensors.items()), *items[at:]])
+        self.module = dict(
+            [*items[:index], *((n, t) for n, (t, _) in tensors.items()), *items[index:]]
+        )
 
     def home(self, name: str) -> TorchFile:
         """The file that holds a tensor of the module."""
@@ -305,8 +307,8 @@ class ModelStates:
         if zero3:
             return dict(shared or {})
         if shared:
-            same = {a: b for a, b in shared.items() if self._same(a, b)}
-            return {a: same.get(b, b) for a, b in same.items()}
+            confirmed = {a: b for a, b in shared.items() if self._is_same_tensor(a, b)}
+            return {a: confirmed.get(b, b) for a, b in confirmed.items()}
         if self.param_shapes is not None:
             return {}
         first: dict[tuple[str, StoredTensor], str] = {}
@@ -318,9 +320,9 @@ class ModelStates:
                 names[name] = first[where]
         return names
 
-    def _same(self, a: str, b: str) -> bool:
-        one, other = self.module.get(a), self.module.get(b)
-        if one is None or one != other or self.home(a).key != self.home(b).key:
+    def _is_same_tensor(self, alias: str, name: str) -> bool:
+        one, other = self.module.get(alias), self.module.get(name)
+        if one is None or one != other or self.home(alias).key != self.home(name).key:
             return False
         return one.size > 0 and one.readable
 
@@ -389,7 +391,7 @@ class Objects:
     def json(self) -> dict[str, Any]:
         """All objects."""
         first: dict[str, Any] = {}
-        others = {}
+        by_rank = {}
         for rank in self._models:
             theirs = self._of_rank(rank)
             if self._optimizers.get(rank):
@@ -402,9 +404,9 @@ class Objects:
                 if key in differing and key in first:
                     differing[key] = _difference(differing[key], first[key])
             if differing:
-                others[rank] = differing
-        if others:
-            first["rank"] = others
+                by_rank[rank] = differing
+        if by_rank:
+            first["rank"] = by_rank
         if self._not_stored:
             first["not_stored"] = self._not_stored
         return first
@@ -428,9 +430,9 @@ class Objects:
         """Add a large tensor to the checkpoint's, once if all ranks have it; its name."""
         model = self._models[rank]
         crc32 = model.file.crc32(tensor)
-        same = self._spilled.get(path)
-        if rank and same and crc32 and same[1] == crc32 and _form(same[0]) == _form(tensor):
-            return same[2]
+        first = self._spilled.get(path)
+        if rank and first and crc32 and first[1] == crc32 and _form(first[0]) == _form(tensor):
+            return first[2]
         prefix = f"rank{rank}." if rank.isdigit() else f"{rank}." if rank else ""
         name = self._contents.add_large(prefix + path, model.file, tensor)
         if not rank:

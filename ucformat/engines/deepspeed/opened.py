@@ -39,22 +39,24 @@ class OpenDeepSpeed(IndexedSource):
     kind = "deepspeed"
     part = ""  # there is a file for each of the ranks that the files record
 
-    def __init__(self, store: Store, files: TagFiles, how: DeepSpeedSourceOptions) -> None:
+    def __init__(self, store: Store, files: TagFiles, options: DeepSpeedSourceOptions) -> None:
         self.store = store
         self._files = files
         self._opened: dict[str, TorchFile] = {}
 
         def load(key: str, opened: dict[str, TorchFile] = self._opened) -> TorchFile:
-            file = opened[key] = TorchFile(store, key, allow=how.allow)
+            file = opened[key] = TorchFile(store, key, allow=options.allow)
             return file
 
-        degrees, stages = _read(load, files, how)
-        models = [model for one in chain(*stages) for model in one.models]
-        resolver = ShardingResolver(models, degrees.tp, how.layout, how.vocab, how.cuts)
+        degrees, stages = _read(load, files, options)
+        models = [model for rank_slice in chain(*stages) for model in rank_slice.models]
+        resolver = ShardingResolver(models, degrees.tp, options.layout, options.vocab, options.cuts)
         merged = Merged(store, stages, resolver)
         contents = self.contents = merged.contents
         contents.groups = merge_groups(stages)
-        optimizers = {one.label: one.contents.optimizer for one in chain(*stages)}
+        optimizers = {
+            rank_slice.label: rank_slice.contents.optimizer for rank_slice in chain(*stages)
+        }
         not_stored = list(dict.fromkeys(name for slices in stages for name in slices[0].not_stored))
         objects = Objects(
             models_by_label(degrees, stages), optimizers, contents, not_stored
@@ -82,22 +84,22 @@ class OpenDeepSpeed(IndexedSource):
 
 
 def _read(
-    load: Callable[[str], TorchFile], files: TagFiles, how: DeepSpeedSourceOptions
+    load: Callable[[str], TorchFile], files: TagFiles, options: DeepSpeedSourceOptions
 ) -> tuple[ParallelDegrees, list[list[Slice]]]:
     """The checkpoint's slices by pipeline stage and tensor-parallel rank."""
-    if files.zero3 and not how.optimizer:
+    if files.zero3 and not options.optimizer:
         raise UsageError(
             f"{files.models[0][0]} is of ZeRO 3, which stores the weights in the optimizer's files",
             hint=f"leave out {option_text('optimizer')}",
         )
     first = ModelStates(load(files.models[0][0]))
     # before opening others, which may not belong to it
-    degrees = ParallelDegrees.of(files, first, optimizer=how.optimizer)
-    others = [row[not m :] for m, row in enumerate(files.models)]
-    rows = [[ModelStates(file) for file in row] for row in load_all(load, others)]
+    degrees = ParallelDegrees.of(files, first, optimizer=options.optimizer)
+    other_keys = [row[not m :] for m, row in enumerate(files.models)]
+    rows = [[ModelStates(file) for file in row] for row in load_all(load, other_keys)]
     rows[0].insert(0, first)
     grid = [[rows[p * degrees.tp + t] for t in range(degrees.tp)] for p in range(degrees.pp)]
-    names: list[Sequence[Sequence[str]] | None] = [how.groups] * degrees.pp
+    names: list[Sequence[Sequence[str]] | None] = [options.groups] * degrees.pp
     ties: dict[str, str] = {}
     if first.in_layers:
         opened = dict(zip(files.layers, load_all(load, files.layers.values()), strict=True))
@@ -107,7 +109,7 @@ def _read(
             if models[0].param_shapes is not None:
                 adopt_layers(models, layers)
             else:
-                names, ties = names_of_stages(models, layers, how.groups)
+                names, ties = names_of_stages(models, layers, options.groups)
     experts = None
     if files.experts or first.value.get("num_experts"):
         if degrees.pp * degrees.tp > 1 or files.zero3:
@@ -116,15 +118,15 @@ def _read(
             )
         weights = [row[0] for row in load_all(load, [[key] for key in files.experts.values()])]
         experts = adopt_experts(first, dict(zip(files.experts, weights, strict=True)), degrees.dp)
-        has_optimizer = first.value.get("optimizer") is not None and how.optimizer
+        has_optimizer = first.value.get("optimizer") is not None and options.optimizer
         if first.param_shapes is None and has_optimizer:
-            return degrees, _expert_stages(files, load, experts, first, how)
+            return degrees, _expert_stages(files, load, experts, first, options)
     shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
     optims = files.optims or ((),) * len(rows)
-    reader = SliceReader(load, files.zero3, experts, how.optimizer)
+    reader = SliceReader(load, files.zero3, experts, options.optimizer)
 
-    def read(at: tuple[int, int]) -> Slice:
-        p, t = at
+    def read(coordinate: tuple[int, int]) -> Slice:
+        p, t = coordinate
         return reader.read(
             grid[p][t],
             optims[p * degrees.tp + t],
@@ -135,10 +137,11 @@ def _read(
 
     stages: list[list[Slice]] = []
     for p in range(degrees.pp):
-        one = read((p, 0))
-        if one.stage == 0 and one.contents.groups:
-            names[p] = [group.names for group in one.contents.groups]
-        stages.append([one, *map_io(read, [(p, t) for t in range(1, degrees.tp)])])
+        rank_slice = read((p, 0))
+        # The names that were derived for the first rank hold for the stage's other ranks.
+        if rank_slice.stage == 0 and rank_slice.contents.groups:
+            names[p] = [group.names for group in rank_slice.contents.groups]
+        stages.append([rank_slice, *map_io(read, [(p, t) for t in range(1, degrees.tp)])])
     stages[0][0].aliases.update(ties)
     return degrees, stages
 
@@ -148,7 +151,7 @@ def _expert_stages(
     load: Callable[[str], TorchFile],
     experts: Experts,
     first: ModelStates,
-    how: DeepSpeedSourceOptions,
+    options: DeepSpeedSourceOptions,
 ) -> list[list[Slice]]:
     """Under ZeRO 0 each expert-parallel rank is a slice; shared tensors agree as across stages."""
     degree = len(files.expert_optims)
@@ -158,15 +161,17 @@ def _expert_stages(
     for rank, file in enumerate(opened):
         model = expert_model(first, file, experts, degree, rank)
         label = f"ep{rank}" if rank else ""
-        names = how.groups and [
-            [n for n in group if experts.locally(n, degree, rank)] for group in how.groups
+        names = options.groups and [
+            [n for n in group if experts.is_on(n, degree, rank)] for group in options.groups
         ]
-        one = SliceReader(load).read([model], (), label, names=names)
+        rank_slice = SliceReader(load).read([model], (), label, names=names)
         if rank:
-            one.contents.forget(key for key in stages[0][0].contents.infos if key.state == "weight")
+            rank_slice.contents.forget(
+                key for key in stages[0][0].contents.infos if key.state == "weight"
+            )
         else:
-            one.models = [first]  # only the first has more than that
-        stages.append([one])
+            rank_slice.models = [first]  # only the first has more than that
+        stages.append([rank_slice])
     return stages
 
 
@@ -196,8 +201,8 @@ class Merged:
         self.means: dict[Key, tuple[Key, ...]] = {}
         self._store, self._resolver = store, resolver
         self._homes: dict[str, Sequence[Slice]] = {}  # the first stage that holds a parameter
-        for one in chain(*stages):
-            self.contents.unreadable |= one.contents.unreadable
+        for rank_slice in chain(*stages):
+            self.contents.unreadable |= rank_slice.contents.unreadable
         shapes = [_shapes(stage, self.contents.unreadable) for stage in stages]
         described = (name for slices in stages for name in slices[0].model.described)
         resolver.recognise({n: parts for each in shapes for n, parts in each.items()}, described)
@@ -217,7 +222,7 @@ class Merged:
                 self.contents.unreadable[key] = reason
             elif key not in first.large:
                 self._add(key, slices, shapes[key.name], shardings[key.name])
-        for contents in (one.contents for one in slices):
+        for contents in (rank_slice.contents for rank_slice in slices):
             for key in contents.large:
                 self.contents.put(contents.infos[key], contents.locate[key])
 
@@ -234,29 +239,29 @@ class Merged:
             self._put(local.infos[key], local.locate[key])
             return
         infos = [s.contents.infos[key] for s in slices]
-        own = tuple(info.shape for info in infos)
+        own_shapes = tuple(info.shape for info in infos)
         if len({info.dtype for info in infos}) > 1:
             raise IntegrityError(
                 f"{key} has the dtypes {', '.join(sorted({i.dtype for i in infos}))}", hint=_MIXED
             )
-        if own != shapes:
+        if own_shapes != shapes:
             whole = len(sharding.regions[0]) == 1 and len(set(sharding.regions)) == 1
-            if not whole and any(own):
+            if not whole and any(own_shapes):
                 raise UnsupportedError(
-                    f"{key} of the parts {[list(s) for s in own]} belongs to a parameter of the "
+                    f"{key} of the parts {[list(s) for s in own_shapes]} belongs to a parameter of the "
                     "parts "
                     f"{[list(s) for s in shapes]}: states of factored optimizers are means over "
                     "a rank's part, and "
                     "are not read under tensor parallelism",
                     hint="read the weights and masters alone",
                 )
-            sharding = replicate(own)
+            sharding = replicate(own_shapes)
         info = TensorInfo(key.name, key.state, infos[0].dtype, sharding.shape)
-        if sharding.mean and own == shapes:
+        if sharding.mean and own_shapes == shapes:
             parts = tuple(key.partial(t) for t in range(len(slices)))
             self._put(info, lambda _: _refuse_mean(key, parts))
-            for part, one in zip(parts, slices, strict=True):
-                self.contents.locate.setdefault(part, one.contents.locate[key])
+            for part, rank_slice in zip(parts, slices, strict=True):
+                self.contents.locate.setdefault(part, rank_slice.contents.locate[key])
             self.means[key] = parts
             return
         if sharding.scaled:
@@ -272,13 +277,13 @@ class Merged:
     def _put(self, info: TensorInfo, locate: Locate) -> None:
         """Add a stage's tensor; copies in several stages must be equal."""
         key = info.key
-        old = self.contents.infos.get(key)
-        if old is None:
+        earlier = self.contents.infos.get(key)
+        if earlier is None:
             self.contents.put(info, locate)
             return
-        if old != info:
+        if earlier != info:
             raise IntegrityError(
-                f"{key} is {old.dtype} {list(old.shape)} in one pipeline stage and {info.dtype} "
+                f"{key} is {earlier.dtype} {list(earlier.shape)} in one pipeline stage and {info.dtype} "
                 f"{list(info.shape)} "
                 "in another",
                 hint=_MIXED,
@@ -335,8 +340,8 @@ class _MergedTensor:
         self._key = key or info.key  # of the local tensors
         owners: dict[Box, tuple[int, BoxPair]] = {}
         self._replicas: dict[Box, list[tuple[int, BoxPair]]] = {}
-        for rank, own in enumerate(regions):
-            for region in own:
+        for rank, rank_regions in enumerate(regions):
+            for region in rank_regions:
                 box = region.target
                 if box in owners:
                     self._replicas.setdefault(box, [owners[box]]).append((rank, region))
@@ -377,25 +382,27 @@ def _shapes(slices: Sequence[Slice], unreadable: Collection[Key]) -> dict[str, S
     return {name: tuple(_shape(s, name) for s in slices) for name in names}
 
 
-def _shape(one: Slice, name: str) -> tuple[int, ...]:
+def _shape(rank_slice: Slice, name: str) -> tuple[int, ...]:
     """The shape of the local part of a parameter."""
-    infos = one.contents.infos
+    infos = rank_slice.contents.infos
     for state in ("weight", "master"):
         if Key(name, state) in infos:
             return infos[Key(name, state)].shape
-    shape = one.model.described.get(name)
+    shape = rank_slice.model.described.get(name)
     return next(i.shape for k, i in infos.items() if k.name == name) if shape is None else shape
 
 
 def _check_same_tensors(slices: Sequence[Slice], unreadable: Collection[Key]) -> None:
     """All tensor-parallel ranks of a stage hold parts of the same tensors, if they can be read."""
     first = slices[0].contents
-    for one in slices[1:]:
-        theirs = one.contents.infos.keys() - one.contents.large.keys()
+    for rank_slice in slices[1:]:
+        theirs = rank_slice.contents.infos.keys() - rank_slice.contents.large.keys()
         unshared = (first.infos.keys() - first.large.keys()) ^ theirs
         if unshared := unshared.difference(unreadable):
             key = min(unshared)
-            there, not_there = (slices[0], one) if key in first.infos else (one, slices[0])
+            there, not_there = (
+                (slices[0], rank_slice) if key in first.infos else (rank_slice, slices[0])
+            )
             raise IntegrityError(
                 f"{there.model.key} or its optimizer has {key}, that of {not_there.model.key} "
                 "does not"
@@ -430,10 +437,10 @@ def merge_groups(stages: Sequence[Sequence[Slice]]) -> list[Group]:
     for slices in stages:
         groups = slices[0].contents.groups
         described = [(g.names, g.hyper) for g in groups]
-        for one in slices[1:]:
-            if [(g.names, g.hyper) for g in one.contents.groups] != described:
+        for rank_slice in slices[1:]:
+            if [(g.names, g.hyper) for g in rank_slice.contents.groups] != described:
                 raise IntegrityError(
-                    f"the optimizer groups of {slices[0].model.key} and {one.model.key} differ",
+                    f"the optimizer groups of {slices[0].model.key} and {rank_slice.model.key} differ",
                     hint=_MIXED,
                 )
         for group, into in zip(groups, _partners(merged, groups), strict=True):
@@ -454,9 +461,9 @@ def _partners(merged: Sequence[Group], groups: Sequence[Group]) -> list[Group | 
         return list(merged)
     partners: list[Group | None] = []
     for group in groups:
-        same = [other for other in merged if _same_options(other, group)]
-        alone = sum(_same_options(other, group) for other in groups) == 1
-        partners.append(same[0] if alone and len(same) == 1 else None)
+        alike = [candidate for candidate in merged if _same_options(candidate, group)]
+        alone = sum(_same_options(candidate, group) for candidate in groups) == 1
+        partners.append(alike[0] if alone and len(alike) == 1 else None)
     return partners
 
 

@@ -156,8 +156,8 @@ class TensorParallelInfo:
 
     def is_default(self, name: str) -> bool:
         """Whether no pattern matches a parameter, so that it is joined along dim 0."""
-        others = (self._sub, self._affine, self._unsupported)
-        every: tuple[Patterns[Any], ...] = (*self._lists.values(), *others)
+        other_patterns = (self._sub, self._affine, self._unsupported)
+        every: tuple[Patterns[Any], ...] = (*self._lists.values(), *other_patterns)
         return not any(patterns.find(name) for patterns in every)
 
     def is_replicated(self, name: str) -> bool:
@@ -290,8 +290,8 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
             if len(ranks[rank]["pieces"]) > _PIECES:
                 raise UnsupportedError(f"an affine map has more than {_PIECES} pieces")
             for piece in ranks[rank]["pieces"]:
-                at, to = ((int(o), _sizes(s)) for o, s in (piece["source"], piece["dest"]))
-                parts += strided_regions(shape, local, _sizes(piece["shape"]), at, to)
+                source, target = ((int(o), _sizes(s)) for o, s in (piece["source"], piece["dest"]))
+                parts += strided_regions(shape, local, _sizes(piece["shape"]), source, target)
                 scaled = scaled or float(piece.get("scale", 1.0)) != 1.0
             info = TensorInfo("the part of a rank", "weight", "uint8", local)
             prove(info, enumerate(part.box for part in parts))

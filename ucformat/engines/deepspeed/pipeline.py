@@ -88,9 +88,9 @@ class _StageLayers:
         self._last = len(models) - 1
 
     def _add_tied(self, stage: int, name: str, shape: tuple[int, ...] | None) -> None:
-        key, _, rest = name.removeprefix(_TIED).partition(".")
+        key, _, inner = name.removeprefix(_TIED).partition(".")
         if shape is not None:
-            self.tied.setdefault(key, {})[rest] = shape
+            self.tied.setdefault(key, {})[inner] = shape
         if stage not in self.holders.setdefault(key, []):
             self.holders[key].append(stage)
 
@@ -98,12 +98,12 @@ class _StageLayers:
         """The stage of a layer, and the key of the tied module that it is, if any."""
         if layer.number in self.stage_of:
             return self.stage_of[layer.number], None
-        at = bisect_right(self._numbers, layer.number)
-        before = self.stage_of[self._numbers[at - 1]] if at else 0
+        index = bisect_right(self._numbers, layer.number)
+        before = self.stage_of[self._numbers[index - 1]] if index else 0
         key = _tied_key(layer, self.tied)
         if key is None:
             return before, None
-        after = self.stage_of[self._numbers[at]] if at < len(self._numbers) else self._last
+        after = self.stage_of[self._numbers[index]] if index < len(self._numbers) else self._last
         between = (stage for stage in self.holders[key] if before <= stage <= after)
         return next(between, self.holders[key][0]), key
 
@@ -139,6 +139,7 @@ def same_bytes(one: Layer, other: Layer, name: str) -> bool:
     a, b = one.tensors.get(name), other.tensors.get(name)
     if a is None or b is None or (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
         return False
+    # A checksum is that of a whole storage, of which these are different parts.
     if (a.offset, a.numel) != (b.offset, b.numel):
         return one.file.read(a) == other.file.read(b)
     sums = one.file.crc32(a), other.file.crc32(b)
@@ -147,8 +148,8 @@ def same_bytes(one: Layer, other: Layer, name: str) -> bool:
 
 def _tied_key(layer: Layer, tied: Mapping[str, Mapping[str, tuple[int, ...]]]) -> str | None:
     """The tied module in a layer that no stage knows by its number; None if none."""
-    own = {name: tensor.shape for name, tensor in layer.tensors.items()}
-    fitting = [key for key, shapes in tied.items() if shapes.items() <= own.items()]
+    own_shapes = {name: tensor.shape for name, tensor in layer.tensors.items()}
+    fitting = [key for key, shapes in tied.items() if shapes.items() <= own_shapes.items()]
     if len(fitting) > 1:
         raise IntegrityError(
             f"{layer.file.key} may be any of the tied modules {', '.join(fitting)}: they have "
@@ -207,11 +208,14 @@ def names_of_stages(
     if groups is not None:
         names = _names_by_stage(models, groups)
         for model, of_stage in zip(models, names, strict=True):
-            mine = {name.partition(".")[0] for group in of_stage for name in group}
-            own = [layer for layer in layers if str(ties.get(layer.number, layer.number)) in mine]
-            _adopt(model, own, ties)
+            numbers = {name.partition(".")[0] for group in of_stage for name in group}
+            own_layers = [
+                layer for layer in layers if str(ties.get(layer.number, layer.number)) in numbers
+            ]
+            _adopt(model, own_layers, ties)
         _adopt_rest(models, layers, ties)
         return list(names), _aliases(layers, ties)
+    # Two are enough to know that the first is not the only one.
     splits = list(islice(_splits(models, layers, ties, 0, 0), 2))
     if len(splits) != 1:
         raise UsageError(
@@ -241,12 +245,12 @@ def _splits(
     ends = [len(layers)] if stage == len(models) - 1 else range(first + 1, len(layers))
     for last in ends:
         inside = {ties.get(layer.number, layer.number) for layer in layers[first:last]}
-        others = [i for i, layer in enumerate(layers) if layer.number not in inside]
-        for extra in (None, *others):
+        outside = [i for i, layer in enumerate(layers) if layer.number not in inside]
+        for extra in (None, *outside):
             mine = [*_tied_first(layers, first, last, extra, ties)]
             if _fits(models[stage], entries, mine, ties):
-                for rest in _splits(models, layers, ties, stage + 1, last):
-                    yield [(first, last, extra), *rest]
+                for remaining in _splits(models, layers, ties, stage + 1, last):
+                    yield [(first, last, extra), *remaining]
                 break
 
 
@@ -301,13 +305,13 @@ def _adopt_rest(
 ) -> None:
     """Layers of which no parameter is trained."""
     adopted = {name for model in models for name in model.module}
-    rest = [x for x in layers if adopted.isdisjoint(n for _, n, _ in _named([x], ties))]
-    _adopt(models[0], rest, ties)
+    untrained = [x for x in layers if adopted.isdisjoint(n for _, n, _ in _named([x], ties))]
+    _adopt(models[0], untrained, ties)
 
 
 def _names_by_stage(models: Sequence[ModelStates], groups: Sequence[Sequence[str]]) -> list[Names]:
     """The caller's names by stage, each of which takes as many as its optimizer has entries."""
-    at = [0] * len(groups)
+    starts = [0] * len(groups)
     out: list[Names] = []
     for model in models:
         entries = entries_of(model)
@@ -315,12 +319,14 @@ def _names_by_stage(models: Sequence[ModelStates], groups: Sequence[Sequence[str
             raise UsageError(
                 f"{model.key}: its optimizer has other groups than the {len(groups)} that are given"
             )
-        out.append([list(groups[g][at[g] : at[g] + len(group)]) for g, group in enumerate(entries)])
+        out.append(
+            [list(groups[g][starts[g] : starts[g] + len(group)]) for g, group in enumerate(entries)]
+        )
         for g, group in enumerate(entries):
-            at[g] += len(group)
-    if at != [len(group) for group in groups]:
+            starts[g] += len(group)
+    if starts != [len(group) for group in groups]:
         raise UsageError(
-            f"{models[0].key}: {[len(g) for g in groups]} names are given for groups of {at} "
+            f"{models[0].key}: {[len(g) for g in groups]} names are given for groups of {starts} "
             "entries over all stages",
             hint=(
                 "a tied module's parameters are listed in each stage that has it, before those "
@@ -337,8 +343,8 @@ def _ties(layers: Sequence[Layer]) -> dict[int, int]:
         for earlier in layers[:i]:
             if earlier.number in out or not layer.tensors or earlier.form != layer.form:
                 continue
-            same = all(same_bytes(earlier, layer, n) for n in layer.tensors)
-            if same and any(_varies(layer, n) for n in layer.tensors):
+            equal = all(same_bytes(earlier, layer, n) for n in layer.tensors)
+            if equal and any(_varies(layer, n) for n in layer.tensors):
                 out[layer.number] = earlier.number
                 break
     return out

@@ -54,8 +54,8 @@ class ShardingResolver:
         recorded = info.get("original_vocab_size") if isinstance(info, dict) else None
         if vocab is None and isinstance(recorded, int):
             self._vocab = recorded
-        given = (layout_of_cuts(cuts, ranks), _layout_of(layout, ranks))
-        self._layouts = [one for one in given if one is not None]
+        layouts = (layout_of_cuts(cuts, ranks), _layout_of(layout, ranks))
+        self._layouts = [candidate for candidate in layouts if candidate is not None]
         self._sizes = ModelSizes.of(described_by.value)
         self._shapes: Mapping[str, Shapes] = {}
         self._described: list[str] = []
@@ -120,8 +120,8 @@ class ShardingResolver:
         verdicts: dict[str, Verdict] = {}
         if self.info and self._ranks > 1:
             alike = [n for n, s in shapes.items() if len(set(s)) == 1 and s[0]]
-            asked = [n for n in alike if self.info.is_default(n)]
-            verdicts.update(zip(asked, map_io(verdict, asked), strict=True))
+            unmatched = [n for n in alike if self.info.is_default(n)]
+            verdicts.update(zip(unmatched, map_io(verdict, unmatched), strict=True))
 
         def compared(name: str) -> Verdict:
             if name not in verdicts:
@@ -142,11 +142,11 @@ class ShardingResolver:
             return Doubt(name, shapes, cut(0), cut(1)) if is_turned else joined
         if whole is False:
             return joined.because("the rows that the arguments record")
-        same = self.info.strip(name, replicate(shapes))
+        replica = self.info.strip(name, replicate(shapes))
         if whole:
-            return same.because("the rows that the arguments record")
+            return replica.because("the rows that the arguments record")
         if compared == "equal" and self._equal_means_replica(verdict):
-            return same.because("equal bytes, while those of sharded parameters differ")
+            return replica.because("equal bytes, while those of sharded parameters differ")
         return Doubt(name, shapes, "replicate", cut(0))
 
     def _equal_means_replica(self, verdict: Callable[[str], Verdict]) -> bool:
@@ -181,9 +181,9 @@ class ShardingResolver:
     ) -> TPSharding | Doubt | None:
         """The sharding that the caller or the checkpoint gives."""
         for layout in self._layouts:
-            given = self._placed(layout, name, shapes)
-            if given is not None:
-                return given.because("the given layout")
+            placed = self._placed(layout, name, shapes)
+            if placed is not None:
+                return placed.because("the given layout")
         if name in buffers and self._ranks > 1 and self.info and self.info.is_default(name):
             # patterns describe parameters only
             if len(set(shapes)) == 1 and verdict(name) != "different":
@@ -203,8 +203,8 @@ class ShardingResolver:
         if placed is None or len(set(shapes)) > 1:
             return placed
         targets = {region.target for regions in placed.regions for region in regions}
-        same = len(targets) == len(placed.regions[0])
-        if verdict(name) == ("different" if same else "equal"):
+        replicated = len(targets) == len(placed.regions[0])
+        if verdict(name) == ("different" if replicated else "equal"):
             return Doubt(name, shapes, "replicate", cut(0))
         return placed.because("its family")
 
@@ -215,17 +215,17 @@ class ShardingResolver:
             if match is None or not rule.has_state("weight"):
                 continue
             placed = place(layout.meshes[rule.mesh] if rule.mesh else layout.mesh, [(rule, match)])
-            others = any(axes_of(p) not in ((), (TP,)) for p in rule.place)
-            if placed.flat or placed.holders or others:
+            has_other_axes = any(axes_of(p) not in ((), (TP,)) for p in rule.place)
+            if placed.flat or placed.holders or has_other_axes:
                 raise LayoutError(f"{rule} uses another axis than {TP!r}")
             if placed.partial:
                 return mean(shapes)
             if not placed.shards:
                 return replicate(shapes)
-            how = placed.shards[0]
-            if how.pad_to is None:
-                sharding = shard(shapes, how)
-                return sharding if how.dim else self.info.strip(name, sharding)
+            placement = placed.shards[0]
+            if placement.pad_to is None:
+                sharding = shard(shapes, placement)
+                return sharding if placement.dim else self.info.strip(name, sharding)
             if self._vocab is None:
                 raise LayoutError(
                     f"{rule} pads it, but its size without padding is unknown",
@@ -234,7 +234,7 @@ class ShardingResolver:
                         "the padding as rows"
                     ),
                 )
-            return shard(shapes, how, self._vocab)
+            return shard(shapes, placement, self._vocab)
         return None
 
     def _check_vocabulary(self, shardings: Mapping[str, TPSharding]) -> None:

@@ -209,26 +209,26 @@ def take_apart(
     parts: dict[str, tuple[Sequence[Slice], Shapes]] = {}
     for slices in stages if len(stages[0]) > 1 else ():
         for name in slices[0].model.described:
-            shapes = tuple(one.model.described.get(name, ()) for one in slices)
+            shapes = tuple(rank_slice.model.described.get(name, ()) for rank_slice in slices)
             if name in keys and name not in parts and info.is_default(name) and _joinable(shapes):
                 parts[name] = slices, shapes
     atoms = read_atoms(store, {name: keys[name] for name in parts}, {}, allow)
-    taken: dict[str, list[Atom]] = {}
+    split: dict[str, list[Atom]] = {}
     for name, states in atoms.items():
         slices, shapes = parts[name]
         whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         tensors = [atom for atom in states if atom.value is None and atom.shape]
         if any(atom.shape != whole for atom in tensors):
             continue  # not joined so: cut short, in the shape of a view, or out of the weights
-        taken[name] = states
+        split[name] = states
         for atom in tensors:
-            at = 0
-            for one, shape in zip(slices, shapes, strict=True):
-                box = Box((at, *[0] * (len(shape) - 1)), shape)
+            row = 0
+            for rank_slice, shape in zip(slices, shapes, strict=True):
+                box = Box((row, *[0] * (len(shape) - 1)), shape)
                 locate = partial(_part, name, atom, box)
-                one.contents.add(name, atom.state, atom.dtype, shape, locate)
-                at += shape[0]
-    return taken
+                rank_slice.contents.add(name, atom.state, atom.dtype, shape, locate)
+                row += shape[0]
+    return split
 
 
 def _joinable(shapes: Shapes) -> bool:
@@ -256,17 +256,19 @@ class OpenUniversal(IndexedSource):
     kind = "deepspeed"
     part = ""  # it has no files of ranks
 
-    def __init__(self, store: Store, tag: str, how: DeepSpeedSourceOptions) -> None:
+    def __init__(self, store: Store, tag: str, options: DeepSpeedSourceOptions) -> None:
         self.store = store
         prefix = f"{tag}/" if tag else ""
         names = [info.key.removeprefix(prefix) for info in store.list(tag)]
         keys = atom_names(prefix, names)
-        self._optimizer = f"{prefix}{_OPTIMIZER}" if _OPTIMIZER in names and how.optimizer else None
+        self._optimizer = (
+            f"{prefix}{_OPTIMIZER}" if _OPTIMIZER in names and options.optimizer else None
+        )
         files = list_files(store, tag, universal=True)
-        self._check_finished(prefix, names, files, optimizer=how.optimizer)
-        self._degrees, self._stages, not_stored = _read_models(store, files, how)
-        contents = self._add_weights(how, keys)
-        self._add_atoms(keys, how, contents)
+        self._check_finished(prefix, names, files, optimizer=options.optimizer)
+        self._degrees, self._stages, not_stored = _read_models(store, files, options)
+        contents = self._add_weights(options, keys)
+        self._add_atoms(keys, options, contents)
         stored = {key.name for key in contents.infos}
         not_stored = [name for name in not_stored if name not in stored]
         by_label = models_by_label(self._degrees, self._stages)
@@ -320,22 +322,29 @@ class OpenUniversal(IndexedSource):
             )
 
     def _add_weights(
-        self, how: DeepSpeedSourceOptions, keys: dict[str, dict[str, str]]
+        self, options: DeepSpeedSourceOptions, keys: dict[str, dict[str, str]]
     ) -> TensorIndex:
         """Add the tensors of the model states, and the atoms joined without a pattern."""
         self._means: Mapping[Key, tuple[Key, ...]] = {}
         self.contents = TensorIndex()
-        self._taken: dict[str, list[Atom]] = {}
+        self._split_atoms: dict[str, list[Atom]] = {}
         if self._stages:
-            models = [model for one in chain(*self._stages) for model in one.models]
-            resolver = ShardingResolver(models, self._degrees.tp, how.layout, how.vocab, how.cuts)
-            self._taken = take_apart(self.store, self._stages, resolver.info, keys, how.allow)
+            models = [model for rank_slice in chain(*self._stages) for model in rank_slice.models]
+            resolver = ShardingResolver(
+                models, self._degrees.tp, options.layout, options.vocab, options.cuts
+            )
+            self._split_atoms = take_apart(
+                self.store, self._stages, resolver.info, keys, options.allow
+            )
             merged = Merged(self.store, self._stages, resolver)
             self.contents, self._means = merged.contents, merged.means
         return self.contents
 
     def _add_atoms(
-        self, keys: dict[str, dict[str, str]], how: DeepSpeedSourceOptions, contents: TensorIndex
+        self,
+        keys: dict[str, dict[str, str]],
+        options: DeepSpeedSourceOptions,
+        contents: TensorIndex,
     ) -> None:
         """The atoms, with the groups that their parameters were in."""
         groups = list(chain(*(s[0].model.param_shapes or [] for s in self._stages)))
@@ -356,29 +365,31 @@ class OpenUniversal(IndexedSource):
             )
         alone = {n for n, states in keys.items() if states.keys() == {"fp32"}} - trained.keys()
         copies = alone & (shapes.keys() | self._aliases().keys()) if trained else set()
-        others = keys.keys() - copies - self._taken.keys()
-        wanted = {name: states for name, states in keys.items() if name in others}
-        read = read_atoms(self.store, wanted, shapes, how.allow) | self._taken
+        remaining = keys.keys() - copies - self._split_atoms.keys()
+        to_read = {name: states for name, states in keys.items() if name in remaining}
+        read = read_atoms(self.store, to_read, shapes, options.allow) | self._split_atoms
         atoms = {name: read[name] for name in keys if name in read}
         for name, states in atoms.items():
             if len(states) == 1 and states[0].bare and Key(name, "weight") in contents.infos:
                 continue  # never had a gradient, so the converter took the weight
             for atom in states:
-                if not how.optimizer and atom.state != "master":
+                if not options.optimizer and atom.state != "master":
                     continue
                 if atom.value is None and Key(name, atom.state) not in contents.infos:
                     contents.add(name, atom.state, atom.dtype, atom.shape, atom.locate)
         together: list[Iterable[str]] = [*groups] or [atoms]
-        for names in together if how.optimizer else ():
+        for names in together if options.optimizer else ():
             _check_alike({name: atoms[name] for name in names if name in atoms})
-        state = TorchFile(self.store, self._optimizer, allow=how.allow) if self._optimizer else None
+        state = (
+            TorchFile(self.store, self._optimizer, allow=options.allow) if self._optimizer else None
+        )
         self._zero = 3 if self._stages and self._stages[0][0].stage == 3 else None
         if state is not None:
             value = need({"state": state.value}, "state", dict, state.key)
             self._zero = stage_of(value.get("zero_stage", 1))
             self._add_groups(state, value, contents)
             contents.keep_scalars(state, {k: v for k, v in value.items() if k not in _LAID_OUT})
-        if how.optimizer:
+        if options.optimizer:
             self._add_plain(atoms, contents)
 
     def _add_groups(self, file: TorchFile, value: dict[str, Any], contents: TensorIndex) -> None:
@@ -458,12 +469,12 @@ class OpenUniversal(IndexedSource):
 
 
 def _read_models(
-    store: Store, files: TagFiles, how: DeepSpeedSourceOptions
+    store: Store, files: TagFiles, options: DeepSpeedSourceOptions
 ) -> tuple[ParallelDegrees, list[list[Slice]], list[str]]:
     """The weights by stage and tensor-parallel rank, and the names of empty placeholders."""
     if not files.models:
         return ParallelDegrees(1, 1, 1), [], []
-    rows = load_all(lambda key: TorchFile(store, key, allow=how.allow), files.models)
+    rows = load_all(lambda key: TorchFile(store, key, allow=options.allow), files.models)
     models = [[ModelStates(file) for file in row] for row in rows]
     first = models[0][0]
     degrees = ParallelDegrees.of(files, first, others=[row[0] for row in models])
@@ -474,8 +485,10 @@ def _read_models(
         stages.append([])
         for t in range(degrees.tp):
             row, ties = models[p * degrees.tp + t], None if p else shared
-            one, empty = read_weights(row, degrees.label(p, t), zero3=files.zero3, shared=ties)
-            stages[p].append(one)
+            rank_slice, empty = read_weights(
+                row, degrees.label(p, t), zero3=files.zero3, shared=ties
+            )
+            stages[p].append(rank_slice)
             not_stored.update(dict.fromkeys(empty))
     return degrees, stages, list(not_stored)
 

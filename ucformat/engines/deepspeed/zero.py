@@ -90,10 +90,10 @@ class FlatGroups(ABC):
     def _check(self, rank: int, partition: Partition) -> None:
         """Check a rank's file against the layout."""
 
-    def _get(self, wanted: Iterable[int]) -> Mapping[int, Partition]:
+    def _get(self, ranks: Iterable[int]) -> Mapping[int, Partition]:
         """The parsed files of these ranks (and of others that are open), by rank."""
         with self._lock:
-            missing = [rank for rank in wanted if rank not in self._open]
+            missing = [rank for rank in ranks if rank not in self._open]
             if missing:
                 if missing[0] - 1 in self._open:
                     after = missing[-1] + 1
@@ -127,7 +127,7 @@ class FlatGroups(ABC):
             tensors = {"master": first.masters[index]}
             tensors |= {n: v for n, v in states.items() if isinstance(v, StoredTensor)}
             for expert_rank, (local, shape) in product(range(degree), shapes.items()):
-                name = self.experts.globally(local, degree, expert_rank)
+                name = self.experts.global_name(local, degree, expert_rank)
                 entry.names.append(name)
                 for kind, tensor in tensors.items():
                     if tensor.shape or kind == "master":
@@ -143,12 +143,12 @@ class FlatGroups(ABC):
     ) -> Iterator[Extent]:
         """The parts of a parameter, by its local name, in the partitions that contain it."""
         buffer, shape = self.flat[index], self.shapes[index][name]
-        wanted = buffer.holders(name, *flat_range(shape, within))
+        positions = buffer.holders(name, *flat_range(shape, within))
         holders = self.experts.holders(self.degrees[index], expert_rank)
-        opened = self._get([holders[at] for at in wanted])
-        for at in wanted:
-            start, stop, offset = buffer.part_on(name, at)
-            part = opened[holders[at]]
+        opened = self._get([holders[position] for position in positions])
+        for position in positions:
+            start, stop, offset = buffer.part_on(name, position)
+            part = opened[holders[position]]
             memory = part.masters[index] if state == "master" else part.states[index][state]
             yield from part.file.flat(memory, offset, shape, start, stop)
 
@@ -235,6 +235,7 @@ class Zero12(FlatGroups):
         """The layout, from the shapes, the paddings and the length of rank 0's partitions."""
         paddings = need(state, "group_paddings", list, file.key)
         aligned = state.get("param_alignment_paddings") or [[0] * len(g) for g in self.shapes]
+        # BF16_Optimizer, which records no stage, saves the padding as part of the last partition.
         ends = paddings if "zero_stage" in state else [0] * len(self.shapes)
         self.degrees = self._degrees(state, file)
         for index, (shapes, pads, master, end) in enumerate(
@@ -315,9 +316,9 @@ class Zero12(FlatGroups):
         for index, recorded in enumerate(mappings):
             addresses = {name: a for name, a in recorded.items() if isinstance(a, Inert)}
             ranges = {name: (a.get("start"), a.get("numel")) for name, a in addresses.items()}
-            at = self.experts.place(self.degrees[index], rank)
+            position = self.experts.place(self.degrees[index], rank)
             layouts = filter(None, (self.flat, self.round_robin))
-            accepted = [_slices(layout[index], at) for layout in layouts]
+            accepted = [_slices(layout[index], position) for layout in layouts]
             if ranges not in accepted:
                 names = chain(ranges, accepted[0])
                 name = next((n for n in names if ranges.get(n) != accepted[0].get(n)), "?")
@@ -364,7 +365,7 @@ def _flat_buffer(
 
 def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
     """The parameters in a rank's partition: name -> (place there, elements)."""
-    return {name: (at, stop - start) for name, (start, stop, at) in buffer.on(rank).items()}
+    return {name: (offset, stop - start) for name, (start, stop, offset) in buffer.on(rank).items()}
 
 
 def undo_round_robin(joined: list[str], lists: int) -> list[str]:
@@ -583,28 +584,28 @@ def read_weights(
     return out, placeholders
 
 
-def _add_weights(one: Slice) -> None:
+def _add_weights(rank_slice: Slice) -> None:
     """The module's tensors, each once."""
-    model = one.model
+    model = rank_slice.model
     for name, tensor in model.module.items():
-        if name not in one.aliases:
-            one.contents.add_whole(name, "weight", model.home(name), tensor)
-    for alias, name in one.aliases.items():
+        if name not in rank_slice.aliases:
+            rank_slice.contents.add_whole(name, "weight", model.home(name), tensor)
+    for alias, name in rank_slice.aliases.items():
         if name not in model.module and name not in model.described:
             raise IntegrityError(
                 f"{model.key}: {alias} is tied to {name}, which is not in the checkpoint"
             )
 
 
-def _add_buffers(one: Slice) -> list[str]:
+def _add_buffers(rank_slice: Slice) -> list[str]:
     """Add rank 0's buffers of a ZeRO 3 module; returns its empty placeholders."""
-    model = one.model
-    parameters = {*model.described, *model.frozen_shapes, *one.aliases}
+    model = rank_slice.model
+    parameters = {*model.described, *model.frozen_shapes, *rank_slice.aliases}
     placeholders = []
     for name, tensor in model.module.items():
         if name in model.buffers or (tensor.size and name not in parameters):
-            one.contents.add_whole(name, "weight", model.file, tensor)
-        elif name not in one.aliases:
+            rank_slice.contents.add_whole(name, "weight", model.file, tensor)
+        elif name not in rank_slice.aliases:
             placeholders.append(name)
     return placeholders
 
@@ -654,8 +655,8 @@ class ParallelDegrees:
         dp = model.world or (max(map(len, files.optims)) if files.optims else 1)
         if max(pp, tp, dp) > _MAX_RANKS or pp * tp * dp > _MAX_RANKS:
             raise IntegrityError(f"{model.key} records {pp} x {tp} x {dp} ranks")
-        wanted = dp if files.zero3 or (model.param_shapes is not None and optimizer) else None
-        check_world(files, pp * tp, wanted, optims=others is None)
+        expected_dp = dp if files.zero3 or (model.param_shapes is not None and optimizer) else None
+        check_world(files, pp * tp, expected_dp, optims=others is None)
         if others is None:
             _check_layers(files, model)
         if in_names is not None and in_names != tp:
@@ -673,7 +674,7 @@ class ParallelDegrees:
         if self.pp == self.tp == 1:
             return str(dp)
         axes = (("pp", pp, self.pp), ("tp", tp, self.tp))
-        parts = [f"{name}{at}" for name, at, n in axes if n > 1]
+        parts = [f"{name}{coordinate}" for name, coordinate, n in axes if n > 1]
         return ".".join([*parts, *([f"dp{dp}"] if dp else [])])
 
     def layout(self, stage: int | None) -> dict[str, Any]:
@@ -687,10 +688,10 @@ def models_by_label(
 ) -> dict[str, ModelStates]:
     """The model states of all ranks, by their labels."""
     return {
-        degrees.label(p, t, d) if d else one.label: model
+        degrees.label(p, t, d) if d else rank_slice.label: model
         for p, slices in enumerate(stages)
-        for t, one in enumerate(slices)
-        for d, model in enumerate(one.models)
+        for t, rank_slice in enumerate(slices)
+        for d, model in enumerate(rank_slice.models)
     }
 
 

@@ -71,8 +71,8 @@ def read_zero0(
         entries = states if masters is None else [_listed(g, model) for g in masters]
         names = names or _recorded(hypers, [len(group) for group in entries], model)
         _single(model, masters, states, names, contents, [_is_moe(h) for h in hypers])
-    own = ("state", "param_groups")
-    dropped = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat") if wrapped else own
+    own_keys = ("state", "param_groups")
+    dropped = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat") if wrapped else own_keys
     contents.keep_scalars(model.file, {k: v for k, v in state.items() if k not in dropped})
 
 
@@ -126,8 +126,8 @@ def _single(
         copies = [[stored(t, "fp32_groups", model.key) for t in group] for group in groups]
         samples = _samples(model, [t for group in copies for t in group], parameters)
         by_name = dict(zip(parameters, samples[1], strict=True))
-        rest = iter(samples[0])
-        entries = [[Entry(t.shape, next(rest)) for t in group] for group in copies]
+        master_samples = iter(samples[0])
+        entries = [[Entry(t.shape, next(master_samples)) for t in group] for group in copies]
         if [len(g) for g in states] != [len(g) for g in copies]:
             raise IntegrityError(f"{model.key}: its optimizer entries do not match the fp32 copies")
     else:
@@ -291,12 +291,12 @@ def _flat(
 def _tiles(model: ModelStates, members: list[tuple[int, str]], master: StoredTensor) -> bool:
     """Whether these views fill their storage, and equal the master of that length, rounded."""
     tensors = [model.module[name] for _, name in members]
-    at = 0
+    offset = 0
     for tensor in tensors:
-        if tensor.offset != at or tensor.strides != row_major(tensor.shape):
+        if tensor.offset != offset or tensor.strides != row_major(tensor.shape):
             return False
-        at += tensor.size
-    if at != tensors[0].numel or at != master.size:
+        offset += tensor.size
+    if offset != tensors[0].numel or offset != master.size:
         return False
     starts = [(t.size, master.offset + t.offset) for t in tensors]
     parts = [replace(master, shape=(n,), strides=(1,), offset=start) for n, start in starts]
