@@ -74,30 +74,30 @@ class _Call:
 
     def __init__(self, other: int, connection: socket.socket, out: memoryview) -> None:
         self.other, self.connection, self._out = other, connection, out
-        self._head = self._left = memoryview(bytearray(_SIZE.size))
+        self._head = self._unread = memoryview(bytearray(_SIZE.size))
 
     def read(self) -> bool:
         """Read what has arrived of the answer; returns whether that was all of it."""
-        while self._left:
+        while self._unread:
             try:
-                n = self.connection.recv_into(self._left)
+                n = self.connection.recv_into(self._unread)
             except BlockingIOError:
                 return False
             except OSError as error:
                 raise self._ended(str(error)) from error
             if not n:
                 raise self._ended("the connection was closed")
-            self._left = self._left[n:]
-            if not self._left and self._head:
+            self._unread = self._unread[n:]
+            if not self._unread and self._head:
                 (size,) = _SIZE.unpack(self._head)
                 if size not in (_FILLED, len(self._out)):
                     raise Lost(f"it sent {size} bytes, expected {len(self._out)}", self.other)
                 self._head = memoryview(b"")
-                self._left = self._out if size != _FILLED else self._head
+                self._unread = self._out if size != _FILLED else self._head
         return True
 
     def _ended(self, why: str) -> Exception:
-        unanswered = len(self._left) == len(self._head) > 0
+        unanswered = len(self._unread) == len(self._head) > 0
         return _Closed() if unanswered else Lost(why, self.other)
 
 
@@ -133,31 +133,31 @@ class Bulk(Connections):
             messages: the rank, and a function that returns the bytes when the rank asks. Each rank
                 gets its messages in this order.
         """
-        left: dict[int, deque[Callable[[], Sequence[memoryview]]]] = {}
+        unsent: dict[int, deque[Callable[[], Sequence[memoryview]]]] = {}
         for other, parts in messages:
-            left.setdefault(other, deque()).append(parts)
-        while left:
-            with self.communicating("to send to", *list(left)[:_TOLD]):
-                caller, target = self._next(tag, left)
+            unsent.setdefault(other, deque()).append(parts)
+        while unsent:
+            with self.communicating("to send to", *list(unsent)[:_TOLD]):
+                caller, target = self._next(tag, unsent)
             with self.communicating("to send to", caller.other):
-                self._answer(caller, target, left[caller.other].popleft()())
-            if not left[caller.other]:
-                del left[caller.other]
+                self._answer(caller, target, unsent[caller.other].popleft()())
+            if not unsent[caller.other]:
+                del unsent[caller.other]
 
     def _next(self, tag: int, others: Mapping[int, object]) -> tuple[_Caller, SharedRange]:
         """Wait until some rank asks for what has a tag."""
         end = time.monotonic() + self.timeout
-        some = next(iter(others))
+        suspect = next(iter(others))
         with self._change:
             while True:
-                self._check(some)
-                asked = self._asked.get(tag, deque())
-                request = next((r for r in asked if r[0].other in others), None)
+                self._check(suspect)
+                requests = self._asked.get(tag, deque())
+                request = next((r for r in requests if r[0].other in others), None)
                 if request is not None:
-                    asked.remove(request)
+                    requests.remove(request)
                     return request
                 if time.monotonic() > end:
-                    raise Lost("timed out", some, late=True)
+                    raise Lost("timed out", suspect, late=True)
                 self._change.wait(_CHECK_S)
                 self._check_neighbours()
 
@@ -192,6 +192,7 @@ class Bulk(Connections):
                 unused = (
                     c
                     for c in self._callers.values()
+                    # one that was never answered has just connected, and is about to ask
                     if c.answered and not c.unanswered and not c.refused
                 )
                 unused_longest = min(unused, key=lambda c: c.answered, default=None)
@@ -221,10 +222,10 @@ class Bulk(Connections):
                 data = b""
             if not data:
                 caller.ended = True
-                for asked in self._asked.values():
+                for requests in self._asked.values():
                     # of a save that was interrupted there
-                    for request in [r for r in asked if r[0] is caller]:
-                        asked.remove(request)
+                    for request in [r for r in requests if r[0] is caller]:
+                        requests.remove(request)
                         caller.unanswered -= 1
                 self._close_if_ended(caller)
                 return False
@@ -261,6 +262,7 @@ class Bulk(Connections):
         try:
             while to_ask or calls:
                 busy = False
+                # beyond the limit a thread still gets one connection, or it would wait for others
                 while to_ask and not busy and (self._calls < MOST_CALLS or not calls):
                     other = to_ask[0]
                     with self.communicating("to receive from", other):
@@ -326,7 +328,7 @@ class Bulk(Connections):
     def _unused_to(self, other: int) -> socket.socket | None:
         """A connection to a rank that is not used; if there is none, and no room for one, another one is closed."""
         with self._change:
-            unused = next((c for c, to in self._unused.items() if to == other), None)
+            unused = next((c for c, rank in self._unused.items() if rank == other), None)
             if unused is None and self._unused and self._calls + len(self._unused) >= MOST_CALLS:
                 self._close_one(next(iter(self._unused)))
             if unused is not None:
@@ -342,19 +344,20 @@ class Bulk(Connections):
             self._check_neighbours()  # one that gave up because of this rank does not tell it so
 
         try:
-            made = connect(
+            connection = connect(
                 self._directory[other], self.rank, other, self._secret, end, check, bulk=True
             )
         except UcformatError as error:
             raise Lost(error.message, other) from error
         with self._change:
-            if made is not None:
-                self._sockets.add(made)
+            if connection is not None:
+                self._sockets.add(connection)
                 self._calls += 1
+                # `end` may have shut all connections down since, and does not know this one
                 if self.intact:
-                    return made
+                    return connection
                 self._calls -= 1
-                self._close_one(made)
+                self._close_one(connection)
         self._check(other)
         return None
 
@@ -497,9 +500,9 @@ class Links(Bulk):
         line = self._lines[other]
         while True:
             with line.change:
-                left = max(0.0, end - time.monotonic())
+                remaining = max(0.0, end - time.monotonic())
                 idle = line.change.wait_for(
-                    lambda: done() or not line.reading or self.broken is not None, left
+                    lambda: done() or not line.reading or self.broken is not None, remaining
                 )
                 if done():
                     return

@@ -93,10 +93,14 @@ class TreeNode(NamedTuple):
 
     def on_host(self) -> TreeNode:
         """Return the place in the part of the tree that consists of the ranks of this host; if not known, of one."""
-        here = range(*self.host) or range(self.rank, self.rank + 1)
-        parent = self.parent if self.parent in here else -1
+        host_ranks = range(*self.host) or range(self.rank, self.rank + 1)
+        parent = self.parent if self.parent in host_ranks else -1
         return TreeNode(
-            self.rank, len(here), parent, tuple(c for c in self.children if c in here), self.host
+            self.rank,
+            len(host_ranks),
+            parent,
+            tuple(c for c in self.children if c in host_ranks),
+            self.host,
         )
 
 
@@ -186,22 +190,22 @@ class Connections(ConnectionTaker):
         self._close.detach()
         if self._listener:
             self._listener.close_after_fork()
-        for one in self._sockets:
-            one.close()
+        for connection in self._sockets:
+            connection.close()
 
     def _shut_down(self) -> None:
         """Shut all connections down, so that every waiting thread wakes up."""
         with self._change:
-            for one in self._sockets:
+            for connection in self._sockets:
                 with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
             self._change.notify_all()
 
     def accept(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> None:
         """Take the line of a child that connects."""
         with self._change:
-            taken = other in self.children and other not in self._lines
-            if self.intact and (line := welcome(taken)) is not None:
+            accepted = other in self.children and other not in self._lines
+            if self.intact and (line := welcome(accepted)) is not None:
                 self._add(other, line)
 
     def _add(self, other: int, line: socket.socket) -> None:
@@ -245,9 +249,9 @@ class Connections(ConnectionTaker):
     ) -> None:
         """Send bytes to a rank."""
 
-        def send(some: list[memoryview], _: int) -> int:
+        def send(buffers: list[memoryview], _: int) -> int:
             try:
-                return connection.sendmsg(some)
+                return connection.sendmsg(buffers)
             except BlockingIOError:
                 self._poll(other, connection, WRITE, end)
                 return 0
@@ -334,6 +338,7 @@ class Connections(ConnectionTaker):
                 return rank if self._cause is None else self._cause
             if state == _GAVE_UP:
                 return about[0]
+            # a closed connection tells the cause; only after a timeout a chain of ranks may wait
             if not error.late:
                 break
             if state == _BUSY and busy is None:
@@ -360,12 +365,12 @@ class Connections(ConnectionTaker):
             if self._cause is None:
                 self._told_by, self._cause, self.intact = sender, cause, False
                 self._change.notify_all()
-                told = [
+                neighbours = [
                     n for n in self._neighbours if n in self._directory and n not in (cause, sender)
                 ]
             else:
-                told = []
-        for neighbour in told:
+                neighbours = []
+        for neighbour in neighbours:
             send_alarm(self._directory[neighbour], self.rank, neighbour, self._secret, cause)
         self._shut_down()
 
@@ -373,5 +378,5 @@ class Connections(ConnectionTaker):
 def _close(sockets: set[socket.socket], listener: Listener | None) -> None:
     if listener:
         listener.close()
-    for one in list(sockets):
-        one.close()
+    for connection in list(sockets):
+        connection.close()

@@ -134,10 +134,10 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
     store.set(f"host/{rank}", json.dumps(mine))
     if not rank:
         _assign_places(store, size, timeout)
-    told = _await(store, f"place/{rank}", 0, rank, timeout + _LATE_S)
-    if isinstance(told, str):
-        raise UcformatError(told, hint=_JOIN_HINT)
-    parent, children, others, here = told
+    answer = _await(store, f"place/{rank}", 0, rank, timeout + _LATE_S)
+    if isinstance(answer, str):
+        raise UcformatError(answer, hint=_JOIN_HINT)
+    parent, children, others, host_ranks = answer
     meeting, problem, listening = None, "", None
     if rank:
         meeting, problem = _await(store, f"address/{parent}", parent, rank, timeout + _LATE_S)
@@ -148,7 +148,10 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
             problem = f"rank {rank} cannot listen: {error}"
     store.set(f"address/{rank}", json.dumps([listening and listening.getsockname()[:2], problem]))
     secret = bytes.fromhex(store.get("secret").decode())
-    place = TreeNode(rank, size, parent, tuple(children) if listening else (), (here[0], here[1]))
+    # if it cannot listen, its children learn that from its address, and do not connect
+    place = TreeNode(
+        rank, size, parent, tuple(children) if listening else (), (host_ranks[0], host_ranks[1])
+    )
     links = Links(place, timeout, listening, secret, store)
     failure = UcformatError(problem, hint=_LISTEN_HINT) if problem else None
     if failure is not None and not meeting:  # the parent cannot listen, or there is none
@@ -170,9 +173,10 @@ def _assign_places(store: dist.Store, size: int, timeout: float) -> None:
         why = f"rank {_first_missing(store, names)} did not join rank 0 within {timeout:g} s"
         _set_all(store, places, [json.dumps(f"{why} ({str(error).splitlines()[0][:200]})")] * size)
         return
-    several = store.has_extended_api()
+    extended = store.has_extended_api()
     hosts = [
-        Host(*json.loads(h)) for h in (store.multi_get(names) if several else map(store.get, names))
+        Host(*json.loads(h))
+        for h in (store.multi_get(names) if extended else map(store.get, names))
     ]
     identities = [h.identity for h in hosts]
     parents = parents_of(identities)
@@ -180,15 +184,15 @@ def _assign_places(store: dist.Store, size: int, timeout: float) -> None:
     for rank, parent in enumerate(parents[1:], 1):
         children[parent].append(rank)
     distinct = {h.identity: h for h in hosts} | {h.identity: h for h in hosts if h.address}
-    some = list(distinct.values())[: _OTHERS + 1]
-    others = [[h for h in some if h.identity != host.identity] for host in hosts]
-    here = [(run.start, run.stop) for run in ranks_of_hosts(identities) for _ in run] or [
+    candidates = list(distinct.values())[: _OTHERS + 1]
+    others = [[h for h in candidates if h.identity != host.identity] for host in hosts]
+    host_ranks = [(run.start, run.stop) for run in ranks_of_hosts(identities) for _ in run] or [
         (0, 0)
     ] * size
     _set_all(
         store,
         places,
-        [json.dumps(place) for place in zip(parents, children, others, here, strict=True)],
+        [json.dumps(place) for place in zip(parents, children, others, host_ranks, strict=True)],
     )
 
 
@@ -236,14 +240,16 @@ def host_here(store: dist.Store | None) -> Host:
 
 def listen(hosts: Sequence[Host], rank: int) -> socket.socket:
     """Return a socket that listens on the one interface through which the other ranks connect."""
-    here = hosts[rank]
-    others = [h for h in hosts if h.identity != here.identity]
+    own_host = hosts[rank]
+    others = [h for h in hosts if h.identity != own_host.identity]
     address = _LOOPBACK
     if others:
         # The host of the store reaches itself by any name: its route to another host determines the
         # interface.
         routes = (_route_to(h.address, 1) for h in others if h.address)
-        address = here.address or next((route for route in routes if route), "") or _own_address()
+        address = (
+            own_host.address or next((route for route in routes if route), "") or _own_address()
+        )
     return listen_at(address)
 
 
@@ -271,11 +277,11 @@ def _route_to(host: str, port: int) -> str:
     for family, kind, protocol, _, address in routes:
         with suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # UDP: nothing is sent, but the route is chosen
-            here = str(probe.getsockname()[0])
-            local = ip_address(here.partition("%")[0]).is_loopback or here in {
+            own_address = str(probe.getsockname()[0])
+            local = ip_address(own_address.partition("%")[0]).is_loopback or own_address in {
                 str(a[4][0]) for a in routes
             }
-            return "" if local else here
+            return "" if local else own_address
     return ""
 
 
@@ -365,17 +371,17 @@ class Group:
 
     def shared(self, kind: type[T]) -> T:
         """Return the one object of a type that all callers share as long as the connections exist."""
-        one: T = self.links.kept.setdefault(kind, kind())
-        return one
+        shared_object: T = self.links.kept.setdefault(kind, kind())
+        return shared_object
 
     @contextmanager
     def kept(self, kind: type[T]) -> Iterator[T]:
         """Use an object of a type that is kept for the next call; a concurrent call uses one of its own."""
-        one: T = self.links.kept.pop(kind, None) or kind()
+        kept_object: T = self.links.kept.pop(kind, None) or kind()
         try:
-            yield one
+            yield kept_object
         finally:
-            self.links.kept[kind] = one
+            self.links.kept[kind] = kept_object
 
     @contextmanager
     def exclusive(self) -> Iterator[Group]:
@@ -399,7 +405,7 @@ class Group:
 
         self.links.send_bulk(
             2 * self._number + 1,
-            ((to, functools.partial(bytes_of, parts)) for to, parts in messages),
+            ((rank, functools.partial(bytes_of, parts)) for rank, parts in messages),
         )
 
     def receive_bulk(self, shared: SharedMemory, slots: Mapping[int, tuple[int, int]]) -> None:
@@ -462,9 +468,9 @@ class Group:
 
         def answer() -> Sequence[Any]:
             result = merged(self._checked(mine, bundles))
-            told = then(result) if then else result
-            told = told if isinstance(told, Addressed) else Addressed(told, {})
-            return [told.others.get(self.rank + n, told.common) for n in range(self.size)]
+            addressed = then(result) if then else result
+            addressed = addressed if isinstance(addressed, Addressed) else Addressed(addressed, {})
+            return [addressed.others.get(self.rank + n, addressed.common) for n in range(self.size)]
 
         if self._place.parent < 0:
             return self._answer(answer, answer_kind if then else kind)
@@ -494,9 +500,12 @@ class Group:
         """The record of an error of this rank."""
         if self.size == 1:
             raise error
-        told = decode(encode(error, BaseException), BaseException)  # as the other ranks know it
+        received = decode(encode(error, BaseException), BaseException)  # as the other ranks know it
         return Record(
-            self.rank, True, self.call, encode(name_rank(self.rank, told, self.size), BaseException)
+            self.rank,
+            True,
+            self.call,
+            encode(name_rank(self.rank, received, self.size), BaseException),
         )
 
     def _encoded(self, value: Any, kind: Any, relay: _Then = None) -> Record:
@@ -524,6 +533,7 @@ class Group:
             answers = compute()
             if self.size == 1:
                 return answers[0]
+            # by identity: an object that most ranks get is encoded and sent once, for all
             ((common, _),) = Counter(map(id, answers[1:])).most_common(1)
             encoded = {id(v): encode(v, kind) for v in {id(v): v for v in answers[1:]}.values()}
             others = [
@@ -547,6 +557,7 @@ class Group:
             self._pass_on([Record(EVERYBODY, True, self.call, encode(error, BaseException))])
             raise
         self._pass_on(records)
+        # the last record is that for everybody
         mine = next((r for r in records if r.rank == self.rank), records[-1])
         if mine.failed:
             raise decode(mine.data, BaseException)
@@ -555,8 +566,10 @@ class Group:
     def _pass_on(self, records: Sequence[Record]) -> None:
         """Send each child the answers for the ranks of its subtree."""
         for child in self._place.children:
-            told = [r for r in records if r.rank == EVERYBODY or r.rank in self.links.below[child]]
-            self.links.send(child, 2 * self._number, pack(told))
+            child_records = [
+                r for r in records if r.rank == EVERYBODY or r.rank in self.links.below[child]
+            ]
+            self.links.send(child, 2 * self._number, pack(child_records))
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:
@@ -586,8 +599,8 @@ def group_of(
     if not (dist.is_available() and dist.is_initialized()):
         _groups.clear()
         return single_process_group()
-    wanted = process_group or dist.group.WORLD
-    ranks = tuple(dist.get_process_group_ranks(wanted))
+    torch_group = process_group or dist.group.WORLD
+    ranks = tuple(dist.get_process_group_ranks(torch_group))
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to the store
     key = (id(store), ranks, timeout)
     with _locks.setdefault(key, threading.Lock()):
@@ -596,11 +609,11 @@ def group_of(
             for old in [k for k, g in _groups.items() if g.links.store is not store]:
                 del _groups[old]
             _groups[key] = _make(store, ranks, timeout)
-        made = _groups[key]
+        group = _groups[key]
     function = call.partition(" ")[0]
     if not call or threading.current_thread() is threading.main_thread():
-        return made.for_call(function)
-    return made.channel(function, f"{wanted.group_name} {call}")
+        return group.for_call(function)
+    return group.channel(function, f"{torch_group.group_name} {call}")
 
 
 def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:

@@ -79,10 +79,10 @@ def connect(
         check: called now and then while this waits; raises to give up.
     """
     try:
-        while (left := end - time.monotonic()) > 0:
+        while (remaining := end - time.monotonic()) > 0:
             check()
             with ExitStack() as on_failure, suppress(TimeoutError):
-                connection = socket.create_connection(address, min(left, _HANDSHAKE_S))
+                connection = socket.create_connection(address, min(remaining, _HANDSHAKE_S))
                 on_failure.enter_context(connection)
                 hello = _hello(rank, other, _BULK if bulk else _LINE)
                 answer = _authenticate(connection, hello, secret, end, check, len(_WELCOME))
@@ -236,16 +236,16 @@ class Listener:
 
     def close_after_fork(self) -> None:
         """Close the copies of the sockets in a forked child, which has no copy of the thread."""
-        for one in (self._socket, *self._pending):
-            one.close()
+        for sock in (self._socket, *self._pending):
+            sock.close()
 
     def _serve(self) -> None:
         try:
             with selectors.PollSelector() as ready:
                 self._serve_until_closed(ready)
         finally:
-            for one in (self._socket, *self._pending):
-                one.close()
+            for sock in (self._socket, *self._pending):
+                sock.close()
 
     def _serve_until_closed(self, ready: selectors.BaseSelector) -> None:
         pending = self._pending
@@ -261,8 +261,8 @@ class Listener:
                     if hello is not None:
                         ready.unregister(connection)
                         del pending[connection]
-                        if (taken := self._answer(connection, hello)) is not None:
-                            ready.register(taken, selectors.EVENT_READ)
+                        if (bulk_connection := self._answer(connection, hello)) is not None:
+                            ready.register(bulk_connection, selectors.EVENT_READ)
                     continue
                 if connection is not self._socket:
                     owner = self._owner()
@@ -298,9 +298,9 @@ class Listener:
             if owner is None or magic != _MAGIC or server != self._rank:
                 return None
 
-            def welcome(taken: bool) -> socket.socket | None:  # noqa: FBT001 - private
+            def welcome(accepted: bool) -> socket.socket | None:  # noqa: FBT001 - private
                 with suppress(OSError):
-                    if connection.send(_WELCOME if taken else _LATER) and taken:
+                    if connection.send(_WELCOME if accepted else _LATER) and accepted:
                         unless_taken.pop_all()
                         return _prepared(connection)
                 return None

@@ -193,8 +193,8 @@ class Null(Codec):
 class Int(Codec):
     """Integers of 64 bits, in the narrowest type that holds them all."""
 
-    def __init__(self, made: type = int) -> None:
-        self.types, self.text = (made,), made.__name__
+    def __init__(self, kind: type = int) -> None:
+        self.types, self.text = (kind,), kind.__name__
 
     def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         try:
@@ -323,7 +323,7 @@ class Map(Codec):
     def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         out.integers(list(map(len, values)))
         self.keys.write(list(chain.from_iterable(values)), out)
-        self.inner.write([v for one in values for v in one.values()], out)
+        self.inner.write([v for mapping in values for v in mapping.values()], out)
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
         sizes = source.lengths(count)
@@ -423,11 +423,11 @@ def _unpack(view: memoryview) -> list[Record]:
     at = 0
     try:
         while at < len(view) or not records:
-            rank, failed, named, size = _RECORD.unpack_from(view, at)
-            at += _RECORD.size + named + size
+            rank, failed, name_size, size = _RECORD.unpack_from(view, at)
+            at += _RECORD.size + name_size + size
             if size < 0 or at > len(view):
                 raise ValueError("it is cut off")  # noqa: TRY301 - one message for all
-            call = bytes(view[at - size - named : at - size]).decode()
+            call = bytes(view[at - size - name_size : at - size]).decode()
             records.append(Record(rank, _boolean(failed), call, view[at - size : at]))
     except (ValueError, struct.error) as error:
         raise _undecodable(error) from error
@@ -527,12 +527,12 @@ def _without_json(value: Any, path: str = "", depth: int = 0) -> tuple[str, Any]
         inner = value.items()
     elif isinstance(value, list | tuple):
         inner = enumerate(value)
-    for key, one in inner:
+    for key, element in inner:
         try:
-            json.dumps({key: one})
+            json.dumps({key: element})
         except (TypeError, ValueError, RecursionError):
             if depth < _MAX_DEPTH:
-                return _without_json(one, f"{path}.{key}" if path else str(key), depth + 1)
+                return _without_json(element, f"{path}.{key}" if path else str(key), depth + 1)
     return path, value
 
 
@@ -628,17 +628,17 @@ def _codec(kind: Any) -> Codec:
     """The codec for an annotation."""
     if kind in _PLAIN:
         return _PLAIN[kind]()
-    origin, given = typing.get_origin(kind), typing.get_args(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
-        return _literal(given)
+        return _literal(arguments)
     if origin in (types.UnionType, typing.Union):
-        return Union([_codec(k) for k in given])
-    if origin in (list, frozenset) or (origin is tuple and given[-1] is ...):
-        return Repeated(origin, _codec(given[0]))
+        return Union([_codec(k) for k in arguments])
+    if origin in (list, frozenset) or (origin is tuple and arguments[-1] is ...):
+        return Repeated(origin, _codec(arguments[0]))
     if origin is tuple:
-        return Struct(lambda *row: row, tuple, {str(i): _codec(k) for i, k in enumerate(given)})
+        return Struct(lambda *row: row, tuple, {str(i): _codec(k) for i, k in enumerate(arguments)})
     if origin is Mapping:
-        return Map(_codec(given[0]), _codec(given[1]))
+        return Map(_codec(arguments[0]), _codec(arguments[1]))
     if origin is np.ndarray:
         return Converted(
             (np.ndarray,),

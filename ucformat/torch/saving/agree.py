@@ -87,23 +87,25 @@ def checksums(
     is 0.
     """
 
-    def of(number: int, piece: int, box: Box) -> int:
+    def checksum_of(number: int, piece: int, box: Box) -> int:
         info = items[number].info
         if box.size * info.itemsize <= _COMPARED_WHOLE:
             return checksum(row_major_bytes(elements(number, piece)).data)
         return _sum_of_samples(elements(number, piece)) if box.shape == info.shape else 0
 
     return [
-        np.array([of(n, j, b) for j, b in enumerate(i.boxes)], np.uint32)
+        np.array([checksum_of(n, j, b) for j, b in enumerate(i.boxes)], np.uint32)
         for n, i in enumerate(items)
     ]
 
 
 def _sum_of_samples(elements: Elements) -> int:
-    whole, few = Box.whole(elements.shape), _SAMPLE_BYTES // elements.itemsize
-    step = (whole.size - few) // (_SAMPLES - 1)
+    whole, sample_size = Box.whole(elements.shape), _SAMPLE_BYTES // elements.itemsize
+    step = (whole.size - sample_size) // (_SAMPLES - 1)
     boxes = [
-        box for i in range(_SAMPLES) for box in flat_boxes(whole.shape, i * step, i * step + few)
+        box
+        for i in range(_SAMPLES)
+        for box in flat_boxes(whole.shape, i * step, i * step + sample_size)
     ]
     return checksum(
         np.concatenate([row_major_bytes(elements_within(elements, whole, b)) for b in boxes]).data
@@ -122,11 +124,11 @@ def object_owners(
     first: dict[str, tuple[int, str]] = {}
     for rank, digests in objects:
         for name, digest in digests.items():
-            giver, expected = first.setdefault(name, (rank, digest))
+            owner, expected = first.setdefault(name, (rank, digest))
             if digest != expected and equal:
                 raise UsageError(
                     f"the object {name!r} has a different value on rank {rank} than on rank "
-                    f"{giver}",
+                    f"{owner}",
                     hint=_DIFFERS,
                 )
     return {name: rank for name, (rank, _) in first.items()}
@@ -149,14 +151,14 @@ def paths_by_key(
         for item in listed:
             key = Key(aliases.get(item.info.name, item.info.name), item.info.state)
             for path in item.paths:
-                named, other = first.setdefault(path, (key, rank))
-                if named != key:
+                first_key, first_rank = first.setdefault(path, (key, rank))
+                if first_key != key:
                     raise UsageError(
-                        f"{dotted(path)} is named {named} on rank {other}, but {key} on rank "
-                        f"{rank}",
+                        f"{dotted(path)} is named {first_key} on rank {first_rank}, but {key} on "
+                        f"rank {rank}",
                         hint='use the same keys on all ranks, and keep the model under "model"',
                     )
-                if (named, other) == (key, rank):
+                if (first_key, first_rank) == (key, rank):
                     out.setdefault(key, []).append(path)
     return out
 
@@ -228,11 +230,11 @@ class Coordinator:
         self._encoded |= {digest: zlib.decompress(data) for digest, data in replies.sent.items()}
         self._sums = _merged(self._sums, replies.sums, _distinct)
         first = {**summary.facts, **{d: ranges[0][0] for d, ranges in summary.stated.items()}}
-        asked: dict[int, tuple[bytes, ...]] = {}
+        digests_by_rank: dict[int, tuple[bytes, ...]] = {}
         for digest in first.keys() - self._encoded.keys():
-            asked[first[digest]] = (*asked.get(first[digest], ()), digest)
-        if asked:
-            others = {rank: AskedOfRanks(digests) for rank, digests in asked.items()}
+            digests_by_rank[first[digest]] = (*digests_by_rank.get(first[digest], ()), digest)
+        if digests_by_rank:
+            others = {rank: AskedOfRanks(digests) for rank, digests in digests_by_rank.items()}
             return Addressed(AskedOfRanks(), others)
         planned_from = (summary.stated, summary.facts, self._options.form)
         if self.plan is None or self._planned_from != planned_from:
@@ -241,6 +243,7 @@ class Coordinator:
         plan, same = self.plan, summary.kept.keys() == {self.plan.digest}
         if self._options.replicas == "equal":
             question = self._compared(summary, plan.exceptions.compared, same=same)
+            # a question that was asked already has been answered in full
             if question is not None and question != self._asked:
                 self._asked = question
                 return question
@@ -309,10 +312,12 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
         ((rank, decode(encoded[d], StatedFacts)) for d, rank in summary.facts.items()),
         key=itemgetter(0),
     )
-    aliases = {alias: name for _, one in facts for alias, name in one.aliases.items()}
+    aliases = {
+        alias: name for _, stated_facts in facts for alias, name in stated_facts.aliases.items()
+    }
     order: dict[bytes, tuple[int, ...]] = {}
-    for _, one in facts:
-        order = {**one.order, **order}
+    for _, stated_facts in facts:
+        order = {**stated_facts.order, **order}
     rows, apart = _distinct_rows(stated, summary, aliases)
     place = {
         row.info.key: (rank, order[digest][number])
@@ -354,9 +359,9 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
         ]
         listed = tuple(t for t in exceptions.listed if exceptions.stored_as(t) == kind)
         own = sorted((w.row.info for w in described), key=lambda info: place[info.key])
-        both = (*own, *(t.info for t in listed))
-        as_described = None if kind == "array" else _described(described, both)
-        return PlannedTensors(both, manifest_paths(both, paths), listed, as_described)
+        all_infos = (*own, *(t.info for t in listed))
+        as_described = None if kind == "array" else _described(described, all_infos)
+        return PlannedTensors(all_infos, manifest_paths(all_infos, paths), listed, as_described)
 
     parts = (stored("array"), stored("packed"), stored("weight"))
     return GlobalPlan(exceptions, digest_of(exceptions), aliases, *parts)
@@ -373,9 +378,9 @@ def _distinct_rows(
         fits = mesh is None or np.array_equal(np.sort(mesh.ranks, axis=None), ranks)
         for row in description.rows:
             key = row.info.key
-            other, first, count = rows.get(key, (rank, row, 0))
-            _check_same(row, rank, first, other)
-            rows[key] = (other, first, count + 1)
+            first_rank, first, count = rows.get(key, (rank, row, 0))
+            _check_same(row, rank, first, first_rank)
+            rows[key] = (first_rank, first, count + 1)
             if description.boxes or not fits or key.name in aliases:
                 apart.add(key)
     return rows, apart
@@ -394,7 +399,7 @@ def _split_rows(
             key = row.info.key
             if key in apart:
                 boxes = holders.setdefault(key, {})
-                for rank, box in _held(description, number, _each(summary.stated[digest])):
+                for rank, box in _holdings(description, number, _each(summary.stated[digest])):
                     boxes.setdefault(box, []).append(rank)
             if key in apart or key in written:
                 out.append(number)
@@ -408,12 +413,12 @@ def _each(ranges: Ranges) -> list[int]:
     return [rank for a, b in ranges for rank in range(a, b)]
 
 
-def _check_same(row: Row, rank: int, first: Row, other: int) -> None:
+def _check_same(row: Row, rank: int, first: Row, first_rank: int) -> None:
     """Check that two ranks mean the same tensor."""
     info = row.info
     if first.info != info:
         raise UsageError(
-            f"{info.key} is {first.info.dtype} {first.info.shape} on rank {other}, but "
+            f"{info.key} is {first.info.dtype} {first.info.shape} on rank {first_rank}, but "
             f"{info.dtype} "
             f"{info.shape} on rank {rank}",
             hint="save a value that differs between ranks as ucformat.torch.PerRank(value)",
@@ -425,7 +430,9 @@ def _check_same(row: Row, rank: int, first: Row, other: int) -> None:
         )
 
 
-def _held(description: Description, number: int, ranks: Sequence[int]) -> Iterator[tuple[int, Box]]:
+def _holdings(
+    description: Description, number: int, ranks: Sequence[int]
+) -> Iterator[tuple[int, Box]]:
     """What the ranks that state a description hold of one of its rows: each with a box that has elements."""
     row, mesh = description.rows[number], description.mesh
     for rank in ranks:
@@ -458,7 +465,7 @@ def _listed(
             raise CoverageError(
                 error.message, hint="check that all ranks of the mesh take part in this save"
             ) from None
-    load: Counter[int] = Counter()
+    loads: Counter[int] = Counter()
     provider: dict[tuple[Key, Box], int] = {}
     sizes = [
         (box.size * rows[key].info.itemsize, key, box)
@@ -466,8 +473,8 @@ def _listed(
         for box in boxes
     ]
     for nbytes, key, box in sorted(sizes, key=lambda s: -s[0]):
-        rank = provider[key, box] = min(holders[key][box], key=load.__getitem__)
-        load[rank] += nbytes
+        rank = provider[key, box] = min(holders[key][box], key=loads.__getitem__)
+        loads[rank] += nbytes
     return tuple(
         ListedTensor(
             row.info,

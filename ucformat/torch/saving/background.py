@@ -185,20 +185,20 @@ def _copy_pieces(
         dense = row_major(p.box.shape)
         pieces.append(Piece(p.box, at // itemsize, dense))
         nbytes = p.box.size * itemsize
-        to = memory[at : at + nbytes]
+        target = memory[at : at + nbytes]
         if all(n == 1 or s == d for n, s, d in zip(p.box.shape, p.strides, dense, strict=True)):
             begin = p.offset * itemsize
-            copies += _copies(to, source[begin : begin + nbytes])
+            copies += _copies(target, source[begin : begin + nbytes])
         else:
-            own = dense_elements(p.box.shape, to, itemsize)
-            copies.append(partial(np.copyto, own, elements_of(p, source, itemsize)))
+            target_elements = dense_elements(p.box.shape, target, itemsize)
+            copies.append(partial(np.copyto, target_elements, elements_of(p, source, itemsize)))
         at += nbytes
     return tuple(pieces)
 
 
-def _copies(to: Memory, source: Memory) -> Sequence[Callable[[], None]]:
-    blocks = (slice(i, i + _COPY_BYTES) for i in range(0, len(to), _COPY_BYTES))
-    return [partial(fill, [to[block].data], source[block].data) for block in blocks]
+def _copies(target: Memory, source: Memory) -> Sequence[Callable[[], None]]:
+    blocks = (slice(i, i + _COPY_BYTES) for i in range(0, len(target), _COPY_BYTES))
+    return [partial(fill, [target[block].data], source[block].data) for block in blocks]
 
 
 __all__ = [
@@ -363,6 +363,7 @@ class BackgroundWriter:
             except Exception as error:  # noqa: BLE001 - raised on all ranks
                 why = f"cannot stage a copy of the state: {type(error).__name__}: {error}"
                 job = encode(StagingFailed(self._count, why), Command)
+            # counted before it is sent: the process may answer at once
             self._expect()  # until the job is done
             self._send(job)
         except OSError:
@@ -438,14 +439,14 @@ class BackgroundWriter:
     def _died(self) -> None:
         """Set the outcome of all saves in flight, after the process has died."""
         self._intact = False
-        how = f"was unresponsive for {self.group.timeout:g} s and was killed"
+        ending = f"was unresponsive for {self.group.timeout:g} s and was killed"
         with suppress(subprocess.TimeoutExpired):  # one that is blocked by a disk dies later
             code = self._process.wait(_END_S)
             if not self._unresponsive:
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         for handle, _ in list(self._handles.values()):
             error = UcformatError(
-                f"rank {self.group.rank}: the process that wrote {handle.url} {how}",
+                f"rank {self.group.rank}: the process that wrote {handle.url} {ending}",
                 hint=(
                     "the checkpoint is not committed; see the output of the process above, then "
                     "save again"
@@ -492,8 +493,8 @@ class BackgroundWriter:
 
 def _absolute(url: str) -> str:
     """The url, independent of the working folder."""
-    scheme, rest = split_url(url)
-    return url if scheme not in ("", "file") else str(local_path(rest))
+    scheme, path = split_url(url)
+    return url if scheme not in ("", "file") else str(local_path(path))
 
 
 #: By connections of a group; None: this process alone.

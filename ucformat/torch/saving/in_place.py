@@ -97,41 +97,41 @@ class Providers:
     ) -> None:
         table = TensorTable.of(TensorDoc(*i.key, i.dtype, i.shape) for i in infos)
         self._infos, decoded = infos, decode(described, table, "the plan of the weights").described
-        self._held: dict[int, tuple[Distribution | BoxList, int]] = {
+        self._distributions: dict[int, tuple[Distribution | BoxList, int]] = {
             n: (listed[i.key], 0) for n, i in enumerate(infos) if i.key in listed
         }
         for row in decoded.rows if decoded else ():
-            self._held[row.tensor] = (row.distribution, row.writer)
+            self._distributions[row.tensor] = (row.distribution, row.writer)
 
-    def of(self, number: int, within: Box) -> list[tuple[Box, int]]:
+    def intersecting(self, number: int, within: Box) -> list[tuple[Box, int]]:
         """The boxes that intersect a box of a weight, in order, each with the rank that provides it."""
-        d, writer = self._held[number]
+        d, writer = self._distributions[number]
         holdings = d.holdings(self._infos[number].shape, within)
         return sorted((box, int(d.mesh.ranks[d.coordinate(at, writer)])) for at, box in holdings)
 
     def contiguous(self, number: int) -> bool:
         """Whether each box of a weight is known to be one range of the file."""
-        return self._held[number][0].contiguous(self._infos[number].shape)
+        return self._distributions[number][0].contiguous(self._infos[number].shape)
 
 
 def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[FilePart]:
     """Cut files into parts: at least 7 MiB each, but the last, if all blocks are chosen."""
     out: list[FilePart] = []
     for file, target in enumerate(files.files):
-        sizes, numbers, before = files.block_sizes(file), files.numbers(file), len(out)
+        sizes, numbers, first_part = files.block_sizes(file), files.numbers(file), len(out)
         if not len(sizes):
             continue
         begin = np.cumsum(sizes) - sizes
-        most = max(PART_BYTES, unit_for(target.nbytes))
+        part_bytes = max(PART_BYTES, unit_for(target.nbytes))
         # the header, which may be large, is in the first part
-        window = np.maximum(begin - sizes[0], 0) // most
+        window = np.maximum(begin - sizes[0], 0) // part_bytes
         mask = chosen[numbers.start : numbers.stop]
         cuts = np.flatnonzero((np.diff(window) != 0) | (mask[1:] != mask[:-1])) + 1
         for first, stop in pairwise([0, *cuts.tolist(), len(sizes)]):
             if mask[first]:
                 blocks = range(numbers.start + first, numbers.start + stop)
                 nbytes = int(sizes[first:stop].sum())
-                out.append(FilePart(file, len(out) - before, blocks, int(begin[first]), nbytes))
+                out.append(FilePart(file, len(out) - first_part, blocks, int(begin[first]), nbytes))
     return out
 
 
@@ -169,8 +169,8 @@ class PartPlanner:
 
     def plan(self, rank: int, provided: Mapping[tuple[int, Box], tuple[int, int]]) -> PartPlan:
         """Plan what a rank writes and sends."""
-        mine, step = np.flatnonzero(self._owners == rank).tolist(), self._together
-        tasks = [self._task(number, rank, provided) for number in mine]
+        own_numbers, step = np.flatnonzero(self._owners == rank).tolist(), self._together
+        tasks = [self._task(number, rank, provided) for number in own_numbers]
         batches = tuple(tuple(tasks[n : n + step]) for n in range(0, len(tasks), step))
         return PartPlan(self._parts, batches, self._messages(rank, provided))
 
@@ -190,7 +190,7 @@ class PartPlanner:
     ) -> ShardTask:
         fragments = []
         for tensor, box in self._boxes(self._parts[number]):
-            for box_there, sender in self._providers.of(tensor, box):
+            for box_there, sender in self._providers.intersecting(tensor, box):
                 common = box_there.intersect(box)
                 assert common is not None  # noqa: S101 - it is one of those that intersect
                 item, piece = provided[tensor, box_there] if sender == rank else (-1, -1)
@@ -234,13 +234,13 @@ class InPlace(NamedTuple):
     Attributes:
         pieces: the (item, piece) that this rank writes itself.
         exchanged: what it writes and sends of other weights.
-        told: what all ranks know.
+        agreed: what all ranks know.
     """
 
     pieces: tuple[tuple[int, int], ...]
     files: WeightFiles
     exchanged: PartPlan
-    told: WeightFilesPlan
+    agreed: WeightFilesPlan
 
 
 @message
@@ -299,15 +299,15 @@ def begin_weights(store: Store, attempt: str, plan: GlobalPlan) -> WeightFilesPl
     files = WeightFiles(infos, plan.aliases, folder)  # raises if there can be none
     described = encode_columns(*packed_extents(replace(plan.weights, listed=()), "data/plan", {}))
     way, uploads = way_of(store)
-    begun: list[tuple[str, str]] = []
+    begun_uploads: list[tuple[str, str]] = []
     if uploads is not None:
         try:
             for file in files.files:
-                begun.append((file.key, uploads.begin(file.key)))  # noqa: PERF401
+                begun_uploads.append((file.key, uploads.begin(file.key)))  # noqa: PERF401
         except BaseException:
-            _abort(store, begun)
+            _abort(store, begun_uploads)
             raise
-    ids = tuple(upload for _, upload in begun)
+    ids = tuple(upload for _, upload in begun_uploads)
     return WeightFilesPlan(infos, described, plan.aliases, folder, way, ids)
 
 
@@ -326,39 +326,39 @@ class WeightPlanner:
         group: Group,
         items: Sequence[WriteItem],
         pieces: Sequence[tuple[int, int]],
-        told: WeightFilesPlan,
+        agreed: WeightFilesPlan,
         listed: Mapping[Key, BoxList],
     ) -> InPlace:
         """Plan the pieces that a rank provides: it writes them, or sends them to others."""
-        files = WeightFiles(told.infos, told.tied, told.folder)
-        planned_from = (told.infos, told.described, told.tied, told.way, listed)
+        files = WeightFiles(agreed.infos, agreed.tied, agreed.folder)
+        planned_from = (agreed.infos, agreed.described, agreed.tied, agreed.way, listed)
         if self._planner is None or self._planned_from != planned_from:
             self._planned_from, self._plan = planned_from, None
-            providers = Providers(told.infos, told.described, listed)
+            providers = Providers(agreed.infos, agreed.described, listed)
             self._own = {
                 info.key
-                for n, info in enumerate(told.infos)
-                if told.way == "in place" and providers.contiguous(n)
+                for n, info in enumerate(agreed.infos)
+                if agreed.way == "in place" and providers.contiguous(n)
             }
-            chosen = np.full(files.count, told.way != "in place")
+            chosen = np.full(files.count, agreed.way != "in place")
             for key, placed in files.tensors.items():
                 chosen[placed.first : placed.first + placed.count] = key not in self._own
             parts = parts_of(files, chosen)
-            count = len(files.files) if told.way == "whole" else None
+            count = len(files.files) if agreed.way == "whole" else None
             owners = owners_of(parts, group.size, count)
-            self._planner = PartPlanner(files, told.infos, providers, parts, owners)
-        number = {info.key: n for n, info in enumerate(told.infos)}
-        mine: list[tuple[int, int]] = []
+            self._planner = PartPlanner(files, agreed.infos, providers, parts, owners)
+        number = {info.key: n for n, info in enumerate(agreed.infos)}
+        own_pieces: list[tuple[int, int]] = []
         provided: dict[tuple[int, Box], tuple[int, int]] = {}
         for item, piece in pieces:
             key, box = items[item].info.key, items[item].boxes[piece]
             if key in self._own:
-                mine.append((item, piece))
+                own_pieces.append((item, piece))
             elif box.size:
                 provided[number[key], box] = (item, piece)
         if self._plan is None or self._provided != provided:
             self._provided, self._plan = provided, self._planner.plan(group.rank, provided)
-        return InPlace(tuple(mine), files, self._plan, told)
+        return InPlace(tuple(own_pieces), files, self._plan, agreed)
 
 
 def write_in_place(
@@ -370,11 +370,11 @@ def write_in_place(
     threads: int = 1,
 ) -> WrittenParts:
     """Write this rank's part of the files; on a file system rank 0 writes headers and index, too."""
-    files, (parts, batches, messages), told = weights.files, weights.exchanged, weights.told
+    files, (parts, batches, messages), agreed = weights.files, weights.exchanged, weights.agreed
     targets = [(file.key, file.nbytes) for file in files.files]
     fixed = {block.number: block for block in files.fixed}
-    threads = {"in place": threads, "parts": _SENT_AT_ONCE, "whole": 1}[told.way]
-    with PartsWriter(store, targets, told.way, told.uploads) as out:
+    threads = {"in place": threads, "parts": _SENT_AT_ONCE, "whole": 1}[agreed.way]
+    with PartsWriter(store, targets, agreed.way, agreed.uploads) as out:
 
         def write(task: ShardTask, sources: Sequence[Elements]) -> list[tuple[int, int, int]]:
             part = parts[task.tensor]
@@ -383,7 +383,7 @@ def write_in_place(
                 data = fixed[part.blocks.start].data
                 raw[: len(data)], filled = np.frombuffer(data, np.uint8), len(data)
             for f, source in zip(task.fragments, sources, strict=True):
-                placed = files.tensors[told.infos[f.tensor].key]
+                placed = files.tensors[agreed.infos[f.tensor].key]
                 at = placed.at(f.box.start) - part.begin
                 copy(np.ndarray(source.shape, source.dtype, raw, at, placed.strides), source)
                 filled += source.nbytes
@@ -404,15 +404,15 @@ def write_in_place(
 
         written = {parts[task.tensor].file for batch in batches for task in batch}
         sizes = {file: files.block_sizes(file).tolist() for file in written}
-        itemsizes = [info.itemsize for info in told.infos]
+        itemsizes = [info.itemsize for info in agreed.infos]
         sums = [
             s
-            for of_part in exchange(
+            for part_sums in exchange(
                 group, itemsizes, batches, messages, state.within, write, threads
             )
-            for s in of_part
+            for s in part_sums
         ]
-        if told.way == "in place":
+        if agreed.way == "in place":
             sums += _write_own(weights, state, out, progress, headers=not group.rank)
     etags = tuple((file, part, tag) for (file, part), tag in out.etags.items())
     return WrittenParts(np.array(sums, "<u4").tobytes(), etags)
@@ -466,33 +466,35 @@ def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
     written, crcs = np.zeros(files.count, np.int64), np.zeros(files.count, np.uint32)
     np.add.at(written, number, nbytes)
     np.bitwise_xor.at(crcs, number, part)
-    if (wrong := np.flatnonzero(written != sizes)).size:
+    if (incomplete := np.flatnonzero(written != sizes)).size:
         raise IntegrityError(
-            f"the ranks wrote {written[wrong[0]]} of the {sizes[wrong[0]]} bytes of a block of "
-            "weights"
+            f"the ranks wrote {written[incomplete[0]]} of the {sizes[incomplete[0]]} bytes of "
+            "a block of weights"
         )
-    each, which = np.unique(sizes, return_inverse=True)
-    return crcs ^ np.array([_zeros(n) for n in each.tolist()], np.uint32)[which]
+    distinct_sizes, size_index = np.unique(sizes, return_inverse=True)
+    return crcs ^ np.array([_zeros(n) for n in distinct_sizes.tolist()], np.uint32)[size_index]
 
 
 def complete_uploads(store: Store, weights: InPlace, etags: Sequence[tuple[int, int, str]]) -> None:
     """Make the files visible that were uploaded in parts; rank 0 calls this before the commit."""
-    if not weights.told.uploads:
+    if not weights.agreed.uploads:
         return
     _, uploads = way_of(store)
     assert uploads is not None  # noqa: S101 - they were begun
     by_part = {(file, part): tag for file, part, tag in etags}
-    tags: list[list[str]] = [[] for _ in weights.told.uploads]
+    tags: list[list[str]] = [[] for _ in weights.agreed.uploads]
     for part in weights.exchanged.parts:
         tags[part.file].append(by_part[part.file, part.number])
-    for file, upload, of_file in zip(weights.files.files, weights.told.uploads, tags, strict=True):
-        uploads.complete(file.key, upload, of_file, file.nbytes)
+    for file, upload, file_tags in zip(
+        weights.files.files, weights.agreed.uploads, tags, strict=True
+    ):
+        uploads.complete(file.key, upload, file_tags, file.nbytes)
 
 
 def abort_uploads(store: Store, weights: InPlace) -> None:
     """Discard the uploads of a save that failed, if there are any."""
     keys = (file.key for file in weights.files.files)
-    _abort(store, list(zip(keys, weights.told.uploads, strict=False)))
+    _abort(store, list(zip(keys, weights.agreed.uploads, strict=False)))
 
 
 def _abort(store: Store, begun: Sequence[tuple[str, str]]) -> None:

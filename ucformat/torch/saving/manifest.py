@@ -411,7 +411,9 @@ def _sidecar(
     columns, files, described = packed_extents(plan.packed, folder, begins)
     parts: list[tuple[Columns, Sequence[str]]] = [(columns, files)]
     if weights is not None:
-        number = {info.key: n for n, info in enumerate(weights.told.infos, len(plan.packed.infos))}
+        number = {
+            info.key: n for n, info in enumerate(weights.agreed.infos, len(plan.packed.infos))
+        }
         parts.append(weights.files.columns(number, block_crcs(weights.files, written.parts.sums)))
     return encode_columns(*joined(parts), described)
 

@@ -102,7 +102,7 @@ class SaveOptions:
     def of(cls, url: str, arguments: RunArguments) -> SaveOptions:
         """Create them from the arguments of `save`."""
         names = {field.name for field in fields(cls)}
-        return cls(url, **{name: given for name, given in arguments.items() if name in names})  # type: ignore[arg-type]
+        return cls(url, **{k: v for k, v in arguments.items() if k in names})  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         for name, allowed in (("form", get_args(Form)), ("replicas", ("equal", "first"))):
@@ -110,9 +110,9 @@ class SaveOptions:
                 listed = " or ".join(f'"{value}"' for value in allowed)
                 raise UsageError(f"{name}={getattr(self, name)!r} is not supported", hint=listed)
         for name in ("chunk_bytes", "shard_bytes"):
-            given = getattr(self, name)
-            if given is not None and given < 1:
-                raise UsageError(f"{name} must be at least 1, not {given}")
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise UsageError(f"{name} must be at least 1, not {size}")
 
     def stored_like(self, other: SaveOptions) -> bool:
         """Return whether tensors are stored alike with other options."""

@@ -161,6 +161,7 @@ def own_part(statement: Statement, exceptions: Exceptions, options: SaveOptions)
     for item, piece in pieces[:described]:
         info, box = statement.items[item].info, statement.items[item].boxes[piece]
         tiling = Tiling.of(info.shape, info.itemsize)
+        # as `write_packed` lays the file out
         listed_at = align_up(listed_at, ALIGNMENT) + tiling.nbytes(box)
     batches, messages = plan_shards(
         statement,

@@ -103,8 +103,10 @@ def write_checkpoint(
         report = write_report(group.rank, state, written, now - planned, state.stall or now - begun)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         report = error
-    done = _commit(plan, report, options, metadata, store, group)
-    return Saved(options.url, done, written.nbytes, planned - begun, time.monotonic() - planned)
+    checkpoint_id = _commit(plan, report, options, metadata, store, group)
+    return Saved(
+        options.url, checkpoint_id, written.nbytes, planned - begun, time.monotonic() - planned
+    )
 
 
 def _rank_state(state: StateInfo, memories: Sequence[Memory]) -> RankState:
@@ -172,34 +174,38 @@ def _commit(
     group: Group,
 ) -> str:
     """Gather what all ranks have written, and commit it on rank 0; the id of the checkpoint."""
-    needed = False  # whether the files belong to a checkpoint that is, or may be, committed
+    keep_files = False  # whether the files belong to a checkpoint that is, or may be, committed
 
-    def relay(some: WriteReport) -> WriteReport:
-        return replace(some, values=some.values.relieved(store, f"objects/{plan.attempt}"))
+    def relay(merged_report: WriteReport) -> WriteReport:
+        return replace(
+            merged_report, values=merged_report.values.relieved(store, f"objects/{plan.attempt}")
+        )
 
     def committed(all_written: WriteReport) -> str:
         assert plan.begun is not None  # noqa: S101 - on rank 0
-        nonlocal needed
+        nonlocal keep_files
         if plan.weights is not None:
             complete_uploads(store, plan.weights, all_written.parts.etags)
         manifest = manifest_of(store, options, metadata, plan, plan.begun, all_written)
-        needed = True  # also if the commit is interrupted
+        keep_files = True  # also if the commit is interrupted
         try:
             return commit(store, plan.begun.attempt, manifest).id
         except Exception as error:
-            needed = isinstance(error, Uncertain)
+            keep_files = isinstance(error, Uncertain)
             raise
 
     try:
-        done: str = group.combine(report, merge_reports, WriteReport, committed, str, relay)
+        checkpoint_id: str = group.combine(
+            report, merge_reports, WriteReport, committed, str, relay
+        )
     except BaseException:
-        if plan.begun is not None and not needed:
+        if plan.begun is not None and not keep_files:
             if plan.weights is not None:
                 abort_uploads(store, plan.weights)
             if group.intact:
                 discard(store, plan.attempt)
         raise
-    return done
+    return checkpoint_id
 
 
 def save(
@@ -297,7 +303,7 @@ def assets_of(
     if folder is None:
         return assets
     store = open_store(folder)
-    given = find_assets(store.list())
-    if not given:
+    names = find_assets(store.list())
+    if not names:
         raise UsageError(f"{store.url} has no config.json, tokenizer or similar file")
-    return {**assets, **{name: store.read(name) for name in given}}
+    return {**assets, **{name: store.read(name) for name in names}}

@@ -173,13 +173,13 @@ class _OwnShards:
     def batches(self) -> list[ShardBatch]:
         """The batches that this rank writes."""
         dealt = self._shards
-        mine = np.flatnonzero(dealt.owner == self._me)
-        kinds = np.searchsorted(dealt.first, mine, "right") - 1
+        own_numbers = np.flatnonzero(dealt.owner == self._me)
+        kinds = np.searchsorted(dealt.first, own_numbers, "right") - 1
         # rank, box that it holds, that it sends
         senders: dict[int, list[tuple[int, Box, Box]]] = {}
         out: dict[int, list[ShardTask]] = {}
         for number, kind, batch in zip(
-            mine.tolist(), kinds.tolist(), dealt.batch[mine].tolist(), strict=True
+            own_numbers.tolist(), kinds.tolist(), dealt.batch[own_numbers].tolist(), strict=True
         ):
             shards = dealt.shards[kind]
             if kind not in senders:
@@ -220,8 +220,8 @@ class _OwnShards:
             ]
             owners = dealt.owner[first : first + len(shards.rows)]
             copies = _copies(d)
-            told = (copies[owners] == copies[self._me]) & (owners != self._me)
-            for row in np.flatnonzero(told).tolist() if sent else ():
+            receives = (copies[owners] == copies[self._me]) & (owners != self._me)
+            for row in np.flatnonzero(receives).tolist() if sent else ():
                 key = (int(dealt.batch[first + row]), int(owners[row]))
                 item = shards.rows[row]
                 out.setdefault(key, []).extend(self._own(item, box, part) for box, part in sent)
@@ -262,9 +262,11 @@ def _owners(shards: _Shards, loads: NDArray[np.int64]) -> list[int]:
     itemsize = shards.nbytes // shards.box.size
     elements = np.broadcast_to(d.overlap(shards.shape, shards.box), d.mesh.sizes).reshape(-1)
     holders = np.flatnonzero(elements)
+    # the bytes of the shard are written once, and those that others hold are received
     cost = 2 * shards.nbytes - elements[holders] * itemsize
     finish = loads[holders] + cost
     best = np.argsort(finish, kind="stable")[: len(shards.rows)]  # no further ones can be needed
+    # sorted by finish time, so it is a heap already
     heap = list(
         zip(finish[best].tolist(), holders[best].tolist(), cost[best].tolist(), strict=True)
     )
@@ -273,6 +275,7 @@ def _owners(shards: _Shards, loads: NDArray[np.int64]) -> list[int]:
         finished, holder, own_cost = heap[0]
         out.append(holder)
         heapq.heapreplace(heap, (finished + own_cost, holder, own_cost))
+    # an entry holds the time after one more shard, which nobody has got
     for finished, holder, own_cost in heap:
         loads[holder] = finished - own_cost
     return out
@@ -284,7 +287,8 @@ def _batches(owner: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.
     sorted_owner, sizes = owner[order], nbytes[order]
     first = np.searchsorted(sorted_owner, sorted_owner)
     before = np.cumsum(sizes) - sizes
-    # the last one begins in it, and is not the largest
+    # A batch is what begins in one window of half its size. Its last shard, the smallest, reaches
+    # past the window by at most the other half, or is the only one.
     half = (before - before[first]) // (BATCH_BYTES // 2)
     begins = np.ones(len(order), np.bool_)
     begins[1:] = (np.diff(half) > 0) | (np.diff(sorted_owner) > 0)

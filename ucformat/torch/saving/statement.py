@@ -376,6 +376,7 @@ class Statement:
             written = [sums[order[n]] for n in numbers if n not in out]
             if not written:  # a mesh of which a rank is missing has no balance
                 continue
+            # which part it is counts, or replicas swapped between two parts would cancel out
             part = np.array([-1 if axis in d.replicas else i for axis, i in enumerate(at)])
             own = _hash(np.frombuffer(digest, np.uint8), part, *written)
             total += own * (1 if d.copy_of(at) else 1 - d.copies)
@@ -409,7 +410,7 @@ class Statement:
         """The tensors of each description, in the same order on all ranks; then the listed ones."""
         for digest in sorted(self.descriptions):
             description, order = self.descriptions[digest], self.order[digest]
-            distributions = of_mesh_of(description, digest, exceptions)
+            distributions = distributions_of(description, digest, exceptions)
             yield [
                 SharedRow(order[number], row.info, distributions[row.distribution])
                 for number, row in chosen_rows(description, digest, exceptions, kind)
@@ -430,7 +431,7 @@ def _replicated(description: Description) -> Iterable[tuple[Distribution, list[i
     return by_axes.values()
 
 
-def of_mesh_of(
+def distributions_of(
     description: Description, digest: bytes, exceptions: Exceptions
 ) -> tuple[Distribution, ...]:
     """The distributions of a description; without a mesh one, with replicas on all its ranks."""
@@ -456,12 +457,12 @@ def written_rows(
     description: Description, digest: bytes, exceptions: Exceptions, kind: StoredAs
 ) -> Iterator[WrittenRow]:
     """The rows of a kind that ranks write, balanced by bytes over the replicas of each part."""
-    distributions = of_mesh_of(description, digest, exceptions)
+    distributions = distributions_of(description, digest, exceptions)
     loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by axes of replicas: bytes, replica
     for d in distributions:
         if d.replicas not in loads:
             loads[d.replicas] = [(0, replica) for replica in range(d.copies)]
-    of_number = [(d, loads[d.replicas], d.copies) for d in distributions]
+    by_distribution = [(d, loads[d.replicas], d.copies) for d in distributions]
 
     def largest_first(numbered: tuple[int, Row]) -> tuple[int, str, str]:
         info = numbered[1].info
@@ -469,7 +470,7 @@ def written_rows(
 
     rows = chosen_rows(description, digest, exceptions, kind)
     for number, row in sorted(rows, key=largest_first):
-        d, heap, copies = of_number[row.distribution]
+        d, heap, copies = by_distribution[row.distribution]
         nbytes, writer = heap[0]
         if copies > 1:
             heapq.heapreplace(heap, (nbytes + row.info.nbytes * copies // d.mesh.size, writer))

@@ -173,6 +173,7 @@ def main() -> None:
     record_commits()
     connection = Connection(int(sys.argv[1]))
     start: WorkerStart = decode(connection.recv_bytes(), WorkerStart)
+    # torch is imported, for which the rank allows more time
     connection.send_bytes(encode(Heartbeat(), Reply))
     progress, sending = _Progress(), threading.Lock()
     jobs: queue.SimpleQueue[SaveJob | StagingFailed] = queue.SimpleQueue()
@@ -198,6 +199,7 @@ def main() -> None:
         intact = progress.group is not None and progress.group.intact
         with sending:
             connection.send_bytes(encode(JobDone(job.number, outcome, intact), Reply))
+        # the rank then starts other processes with the next save
         if not intact:
             os._exit(1)
 

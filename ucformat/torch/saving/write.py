@@ -215,14 +215,14 @@ def exchange(
     )
     sender.start()
     results: list[T] = []
-    this, following = _Buffer(), _Buffer()
+    current, following = _Buffer(), _Buffer()
     try:
         with (
             ThreadPoolExecutor(threads, "ucformat-write") as pool,
-            ThreadPoolExecutor(1, "ucformat-receive") as other,
+            ThreadPoolExecutor(1, "ucformat-receive") as receiver,
         ):
 
-            def act(received: dict[Fragment, Memory], shard: ShardTask) -> T:
+            def write_received(received: dict[Fragment, Memory], shard: ShardTask) -> T:
                 return write(
                     shard,
                     [
@@ -234,23 +234,25 @@ def exchange(
                 )
 
             receiving = [
-                other.submit(_receive, group, itemsizes, batch, this) for batch in batches[:1]
+                receiver.submit(_receive, group, itemsizes, batch, current) for batch in batches[:1]
             ]
             for number, batch in enumerate(batches):
                 received = receiving.pop().result()
-                after = batches[number + 1 : number + 2]
-                receiving += [other.submit(_receive, group, itemsizes, b, following) for b in after]
-                this, following = following, this
+                next_batches = batches[number + 1 : number + 2]
+                receiving += [
+                    receiver.submit(_receive, group, itemsizes, b, following) for b in next_batches
+                ]
+                current, following = following, current
                 try:
                     if not failures:
                         results += (map if threads == 1 else pool.map)(
-                            partial(act, received), batch
+                            partial(write_received, received), batch
                         )
                 except Exception as error:  # noqa: BLE001 - raised below
                     failures.append(error)
     finally:
         sender.join()
-        this.close()
+        current.close()
         following.close()
     if failures:
         raise failures[0]
