@@ -153,18 +153,18 @@ class _NameSearch:
             if text == longest or text.endswith(f".{longest}")
         ]
         fitting = {head: self._stored(head, shapes) for head in heads}
-        mine = [head for head, fits in fitting.items() if fits == stored]
+        own_heads = [head for head, fits in fitting.items() if fits == stored]
         others = [
             head
             for head, fits in fitting.items()
             if fits is not None
             and fits != stored
-            and not any(own and head.startswith(own) for own in mine)
+            and not any(own_head and head.startswith(own_head) for own_head in own_heads)
         ]
         if not others:
             return []
         self.without += weights
-        places = " and ".join(f"{head}{longest}" for head in (*mine, *others)[:_SHOWN])
+        places = " and ".join(f"{head}{longest}" for head in (*own_heads, *others)[:_SHOWN])
         return [
             (
                 f"{dotted(module)}: the checkpoint has such weights more than once, as {places}: "
@@ -177,11 +177,11 @@ class _NameSearch:
         out: dict[str, str] = {}
         for name, shape in shapes.items():
             key = self.places.get(head + name)
-            at = None if key is None else self.recorded.names.get(key.name, key.name)
-            infos = [] if at is None else parameter_of(at, self.recorded.ck)
-            if at is None or not infos or infos[0].shape != shape:
+            stored_name = None if key is None else self.recorded.names.get(key.name, key.name)
+            infos = [] if stored_name is None else parameter_of(stored_name, self.recorded.ck)
+            if stored_name is None or not infos or infos[0].shape != shape:
                 return None
-            out[name] = at
+            out[name] = stored_name
         return out
 
 
@@ -245,10 +245,10 @@ def left_values(
     """Return a line for each plain value that was saved in the entries, and that no pattern names."""
     records = (
         (*path, *names, RECORD)
-        for path, (_, taken) in collected.wrappers.items()
-        for names in taken.records
+        for path, (_, contents) in collected.wrappers.items()
+        for names in contents.records
     )
-    wanted = {
+    state_paths = {
         dotted(path)
         for path in (
             *collected.leaves,
@@ -258,14 +258,18 @@ def left_values(
             *records,
         )
     }
-    parents = prefixes_of(wanted)
+    parents = prefixes_of(state_paths)
 
     def is_left(text: str) -> bool:
-        covered = text in wanted or text in parents or not prefixes_of([text]).isdisjoint(wanted)
+        covered = (
+            text in state_paths
+            or text in parents
+            or not prefixes_of([text]).isdisjoint(state_paths)
+        )
         return _is_in(text, entries) and not covered and not fits(text, *leave)
 
-    left = (t.partition(f".{RECORD}")[0] for t in map(dotted, recorded.value_paths) if is_left(t))
-    values = dict.fromkeys(f"the object {text}" for text in left)
+    unused = (t.partition(f".{RECORD}")[0] for t in map(dotted, recorded.value_paths) if is_left(t))
+    values = dict.fromkeys(f"the object {text}" for text in unused)
     return (*values, *(f"the per-rank value {t}" for t in recorded.ck.per_rank if is_left(t)))
 
 

@@ -164,6 +164,7 @@ def load(
             names = stored_names(ck, options.rename)
             recorded = SavedState(ck, names)
             problems = Problems(others=tuple(collected.unloadable))
+            # states first: they add and drop tensors, whose keys `find_tensors` then sets
             problems |= place_states(collected, recorded) | find_tensors(collected, recorded)
             problems |= fit_wrappers(collected, recorded)
             for path, tensor in collected.tensors.items():
@@ -171,7 +172,7 @@ def load(
                     check_fillable(str(collected.keys[path]), memory_of(tensor))
             take_values(collected, recorded)
             resize_extra_states(collected, recorded)
-            asked = asked_entries(collected, recorded)
+            entries = asked_entries(collected, recorded)
             aliases, targets = without_ties(locals_of(collected))
             objects, put_objects = fit_objects(
                 collected, recorded, ranks, trust=options.trust, cast=options.cast
@@ -185,26 +186,26 @@ def load(
             problems |= (
                 objects
                 | groups
-                | Problems(unexpected=left_values(collected, recorded, asked, options.leave))
+                | Problems(unexpected=left_values(collected, recorded, entries, options.leave))
             )
 
-        def put() -> None:
+        def set_values() -> None:
             put_objects()
             put_groups()
             for finish in collected.finish:
                 finish()
 
-        wanted = LoadTargets(
+        load_targets = LoadTargets(
             targets,
             aliases,
             problems,
-            put,
+            set_values,
             mesh_of(collected.tensors.values()),
             stateful=len(groups.missing) < sum(map(len, collected.groups.values())),
             optimizer=bool(collected.groups or collected.optimizer_dicts),
-            asked=asked,
+            asked=entries,
         )
-        return load_local(wanted, ck, ranks, options, names)
+        return load_local(load_targets, ck, ranks, options, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,33 +244,33 @@ def load_local(
 ) -> LoadReport:
     """Fill the tensors of this rank, of any engine; see `load`."""
     begun = time.monotonic()
-    asked = targets.asked
+    entries = targets.asked
     with ranks.sharing_errors():
         check_choice("strict", options.strict, ("report", True, False))
         verify = check_verify(options.verify)
         reading = ReadOptions(verify, threads=options.threads, progress=options.progress)
         names = names or stored_names(ck, options.rename)
-        matched, mismatches, wanted = match(
+        matched, mismatches, meant = match(
             targets.tensors, targets.aliases, ck, names, cast=options.cast
         )
         lacking = unexpected(
             ck,
-            wanted,
+            meant,
             targets.tensors,
             optimizer=targets.optimizer,
-            inside=lambda key: is_inside(ck, key, asked or ()),
+            inside=lambda key: is_inside(ck, key, entries or ()),
         )
         stateful = targets.stateful or any(m.target.info.state not in PARAMETER for m in matched)
         others = mismatches | targets.problems
-    mine = _RankReport(
+    own_report = _RankReport(
         ranks.rank,
         others,
         np.packbits(lacking),
         targets.layout,
         stateful,
-        None if asked is None else tuple(asked),
+        None if entries is None else tuple(entries),
     )
-    joined: _RankReport = ranks.combine(mine, _join, _RankReport)
+    joined: _RankReport = ranks.combine(own_report, _join, _RankReport)
     lacking_keys = list(compress(ck.tensors, np.unpackbits(joined.unexpected)))
     labels = {
         key: label
@@ -277,7 +278,7 @@ def load_local(
         if not (options.leave and is_named(ck, key, label, options.leave))
     }
     reachable = set(names.values())  # not what another tensor has been renamed to
-    left = [
+    left_labels = [
         label
         for key, label in labels.items()
         if key.name in reachable and (joined.asked is None or is_asked(ck, key, joined.asked))
@@ -297,13 +298,14 @@ def load_local(
             amount = read_shared(ck, matched, share, broadcast_group, reading)
             check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
         targets.then()
+    # the next collective raises the error of that rank
     except AnotherRankFailed:
         pass
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = error
     ranks.combine(failure)
-    now = {"world": ranks.size} | dict(joined.layout)
-    lineage = edge_of(ck, now, continues=joined.stateful)
+    layout = {"world": ranks.size} | dict(joined.layout)
+    lineage = edge_of(ck, layout, continues=joined.stateful)
     launch = None if ck.universal is None else ck.universal.manifest.launch
     seconds = time.monotonic() - begun
     return LoadReport(
@@ -313,11 +315,11 @@ def load_local(
         len(matched),
         *amount,
         seconds,
-        now,
+        layout,
         lineage,
         launch,
         mismatches,
-        (*left, *values),
+        (*left_labels, *values),
     )
 
 
@@ -405,12 +407,12 @@ def state_dict(
     opened = ck if isinstance(ck, Checkpoint) else open_reference(ck)
     patterns = None if names is None else as_strings(names)
     opened.check_readable(PARAMETER, lambda name: patterns is None or fits(name, *patterns))
-    wanted = _chosen(_weights(opened, rename), patterns, opened.url)
+    chosen = _chosen(_weights(opened, rename), patterns, opened.url)
     matched = {
-        stored: _target(opened, stored, dtype, device) for stored in dict.fromkeys(wanted.values())
+        stored: _target(opened, stored, dtype, device) for stored in dict.fromkeys(chosen.values())
     }
     read(opened, list(matched.values()), ReadOptions(threads=threads))
-    return {name: matched[stored].target.tensor for name, stored in wanted.items()}
+    return {name: matched[stored].target.tensor for name, stored in chosen.items()}
 
 
 def _weights(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
@@ -454,11 +456,13 @@ def _target(
     ck: Checkpoint, name: str, dtype: torch.dtype | None, device: str | torch.device
 ) -> Matched:
     """An empty tensor for a weight, and the stored tensor that fills it."""
-    have = {i.state: i for i in parameter_of(name, ck)}
-    stored = have["master" if dtype in _MASTER_DTYPES and "master" in have else next(iter(have))]
+    by_state = {i.state: i for i in parameter_of(name, ck)}
+    stored = by_state[
+        "master" if dtype in _MASTER_DTYPES and "master" in by_state else next(iter(by_state))
+    ]
     as_stored = torch_dtype(stored.dtype)
-    wanted = as_stored if dtype is None or not as_stored.is_floating_point else dtype
-    info = TensorInfo(name, "weight", dtype_name(wanted), stored.shape)
-    tensor = torch.empty(stored.shape, dtype=wanted, device=device)
+    target_dtype = as_stored if dtype is None or not as_stored.is_floating_point else dtype
+    info = TensorInfo(name, "weight", dtype_name(target_dtype), stored.shape)
+    tensor = torch.empty(stored.shape, dtype=target_dtype, device=device)
     whole = Piece(Box.whole(stored.shape), 0, row_major(stored.shape))
     return Matched(LocalShard(info, (whole,) if stored.size else (), tensor), stored)

@@ -121,17 +121,20 @@ def load_into(
     slots = _slots(model)
     absent = _buffers_to_compute(model)
     parts = None if layout is None else _Parts(ck, layout, _rank(rank))
-    wanted = [_wanted(slot, names, ck, parts, dtype, torch.device(device)) for slot in slots]
+    slot_targets = [
+        _slot_target(slot, names, ck, parts, dtype, torch.device(device)) for slot in slots
+    ]
     aliases = {alias: slot.name for slot in slots for alias in slot.names[1:]}
-    fitting = [w for w in wanted if w.problem is None]
-    shapes = tuple(w.problem for w in wanted if w.problem is not None)
+    fitting = [w for w in slot_targets if w.problem is None]
+    shapes = tuple(w.problem for w in slot_targets if w.problem is not None)
     targets = [w.target for w in fitting]
     matched, problems, meant = match(targets, aliases, ck, names, cast=True, as_lazy=True)
+    # reversed, so that of tied names the first one stays
     renamed = {stored: name for name, stored in reversed(names.items())}
-    of_bad = {names.get(n) for w in wanted if w.problem is not None for n in w.slot.names}
+    misfits = {names.get(n) for w in slot_targets if w.problem is not None for n in w.slot.names}
     lacking = compress(ck.tensors, unexpected(ck, meant, targets))
     unexpected_names = list(
-        dict.fromkeys(renamed.get(k.name, k.name) for k in lacking if k.name not in of_bad)
+        dict.fromkeys(renamed.get(k.name, k.name) for k in lacking if k.name not in misfits)
     )
     loaded = {m.target.info.name for m in matched}
     labels = {*problems.missing}
@@ -159,6 +162,7 @@ def load_into(
             w.put()
     if absent:
         _compute_buffers(model, absent, torch.device(device))
+    # loaders and hooks of modules that make other tensors of what is loaded have not run yet
     if any(map(acts_on_load, model.modules())) and not any(p.is_meta for p in model.parameters()):
         model.load_state_dict(model.state_dict(), strict=False)
     return LoadedKeys(missing, unexpected_names)
@@ -189,18 +193,18 @@ def _slots(model: torch.nn.Module) -> list[_Slot]:
         tie()  # accelerate's init_empty_weights makes separate parameters of tied ones
     entries: list[_LoadedEntry] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
-        below = f"{prefix}." if prefix else ""
+        prefix_dot = f"{prefix}." if prefix else ""
         stored = set(module._buffers) - module._non_persistent_buffers_set  # noqa: SLF001 - as Module.state_dict does
         for tensors in (module._parameters, module._buffers):  # noqa: SLF001
             for attribute, tensor in tensors.items():
                 if tensor is not None and (tensors is module._parameters or attribute in stored):  # noqa: SLF001
-                    entries += _entries(f"{below}{attribute}", tensor, (tensors, attribute))
+                    entries += _entries(f"{prefix_dot}{attribute}", tensor, (tensors, attribute))
     memory = ((e.name, memory_of(e.tensor), e.tensor.shape) for e in entries)
-    same = tied_names((n, t, (shape,)) for n, t, shape in memory if not t.is_meta and t.numel())
+    tied = tied_names((n, t, (shape,)) for n, t, shape in memory if not t.is_meta and t.numel())
     first: dict[int, str] = {}
     groups: dict[str, list[_LoadedEntry]] = {}
     for entry in entries:
-        name = first.setdefault(id(entry.tensor), same.get(entry.name, entry.name))
+        name = first.setdefault(id(entry.tensor), tied.get(entry.name, entry.name))
         groups.setdefault(name, []).append(entry)
     return [
         _Slot(g[0].tensor, tuple(e.name for e in g), tuple(e.holder for e in g), g[0].wrapper)
@@ -213,7 +217,7 @@ class _Wrapper(NamedTuple):
 
     name: str
     tensor: torch.Tensor
-    taken: TakenApart
+    contents: TakenApart
 
 
 class _LoadedEntry(NamedTuple):
@@ -228,14 +232,14 @@ class _LoadedEntry(NamedTuple):
 def _entries(name: str, tensor: torch.Tensor, holder: _Holder) -> list[_LoadedEntry]:
     """What is filled of a parameter or buffer: the tensor, or of a wrapper what is inside."""
     local = memory_of(tensor)
-    taken = take_apart(name, tensor) if not local.is_meta or is_subclass(local) else None
-    if taken is None:
+    contents = take_apart(name, tensor) if not local.is_meta or is_subclass(local) else None
+    if contents is None:
         return [_LoadedEntry(name, tensor, holder)]
-    check_live(name, tensor, taken)
-    wrapper = _Wrapper(name, tensor, taken)
+    check_live(name, tensor, contents)
+    wrapper = _Wrapper(name, tensor, contents)
     return [
         _LoadedEntry(".".join((name, *names)), inner, holder, wrapper)
-        for names, inner in taken.tensors.items()
+        for names, inner in contents.tensors.items()
     ]
 
 
@@ -247,16 +251,16 @@ def _other_wrappers(
     recorded = SavedState(ck, names) if wrappers else None
     for name, wrapper in wrappers.items():
         keys = {
-            inside: Key(".".join((name, *inside)), "weight") for inside in wrapper.taken.tensors
+            inside: Key(".".join((name, *inside)), "weight") for inside in wrapper.contents.tensors
         }
         assert recorded is not None  # noqa: S101 - there are wrappers
-        wrong = recorded.other_wrapper((name,), keys, wrapper.taken)
-        if wrong is not None:
-            yield f"{name} {wrong}"
+        difference = recorded.other_wrapper((name,), keys, wrapper.contents)
+        if difference is not None:
+            yield f"{name} {difference}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _SlotTarget:
     """A slot, the memory that is filled for it, and why that is not possible (None: it is)."""
 
     slot: _Slot
@@ -279,14 +283,14 @@ class _Wanted:
             holder[attribute] = new
 
 
-def _wanted(
+def _slot_target(
     slot: _Slot,
     names: Mapping[str, str],
     ck: Checkpoint,
     parts: _Parts | None,
     dtype: torch.dtype | Literal["checkpoint"] | None,
     device: torch.device,
-) -> _Wanted:
+) -> _SlotTarget:
     old = slot.tensor
     if slot.wrapper is not None:
         target = replace(local_of(slot.name, "weight", old), wrapper=slot.wrapper.name)
@@ -295,19 +299,21 @@ def _wanted(
             if parts is None
             else f"{slot.name} is inside a wrapper, of which a layout holds no part"
         )
-        return _Wanted(slot, target, old, problem)
+        return _SlotTarget(slot, target, old, problem)
     stored = next((i for n in slot.names if n in names for i in parameter_of(names[n], ck)), None)
-    as_ = old.dtype
+    target_dtype = old.dtype
     if dtype == "checkpoint":
-        as_ = old.dtype if stored is None else torch_dtype(stored.dtype)
-    elif dtype is not None and as_.is_floating_point:
-        as_ = dtype
-    usable = not old.is_meta and as_ == old.dtype and (parts is None or old.is_contiguous())
-    tensor = old if usable else _empty(old, as_, device if old.is_meta else old.device)
+        target_dtype = old.dtype if stored is None else torch_dtype(stored.dtype)
+    elif dtype is not None and target_dtype.is_floating_point:
+        target_dtype = dtype
+    usable = (
+        not old.is_meta and target_dtype == old.dtype and (parts is None or old.is_contiguous())
+    )
+    tensor = old if usable else _empty(old, target_dtype, device if old.is_meta else old.device)
     target = local_of(slot.name, "weight", tensor)
     if parts is None or stored is None:
-        return _Wanted(slot, target, tensor)
-    local = parts.of(Key(stored.name, stored.state))
+        return _SlotTarget(slot, target, tensor)
+    local = parts.local(Key(stored.name, stored.state))
     if local is None or local.shape != tuple(old.shape) or local.buffer is not None:
         place = (
             "nothing"
@@ -317,9 +323,9 @@ def _wanted(
             else str(list(local.shape))
         )
         problem = f"{slot.name} is {list(old.shape)}, and rank {parts.rank} of the layout has {place} of it"
-        return _Wanted(slot, target, tensor, problem)
+        return _SlotTarget(slot, target, tensor, problem)
     info = replace(target.info, shape=stored.shape)
-    return _Wanted(
+    return _SlotTarget(
         slot, replace(target, info=info, pieces=local.pieces), tensor, padded=bool(local.padding)
     )
 
@@ -347,7 +353,7 @@ class _Parts:
                 f"there is no rank {rank}", hint=f"the layout has {self._bound.layout.ranks} ranks"
             )
 
-    def of(self, key: Key) -> LocalTensor | None:
+    def local(self, key: Key) -> LocalTensor | None:
         """What the rank holds of a tensor; None if that is nothing."""
         return self._bound.layout.local(self._keys[key], self.rank)
 

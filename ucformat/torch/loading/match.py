@@ -39,8 +39,8 @@ _MAX_WORK = 1 << 16  # of NumPy's exact test; what takes longer is taken for sha
 class Shared(NamedTuple):
     """The numbers of two targets that share memory, and whether they are the same view of it."""
 
-    one: int
-    other: int
+    first: int
+    second: int
     same: bool
 
 
@@ -63,10 +63,11 @@ def sharing(targets: Sequence[LocalShard]) -> Iterator[Shared]:
     first: dict[tuple[object, ...], _Region] = {}
     for number, target in enumerate(targets):
         for region in _regions(number, target):
-            one = first.setdefault(region[:-1], region)
-            if one.target != number:
-                yield Shared(one.target, number, same=True)
+            earlier = first.setdefault(region[:-1], region)
+            if earlier.target != number:
+                yield Shared(earlier.target, number, same=True)
     reaching: list[_Region] = []
+    # by device and address: only regions that reach beyond the start of this one can meet it
     for region in sorted(first.values()):
         reaching = [r for r in reaching if r.device == region.device and r.high > region.low]
         for other in reaching:
@@ -204,8 +205,8 @@ def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
     all_names = {n: n for n in ck.names()} | dict(ck.aliases)
     if rename is None:
         return all_names
-    to = rename if callable(rename) else _by_regex(rename)
-    new_names = {name: to(name) for name in all_names}
+    new_name_of = rename if callable(rename) else _by_regex(rename)
+    new_names = {name: new_name_of(name) for name in all_names}
     renamed: dict[str, str] = {}
     for name, new in new_names.items():
         if new != name and renamed.setdefault(new, stored := all_names[name]) != stored:
@@ -217,10 +218,17 @@ def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
 
 
 def _by_regex(rules: Mapping[str, str]) -> Callable[[str], str]:
-    compiled = [(compile_pattern(pattern), to) for pattern, to in rules.items()]
+    compiled = [(compile_pattern(pattern), replacement) for pattern, replacement in rules.items()]
 
     def rename(name: str) -> str:
-        pair = next(((m, to) for pattern, to in compiled if (m := pattern.fullmatch(name))), None)
+        pair = next(
+            (
+                (m, replacement)
+                for pattern, replacement in compiled
+                if (m := pattern.fullmatch(name))
+            ),
+            None,
+        )
         return expand(*pair) if pair else name
 
     return rename
@@ -249,7 +257,7 @@ def match(
     """
     matched: list[Matched] = []
     missing, shapes, dtypes, others = [], [], [], []
-    wanted: set[Key] = set()
+    meant: set[Key] = set()
     aliases_of: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         aliases_of.setdefault(name, []).append(alias)
@@ -276,7 +284,7 @@ def match(
                 if (why := ck.unreadable.get(key))
             ]
             continue
-        wanted |= (
+        meant |= (
             {Key(stored.name, s) for s in PARAMETER} if info.state in PARAMETER else {stored.key}
         )
         if stored.shape != info.shape:
@@ -293,26 +301,26 @@ def match(
             matched.append(Matched(target, stored))
     matched = _whole_wrappers(matched, targets)
     for alias, name in aliases.items():
-        mine, first = names.get(alias), names.get(name)
-        if mine is not None and first is not None and mine != first:
+        stored_alias, stored_first = names.get(alias), names.get(name)
+        if stored_alias is not None and stored_first is not None and stored_alias != stored_first:
             boxes = [
                 p.box
                 for t in targets
                 if t.info.name == name and t.info.state in PARAMETER
                 for p in t.pieces
             ]
-            if not _equal(ck, mine, first, boxes):
+            if not _equal(ck, stored_alias, stored_first, boxes):
                 others.append(
                     f"tied here: {alias} is {name}, but the checkpoint has two tensors, which "
                     "differ"
                 )
-        if mine is not None:
-            wanted |= {Key(mine, s) for s in PARAMETER}
+        if stored_alias is not None:
+            meant |= {Key(stored_alias, s) for s in PARAMETER}
     shared = overlaps([m.target for m in matched], [m.stored for m in matched], ck)
     others += shared.values()
     matched = [m for n, m in enumerate(matched) if not any(n in pair for pair in shared)]
     problems = Problems(tuple(missing), (), tuple(shapes), tuple(dtypes), tuple(others))
-    return matched, problems, wanted
+    return matched, problems, meant
 
 
 def overlaps(
@@ -321,20 +329,19 @@ def overlaps(
     """Return which targets would be filled over each other, and why: their numbers, and a line."""
     out: dict[tuple[int, int], str] = {}
     for a, b, same in sharing(targets):
-        one, other = targets[a], targets[b]
+        target, second = targets[a], targets[b]
         if not same:
             out[a, b] = (
-                f"{one.key} and {other.key} share memory, but not as the same view: one would be "
-                "filled over the "
-                "other; give one of them memory of its own, or leave it out"
+                f"{target.key} and {second.key} share memory, but not as the same view: one would "
+                "be filled over the other; give one of them memory of its own, or leave it out"
             )
         elif (
             stored
             and stored[a].key != stored[b].key
-            and not _equal_values(ck, stored[a], stored[b], [p.box for p in one.pieces])
+            and not _equal_values(ck, stored[a], stored[b], [p.box for p in target.pieces])
         ):
             out[a, b] = (
-                f"{one.key} and {other.key} share memory, but the checkpoint has two tensors, "
+                f"{target.key} and {second.key} share memory, but the checkpoint has two tensors, "
                 "which differ"
             )
     return out
@@ -358,17 +365,19 @@ def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> Tenso
         return None
     if info.state not in PARAMETER:
         return ck.tensors.get(Key(name, info.state))
-    have = parameter_of(name, ck)
+    parameters = parameter_of(name, ck)
     if info.dtype == "float32" or info.state == "master":
-        have.reverse()
-    return next((i for i in have if i.dtype == info.dtype), have[0] if have else None)
+        parameters.reverse()
+    return next(
+        (i for i in parameters if i.dtype == info.dtype), parameters[0] if parameters else None
+    )
 
 
 def _equal(ck: Checkpoint, a: str, b: str, boxes: Sequence[Box]) -> bool:
     """Whether two stored weights are equal: by their digests, or without these in the boxes that this rank holds."""
-    one, other = parameter_of(a, ck), parameter_of(b, ck)
-    return [i.state for i in one] == [i.state for i in other] and all(
-        _equal_values(ck, i, j, boxes) for i, j in zip(one, other, strict=True)
+    infos_a, infos_b = parameter_of(a, ck), parameter_of(b, ck)
+    return [i.state for i in infos_a] == [i.state for i in infos_b] and all(
+        _equal_values(ck, i, j, boxes) for i, j in zip(infos_a, infos_b, strict=True)
     )
 
 
@@ -377,11 +386,11 @@ def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, boxes: Sequence[
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     table = ck.manifest.tensors
-    one, other = (
+    doc_a, doc_b = (
         next(t for t in map(table.__getitem__, table.rows(i.name)) if t.state == i.state)
         for i in (a, b)
     )
-    if one.digest and (one.chunk, one.digest) == (other.chunk, other.digest):
+    if doc_a.digest and (doc_a.chunk, doc_a.digest) == (doc_b.chunk, doc_b.digest):
         return True
     tensors = ck[a.name, a.state], ck[b.name, b.state]
     for box in boxes:
@@ -395,7 +404,7 @@ def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, boxes: Sequence[
 @gc_paused()
 def unexpected(
     ck: Checkpoint,
-    wanted: Collection[Key],
+    meant: Collection[Key],
     targets: Iterable[LocalShard],
     *,
     optimizer: bool = False,
@@ -404,19 +413,20 @@ def unexpected(
     """Return of each stored tensor whether it is of a kind that a state has, and the state lacks it.
 
     Args:
-        wanted: what `match` returned for the targets.
+        meant: what `match` returned for the targets.
         optimizer: whether the state has an optimizer even if that has no states.
         inside: tells what it lacks whatever it has.
     """
     kinds = {t.info.state not in PARAMETER for t in targets} | ({True} if optimizer else set())
     lacking = (
-        k not in wanted and ((k.state not in PARAMETER) in kinds or inside(k)) for k in ck.tensors
+        k not in meant and ((k.state not in PARAMETER) in kinds or inside(k)) for k in ck.tensors
     )
     return np.fromiter(lacking, np.bool_, len(ck.tensors))
 
 
 def labels_of(keys: Iterable[Key], names: Mapping[str, str]) -> list[str]:
     """Return what `Problems` call tensors of a checkpoint."""
+    # reversed, so that of tied names the first one stays
     renamed = {stored: name for name, stored in reversed(list(names.items()))}
     return [str(Key(renamed.get(key.name, key.name), key.state)) for key in keys]
 
@@ -462,11 +472,11 @@ def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> Linea
     """
     before = ck.metadata.layout
     if "world" in before:  # saved by ucformat.torch, which records the whole layout
-        other = {k: v for k, v in before.items() if k != PART_OF} != dict(now)
+        relaid = {k: v for k, v in before.items() if k != PART_OF} != dict(now)
     else:  # files of an engine
-        other = any(
+        relaid = any(
             before[k] != now.get(k, _DEFAULT_DEGREES.get(k, now["world"]))
             for k in before.keys() & {*_DEFAULT_DEGREES, "dp"}
         )
-    kind = ("reshard" if other else "resume") if continues else "finetune"
+    kind = ("reshard" if relaid else "resume") if continues else "finetune"
     return lineage_to(ck, kind)

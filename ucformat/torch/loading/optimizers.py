@@ -94,8 +94,8 @@ class _Placing:
         fresh = {
             n: p for n, p in live.params.items() if stored.kinds(n) and not optimizer.state.get(p)
         }
-        held_paths = self._held(root, live.params)
-        made, failure = _first_states(optimizer, fresh, self._options(live.groups, group_of))
+        state_paths = self._state_paths(root, live.params)
+        new_states, failure = _first_states(optimizer, fresh, self._options(live.groups, group_of))
         if failure is not None and not self._may_restore(root, live, stored, fresh):
             self.others.append(
                 f"the states of {dotted(root)} ({type(optimizer).__name__}) cannot be made "
@@ -105,26 +105,28 @@ class _Placing:
             return
         for name, param in live.params.items():
             where = (*root, _STATE, name)
-            states = optimizer.state.get(param) or made.get(name) or {}
+            states = optimizer.state.get(param) or new_states.get(name) or {}
             if not stored.kinds(name):
                 if states and group_of(name) is not None and not isinstance(optimizer, _EAGER):
-                    self._forget(held_paths.get(name, ()))
+                    self._forget(state_paths.get(name, ()))
                     self.finish.append(partial(optimizer.state.pop, param))
                 continue
-            have = held_paths.get(name, [])
-            if name in made:
+            have = state_paths.get(name, [])
+            if name in new_states:
                 have = collect_made(collected, where, prefix + name, states)
             other = _of_other_structure(
                 {p[len(where) :]: p in collected.tensors for p in have}, stored.kinds(name)
             )
             self._forget(path for path in have if path[len(where)] in other)
             have = [path for path in have if path[len(where)] not in other]
-            anew: dict[Any, Any] = {}
+            replaced: dict[Any, Any] = {}
             self._check_wrappers(where, stored.wrappers.get(name, ()))
             for below, key in _lacking(where, have, stored, name).items():
-                self._add(where, below, key, anew if below[0] in other else states, below, param)
+                self._add(
+                    where, below, key, replaced if below[0] in other else states, below, param
+                )
             if other:
-                self.finish.append(partial(states.update, anew))
+                self.finish.append(partial(states.update, replaced))
             if name in fresh:
                 self.finish.append(partial(optimizer.state.__setitem__, param, states))
 
@@ -138,9 +140,9 @@ class _Placing:
         stored = self._stored(root, prefix, names)
         group_of = self.recorded.find_group(dotted(root), prefix)
         weights = self._weights()
-        held_paths = self._held(root, names)
+        state_paths = self._state_paths(root, names)
         for name in names:
-            have = held_paths.get(name, ())
+            have = state_paths.get(name, ())
             if not stored.kinds(name):
                 if have and group_of(name) is not None:
                     self._forget(have)
@@ -279,7 +281,7 @@ class _Placing:
         )
         return all(self.recorded.ck.tensors[key].shape == tuple(param.shape) for key, param in keys)
 
-    def _held(self, root: Path, names: Collection[str]) -> dict[str, list[Path]]:
+    def _state_paths(self, root: Path, names: Collection[str]) -> dict[str, list[Path]]:
         """The paths of the states that the program has, by the name of the parameter."""
         head = _head(root)
         out: dict[str, list[Path]] = {}
@@ -292,11 +294,12 @@ class _Placing:
 
     def _check_wrappers(self, where: Path, wrappers: Iterable[Path]) -> None:
         """Refuse what only the optimizer could make, and has not."""
-        made = self.collected.wrappers
+        program_wrappers = self.collected.wrappers
         for path in ((*where, *wrapper) for wrapper in wrappers):
             heads = (path[:i] for i in range(len(where) + 1, len(path) + 1))
             if not any(
-                head in made and path[len(head) :] in made[head][1].records for head in heads
+                head in program_wrappers and path[len(head) :] in program_wrappers[head][1].records
+                for head in heads
             ):
                 self.others.append(
                     f"{dotted(path)}: the checkpoint has a tensor of another class here, which "
@@ -369,8 +372,10 @@ def _of_other_structure(have: Mapping[Path, bool], saved: Mapping[Path, bool]) -
     """
     out = {path[0] for path, is_tensor in saved.items() if is_tensor and have.get(path) is False}
     for key in {path[0] for path in saved if any(type(part) is int for part in path)}:
-        one, other = ({path for path in paths if path[0] == key} for paths in (have, saved))
-        if one != other:
+        program_paths, saved_paths = (
+            {path for path in paths if path[0] == key} for paths in (have, saved)
+        )
+        if program_paths != saved_paths:
             out.add(key)
     return out
 
@@ -404,6 +409,7 @@ def _empty(
         return None if sharded and shape else torch.empty(shape, dtype=dtype)
     if isinstance(param, DTensor | ShardedTensor) and shape:
         return torch.empty_like(param, dtype=dtype) if shape == tuple(param.shape) else None
+    # PyTorch keeps `step` on the host, unless the optimizer is capturable or fused
     return torch.empty(shape, dtype=dtype, device="cpu" if step and not shape else param.device)
 
 
@@ -455,12 +461,12 @@ def _first_states(
     if not params:
         return {}, None
     groups = [dict(g) for g in optimizer.param_groups]
-    every = [p for g in groups for p in g["params"]]
-    grads = [p.grad for p in every]
+    all_params = [p for g in groups for p in g["params"]]
+    grads = [p.grad for p in all_params]
     values = [p.detach().clone() for p in params.values()]
     attributes = dict(vars(optimizer))
     before = dict(optimizer.state)
-    devices = {p.device for p in every if p.device.type not in ("cpu", "meta")}
+    devices = {p.device for p in all_params if p.device.type not in ("cpu", "meta")}
     try:
         with (
             torch.no_grad(),
@@ -468,7 +474,8 @@ def _first_states(
         ):
             optimizer._optimizer_step_pre_hooks = OrderedDict()  # noqa: SLF001 - restored with the attributes
             optimizer._optimizer_step_post_hooks = OrderedDict()  # noqa: SLF001
-            for p in every:
+            # a step skips parameters without a gradient
+            for p in all_params:
                 p.grad = None
             for p in params.values():
                 p.grad = torch.zeros_like(p)
@@ -491,7 +498,7 @@ def _first_states(
         optimizer.state.clear()
         optimizer.state.update(before)
         with torch.no_grad():
-            for p, grad in zip(every, grads, strict=True):
+            for p, grad in zip(all_params, grads, strict=True):
                 p.grad = grad
             for p, value in zip(params.values(), values, strict=True):
                 p.copy_(value)

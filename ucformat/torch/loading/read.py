@@ -83,14 +83,14 @@ def _is_direct(m: Matched) -> bool:
 
 def _read_straight(ck: Checkpoint, matched: Sequence[Matched], options: ReadOptions) -> ReadAmount:
     """Read into targets on the host that have the stored dtype."""
-    wanted = [
+    items = [
         item_for(ck.source, m.stored, [(n, p) for p in m.target.pieces])
         for n, m in enumerate(matched)
         if m.target.pieces
     ]
     memories = [host_memory(m.target.tensor) for m in matched]
     labels = [str(m.target.key) for m in matched]
-    plan = read_items(ck.store, wanted, memories, labels, options)
+    plan = read_items(ck.store, items, memories, labels, options)
     return ReadAmount(plan.bytes_read, plan.bytes_unverified)
 
 
@@ -106,6 +106,7 @@ def _staged(ck: Checkpoint, matched: Sequence[Matched], options: ReadOptions) ->
         for number, batch in enumerate(_batches(ck, matched)):
             turn = number % 2
             need = sum(map(room, batch))
+            # the batch before the last one may still be copied from this buffer
             for event in copied[turn]:
                 event.synchronize()
             buffer = buffers[turn]
@@ -191,12 +192,12 @@ def room(part: Matched) -> int:
 def stored_in(buffer: torch.Tensor, at: int, part: Matched) -> Matched:
     """Return a place in a buffer as the target of a part, row-major and in the stored dtype."""
     (piece,) = part.target.pieces
-    own = buffer[at : at + piece.box.size * part.stored.itemsize].view(
+    place = buffer[at : at + piece.box.size * part.stored.itemsize].view(
         torch_dtype(part.stored.dtype)
     )
     info = replace(part.target.info, dtype=part.stored.dtype)
     dense = Piece(piece.box, 0, row_major(piece.box.shape))
-    return Matched(LocalShard(info, (dense,), own.view(piece.box.shape)), part.stored)
+    return Matched(LocalShard(info, (dense,), place.view(piece.box.shape)), part.stored)
 
 
 def target_of(part: Matched) -> torch.Tensor:

@@ -106,9 +106,9 @@ class RememberingStore(WatchedStore):
         answer = self._answers[question]
         if not isinstance(answer, tuple):
             raise NotFound(f"{self.url}/{key} does not exist")
-        return self._known(answer[0])
+        return self._keep_version(answer[0])
 
-    def _known(self, info: Info) -> Info:
+    def _keep_version(self, info: Info) -> Info:
         """Keep the version of a file as one that was listed, unless each host may have a disk of its own."""
         if not self._uses_info:
             self._seen.setdefault(info.key, info)
@@ -120,7 +120,7 @@ class RememberingStore(WatchedStore):
         answers = self._answers
         first = answers.get(whole, answers.get(begin))
         first = first if isinstance(first, tuple) else ()
-        yield from map(self._known, first)
+        yield from map(self._keep_version, first)
         if whole in answers:
             return
         keys, listed, question = {info.key for info in first}, [], begin
@@ -175,22 +175,22 @@ def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Chec
     the others get what it has read. So a job makes as many requests as one process, and all ranks
     open the same checkpoint even if another one is committed meanwhile.
     """
-    named = None if isinstance(place, Checkpoint) else path_text(place)
+    place_name = None if isinstance(place, Checkpoint) else path_text(place)
     if isinstance(place, PathLike) and not Path(place).is_absolute():
-        named = f"./{named}"  # and no reference to the catalog
+        place_name = f"./{place_name}"  # and no reference to the catalog
     checkpoint: Checkpoint | None = None
 
-    def read(common: str | None) -> _Opened | None:
+    def read(common_name: str | None) -> _Opened | None:
         nonlocal checkpoint
-        if common is None:
+        if common_name is None:
             return None
         answers: dict[StoreCall, Answer] = {}
-        checkpoint, url = _open(common, answers)
+        checkpoint, url = _open(common_name, answers)
         return _Opened(url, answers)
 
     if ranks.size == 1:
         return place if isinstance(place, Checkpoint) else open_reference(place)
-    opened: _Opened | None = ranks.combine(named, _same, str | None, read, _Opened | None)
+    opened: _Opened | None = ranks.combine(place_name, _same, str | None, read, _Opened | None)
     failure = None
     try:
         if opened is None:
@@ -220,6 +220,7 @@ def _read_documents(place: str, answers: dict[StoreCall, Answer]) -> tuple[Check
         return stores[-1]
 
     ck, url = open_watched(place, watch)
+    # what every load needs, read here so that the answers include it
     _ = ck.objects, ck.id
     if ck.universal is not None and ck.universal.manifest.sidecar is not None:
         ck.universal.sidecar()
@@ -305,27 +306,31 @@ def read_shared(
             cut = _cut(ck, matched, by_target=replicas is not None)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
         failure = error
-    mine = {digest: part for parts in cut for digest, part in parts.items()}
-    least = 2 if replicas is None else ranks.size
+    own_parts = {digest: part for parts in cut for digest, part in parts.items()}
+    min_ranks = 2 if replicas is None else ranks.size
     dealt = ranks.combine(
-        _wants(mine, ranks.rank), _joined, _Wants, lambda wants: _deal(wants, least), _SharedParts
+        _wants(own_parts, ranks.rank),
+        _joined,
+        _Wants,
+        lambda wants: _deal(wants, min_ranks),
+        _SharedParts,
     )
-    rounds = list(_rounds(dealt, mine, _ROUND_BYTES * ranks.size))
+    rounds = list(_rounds(dealt, own_parts, _ROUND_BYTES * ranks.size))
     exchange: _Exchange | None = (
         _Broadcast(replicas) if replicas is not None else _HostMemory.of(ranks, rounds)
     )
-    total, common = ReadAmount(), set[bytes]()
+    total, shared_digests = ReadAmount(), set[bytes]()
     if exchange is not None:
         total = _read_rounds(
             ranks, rounds, exchange, lambda places: read(ck, places, options), failure
         )
-        common = {s.digest for shared in rounds for s in shared}
+        shared_digests = {s.digest for shared in rounds for s in shared}
     if failure is not None:
         raise failure
     alone: list[Matched] = []
     for m, parts in zip(matched, cut, strict=True):
-        left = [part for digest, part in parts.items() if digest not in common]
-        alone += [m] if len(left) == len(parts) else left
+        unshared = [part for digest, part in parts.items() if digest not in shared_digests]
+        alone += [m] if len(unshared) == len(parts) else unshared
     return total.plus(read(ck, alone, options))
 
 
@@ -372,14 +377,14 @@ def _cut(
 
     What is broadcast are elements of the target, so its dtype counts.
     """
-    seen: Counter[tuple[object, ...]] = Counter()
+    counts: Counter[tuple[object, ...]] = Counter()
     out = []
     for m in matched:
         parts: dict[bytes, Matched] = {}
         for part in parts_of(ck, m):
             (piece,), stored = part.target.pieces, part.stored
             dtype = m.target.info.dtype if by_target else stored.dtype
-            what = (
+            identity = (
                 ck.id,
                 stored.name,
                 stored.state,
@@ -388,18 +393,20 @@ def _cut(
                 piece.box.start,
                 piece.box.shape,
             )
-            seen[what] += 1
+            counts[identity] += 1
             parts[
-                blake2b(repr((*what, seen[what])).encode(), digest_size=_DIGEST_BYTES).digest()
+                blake2b(
+                    repr((*identity, counts[identity])).encode(), digest_size=_DIGEST_BYTES
+                ).digest()
             ] = part
         out.append(parts)
     return out
 
 
-def _wants(mine: Mapping[bytes, Matched], rank: int) -> _Wants:
-    count = len(mine)
-    nbytes = np.fromiter(map(room, mine.values()), np.int64, count)
-    return _Wants(b"".join(mine), nbytes, np.arange(count), np.full(count, rank, np.int32))
+def _wants(own_parts: Mapping[bytes, Matched], rank: int) -> _Wants:
+    count = len(own_parts)
+    nbytes = np.fromiter(map(room, own_parts.values()), np.int64, count)
+    return _Wants(b"".join(own_parts), nbytes, np.arange(count), np.full(count, rank, np.int32))
 
 
 def _joined(a: _Wants, b: _Wants) -> _Wants:
@@ -415,19 +422,21 @@ def _split(digests: bytes) -> list[bytes]:
     return [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
 
 
-def _deal(wants: _Wants, least: int) -> _SharedParts:
+def _deal(wants: _Wants, min_ranks: int) -> _SharedParts:
     """Deal the parts that at least so many ranks want, in the order in which the first of these has them."""
     rows: dict[bytes, list[int]] = {}
     for row, digest in enumerate(_split(wants.digests)):
         rows.setdefault(digest, []).append(row)
     nbytes, ranks = wants.nbytes.tolist(), wants.ranks.tolist()
-    shared = {digest: wanted for digest, wanted in rows.items() if len(wanted) >= least}
+    shared = {
+        digest: digest_rows for digest, digest_rows in rows.items() if len(digest_rows) >= min_ranks
+    }
     order = sorted(shared, key=lambda digest: wants.positions[shared[digest][0]])
     loads: Counter[int] = Counter()
     readers = []
     for digest in order:
-        first, *_ = wanted = shared[digest]
-        reader = min((ranks[row] for row in wanted), key=lambda r: loads[r] // _TURN_BYTES)
+        first, *_ = digest_rows = shared[digest]
+        reader = min((ranks[row] for row in digest_rows), key=lambda r: loads[r] // _TURN_BYTES)
         loads[reader] += nbytes[first]
         readers.append(reader)
     sizes = [nbytes[shared[digest][0]] for digest in order]
@@ -435,7 +444,7 @@ def _deal(wants: _Wants, least: int) -> _SharedParts:
 
 
 def _rounds(
-    dealt: _SharedParts, mine: Mapping[bytes, Matched], most: int
+    dealt: _SharedParts, own_parts: Mapping[bytes, Matched], round_bytes: int
 ) -> Iterator[list[_Shared]]:
     """The parts of each round, of at most so many bytes unless one part is larger."""
     shared: list[_Shared] = []
@@ -443,10 +452,10 @@ def _rounds(
         _split(dealt.digests), dealt.nbytes.tolist(), dealt.readers.tolist(), strict=True
     ):
         start = shared[-1].stop if shared else 0
-        if start and start + nbytes > most:
+        if start and start + nbytes > round_bytes:
             yield shared
             shared, start = [], 0
-        shared.append(_Shared(digest, mine.get(digest), reader, start, start + nbytes))
+        shared.append(_Shared(digest, own_parts.get(digest), reader, start, start + nbytes))
     if shared:
         yield shared
 
@@ -491,17 +500,18 @@ class _HostMemory:
             return None
         step = max(shared[-1].stop for shared in rounds)
         nbytes = step * min(len(rounds), _ROUNDS)
-        made: list[SharedMemory] = []
+        own_memory: list[SharedMemory] = []
 
         def make(_: None) -> SharedRange:
-            made.append(SharedMemory(nbytes))
-            return made[0].range(0, nbytes)
+            own_memory.append(SharedMemory(nbytes))
+            return own_memory[0].range(0, nbytes)
 
-        told = ranks.combine(None, then=make, answer_kind=SharedRange)
-        memory = made[0].memory if made else map_range(told)
-        usable = ranks.combine(memory is not None and told.pid > 0, operator.and_, bool)
-        for own in made:
-            own.close()
+        shared_range = ranks.combine(None, then=make, answer_kind=SharedRange)
+        memory = own_memory[0].memory if own_memory else map_range(shared_range)
+        usable = ranks.combine(memory is not None and shared_range.pid > 0, operator.and_, bool)
+        # `memory` and the other ranks keep their mappings of it
+        for shared_memory in own_memory:
+            shared_memory.close()
         return cls(torch.from_numpy(memory), step) if usable else None
 
     def place(self, number: int, shared: _Shared) -> Matched:
@@ -509,11 +519,11 @@ class _HostMemory:
         return stored_in(self._memory, number % _ROUNDS * self._step + shared.start, shared.part)
 
     def fill(self, number: int, shared: Sequence[_Shared]) -> None:
-        wanted = [
+        copies = [
             (target_of(s.part), self.place(number, s).target.tensor)
             for s in shared
             if s.part is not None
         ]
-        for target, stored in wanted:
+        for target, stored in copies:
             target.copy_(stored, non_blocking=True)
-        synchronize(target for target, _ in wanted)  # other parts are read into this memory next
+        synchronize(target for target, _ in copies)  # other parts are read into this memory next

@@ -45,8 +45,8 @@ class SavedState:
         self.paths: dict[str, Path] = {}
         for key, paths in ck.metadata.paths.items():
             if names.get(key.name) == key.name:
-                self.paths |= (mine := {dotted(p): p for p in paths})
-                self.tensors |= dict.fromkeys(mine, key)
+                self.paths |= (own_paths := {dotted(p): p for p in paths})
+                self.tensors |= dict.fromkeys(own_paths, key)
 
     def stored(self, key: Key) -> Key:
         """Return the key in the checkpoint of a tensor of the state."""
@@ -66,7 +66,7 @@ class SavedState:
 
     def find_group(self, root: str, prefix: str = "") -> Callable[[str], GroupDoc | None]:
         """Return a function that finds the stored group of a parameter."""
-        mine = {
+        own_groups = {
             name: group
             for group, place in self.optimizers.get(root, ())
             for name, param in zip(place.names, group.params, strict=True)
@@ -74,7 +74,7 @@ class SavedState:
         }
         stored = {p: g for g in self.ck.manifest.groups for p in g.params}
         return lambda name: (
-            mine.get(name) or stored.get(self.names.get(prefix + name, prefix + name))
+            own_groups.get(name) or stored.get(self.names.get(prefix + name, prefix + name))
         )
 
     def value(self, path: Path) -> Any:
@@ -102,29 +102,37 @@ class SavedState:
         return ABSENT
 
     def other_wrapper(
-        self, path: Path, keys: Mapping[tuple[str, ...], Key], taken: TakenApart
+        self, path: Path, keys: Mapping[tuple[str, ...], Key], contents: TakenApart
     ) -> str | None:
         """Say how a wrapper of the state differs from the one that was saved; None if it does not."""
         places = [path]
         for names, key in keys.items():
-            mine = self.ck.metadata.paths.get(self.stored(key), ())
-            places += [p[: len(p) - len(names)] for p in mine if p[len(p) - len(names) :] == names]
+            recorded_paths = self.ck.metadata.paths.get(self.stored(key), ())
+            places += [
+                p[: len(p) - len(names)]
+                for p in recorded_paths
+                if p[len(p) - len(names) :] == names
+            ]
+            # all tensors inside a wrapper lie below the same paths
             break
-        for names, record in taken.records.items():
+        for names, record in contents.records.items():
             records = (find_object(self.ck.objects, (*place, *names, RECORD)) for place in places)
             data = next((d for d in records if d is not ABSENT), ABSENT)
             inside = f"its {'.'.join(names)} " if names else ""
             if data is ABSENT:
                 return f"{inside}is a {record['class']}, in the checkpoint it is not"
             saved = from_json(data)
+            # `repr` too, since 1 equals 1.0 and True
             if saved != record or repr(saved) != repr(dict(record)):
                 parts = [
                     k for k in record if not isinstance(saved, dict) or saved.get(k) != record[k]
                 ] or ["context"]
-                here, there = ([_shown(r, part) for part in parts] for r in (record, saved))
+                in_state, in_checkpoint = (
+                    [_shown(r, part) for part in parts] for r in (record, saved)
+                )
                 return (
-                    f"{inside}is a wrapper with {', '.join(here)}, in the checkpoint with "
-                    f"{', '.join(there)}"
+                    f"{inside}is a wrapper with {', '.join(in_state)}, in the checkpoint with "
+                    f"{', '.join(in_checkpoint)}"
                 )
         return None
 
@@ -180,6 +188,7 @@ def find_object(objects: Mapping[str, Any], path: Path) -> Any:
 
 def value_at(node: Any, text: str) -> Any:
     """Return the JSON form of the value at a dotted path; `ABSENT` if there is none."""
+    # a key may contain dots, so the text is split at each of them in turn
     at = -1
     while at < len(text):
         at = text.find(".", at + 1)
@@ -293,10 +302,10 @@ def fit_objects(
         if isinstance(leaf.put, NoPlace):
             fit.others.append(f"the object {leaf.put.why}")
             continue
-        wrong, dtype = unfit(value, leaf.value, cast=cast)
-        fit.others += [f"{label}: {w}" for w in wrong]
+        misfits, dtype = unfit(value, leaf.value, cast=cast)
+        fit.others += [f"{label}: {w}" for w in misfits]
         fit.dtypes += [f"{label} is {d}" for d in dtype]
-        if not wrong and not dtype:
+        if not misfits and not dtype:
             fit.puts.append(partial(leaf.put, value))
     _fit_ranks(fit, collected, recorded.ck.per_rank, ranks, trust=trust)
     return fit.problems(), fit.put
@@ -311,39 +320,39 @@ def _fit_ranks(
     trust: bool,
 ) -> None:
     """The same for per-rank values."""
-    for path, (wanted, leaf) in collected.ranks.items():
+    for path, (declared, leaf) in collected.ranks.items():
         label = f"the per-rank value {dotted(path)}"
         saved = per_rank.get(dotted(path))
         if saved is None:
             fit.missing.append(label)
             continue
-        if len(saved) != ranks.size and wanted.merge is None:
-            fit.others.append(_no_merge(path, wanted, len(saved), ranks.size))
+        if len(saved) != ranks.size and declared.merge is None:
+            fit.others.append(_no_merge(path, declared, len(saved), ranks.size))
             continue
-        mine = ABSENT
+        value = ABSENT
         with fit.decoding(label) as lost:
-            if wanted.merge is None or len(saved) == ranks.size:  # those of others are not read
-                mine = decode(saved[ranks.rank], leaf.value, trust=trust, lost=lost)
+            if declared.merge is None or len(saved) == ranks.size:  # those of others are not read
+                value = decode(saved[ranks.rank], leaf.value, trust=trust, lost=lost)
             else:
                 values = [decode(v, leaf.value, trust=trust, lost=lost) for v in saved]
-                mine = wanted.merge(values, ranks.rank, ranks.size)
-        if mine is ABSENT:
+                value = declared.merge(values, ranks.rank, ranks.size)
+        if value is ABSENT:
             continue
         try:
-            if isinstance(wanted.value, Rng):
-                wanted.value.check(mine)
+            if isinstance(declared.value, Rng):
+                declared.value.check(value)
         except UsageError as error:
             fit.others.append(f"{dotted(path)}: {error.message}; {error.hint}")
             continue
-        fit.puts.append(partial(leaf.put, mine))
+        fit.puts.append(partial(leaf.put, value))
 
 
-def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
-    kind = type(wanted.value).__name__
+def _no_merge(path: Path, declared: PerRank, saved: int, now: int) -> str:
+    kind = type(declared.value).__name__
     return (
         f"{dotted(path)} ({kind}) has a value of each of {saved} ranks, and is loaded by {now}: "
         "pass "
-        f"{wanted.call}=function of all values, the rank and the number of ranks), or leave it "
+        f"{declared.call}=function of all values, the rank and the number of ranks), or leave it "
         "out of the state "
         "and read ckpt.per_rank"
     )
@@ -352,13 +361,13 @@ def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
 def fit_wrappers(collected: CollectedState, recorded: SavedState) -> Problems:
     """Match the wrappers of a state with those that were saved, and leave out those that do not fit."""
     problems: list[str] = []
-    for path, (tensor, taken) in collected.wrappers.items():
-        check_live(dotted(path), tensor, taken)
-        keys = {names: collected.keys[*path, *names] for names in taken.tensors}
-        wrong = recorded.other_wrapper(path, keys, taken)
-        if wrong is not None:
-            problems.append(f"{dotted(path)} {wrong}")
-            for names in taken.tensors:
+    for path, (tensor, contents) in collected.wrappers.items():
+        check_live(dotted(path), tensor, contents)
+        keys = {names: collected.keys[*path, *names] for names in contents.tensors}
+        difference = recorded.other_wrapper(path, keys, contents)
+        if difference is not None:
+            problems.append(f"{dotted(path)} {difference}")
+            for names in contents.tensors:
                 del collected.tensors[*path, *names], collected.keys[*path, *names]
     return Problems(others=tuple(problems))
 
@@ -395,8 +404,8 @@ def with_empty(data: Any, template: Any) -> Any:
     if _is_empty(template) and data is ABSENT:
         return encode(template)
     if isinstance(template, dict) and isinstance(data, dict) and not is_special(data):
-        more = {json_key(k): v for k, v in template.items() if isinstance(k, str | int)}
-        new = {k: with_empty(data.get(k, ABSENT), v) for k, v in more.items()}
+        by_key = {json_key(k): v for k, v in template.items() if isinstance(k, str | int)}
+        new = {k: with_empty(data.get(k, ABSENT), v) for k, v in by_key.items()}
         return data | {k: v for k, v in new.items() if v is not ABSENT}
     if isinstance(template, list) and isinstance(data, list):
         at = (data[i] if i < len(data) else ABSENT for i in range(max(len(data), len(template))))
@@ -428,7 +437,7 @@ def fit_groups(
     """
     fit = _Fit()
 
-    def take(
+    def fit_group(
         label: str, text: str, group: CollectedGroup, doc: GroupDoc, saved: Sequence[GroupDoc]
     ) -> None:
         """Give a group what was saved of a group, of which some belong to the same optimizer."""
@@ -460,7 +469,7 @@ def fit_groups(
             if lacking:
                 fit.missing.append(f"{label}: the hyper-parameters of {', '.join(lacking[:3])}")
             if not group.params and len(saved) == len(groups):
-                take(label, text, group, saved[number], saved)
+                fit_group(label, text, group, saved[number], saved)
             elif not group.params and saved:
                 fit.missing.append(
                     f"{label}: its hyper-parameters; it has no parameters, and {len(saved)} "
@@ -473,7 +482,7 @@ def fit_groups(
                         f"{label}: its parameters were in groups with different hyper-parameters"
                     )
                 elif docs:
-                    take(label, text, part, docs[0], saved)
+                    fit_group(label, text, part, docs[0], saved)
     return fit.problems(), fit.put
 
 
