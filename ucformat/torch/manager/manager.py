@@ -123,6 +123,7 @@ class Manager:
         self._pending: _PendingSave | None = None
         self._later_steps: set[int] = set()  # steps after the restored one that hold a checkpoint
         self._damaged_urls: frozenset[str] = frozenset()  # those of them that may be replaced
+        # one thread: a policy is applied after one commit at a time
         self._pool = ThreadPoolExecutor(1, "ucformat-keep")
         self._retention_job: Future[list[str]] | None = None
 
@@ -176,10 +177,10 @@ class Manager:
                 not committed.
             Conflict: a checkpoint of this step exists.
         """
-        asked, self._decided = self._decided, None
+        decided, self._decided = self._decided, None
         due = (
-            asked[1] or force
-            if asked is not None and asked[0] == step
+            decided[1] or force
+            if decided is not None and decided[0] == step
             else self._decide(step, force=force)
         )
         if not due:
@@ -372,10 +373,11 @@ class Manager:
         else:
             if not pending.recorded:
                 self._committed(saved, pending.step, first=pending.first)
-        mine = [failure] if failure is not None and not pending.raised else []
+        own_failures = [failure] if failure is not None and not pending.raised else []
         kind = tuple[bool, list[BaseException]]
-        first = lambda a, b: (a[0] or b[0], (a[1] + b[1])[:1])  # noqa: E731 - short
-        failed, unraised = self._ranks().combine((failure is not None, mine), first, kind)
+        merged = lambda a, b: (a[0] or b[0], (a[1] + b[1])[:1])  # noqa: E731 - short
+        failed, unraised = self._ranks().combine((failure is not None, own_failures), merged, kind)
+        # so that this step may be saved again
         if failed:
             self._last_step = None
         if unraised:

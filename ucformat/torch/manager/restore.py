@@ -78,15 +78,15 @@ def verify_on_all_ranks(
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         result = error
 
-    def report(found: _CheckResult) -> Report:
-        problems = {str(p): p for p in found.problems}
+    def report(results: _CheckResult) -> Report:
+        problems = {str(p): p for p in results.problems}
         if ck is not None and ck.universal and mode == "full" and not problems:
             leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
-            for key, shard, digests in found.leaves:
+            for key, shard, digests in results.leaves:
                 leaves.setdefault(key, {})[shard] = digests
             problems = {str(p): p for p in wrong_digests(ck.universal, leaves)}
         tensors = len(ck.tensors) if ck else 0
-        return Report(step.url, "ucformat", tensors, found.nbytes, 0, tuple(problems.values()))
+        return Report(step.url, "ucformat", tensors, results.nbytes, 0, tuple(problems.values()))
 
     return ck, ranks.combine(result, _CheckResult.__add__, _CheckResult, report, Report)
 
@@ -101,12 +101,13 @@ def _verify(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _C
         _full_checks(source) if mode == "full" else _quick_checks(source), key=lambda t: -t.nbytes
     )
     result = _CheckResult()
-    mine = tasks[ranks.rank :: ranks.size]
-    for task, (leaves, problems) in run(lambda t: t.run(), mine, threads):
+    # dealt in turn, the largest first, so that ranks read about as much
+    own_tasks = tasks[ranks.rank :: ranks.size]
+    for task, (leaves, problems) in run(lambda t: t.run(), own_tasks, threads):
         result.problems.extend(problems)
         if task.key is not None and task.shard is not None:
             result.leaves.append((task.key, task.shard, leaves))
-    return _CheckResult(result.problems, result.leaves, sum(t.nbytes for t in mine))
+    return _CheckResult(result.problems, result.leaves, sum(t.nbytes for t in own_tasks))
 
 
 def _full_checks(source: Universal) -> Iterator[Check]:

@@ -160,6 +160,7 @@ class RunRetention:
         }
         due = [r.id for r in catalog.purgeable().purge if r.id in of_run]
         unclear = consult(catalog, due)
+        # asked again: `consult` may have imported what protects some of them
         due = [r.id for r in catalog.purgeable().purge if r.id in of_run and r.id not in unclear]
         for why in unclear.values():
             _log.warning("not purged: %s", why)
@@ -172,8 +173,8 @@ class RunRetention:
                 _log.warning("not purged: %s: %s", checkpoint, error.message)
         return purged
 
-    def _in_folder(self, by_id: dict[str, RunStep]) -> list[str]:
-        steps = list(by_id.values())
+    def _in_folder(self, by_url: dict[str, RunStep]) -> list[str]:
+        steps = list(by_url.values())
         plan = plan_retention(
             self.policy, [_row(s, n, self.root) for n, s in enumerate(steps)], now()
         )
@@ -185,7 +186,7 @@ class RunRetention:
                 continue
             if remove(open_store(step.url), step.id):  # protected in the meantime
                 continue
-            del by_id[step.url]
+            del by_url[step.url]
             removed.append(step.id)
         return removed
 
@@ -250,7 +251,7 @@ def known_commits(root: str, run: str | None) -> int:
     return _from_catalog(f"the commits of the run {name}", lambda c: c.commits(name), 0)
 
 
-def _from_catalog(what: str, ask: Callable[[Catalog], T], otherwise: T) -> T:
+def _from_catalog(subject: str, ask: Callable[[Catalog], T], otherwise: T) -> T:
     """The answer of the catalog; another one if there is none, or, which is logged, on an error."""
     url = load_settings().catalog_url()
     if url is None:
@@ -264,7 +265,7 @@ def _from_catalog(what: str, ask: Callable[[Catalog], T], otherwise: T) -> T:
         pass
     except Exception as error:  # noqa: BLE001 - of the database
         message = getattr(error, "message", error)
-        _log.warning("the catalog cannot be queried for %s: %s", what, message)
+        _log.warning("the catalog cannot be queried for %s: %s", subject, message)
     return otherwise
 
 

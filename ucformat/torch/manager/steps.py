@@ -128,12 +128,12 @@ def continued_here(steps: Sequence[RunStep]) -> dict[str, int]:
     """
     launches: dict[str, int] = {}
     for step in steps:
-        here = (
+        counts = (
             step.continues
             if step.launch is None
             else {**step.continues, step.launch: step.commits or 0}
         )
-        for launch, count in here.items():
+        for launch, count in counts.items():
             launches[launch] = max(count, launches.get(launch, 0))
     return {launch: count for launch, count in launches.items() if count}
 
@@ -167,13 +167,14 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
+        # a forked process: it acts as if the handler had never been installed
         if os.getpid() != self._pid:
             signal.signal(number, before if before is not None else signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        again, self.caught = self.caught, True
+        repeated, self.caught = self.caught, True
         # The first Ctrl-C asks to save and stop; only the second one raises KeyboardInterrupt.
-        if callable(before) and (again or before is not signal.default_int_handler):
+        if callable(before) and (repeated or before is not signal.default_int_handler):
             before(number, frame)
 
     def close(self) -> None:

@@ -132,18 +132,20 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
     _walk(
         collected, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)]
     )
-    taken = {p: t for p, value in collected.tensors.items() if (t := _taken(p, value)) is not None}
+    contents = {
+        p: t for p, value in collected.tensors.items() if (t := _taken_apart(p, value)) is not None
+    }
     optimized = [
         (collected.owners[root], live.params)
         for root, lives in collected.optimizers.items()
         for live in lives
     ]
-    seen = set(map(dotted, collected.tensors))
+    collected_texts = set(map(dotted, collected.tensors))
     hidden = {
         (*o, n): tuple(p.size())
         for o, params in optimized
         for n, p in params.items()
-        if dotted((*o, n)) not in seen
+        if dotted((*o, n)) not in collected_texts
     }
     naming = name_state(
         hidden
@@ -159,11 +161,11 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
         {p: naming.keys[p] for p in collected.tensors},
         naming.prefixes,
     )
-    replace_wrappers(collected, taken)
+    replace_wrappers(collected, contents)
     return collected
 
 
-def _taken(path: Path, tensor: Any) -> TakenApart | None:
+def _taken_apart(path: Path, tensor: Any) -> TakenApart | None:
     """A wrapper taken apart; None if it is plain; UsageError if it can be neither saved nor filled."""
     if isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
@@ -172,17 +174,17 @@ def _taken(path: Path, tensor: Any) -> TakenApart | None:
     return take_apart(dotted(path), tensor)
 
 
-def replace_wrappers(collected: CollectedState, taken: Mapping[Path, TakenApart]) -> None:
+def replace_wrappers(collected: CollectedState, contents_of: Mapping[Path, TakenApart]) -> None:
     """Put the inner tensors of wrappers in their places; UsageError if two entries of the state have one name then."""
     tensors, keys = dict(collected.tensors), dict(collected.keys)
     collected.tensors, collected.keys = {}, {}
     for path, tensor in tensors.items():
-        if path not in taken:
+        if path not in contents_of:
             collected.tensors[path], collected.keys[path] = tensor, keys[path]
             continue
-        if taken[path].records:
-            collected.wrappers[path] = (tensor, taken[path])
-        for names, inner in taken[path].tensors.items():
+        if contents_of[path].records:
+            collected.wrappers[path] = (tensor, contents_of[path])
+        for names, inner in contents_of[path].tensors.items():
             collected.tensors[*path, *names], collected.keys[*path, *names] = (
                 inner,
                 inner_key(keys[path], names),
@@ -201,16 +203,16 @@ def inner_key(key: Key, names: tuple[str, ...]) -> Key:
 
 def _check_names(collected: CollectedState) -> None:
     """UsageError if two entries have the same dotted path."""
-    seen: dict[str, Path] = {}
+    firsts: dict[str, Path] = {}
     records = [
         (*path, *names, RECORD)
-        for path, (_, taken) in collected.wrappers.items()
-        for names in taken.records
+        for path, (_, contents) in collected.wrappers.items()
+        for names in contents.records
     ]
     for path in (*collected.tensors, *records, *collected.leaves, *collected.ranks):
-        if seen.setdefault(name := dotted(path), path) is not path:
+        if firsts.setdefault(name := dotted(path), path) is not path:
             raise UsageError(
-                f"two entries of the state are named {name}: {list(seen[name])} and {list(path)}",
+                f"two entries of the state are named {name}: {list(firsts[name])} and {list(path)}",
                 hint="rename one: an entry is named by its keys, joined by dots",
             )
 
@@ -465,7 +467,7 @@ def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> N
     memory = _storages([*module.parameters(), *module.buffers()])
     copies: list[str] = []
     attached = _attached(module, entries.keys())
-    resized = {key for one in attached for key in one.resized}
+    resized = {key for attachment in attached for key in attachment.resized}
     for key, value in entries.items():
         where = (*path, plain_name(module, key))
         if where in collected.tensors or where in collected.leaves:
@@ -483,7 +485,11 @@ def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> N
             copies.append(key)
         if is_extra:
             collected.extra_states[where] = _setter(entries, key)
-    unknown = entries.keys() - _known_keys(module) - {key for one in attached for key in one.keys}
+    unknown = (
+        entries.keys()
+        - _known_keys(module)
+        - {key for attachment in attached for key in attachment.keys}
+    )
     if unknown and not any(map(_finds_keys, module.modules())):
         collected.unloadable += [
             f"{dotted((*path, key))}: the module's own load_state_dict does not take it"
@@ -503,7 +509,7 @@ def _check_tensors(path: Path, module: torch.nn.Module) -> None:
                     type(tensor) not in _PLAIN_TENSORS
                     and name not in inner._non_persistent_buffers_set  # noqa: SLF001
                 ):
-                    _taken(
+                    _taken_apart(
                         (*path, plain_name(module, f"{prefix}.{name}" if prefix else name)), tensor
                     )
 
@@ -527,16 +533,16 @@ def _finds_keys(module: torch.nn.Module) -> bool:
 
 def _attached(module: torch.nn.Module, keys: Collection[str]) -> list[AttachedEntries]:
     """The entries of a state dict that libraries keep beside the tensors of modules."""
-    return [e for one in integrations() for e in one.attached_entries(module, keys)]
+    return [e for integration in integrations() for e in integration.attached_entries(module, keys)]
 
 
 def _load_attached(module: torch.nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Set what libraries keep beside the tensors of modules, and return the other entries."""
-    rest = dict(entries)
+    others = dict(entries)
     for attached in _attached(module, entries.keys()):
         if attached.keys:
-            attached.load({key: rest.pop(key) for key in entries if key in attached.keys})
-    return rest
+            attached.load({key: others.pop(key) for key in entries if key in attached.keys})
+    return others
 
 
 def acts_on_load(module: torch.nn.Module) -> bool:
@@ -636,23 +642,23 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _optimizer(
     collected: CollectedState, path: Path, optimizer: torch.optim.Optimizer, modules: Modules
 ) -> None:
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    in_modules = [(p, m, {id(p) for p in m.parameters()} & mine) for p, m in modules]
-    owners = [one for one in in_modules if one[2] == mine][:1] or [
-        one for one in in_modules if one[2]
+    param_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    in_modules = [(p, m, {id(p) for p in m.parameters()} & param_ids) for p, m in modules]
+    owners = [candidate for candidate in in_modules if candidate[2] == param_ids][:1] or [
+        candidate for candidate in in_modules if candidate[2]
     ]
-    lacking = len(mine) - len({each for *_, ids in owners for each in ids})
+    lacking = len(param_ids) - len({each for *_, ids in owners for each in ids})
     if lacking or not owners:
         raise UsageError(
-            f"{lacking} of {len(mine)} parameters of the optimizer {dotted(path)} are in no "
+            f"{lacking} of {len(param_ids)} parameters of the optimizer {dotted(path)} are in no "
             "module of the state",
             hint=(
                 'pass all models that it trains, each as an entry: {"model": model, '
                 '"optimizer": optimizer}'
             ),
         )
-    _check_optimizer(dotted(path), optimizer, mine)
-    collected.owners[path] = owner = _common([p for p, *_ in owners])
+    _check_optimizer(dotted(path), optimizer, param_ids)
+    collected.owners[path] = owner = _common_path([p for p, *_ in owners])
     names: dict[int, str] = {}
     for where, module, _ in owners:
         for name, param in module.named_parameters():
@@ -669,7 +675,7 @@ def _optimizer(
         collect_states(collected, (*path, "state", name), optimizer.state.get(param, {}))
 
 
-def _common(paths: Sequence[Path]) -> Path:
+def _common_path(paths: Sequence[Path]) -> Path:
     """The path of what contains all paths, or is the only one."""
     first = paths[0]
     return first[
@@ -686,9 +692,9 @@ def _check_optimizer(label: str, optimizer: torch.optim.Optimizer, params: set[i
     hint = f'save its state dict, {{"{label}": optimizer.state_dict()}}, or what it has beside the states of parameters'
     odd = [key for key in optimizer.state if id(key) not in params]
     if odd:
-        what = "a tensor" if isinstance(odd[0], torch.Tensor) else repr(odd[0])
+        key_text = "a tensor" if isinstance(odd[0], torch.Tensor) else repr(odd[0])
         raise UnsupportedError(
-            f"{label}: {kind} has a state of {what}, which is none of its parameters", hint=hint
+            f"{label}: {kind} has a state of {key_text}, which is none of its parameters", hint=hint
         )
     hooks = optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001 - there is no public way to tell
     if hooks or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
@@ -713,7 +719,7 @@ def collect_made(
     collect_states(new, path, states)
     new.keys = {p: Key(name, dotted(p[len(path) :])) for p in new.tensors}
     replace_wrappers(
-        new, {p: t for p, value in new.tensors.items() if (t := _taken(p, value)) is not None}
+        new, {p: t for p, value in new.tensors.items() if (t := _taken_apart(p, value)) is not None}
     )
     collected.tensors |= new.tensors
     collected.leaves |= new.leaves

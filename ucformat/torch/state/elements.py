@@ -192,7 +192,7 @@ def write_shared(target: SharedRange, parts: Sequence[memoryview]) -> bool:
     """
     with suppress(OSError), _opened(target) as fd:
         if fd is not None:
-            end = in_turn(parts, lambda some, done: os.pwritev(fd, some, target.start + done))
+            end = in_turn(parts, lambda buffers, done: os.pwritev(fd, buffers, target.start + done))
             return end == target.nbytes
     return False
 
@@ -213,13 +213,13 @@ def in_turn(parts: Sequence[memoryview], act: Callable[[list[memoryview], int], 
             returns how many it used.
     """
     done = first = 0
-    left = list(parts)
-    while first < len(left):
-        used = act(left[first : first + _VECTORS], done)
+    remaining = list(parts)
+    while first < len(remaining):
+        used = act(remaining[first : first + _VECTORS], done)
         done += used
-        while first < len(left) and used >= len(left[first]):
-            used -= len(left[first])
+        while first < len(remaining) and used >= len(remaining[first]):
+            used -= len(remaining[first])
             first += 1
         if used:
-            left[first] = left[first][used:]
+            remaining[first] = remaining[first][used:]
     return done

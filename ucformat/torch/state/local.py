@@ -252,15 +252,16 @@ def _dims_candidates(
 
 def _order(splits: Sequence[_Split]) -> list[_Split] | None:
     """The splits of a dim in the order in which they were made, as plain ones; None if no order fits the factors."""
-    made: list[_Split] = []
+    ordered: list[_Split] = []
     for split in reversed(splits):
-        for position in range(len(made) + 1):
-            if math.prod(s.degree for s in made[:position]) == split.factor:
-                made.insert(position, split._replace(factor=1))
+        for position in range(len(ordered) + 1):
+            # it was made when those before it had cut the dim into as many parts
+            if math.prod(s.degree for s in ordered[:position]) == split.factor:
+                ordered.insert(position, split._replace(factor=1))
                 break
         else:
             return None
-    return made
+    return ordered
 
 
 def _cut(n: int, splits: Sequence[_Split]) -> Dim:
@@ -348,8 +349,8 @@ def records_of(collected: CollectedState) -> dict[Path, Mapping[str, Any]]:
     """Return the record of each wrapper of a state, by its path."""
     return {
         (*path, *names, RECORD): record
-        for path, (_, taken) in collected.wrappers.items()
-        for names, record in taken.records.items()
+        for path, (_, contents) in collected.wrappers.items()
+        for names, record in contents.records.items()
     }
 
 

@@ -313,10 +313,10 @@ def _number_like(value: float, template: np.generic) -> Any:
     """The number in the template's type, if that has it."""
     try:
         with np.errstate(over="ignore"):
-            made = template.dtype.type(value)
+            converted = template.dtype.type(value)
     except (OverflowError, TypeError, ValueError):
         return value
-    return made if made.item() == value or value != value else value  # or not a number
+    return converted if converted.item() == value or value != value else value  # or not a number
 
 
 #: Classes of Python itself, of which a plain value is all.
@@ -386,8 +386,8 @@ def _mapping_like(
     kinds = {class_name(type(k)): k for k in template}
     items: dict[Any, Any] = {}
     for key, inner in value.items():
-        own = like(key, kinds.get(key.name), lost) if isinstance(key, OfClass) else key
-        items[own] = like(inner, template.get(own), lost)
+        new_key = like(key, kinds.get(key.name), lost) if isinstance(key, OfClass) else key
+        items[new_key] = like(inner, template.get(new_key), lost)
     if type(template) is dict:
         return items
     out = copy.copy(template)  # an OrderedDict, a defaultdict with its factory
@@ -551,18 +551,18 @@ def _by_device(state: dict[str, Any]) -> dict[int, torch.Tensor]:
     """The state for the generator of each device here."""
     saved = [torch.as_tensor(s) for s in state.get("devices", ())]
     module = _devices()
-    here = module.device_count() if module is not None and saved else 0
-    if not here:
+    device_count = module.device_count() if module is not None and saved else 0
+    if not device_count:
         return {}
     drawn = [i for i, s in enumerate(saved) if _is_used(s)]
-    if len(drawn) > 1 and drawn[-1] >= here:
+    if len(drawn) > 1 and drawn[-1] >= device_count:
         raise UsageError(
             f"the generators of the devices {', '.join(map(str, drawn))} were used when the "
             "state was saved, but only "
-            f"{here} devices are visible now",
+            f"{device_count} devices are visible now",
             hint="make as many devices visible, or leave Rng out of the state and set new seeds",
         )
-    out = dict(enumerate(saved[:here]))
+    out = dict(enumerate(saved[:device_count]))
     if len(drawn) == 1:
         out[torch.accelerator.current_device_index()] = saved[drawn[0]]
     return out

@@ -261,8 +261,8 @@ class _Nodes:
             raise self._refused(
                 names, tensor, f"cannot be taken apart: {type(error).__name__}: {error}"
             ) from error
-        wrong = [n for n in inner if not isinstance(n, str) or not n or n == RECORD]
-        if wrong or len(set(inner)) < len(inner):
+        invalid = [n for n in inner if not isinstance(n, str) or not n or n == RECORD]
+        if invalid or len(set(inner)) < len(inner):
             raise self._refused(names, tensor, f"names its inner tensors {inner}")
         return inner, context
 
@@ -303,10 +303,10 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(a.data_ptr() < ends[1] and b.data_ptr() < ends[0])
 
 
-def check_live(label: str, tensor: torch.Tensor, taken: TakenApart) -> None:
+def check_live(label: str, tensor: torch.Tensor, contents: TakenApart) -> None:
     """Check that what a wrapper gives as its inner tensors is its own memory, which a load can fill."""
     again = take_apart(label, tensor)
-    for names, inner in taken.tensors.items():
+    for names, inner in contents.tensors.items():
         other = None if again is None else again.tensors.get(names)
         if other is None or _view(memory_of(inner)) != _view(memory_of(other)):
             raise UsageError(
@@ -358,6 +358,7 @@ class _Splits:
         counts = (
             dict.fromkeys([*(size >> n for n in range(1, size.bit_length())), 0]) if size else ()
         )
+        # several lengths, since a class may slice only at the edges of its blocks
         for count in counts:
             try:
                 with torch.no_grad():
