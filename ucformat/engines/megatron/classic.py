@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.engines.megatron.folder import MegatronFolder, MegatronSourceOptions
-    from ucformat.engines.megatron.rank_states import At
+    from ucformat.engines.megatron.rank_states import Coordinate
     from ucformat.geometry.box import Box
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import Extent
@@ -51,7 +51,7 @@ _MIXED = "files of different saves are mixed in one folder, or the ranks' copies
 class _Rank:
     """One rank's parameters and states, in its own coordinates, under global names."""
 
-    at: At
+    coordinate: Coordinate
     file: RankFile
     contents: LocalContents
     groups: list[list[Group]] = field(default_factory=list)
@@ -63,18 +63,20 @@ class OpenClassic(IndexedSource):
     kind = "megatron"
     part = ""  # there is a file for each of the ranks that the files record
 
-    def __init__(self, store: Store, place: MegatronFolder, how: MegatronSourceOptions) -> None:
+    def __init__(self, store: Store, place: MegatronFolder, options: MegatronSourceOptions) -> None:
         self.store = store
-        files, self.args = read_ranks(store, place, how.allow, how.vocab_size)
+        files, self.args = read_ranks(store, place, options.allow, options.vocab_size)
         recorded = self.args.degree("tensor_model_parallel_size", "model_parallel_size")
         if len(files) == 1 and recorded is None:
             self.part = "the file of one rank, which does not record how many ranks saved"
-        self._ranks = {at: _Rank(at, f, LocalContents()) for at, f in files.items()}
+        self._ranks = {
+            coordinate: _Rank(coordinate, f, LocalContents()) for coordinate, f in files.items()
+        }
         for rank in self._ranks.values():
             for named, tensors in zip(rank.file.names, rank.file.chunks, strict=True):
                 for name, tensor in tensors.items():
                     rank.contents.add_whole(named[name], "weight", rank.file.file, tensor)
-            if how.optimizer:
+            if options.optimizer:
                 rank.groups = read_states(rank.file, rank.contents)
         # parts of tensor-parallel ranks whose copies have been compared
         self._agreeing: set[tuple[Key, int]] = set()
@@ -84,13 +86,14 @@ class OpenClassic(IndexedSource):
         first = files[0, 0, 0]
         version = first.values.get("checkpoint_version", 0)
         self._version = version if isinstance(version, int | float) else 0
-        self._join(how)
+        self._join(options)
         self.contents.groups = self._groups()
         objects = self._objects()
         step = first.values.get("iteration")
         paths = [f.file.key for f in files.values()]
         paths += [f.distrib.key for f in files.values() if f.distrib]
-        degrees = (1 + max(at[i] for at in files) for i in range(3))
+        degrees = (1 + max(coordinate[i] for coordinate in files) for i in range(3))
+        # Megatron-Core calls the stack of layers `decoder`; older models have an `encoder`.
         has_core_names = "decoder" in str(list(first.chunks[0])[:99])
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
@@ -112,7 +115,7 @@ class OpenClassic(IndexedSource):
             if rank.file.distrib:
                 yield from rank.file.distrib.records()
 
-    def _join(self, how: MegatronSourceOptions) -> None:
+    def _join(self, options: MegatronSourceOptions) -> None:
         """Join the parts of each parameter, after checks of the ranks that have copies."""
         holders: dict[Key, dict[int, list[_Rank]]] = {}
         for t, p, e in sorted(self._ranks, key=_by_stage):
@@ -147,11 +150,11 @@ class OpenClassic(IndexedSource):
             )
 
         states = sorted({k.state for k in holders}, key=lambda state: state != "weight")
-        given = (layout_of_cuts(how.cuts, self._degree), how.layout)
+        layouts = (layout_of_cuts(options.cuts, self._degree), options.layout)
         grouped = self.args.flag("group_query_attention")
         queries = self.args.number("num_query_groups") if grouped else None
         cut = {n: s for n, s in shapes.items() if n not in whole}
-        resolver = NameResolver(cut, self._version, [g for g in given if g is not None], queries)
+        resolver = NameResolver(cut, self._version, [g for g in layouts if g is not None], queries)
         shardings = resolver.decide(lambda name: self._verdict(holders, states, name))
         shardings |= {n: replicate(shapes[n]) for n in shapes if n in whole}
         tied = self._tied(holders, shardings)
@@ -196,17 +199,17 @@ class OpenClassic(IndexedSource):
             raise IntegrityError(
                 f"{key} has different dtypes in the files of the ranks", hint=_MIXED
             )
-        own = tuple(infos[key].shape for infos in firsts)
+        own_shapes = tuple(infos[key].shape for infos in firsts)
         weights = tuple(infos[Key(key.name, "weight")].shape for infos in firsts)
-        if own != weights:
-            if any(own) or len(set(own)) > 1:
+        if own_shapes != weights:
+            if any(own_shapes) or len(set(own_shapes)) > 1:
                 raise AmbiguousLayout(
-                    f"{key} has the parts {[list(s) for s in own]}, its parameter "
+                    f"{key} has the parts {[list(s) for s in own_shapes]}, its parameter "
                     f"{[list(s) for s in weights]}: states "
                     "of factored optimizers are not read under tensor parallelism",
                     hint=f"leave the optimizer out: {option_text('optimizer')}",
                 )
-            sharding = replicate(own)
+            sharding = replicate(own_shapes)
         parts = [
             (partial(self._agreed, key, by_rank, t, sharding.regions), sharding.regions[t])
             for t in range(self._degree)
@@ -225,9 +228,9 @@ class OpenClassic(IndexedSource):
         """The extents of one rank's part, after a check that all copies of it are equal."""
         if (key, t) not in self._agreeing:
             alike = [u for u in range(self._degree) if u == t or regions[u] == regions[t]]
-            same = [rank for u in alike for rank in by_rank[u]]
-            for other in same[1:]:
-                self._must_agree(key, same[0], other)
+            holders = [rank for u in alike for rank in by_rank[u]]
+            for other in holders[1:]:
+                self._must_agree(key, holders[0], other)
             self._agreeing.add((key, t))
         return by_rank[t][0].contents.locate[key](within)
 
@@ -251,34 +254,35 @@ class OpenClassic(IndexedSource):
         head = next((n for n in _OUTPUT_LAYER if n in shardings), None)
         if head is None:
             return {_OUTPUT_LAYER[0]: word} if self.args.tied and word == _WORD_EMBEDDING[0] else {}
-        one, two = Key(word, "weight"), Key(head, "weight")
-        copies = [(holders[one][t][0], holders[two][t][0]) for t in range(self._degree)]
-        same = shardings[word].shape == shardings[head].shape and all(
-            compare(self.store, [a.contents.replica(one), b.contents.replica(two)]) == "equal"
+        word_key, head_key = Key(word, "weight"), Key(head, "weight")
+        copies = [(holders[word_key][t][0], holders[head_key][t][0]) for t in range(self._degree)]
+        equal = shardings[word].shape == shardings[head].shape and all(
+            compare(self.store, [a.contents.replica(word_key), b.contents.replica(head_key)])
+            == "equal"
             for a, b in copies
         )
-        if not same and self.args.tied:
+        if not equal and self.args.tied:
             raise IntegrityError(
                 f"{head} should be a copy of {word}, but differs: see "
                 f"{copies[0][0].file.file.key} and "
                 f"{copies[0][1].file.file.key}",
                 hint=_MIXED,
             )
-        return {head: word} if same else {}
+        return {head: word} if equal else {}
 
     def _groups(self) -> list[Group]:
         """The groups of all ranks' optimizers by position; each parameter once."""
         merged: dict[tuple[int, int], Group] = {}
         seen: set[str] = set(self.aliases)
-        for at in sorted(self._ranks, key=_by_stage):
-            for o, groups in enumerate(self._ranks[at].groups):
+        for coordinate in sorted(self._ranks, key=_by_stage):
+            for o, groups in enumerate(self._ranks[coordinate].groups):
                 for g, group in enumerate(groups):
                     names = [n for n in group.names if n not in seen]
                     seen.update(names)
                     into = merged.setdefault((o, g), Group([], group.hyper, group.state))
                     if into.hyper != group.hyper:
                         raise IntegrityError(
-                            f"the optimizer groups of {self._ranks[at].file.file.key} have other "
+                            f"the optimizer groups of {self._ranks[coordinate].file.file.key} have other "
                             "hyper-parameters than "
                             "those of the first rank",
                             hint=_MIXED,
@@ -291,14 +295,14 @@ class OpenClassic(IndexedSource):
         out = self._plain(self._ranks[0, 0, 0], "")
         if self.args.values:
             out["args"] = to_json(dict(self.args.values), path="args")
-        others: dict[str, Any] = {}
+        by_rank: dict[str, Any] = {}
         for (t, p, e), rank in self._ranks.items():
             if (t, p, e) != (0, 0, 0):
                 plain = self._plain(rank, f"tp{t}.pp{p}.ep{e}.")
-                same = {k for k, v in plain.items() if json.dumps(v) == json.dumps(out.get(k))}
-                if differing := {k: v for k, v in plain.items() if k not in same}:
-                    others[f"tp{t}.pp{p}.ep{e}"] = differing
-        return {**out, "ranks": others} if others else out
+                unchanged = {k for k, v in plain.items() if json.dumps(v) == json.dumps(out.get(k))}
+                if differing := {k: v for k, v in plain.items() if k not in unchanged}:
+                    by_rank[f"tp{t}.pp{p}.ep{e}"] = differing
+        return {**out, "ranks": by_rank} if by_rank else out
 
     def _plain(self, rank: _Rank, label: str) -> dict[str, Any]:
         file = rank.file.file
@@ -320,9 +324,9 @@ class OpenClassic(IndexedSource):
         return {str(k): convert(v, path=str(k)) for k, v in chosen.items()}
 
 
-def _by_stage(at: At) -> tuple[int, int, int]:
+def _by_stage(coordinate: Coordinate) -> tuple[int, int, int]:
     """The order of ranks by stage, then expert-parallel and tensor-parallel rank."""
-    return at[1], at[2], at[0]
+    return coordinate[1], coordinate[2], coordinate[0]
 
 
 def _without_states(value: dict[Any, Any]) -> dict[Any, Any]:
@@ -405,8 +409,8 @@ class NameResolver:
     def _given(self, name: str, shapes: Shapes) -> TPSharding | None:
         if len(shapes) == 1:
             return replicate(shapes)
-        given = (self._in_layout(layout, name, shapes) for layout in self._layouts)
-        return next(filter(None, given), None)
+        shardings = (self._in_layout(layout, name, shapes) for layout in self._layouts)
+        return next(filter(None, shardings), None)
 
     def _by_name(
         self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]

@@ -67,9 +67,9 @@ class OpenDist(IndexedSource):
     kind = "megatron"
     part = ""  # there is a file for each of the ranks that the files record
 
-    def __init__(self, store: Store, place: MegatronFolder, how: MegatronSourceOptions) -> None:
-        self.store, self._how = store, how
-        folder, allow, stacked = place.folder, how.allow, how.stacked
+    def __init__(self, store: Store, place: MegatronFolder, options: MegatronSourceOptions) -> None:
+        self.store, self._options = store, options
+        folder, allow, stacked = place.folder, options.allow, options.stacked
         below = f"{folder}/" if folder else ""
         meta = read_metadata(store, f"{below}.metadata", allow=allow)
         self._items = Items(store, meta, allow)
@@ -86,7 +86,7 @@ class OpenDist(IndexedSource):
         if not isinstance(values, dict):
             raise IntegrityError(f"{below}{COMMON} holds no dictionary")
         self.values: dict[Any, Any] = values
-        self.args = MegatronArguments.of(values.get("args"), how.vocab_size, below + COMMON)
+        self.args = MegatronArguments.of(values.get("args"), options.vocab_size, below + COMMON)
         self.local = self._is_local()
         self.contents = TensorIndex()
         self.buckets: list[tuple[Bucket, str]] = []
@@ -142,7 +142,7 @@ class OpenDist(IndexedSource):
         trained = []
         for fqn in meta.tensors:
             parsed = split_state_key(fqn)
-            if not self._how.optimizer and not (parsed and parsed == StateKey(fqn, "weight")):
+            if not self._options.optimizer and not (parsed and parsed == StateKey(fqn, "weight")):
                 continue
             if isinstance(parsed, Bucket):
                 self.buckets.append((parsed, fqn))
@@ -262,9 +262,9 @@ class OpenDist(IndexedSource):
             value = plain_value(files[fqn], fqn)
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
             match = _SHARD.fullmatch(fqn)
-            key, at = (match[1], match[2]) if match else (fqn, "0")
+            key, shard = (match[1], match[2]) if match else (fqn, "0")
             if value is not None or not key.endswith(_EXTRA):
-                sharded.setdefault(key, {})[at] = value
+                sharded.setdefault(key, {})[shard] = value
         for key, shards in sharded.items():
             out[key if key not in out else f"{key} (sharded)"] = shards
         return out
@@ -315,8 +315,8 @@ def _split(path: Path, part: str) -> tuple[str, Path] | None:
     """The parameter of an optimizer's entry below a part, and the rest of its path."""
     if path[0] != _OPTIMIZER or part not in path[1:3]:
         return None
-    at = path.index(part, 1)
-    return (unwrapped(str(path[at + 1])), path[at + 2 :]) if len(path) > at + 2 else None
+    index = path.index(part, 1)
+    return (unwrapped(str(path[index + 1])), path[index + 2 :]) if len(path) > index + 2 else None
 
 
 class OpenFsdp(IndexedSource):
@@ -325,20 +325,20 @@ class OpenFsdp(IndexedSource):
     kind = "megatron"
 
     def __init__(
-        self, store: Store, place: MegatronFolder, meta: Metadata, how: MegatronSourceOptions
+        self, store: Store, place: MegatronFolder, meta: Metadata, options: MegatronSourceOptions
     ) -> None:
-        self.store, self._items = store, Items(store, meta, how.allow)
-        own = self._read([name for name in _OWN_VALUES if name in meta.values])
-        self.args = MegatronArguments.of(own.get("args"), how.vocab_size, meta.file)
+        self.store, self._items = store, Items(store, meta, options.allow)
+        own_values = self._read([name for name in _OWN_VALUES if name in meta.values])
+        self.args = MegatronArguments.of(own_values.get("args"), options.vocab_size, meta.file)
         self.contents = TensorIndex()
         self._values: dict[str, Path] = {}
         self._options: dict[str, tuple[str, str]] = {}
         self._plain: dict[str, tuple[str, str]] = {}
         self._sort_values(meta)
-        self._fill(meta, optimizer=how.optimizer)
+        self._fill(meta, optimizer=options.optimizer)
         guarded = built_by_megatron(store.url)
         groups: LazySequence[Mapping[str, Any]] = LazySequence(guarded(self._groups))
-        step = own.get("iteration")
+        step = own_values.get("iteration")
         weights = [key.name for key in self.contents.infos if key.state == "weight"]
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(groups),

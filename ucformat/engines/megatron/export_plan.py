@@ -73,9 +73,10 @@ def plan_target(
     items = ItemFiles(entries, options)
     config = TargetFile.of(CONFIG, json.dumps(_CONFIG).encode(), last=True)
     metadata = items.metadata(None, save_id_of(source, infos, options))
-    rest = left_out(source, plan.kept, values=source.objects, groups=True)  # `left` names them
+    # All values count as exported here, since `left` and `common.left` name those that are not.
+    not_exported = left_out(source, plan.kept, values=source.objects, groups=True)
     files = (*items.files(), torch_file(COMMON, common.values), metadata, config)
-    return Target(files, (*rest, *left, *common.left))
+    return Target(files, (*not_exported, *left, *common.left))
 
 
 def _prefixes(
@@ -175,11 +176,11 @@ class _ExportedTensors:
         """The entries of tensors, of which layers and experts of one kind are one."""
         stacks: dict[str, dict[tuple[int, ...], Parts]] = {}
         for name, key in tensors.items():
-            place = self._keys[name]
+            stacked_key = self._keys[name]
             parts = (self._infos[key], *self._padding.get(key, ()))
-            stacks.setdefault(place.key, {})[place.at] = parts
+            stacks.setdefault(stacked_key.key, {})[stacked_key.indices] = parts
         for stacked, stack in stacks.items():
-            sizes = tuple(max(at) + 1 for at in zip(*stack, strict=True))
+            sizes = tuple(max(along_dim) + 1 for along_dim in zip(*stack, strict=True))
             kinds = Counter((parts[0].dtype, _joined_shape(parts)) for parts in stack.values())
             (dtype, shape), _ = kinds.most_common(1)[0]
             first = next(iter(stack.values()))[0]
@@ -235,7 +236,7 @@ class StackedKey(NamedTuple):
     """A key, and the indices of a parameter along the leading dims of its tensor."""
 
     key: str
-    at: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 def keys_of(
@@ -249,8 +250,8 @@ def keys_of(
         local: whether the model is of the local specification; None: by the names of the norms.
     """
     names = list(dict.fromkeys(info.name for info in infos))
-    own = is_megatron(source)
-    foreign = [n for n in names if not (own or is_parameter(n)) or _LEGACY.fullmatch(n)]
+    from_megatron = is_megatron(source)
+    foreign = [n for n in names if not (from_megatron or is_parameter(n)) or _LEGACY.fullmatch(n)]
     if foreign:
         raise UnsupportedError(
             f"{source.url} has names that Megatron does not have: "
@@ -267,18 +268,18 @@ def keys_of(
 
 
 def _stacked_key(name: str, *, local: bool) -> StackedKey:
-    at: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()
     if match := _EXPERT.fullmatch(name):
-        name, at = f"{match[1]}.experts.{match[3]}", (int(match[2]),)
+        name, index = f"{match[1]}.experts.{match[3]}", (int(match[2]),)
     elif match := _GROUPED.fullmatch(name):
-        name, at = f"{match[1]}.experts.{match[2]}", (int(match[3]),)
+        name, index = f"{match[1]}.experts.{match[2]}", (int(match[3]),)
     if match := LAYER.fullmatch(name):
         below = match[3]
-        for fused, own in LOCAL if local else ():
-            if below.startswith(own):
-                below = fused + below.removeprefix(own)
-        name, at = f"{match[1]}.{below}", (int(match[2]), *at)
-    return StackedKey(name, at)
+        for fused, unfused in LOCAL if local else ():
+            if below.startswith(unfused):
+                below = fused + below.removeprefix(unfused)
+        name, index = f"{match[1]}.{below}", (int(match[2]), *index)
+    return StackedKey(name, index)
 
 
 def _uneven(keys: Mapping[str, StackedKey]) -> set[str]:
@@ -293,7 +294,11 @@ def _uneven(keys: Mapping[str, StackedKey]) -> set[str]:
 
 def _numbered(key: StackedKey) -> StackedKey:
     before, _, after = key.key.partition(".layers.")
-    return StackedKey(f"{before}.layers.{key.at[0]}.{after}", key.at[1:]) if key.at else key
+    return (
+        StackedKey(f"{before}.layers.{key.indices[0]}.{after}", key.indices[1:])
+        if key.indices
+        else key
+    )
 
 
 def extra_states(
@@ -315,10 +320,10 @@ def extra_states(
                 modules.setdefault(attention, []).append(index)
     out: dict[str, Any] = {}
     for module, indices in modules.items():
-        sizes = tuple(max(at) + 1 for at in zip(*indices, strict=True)) or (1,)
+        sizes = tuple(max(along_dim) + 1 for along_dim in zip(*indices, strict=True)) or (1,)
         for index in indices:
-            at = ".".join(map(str, index or (0,)))
-            out[f"{module}._extra_state/shard_{at}_{'.'.join(map(str, sizes))}"] = empty
+            shard = ".".join(map(str, index or (0,)))
+            out[f"{module}._extra_state/shard_{shard}_{'.'.join(map(str, sizes))}"] = empty
     return {k: v for k, v in out.items() if k not in objects}
 
 
@@ -418,10 +423,10 @@ def objects_of(source: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     for name, data in source.objects.items():
         if not _is_sharded(source, data):
             continue
-        indices = [tuple(map(int, at.split("."))) for at in data]
-        sizes = ".".join(str(max(at) + 1) for at in zip(*indices, strict=True))
-        for at, value in data.items():
-            _add(sharded, f"{name.removesuffix(' (sharded)')}/shard_{at}_{sizes}", value)
+        indices = [tuple(map(int, shard.split("."))) for shard in data]
+        sizes = ".".join(str(max(along_dim) + 1) for along_dim in zip(*indices, strict=True))
+        for shard, value in data.items():
+            _add(sharded, f"{name.removesuffix(' (sharded)')}/shard_{shard}_{sizes}", value)
     return sharded.values, sharded.left
 
 

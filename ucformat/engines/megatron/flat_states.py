@@ -114,24 +114,26 @@ def _place_params(
     joined: bool,  # noqa: FBT001
 ) -> list[BufferSlot] | None:
     slots: list[BufferSlot] = []
-    bucket = base = at = 0  # `base`: the start of the bucket
+    bucket = base = filled = 0  # `base`: the start of the bucket
     for param in reversed(params):
-        if at == sizes[bucket] and at and bucket + 1 < len(sizes):
-            bucket, at = bucket + 1, 0
-        aligned = base + align_up(at - base, align)
-        starts = dict.fromkeys([aligned, *([at] if joined and proved else [])])
+        if filled == sizes[bucket] and filled and bucket + 1 < len(sizes):
+            bucket, filled = bucket + 1, 0
+        aligned = base + align_up(filled - base, align)
+        # A joined buffer lacks the padding between its buckets: the next parameter may
+        # begin a bucket, where the last one ended.
+        starts = dict.fromkeys([aligned, *([filled] if joined and proved else [])])
         for start in starts:
             slot, end = BufferSlot(param, bucket, start), start + param.size
             if end > sizes[bucket] or (edges and not {start, end} <= edges[bucket]):
                 continue
             if proved is None or proved(slot):
                 slots.append(slot)
-                base, at = base if start == aligned else start, end
+                base, filled = base if start == aligned else start, end
                 break
         else:
             if proved is None:
                 return None
-    return slots if bucket == len(sizes) - 1 and at == sizes[bucket] and slots else None
+    return slots if bucket == len(sizes) - 1 and filled == sizes[bucket] and slots else None
 
 
 def unproved(params: Iterable[Param], master: FlatTensor) -> str | None:
@@ -156,12 +158,12 @@ def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> b
     n = min(param.size, _SAMPLE)
     for begin in dict.fromkeys((0, param.size - n)):
         boxes = flat_boxes(param.shape, begin, begin + n)
-        one = read_extents(store, lambda _: weight, boxes, low.itemsize, "a parameter")
+        weight_bytes = read_extents(store, lambda _: weight, boxes, low.itemsize, "a parameter")
         locate = partial(_located, master, start + begin)
         flat_box = [Box((0,), (n,))]
-        other = read_extents(store, locate, flat_box, ITEMSIZE["float32"], "a flat buffer")
+        master_bytes = read_extents(store, locate, flat_box, ITEMSIZE["float32"], "a flat buffer")
         with np.errstate(all="ignore"):
-            if np.frombuffer(other, "<f4").astype(low).tobytes() != one:
+            if np.frombuffer(master_bytes, "<f4").astype(low).tobytes() != weight_bytes:
                 return False
     return True
 
@@ -246,13 +248,14 @@ class _Model:
                 "which fits no sharding",
                 hint=_hint(),
             )
+        # Both halves of a gated projection are cut: of these a rank has a part of each.
         mine = boxes[rank::degree] if len(boxes) == 2 * degree else [boxes[rank]]
-        out, at = [], 0
+        out, offset = [], 0
         for box in mine:
             start = [0] * len(box.shape)
-            start[cut[0]] = at
+            start[cut[0]] = offset
             out.append(BoxPair.aligned(box, Box(tuple(start), box.shape)))
-            at += box.shape[cut[0]]
+            offset += box.shape[cut[0]]
         return tuple(out)
 
     def param(self, name: str, rank: int, degree: int) -> Param:
@@ -330,21 +333,32 @@ def _stages(model: _Model, groups: _Groups, chain: int) -> list[list[_ModelChunk
     if _OUTPUT_LAYER not in names and _WORD_EMBEDDING in names and count > 1:
         last.append(_OUTPUT_LAYER)  # the last stage's copy of the embedding
     stages: list[list[_ModelChunk]] = [[] for _ in range(model.pp)]
-    at = 0
+    assigned = 0
     joint = any(c != chain for c, _ in groups)
     for number in range(count):
         v, p = divmod(number, model.pp)
-        per, rest = total // count, total - at
-        tries = [rest] if number == count - 1 else [k for k in (per, *range(rest + 1)) if k <= rest]
-        for own_layers in dict.fromkeys(tries):
-            own = [x for i in range(at, at + own_layers) for x in layered.get(i, [])]
-            own = [*(first if number == 0 else []), *own, *(last if number == count - 1 else [])]
-            experts = [x for x in own if joint and is_expert(x)]
-            chunk = _ModelChunk([x for x in own if x not in set(experts)], experts)
+        usual, remaining = total // count, total - assigned
+        # Most stages have equally many layers, so that number is tried first.
+        tries = (
+            [remaining]
+            if number == count - 1
+            else [k for k in (usual, *range(remaining + 1)) if k <= remaining]
+        )
+        for layer_count in dict.fromkeys(tries):
+            chunk_names = [
+                x for i in range(assigned, assigned + layer_count) for x in layered.get(i, [])
+            ]
+            chunk_names = [
+                *(first if number == 0 else []),
+                *chunk_names,
+                *(last if number == count - 1 else []),
+            ]
+            experts = [x for x in chunk_names if joint and is_expert(x)]
+            chunk = _ModelChunk([x for x in chunk_names if x not in set(experts)], experts)
             buffers = groups[chain, p * model.tp].of_chunk(v, chunks)
             if _fit(model, buffers, chunk.dense, 0, model.tp):
                 stages[p].append(chunk)
-                at += own_layers
+                assigned += layer_count
                 break
         else:
             raise _unproved(model, f"stage {p}")
@@ -517,7 +531,7 @@ def _add(
     for v, chunk in enumerate(chunks):
         names = chunk.dense
         if experts is not None:
-            names = [n for n in chunk.experts if _number(n) in experts]
+            names = [n for n in chunk.experts if _expert_number(n) in experts]
         buffers = rank_buffers.of_chunk(v, len(chunks))
         fitting = _fit(out.model, buffers, names, rank, degree)
         if fitting is None:
@@ -527,7 +541,7 @@ def _add(
                 out.add(slot, buffer, rank, degree)
 
 
-def _number(name: str) -> int:
+def _expert_number(name: str) -> int:
     match = re.search(r"\.local_experts\.(\d{1,9})\.", name)
     return int(match[1]) if match else -1
 
@@ -537,22 +551,22 @@ def _experts(
 ) -> None:
     """The states of experts, whose ranks form another mesh."""
     model = out.model
-    numbers = {_number(n) for stage in stages for chunk in stage for n in chunk.experts}
+    numbers = {_expert_number(n) for stage in stages for chunk in stage for n in chunk.experts}
     mine = sorted(g for c, g in groups if c == chain)
     ranks = len(mine) // model.pp
     etp = model.opened.args.degree("expert_tensor_parallel_size")
     degrees = [etp] if etp else [d for d in range(1, ranks + 1) if ranks % d == 0]
     for degree in degrees:
         ep = ranks // degree
-        per, rest = divmod(len(numbers), ep or 1)
-        if mine != list(range(ranks * model.pp)) or rest or not numbers:
+        per_rank, remainder = divmod(len(numbers), ep or 1)
+        if mine != list(range(ranks * model.pp)) or remainder or not numbers:
             continue
         trial = _StatesByKey(model)
         try:
             for g in mine:
                 p, r = divmod(g, ranks)
                 e, t = divmod(r, degree)
-                experts = range(e * per, (e + 1) * per)
+                experts = range(e * per_rank, (e + 1) * per_rank)
                 _add(trial, groups[chain, g], stages[p], t, degree, experts)
         except AmbiguousLayout:
             continue

@@ -121,8 +121,8 @@ def split_half(key: str) -> tuple[str, int]:
 
 def name_of(key: str, *, local: bool) -> NameTemplate:
     """The names of a key's parameters."""
-    whole, which = split_half(key)
-    half = None if whole == key else which
+    whole, half_number = split_half(key)
+    half = None if whole == key else half_number
     key, leading = whole, 0
     if match := _STACKED_LAYERS.fullmatch(key):
         key, leading = f"{match['before']}.{{0}}.{match['after']}", 1
@@ -136,10 +136,10 @@ def name_of(key: str, *, local: bool) -> NameTemplate:
 
 def local_name(name: str) -> str:
     """The name of a parameter in a model of the local specification."""
-    for fused, own in LOCAL:
-        at = name.find("." + fused)
-        if at >= 0:
-            return f"{name[: at + 1]}{own}{name[at + 1 + len(fused) :]}"
+    for fused, unfused in LOCAL:
+        start = name.find("." + fused)
+        if start >= 0:
+            return f"{name[: start + 1]}{unfused}{name[start + 1 + len(fused) :]}"
     return name
 
 
@@ -172,17 +172,17 @@ def is_parameter(name: str) -> bool:
     if match := LAYER.fullmatch(name):
         part = match[3].split(".")[0]
         return match[1].split(".")[0] in _TOP and (part in _PARTS or part in _OTHER_PARTS)
-    top, *rest = name.split(".")
-    return top in _TOP and bool(rest) and rest[0] in _PARTS and rest[0] != "layers"
+    top, *below = name.split(".")
+    return top in _TOP and bool(below) and below[0] in _PARTS and below[0] != "layers"
 
 
-def _rank(name: str, *, grouped: bool) -> tuple[tuple[int, int, str], ...]:
+def _sort_key(name: str, *, grouped: bool) -> tuple[tuple[int, int, str], ...]:
     """The sort key of a name; `grouped`: first projections of all experts come first."""
     parts = name.split(".")
     if grouped and "local_experts" in parts:
-        at = parts.index("local_experts")
-        number = parts.pop(at + 1)
-        parts = [*parts[:at], *parts[at + 1 :], number]
+        index = parts.index("local_experts")
+        number = parts.pop(index + 1)
+        parts = [*parts[:index], *parts[index + 1 :], number]
     out = []
     for depth, part in enumerate(parts):
         if part.isdecimal() and len(part) < 10:
@@ -201,8 +201,8 @@ def orders_of(names: Sequence[str]) -> list[list[str]]:
     checkpoint's list.
     """
     orders = [
-        sorted(names, key=lambda n: _rank(n, grouped=False)),
-        sorted(names, key=lambda n: _rank(n, grouped=True)),
+        sorted(names, key=lambda n: _sort_key(n, grouped=False)),
+        sorted(names, key=lambda n: _sort_key(n, grouped=True)),
         list(names),
     ]
     return [list(order) for order in dict.fromkeys(map(tuple, orders))]
@@ -237,10 +237,10 @@ def groups_by_rule(
         names: dict[int, list[str]] = {i: [] for i, _ in mine}
         for m in theirs:
             plain = m.ndim == 1 or m.name.endswith(".bias")
-            at = by_decay.get(0.0 if plain and 0.0 in by_decay else 1.0)
-            if at is None or (plain and 0.0 not in by_decay and len(by_decay) > 1):
+            number = by_decay.get(0.0 if plain and 0.0 in by_decay else 1.0)
+            if number is None or (plain and 0.0 not in by_decay and len(by_decay) > 1):
                 return None
-            names[at].append(m.name)
+            names[number].append(m.name)
         for i, g in mine:
             out[i] = Group(names[i], json({k: v for k, v in g.items() if k != "params"}))
     return [out[i] for i in sorted(out)]

@@ -67,18 +67,20 @@ def read_states(rank: RankFile, contents: LocalContents) -> list[list[Group]]:
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     flats = _flats(rank, len(optimizers))
     out = []
-    for number, one in enumerate(optimizers):
-        if not isinstance(one, dict):
+    for number, state_dict in enumerate(optimizers):
+        if not isinstance(state_dict, dict):
             raise IntegrityError(f"{rank.file.key}: its optimizer is not a state dict")
-        wrapped = isinstance(one.get("optimizer"), dict)
-        inner = one["optimizer"] if wrapped else one
+        wrapped = isinstance(state_dict.get("optimizer"), dict)
+        inner = state_dict["optimizer"] if wrapped else state_dict
         raw = [g for g in inner.get("param_groups") or () if isinstance(g, dict)]
         experts = any(g.get("is_expert_parallel") for g in raw) and len(optimizers) > 1
         members = [
             m for m in _members(rank) if len(optimizers) == 1 or is_expert(m.name) is experts
         ]
         if raw and all("params" in g for g in raw) and isinstance(inner.get("state"), dict):
-            copies = next((one[k] for k in _COPIES if k in one), None) if wrapped else None
+            copies = (
+                next((state_dict[k] for k in _COPIES if k in state_dict), None) if wrapped else None
+            )
             out.append(_numbered(rank, contents, inner, raw, members, copies))
         else:
             _distributed(rank, contents, flats, number, [m.name for m in members])
@@ -200,8 +202,10 @@ def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
         return [None] * count
     value = rank.distrib.value
     flats = value if isinstance(value, list) else [value]
-    for one in flats:
-        if one is not None and not (isinstance(one, dict) and one.get("buckets_coalesced") is True):
+    for flat in flats:
+        if flat is not None and not (
+            isinstance(flat, dict) and flat.get("buckets_coalesced") is True
+        ):
             raise UnsupportedError(
                 f"{rank.distrib.key} is of a distributed optimizer from before February 2024, "
                 "which is not supported",
@@ -281,6 +285,7 @@ def _add_buffer(
 
     slots = place(params, [master.size])
     checked = [*slots[:: max(1, len(slots) // _CHECKED)], slots[-1]] if slots else ()
+    # Frozen parameters have no slot: find those whose values are there.
     if not checked or not all(map(proved, checked)):
         slots = place(params, [master.size], proved=proved, joined=True)
     if slots is None:
@@ -291,6 +296,7 @@ def _add_buffer(
             hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, "
             + _without_optimizer(),
         )
+    # Buffers hold the parameters in the reverse order of the module.
     for slot in reversed(slots):
         check = _Proof(partial(proved, slot), file.key, slot.param.name)
         for state, flat in flats.items():
@@ -342,7 +348,7 @@ def _range(file: TorchFile, tensor: StoredTensor, start: int, stop: int) -> Iter
 # `model` is its part of the model, or `model0`, `model1`, … are its chunks under interleaved
 # stages. Old files nest the names.
 
-At = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-parallel rank
+Coordinate = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-parallel rank
 
 _DEPTH = 20
 _CHUNK = re.compile(r"model(\d{0,3})")
@@ -358,7 +364,7 @@ _COPY = "copy the folders of all ranks; each wrote its own, perhaps to its node'
 class RankFile:
     """One rank's file: the tensors of each model chunk, in the order of the module."""
 
-    at: At
+    coordinate: Coordinate
     file: TorchFile
     values: dict[str, Any]
     chunks: list[dict[str, StoredTensor]]
@@ -370,14 +376,14 @@ class RankFile:
 
 def read_ranks(
     store: Store, place: MegatronFolder, allow: tuple[str, ...], vocab: int | None
-) -> tuple[dict[At, RankFile], MegatronArguments]:
+) -> tuple[dict[Coordinate, RankFile], MegatronArguments]:
     """The files of all ranks, each of which must have one, and the arguments in the first."""
     below = f"{place.folder}/" if place.folder else ""
     keys = [info.key for info in store.list(place.folder)]
     files = {m: k for k in keys if (m := MODEL.fullmatch(k.removeprefix(below)))}
-    if old := next((k for k in keys if _OLD.fullmatch(k)), None):
+    if unsupported := next((k for k in keys if _OLD.fullmatch(k)), None):
         raise UnsupportedError(
-            f"{old}: an optimizer in the files of data-parallel ranks is not read",
+            f"{unsupported}: an optimizer in the files of data-parallel ranks is not read",
             hint=(
                 "load it with the Megatron that wrote it, and save it with --ckpt-format torch_dist"
             ),
@@ -394,14 +400,14 @@ def read_ranks(
     grid = _grid(files, args)
     there = set(keys)
 
-    def load(item: tuple[At, str]) -> RankFile:
-        at, key = item
+    def load(item: tuple[Coordinate, str]) -> RankFile:
+        coordinate, key = item
         beside = f"{key.rpartition('/')[0]}/distrib_optim.pt"
         distrib = TorchFile(store, beside, allow=allow) if beside in there else None
-        return _parse(at, TorchFile(store, key, allow=allow), distrib)
+        return _parse(coordinate, TorchFile(store, key, allow=allow), distrib)
 
-    ranks = {rank.at: rank for rank in map_io(load, sorted(grid.items()))}
-    _number(ranks)
+    ranks = {rank.coordinate: rank for rank in map_io(load, sorted(grid.items()))}
+    _name_parameters(ranks)
     return ranks, args
 
 
@@ -413,33 +419,34 @@ def _value(file: TorchFile) -> dict[str, Any]:
     return file.value
 
 
-def _grid(files: dict[re.Match[str], str], args: MegatronArguments) -> dict[At, str]:
+def _grid(files: dict[re.Match[str], str], args: MegatronArguments) -> dict[Coordinate, str]:
     """The files by rank, after a check that they are those that the arguments record."""
     pp = args.degree("pipeline_model_parallel_size")
     ep = args.degree("expert_model_parallel_size") or 1
-    out: dict[At, str] = {}
+    out: dict[Coordinate, str] = {}
     for m, key in files.items():
         numbers = [int(n) for n in m.groups()[:3] if n is not None]
-        t, rest = numbers[0], numbers[1:]
-        if len(rest) == 1 and (pp == 1 and ep > 1):
-            rest = [0, rest[0]]
-        p, e = (*rest, 0, 0)[:2]
+        t, others = numbers[0], numbers[1:]
+        # With a single stage the only further number is that of the expert-parallel rank.
+        if len(others) == 1 and (pp == 1 and ep > 1):
+            others = [0, others[0]]
+        p, e = (*others, 0, 0)[:2]
         if out.setdefault((t, p, e), key) != key:
             raise IntegrityError(
                 f"{out[t, p, e]} and {key} are of the same rank",
                 hint="two saves were made to one folder; move one elsewhere",
             )
-    high = tuple(1 + max(at[i] for at in out) for i in range(3))
+    high = tuple(1 + max(coordinate[i] for coordinate in out) for i in range(3))
     tp = args.degree("tensor_model_parallel_size", "model_parallel_size") or high[0]
-    wanted = (tp, pp or high[1], ep if args.degree("expert_model_parallel_size") else high[2])
-    if wanted[0] * wanted[1] * wanted[2] > 1 << 20:
-        raise IntegrityError(f"{args.file} records {wanted} ranks")
-    whole = set(product(*map(range, wanted)))
+    degrees = (tp, pp or high[1], ep if args.degree("expert_model_parallel_size") else high[2])
+    if degrees[0] * degrees[1] * degrees[2] > 1 << 20:
+        raise IntegrityError(f"{args.file} records {degrees} ranks")
+    whole = set(product(*map(range, degrees)))
     if over := sorted(out.keys() - whole):
         raise IntegrityError(
-            f"{out[over[0]]} does not belong to this checkpoint, which {wanted[0]} "
-            f"tensor-parallel ranks x {wanted[1]} "
-            f"stages x {wanted[2]} expert-parallel ranks saved",
+            f"{out[over[0]]} does not belong to this checkpoint, which {degrees[0]} "
+            f"tensor-parallel ranks x {degrees[1]} "
+            f"stages x {degrees[2]} expert-parallel ranks saved",
             hint="an earlier save by more ranks left it; move it elsewhere",
         )
     if lost := sorted(whole - out.keys()):
@@ -450,7 +457,7 @@ def _grid(files: dict[re.Match[str], str], args: MegatronArguments) -> dict[At, 
     return out
 
 
-def _parse(at: At, file: TorchFile, distrib: TorchFile | None) -> RankFile:
+def _parse(coordinate: Coordinate, file: TorchFile, distrib: TorchFile | None) -> RankFile:
     values = _value(file)
     chunks: list[dict[str, StoredTensor]] = []
     extra: dict[str, Any] = {}
@@ -462,11 +469,11 @@ def _parse(at: At, file: TorchFile, distrib: TorchFile | None) -> RankFile:
             raise MissingData(f"{file.key} has {', '.join(names)}, with a gap")
         flat = dict(_flattened(values[key], "", file.key, 0))
         chunks.append({k: v for k, v in flat.items() if isinstance(v, StoredTensor)})
-        others = {k: v for k, v in flat.items() if not isinstance(v, StoredTensor)}
-        extra |= {f"{key}.{k}": v for k, v in others.items() if v is not None}
+        not_tensors = {k: v for k, v in flat.items() if not isinstance(v, StoredTensor)}
+        extra |= {f"{key}.{k}": v for k, v in not_tensors.items() if v is not None}
     if not chunks:
         raise IntegrityError(f"{file.key} has no `model`", hint="it is not a Megatron checkpoint")
-    return RankFile(at, file, values, chunks, extra, distrib)
+    return RankFile(coordinate, file, values, chunks, extra, distrib)
 
 
 def _flattened(value: Any, path: str, key: str, depth: int) -> Iterable[tuple[str, Any]]:
@@ -481,22 +488,22 @@ def _flattened(value: Any, path: str, key: str, depth: int) -> Iterable[tuple[st
         yield from _flattened(v, f"{path}.{k}" if path else k, key, depth + 1)
 
 
-def _number(ranks: dict[At, RankFile]) -> None:
+def _name_parameters(ranks: dict[Coordinate, RankFile]) -> None:
     """Give every parameter its global name, with layers and experts counted through all ranks."""
     stages = 1 + max(p for _, p, _ in ranks)
     chunks = len(ranks[0, 0, 0].chunks)
     offsets: dict[tuple[int, int], dict[str, int]] = {}
-    at: dict[str, int] = {}
+    layers_before: dict[str, int] = {}
     for v in range(chunks):
         for p in range(stages):
-            offsets[v, p] = dict(at)
+            offsets[v, p] = dict(layers_before)
             rank = ranks[0, p, 0]
             if len(rank.chunks) != chunks:
                 raise IntegrityError(
                     f"{rank.file.key} has {len(rank.chunks)} model chunks, others have {chunks}"
                 )
             for stack, count in _layers(rank.chunks[v], rank.file.key).items():
-                at[stack] = at.get(stack, 0) + count
+                layers_before[stack] = layers_before.get(stack, 0) + count
     for (_, p, e), rank in ranks.items():
         for v, tensors in enumerate(rank.chunks):
             experts = _experts(tensors)

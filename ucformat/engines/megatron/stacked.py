@@ -220,19 +220,19 @@ def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
     whole = Box.whole((rows, *first.shape[1:]))
     starts = [sum(s.shape[0] for s in parts[:i]) for i in range(len(parts))]
 
-    def moved(box: Box, by: int) -> Box:
-        return box.shift((by, *[0] * (len(box.shape) - 1)))
+    def moved(box: Box, offset: int) -> Box:
+        return box.shift((offset, *[0] * (len(box.shape) - 1)))
 
     def boxes() -> Iterator[Box]:
-        for part, at in zip(parts, starts, strict=True):
-            yield from (moved(b, at) for b in part.boxes())
+        for part, start in zip(parts, starts, strict=True):
+            yield from (moved(b, start) for b in part.boxes())
 
     def extents(box: Box) -> Iterator[Extent]:
-        for part, at in zip(parts, starts, strict=True):
-            clip = box.intersect(moved(Box.whole(part.shape), at))
+        for part, start in zip(parts, starts, strict=True):
+            clip = box.intersect(moved(Box.whole(part.shape), start))
             if clip is not None:
                 shift = tuple(a - b for a, b in zip(clip.start, box.start, strict=True))
-                for e in part.extents(moved(clip, -at)):
+                for e in part.extents(moved(clip, -start)):
                     yield replace(e, box=e.box.shift(shift))
 
     return ReadableTensor(key, first.stored.dtype, whole.shape, boxes, extents)
@@ -245,11 +245,11 @@ def add_tensor(contents: TensorIndex, tensor: ReadableTensor, args: MegatronArgu
         whole = Box.whole(tensor.shape)
         contents.add(*tensor.key, tensor.dtype, tensor.shape, partial(_part, tensor, whole))
         return
-    rest = tensor.shape[1:]
-    kept = Box.whole((rows, *rest))
-    spare = Box.whole((tensor.shape[0] - rows, *rest)).shift((rows, *[0] * len(rest)))
-    contents.add(*tensor.key, tensor.dtype, kept.shape, partial(_part, tensor, kept))
-    contents.add(*tensor.key.padding, tensor.dtype, spare.shape, partial(_part, tensor, spare))
+    row_shape = tensor.shape[1:]
+    unpadded = Box.whole((rows, *row_shape))
+    padding = Box.whole((tensor.shape[0] - rows, *row_shape)).shift((rows, *[0] * len(row_shape)))
+    contents.add(*tensor.key, tensor.dtype, unpadded.shape, partial(_part, tensor, unpadded))
+    contents.add(*tensor.key.padding, tensor.dtype, padding.shape, partial(_part, tensor, padding))
 
 
 def _part(tensor: ReadableTensor, box: Box, within: Box | None) -> Iterator[Extent]:
@@ -264,10 +264,10 @@ def joined(
     key: Key, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[Locate, Sequence[BoxPair]]]
 ) -> ReadableTensor:
     """The global tensor whose parts ranks hold."""
-    seen: dict[Box, int] = {}
+    owners: dict[Box, int] = {}
     views: list[tuple[Key, BoxPair]] = []
     for i, (_, regions) in enumerate(parts):
-        views += ((Key(str(i), ""), r) for r in regions if seen.setdefault(r.target, i) == i)
+        views += ((Key(str(i), ""), r) for r in regions if owners.setdefault(r.target, i) == i)
     view = View(TensorInfo(*key, dtype, shape), tuple(views))
 
     def extents(box: Box) -> Iterator[Extent]:
