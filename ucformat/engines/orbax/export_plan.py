@@ -97,12 +97,12 @@ class _DataFiles:
 
 
 def _parts(chunks: Sequence[_ChunkInFile]) -> Iterator[Part]:
-    at = 0
+    end = 0
     for chunk in chunks:
-        yield bytes(chunk.offset - at)
+        yield bytes(chunk.offset - end)
         span = chunk.span()
         yield span
-        at = chunk.offset + span.nbytes
+        end = chunk.offset + span.nbytes
 
 
 def plan_target(
@@ -194,12 +194,12 @@ def _chunk_shape(info: TensorInfo, most: int) -> tuple[int, ...]:
 
 def _grid(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The key and the position of each chunk."""
-    for at in product(*(range(-(-n // c)) for n, c in zip(shape, chunk, strict=True))):
-        yield _chunk_key(at), tuple(i * c for i, c in zip(at, chunk, strict=True))
+    for index in product(*(range(-(-n // c)) for n, c in zip(shape, chunk, strict=True))):
+        yield _chunk_key(index), tuple(i * c for i, c in zip(index, chunk, strict=True))
 
 
-def _chunk_key(at: tuple[int, ...]) -> str:
-    return ".".join(map(str, at)) or "0"
+def _chunk_key(index: tuple[int, ...]) -> str:
+    return ".".join(map(str, index)) or "0"
 
 
 def _zarray(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> bytes:

@@ -65,9 +65,9 @@ def _check_node(data: bytes, stem: int, where: str) -> None:
     limit = _MIN_LIMIT + _LIMIT_RATIO * len(data)
     body = _body(data, limit, where)
     body.at += 1  # the height
-    paths, own = body.names()
+    paths, stored = body.names()
     body.lengths(len(paths))  # of the base paths at their beginnings
-    body.at += own
+    body.at += stored
     keys, _ = body.names()
     nbytes = int(keys.sum() + paths.sum()) + len(keys) * (
         int(paths.max(initial=0)) + stem + _ENTRY_BYTES
@@ -100,6 +100,7 @@ class _Body:
         """As many lengths, encoded like numbers."""
         if count <= 0:
             return np.zeros(0, np.int64)
+        # At most four bytes each, which is more than a length of up to `_MAX_KEY` needs.
         part = np.frombuffer(self.data, np.uint8)[self.at : self.at + 4 * count].astype(np.int64)
         ends = np.flatnonzero(part < 128)[:count]
         if len(ends) < count:
@@ -118,10 +119,10 @@ class _Body:
     def names(self) -> tuple[NDArray[np.int64], int]:
         """The lengths of all keys, or paths; and how many bytes of them are stored."""
         count = self.count()
-        shared, own = self.lengths(count - 1), self.lengths(count)
-        lengths = own.copy()
+        shared, stored = self.lengths(count - 1), self.lengths(count)
+        lengths = stored.copy()
         lengths[1:] += shared
-        return lengths, int(own.sum())
+        return lengths, int(stored.sum())
 
     def damaged(self) -> IntegrityError:
         return IntegrityError(
@@ -153,6 +154,8 @@ def _check_zstd(data: bytes, limit: int, where: str) -> None:
         raise IntegrityError(f"{where} is damaged: it does not contain a frame of zstd")
     flags = data[4]
     size_flag, single, checksum, dict_flag = flags >> 6, flags >> 5 & 1, flags >> 2 & 1, flags & 3
+    # After magic number and flags: the window's size, which a single segment lacks, the id of a
+    # dictionary, and the size of the content.
     begin = 5 + (not single) + (0, 1, 2, 4)[dict_flag]
     at = begin + (single, 2, 4, 8)[size_flag]
     declared = int.from_bytes(data[begin:at], "little")
@@ -160,6 +163,7 @@ def _check_zstd(data: bytes, limit: int, where: str) -> None:
     while not last and max(nbytes, declared) <= limit:
         block = int.from_bytes(data[at : at + 3], "little")
         last, kind, size = block & 1, block >> 1 & 3, block >> 3
+        # The kinds: 0 plain bytes, 1 one byte that is repeated, 2 compressed, 3 reserved.
         nbytes += _BLOCK if kind == 2 else size
         at += 3 + (1 if kind == 1 else size)
         if kind == 3 or at > len(data):
@@ -235,19 +239,19 @@ def _walk(
         location, height, stem = todo.popleft()
         if location is None:  # of an empty tree
             continue
-        place = _locate(store, prefix, location, "btreenode", sizes)
-        if (place.file, place.offset) in seen or len(seen) >= _MAX_NODES:
+        node_range = _locate(store, prefix, location, "btreenode", sizes)
+        if (node_range.file, node_range.offset) in seen or len(seen) >= _MAX_NODES:
             raise IntegrityError(
                 f"{store.url}: its OCDBT tree comes back to the node {location}, or does not end"
             )
-        seen.add((place.file, place.offset))
-        if place.nbytes > _MAX_NODE:
+        seen.add((node_range.file, node_range.offset))
+        if node_range.nbytes > _MAX_NODE:
             raise UnsupportedError(
-                f"{store.url}: the OCDBT node {location} has {place.nbytes} bytes, too many"
+                f"{store.url}: the OCDBT node {location} has {node_range.nbytes} bytes, too many"
             )
-        data = store.read(*place)
+        data = store.read(*node_range)
         _check_node(data, len(stem), f"{store.url}: the OCDBT node {location[:200]}")
-        node = _dump(store, place.file, "node", data, f"btreenode::node:0:{place.nbytes}")
+        node = _dump(store, node_range.file, "node", data, f"btreenode::node:0:{node_range.nbytes}")
         if node["height"] != height:
             raise IntegrityError(
                 f"{store.url}: the OCDBT node {location} is not of the height {height}"
@@ -259,8 +263,8 @@ def _walk(
             elif "inline_value" in entry:
                 values[_text(name)] = entry["inline_value"]
             else:
-                at = entry["indirect_value"]
-                values[_text(name)] = _locate(store, prefix, at, "value", sizes)
+                value_location = entry["indirect_value"]
+                values[_text(name)] = _locate(store, prefix, value_location, "value", sizes)
     repeated = first_repeated(v for v in values.values() if isinstance(v, ByteRange))
     if repeated is not None:
         raise IntegrityError(
@@ -413,6 +417,7 @@ def _leaf(part: Sequence[tuple[bytes, bytes | ValueLocation]]) -> bytes:
 
 def _inner(part: Sequence[_Node]) -> bytes:
     table, numbers = _files([n.place for n in part])
+    # The zeros are prefixes that all keys of a subtree share: keys are written whole here.
     return table + _names([n.key for n in part], [0] * len(part)) + _places(part, numbers)
 
 
@@ -442,8 +447,8 @@ def _files(places: Sequence[ValueLocation]) -> tuple[bytes, dict[str, int]]:
 def _names(names: Sequence[bytes], lengths: Sequence[int] = ()) -> bytes:
     """How many names, what each shares with the one before, and what is new of it."""
     shared = [_shared(a, b) for a, b in pairwise(names)]
-    own = [name[n:] for name, n in zip(names, [0, *shared], strict=True)] if names else []
-    return _varints([len(names), *shared, *map(len, own), *lengths]) + b"".join(own)
+    suffixes = [name[n:] for name, n in zip(names, [0, *shared], strict=True)] if names else []
+    return _varints([len(names), *shared, *map(len, suffixes), *lengths]) + b"".join(suffixes)
 
 
 def _shared(a: bytes, b: bytes) -> int:

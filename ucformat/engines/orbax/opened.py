@@ -42,7 +42,8 @@ class OpenOrbax(OpenArrays):
     def __init__(self, store: Store, step: Step, *, fill_missing: bool | None) -> None:
         several = len(step.trees) > 1
         items = [
-            Item(store, name if several else "", at, step.sizes) for name, at in step.trees.items()
+            Item(store, name if several else "", folder, step.sizes)
+            for name, folder in step.trees.items()
         ]
         arrays = {path: array for item in items for path, array in item.arrays.items()}
         unreadable = {path: why for item in items for path, why in item.unreadable.items()}
@@ -74,15 +75,18 @@ class OpenOrbax(OpenArrays):
         }
         texts = {".".join(p): text for item in items for p, text in item.strings().items()}
         objects: dict[str, Any] = {**numbers, **texts}
-        if more := self._other_objects(step, items):
-            objects["orbax"] = more
-        own = {key for key in step.others if key.rpartition("/")[2] in (*_OWN, *_JSON)}
-        own |= {key for item in items for key in item.files()}
+        if further := self._other_objects(step, items):
+            objects["orbax"] = further
+        files = {key for key in step.others if key.rpartition("/")[2] in (*_OWN, *_JSON)}
+        files |= {key for item in items for key in item.files()}
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
             objects=objects,
             paths={
-                keys[path]: (at,) for i in items for path, at in i.array_paths() if path in arrays
+                keys[path]: (state_path,)
+                for i in items
+                for path, state_path in i.array_paths()
+                if path in arrays
             },
             unreadable=self.contents.unreadable,
             step=self._step(numbers, step),
@@ -91,7 +95,7 @@ class OpenOrbax(OpenArrays):
                 "zarr3": any(i.tree.zarr3 for i in items),
             },
             engine={"name": "orbax"},
-            files=tuple(key for key in step.sizes if key in own),
+            files=tuple(key for key in step.sizes if key in files),
             folder=step.folder,
         )
 
@@ -123,14 +127,14 @@ class OpenOrbax(OpenArrays):
             document = read_json(self.store, files, below + CHECKPOINT)
             if isinstance(document, dict):
                 self._check_items(below, document.get("item_handlers"), files)
-                kept = [k for k in ("metrics", "custom_metadata") if document.get(k)]
-                out |= {k: to_json(document[k]) for k in kept}
+                present = [k for k in ("metrics", "custom_metadata") if document.get(k)]
+                out |= {k: to_json(document[k]) for k in present}
         notes = {n: _without_notes(i.tree.custom) for n, i in zip(step.trees, items, strict=True)}
-        if custom := {name: own for name, own in notes.items() if own}:
+        if custom := {name: user for name, user in notes.items() if user}:
             out["trees"] = to_json(custom)
-        others = [(item.state_path(leaf), leaf.kind) for item in items for leaf in item.others()]
-        if others:
-            out["leaves"] = [[path_to_json(path), kind] for path, kind in others]
+        valueless = [(item.state_path(leaf), leaf.kind) for item in items for leaf in item.others()]
+        if valueless:
+            out["leaves"] = [[path_to_json(path), kind] for path, kind in valueless]
         if keys := {name: kind for item in items for name, kind in item.random_keys().items()}:
             out["random_keys"] = keys
         for key in step.others:
@@ -208,7 +212,7 @@ class StoredLeaf:
 
     path: tuple[str, ...]
     kind: str
-    at: StatePath
+    state_path: StatePath
 
     @property
     def name(self) -> str:
@@ -293,8 +297,8 @@ def _leaf(where: str, entry: Any) -> tuple[StoredLeaf, bool]:
         or not isinstance(value.get("value_type"), str)
     ):
         raise IntegrityError(f"{where} is not described as a leaf of a tree")
-    at = tuple(int(k["key"]) if _is_position(k) else str(k["key"]) for k in keys)
-    leaf = StoredLeaf(tuple(str(k["key"]) for k in keys), value["value_type"], at)
+    state_path = tuple(int(k["key"]) if _is_position(k) else str(k["key"]) for k in keys)
+    leaf = StoredLeaf(tuple(str(k["key"]) for k in keys), value["value_type"], state_path)
     return leaf, value.get("skip_deserialize") is True
 
 
@@ -373,7 +377,7 @@ class Item:
     def state_path(self, leaf: StoredLeaf) -> StatePath:
         """The path of a leaf in the checkpoint, with positions in lists."""
         is_item = self._paths.get(leaf) == self._first
-        return self._paths[leaf] if is_item else (*self._first, *leaf.at)
+        return self._paths[leaf] if is_item else (*self._first, *leaf.state_path)
 
     def noted_keys(self) -> dict[tuple[str, ...], Key]:
         """The name and state of tensors that were noted when ucformat wrote the tree, by path."""

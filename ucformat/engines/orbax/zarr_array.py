@@ -41,7 +41,7 @@ def is_file_of(arrays: Collection[str], key: str) -> bool:
     """Whether a file is the metadata or a chunk of an array, by its name."""
     parts = key.split("/")
     splits = (("/".join(parts[:n]), "/".join(parts[n:])) for n in range(len(parts)))
-    return any(path in arrays and _ARRAY_FILE.fullmatch(rest) for path, rest in splits)
+    return any(path in arrays and _ARRAY_FILE.fullmatch(name) for path, name in splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ def _check_chain(
         raise IntegrityError(f"{where}: {len(codecs)} codecs one after another are too many")
     out: list[Codec] = []
     stage = 0  # 0: arrays, 1: bytes
-    for given in codecs:
-        name, config = _named(where, given)
+    for codec in codecs:
+        name, config = _named(where, codec)
         if name == "transpose" and stage == 0:
             checked: Codec = {"order": _order(where, config, len(shape))}
             shape = tuple(shape[i] for i in checked["order"])
@@ -366,13 +366,13 @@ def _checked(where: str, array: ZarrArray, codecs: Any) -> ZarrArray:
     return replace(array, stored=chunks, codecs=chain)
 
 
-def _sizes(where: str, what: str, sizes: Any) -> tuple[int, ...]:
+def _sizes(where: str, label: str, sizes: Any) -> tuple[int, ...]:
     if (
         not isinstance(sizes, list)
         or len(sizes) > _MAX_DIMS
         or any(type(n) is not int or not 0 <= n <= _MAX_BYTES for n in sizes)
     ):
-        raise IntegrityError(f"{where}: its {what} is {str(sizes)[:80]}, not a list of sizes")
+        raise IntegrityError(f"{where}: its {label} is {str(sizes)[:80]}, not a list of sizes")
     return tuple(sizes)
 
 

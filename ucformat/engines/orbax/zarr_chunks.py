@@ -53,7 +53,7 @@ def tensorstore() -> Any:
     return package
 
 
-def _decode_chunk(array: ZarrArray, at: tuple[int, ...], data: bytes, where: str) -> memoryview:
+def _decode_chunk(array: ZarrArray, index: tuple[int, ...], data: bytes, where: str) -> memoryview:
     """Decode a chunk to row-major little-endian elements; `where` is its name in messages.
 
     The elements of a chunk outside the array are zero, as they need not be stored.
@@ -66,7 +66,7 @@ def _decode_chunk(array: ZarrArray, at: tuple[int, ...], data: bytes, where: str
     if array.stream:
         data = _unpack(array.stream, data, nbytes, where)
     codecs, data = _before_blosc(array.chunk_codecs, data, nbytes, where)
-    inside = (min(c, n - a * c) for a, c, n in zip(at, array.chunk, array.shape, strict=True))
+    inside = (min(c, n - a * c) for a, c, n in zip(index, array.chunk, array.shape, strict=True))
     return _read(array, codecs, tuple(inside), data, where)
 
 
@@ -224,26 +224,26 @@ class Chunks:
                     "read less of it at once; or, if most of its chunks are missing, write it anew"
                 ),
             )
-        for at in each_index(grid):
-            start = tuple(a * c for a, c in zip(at, array.chunk, strict=True))
+        for index in each_index(grid):
+            start = tuple(a * c for a, c in zip(index, array.chunk, strict=True))
             box = Box(start, array.chunk).intersect(whole)
-            yield self._extent(array, at, box or whole, self._find(array, at))
+            yield self._extent(array, index, box or whole, self._find(array, index))
 
     def _extent(
-        self, array: ZarrArray, at: tuple[int, ...], box: Box, stored: Value | None
+        self, array: ZarrArray, index: tuple[int, ...], box: Box, stored: Value | None
     ) -> Extent:
         if stored is None and array.path not in self._filled:
             raise MissingData(
-                f"{self._label(array)}: its chunk {list(at)} is not stored", hint=self._hint
+                f"{self._label(array)}: its chunk {list(index)} is not stored", hint=self._hint
             )
         raw = array.raw
         if not isinstance(stored, ByteRange) or raw is None:
-            name = f"{array.path}/{'.'.join(['c', *map(str, at)])}"
+            name = f"{array.path}/{'.'.join(['c', *map(str, index)])}"
             return Extent(box, DECODED + name, 0, row_major(array.chunk, array.itemsize))
         nbytes = array.chunk_nbytes
         if stored.nbytes != nbytes + 4 * raw.checked:
             raise IntegrityError(
-                f"{self._label(array)}: its chunk {list(at)} has {stored.nbytes} bytes instead of "
+                f"{self._label(array)}: its chunk {list(index)} has {stored.nbytes} bytes instead of "
                 f"{nbytes + 4 * raw.checked} in {stored.file}",
                 hint=(
                     "the file is truncated, or the metadata is another array's: restore them "
@@ -258,24 +258,25 @@ class Chunks:
     def _label(self, array: ZarrArray) -> str:
         return f"{self._store.url}: array {array.path or 'at the root'}"
 
-    def _find(self, array: ZarrArray, at: tuple[int, ...]) -> Value | None:
+    def _find(self, array: ZarrArray, index: tuple[int, ...]) -> Value | None:
         """The location of a chunk; None if it is not stored."""
         if array.sharding is None:
-            return self._values.get(array.key(at))
+            return self._values.get(array.key(index))
         ratio = tuple(s // c for s, c in zip(array.stored, array.chunk, strict=True))
-        key = array.key(tuple(a // r for a, r in zip(at, ratio, strict=True)))
+        key = array.key(tuple(a // r for a, r in zip(index, ratio, strict=True)))
         shard = self._values.get(key)
         if shard is None:
             return None
         entries = self._indexes.get(key, lambda _: self._index(array, shard, key, ratio))
-        index = np.frombuffer(entries, np.uint64)
-        number = sum(a % r * s for a, r, s in zip(at, ratio, row_major(ratio), strict=True))
-        offset, nbytes = int(index[2 * number]), int(index[2 * number + 1])
+        table = np.frombuffer(entries, np.uint64)
+        number = sum(a % r * s for a, r, s in zip(index, ratio, row_major(ratio), strict=True))
+        offset, nbytes = int(table[2 * number]), int(table[2 * number + 1])
+        # How Zarr's index of a shard marks a chunk that is not stored.
         if offset == nbytes == (1 << 64) - 1:
             return None
         if offset + nbytes > size_of(shard):
             raise IntegrityError(
-                f"{self._label(array)}: its chunk {list(at)} should be at bytes "
+                f"{self._label(array)}: its chunk {list(index)} should be at bytes "
                 f"{offset}:{offset + nbytes} of "
                 f"the shard {key}, which has {size_of(shard)}"
             )
@@ -307,6 +308,7 @@ class Chunks:
             raise IntegrityError(f"{self._label(array)}: the index of the shard {key} is damaged")
         dtype = "<u8" if sharding.index_endian == "little" else ">u8"
         index = np.frombuffer(data[:entries], dtype).astype(np.uint64)
+        # Clipped to the shard, so that the sums of wrong numbers do not overflow.
         begins, sizes = (
             np.minimum(index.reshape(-1, 2), np.uint64(size_of(shard))).astype(np.int64).T
         )
@@ -320,46 +322,46 @@ class Chunks:
 
     def info(self, name: str) -> Info:
         """See `Decoder.info`."""
-        array, at = self._parse(name)
-        stored = self._find(array, at)
+        array, index = self._parse(name)
+        stored = self._find(array, index)
         if stored is None:
             return Info(DECODED + name, array.chunk_nbytes, "not stored")
         if isinstance(stored, bytes):
             return Info(DECODED + name, array.chunk_nbytes, content_version(stored))
-        of = self._store.info(stored.file)
-        if of.size < stored.offset + stored.nbytes:
+        file = self._store.info(stored.file)
+        if file.size < stored.offset + stored.nbytes:
             raise MissingData(
-                f"{self._store.url}/{stored.file} has {of.size} bytes, less than when it was opened"
+                f"{self._store.url}/{stored.file} has {file.size} bytes, less than when it was opened"
             )
         return Info(
-            DECODED + name, array.chunk_nbytes, f"{of.version} at {stored.offset}", of.modified
+            DECODED + name, array.chunk_nbytes, f"{file.version} at {stored.offset}", file.modified
         )
 
     def decode(self, name: str) -> memoryview:
         """See `Decoder.decode`."""
-        array, at = self._parse(name)
-        where = f"{self._label(array)}: its chunk {list(at)}"
-        stored = self._find(array, at)
+        array, index = self._parse(name)
+        where = f"{self._label(array)}: its chunk {list(index)}"
+        stored = self._find(array, index)
         if stored is None:
             if array.path not in self._filled:
                 raise MissingData(f"{where} is not stored", hint=self._hint)
             return _fill_chunk(array, where)
-        return _decode_chunk(array, at, read_value(self._store, stored), where)
+        return _decode_chunk(array, index, read_value(self._store, stored), where)
 
     def is_checked(self, name: str) -> bool:
         """See `Decoder.is_checked`."""
-        array, at = self._parse(name)
+        array, index = self._parse(name)
         # not those of shards inside a chunk
         crc = any(c["name"] == "crc32c" for c in array.chunk_codecs)
-        return crc and self._find(array, at) is not None
+        return crc and self._find(array, index) is not None
 
     def _parse(self, name: str) -> tuple[ZarrArray, tuple[int, ...]]:
         path, _, last = name.rpartition("/")
         array = self._arrays.get(path)
-        at = tuple(int(i) for i in last.split(".")[1:] if i.isdecimal())
-        if array is None or len(at) != len(array.shape):
+        index = tuple(int(i) for i in last.split(".")[1:] if i.isdecimal())
+        if array is None or len(index) != len(array.shape):
             raise NotFound(f"{self._store.url} has no decoded chunk {name}")
-        return array, at
+        return array, index
 
 
 class OpenArrays(IndexedSource):

@@ -154,8 +154,8 @@ def _attributes(where: str, attributes: Any) -> dict[str, Any]:
 
 def _check_version(store: Store, documents: dict[str, Any], path: str) -> None:
     for name in _V2:
-        other = f"{path}/{name}" if path else name
-        if other in documents:
+        v2_key = f"{path}/{name}" if path else name
+        if v2_key in documents:
             raise UnsupportedError(
                 f"{store.url}: {path or 'the folder'} is a node of Zarr v3 and of v2: it has "
                 f"{_V3} and {name}",
