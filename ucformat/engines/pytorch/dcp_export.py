@@ -43,8 +43,9 @@ def plan_target(source: Checkpoint, infos: Sequence[TensorInfo], options: DcpOpt
     state = _DcpEntries(source, infos, options)
     items = ItemFiles(state.entries.values(), options, state.aliases)
     metadata = items.metadata(state.paths, save_id_of(source, infos, options))
-    rest = left_out(source, state.kept, values=source.objects, groups=True)  # `left` names them
-    return Target((*items.files(), metadata), (*rest, *state.left))
+    # All values count as exported here, since `state.left` names those that are not.
+    not_exported = left_out(source, state.kept, values=source.objects, groups=True)
+    return Target((*items.files(), metadata), (*not_exported, *state.left))
 
 
 def elements(info: TensorInfo, box: Box) -> Storage:
@@ -67,11 +68,13 @@ class _DcpEntries:
         self._source, self._options = source, options
         self._infos = {info.key: info for info in infos}
         keys = (options.model_key, options.optimizer_key)
-        given = options.flat_optimizer or any(key is not None for key in keys)
-        self._recorded: Mapping[Key, tuple[StatePath, ...]] = {} if given else source.metadata.paths
+        keys_given = options.flat_optimizer or any(key is not None for key in keys)
+        self._recorded: Mapping[Key, tuple[StatePath, ...]] = (
+            {} if keys_given else source.metadata.paths
+        )
         self._model = _path("model" if options.model_key is None else options.model_key)
         self._optimizer = _path("optim" if options.optimizer_key is None else options.optimizer_key)
-        self._beside = _beside_model(source.metadata.paths) if given else set()
+        self._beside = _beside_model(source.metadata.paths) if keys_given else set()
         values = list(_leaves(source.objects, (), _lists(source.metadata.paths)))
         references = {d["$ref"] for _, d in values if _is(d, "$ref")}
         self._referenced = set() if self._recorded else references
@@ -167,8 +170,8 @@ class _DcpEntries:
             self.left.append("the optimizer groups")
             return
         numbers: dict[StatePath, int] = {}
-        for at, group in enumerate(metadata.groups):
-            place = metadata.places[at] if self._recorded and metadata.places else None
+        for index, group in enumerate(metadata.groups):
+            place = metadata.places[index] if self._recorded and metadata.places else None
             if place is None and self._recorded:
                 continue  # its entries are values
             root = self._optimizer if place is None else place.path
@@ -185,9 +188,9 @@ class _DcpEntries:
             options["betas"] = {"$tuple": betas}
         if not any(Key(name, "exp_avg_sq") in self._infos for name in params):
             return options
-        more = dict(HYPER[self._options.optimizer])
-        more["amsgrad"] = any(Key(name, "max_exp_avg_sq") in self._infos for name in params)
-        return options | {k: v for k, v in more.items() if k not in options}
+        defaults = dict(HYPER[self._options.optimizer])
+        defaults["amsgrad"] = any(Key(name, "max_exp_avg_sq") in self._infos for name in params)
+        return options | {k: v for k, v in defaults.items() if k not in options}
 
     def _add_steps(self, group: Mapping[str, Any], trained: set[str]) -> None:
         """Add the step of each parameter as a tensor, where the source has a number for the group."""

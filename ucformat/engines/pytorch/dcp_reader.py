@@ -203,13 +203,13 @@ class Reader(StorageReader):
             )
         items = [i for i in plan.items if i.type != LoadItemType.BYTE_IO]
         wrapped = [isinstance(entries.find(i.storage_index.fqn), StoredWrapper) for i in items]
-        wanted = [
+        requested = [
             (i, _live(planner, i) if w else planner.resolve_tensor(i))
             for i, w in zip(items, wrapped, strict=True)
         ]
-        unwrapped = compress(wanted, (not w for w in wrapped))
+        unwrapped = compress(requested, (not w for w in wrapped))
         plain = [_target(entries, i, t.detach()) for i, t in unwrapped]
-        inner, wrapper_problems = _wrapper_targets(entries, compress(wanted, wrapped))
+        inner, wrapper_problems = _wrapper_targets(entries, compress(requested, wrapped))
         aliases, targets = without_ties([*plain, *inner])
         matched, tensor_problems, _ = match(
             targets, aliases, entries.ck, entries.names, cast=self._cast
@@ -227,7 +227,7 @@ class Reader(StorageReader):
             options = ReadOptions(self._verify, threads=self._threads)
             self.nbytes, self.bytes_unverified = read(entries.ck, matched, options)
             check_unchanged(entries.ck.store, LOAD_INVALID, TRACKERS)
-        for item, tensor in wanted:
+        for item, tensor in requested:
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO and item.dest_index.fqn in values:
@@ -278,23 +278,23 @@ def _wrapper_targets(
 ) -> tuple[list[LocalShard], Problems]:
     """The targets inside wrappers; and wrappers that the checkpoint lacks."""
     out: list[LocalShard] = []
-    others: list[str] = []
+    problems: list[str] = []
     for item, tensor in wrappers:
         fqn = item.storage_index.fqn
-        taken = take_apart(fqn, tensor)
-        if taken is None:
-            others.append(f"{fqn} is a plain tensor, in the checkpoint it is a wrapper")
+        parts = take_apart(fqn, tensor)
+        if parts is None:
+            problems.append(f"{fqn} is a plain tensor, in the checkpoint it is a wrapper")
             continue
-        check_live(fqn, tensor, taken)
+        check_live(fqn, tensor, parts)
         recorded = entries.recorded.tensors
-        keys = {n: recorded.get(".".join((fqn, *n)), Key(fqn, "")) for n in taken.tensors}
-        wrong = entries.recorded.other_wrapper((fqn,), keys, taken)
+        keys = {n: recorded.get(".".join((fqn, *n)), Key(fqn, "")) for n in parts.tensors}
+        wrong = entries.recorded.other_wrapper((fqn,), keys, parts)
         if wrong is not None:
-            others.append(f"{fqn} {wrong}")
+            problems.append(f"{fqn} {wrong}")
             continue
-        locals_ = ((local_of(*keys[names], inner)) for names, inner in taken.tensors.items())
+        locals_ = ((local_of(*keys[names], inner)) for names, inner in parts.tensors.items())
         out += [replace(local, wrapper=fqn) for local in locals_]
-    return out, Problems(others=tuple(others))
+    return out, Problems(others=tuple(problems))
 
 
 def _saved(value: Any) -> io.BytesIO:
@@ -424,8 +424,8 @@ class Entries(Mapping[str, Any]):
     def _option(self, fqn: str) -> Hyperparameter | None:
         if not self.ck.manifest.groups:
             return None
-        at = 0 if fqn.startswith(GROUPS) else fqn.find("." + GROUPS) + 1
-        root, below = fqn[:at].rstrip("."), fqn[at:]
+        start = 0 if fqn.startswith(GROUPS) else fqn.find("." + GROUPS) + 1
+        root, below = fqn[:start].rstrip("."), fqn[start:]
         if below == GROUPS:
             return Hyperparameter(root)
         if not below.startswith(GROUPS + "."):
@@ -523,7 +523,7 @@ def fit_values(
     """
     values: dict[str, Any] = {}
     options: dict[str, Hyperparameter] = {}
-    others: list[str] = []
+    problem_texts: list[str] = []
     dtypes: list[str] = []
     for fqn in fqns:
         entry = entries.find(fqn)
@@ -533,20 +533,20 @@ def fit_values(
             try:
                 value = decode(entry.data, current.get(fqn), trust=trust)
             except (PermissionDenied, UnsupportedError) as error:
-                others.append(f"the object {fqn}: {error.message}")
+                problem_texts.append(f"the object {fqn}: {error.message}")
                 continue
             wrong, dtype = unfit(value, current.get(fqn), cast=cast)
-            others += [f"the object {fqn}: {w}" for w in wrong]
+            problem_texts += [f"the object {fqn}: {w}" for w in wrong]
             dtypes += [f"the object {fqn} is {d}" for d in dtype]
             values[fqn] = value
         elif isinstance(entry, SplitValue):
             try:
                 values[fqn] = _joined(entries, fqn, current.get(fqn), trust=trust)
             except (PermissionDenied, UnsupportedError) as error:
-                others.append(f"the object {fqn}: {error.message}")
-    problems = Problems(dtypes=tuple(dtypes), others=tuple(others))
-    by_name, more = _fit_options(entries, options, current, trust=trust)
-    return values | by_name, problems | Problems(others=tuple(more))
+                problem_texts.append(f"the object {fqn}: {error.message}")
+    problems = Problems(dtypes=tuple(dtypes), others=tuple(problem_texts))
+    by_name, option_problems = _fit_options(entries, options, current, trust=trust)
+    return values | by_name, problems | Problems(others=tuple(option_problems))
 
 
 def _joined(entries: Entries, fqn: str, current: Any, *, trust: bool) -> Any:
@@ -586,13 +586,15 @@ def _fit_options(
     value, which is logged.
     """
     values: dict[str, Any] = {}
-    others: list[str] = []
-    kept: dict[str, None] = {}
+    problems: list[str] = []
+    not_stored: dict[str, None] = {}
     finders: dict[str, Callable[[str], GroupDoc | None]] = {}
     for fqn, option in options.items():
         group_of = finders.setdefault(option.root, entries.recorded.find_group(option.root))
         if not option.name:
-            values[fqn] = _whole(entries, option, current.get(fqn), group_of, kept, trust=trust)
+            values[fqn] = _whole(
+                entries, option, current.get(fqn), group_of, not_stored, trust=trust
+            )
             continue
         params = _params(entries, option, current)
         if option.name == "params":
@@ -602,25 +604,25 @@ def _fit_options(
         values_of = [_option(group_of(p), option.name) for p in params]
         stored = [f for f in values_of if f is not ABSENT]
         if any(f != stored[0] for f in stored[1:]):
-            others.append(f"{fqn}: its parameters were in groups with different values")
+            problems.append(f"{fqn}: its parameters were in groups with different values")
         elif stored:
             values[fqn] = _like_number(
                 decode(stored[0], current.get(fqn), trust=trust), current.get(fqn)
             )
         else:
             values[fqn] = current.get(fqn)
-        kept |= {
+        not_stored |= {
             f"{p}: {option.name}": None
             for p, f in zip(params, values_of, strict=True)
             if f is ABSENT
         }
-    if kept:
+    if not_stored:
         _log.warning(
             "%s lacks some hyper-parameters, which keep the values of the program: %s",
             entries.ck.url,
-            first_names(kept, _MAX_NAMES),
+            first_names(not_stored, _MAX_NAMES),
         )
-    return values, others
+    return values, problems
 
 
 def _whole(
@@ -628,7 +630,7 @@ def _whole(
     option: Hyperparameter,
     current: Any,
     group_of: Callable[[str], GroupDoc | None],
-    kept: dict[str, None],
+    not_stored: dict[str, None],
     *,
     trust: bool,
 ) -> list[dict[str, Any]]:
@@ -642,14 +644,18 @@ def _whole(
             for group, names in _groups(entries, option.root)
         ]
     out = []
-    for own in current:
-        group = dict(own)
-        for key in own.keys() - {"params", "param_names"}:
-            stored = [f for p in own["params"] if (f := _option(group_of(p), key)) is not ABSENT]
+    for live_group in current:
+        group = dict(live_group)
+        for key in live_group.keys() - {"params", "param_names"}:
+            stored = [
+                f for p in live_group["params"] if (f := _option(group_of(p), key)) is not ABSENT
+            ]
             if stored and all(f == stored[0] for f in stored):
-                group[key] = _like_number(decode(stored[0], own[key], trust=trust), own[key])
+                group[key] = _like_number(
+                    decode(stored[0], live_group[key], trust=trust), live_group[key]
+                )
             else:
-                kept[f"{option.root}: {key}"] = None
+                not_stored[f"{option.root}: {key}"] = None
         out.append(group)
     return out
 

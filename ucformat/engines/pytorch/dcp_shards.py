@@ -139,7 +139,7 @@ def _offsets(header: Header) -> dict[str, tuple[int, ...]]:
     """The offset of each piece of a file in its tensor."""
     try:
         document: Any = json.loads(header.metadata.get(SHARDING_INFO, ""))
-        starts = {name: tuple(one["saved_offsets"]) for name, one in document.items()}
+        starts = {name: tuple(entry["saved_offsets"]) for name, entry in document.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise IntegrityError(
             f"{header.file}: its {SHARDING_INFO} cannot be read ({type(error).__name__})"

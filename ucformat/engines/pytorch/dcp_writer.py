@@ -179,11 +179,12 @@ class Writer(StorageWriter, BlockingAsyncStager):
             state_dict: the state. Wrapper subclasses are copied as such; DCP would make plain
                 tensors of them.
         """
-        given, state_dict = state_dict, _without_wrappers(state_dict)
+        original, state_dict = state_dict, _without_wrappers(state_dict)
         cached = not self.cache_staged_state_dict or self.state_dict_cache is not None
+        # The base class would pin the memory, for which there must be an accelerator.
         if not cached and not torch.accelerator.is_available():
             self.state_dict_cache = _create_cpu_state_dict(state_dict)
-        staged: dict[str, Any] = _with_wrappers(super().stage(state_dict), given)
+        staged: dict[str, Any] = _with_wrappers(super().stage(state_dict), original)
         return staged
 
     @classmethod
@@ -330,19 +331,19 @@ def _without_wrappers(state: Any) -> Any:
         return {key: _without_wrappers(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
         items = [_without_wrappers(value) for value in state]
-        same = all(new is old for new, old in zip(items, state, strict=True))
-        return state if same else items
+        unchanged = all(new is old for new, old in zip(items, state, strict=True))
+        return state if unchanged else items
     return None if _is_wrapper(state) else state
 
 
-def _with_wrappers(staged: Any, given: Any) -> Any:
+def _with_wrappers(staged: Any, original: Any) -> Any:
     """A nested state with copies of the wrapper subclasses of another one, which it has not."""
-    if isinstance(given, dict):
-        return {key: _with_wrappers(staged[key], value) for key, value in given.items()}
-    if isinstance(given, list | tuple):
-        items = [_with_wrappers(new, old) for new, old in zip(staged, given, strict=True)]
+    if isinstance(original, dict):
+        return {key: _with_wrappers(staged[key], value) for key, value in original.items()}
+    if isinstance(original, list | tuple):
+        items = [_with_wrappers(new, old) for new, old in zip(staged, original, strict=True)]
         return staged if all(new is old for new, old in zip(items, staged, strict=True)) else items
-    return copy_to_host(given) if _is_wrapper(given) else staged
+    return copy_to_host(original) if _is_wrapper(original) else staged
 
 
 def _is_wrapper(value: Any) -> bool:
@@ -428,14 +429,14 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Ra
                     hint="save with ucformat.torch.save, or use a key that contains the rank",
                 )
             values[path] = packed(encode(value, dotted(path)))
-    own = getattr(planner, "state_dict", {})
+    state_dict = getattr(planner, "state_dict", {})
     return RankItems(
         tensors=tensors,
         memories=memories,
         values=PlainValues(values, state.lists_of_tensors()),
         groups=groups_of(state.collected, aliases),
         aliases=aliases,
-        layout=mesh_of([t for t in own.values() if isinstance(t, torch.Tensor)]),
+        layout=mesh_of([t for t in state_dict.values() if isinstance(t, torch.Tensor)]),
         paths=paths_of(state.collected, aliases),
         places=places_of(state.collected),
     )
@@ -443,8 +444,8 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Ra
 
 def _encodes(planner: SavePlanner) -> bool:
     """Whether a planner of the program encodes values itself."""
-    kind, stock, own = type(planner), DefaultSavePlanner, ("resolve_data", "transform_object")
-    return any(getattr(kind, name, None) is not getattr(stock, name) for name in own)
+    kind, stock, hooks = type(planner), DefaultSavePlanner, ("resolve_data", "transform_object")
+    return any(getattr(kind, name, None) is not getattr(stock, name) for name in hooks)
 
 
 def _encoded(data: bytes) -> Any:
@@ -519,8 +520,8 @@ class _NestedState:
             key = self.keys.get(index.fqn)
             if key is None or key.state != "weight":
                 continue
-            taken = self.taken.get(index.fqn)
-            for names, tensor in (taken.tensors if taken else {(): self.look_up(index)}).items():
+            parts = self.taken.get(index.fqn)
+            for names, tensor in (parts.tensors if parts else {(): self.look_up(index)}).items():
                 weights.append((index.offset, inner_key(key, names).name, memory_of(tensor)))
         return tied_names(
             (name, tensor, (tensor.shape, offset))
@@ -561,10 +562,10 @@ def _tensors(
     by_key: dict[Key, str] = {}
     for fqn, mine in shards.items():
         info = mine[0].info
-        other = by_key.setdefault(info.key, fqn)
-        if other != fqn:
+        earlier = by_key.setdefault(info.key, fqn)
+        if earlier != fqn:
             raise UsageError(
-                f"{other} and {fqn} are both {info.key}", hint="give them different names"
+                f"{earlier} and {fqn} are both {info.key}", hint="give them different names"
             )
         pieces, memory = _joined(mine)
         tensors.append((info, pieces))

@@ -79,9 +79,9 @@ class Dcp(Source):
         from ucformat.sources.distcp.metadata import Items, read_metadata
         from ucformat.sources.distcp.opened import OpenDcp
 
-        how = self.options
-        items = Items(store, read_metadata(store, allow=how.allow), how.allow)
-        return OpenDcp(items, how.groups, how.owners)
+        options = self.options
+        items = Items(store, read_metadata(store, allow=options.allow), options.allow)
+        return OpenDcp(items, options.groups, options.owners)
 
 
 def _has_items(store: Store) -> bool:
@@ -215,8 +215,8 @@ def _looks_like_torch_save(store: Store, key: str) -> bool:
 def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None) -> Iterator[str]:
     """The files of a folder that may be its checkpoint, the likeliest first; checks at most `most`."""
     here = [n for n in names if "/" not in n and not _OTHER_FILE.fullmatch(n)]
-    own = [n for n in here if n.endswith((*_SUFFIXES, INDEX))]
-    likely = sorted(own, key=lambda n: (not n.endswith(INDEX), not _MODEL.fullmatch(n), n))
+    suffixed = [n for n in here if n.endswith((*_SUFFIXES, INDEX))]
+    likely = sorted(suffixed, key=lambda n: (not n.endswith(INDEX), not _MODEL.fullmatch(n), n))
     count = 0
     for name in likely[:most]:
         if name.endswith(INDEX) or _looks_like_torch_save(store, name):

@@ -281,8 +281,8 @@ class _StateBuilder:
             for name, option in ((n, o) for n in place.names for o in options):
                 self.put((*place.path, f"{GROUPS}.{name}.{option}"), options[option])
         else:
-            own = {"params": _List(enumerate(keys)), **options}
-            groups = [*_items(self.at((*place.path, GROUPS), [])), own]
+            placed_group = {"params": _List(enumerate(keys)), **options}
+            groups = [*_items(self.at((*place.path, GROUPS), [])), placed_group]
             self.put((*place.path, GROUPS), _List(enumerate(groups)))
             self.put((*place.path, _STATES), self.at((*place.path, _STATES), {}))
         stateful = self.at((*place.path, _STATES), {})
