@@ -65,20 +65,24 @@ class OpenedCheckpoint:
     @classmethod
     def parse(cls, text: str) -> OpenedCheckpoint:
         """The checkpoint that `dump` has written."""
-        found = json.loads(text)
-        doc = None if found["doc"] is None else CatalogDoc.model_validate(found["doc"])
-        manifest = Manifest.model_validate_json(found["manifest"])
-        files = None if found["files"] is None else (int(found["files"][0]), int(found["files"][1]))
-        keys = None if found["keys"] is None else tuple(found["keys"])
+        content = json.loads(text)
+        doc = None if content["doc"] is None else CatalogDoc.model_validate(content["doc"])
+        manifest = Manifest.model_validate_json(content["manifest"])
+        files = (
+            None
+            if content["files"] is None
+            else (int(content["files"][0]), int(content["files"][1]))
+        )
+        keys = None if content["keys"] is None else tuple(content["keys"])
         return cls(
-            found["url"],
-            found["kind"],
+            content["url"],
+            content["kind"],
             manifest,
             files,
             doc,
             keys,
-            tuple(found["unread"]),
-            found["step"],
+            tuple(content["unread"]),
+            content["step"],
         )
 
 
@@ -109,7 +113,7 @@ class RecordOptions:
 def record_all(
     catalog: Catalog,
     opened: Iterable[Opened],
-    how: RecordOptions,
+    options: RecordOptions,
     progress: Callable[[int, int], None] | None,
     *,
     listings: Mapping[str, str] | None = None,
@@ -117,21 +121,21 @@ def record_all(
     """Record opened checkpoints; one that could not be opened or recorded is a failure, or if `strict` an error."""
     present, failures, done = [], [], 0
     unread: dict[str, tuple[str, ...]] = {}
-    for part in _batches(opened):
+    for batch in _batches(opened):
         checkpoints = [
-            (root, found) for root, found, _ in part if not isinstance(found, UcformatError)
+            (root, outcome) for root, outcome, _ in batch if not isinstance(outcome, UcformatError)
         ]
-        refused = _record(catalog, checkpoints, how, listings or {})
-        for root, found, left in part:
-            error = found if isinstance(found, UcformatError) else refused.get(root)
-            if error is not None and how.strict:
+        refused = _record(catalog, checkpoints, options, listings or {})
+        for root, outcome, left in batch:
+            error = outcome if isinstance(outcome, UcformatError) else refused.get(root)
+            if error is not None and options.strict:
                 raise error
             if error is not None:
                 failures.append(Failure(root, error.message))
-            elif not isinstance(found, UcformatError):
-                present.append((found.url, found.manifest.id))
-                if found.unread:
-                    unread[found.url] = found.unread
+            elif not isinstance(outcome, UcformatError):
+                present.append((outcome.url, outcome.manifest.id))
+                if outcome.unread:
+                    unread[outcome.url] = outcome.unread
             done += 1
             if progress is not None:
                 progress(done, done + left)
@@ -140,28 +144,28 @@ def record_all(
 
 def _batches(opened: Iterable[Opened]) -> Iterator[list[Opened]]:
     """Those that are recorded together: as many as were opened in a moment, so that an interruption loses little."""
-    part: list[Opened] = []
+    batch: list[Opened] = []
     begun = time.monotonic()
-    for one in opened:
-        part.append(one)
-        if len(part) == _TOGETHER or time.monotonic() - begun > _MOMENT:
-            yield part
-            part, begun = [], time.monotonic()
-    if part:
-        yield part
+    for outcome in opened:
+        batch.append(outcome)
+        if len(batch) == _TOGETHER or time.monotonic() - begun > _MOMENT:
+            yield batch
+            batch, begun = [], time.monotonic()
+    if batch:
+        yield batch
 
 
 def _record(
     catalog: Catalog,
     opened: Sequence[tuple[str, OpenedCheckpoint]],
-    how: RecordOptions,
+    options: RecordOptions,
     listings: Mapping[str, str],
 ) -> dict[str, UcformatError]:
     """Record checkpoints in one transaction, or each on its own if one of them is refused.
 
     Returns the errors, by place. The documents beside checkpoints are imported one by one.
     """
-    new = {root: _found(root, ck, how, listings) for root, ck in opened}
+    new = {root: _to_record(root, ck, options, listings) for root, ck in opened}
     refused: dict[str, UcformatError] = {}
     if not new:
         return {}
@@ -172,34 +176,36 @@ def _record(
         if len(opened) == 1:
             return dict.fromkeys(new, error)
         for root, ck in opened:
-            refused |= _record(catalog, [(root, ck)], how, listings)
+            refused |= _record(catalog, [(root, ck)], options, listings)
         return refused
     for root, ck in opened:
         if ck.doc is not None:
             try:
                 with naming_place(ck.url):
-                    entry = catalog.import_document(ck.manifest.id, ck.doc, ck.url, trust=how.trust)
-                    if how.trust:
+                    entry = catalog.import_document(
+                        ck.manifest.id, ck.doc, ck.url, trust=options.trust
+                    )
+                    if options.trust:
                         take_over_document(catalog, ck.manifest.id, ck.url)
                     # the option overrides the document
-                    if how.run is not None and entry.run != how.run:
+                    if options.run is not None and entry.run != options.run:
                         catalog.record_all([new[root]])
             except UcformatError as error:
                 refused[root] = error
     return refused
 
 
-def _found(
-    root: str, ck: OpenedCheckpoint, how: RecordOptions, listings: Mapping[str, str]
+def _to_record(
+    root: str, ck: OpenedCheckpoint, options: RecordOptions, listings: Mapping[str, str]
 ) -> Found:
     listing = listings.get(root) if same_url(root) == same_url(ck.url) else None
     return Found(
         ck.manifest,
         ck.url,
         ck.kind,
-        how.run,
+        options.run,
         ck.files,
-        how.replace_config,
+        options.replace_config,
         listing,
-        how.replace_step,
+        options.replace_step,
     )

@@ -62,11 +62,11 @@ def compare_values(a: NDArray[Any], b: NDArray[Any]) -> Counts:
     Of equal dtypes by their bits, else by their values, where NaN is NaN.
     """
     compare = _bits if a.dtype == b.dtype else _values
-    found = Counts()
+    counts = Counts()
     with np.errstate(all="ignore"):  # infinities and NaNs are among the differences
         for i in range(0, a.size, _SLICE):
-            found += compare(a[i : i + _SLICE], b[i : i + _SLICE])
-    return found
+            counts += compare(a[i : i + _SLICE], b[i : i + _SLICE])
+    return counts
 
 
 def _bits(a: NDArray[Any], b: NDArray[Any]) -> Counts:
@@ -129,10 +129,10 @@ def _distance(a: Floats, b: Floats, distances: Floats | None = None) -> Counts:
 
 
 def _modulus(parts: Floats) -> Floats:
-    found: Floats = (
+    moduli: Floats = (
         np.abs(parts[:, 0]) if parts.shape[1] == 1 else np.hypot(parts[:, 0], parts[:, 1])
     )
-    return found
+    return moduli
 
 
 _BLOCK = 16 << 20  # bytes of a tensor in a worker's memory at once
@@ -260,14 +260,14 @@ def _reader(info: TensorInfo, ck: Checkpoint) -> _Reader:
 def _differences(
     pairs: Sequence[_Pair], workers: int, progress: Progress | None
 ) -> Iterator[TensorDifference]:
-    total, done, at = sum(p.nbytes for p in pairs), 0, 0
-    found: dict[int, Counts] = {}
-    left: dict[int, int] = {}  # boxes of a tensor that are not compared yet
+    total, done, next_pair = sum(p.nbytes for p in pairs), 0, 0
+    counts: dict[int, Counts] = {}
+    remaining: dict[int, int] = {}  # boxes of a tensor that are not compared yet
 
     def tasks() -> Iterator[tuple[int, Box, list[_Reader]]]:
         for number, p in enumerate(pairs):
             boxes = p.boxes()
-            found[number], left[number] = Counts(), len(boxes)
+            counts[number], remaining[number] = Counts(), len(boxes)
             if boxes:
                 readers = [
                     _reader(info, ck) for info, ck in zip((p.a, p.b), p.checkpoints, strict=True)
@@ -279,36 +279,37 @@ def _differences(
 
     def work(task: tuple[int, Box, list[_Reader]]) -> Counts:
         arrays, (_, box, readers) = [], task
-        for which, read in enumerate(readers):
-            if not hasattr(own, f"side{which}"):
-                setattr(own, f"side{which}", np.empty(max(_BLOCK, _LARGEST), np.uint8))
-            arrays.append(read(box, getattr(own, f"side{which}")))
+        for side, read in enumerate(readers):
+            if not hasattr(own, f"side{side}"):
+                setattr(own, f"side{side}", np.empty(max(_BLOCK, _LARGEST), np.uint8))
+            arrays.append(read(box, getattr(own, f"side{side}")))
         return compare_values(arrays[0], arrays[1])
 
     for (number, box, _), part in run(work, tasks(), workers):
-        found[number] += part
-        left[number] -= 1
+        counts[number] += part
+        remaining[number] -= 1
         done += box.size * (pairs[number].a.itemsize + pairs[number].b.itemsize)
         if progress is not None:
             progress(done, total)
-        while left.get(at) == 0:
-            yield _difference(pairs[at], found.pop(at))
-            at += 1
-    for number in range(at, len(pairs)):  # without a box
-        yield _difference(pairs[number], found[number])
+        # None, if the boxes of this tensor are not cut yet
+        while remaining.get(next_pair) == 0:
+            yield _difference(pairs[next_pair], counts.pop(next_pair))
+            next_pair += 1
+    for number in range(next_pair, len(pairs)):  # without a box
+        yield _difference(pairs[number], counts[number])
 
 
-def _difference(p: _Pair, found: Counts) -> TensorDifference:
+def _difference(p: _Pair, counts: Counts) -> TensorDifference:
     return TensorDifference(
         p.key.name,
         p.key.state,
         p.a.shape,
         (p.a.dtype, p.b.dtype),
-        p.a.dtype == p.b.dtype and not found.differing,
-        found.differing,
-        found.nan_mismatches,
-        found.max_abs,
-        found.max_rel,
+        p.a.dtype == p.b.dtype and not counts.differing,
+        counts.differing,
+        counts.nan_mismatches,
+        counts.max_abs,
+        counts.max_rel,
         p.same_digest,
     )
 
@@ -330,17 +331,17 @@ def spread_of(view: Viewed | None, keys: Iterable[Key]) -> dict[str, dict[str, A
     out: dict[str, dict[str, Any]] = {}
     if view is None:
         return out
-    known: dict[int, float] = {}  # several tensors may be made of one mean
+    differences: dict[int, float] = {}  # several tensors may be made of one mean
     for key in keys:
         files = {id(file): file for file in view.means(key)}
         for number, file in files.items():
-            if number not in known:
-                known[number] = _input_difference(view.store, file)
+            if number not in differences:
+                differences[number] = _input_difference(view.store, file)
         if files:
-            largest = float(np.max([known[number] for number in files]))  # NaN where one is
+            largest = float(np.max([differences[number] for number in files]))  # NaN where one is
             values = max(len(file.inputs) for file in files.values())
-            found = {"values": values, "max_abs_difference": to_json(largest)}
-            out.setdefault(key.name, {})[key.state] = found
+            measured = {"values": values, "max_abs_difference": to_json(largest)}
+            out.setdefault(key.name, {})[key.state] = measured
     return out
 
 

@@ -149,34 +149,40 @@ def convert(
         {"run": run, "config": with_config({}, config), "metrics": dict(metrics or {})},
         "the checkpoint",
     )
-    how = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    options = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     infos = _chosen(source, None if states is None else as_strings(states))
-    _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)
+    _check_virtual(options, virtual=virtual, checksums=checksums, unprotected=unprotected)
     _check_weights(source, infos, weights, virtual=virtual)
-    plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
+    plan = plan_document(source, infos, options) | ({"virtual": checksums} if virtual else {})
     plan |= {"weights": weights} if weights else {}
     # before there are files of an attempt, which may be inside the source's folder
     _warn_of_unread(source)
     placed = VirtualExtents(source, infos) if virtual else None
     needs = [] if placed is None else [url for url, _ in placed.homes]
-    attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
+    attempt = options.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
     try:
         if placed is None:
             files = plan_files(source, infos, attempt.id, weights)
-            held = {} if files is None else files.tensors
+            file_tensors = {} if files is None else files.tensors
             arrays = ShardJob(
-                source, store, attempt.id, [i for i in infos if i.key not in held], how
+                source, store, attempt.id, [i for i in infos if i.key not in file_tensors], options
             )
             in_files = (
                 None
                 if files is None
-                else partial(WeightsJob, source, store, attempt.id, infos, files, how, weights)
+                else partial(WeightsJob, source, store, attempt.id, infos, files, options, weights)
             )
             manifest, recorded = write(arrays, attempt, in_files)
         else:
             recorded = False
             manifest = _write_virtual(
-                source, store, attempt, placed, how, checksums=checksums, unprotected=unprotected
+                source,
+                store,
+                attempt,
+                placed,
+                options,
+                checksums=checksums,
+                unprotected=unprotected,
             )
         if step is None:
             step = (
@@ -198,6 +204,7 @@ def convert(
         )
         if recorded:
             discard_finished(store, attempt.id)
+    # the commit may have happened: its files must stay
     except Uncertain:
         raise
     except UcformatError:
@@ -225,13 +232,13 @@ def _write_virtual(
     store: Store,
     attempt: Attempt,
     placed: VirtualExtents,
-    how: WriteOptions,
+    options: WriteOptions,
     *,
     checksums: bool,
     unprotected: bool,
 ) -> Manifest:
     """Write the extents; files that are read to record checksums are compared with those that they contain."""
-    read = Input(source, verify=bool(checksums and how.verify))
+    read = Input(source, verify=bool(checksums and options.verify))
     verifier = read.verifier
     with closing(read):
         if verifier is not None:
@@ -244,17 +251,19 @@ def _write_virtual(
             placed,
             checksums=checksums,
             unprotected=unprotected,
-            progress=how.progress,
+            progress=options.progress,
         )
         if verifier is not None:
-            verifier.complete(how.workers)
+            verifier.complete(options.workers)
     verified = VerifiedDoc(default=False) if verifier is None else verifier.described(placed.infos)
-    made = _described(source, store, attempt, tensors)
-    own = {"id": attempt.keeps or made.id, "verified": verified}
-    return made.with_sidecar(sidecar, requires).model_copy(update=own)
+    manifest = _described(source, store, attempt, tensors)
+    own = {"id": attempt.keeps or manifest.id, "verified": verified}
+    return manifest.with_sidecar(sidecar, requires).model_copy(update=own)
 
 
-def _check_virtual(how: WriteOptions, *, virtual: bool, checksums: bool, unprotected: bool) -> None:
+def _check_virtual(
+    options: WriteOptions, *, virtual: bool, checksums: bool, unprotected: bool
+) -> None:
     if checksums and not virtual:
         raise UsageError(
             "checksums of the source's files are for a virtual checkpoint; others always have "
@@ -262,11 +271,11 @@ def _check_virtual(how: WriteOptions, *, virtual: bool, checksums: bool, unprote
         )
     if unprotected and not virtual:
         raise UsageError("only a virtual checkpoint needs files that could be unprotected")
-    if virtual and how.where != HERE:
+    if virtual and options.where != HERE:
         raise UsageError(
             "a virtual checkpoint is written by one process: its bytes stay where they are"
         )
-    if virtual and (how.chunk_bytes or how.shard_bytes):
+    if virtual and (options.chunk_bytes or options.shard_bytes):
         raise UsageError(
             "a virtual checkpoint has no chunks and shards: its bytes stay where they are"
         )
@@ -302,9 +311,10 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
     infos = [i for i in source.tensors.values() if states is None or i.state in states]
     unknown = set(states or ()) - {i.state for i in infos}
     if unknown:
-        known = ", ".join(sorted({k.state for k in source.tensors}))
+        existing = ", ".join(sorted({k.state for k in source.tensors}))
         raise UsageError(
-            f"{source.url} stores no tensor in state {min(unknown)!r}", hint=f"there are: {known}"
+            f"{source.url} stores no tensor in state {min(unknown)!r}",
+            hint=f"there are: {existing}",
         )
     if not infos and (states is not None or source.steps):
         reason = "no state is chosen" if source.tensors else "the view leaves no tensor"
@@ -330,60 +340,65 @@ def write(
     Raises:
         NotFinished: another process is to commit.
     """
-    store, how = job.store, job.how
+    store, options = job.store, job.options
     with job, ThreadPoolExecutor(1) as beside:
         for source in job.sources:
             _list_files(source)
-        metadata = beside.submit(_write_metadata, store, job.arrays) if how.where.finishes else None
+        metadata = (
+            beside.submit(_write_metadata, store, job.arrays) if options.where.finishes else None
+        )
         if finishes := _run_tasks(job, job, attempt):
             arrays, verified = job.finish()
         if metadata is not None:
             metadata.result()
-    recorded, folder, infos = job.recorded or how.where != HERE, None, job.infos
+    recorded, folder, infos = job.recorded or options.where != HERE, None, job.infos
     sidecar: SidecarDoc | None = None
     requires: tuple[str, ...] = ()
     if weights is not None:
         with weights() as files:
             if finishes := _run_tasks(files, job, attempt, job.total):
-                of_files = files.finish()
+                files_verified = files.finish()
                 sidecar, requires = files.put_sidecar()
-                held = [placed.info for placed in files.placed.tensors.values()]
-                verified = joined([(job.infos, verified), (held, of_files)])
+                file_infos = [placed.info for placed in files.placed.tensors.values()]
+                verified = joined([(job.infos, verified), (file_infos, files_verified)])
         recorded, folder, infos = recorded or files.recorded, files.placed.folder, files.infos
     if not finishes:
         raise NotFinished(f"this part of {store.url} is written; another process commits it")
     by_key = {Key(doc.name, doc.state): doc for doc in arrays}
     docs = tuple(by_key.get(i.key) or TensorDoc(i.name, i.state, i.dtype, i.shape) for i in infos)
-    made = _described(job.source, store, attempt, docs, folder)
+    manifest = _described(job.source, store, attempt, docs, folder)
     for source in job.sources[1:]:
         _check_unchanged(source)
-    grid = grid_doc(how.chunk_bytes, how.shard_bytes) if job.infos or weights is None else None
-    made = made.with_sidecar(sidecar, requires)
-    return made.model_copy(update={"verified": verified, "grid": grid}), recorded
+    grid = (
+        grid_doc(options.chunk_bytes, options.shard_bytes) if job.infos or weights is None else None
+    )
+    manifest = manifest.with_sidecar(sidecar, requires)
+    return manifest.model_copy(update={"verified": verified, "grid": grid}), recorded
 
 
 def _run_tasks(
     tasks: ShardJob | WeightsJob, job: ShardJob, attempt: Attempt, before: int = 0
 ) -> bool:
     """Run the tasks of a job, which come after so many bytes of the job of the arrays."""
-    how = job.how
+    options = job.options
+    # another call has begun this attempt, and has perhaps left finished tasks
     if attempt.began is None:
         tasks.resume()
-    for source in job.sources if how.where != HERE else ():
+    for source in job.sources if options.where != HERE else ():
         if (watching := find_watched(source.store)) is not None:
             for file in source.metadata.files:  # others have read them, too
                 watching.note(file)
-    workers = how.workers or workers_for(*(source.store for source in job.sources), job.store)
+    workers = options.workers or workers_for(*(source.store for source in job.sources), job.store)
     report = (
         None
-        if how.progress is None
-        else partial(_report, how.progress, before, before + tasks.total)
+        if options.progress is None
+        else partial(_report, options.progress, before, before + tasks.total)
     )
-    return run_job(tasks, how.where, workers, report)
+    return run_job(tasks, options.where, workers, report)
 
 
 def _report(
-    progress: Callable[[int, int], None], before: int, total: int, done: int, _of: int
+    progress: Callable[[int, int], None], before: int, total: int, done: int, _job_total: int
 ) -> None:
     progress(min(before + done, total), total)
 
@@ -415,7 +430,7 @@ def _described(
         **({"spread": spread} if spread else {}),
         **({OUTDATED: old} if old else {}),
     }
-    made = Manifest(
+    manifest = Manifest(
         id=new_id(),
         attempt=attempt.id,
         created=datetime.now(UTC),
@@ -438,7 +453,7 @@ def _described(
         ),
     )
     _check_unchanged(source)
-    return made
+    return manifest
 
 
 def _check_unchanged(source: Checkpoint) -> None:

@@ -87,8 +87,8 @@ class BlockChecker:
         stop = at + len(data)
         while self._todo and self._todo[0].block.offset < stop:
             self._begun.append(self._todo.popleft())
-        for each in self._begun:
-            each.take(at, data)
+        for block_sum in self._begun:
+            block_sum.take(at, data)
         self._bad += [s for s in self._begun if s.end <= stop and not s.ok]
         self._begun = [s for s in self._begun if s.end > stop]
 
@@ -196,14 +196,15 @@ def transfer(
     Returns:
         The digests of a shard's chunks, and whether the file was there already.
     """
+    # without checksums of all its bytes, nothing tells whether a file is the same
     if there.get(item.file) == item.nbytes and not (isinstance(item, PackedFile) and item.bare):
         try:
-            found, wrong = item.check(dst)
+            leaves, wrong = item.check(dst)
         except NotFound:  # removed at this instant
             return copy_file(item, src, dst), False
         if not wrong:
             dst.adopt(item.file)
-            return found, True
+            return leaves, True
     return copy_file(item, src, dst), False
 
 
@@ -211,10 +212,10 @@ def copy_file(item: AuditItem, src: Store, dst: Store) -> bytes:
     """Copy a file."""
     unit = item.grid.chunk_nbytes + 4 if isinstance(item, ShardFile) else unit_for(item.nbytes)
     with dst.create(item.file, unit) as out:
-        found, wrong = item.check(src, out)
+        leaves, wrong = item.check(src, out)
         if wrong:
             raise _damaged(src, item.file, wrong)
-    return found
+    return leaves
 
 
 def listed(source: Universal) -> list[AuditItem]:
@@ -239,7 +240,7 @@ def _packed(source: Universal) -> list[PackedFile]:
         for n in set(c.file[(c.block_offset == NO_BLOCK) & ~sidecar.tiled].tolist())
     }
 
-    def made(file: str) -> PackedFile:
+    def packed_file(file: str) -> PackedFile:
         try:
             size = source.store.info(file).size
         except NotFound as error:
@@ -247,7 +248,7 @@ def _packed(source: Universal) -> list[PackedFile]:
             raise MissingData(f"{error.message}{names}", hint=_HINT) from error
         return PackedFile(file, size, tuple(blocks[file]), file in bare)
 
-    return map_io(made, sidecar.files)
+    return map_io(packed_file, sidecar.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +359,7 @@ def copy(
         UnsupportedError: the source is not a universal checkpoint, or is virtual.
         UsageError: the source is a view.
     """
-    how = WriteOptions(workers=workers, progress=progress, where=Where.parse(on))
+    options = WriteOptions(workers=workers, progress=progress, where=Where.parse(on))
     ck = src if isinstance(src, Checkpoint) else open_reference(src)
     source = _universal(ck)
     store = as_store(dst)
@@ -368,7 +369,7 @@ def copy(
     # of one that cannot be read, `begin` describes the fault
     here = find_manifest(store, UcformatError)
     if here is not None and not overwrite and _is_same(here, source.manifest):
-        return _already(source, store)
+        return _finish_committed(source, store)
     if here is not None and not overwrite and here.id == source.manifest.id:
         raise Conflict(
             f"{store.url} already holds the checkpoint {here.id} in another form: one of the two "
@@ -376,12 +377,12 @@ def copy(
             hint="pass overwrite=True (--overwrite) to replace it",
         )
     try:
-        return _copy(ck, source, store, data, how, overwrite=overwrite)
+        return _copy(ck, source, store, data, options, overwrite=overwrite)
     except Conflict:
         here = None if overwrite else find_manifest(store, UcformatError)
         # another process copied it at the same time
         if here is not None and _is_same(here, source.manifest):
-            return _already(source, store)
+            return _finish_committed(source, store)
         raise
     except UcformatError as error:
         if _is_gone(source):  # the replacement removed the files that are read here
@@ -410,9 +411,9 @@ def _universal(ck: Checkpoint) -> Universal:
     return source
 
 
-def _is_same(one: Manifest, other: Manifest) -> bool:
+def _is_same(manifest: Manifest, other: Manifest) -> bool:
     """Whether two manifests are of the same checkpoint in the same form."""
-    return (one.id, one.attempt) == (other.id, other.attempt)
+    return (manifest.id, manifest.attempt) == (other.id, other.attempt)
 
 
 def _is_gone(source: Universal) -> bool:
@@ -433,7 +434,7 @@ def _replaced(source: Universal) -> Conflict:
     )
 
 
-def _already(source: Universal, store: Store) -> Copied:
+def _finish_committed(source: Universal, store: Store) -> Copied:
     """Do what a process that was killed after its commit may have left undone."""
     settle(store)
     copy_document(source.store, store, source.manifest.id)
@@ -446,13 +447,13 @@ def _copy(
     source: Universal,
     store: Store,
     data: bytes,
-    how: WriteOptions,
+    options: WriteOptions,
     *,
     overwrite: bool,
 ) -> Copied:
     manifest = source.manifest
     plan = {"copy": manifest.id, "attempt": manifest.attempt}
-    attempt = how.where.begin(
+    attempt = options.where.begin(
         lambda: begin(store, plan, overwrite=overwrite, name=manifest.attempt, keeps=manifest.id)
     )
     before = None if attempt.replaces is None else attempt.replaces[0]
@@ -470,14 +471,17 @@ def _copy(
         if attempt.began is None:
             job.resume()
         if not run_job(
-            job, how.where, how.workers or workers_for(source.store, store), how.progress
+            job,
+            options.where,
+            options.workers or workers_for(source.store, store),
+            options.progress,
         ):
             raise NotFinished(f"this part of {store.url} is copied; another process commits it")
-        found = _checked(job)
+        copied = _check_digests(job)
     _must_be_there(store, manifest, job.files)
     check_unchanged(source.store, "nothing was committed")
     if before is not None and _is_same(before, manifest):
-        _already(source, store)
+        _finish_committed(source, store)
     else:
         committed = commit(store, attempt, manifest, data)
         if committed.id != manifest.id:  # written by the plan of this checkpoint, under another id
@@ -487,19 +491,20 @@ def _copy(
                 hint="that checkpoint is complete, and has the same tensors; choose another place",
             )
         copy_document(source.store, store, manifest.id)
-    if job.recorded or how.where != HERE:
+    if job.recorded or options.where != HERE:
         discard_finished(store, attempt.id)
-    return found
+    return copied
 
 
-def _has_equal_files(one: Manifest, other: Manifest) -> bool:
+def _has_equal_files(manifest: Manifest, other: Manifest) -> bool:
     """Whether all files are the same, by their digests."""
     return all(
-        getattr(one, k) == getattr(other, k) for k in ("tensors", "objects", "assets", "sidecar")
+        getattr(manifest, k) == getattr(other, k)
+        for k in ("tensors", "objects", "assets", "sidecar")
     )
 
 
-def _checked(job: CopyJob) -> Copied:
+def _check_digests(job: CopyJob) -> Copied:
     """Check that the shards together match the digests of the arrays; intact ones with other content are copied."""
     source, store, leaves = job.source, job.store, job.leaves
     for key in [Key(str(p.name), str(p.state)) for p in wrong_digests(source, leaves)]:

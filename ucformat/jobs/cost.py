@@ -116,17 +116,17 @@ def estimate_register(
         store, begun = _CountingStore(open_store(place)), time.time()
         infos = list(store.list())
         tree = tree_of(store, infos, begun)
-        known = {} if rescan or catalog is None else unchanged(catalog, tree)
-        folders = [folder for folder in tree.folders if tree.url(folder) not in known]
-        found, opened = _sample(tree, folders, _names(infos, folders), options)
-        found.add(_counted([store]))
+        recorded = {} if rescan or catalog is None else unchanged(catalog, tree)
+        folders = [folder for folder in tree.folders if tree.url(folder) not in recorded]
+        counted, opened = _sample(tree, folders, _names(infos, folders), options)
+        counted.add(_counted([store]))
         threads = THREADS if store.costs.parallel else 1
-        took = seconds_at(store, round(found.requests), round(found.nbytes), threads)
-        if took is None:
+        tree_seconds = seconds_at(store, round(counted.requests), round(counted.nbytes), threads)
+        if tree_seconds is None:
             unmeasured.append(store.url)
-        seconds += (took or 0) + found.processor
+        seconds += (tree_seconds or 0) + counted.processor
         sampled += opened
-        total.add(found)
+        total.add(counted)
     return Cost(
         tasks=round(total.tasks),
         files=round(total.files),
@@ -147,7 +147,7 @@ def _names(infos: Iterable[Info], folders: Iterable[str]) -> dict[str, frozenset
         folder, _, name = info.key.rpartition("/")
         if folder in names:
             names[folder].add(plain(name))
-    return {folder: frozenset(found) for folder, found in names.items()}
+    return {folder: frozenset(plain_names) for folder, plain_names in names.items()}
 
 
 def _sample(
@@ -169,6 +169,7 @@ def _sample(
             number = min(len(kind), _OPENED)
             weight = sum(folder.weight for folder in kind) / number
             for i in range(number):
+                # those in the middle of equal parts of the kind
                 folder = kind[(2 * i + 1) * len(kind) // (2 * number)]
                 stores: list[_CountingStore] = []
 
@@ -177,13 +178,13 @@ def _sample(
                     return WatchedStore(stores[-1])
 
                 begun = time.thread_time()
-                found = try_open(tree.url(folder.key), options, watch)
+                outcome = try_open(tree.url(folder.key), options, watch)
                 spent = time.thread_time() - begun
                 counted = _counted(stores)
                 counted.tasks, counted.processor = 1, spent
                 total.add(counted, weight)
                 opened += 1
-                left = by_outermost(left_inside(folder.key, found, folder.inside))
+                left = by_outermost(left_inside(folder.key, outcome, folder.inside))
                 below += [_Folder(key, inside, weight) for key, inside in left.items()]
         level = below
     return total, opened
@@ -194,9 +195,9 @@ def _kinds(folders: Iterable[_Folder], names: Mapping[str, frozenset[str]]) -> l
     kinds: dict[frozenset[str], list[_Folder]] = {}
     for folder in folders:
         kinds.setdefault(names[folder.key], []).append(folder)
-    found = sorted(kinds.values(), key=len, reverse=True)
-    rare = [folder for kind in found[_KINDS - 1 :] for folder in kind]
-    return [*found[: _KINDS - 1], *([rare] if rare else [])]
+    by_size = sorted(kinds.values(), key=len, reverse=True)
+    rare = [folder for kind in by_size[_KINDS - 1 :] for folder in kind]
+    return [*by_size[: _KINDS - 1], *([rare] if rare else [])]
 
 
 def _counted(stores: Iterable[_CountingStore]) -> _Total:
@@ -315,7 +316,7 @@ def estimate(
 def estimate_shards(job: ShardJob) -> Cost:
     """Estimate what a job costs that writes shards; reads metadata alone, and writes nothing."""
     reads, sizes = _of_shards(job)
-    return _cost(reads, job.store, sizes, job.how.workers)
+    return _cost(reads, job.store, sizes, job.options.workers)
 
 
 def estimate_export(job: ExportJob, workers: int | None = None) -> Cost:
@@ -349,15 +350,15 @@ def _of_shards(job: ShardJob) -> tuple[list[_Reads], list[int]]:
 
 def _planned(boxes: Iterable[InputBox]) -> Iterator[_Reads]:
     """What is read for boxes."""
-    for found in boxes:
-        store = found.input.checkpoint.store
+    for input_box in boxes:
+        store = input_box.input.checkpoint.store
         costs = store.costs
         # as it is read, band by band
         costs = replace(costs, block=0, request=min(costs.request, BAND_BYTES))
-        piece = Piece(found.box, 0, row_major(found.box.shape))
-        verify: Verify = "whole" if found.input.verify else "never"
+        piece = Piece(input_box.box, 0, row_major(input_box.box.shape))
+        verify: Verify = "whole" if input_box.input.verify else "never"
         plan = make_plan(
-            [ReadItem(found.info, found.planned, [(0, piece)])], verify, costs
+            [ReadItem(input_box.info, input_box.planned, [(0, piece)])], verify, costs
         ).through(store)
         yield store, plan.ranges, plan.bytes_read
 
@@ -397,7 +398,7 @@ def _cost(
     for place, calls, nbytes in reads:
         before = of_place.get(place, (0, 0))
         of_place[place] = before[0] + calls, before[1] + nbytes
-    moved = [(place, *of, False) for place, of in of_place.items()]
+    moved = [(place, *totals, False) for place, totals in of_place.items()]
     if store is not None:
         moved.append((store, sum(_puts(store, n) for n in sizes), sum(sizes), True))
     threads = min(workers or workers_for(*(place for place, *_ in moved)), max(1, tasks))

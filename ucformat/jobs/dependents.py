@@ -53,10 +53,10 @@ def find_homes(files: Sequence[tuple[Store, str]]) -> tuple[Home, ...]:
 
     Only files in the folders of a checkpoint's attempt are removed with it.
     """
-    found: dict[str, set[str]] = {}
+    attempts_by_url: dict[str, set[str]] = {}
     candidates: dict[str, set[str]] = {}
     for store, key in files:
-        found.setdefault(store.url, set())
+        attempts_by_url.setdefault(store.url, set())
         *folders, _ = f"{store.url}/{key}".split("/")
         above = 3 if "://" in store.url else 1  # the least number of parts of a place
         for at, name in enumerate(folders[above + 1 : -1], above + 1):
@@ -64,9 +64,11 @@ def find_homes(files: Sequence[tuple[Store, str]]) -> tuple[Home, ...]:
                 candidates.setdefault("/".join(folders[:at]), set()).add(folders[at + 1])
     for url, attempts in candidates.items():
         committed = _attempt_at(url)
-        if committed in attempts or (committed is not None and url in found):
-            found.setdefault(url, set()).update(attempts if url in found else {committed})
-    return tuple((url, frozenset(attempts)) for url, attempts in found.items())
+        if committed in attempts or (committed is not None and url in attempts_by_url):
+            attempts_by_url.setdefault(url, set()).update(
+                attempts if url in attempts_by_url else {committed}
+            )
+    return tuple((url, frozenset(attempts)) for url, attempts in attempts_by_url.items())
 
 
 def _attempt_at(url: str) -> str | None:
@@ -161,8 +163,8 @@ def _is_allowed(place: str) -> bool:
     return is_below(place, allowed) or any(is_below(root, [place]) for root in allowed)
 
 
-def _is_same(one: str, other: str) -> bool:
-    return is_below(one, [other]) and is_below(other, [one])
+def _is_same(url: str, other: str) -> bool:
+    return is_below(url, [other]) and is_below(other, [url])
 
 
 # Finding dependents
@@ -219,9 +221,9 @@ def keep(
         revision=revision,
     )
     for _ in range(TRIES):
-        there, version = read_versioned(store, key)
-        before = None if there is None else _parse(there)
-        if before is None and (there is not None or not reasons):
+        data, version = read_versioned(store, key)
+        before = None if data is None else _parse(data)
+        if before is None and (data is not None or not reasons):
             return  # what cannot be read counts as it is
         if (
             before is not None
@@ -306,15 +308,15 @@ def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[st
             return ()
 
     pairs = [(checkpoint, url) for checkpoint, urls in places.items() for url in urls]
-    found: dict[str, frozenset[str]] = {}
+    dependents: dict[str, frozenset[str]] = {}
     for (checkpoint, _), ids in zip(pairs, map_io(list_dependents, pairs), strict=True):
         if ids:
-            found[checkpoint] = found.get(checkpoint, frozenset()) | frozenset(ids)
+            dependents[checkpoint] = dependents.get(checkpoint, frozenset()) | frozenset(ids)
     if failures:
         first = min(failures)
-        more = f", and of {len(failures) - 1:,} other places" if len(failures) > 1 else ""
-        _log.warning("cannot list the dependents of %s%s: %s", first, more, failures[first])
-    return found
+        others = f", and of {len(failures) - 1:,} other places" if len(failures) > 1 else ""
+        _log.warning("cannot list the dependents of %s%s: %s", first, others, failures[first])
+    return dependents
 
 
 def forget_dependents(store: Store) -> None:
@@ -335,7 +337,7 @@ def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozen
         dependent: doc.url for dependent in beside if (doc := _read(store, dependent)) is not None
     }
     catalog_url = load_settings().catalog_url()
-    found = set(beside)
+    recorded = set(beside)
     if catalog_url is not None:
         from ucformat.catalog.catalog import Catalog
         from ucformat.catalog.deletion import ignore_dependent
@@ -344,7 +346,7 @@ def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozen
         place = same_url(store.url)
         why = {dependent: {"command": command, "at": urls.get(dependent)} for dependent in ids}
         with Catalog(catalog_url) as catalog:  # first, so that the log is complete
-            found = catalog.database.write(
+            recorded = catalog.database.write(
                 lambda c: {
                     w
                     for w in ids
@@ -354,7 +356,7 @@ def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozen
     for dependent in beside:
         store.delete(_key(dependent))
         _log.warning("%s is no longer protected for %s, which needs its files", url, dependent)
-    return frozenset(found)
+    return frozenset(recorded)
 
 
 def unprotected(ck: Checkpoint) -> tuple[str, ...]:
@@ -365,16 +367,16 @@ def unprotected(ck: Checkpoint) -> tuple[str, ...]:
     source = ck.universal
     if source is None or source.manifest.sidecar is None:
         return ()
-    found = []
+    unrecorded = []
     for root in source.manifest.sidecar.roots:
         try:
             if is_below(root, allowed_roots()):
                 doc = _read(open_store(root), source.manifest.id)
                 if doc is None or not _is_same(doc.url, ck.home):
-                    found.append(root)
+                    unrecorded.append(root)
         except UcformatError:
             continue
-    return tuple(found)
+    return tuple(unrecorded)
 
 
 def _key(checkpoint: str) -> str:

@@ -56,11 +56,11 @@ class Access:
 def access_to(url: str) -> Access:
     """The endpoint, region and credentials with which `clouds.connect` opens a url, and the cache of its files."""
     scheme = split_url(url)[0]
-    found = _access_to(SCHEMES.get(scheme))
+    access = _access_to(SCHEMES.get(scheme))
     return (
-        found
+        access
         if scheme in ("", "file", "memory")
-        else replace(found, cache=load_settings().cache or "none")
+        else replace(access, cache=load_settings().cache or "none")
     )
 
 
@@ -83,15 +83,15 @@ def _of_s3() -> Access:
 def _credentials(session: Any) -> str:
     if keys_in_environment():
         return "environment (AWS_ACCESS_KEY_ID)"
-    found = None if session is None else session.get_credentials()
-    if found is not None:
-        return f"chain ({found.method}, profile {session.profile_name})"
+    credentials = None if session is None else session.get_credentials()
+    if credentials is not None:
+        return f"chain ({credentials.method}, profile {session.profile_name})"
     return _named((*_WEB, *_CONTAINER)) or "none"
 
 
 def _named(variables: Sequence[str]) -> str | None:
-    found = next((name for name in variables if os.environ.get(name)), None)
-    return None if found is None else f"environment ({found})"
+    variable = next((name for name in variables if os.environ.get(name)), None)
+    return None if variable is None else f"environment ({variable})"
 
 
 def _shown(endpoint: str) -> str:

@@ -74,10 +74,10 @@ def write_documents(
     }
     if failures:
         first, error = min(failures.items(), key=lambda failure: failure[0])
-        more = f", and of {len(failures) - 1:,} other checkpoints," if len(failures) > 1 else ""
+        others = f", and of {len(failures) - 1:,} other checkpoints," if len(failures) > 1 else ""
         why = error.message if error.hint is None else f"{error.message} {error.hint}"
         _log.warning(
-            "the catalog's document beside %s%s could not be updated: %s", first, more, why
+            "the catalog's document beside %s%s could not be updated: %s", first, others, why
         )
     return len(due)
 
@@ -109,8 +109,8 @@ def copy_document(src: Store, dst: Store, checkpoint: str) -> None:
         doc = find_document(src)
         if doc is None or doc.id != checkpoint or doc.deleted is not None:
             return
-        there, version = _versioned(dst)
-        if there is None or there.id != checkpoint:
+        existing, version = _versioned(dst)
+        if existing is None or existing.id != checkpoint:
             put_version(dst, CATALOG_DOCUMENT, encoded(doc), version)
             copy_kept(src, dst)
     except UcformatError as error:
@@ -164,9 +164,9 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
     """Write a document at one place, with other writers possible; returns the revision that is there now."""
     store = open_store(url)
     for _ in range(TRIES):
-        there, version = _versioned(store)
+        existing, version = _versioned(store)
         doc, reasons = _composed(catalog, serial, url)
-        if there is None:
+        if existing is None:
             if is_empty(store):
                 check_removed(store, begun=False)
                 if reasons:
@@ -176,21 +176,21 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
                     )
                 return doc.revision  # nothing to keep a document for
             with suppress(IntegrityError, UpgradeNeeded):
-                found = find_manifest(store)
-                if found is not None and found.id != doc.id:
+                manifest = find_manifest(store)
+                if manifest is not None and manifest.id != doc.id:
                     raise _replaced()
-        elif there.id != doc.id:
+        elif existing.id != doc.id:
             if open_checkpoint(store).id != doc.id:
                 raise _replaced()
         else:
-            if there.catalog != doc.catalog or there.revision > doc.revision:
-                catalog.import_document(doc.id, there, url)
+            if existing.catalog != doc.catalog or existing.revision > doc.revision:
+                catalog.import_document(doc.id, existing, url)
                 doc, reasons = _composed(catalog, serial, url)
-            if doc.revision <= there.revision <= MAX_REVISION:
+            if doc.revision <= existing.revision <= MAX_REVISION:
                 # its writer may have been killed before it was durable
                 settle(store, CATALOG_DOCUMENT)
                 _keep(store, doc, reasons)
-                return there.revision
+                return existing.revision
         try:
             put_version(store, CATALOG_DOCUMENT, encoded(doc), version)
         except Conflict:
@@ -257,11 +257,13 @@ def protections_of(
             yes).
     """
     beside = reasons_beside(open_store(url), checkpoint, annotations=annotations).values()
-    rows = _known(url, checkpoint, annotations=annotations) if known else ()
+    rows = _protections_in_catalog(url, checkpoint, annotations=annotations) if known else ()
     return tuple(dict.fromkeys((*chain.from_iterable(beside), *rows)))
 
 
-def _known(url: str, checkpoint: str, *, annotations: bool = True) -> tuple[str, ...]:
+def _protections_in_catalog(
+    url: str, checkpoint: str, *, annotations: bool = True
+) -> tuple[str, ...]:
     """The reasons in the catalog, or its error if it is unavailable; without `annotations` only the dependents."""
     catalog_url = load_settings().catalog_url()
     if catalog_url is None:

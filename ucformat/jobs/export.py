@@ -115,17 +115,17 @@ def export(
         ChecksumError: a file of the source is damaged.
         NotFinished: another process is to finish (`on`).
     """
-    given = arguments.keys() & JobArguments.__annotations__.keys()
-    how: Any = {name: arguments.pop(name) for name in given}
-    where, verify = Where.parse(how.get("on", "threads")), how.get("verify", True)
+    job_arguments = arguments.keys() & JobArguments.__annotations__.keys()
+    values: Any = {name: arguments.pop(name) for name in job_arguments}
+    where, verify = Where.parse(values.get("on", "threads")), values.get("verify", True)
     store, options = _place(dst, kind, arguments), arguments
     source, infos, exporter = _prepared(src, kind, states, cast, options)
     if like is not None:
         _compare(source, infos, like if isinstance(like, Checkpoint) else open_reference(like))
     with ExportJob(source, store, infos, exporter, verify=verify) as job:
-        where.begin(lambda: begin_export(job, overwrite=how.get("overwrite", False)))
+        where.begin(lambda: begin_export(job, overwrite=values.get("overwrite", False)))
         try:
-            finished = _run(job, where, how.get("workers"), how.get("progress"))
+            finished = _run(job, where, values.get("workers"), values.get("progress"))
         except UcformatError:
             if where == HERE:
                 give_up_export(job)
@@ -250,43 +250,44 @@ def _chosen(
     source.check_readable(
         ("weight", "master") if states is None and exporter.weights_only else states
     )
-    found = [
+    infos = [
         i
         for i in source.metadata.tensor_list.placed().tensors
         if states is None or i.state in states
     ]
-    unknown = set(states or ()) - {i.state for i in found}
+    unknown = set(states or ()) - {i.state for i in infos}
     if unknown:
-        known = ", ".join(sorted({k.state for k in source.tensors}))
+        existing = ", ".join(sorted({k.state for k in source.tensors}))
         raise UsageError(
-            f"{source.url} stores no tensor in state {min(unknown)!r}", hint=f"there are: {known}"
+            f"{source.url} stores no tensor in state {min(unknown)!r}",
+            hint=f"there are: {existing}",
         )
     if not exporter.weights_only:
-        return found
+        return infos
     if states is None:
-        found = weights_of(found)
-    twice = [name for name, count in Counter(i.name for i in found).items() if count > 1]
+        infos = weights_of(infos)
+    twice = [name for name, count in Counter(i.name for i in infos).items() if count > 1]
     if twice:
         raise UsageError(
             f"{twice[0]} is to be exported in several states, and {exporter.title} has one "
             "tensor of each name",
             hint="choose one state: --state weight",
         )
-    if not found:
+    if not infos:
         raise UsageError(f"{source.url} stores no weights", hint="--state chooses another state")
-    return found
+    return infos
 
 
 def _compare(source: Checkpoint, infos: Sequence[TensorInfo], like: Checkpoint) -> None:
     """Compare names and shapes with those of another checkpoint."""
-    found, wanted = _shapes(source, infos), _shapes(like, like.tensors.values())
+    shapes, like_shapes = _shapes(source, infos), _shapes(like, like.tensors.values())
     kinds = {
-        "are not in it": [n for n in found if n not in wanted],
+        "are not in it": [n for n in shapes if n not in like_shapes],
         "are only in it": [
-            n for n in wanted if n not in found and like.aliases.get(n) not in found
+            n for n in like_shapes if n not in shapes and like.aliases.get(n) not in shapes
         ],
         "have another shape there": [
-            n for n, shape in found.items() if wanted.get(n, shape) != shape
+            n for n, shape in shapes.items() if like_shapes.get(n, shape) != shape
         ],
     }
     lines = [
@@ -322,7 +323,9 @@ def _cast_steps(
     for info in infos:
         if info.dtype in NUMBERS and info.dtype != dtype:
             names.setdefault(info.state, []).append(f"/{re.escape(info.name)}/")
-    steps = [{"cast": found, "states": [state], "dtype": dtype} for state, found in names.items()]
+    steps = [
+        {"cast": patterns, "states": [state], "dtype": dtype} for state, patterns in names.items()
+    ]
     if not steps or not aliases:
         return steps
     return [
@@ -340,21 +343,21 @@ def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
 
     def record(catalog: Catalog) -> None:
         part = source.metadata.part_of
-        found = try_open(url, {"part": True} if part else None)
-        if isinstance(found, NotACheckpoint):
+        opened = try_open(url, {"part": True} if part else None)
+        if isinstance(opened, NotACheckpoint):
             return
-        if isinstance(found, UcformatError):
-            raise found
+        if isinstance(opened, UcformatError):
+            raise opened
         manifest = source.manifest
         about: dict[str, Any] = {
             "lineage": lineage_from(source, [i.key for i in infos]),
             "metrics": manifest.metrics,
         }
-        about["config"] = found.manifest.config or manifest.config
+        about["config"] = opened.manifest.config or manifest.config
         if part:
-            about["layout"] = {**found.manifest.layout, PART_OF: part}
-        found = replace(found, manifest=found.manifest.model_copy(update=about))
-        record_all(catalog, [(url, found, 0)], RecordOptions(strict=True), None)
+            about["layout"] = {**opened.manifest.layout, PART_OF: part}
+        opened = replace(opened, manifest=opened.manifest.model_copy(update=about))
+        record_all(catalog, [(url, opened, 0)], RecordOptions(strict=True), None)
 
     with_catalog(
         record,

@@ -258,12 +258,12 @@ def _link(source: Path, hidden: Path, *, read_only: bool) -> None:
 
 def _clone(source: Path, hidden: Path) -> None:
     with mapping_os_errors("read", str(source)):
-        taken = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        source_fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with mapping_os_errors("create", str(hidden)):
-            made = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            target_fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.ioctl(made, _FICLONE, taken)
+            fcntl.ioctl(target_fd, _FICLONE, source_fd)
         except OSError as error:
             if error.errno not in _NO_REFLINKS:
                 with mapping_os_errors("link", str(source)):
@@ -277,9 +277,9 @@ def _clone(source: Path, hidden: Path) -> None:
                 ),
             ) from error
         finally:
-            os.close(made)
+            os.close(target_fd)
     finally:
-        os.close(taken)
+        os.close(source_fd)
 
 
 def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter) -> dict[str, Any]:
@@ -382,10 +382,11 @@ class FilesJob(RecordedJob):
             if isinstance(cut.part, bytes):
                 own[:] = np.frombuffer(cut.part, np.uint8)[cut.start : cut.stop]
                 continue
-            held = list(cut.pieces())
-            if sum(piece.box.size for _, piece in held) < cut.stop - cut.start:
+            pieces_of_cut = list(cut.pieces())
+            # elements in no piece are zeros, and the memory is that of an earlier band
+            if sum(piece.box.size for _, piece in pieces_of_cut) < cut.stop - cut.start:
                 own[:] = 0
-            for info, piece in held:
+            for info, piece in pieces_of_cut:
                 wanted.setdefault(info.key, (info, []))[1].append((len(buffers), piece))
             buffers.append(own)
         boxes = []
@@ -490,10 +491,10 @@ class ExportJob(FilesJob):
         source = reopen(spec["source"])
         infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
         exporter = EXPORTERS[spec["kind"]](**options_of(spec["options"]))
-        made = cls(source, open_store(spec["store"]), infos, exporter, verify=spec["verify"])
-        if made.plan != spec["plan"]:
+        job = cls(source, open_store(spec["store"]), infos, exporter, verify=spec["verify"])
+        if job.plan != spec["plan"]:
             raise other_found(source)
-        return made
+        return job
 
     @property
     def last_nbytes(self) -> int:
@@ -502,8 +503,10 @@ class ExportJob(FilesJob):
 
     def own_claim(self) -> Claim | None:
         """The claim on the destination, if it is this export's."""
-        found = read_claim(self.store, self.claim)
-        return found[0] if found is not None and found[0].attempt == self.attempt else None
+        versioned = read_claim(self.store, self.claim)
+        return (
+            versioned[0] if versioned is not None and versioned[0].attempt == self.attempt else None
+        )
 
     def check_claim(self) -> Claim:
         """The claim on the destination.

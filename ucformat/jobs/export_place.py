@@ -80,8 +80,8 @@ def _put_claim(job: ExportJob, *, overwrite: bool) -> Claim:
             store.replace(job.claim, data, other[1])
             store.delete_prefix(f"{FOLDER}/{other[0].attempt}")
     except Conflict:
-        if (found := job.own_claim()) is not None:
-            return found
+        if (own := job.own_claim()) is not None:
+            return own
         raise Conflict(
             f"another export has begun to write {job.url} at the same time",
             hint="choose another place, or wait until that export has ended",
@@ -123,15 +123,15 @@ def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
             f"{store.url} holds a universal checkpoint, which an export does not replace",
             hint="choose another place, or delete that checkpoint with `ucp delete` and `ucp gc`",
         )
-    known = {key for key in there if key.startswith(f"{FOLDER}/")}
+    removable = {key for key in there if key.startswith(f"{FOLDER}/")}
     late: set[str] = set()  # what exports that are not finished may still write
-    for key in [k for k in known if k.count("/") == 1]:
-        if (found := read_claim(store, key)) is not None:
-            late |= {check_key(name) for name in found[0].files}
-            known |= late | set(found[0].removes)
-    if not known:
-        known = _checkpoint_files(store, job)
-    if others := [key for key in there if key not in known]:
+    for key in [k for k in removable if k.count("/") == 1]:
+        if (versioned := read_claim(store, key)) is not None:
+            late |= {check_key(name) for name in versioned[0].files}
+            removable |= late | set(versioned[0].removes)
+    if not removable:
+        removable = _checkpoint_files(store, job)
+    if others := [key for key in there if key not in removable]:
         raise Conflict(
             f"{store.url} holds {others[0]}{' and other files' if len(others) > 1 else ''}, "
             "which belongs to no checkpoint that could be replaced",
@@ -179,10 +179,10 @@ def _file_in_the_way(job: ExportJob, *, overwrite: bool) -> list[str]:
             f"{job.url} is a file of the source of the export", hint="choose another name"
         )
     try:
-        found = open_checkpoint(job.url)
+        checkpoint = open_checkpoint(job.url)
     except UcformatError:  # any file may be replaced that the user names
         return [key]
-    _check_unprotected(job.url, found.id)
+    _check_unprotected(job.url, checkpoint.id)
     return [key]
 
 
@@ -197,13 +197,15 @@ def _check_unprotected(url: str, checkpoint: str) -> None:
 def _checkpoint_files(store: Store, job: ExportJob) -> set[str]:
     """The files of the foreign checkpoint at the destination."""
     try:
-        found = open_checkpoint(store)
+        checkpoint = open_checkpoint(store)
     except UcformatError:
         return set()
-    if same_url(found.home) in (same_url(job.source.url), same_url(job.source.home)):
-        raise Conflict(f"{found.home} is the source of the export", hint="choose another place")
-    _check_unprotected(store.url, found.id)
-    return {*found.metadata.files, *found.metadata.assets, *TRACKERS, CATALOG_DOCUMENT}
+    if same_url(checkpoint.home) in (same_url(job.source.url), same_url(job.source.home)):
+        raise Conflict(
+            f"{checkpoint.home} is the source of the export", hint="choose another place"
+        )
+    _check_unprotected(store.url, checkpoint.id)
+    return {*checkpoint.metadata.files, *checkpoint.metadata.assets, *TRACKERS, CATALOG_DOCUMENT}
 
 
 def give_up_export(job: ExportJob) -> None:

@@ -71,6 +71,7 @@ class StreamSum:
 
     def claim(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Mark bytes as read; returns the ranges of them that had not been read before."""
+        # the range that begins before `start` may reach beyond it
         first = max(0, bisect_right(self.left, (start, start)) - 1)
         last, mine, rest = first, [], []
         for a, b in self.left[first:]:
@@ -126,16 +127,16 @@ def sums_of(tasks: Iterable[Sequence[SumPart]]) -> tuple[SumDoc, ...]:
         values[part.of] = values.get(part.of, 0) ^ part.value
     return tuple(
         SumDoc(
-            file=one.file,
-            start=one.start,
-            nbytes=one.stop - one.start,
-            kind="crc32c" if one.castagnoli else "crc32",
-            expected=one.expected,
+            file=stream.file,
+            start=stream.start,
+            nbytes=stream.stop - stream.start,
+            kind="crc32c" if stream.castagnoli else "crc32",
+            expected=stream.expected,
             ranges=joined,
-            value=values[one],
+            value=values[stream],
         )
-        for one, found in ranges.items()
-        if (joined := _joined(found)) != ((one.start, one.stop),)
+        for stream, parts_read in ranges.items()
+        if (joined := _joined(parts_read)) != ((stream.start, stream.stop),)
     )
 
 
@@ -262,9 +263,9 @@ def read_finished(store: Store, folder: str, written: Iterable[str]) -> Iterator
         except NotFound:  # removed at this instant
             return b""
 
-    found = map_io(read, list(store.list(folder)))
-    there = {i.key: i for prefix in written for i in store.list(prefix)} if found else {}
-    for data in found:
+    contents = map_io(read, list(store.list(folder)))
+    there = {i.key: i for prefix in written for i in store.list(prefix)} if contents else {}
+    for data in contents:
         try:
             record = FinishedDoc.model_validate_json(data)
         except ValidationError:

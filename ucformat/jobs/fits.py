@@ -149,8 +149,8 @@ def _memory(bound: BoundLayout) -> tuple[int, int]:
     """The least and the most bytes that a rank holds."""
     infos = {i.key: i for i in bound.tensor_list.tensors}
     step = max(1, -(-bound.ranks // _MAX_RANKS))
-    held = []
+    nbytes = []
     for rank in {*range(0, bound.ranks, step), bound.ranks - 1}:
         locals_ = ((infos[key].itemsize, bound.local(key, rank)) for key in bound.keys(rank))
-        held.append(sum(unit * local.size for unit, local in locals_ if local is not None))
-    return min(held), max(held)
+        nbytes.append(sum(unit * local.size for unit, local in locals_ if local is not None))
+    return min(nbytes), max(nbytes)

@@ -137,7 +137,7 @@ def collect(
                 if purge(catalog, checkpoint):
                     purged.append(checkpoint)
         except UcformatError as error:
-            failures.append(f"{checkpoint}: {_told(error)}")
+            failures.append(f"{checkpoint}: {_with_hint(error)}")
         if progress is not None:
             progress(done, len(ids) + len(leftovers))
     for done, left in enumerate(leftovers, len(ids) + 1):
@@ -167,11 +167,11 @@ def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
                 with naming_place(url):
                     _consult(catalog, checkpoint, url)
             except UcformatError as error:
-                unclear[checkpoint] = f"{checkpoint}: it may be protected: {_told(error)}"
+                unclear[checkpoint] = f"{checkpoint}: it may be protected: {_with_hint(error)}"
     return unclear
 
 
-def _told(error: UcformatError) -> str:
+def _with_hint(error: UcformatError) -> str:
     """The message of an error, and what to do about it."""
     return error.message if error.hint is None else f"{error.message} {error.hint}"
 
@@ -195,12 +195,12 @@ def purge(catalog: Catalog, checkpoint: str) -> bool:
     failures, needed, gone = [], set[str](), []
     for url in urls:
         try:
-            found = remove(open_store(url), checkpoint)
+            dependents = remove(open_store(url), checkpoint)
         except UcformatError as error:
             failures.append(error.message)
         else:
-            needed.update(found)
-            gone += [] if found else [url]
+            needed.update(dependents)
+            gone += [] if dependents else [url]
     if failures:
         raise UcformatError("; ".join(failures))
     if needed:  # by dependents that were recorded after the plan
@@ -230,7 +230,7 @@ def _leftovers(
         home = open_store(f"{store.url}/{root}" if root else store.url)
         try:
             with naming_place(home.url):
-                found = (
+                leftovers = (
                     ()
                     if _is_of_another(store, root, committed)
                     else _left_at(home, attempts, before, resumed)
@@ -238,7 +238,7 @@ def _leftovers(
         except UcformatError as error:
             failures.append(f"{home.url}: {error.message}")
         else:
-            yield from found
+            yield from leftovers
 
 
 def _homes(store: Store) -> tuple[dict[str, list[str]], set[str]]:
@@ -284,20 +284,24 @@ def _left_at(
     """The leftovers at one place."""
     tombstone, manifest = read_tombstone(home), find_manifest(home)
     current = manifest or tombstone
-    found = [
+    leftovers = [
         _leftover(home, a, before) for a in attempts if current is None or a != current.attempt
     ]
     if tombstone is not None and manifest is None and tombstone.id not in resumed:
-        found.append(_leftover_purge(home, tombstone, before))
+        leftovers.append(_leftover_purge(home, tombstone, before))
     if current is None and not attempts:
-        found.append(_leftover_document(home, before))
-    return [left for left in found if left is not None]
+        leftovers.append(_leftover_document(home, before))
+    return [left for left in leftovers if left is not None]
 
 
 def _leftover(store: Store, attempt: str, before: datetime) -> Leftover | None:
     """An attempt, if it began and was last written to before this time."""
-    found = _inspect(store, attempt, before)
-    return None if found is None else Leftover(store.url, attempt, found.nbytes, found.doc.started)
+    inspected = _inspect(store, attempt, before)
+    return (
+        None
+        if inspected is None
+        else Leftover(store.url, attempt, inspected.nbytes, inspected.doc.started)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,23 +382,23 @@ def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> 
     The clock of the place decides: if this host's is ahead, an attempt that is being written looks
     like a leftover.
     """
-    found = _inspect(store, attempt, before)
-    if found is None:
+    inspected = _inspect(store, attempt, before)
+    if inspected is None:
         return False
     key = record_key(attempt)
-    marked = found.doc.model_copy(update={"removed": make_stamp().now})
+    marked = inspected.doc.model_copy(update={"removed": make_stamp().now})
     try:
-        version = store.replace(key, encoded(marked), found.version)
-        now = store.info(key).modified
+        version = store.replace(key, encoded(marked), inspected.version)
+        modified = store.info(key).modified
         young = (
-            now is not None
-            and found.written is not None
-            and now - found.written < grace.total_seconds()
+            modified is not None
+            and inspected.written is not None
+            and modified - inspected.written < grace.total_seconds()
         )
         manifest = find_manifest(store)
         # committed in the meantime
         if young or (manifest is not None and manifest.attempt == attempt):
-            store.replace(key, found.data, version)
+            store.replace(key, inspected.data, version)
             return False
     except (Conflict, NotFound):  # another process resumes or removes it
         return False

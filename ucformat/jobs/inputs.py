@@ -108,8 +108,8 @@ class InputBox:
     @classmethod
     def of(cls, input_: Input, info: TensorInfo, box: Box) -> Self:
         """Find the extents of a box."""
-        found = input_.checkpoint.source.extents(info.key, box)
-        extents = [e for e in found if e.box.intersect(box)]
+        candidates = input_.checkpoint.source.extents(info.key, box)
+        extents = [e for e in candidates if e.box.intersect(box)]
         verifier = input_.verifier
         planned = extents if verifier is None else [verifier.planned(info, e) for e in extents]
         return cls(input_, info, box, extents, planned)
@@ -214,9 +214,9 @@ class StreamVerifier:
             return self._is_in_record(extent, info.itemsize)
         if extent.file not in self._computed:
             whole = True
-            for of, found in inputs:
-                for single in single_extents(found):
-                    whole &= self._expect(of, single, None)
+            for input_info, input_extents in inputs:
+                for single in single_extents(input_extents):
+                    whole &= self._expect(input_info, single, None)
             self._computed[extent.file] = whole
         return self._computed[extent.file]
 
@@ -240,7 +240,9 @@ class StreamVerifier:
                 return True
             inputs = inputs_of(self._source.store, e.file)
             if inputs is not None:
-                if any(self.carries(of, found) for of, found in inputs):
+                if any(
+                    self.carries(input_info, input_extents) for input_info, input_extents in inputs
+                ):
                     return True
             elif e.box.size and self._in_records(e.file, e.offset, e.last + info.itemsize):
                 return True
@@ -256,15 +258,15 @@ class StreamVerifier:
 
     def _add_sum(self, file: str, start: int, nbytes: int, expected: int) -> StreamSum:
         with self._lock:
-            known = self._blocks.setdefault(file, [])
-            at = bisect_right(known, (start, nbytes), key=lambda k: k[:2])
-            if at and known[at - 1][:2] == (start, nbytes):
-                return known[at - 1][2]
+            blocks = self._blocks.setdefault(file, [])
+            at = bisect_right(blocks, (start, nbytes), key=lambda k: k[:2])
+            if at and blocks[at - 1][:2] == (start, nbytes):
+                return blocks[at - 1][2]
             what = f"crc32c differs (block at byte {start})"
-            one = StreamSum(file, what, start, nbytes, expected, castagnoli=True)
-            insort(known, (start, nbytes, one), key=lambda k: k[:2])
+            stream = StreamSum(file, what, start, nbytes, expected, castagnoli=True)
+            insort(blocks, (start, nbytes, stream), key=lambda k: k[:2])
             self._longest[file] = max(self._longest.get(file, 0), nbytes)
-            return one
+            return stream
 
     def _is_in_record(self, extent: Extent, itemsize: int) -> bool:
         if not extent.box.size:
@@ -288,62 +290,67 @@ class StreamVerifier:
 
     def _see_row(self, file: str, at: int, data: memoryview) -> None:
         stop = at + data.nbytes
-        for one in (*self._in_records(file, at, stop), *self._in_blocks(file, at, stop)):
+        for stream in (*self._in_records(file, at, stop), *self._in_blocks(file, at, stop)):
             with self._lock:
-                parts = one.claim(max(at, one.start), min(stop, one.stop))
+                parts = stream.claim(max(at, stream.start), min(stop, stream.stop))
             if not parts:
                 continue
+            # no other thread takes bytes that are claimed: their CRC is computed without the lock
             value = 0
             for a, b in parts:
-                value ^= one.shift(one.crc(data[a - at : b - at]), one.stop - b)
+                value ^= stream.shift(stream.crc(data[a - at : b - at]), stream.stop - b)
             if (log := _notes.get().get(self)) is not None:
-                log.append(SumPart(one, parts, value))
+                log.append(SumPart(stream, parts, value))
             with self._lock:
-                one.value ^= value
-                one.waits -= sum(b - a for a, b in parts)
-                done = not one.waits
-            if done and one.value != one.expected:
-                raise self._damaged(one)
+                stream.value ^= value
+                stream.waits -= sum(b - a for a, b in parts)
+                done = not stream.waits
+            if done and stream.value != stream.expected:
+                raise self._damaged(stream)
 
     def _in_records(self, file: str, at: int, stop: int) -> list[StreamSum]:
         if file not in self._records:
             return []
+        # The exact place of a record may have to be read from the file; `near` is before it, so
+        # only those records are located that may have these bytes.
         near, records = self._records[file]
-        found = []
+        streams = []
         for n in range(max(0, bisect_right(near, at) - 1), len(records)):
             if near[n] >= stop:
                 break
-            one = self._of_records.get((file, n))
-            if one is None:
+            stream = self._of_records.get((file, n))
+            if stream is None:
                 r = records[n]
                 assert r.crc32 is not None  # noqa: S101 - others are left out
                 what = f"the CRC-32 of its record {r.name} differs"
-                one = self._of_records.setdefault(
+                stream = self._of_records.setdefault(
                     (file, n),
                     StreamSum(file, what, r.locate(), r.nbytes, r.crc32, castagnoli=False),
                 )
-            if one.start < stop and at < one.stop:
-                found.append(one)
-        return found
+            if stream.start < stop and at < stream.stop:
+                streams.append(stream)
+        return streams
 
     def _in_blocks(self, file: str, at: int, stop: int) -> list[StreamSum]:
         if file not in self._blocks:
             return []
         with self._lock:
-            known = self._blocks[file]
-            first = bisect_right(known, at - self._longest[file], key=lambda k: k[0])
-            last = bisect_right(known, stop - 1, key=lambda k: k[0])
-            return [one for start, nbytes, one in known[first:last] if at < start + nbytes]
+            blocks = self._blocks[file]
+            # blocks may overlap: one that reaches `at` begins before it by the longest one's length
+            # at most
+            first = bisect_right(blocks, at - self._longest[file], key=lambda k: k[0])
+            last = bisect_right(blocks, stop - 1, key=lambda k: k[0])
+            return [stream for start, nbytes, stream in blocks[first:last] if at < start + nbytes]
 
     # --- what tasks elsewhere have read
 
     @contextmanager
     def task(self) -> Iterator[list[SumPart]]:
         """Note what is read of checksums inside the block, also by threads that run in a copy of its context."""
-        found: list[SumPart] = []
-        token = _notes.set({**_notes.get(), self: found})
+        parts: list[SumPart] = []
+        token = _notes.set({**_notes.get(), self: parts})
         try:
-            yield found
+            yield parts
         finally:
             _notes.reset(token)
 
@@ -354,23 +361,27 @@ class StreamVerifier:
         at the end.
         """
         for doc in sums:
-            one = self._sum_of(doc)
-            if one is None:
+            stream = self._sum_of(doc)
+            if stream is None:
                 continue
             with self._lock:
-                taken = one.take(doc.ranges)
+                taken = stream.take(doc.ranges)
                 if taken:
-                    one.value ^= doc.value
-                done = taken and not one.waits
-            if done and one.value != one.expected:
-                raise self._damaged(one)
+                    stream.value ^= doc.value
+                done = taken and not stream.waits
+            if done and stream.value != stream.expected:
+                raise self._damaged(stream)
 
     def _sum_of(self, doc: SumDoc) -> StreamSum | None:
         if doc.kind == "crc32c":
             return self._add_sum(doc.file, doc.start, doc.nbytes, doc.expected)
-        found = self._in_records(doc.file, doc.start, doc.start + 1)
+        streams = self._in_records(doc.file, doc.start, doc.start + 1)
         return next(
-            (one for one in found if (one.start, one.stop) == (doc.start, doc.start + doc.nbytes)),
+            (
+                stream
+                for stream in streams
+                if (stream.start, stream.stop) == (doc.start, doc.start + doc.nbytes)
+            ),
             None,
         )
 
@@ -380,17 +391,17 @@ class StreamVerifier:
         """The checksums of which some bytes have been read, but not all."""
         sums = [
             *self._of_records.values(),
-            *(one for known in self._blocks.values() for *_, one in known),
+            *(stream for blocks in self._blocks.values() for *_, stream in blocks),
         ]
-        return [one for one in sums if one.begun and one.waits]
+        return [stream for stream in sums if stream.begun and stream.waits]
 
-    def finish(self, one: StreamSum) -> None:
+    def finish(self, stream: StreamSum) -> None:
         """Read the remaining bytes of a checksum."""
-        buffer = memoryview(bytearray(min(_READ, one.waits)))
-        for a, b in list(one.left):
+        buffer = memoryview(bytearray(min(_READ, stream.waits)))
+        for a, b in list(stream.left):
             for at in range(a, b, _READ):
                 part = buffer[: min(_READ, b - at)]
-                self._source.store.read_into(one.file, at, [part])
+                self._source.store.read_into(stream.file, at, [part])
                 with self._lock:
                     self._besides += part.nbytes
 
@@ -413,25 +424,25 @@ class StreamVerifier:
         """
         return _verified(infos, self._bare.union(bare), self._besides)
 
-    def _damaged(self, one: StreamSum) -> ChecksumError:
-        held = list(self._tensors_in(one))
-        named = f"; it holds {first_names(held, _NAMED)}" if held else ""
+    def _damaged(self, stream: StreamSum) -> ChecksumError:
+        tensors = list(self._tensors_in(stream))
+        named = f"; it holds {first_names(tensors, _NAMED)}" if tensors else ""
         return ChecksumError(
-            f"{self._source.store.url}/{one.file}: {one.what}{named}",
+            f"{self._source.store.url}/{stream.file}: {stream.what}{named}",
             hint="restore the file from another copy, and run it again; nothing was committed (--no-verify, or "
             "verify=False, takes what is there)",
         )
 
-    def _tensors_in(self, one: StreamSum) -> Iterator[Key]:
+    def _tensors_in(self, stream: StreamSum) -> Iterator[Key]:
         metadata = self._origin.metadata
         for info in metadata.tensor_list.tensors:
             for key in metadata.means.get(info.key, (info.key,)):
                 for e in single_extents(self._origin.extents(key)):
                     if (
-                        e.file == one.file
+                        e.file == stream.file
                         and e.box.size
-                        and e.offset < one.stop
-                        and e.last + info.itemsize > one.start
+                        and e.offset < stream.stop
+                        and e.last + info.itemsize > stream.start
                     ):
                         yield info.key
                         break

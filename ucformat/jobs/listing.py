@@ -132,11 +132,11 @@ def check_listed(store: Store, catalog: Catalog) -> None:
     Raises:
         NotFound: its disk may not be mounted.
     """
-    known = len(catalog.places(store.url))
+    count = len(catalog.places(store.url))
     absent = isinstance(store, LocalStore) and not Path(store.url).is_dir()
-    if known or absent:
+    if count or absent:
         knows = (
-            f", and the catalog knows {known} checkpoint{'s' * (known != 1)} there" if known else ""
+            f", and the catalog knows {count} checkpoint{'s' * (count != 1)} there" if count else ""
         )
         raise NotFound(
             f"{store.url} {'does not exist' if absent else 'is empty'}{knows}: is its disk not "

@@ -84,20 +84,23 @@ def materialize(
     """
     check_keywords("materialize", arguments, CheckedArguments)
     source = src if isinstance(src, Checkpoint) else open_reference(src)
-    given: dict[str, Any] = dict(arguments)
-    where = Where.parse(given.pop("on", "threads"))
-    how = WriteOptions(chunk_bytes, shard_bytes, workers, **given, where=where)
+    job_arguments: dict[str, Any] = dict(arguments)
+    where = Where.parse(job_arguments.pop("on", "threads"))
+    options = WriteOptions(chunk_bytes, shard_bytes, workers, **job_arguments, where=where)
     if dst is None:
-        return _in_place(source, how)
+        return _in_place(source, options)
     store = as_store(dst)
-    plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": source.id}
-    attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
-    manifest, made, recorded = _write(source, store, attempt, how)
+    plan = {
+        **plan_document(source, list(source.tensors.values()), options),
+        "materialize": source.id,
+    }
+    attempt = options.where.begin(lambda: begin(store, plan, overwrite=overwrite))
+    manifest, written, recorded = _write(source, store, attempt, options)
     new = {
-        "id": made.id,
-        "created": made.created,
+        "id": written.id,
+        "created": written.created,
         "commits": None,
-        "lineage": (*manifest.lineage, *made.lineage),
+        "lineage": (*manifest.lineage, *written.lineage),
     }
     done = commit(store, attempt, manifest.model_copy(update=new))
     if recorded:
@@ -114,10 +117,10 @@ def is_packed(ck: Checkpoint) -> bool:
     )
 
 
-def _in_place(source: Checkpoint, how: WriteOptions) -> Checkpoint:
-    found = find_watched(source.store)
+def _in_place(source: Checkpoint, options: WriteOptions) -> Checkpoint:
+    watching = find_watched(source.store)
     # without the check for unchanged files, since these change
-    store = source.store if found is None else found.inner
+    store = source.store if watching is None else watching.inner
     before = source.manifest
     if source.viewed or not source.universal:
         raise UnsupportedError(
@@ -130,16 +133,16 @@ def _in_place(source: Checkpoint, how: WriteOptions) -> Checkpoint:
         settle(store)
         return source
     plan = {
-        **plan_document(source, list(source.tensors.values()), how),
+        **plan_document(source, list(source.tensors.values()), options),
         "materialize": before.attempt,
     }
-    attempt = how.where.begin(lambda: begin(store, plan, overwrite=True, keeps=before.id))
+    attempt = options.where.begin(lambda: begin(store, plan, overwrite=True, keeps=before.id))
     now = None if attempt.replaces is None else attempt.replaces[0]
     if now is None or now.attempt != before.attempt:  # since it was opened
         return _overtaken(store, attempt, now, before)
     try:
         _must_replace(store, attempt)
-        manifest, _, recorded = _write(source, store, attempt, how)
+        manifest, _, recorded = _write(source, store, attempt, options)
     except UcformatError:
         now = find_manifest(store, UcformatError)
         if now is None or now.attempt == before.attempt:
@@ -162,9 +165,9 @@ def _overtaken(
     if now is None or now.attempt != attempt.id:
         abandon(store, attempt.id)
     if now is not None and now.id == before.id:
-        found = open_checkpoint(store)
-        if not is_packed(found):
-            return found
+        checkpoint = open_checkpoint(store)
+        if not is_packed(checkpoint):
+            return checkpoint
     raise Conflict(
         f"the checkpoint {before.id} at {store.url} was replaced or deleted since it was opened",
         hint="open it again, and check what is there now",
@@ -202,30 +205,33 @@ _FILE_FIELDS = (
 
 
 def _write(
-    source: Checkpoint, store: Store, attempt: Attempt, how: WriteOptions
+    source: Checkpoint, store: Store, attempt: Attempt, options: WriteOptions
 ) -> tuple[Manifest, Manifest, bool]:
     """Verify registered files, then write; returns the source's manifest with the new files, and `write`'s result."""
     infos = list(source.tensors.values())
     registered: list[SourceFile] = []
-    if how.verify and source.universal:  # a digest of a whole file cannot be verified from parts
+    # a digest of a whole file cannot be verified from parts
+    if options.verify and source.universal:
         registered = [f for f in source_files(source.universal) if f.doc.digest is not None]
-    files = registered if how.where.finishes else []
+    files = registered if options.where.finishes else []
     total, done = sum(i.nbytes for i in infos), 0
     before = sum(file.nbytes for file in files)
     for file, (_, wrong) in run_tasks(
-        lambda file: checked(file, source.origin.store), files, how.workers
+        lambda file: checked(file, source.origin.store), files, options.workers
     ):
         for problem in wrong:
             raise ChecksumError(
                 str(problem), hint="restore the file from another copy; nothing was replaced"
             )
         done += file.nbytes
-        if how.progress is not None:
-            how.progress(done, before + total)
-    if (report := how.progress) is not None:
-        how = replace(how, progress=lambda written, _: report(before + written, before + total))
-    job = ShardJob(source, store, attempt.id, infos, how, {file.file for file in registered})
-    made, recorded = write(job, attempt)
-    changed = {name: getattr(made, name) for name in _FILE_FIELDS}
-    changed["producer"] = {**source.manifest.producer, **made.producer}
-    return source.manifest.model_copy(update=changed), made, recorded
+        if options.progress is not None:
+            options.progress(done, before + total)
+    if (report := options.progress) is not None:
+        options = replace(
+            options, progress=lambda written, _: report(before + written, before + total)
+        )
+    job = ShardJob(source, store, attempt.id, infos, options, {file.file for file in registered})
+    written_manifest, recorded = write(job, attempt)
+    changed = {name: getattr(written_manifest, name) for name in _FILE_FIELDS}
+    changed["producer"] = {**source.manifest.producer, **written_manifest.producer}
+    return source.manifest.model_copy(update=changed), written_manifest, recorded

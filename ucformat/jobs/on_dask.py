@@ -64,12 +64,12 @@ def run_on_dask(job: Job, address: str, advance: Callable[[int], None]) -> Itera
         waiting: dict[Any, list[int]] = {}
 
         def submit(number: int) -> list[Any]:
-            made = {
+            futures = {
                 client.submit(run_batch, spec, batch, key=f"{name}-{n}", pure=False): batch
                 for n, batch in islice(todo, number)
             }
-            waiting.update(made)
-            return list(made)
+            waiting.update(futures)
+            return list(futures)
 
         running = as_completed(submit(_AHEAD * slots), loop=client.loop)
         try:

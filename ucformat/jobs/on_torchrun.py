@@ -91,11 +91,11 @@ def run_in_torchrun(job: Job, workers: int | None, advance: Callable[[int], None
     rank, size = rank_and_size()
     store, call = _store(), next(_calls)
     mine = (task for task in part_of(job, rank, size) if task not in job.finished)
-    done, told = f"{call}/bytes", f"{call}/told"
+    bytes_key, ended_key = f"{call}/bytes", f"{call}/told"
 
     def tell(nbytes: int) -> None:
         if rank:
-            store.add(done, nbytes)
+            store.add(bytes_key, nbytes)
         else:
             advance(nbytes)
 
@@ -107,14 +107,16 @@ def run_in_torchrun(job: Job, workers: int | None, advance: Callable[[int], None
             number += 1
     if rank:
         store.set(f"{call}/{rank}", str(number))
-        store.add(told, 1)
+        store.add(ended_key, 1)
         return
     seen = 0
     while True:
-        ended = store.add(told, 0) == size - 1
-        now = store.add(done, 0)
-        advance(now - seen)
-        seen = now
+        # Adding 0 reads a counter, and makes it if there is none. If all have ended, the bytes that
+        # are read after that are the final ones.
+        ended = store.add(ended_key, 0) == size - 1
+        bytes_now = store.add(bytes_key, 0)
+        advance(bytes_now - seen)
+        seen = bytes_now
         if ended:
             break
         time.sleep(_ASK_S)

@@ -101,21 +101,21 @@ def open_below(
         inside = by_outermost(folders)
         folders = []
         roots = {
-            f"{store.url}/{folder}" if folder else store.url: found
-            for folder, found in inside.items()
+            f"{store.url}/{folder}" if folder else store.url: nested
+            for folder, nested in inside.items()
         }
-        for root, found, left in open_all(list(roots), options, where):
-            folders += left_inside(root.removeprefix(store.url).lstrip("/"), found, roots[root])
-            yield root, found, left + len(folders)
+        for root, outcome, left in open_all(list(roots), options, where):
+            folders += left_inside(root.removeprefix(store.url).lstrip("/"), outcome, roots[root])
+            yield root, outcome, left + len(folders)
 
 
 def left_inside(
-    above: str, found: OpenedCheckpoint | UcformatError, inside: Iterable[str]
+    above: str, outcome: OpenedCheckpoint | UcformatError, inside: Iterable[str]
 ) -> list[str]:
     """The folders inside of one that was opened that are not part of its checkpoint."""
-    if isinstance(found, UcformatError):
+    if isinstance(outcome, UcformatError):
         return list(inside)
-    keys = found.keys
+    keys = outcome.keys
     if keys is None:
         return []
     parts = {folder: f"{folder.removeprefix(f'{above}/')}/" for folder in inside}
@@ -128,19 +128,19 @@ def open_all(
     roots: Sequence[str], options: Mapping[str, Any] | None, where: Where = HERE
 ) -> Iterator[Opened]:
     """Open them in order, several at a time as soon as requests wait; with each the number of those that are left."""
-    one = partial(try_open, options=options)
+    open_one = partial(try_open, options=options)
     together = _AHEAD_ELSEWHERE if where.kind == "dask" else _AHEAD
     for at in range(0, len(roots), together):
-        part = roots[at : at + together]
+        batch = roots[at : at + together]
         if where.kind == "dask":
-            job = OpenJob(part, options)
+            job = OpenJob(batch, options)
             run_job(job, where)
             opened = [job.results[task] for task in range(job.count)]
         else:
             with gc_paused():
-                opened = map_io(one, part)
-        for i, (root, found) in enumerate(zip(part, opened, strict=True), at + 1):
-            yield root, found, len(roots) - i
+                opened = map_io(open_one, batch)
+        for i, (root, outcome) in enumerate(zip(batch, opened, strict=True), at + 1):
+            yield root, outcome, len(roots) - i
 
 
 class OpenJob(Job):
@@ -166,10 +166,10 @@ class OpenJob(Job):
         """See Job."""
         return json.dumps(
             {
-                task: [found.message, found.hint]
-                if isinstance(found, UcformatError)
-                else found.dump()
-                for task, found in results.items()
+                task: [outcome.message, outcome.hint]
+                if isinstance(outcome, UcformatError)
+                else outcome.dump()
+                for task, outcome in results.items()
             }
         )
 
@@ -178,10 +178,12 @@ class OpenJob(Job):
 
     def take(self, record: str) -> None:
         """See Job."""
-        for task, found in json.loads(record).items():
-            failed = isinstance(found, list)
+        for task, outcome in json.loads(record).items():
+            failed = isinstance(outcome, list)
             self.results[int(task)] = (
-                UcformatError(found[0], hint=found[1]) if failed else OpenedCheckpoint.parse(found)
+                UcformatError(outcome[0], hint=outcome[1])
+                if failed
+                else OpenedCheckpoint.parse(outcome)
             )
             self.finished.add(int(task))
 
@@ -245,10 +247,10 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
 
 def unchanged(catalog: Catalog, tree: ListedTree) -> dict[str, str]:
     """The places of a tree whose files are unchanged since their checkpoints were read, with the ids of these."""
-    known = catalog.listings(tree.store.url)
-    found = {}
+    listings = catalog.listings(tree.store.url)
+    ids = {}
     for folder in tree.folders:
-        checkpoint, listing = known.get(same_url(tree.url(folder)), (None, None))
+        checkpoint, listing = listings.get(same_url(tree.url(folder)), (None, None))
         if checkpoint is not None and listing == tree.listings.get(folder):
-            found[tree.url(folder)] = checkpoint
-    return found
+            ids[tree.url(folder)] = checkpoint
+    return ids

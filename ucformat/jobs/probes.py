@@ -81,11 +81,10 @@ def list_order(store: Store, root: str) -> str:
     wanted = sorted(f"{root}/{name}" for name in _NAMES)
     for key in wanted:
         put_file(store, key, b"x")
-    found = [info.key for info in store.list(f"{root}/list")]
+    keys = [info.key for info in store.list(f"{root}/list")]
     _must(
-        found == wanted,
-        f"listings lag behind writes, or are wrong: {len(found)} of {len(wanted)} files were "
-        "listed",
+        keys == wanted,
+        f"listings lag behind writes, or are wrong: {len(keys)} of {len(wanted)} files were listed",
     )
     return "written files are listed immediately, in the order of their keys"
 
@@ -102,9 +101,10 @@ def parts(store: Store, root: str) -> str:
         )
     _must(store.info(key).size == _SIZE, "a large file does not have the size that was written")
     for at in range(0, _SIZE, _READ):
-        found = store.read(key, at, min(_READ, _SIZE - at))
+        content = store.read(key, at, min(_READ, _SIZE - at))
         _must(
-            found == data[at : at + _READ], "a large file has wrong content: its parts are mixed up"
+            content == data[at : at + _READ],
+            "a large file has wrong content: its parts are mixed up",
         )
     aborted = store.create(f"{root}/aborted", _UNIT)
     try:
@@ -146,7 +146,7 @@ def _count_winners(work: Callable[[int], object]) -> int:
     """The number of concurrent writers whose write succeeded."""
     barrier = threading.Barrier(_WRITERS)
 
-    def one(number: int) -> bool:
+    def try_write(number: int) -> bool:
         barrier.wait()
         try:
             work(number)
@@ -156,7 +156,7 @@ def _count_winners(work: Callable[[int], object]) -> int:
 
     with ThreadPoolExecutor(_WRITERS, "ucformat-doctor") as pool:
         try:
-            return sum(pool.map(one, range(_WRITERS)))
+            return sum(pool.map(try_write, range(_WRITERS)))
         except BaseException:
             barrier.abort()  # else threads would wait forever for others that an interrupt kept from starting
             raise
@@ -225,9 +225,9 @@ def delete(store: Store, root: str) -> str:
 
 def list_there(store: Store) -> str:
     """Probe listing the files of the place."""
-    found = [info.key for info in islice(store.list(), _MAX_LISTED)]
-    count = f"the first {_MAX_LISTED:,}" if len(found) == _MAX_LISTED else f"{len(found):,}"
-    return f"{count} files are listed" if found else "the place is empty"
+    keys = [info.key for info in islice(store.list(), _MAX_LISTED)]
+    count = f"the first {_MAX_LISTED:,}" if len(keys) == _MAX_LISTED else f"{len(keys):,}"
+    return f"{count} files are listed" if keys else "the place is empty"
 
 
 def find(store: Store, usual: str, *, listed: bool) -> tuple[str, int]:
@@ -236,10 +236,10 @@ def find(store: Store, usual: str, *, listed: bool) -> tuple[str, int]:
         return usual, store.info(usual).size
     except NotFound:
         there = store.list() if listed else ()
-        found = max(islice(there, _MAX_LISTED), key=lambda i: i.size, default=None)
-    if found is None or not found.size:
+        largest = max(islice(there, _MAX_LISTED), key=lambda i: i.size, default=None)
+    if largest is None or not largest.size:
         raise NotSupported("there is no file to read: give the place of a checkpoint")
-    return found.key, found.size
+    return largest.key, largest.size
 
 
 def latency(store: Store, key: str, nbytes: int = SMALL) -> float:

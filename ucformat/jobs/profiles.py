@@ -33,16 +33,17 @@ def _file() -> Path:
 
 def _all() -> dict[str, Any]:
     try:
-        found = json.loads(_file().read_text())
+        profiles = json.loads(_file().read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return profiles if isinstance(profiles, dict) else {}
 
 
 def keep_profile(url: str, profile: Profile) -> None:
     """Keep what was measured of a place; if that is impossible, do nothing."""
-    found = {k: v for k, v in _all().items() if k != url}
-    kept = dict([*found.items(), (url, asdict(profile))][-_MOST:])
+    others = {k: v for k, v in _all().items() if k != url}
+    # the latest measurement is the last entry, and the first ones are dropped
+    kept = dict([*others.items(), (url, asdict(profile))][-_MOST:])
     with suppress(OSError):
         make_folder(_file().parent)
         beside = _file().with_suffix(f".{os.getpid()}")
@@ -52,9 +53,9 @@ def keep_profile(url: str, profile: Profile) -> None:
 
 def profile_of(url: str) -> Profile | None:
     """What is known of a place, or of the nearest place that contains it."""
-    found = _all()
-    for place in sorted(found, key=len, reverse=True):
+    profiles = _all()
+    for place in sorted(profiles, key=len, reverse=True):
         if url == place or url.startswith(f"{place.rstrip('/')}/"):
             with suppress(TypeError):  # of another version
-                return Profile(**found[place])
+                return Profile(**profiles[place])
     return None

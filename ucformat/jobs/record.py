@@ -99,13 +99,13 @@ def record_verification(ck: Checkpoint, report: Report) -> None:
 
 def contradiction(manifest: Manifest, url: str) -> str | None:
     """Why a checkpoint is not the one that the catalog recorded at its place; None if it is."""
-    found: list[str | None] = [None]
+    reasons: list[str | None] = [None]
     with_catalog(
-        lambda catalog: found.append(catalog.contradiction(manifest, url)),
+        lambda catalog: reasons.append(catalog.contradiction(manifest, url)),
         f"{url} was not compared with the record in the catalog",
         "verify it again",
     )
-    return found[-1]
+    return reasons[-1]
 
 
 def with_catalog(use: Callable[[Catalog], object], failed: str, remedy: str) -> None:
@@ -138,8 +138,8 @@ def step_in_name(place: str) -> int | None:
         .removesuffix(".ckpt")
         .removesuffix(".pt")
     )
-    found = _STEP.search(name)
-    return int(found[1]) if found else None
+    match = _STEP.search(name)
+    return int(match[1]) if match else None
 
 
 def lineage_to(source: Checkpoint, kind: str, how: Mapping[str, Any] | None = None) -> LineageDoc:

@@ -127,31 +127,33 @@ def register(
             "step is that of one checkpoint",
             hint="register checkpoints of several steps one by one",
         )
-    known: dict[str, str] = {}
+    recorded: dict[str, str] = {}
     if not any(
         map(arguments.get, ("rescan", "trust_documents", "run", "config", "metrics", "options"))
     ):
         for tree in trees:
-            known |= unchanged(catalog, tree)
-    unknown = [(t.store, [f for f in t.folders if t.url(f) not in known]) for t in trees]
+            recorded |= unchanged(catalog, tree)
+    unknown = [(t.store, [f for f in t.folders if t.url(f) not in recorded]) for t in trees]
     below = (f for store, folders in unknown for f in open_below(store, folders, options, where))
     opened = below if recursive else open_all(places, options)
     if config or step is not None:
-        opened = ((root, _with(found, config, step), left) for root, found, left in opened)
+        opened = (
+            (root, _with_given(outcome, config, step), left) for root, outcome, left in opened
+        )
     listed = {t.url(folder): value for t in trees for folder, value in t.listings.items()}
-    how = RecordOptions(
+    record_options = RecordOptions(
         arguments.get("run"),
         bool(config),
         strict=not recursive,
         trust=trust,
         replace_step=step is not None,
     )
-    done = record_all(catalog, opened, how, arguments.get("progress"), listings=listed)
+    done = record_all(catalog, opened, record_options, arguments.get("progress"), listings=listed)
     if metrics := arguments.get("metrics"):
         for _, checkpoint in done.present:
             catalog.metric(checkpoint, metrics)
     write_documents(catalog, None)
-    present = [*known.items(), *done.present]
+    present = [*recorded.items(), *done.present]
     if recursive:  # in one order, whichever were skipped
         present.sort()
     return Registered(tuple(i for _, i in present), done.failures, done.unread, catalog)
@@ -187,62 +189,62 @@ def reindex(
         UcformatError: the place cannot be listed to its end; nothing was recorded or forgotten.
     """
     store = open_store(place)
-    known = catalog.places(store.url)
+    recorded = catalog.places(store.url)
     empty = is_empty(store)
     if empty and not forget:
         check_listed(store, catalog)
     folders = [] if empty else search(store.list())
-    how = RecordOptions(trust=trust_documents or catalog.empty)
-    done = record_all(catalog, open_below(store, folders, options), how, progress)
+    record_options = RecordOptions(trust=trust_documents or catalog.empty)
+    done = record_all(catalog, open_below(store, folders, options), record_options, progress)
     missing, reopened = _missing(
-        known, [u for u, _ in done.present] + [f.url for f in done.failures], options
+        recorded, [u for u, _ in done.present] + [f.url for f in done.failures], options
     )
-    more = record_all(catalog, reopened, how, None)
+    also = record_all(catalog, reopened, record_options, None)
     forgotten = catalog.forget(missing if forget else [])
     write_documents(catalog, None)
-    ids = tuple(i for _, i in (*done.present, *more.present))
+    ids = tuple(i for _, i in (*done.present, *also.present))
     missed = tuple(p.url for p in missing)
-    failures, unread = (*done.failures, *more.failures), done.unread | more.unread
+    failures, unread = (*done.failures, *also.failures), done.unread | also.unread
     return Reindexed(ids, failures, unread, catalog, missed, tuple(forgotten))
 
 
 def _missing(
-    known: Sequence[LocationEntry], present: Collection[str], options: Mapping[str, Any] | None
+    recorded: Sequence[LocationEntry], present: Collection[str], options: Mapping[str, Any] | None
 ) -> tuple[list[LocationEntry], list[Opened]]:
     """The known places without a checkpoint, and the results of opening the others that the search did not find.
 
     A search does not follow linked folders, or look inside of other checkpoints.
     """
     there = {same_url(p) for p in present}
-    unseen = {p.url: p for p in known if p.url not in there}
-    missing, found = [], []
+    unseen = {p.url: p for p in recorded if p.url not in there}
+    missing, reopened = [], []
     for opened in open_all(list(unseen), options):
         if isinstance(opened[1], NotFound | NotACheckpoint):
             missing.append(unseen[opened[0]])
         else:
-            found.append(opened)
-    return missing, found
+            reopened.append(opened)
+    return missing, reopened
 
 
-def _with(
-    found: OpenedCheckpoint | UcformatError, config: Mapping[str, Any] | None, step: int | None
+def _with_given(
+    outcome: OpenedCheckpoint | UcformatError, config: Mapping[str, Any] | None, step: int | None
 ) -> OpenedCheckpoint | UcformatError:
     """An opened checkpoint with the given configuration and step."""
-    if isinstance(found, UcformatError):
-        return found
-    if found.kind == "ucformat":
+    if isinstance(outcome, UcformatError):
+        return outcome
+    if outcome.kind == "ucformat":
         return UsageError(
-            f"{found.url} is a universal checkpoint, and its manifest has the configuration and "
+            f"{outcome.url} is a universal checkpoint, and its manifest has the configuration and "
             "the step",
             hint="give --config and --step when it is made: `ucp convert SRC DST --config FILE`",
         )
-    if step is not None and found.step not in (None, step):
+    if step is not None and outcome.step not in (None, step):
         return UsageError(
-            f"the files of {found.url} have the step {found.step}, not {step}",
+            f"the files of {outcome.url} have the step {outcome.step}, not {step}",
             hint="leave the step out: the one in the files counts",
         )
-    update = {"config": with_config(found.manifest.config, config)}
-    manifest = found.manifest.model_copy(
+    update = {"config": with_config(outcome.manifest.config, config)}
+    manifest = outcome.manifest.model_copy(
         update=update if step is None else {**update, "step": step}
     )
-    return replace(found, manifest=manifest)
+    return replace(outcome, manifest=manifest)

@@ -159,11 +159,11 @@ def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
     process that found no dependents before may be about to remove the files.
     """
     for _ in range(TRIES):
-        there, version = _put(store, tombstone)
-        if there.stage == "settled":
+        existing, version = _put(store, tombstone)
+        if existing.stage == "settled":
             return ()
         needed = dependents_at(store, tombstone.id)
-        stage = "withdrawn" if needed or there.stage == "withdrawn" else "settled"
+        stage = "withdrawn" if needed or existing.stage == "withdrawn" else "settled"
         try:
             store.replace(
                 TOMBSTONE, encoded(tombstone.model_copy(update={"stage": stage})), version
@@ -190,10 +190,10 @@ def _put(store: Store, tombstone: TombstoneDoc) -> tuple[TombstoneDoc, str]:
             current, version = store.read_versioned(TOMBSTONE)
         except NotFound:  # withdrawn in the meantime
             return _put(store, tombstone)
-        found = _parse(current, store)
-        if found.id != tombstone.id:
+        existing = _parse(current, store)
+        if existing.id != tombstone.id:
             raise
-        return found, version
+        return existing, version
 
 
 def _take_manifest(store: Store, tombstone: TombstoneDoc, version: str) -> bool:

@@ -46,17 +46,17 @@ def content_of(ck: Checkpoint, infos: Sequence[TensorInfo]) -> dict[str, Any]:
 
 def reopen(spec: Mapping[str, Any]) -> Checkpoint:
     """Open a checkpoint as another process has opened it."""
-    found = open_reference(spec["place"], options=options_of(spec["options"]) or None)
+    checkpoint = open_reference(spec["place"], options=options_of(spec["options"]) or None)
     for steps in spec["views"]:
-        found = found.view(steps)
-    return found
+        checkpoint = checkpoint.view(steps)
+    return checkpoint
 
 
-def other_found(found: Checkpoint) -> Conflict:
+def other_found(checkpoint: Checkpoint) -> Conflict:
     """The error for a checkpoint that is not as it was where the job was started."""
     return Conflict(
-        f"a worker finds another checkpoint, or other files, at {found.url} than where the job "
-        "was started",
+        f"a worker finds another checkpoint, or other files, at {checkpoint.url} than where the "
+        "job was started",
         hint="it must be the same place on all machines, and must not change meanwhile",
     )
 

@@ -53,14 +53,15 @@ def run(
     todo = iter(tasks)
     running: dict[Future[R], T] = {}
     with ThreadPoolExecutor(count, thread_name_prefix="ucformat-job") as pool:
-        more = True
-        while more or running:
-            while more and len(running) < count:
+        has_more = True
+        while has_more or running:
+            while has_more and len(running) < count:
                 try:
                     task = next(todo)
                 except StopIteration:
-                    more = False
+                    has_more = False
                     break
+                # threads do not inherit context variables, such as the settings of `using`
                 running[pool.submit(copy_context().run, function, task)] = task
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 yield running.pop(done), done.result()

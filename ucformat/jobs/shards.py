@@ -54,21 +54,21 @@ class WriteOptions:
     def __post_init__(self) -> None:
         check_choice("verify", self.verify, (True, False))
         for option in ("chunk_bytes", "shard_bytes", "workers"):
-            given = getattr(self, option)
-            if given is not None and given < 1:
-                raise UsageError(f"{option} must be at least 1, not {given}")
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise UsageError(f"{option} must be at least 1, not {value}")
 
 
 def plan_document(
-    source: Checkpoint, infos: Sequence[TensorInfo], how: WriteOptions
+    source: Checkpoint, infos: Sequence[TensorInfo], options: WriteOptions
 ) -> dict[str, Any]:
     """The plan of a conversion, which identifies it: the source's files as they are now, the tensors and the grids."""
     return {
         "convert": source.store.url,
         **content_of(source, infos),
-        "grids": (how.chunk_bytes, how.shard_bytes),
+        "grids": (options.chunk_bytes, options.shard_bytes),
         "writer": __version__,
-    } | ({} if how.verify else {"verify": False})
+    } | ({} if options.verify else {"verify": False})
 
 
 def plan_spec(
@@ -76,7 +76,7 @@ def plan_spec(
     store: Store,
     attempt: str,
     infos: Sequence[TensorInfo],
-    how: WriteOptions,
+    options: WriteOptions,
 ) -> dict[str, Any]:
     """What another process needs to make a job of a conversion, as JSON values."""
     return {
@@ -84,9 +84,9 @@ def plan_spec(
         "store": store.url,
         "attempt": attempt,
         "tensors": [tuple(i.key) for i in infos],
-        "grids": (how.chunk_bytes, how.shard_bytes),
-        "verify": how.verify,
-        "plan": document_digest(plan_document(source, infos, how)),
+        "grids": (options.chunk_bytes, options.shard_bytes),
+        "verify": options.verify,
+        "plan": document_digest(plan_document(source, infos, options)),
     }
 
 
@@ -99,10 +99,10 @@ def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], W
     source = reopen(spec["source"])
     infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
     chunk_bytes, shard_bytes = spec["grids"]
-    how = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"])
-    if document_digest(plan_document(source, infos, how)) != spec["plan"]:
+    options = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"])
+    if document_digest(plan_document(source, infos, options)) != spec["plan"]:
         raise other_found(source)
-    return source, infos, how
+    return source, infos, options
 
 
 class ShardJob(RecordedJob):
@@ -123,15 +123,15 @@ class ShardJob(RecordedJob):
         store: Store,
         attempt: str,
         infos: Sequence[TensorInfo],
-        how: WriteOptions,
+        options: WriteOptions,
         compared: Collection[str] = (),
     ) -> None:
         self.source = source
         self.store = store
         self.attempt = attempt
         self.infos = infos
-        self.how = how
-        self.arrays = lay_out(infos, f"data/{attempt}", how.chunk_bytes, how.shard_bytes)
+        self.options = options
+        self.arrays = lay_out(infos, f"data/{attempt}", options.chunk_bytes, options.shard_bytes)
         self._large = sorted(self.arrays, key=lambda a: -_nbytes(a, (0,) * len(a.grid.shape)))
         self._ends = list(accumulate(a.grid.count for a in self._large))
         self.count = self._ends[-1] if self._ends else 0
@@ -142,7 +142,7 @@ class ShardJob(RecordedJob):
         self._bare: set[Key] = set()
         self._compared = tuple(compared)
         self.inputs = [
-            Input(checkpoint, compared, verify=how.verify) for checkpoint in self.sources
+            Input(checkpoint, compared, verify=options.verify) for checkpoint in self.sources
         ]
 
     @property
@@ -151,8 +151,8 @@ class ShardJob(RecordedJob):
         return (self.source,)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for one in self.inputs:
-            one.close()
+        for input_ in self.inputs:
+            input_.close()
         super().__exit__(kind)
 
     def shard(self, task: int) -> tuple[StoredArray, tuple[int, ...]]:
@@ -172,21 +172,23 @@ class ShardJob(RecordedJob):
 
     def spec(self) -> dict[str, Any]:
         """See Job."""
-        found = plan_spec(self.source, self.store, self.attempt, self.infos, self.how)
-        return {"job": job_name(self), "compared": self._compared, **found}
+        plan = plan_spec(self.source, self.store, self.attempt, self.infos, self.options)
+        return {"job": job_name(self), "compared": self._compared, **plan}
 
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
         """See Job."""
-        source, infos, how = planned_of(spec)
-        return cls(source, open_store(spec["store"]), spec["attempt"], infos, how, spec["compared"])
+        source, infos, options = planned_of(spec)
+        return cls(
+            source, open_store(spec["store"]), spec["attempt"], infos, options, spec["compared"]
+        )
 
     def run(self, task: int) -> tuple[TaskDoc, Sequence[Sequence[SumPart]]]:
         """See Job."""
         array, shard = self.shard(task)
         key = shard_key(array.path, shard)
         with ExitStack() as noting:
-            sums = [noting.enter_context(one.task()) for one in self.inputs]
+            sums = [noting.enter_context(input_.task()) for input_ in self.inputs]
             leaves, bare = self._write(array, shard, key)
         return TaskDoc.of(task, self.store.info(key), leaves, bare=bare), sums
 
@@ -267,9 +269,9 @@ class ShardJob(RecordedJob):
                 self.finished.add(task.task)
                 if task.bare:
                     self._bare.add(array.info.key)
-        for n, one in enumerate(self.inputs):
-            if one.verifier is not None:
-                one.verifier.take(sums for sums in doc.sums if sums.input == n)
+        for n, input_ in enumerate(self.inputs):
+            if input_.verifier is not None:
+                input_.verifier.take(sums for sums in doc.sums if sums.input == n)
 
     def finish(self) -> tuple[tuple[TensorDoc, ...], VerifiedDoc]:
         """Complete the checksums of the source of which parts were read; call it when all tasks are finished.
@@ -277,10 +279,10 @@ class ShardJob(RecordedJob):
         Returns:
             The arrays for the manifest, and which of them were verified.
         """
-        verifiers = [one.verifier for one in self.inputs if one.verifier is not None]
+        verifiers = [input_.verifier for input_ in self.inputs if input_.verifier is not None]
         for verifier in verifiers:
             verifier.complete(
-                self.how.workers or workers_for(*(source.store for source in self.sources))
+                self.options.workers or workers_for(*(source.store for source in self.sources))
             )
         verified = VerifiedDoc(default=False)
         if len(verifiers) == len(self.inputs):

@@ -123,26 +123,26 @@ def run_here(
                 nbytes += job.nbytes(task)
                 advance(job.nbytes(task))
                 if nbytes >= _RECORD_BYTES or time.monotonic() - since >= _RECORD_S:
-                    records.append(recorder.submit(_kept, job, pending))
+                    records.append(recorder.submit(_record_and_keep, job, pending))
                     pending, nbytes, since = {}, 0, time.monotonic()
                 while records and records[0].done():
                     yield records.popleft().result()
         except BaseException:
             with suppress(UcformatError):  # the first error says more
                 if pending:
-                    _kept(job, pending)
+                    _record_and_keep(job, pending)
             raise
         if pending:
             records.append(
-                recorder.submit(_kept, job, pending)
+                recorder.submit(_record_and_keep, job, pending)
                 if keep_last
                 else recorder.submit(job.record, pending)
             )
-        for one in records:
-            yield one.result()
+        for record in records:
+            yield record.result()
 
 
-def _kept(job: Job, results: Mapping[int, Any]) -> str:
+def _record_and_keep(job: Job, results: Mapping[int, Any]) -> str:
     """The record of tasks, which is kept."""
     record = job.record(results)
     job.keep(record)
@@ -152,16 +152,18 @@ def _kept(job: Job, results: Mapping[int, Any]) -> str:
 def deal(job: Job, count: int) -> list[int]:
     """The part of each task; all parts have about as many bytes."""
     loads = [(0, n) for n in range(count)]
-    of: dict[Hashable, int] = {}
+    part_of_group: dict[Hashable, int] = {}
     sizes: dict[Hashable, int] = {}
     for task in range(job.count):
         group = job.group(task)
         sizes[group] = sizes.get(group, 0) + max(1, job.nbytes(task))
+    # The largest first, each to the part with the fewest bytes so far; equal ones in order of tasks
+    # and parts, so that all processes deal alike.
     for group, nbytes in sorted(sizes.items(), key=lambda g: -g[1]):
         load, part = loads[0]
         heapq.heapreplace(loads, (load + nbytes, part))
-        of[group] = part
-    return [of[job.group(task)] for task in range(job.count)]
+        part_of_group[group] = part
+    return [part_of_group[job.group(task)] for task in range(job.count)]
 
 
 def part_of(job: Job, index: int, count: int) -> list[int]:
@@ -190,9 +192,10 @@ _making = threading.Lock()
 
 def run_batch(spec: str, tasks: list[int]) -> str:
     """Run tasks in a process that knows nothing of the job; returns their record."""
+    # `lru_cache` alone would let each thread make the job when they start together
     with _making:
         job = _job_of(spec)
-    return _kept(job, {task: job.run(task) for task in tasks})
+    return _record_and_keep(job, {task: job.run(task) for task in tasks})
 
 
 _JOBS = "ucformat.jobs."
@@ -205,7 +208,7 @@ def job_name(job: object) -> str:
 
 @lru_cache(maxsize=2)
 def _job_of(spec: str) -> Job:
-    found = json.loads(spec)
-    module, _, name = found["job"].partition(":")
-    made: Job = getattr(import_module(f"{_JOBS}{module}"), name).of_spec(found)
-    return made
+    document = json.loads(spec)
+    module, _, name = document["job"].partition(":")
+    job: Job = getattr(import_module(f"{_JOBS}{module}"), name).of_spec(document)
+    return job

@@ -186,8 +186,8 @@ class VerifyJob(Job):
         """See Job."""
         return json.dumps(
             [
-                (task, found.hex(), [asdict(p) for p in wrong])
-                for task, (found, wrong) in results.items()
+                (task, leaves.hex(), [asdict(p) for p in wrong])
+                for task, (leaves, wrong) in results.items()
             ]
         )
 
@@ -197,12 +197,14 @@ class VerifyJob(Job):
     def take(self, record: str) -> None:
         """See Job."""
         for task, leaves, problems in json.loads(record):
-            found = [Problem(**{**p, "chunk": p["chunk"] and tuple(p["chunk"])}) for p in problems]
+            problems_found = [
+                Problem(**{**p, "chunk": p["chunk"] and tuple(p["chunk"])}) for p in problems
+            ]
             self.finished.add(task)
             if task >= len(self.checks):
-                self._unequal += found
+                self._unequal += problems_found
                 continue
-            self._problems += found
+            self._problems += problems_found
             check = self.checks[task]
             if check.key is not None and check.shard is not None:
                 self.leaves.setdefault(check.key, {})[check.shard] = bytes.fromhex(leaves)
@@ -214,10 +216,10 @@ class VerifyJob(Job):
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
         """See Job."""
-        found = reopen(spec["source"])
-        if found.id != spec["id"]:
-            raise other_found(found)
-        return cls(found)
+        checkpoint = reopen(spec["source"])
+        if checkpoint.id != spec["id"]:
+            raise other_found(checkpoint)
+        return cls(checkpoint)
 
 
 def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Check]:
@@ -231,18 +233,18 @@ def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Che
     compared = {f.file for f in source_files(source) if f.doc.digest is not None}  # as a whole
     numbers = {key: n for n, key in enumerate(source.docs)}
     # of packed files: the bytes that extents and blocks have
-    held: dict[str, list[tuple[int, int]]] = {}
+    ranges: dict[str, list[tuple[int, int]]] = {}
     for key, tensor in source.docs.items():
         if tensor.path is None and sidecar is not None and key not in unsound:
             extents = list(single_extents(sidecar.extents(numbers[key])))
             for e in extents:
-                held.setdefault(e.file, []).append(_run(e, tensor.unit))
+                ranges.setdefault(e.file, []).append(_run(e, tensor.unit))
             info = TensorInfo(tensor.name, tensor.state, tensor.stored_dtype, tensor.shape)
             nbytes = 0 if {e.file for e in extents} <= compared else tensor.nbytes
             yield _extents(store, info, nbytes, extents, replicated)
     if not unsound:
-        for file in (f for f in held if not f.startswith(MOUNT)):
-            yield Check(0, lambda f=file: (b"", _between(store, f, held[f])))  # type: ignore[misc]
+        for file in (f for f in ranges if not f.startswith(MOUNT)):
+            yield Check(0, lambda f=file: (b"", _between(store, f, ranges[f])))  # type: ignore[misc]
 
 
 def _run(e: Extent, itemsize: int) -> tuple[int, int]:
@@ -254,11 +256,11 @@ def _run(e: Extent, itemsize: int) -> tuple[int, int]:
     return (e.offset, e.last + itemsize) if e.box.size else (e.offset, e.offset)
 
 
-def _between(store: Store, file: str, held: list[tuple[int, int]]) -> list[Problem]:
+def _between(store: Store, file: str, ranges: list[tuple[int, int]]) -> list[Problem]:
     """The problems of the padding in a packed file, which must be zeros."""
     try:
         size, end = store.info(file).size, 0
-        for start, stop in [*sorted(held), (size, size)]:
+        for start, stop in [*sorted(ranges), (size, size)]:
             if 0 < min(start, size) - end < ALIGNMENT and any(store.read(file, end, start - end)):
                 return [Problem(file, f"padding bytes between {end} and {start} are not zero")]
             end = max(end, stop)
@@ -326,11 +328,11 @@ def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
         return [Problem(record.file, error.message)]
     if crc == record.crc32:
         return []
-    held = list(_tensors_in(source, record.file, start, start + record.nbytes))
+    tensors = list(_tensors_in(source, record.file, start, start + record.nbytes))
     reason = f"the CRC-32 of its record {record.name} differs"
-    if len(held) == 1:
-        return [Problem(record.file, reason, held[0].name, held[0].state)]
-    named = f"; it holds {first_names(held, _MAX_NAMED)}" if held else ""
+    if len(tensors) == 1:
+        return [Problem(record.file, reason, tensors[0].name, tensors[0].state)]
+    named = f"; it holds {first_names(tensors, _MAX_NAMED)}" if tensors else ""
     return [Problem(record.file, f"{reason}{named}")]
 
 

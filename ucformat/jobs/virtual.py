@@ -55,9 +55,9 @@ class VirtualExtents:
         self.extents: list[list[Extent]] = []
         for info in infos:
             stored = [e for e in single_extents(source.source.extents(info.key)) if e.box.size]
-            found = [self._place(info, extent) for extent in stored]
-            prove(info, [(e.file, e.box) for e in found])
-            self.extents.append(found)
+            placed = [self._place(info, extent) for extent in stored]
+            prove(info, [(e.file, e.box) for e in placed])
+            self.extents.append(placed)
 
     @cached_property
     def homes(self) -> tuple[Home, ...]:

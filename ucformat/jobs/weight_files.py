@@ -67,8 +67,8 @@ def plan_files(
             "safetensors files",
             hint="leave out the weights option, or convert the state weight or master too",
         )
-    held = {info.key for info in chosen}
-    others = [info for info in infos if info.key not in held]
+    chosen_keys = {info.key for info in chosen}
+    others = [info for info in infos if info.key not in chosen_keys]
     packed = packed_keys(others)
     folder = weights_folder(attempt, {info.state for info in others if info.key not in packed})
     small = small_files([info for info in others if info.key in packed], attempt)
@@ -87,32 +87,36 @@ class WeightsJob(FilesJob):
         attempt: str,
         infos: Sequence[TensorInfo],
         files: PlacedFiles,
-        how: WriteOptions,
+        options: WriteOptions,
         weights: str | None = "safetensors",
     ) -> None:
         self.attempt = attempt
         self.infos = infos
         self.placed = files
-        self.how = how
+        self.options = options
         self._weights = weights
         self._order = sorted(range(len(files.files)), key=lambda n: -files.files[n].nbytes)
         self._crcs = np.zeros(files.count, np.uint32)
         self._bare: set[Key] = set()
-        super().__init__(source, store, [files.files[n] for n in self._order], verify=how.verify)
+        super().__init__(
+            source, store, [files.files[n] for n in self._order], verify=options.verify
+        )
 
     def spec(self) -> dict[str, Any]:
         """See Job."""
-        found = plan_spec(self.source, self.store, self.attempt, self.infos, self.how)
-        return {"job": job_name(self), "weights": self._weights, **found}
+        plan = plan_spec(self.source, self.store, self.attempt, self.infos, self.options)
+        return {"job": job_name(self), "weights": self._weights, **plan}
 
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
         """See Job."""
-        source, infos, how = planned_of(spec)
+        source, infos, options = planned_of(spec)
         weights = spec["weights"]
         files = plan_files(source, infos, spec["attempt"], weights)
         assert files is not None  # noqa: S101 - there is a job for them
-        return cls(source, open_store(spec["store"]), spec["attempt"], infos, files, how, weights)
+        return cls(
+            source, open_store(spec["store"]), spec["attempt"], infos, files, options, weights
+        )
 
     def write_task(self, task: int) -> tuple[bool, bytes]:
         """See FilesJob."""
@@ -123,11 +127,11 @@ class WeightsJob(FilesJob):
     def take_crcs(self, task: TaskDoc) -> None:
         """See FilesJob."""
         number = self._order[task.task]
-        blocks, found = self.placed.numbers(number), np.frombuffer(bytes.fromhex(task.crcs), "<u4")
-        if len(found) != len(blocks):  # a record of something else: the file is written again
+        blocks, crcs = self.placed.numbers(number), np.frombuffer(bytes.fromhex(task.crcs), "<u4")
+        if len(crcs) != len(blocks):  # a record of something else: the file is written again
             self.finished.discard(task.task)
             return
-        self._crcs[blocks.start : blocks.stop] = found
+        self._crcs[blocks.start : blocks.stop] = crcs
         if task.bare:
             self._bare.update(
                 key for key, placed in self.placed.tensors.items() if placed.file == number
@@ -198,8 +202,8 @@ def put_assets(
         folder: of the safetensors files, which get those beside them that Hugging Face's tools read
             (None: there are no such files).
     """
-    found = () if folder is None else find_assets(Info(name, 0, "") for name in assets)
-    beside = {name for name in found if "/".join(map(quoted, name.split("/"))) == name}
+    names = () if folder is None else find_assets(Info(name, 0, "") for name in assets)
+    beside = {name for name in names if "/".join(map(quoted, name.split("/"))) == name}
     return {
         name: put_file(
             store, f"{folder}/{name}" if name in beside else f"assets/{attempt}/{own}", assets[name]
@@ -378,7 +382,7 @@ class PlacedFiles:
         without elements. If all tensors have no dims, there is none, and the header is in the block
         of the first tensor.
         """
-        found: list[tuple[NDArray[np.int64], ...]] = []
+        parts: list[tuple[NDArray[np.int64], ...]] = []
         by_dim: list[tuple[NDArray[np.int64], ...]] = []
         before: dict[int, FixedBlock] = {}
         for block in self.fixed:
@@ -395,7 +399,7 @@ class PlacedFiles:
                 len(block.data),
                 int(crcs[block.number]),
             )
-            found.append(tuple(np.array([value], np.int64) for value in row))
+            parts.append(tuple(np.array([value], np.int64) for value in row))
             by_dim.append((none, none, none))
         for key, placed in self.tensors.items():
             start, shape, offset, nbytes = placed.rows()
@@ -406,9 +410,10 @@ class PlacedFiles:
             begin = offset.copy()
             if n and placed.file in before:
                 block = before.pop(placed.file)
+                # the CRC of the header followed by the block, from those of the two
                 sums[0] ^= CRC32C_SHIFT(int(crcs[block.number]), int(nbytes[0]))
                 begin[0], nbytes[0] = 0, nbytes[0] + offset[0]
-            found.append(
+            parts.append(
                 (np.full(n, number[key]), np.full(n, placed.file), offset, begin, nbytes, sums)
             )
             strides = np.broadcast_to(np.array(placed.strides, np.int64), shape.shape)
@@ -416,7 +421,7 @@ class PlacedFiles:
         names = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
         rows = {
             name: _joined(column)
-            for name, column in zip(names, zip(*found, strict=True), strict=True)
+            for name, column in zip(names, zip(*parts, strict=True), strict=True)
         }
         start, shape, strides = map(_joined, zip(*by_dim, strict=True))
         return Columns(**rows, start=start, shape=shape, strides=strides), [

@@ -84,8 +84,8 @@ class Where:
         """Parse the value of `on`."""
         if (alone := _ALONE.get(on)) is not None:
             return alone
-        scheme, found, place = on.partition("://")
-        if found and place and scheme in ("dask", "tls"):
+        scheme, separator, place = on.partition("://")
+        if separator and place and scheme in ("dask", "tls"):
             return cls("dask", f"{'tcp' if scheme == 'dask' else 'tls'}://{place}")
         if (part := _PART.fullmatch(on)) is None:
             raise UsageError(

@@ -177,7 +177,7 @@ def plan_average(
         parameters.get, ("weights", "by", "best", "temperature", "ema")
     )
     _check_options(weights, by, best, temperature, ema)
-    given, opened = open_inputs(sources)
+    places, opened = open_inputs(sources)
     if len(opened) < 2:
         raise UsageError(
             f"an average needs two checkpoints or more, and {len(opened)} is given",
@@ -187,19 +187,19 @@ def plan_average(
             ),
         )
     if by is not None and best is not None:
-        found = _by_metric(given, opened, by, best, 1.0 if temperature is None else temperature)
+        weighted = _by_metric(places, opened, by, best, 1.0 if temperature is None else temperature)
     elif ema is not None:
-        found = _along_a_run(opened, ema)
+        weighted = _along_a_run(opened, ema)
     else:
-        found = _Weighted(opened, checked_weights(weights, len(opened)), [{}] * len(opened))
-    total = math.fsum(found.weights)
+        weighted = _Weighted(opened, checked_weights(weights, len(opened)), [{}] * len(opened))
+    total = math.fsum(weighted.weights)
     if not total or not math.isfinite(1 / total):
         raise UsageError(
             "the weights add up to 0, so there is no mean", hint="give weights whose sum is not 0"
         )
     if (
         chosen is not None
-        and min(found.weights) / total < 0
+        and min(weighted.weights) / total < 0
         and not {"weight", "master"}.issuperset(chosen)
     ):
         raise UsageError(
@@ -208,9 +208,9 @@ def plan_average(
             hint="average the weights alone, without `states`",
         )
     combination = Combination(
-        found.sources, Average(weights=found.weights), chosen, as_strings(take), cast
+        weighted.sources, Average(weights=weighted.weights), chosen, as_strings(take), cast
     )
-    return Planned(combination, "average", found.about)
+    return Planned(combination, "average", weighted.about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +229,14 @@ def _check_options(
     temperature: float | None,
     ema: float | None,
 ) -> None:
-    given = [
+    exclusive = [
         name
         for name, value in (("weights", weights), ("by", by), ("ema", ema))
         if value is not None
     ]
-    if len(given) > 1:
+    if len(exclusive) > 1:
         raise UsageError(
-            f"{' and '.join(given)} exclude each other: each of them gives the weights"
+            f"{' and '.join(exclusive)} exclude each other: each of them gives the weights"
         )
     if by is None and (best is not None or temperature is not None):
         raise UsageError(
@@ -261,11 +261,11 @@ def _check_options(
 
 
 def _by_metric(
-    given: Sequence[Place], opened: Sequence[Checkpoint], by: str, best: str, temperature: float
+    places: Sequence[Place], opened: Sequence[Checkpoint], by: str, best: str, temperature: float
 ) -> _Weighted:
     name, values = by.removeprefix(_METRIC), []
-    with open_catalog(str(given[0])) as catalog:
-        for place, ck in zip(given, opened, strict=True):
+    with open_catalog(str(places[0])) as catalog:
+        for place, ck in zip(places, opened, strict=True):
             try:
                 entry = catalog.get(
                     Checkpoint(ck.origin).id if isinstance(place, Checkpoint) else str(place)
@@ -376,10 +376,10 @@ def plan_merge(
         parameters: `base`, `weights`, `scale`, `density`, `t` and `seed`; None as if it were not
             there.
     """
-    found = _parameters(
+    values = _parameters(
         method, {name: value for name, value in parameters.items() if value is not None}
     )
-    base: Place | None = found.get("base")
+    base: Place | None = values.get("base")
     chosen = None if states is None else as_strings(states)
     if chosen is not None and not {"weight", "master"}.issuperset(chosen):
         raise UsageError(
@@ -394,7 +394,7 @@ def plan_merge(
         raise UsageError(
             f"{bases[0].home} is the base, and a source too", hint="leave it out of the sources"
         )
-    formula = _method(method, [*bases, *opened], len(opened), found)
+    formula = _method(method, [*bases, *opened], len(opened), values)
     combination = Combination([*bases, *opened], formula, chosen, as_strings(take), cast)
     return Planned(combination, "merge", [{}] * len(combination.sources))
 
@@ -412,38 +412,38 @@ def _parameters(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, default in takes.items():
         if name not in given and default is None:
             raise UsageError(f"{method} needs a {name}", hint=f"--{name} ({name}=)")
-    found = {**takes, **given}
-    density, t, scale = found.get("density", 1.0), found.get("t", 0.0), found.get("scale", 1.0)
+    values = {**takes, **given}
+    density, t, scale = values.get("density", 1.0), values.get("t", 0.0), values.get("scale", 1.0)
     if not 0 < density <= 1:
         raise UsageError(f"the density must be above 0 and at most 1, not {density}")
     if not 0 <= t <= 1:
         raise UsageError(f"t must be from 0 to 1, not {t}")
     if not math.isfinite(scale):
         raise UsageError(f"the scale must be finite, not {scale}")
-    return found
+    return values
 
 
 def _method(
-    name: str, sources: Sequence[Checkpoint], count: int, found: Mapping[str, Any]
+    name: str, sources: Sequence[Checkpoint], count: int, values: Mapping[str, Any]
 ) -> Method:
     if name == "slerp":
         if count != 2:
             raise UsageError(f"slerp takes exactly two checkpoints, not {count}")
-        return Slerp(weights=(1 - found["t"], found["t"]), t=found["t"])
+        return Slerp(weights=(1 - values["t"], values["t"]), t=values["t"])
     if not count:
         raise UsageError(f"{name} needs a checkpoint besides the base")
-    weights = checked_weights(found["weights"] or None, count)
+    weights = checked_weights(values["weights"] or None, count)
     if name == "lora":
         return Lora(sources, weights)
     if name == "task-arithmetic":
-        return TaskArithmetic(weights=weights, scale=found["scale"])
+        return TaskArithmetic(weights=weights, scale=values["scale"])
     if name == "dare":
         return Dare(
-            weights=weights, scale=found["scale"], density=found["density"], seed=found["seed"]
+            weights=weights, scale=values["scale"], density=values["density"], seed=values["seed"]
         )
     if min(weights) <= 0:
         raise UsageError("the weights of ties must be above 0: they are those of a mean")
-    return Ties(weights=weights, scale=found["scale"], density=found["density"])
+    return Ties(weights=weights, scale=values["scale"], density=values["density"])
 
 
 # Opening the inputs of a combination, and writing it as a new checkpoint.
@@ -456,10 +456,12 @@ def open_inputs(places: Place | Iterable[Place]) -> tuple[list[Place], list[Chec
     listed: list[Place] = (
         [places] if isinstance(places, str | PathLike | Checkpoint) else list(places)
     )
-    given: list[Place] = []
+    expanded: list[Place] = []
     for place in listed:
-        given += [place] if isinstance(place, Checkpoint) else expand_references([place])
-    opened = [place if isinstance(place, Checkpoint) else open_reference(place) for place in given]
+        expanded += [place] if isinstance(place, Checkpoint) else expand_references([place])
+    opened = [
+        place if isinstance(place, Checkpoint) else open_reference(place) for place in expanded
+    ]
     seen: set[str] = set()
     for ck in opened:
         if ck.home in seen:
@@ -467,21 +469,21 @@ def open_inputs(places: Place | Iterable[Place]) -> tuple[list[Place], list[Chec
                 f"{ck.home} is given twice", hint="give it once, and more weight by `weights`"
             )
         seen.add(ck.home)
-    return given, opened
+    return expanded, opened
 
 
 def checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
     """The weights of inputs."""
-    found = (1.0,) * count if weights is None else tuple(map(float, weights))
-    if len(found) != count:
+    values = (1.0,) * count if weights is None else tuple(map(float, weights))
+    if len(values) != count:
         raise UsageError(
-            f"there are {len(found)} weights for {count} inputs",
+            f"there are {len(values)} weights for {count} inputs",
             hint="give one for each, in their order",
         )
-    for weight in found:
+    for weight in values:
         if not math.isfinite(weight):
             raise UsageError(f"the weight {weight} is not finite")
-    return found
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,17 +498,17 @@ class Planned:
     kind: Literal["average", "merge"]
     about: Sequence[Mapping[str, Any]]
 
-    def estimate(self, dst: str | PathLike[str], how: WriteOptions) -> Cost:
+    def estimate(self, dst: str | PathLike[str], options: WriteOptions) -> Cost:
         """Estimate what `write` costs; of `ties` without the further scan that few tensors need."""
         from ucformat.jobs.cost import NO_ATTEMPT, estimate_shards  # with all other jobs
 
-        with CombineJob(self.combination, as_store(dst), NO_ATTEMPT, how) as job:
+        with CombineJob(self.combination, as_store(dst), NO_ATTEMPT, options) as job:
             return estimate_shards(job)
 
     def write(
         self,
         dst: str | PathLike[str] | Store,
-        how: WriteOptions,
+        options: WriteOptions,
         *,
         overwrite: bool = False,
         run: str | None = None,
@@ -521,16 +523,18 @@ class Planned:
         sources, method, plan = (
             self.combination.sources,
             self.combination.method,
-            self.combination.plan(how),
+            self.combination.plan(options),
         )
-        attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
-        made, recorded = write(CombineJob(self.combination, store, attempt.id, how), attempt)
+        attempt = options.where.begin(lambda: begin(store, plan, overwrite=overwrite))
+        manifest, recorded = write(
+            CombineJob(self.combination, store, attempt.id, options), attempt
+        )
         lineage = tuple(
-            lineage_to(source, self.kind, {**method.about(), **role, **more})
-            for source, role, more in zip(sources, method.roles(), self.about, strict=True)
+            lineage_to(source, self.kind, {**method.about(), **role, **extra})
+            for source, role, extra in zip(sources, method.roles(), self.about, strict=True)
         )
         parts = [source.metadata.part_of for source in sources if source.metadata.part_of]
-        layout = {**made.layout, **({PART_OF: parts[0]} if parts else {})}
+        layout = {**manifest.layout, **({PART_OF: parts[0]} if parts else {})}
         new = {
             "run": run,
             "layout": layout,
@@ -539,7 +543,7 @@ class Planned:
             "metrics": dict(metrics or {}),
             "lineage": lineage,
         }
-        done = commit(store, attempt, made.model_copy(update=new))
+        done = commit(store, attempt, manifest.model_copy(update=new))
         if recorded:
             discard_finished(store, attempt.id)
         return Checkpoint(Universal(store, allowed_roots, done))

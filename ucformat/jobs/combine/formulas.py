@@ -206,6 +206,7 @@ def dare_masks(
             at ^= np.right_shift(at, np.uint64(shift), out=memory)
             if factor is not None:
                 at *= factor
+        # the upper 53 bits are a float from 0 to below 1, times 2 ** 53
         at >>= np.uint64(11)
         yield at < np.uint64(math.ceil(density * 2.0**53))
 
@@ -219,10 +220,10 @@ def low_rank(base: Block, a: Block, b: Block, scaling: float) -> Block:
     for first in range(0, base.shape[0], step):
         rows = b[first : first + step]
         product = np.zeros((len(rows), base.shape[1]))
-        one = np.empty_like(product)
+        term = np.empty_like(product)
         for k in range(len(a)):
-            np.multiply(rows[:, k, None], a[k], out=one)
-            product += one
+            np.multiply(rows[:, k, None], a[k], out=term)
+            product += term
         product *= scaling
         base[first : first + step] += product
     return base

@@ -65,21 +65,21 @@ class Combination:
         self.sources = tuple(sources)
         self.method = method
         self._chosen = (states, tuple(take), cast)
-        found = find_outputs(
+        outputs = find_outputs(
             self.sources[:1] if isinstance(method, Lora) else self.sources, states, take, cast
         )
-        self.outputs: dict[Key, CombinedTensor] = {output.info.key: output for output in found}
-        self.infos = [output.info for output in found]
+        self.outputs: dict[Key, CombinedTensor] = {output.info.key: output for output in outputs}
+        self.infos = [output.info for output in outputs]
 
-    def plan(self, how: WriteOptions) -> dict[str, Any]:
+    def plan(self, options: WriteOptions) -> dict[str, Any]:
         """The plan, which identifies it: the files of the inputs as they are now, tensors, method and grids."""
         return {
             "combine": {"method": self.method.name, **self.method.document()},
-            "inputs": [plan_document(source, (), how) for source in self.sources],
+            "inputs": [plan_document(source, (), options) for source in self.sources],
             "tensors": [
                 (*o.info.key, o.info.dtype, o.info.shape, o.how) for o in self.outputs.values()
             ],
-            "grids": (how.chunk_bytes, how.shard_bytes),
+            "grids": (options.chunk_bytes, options.shard_bytes),
             "writer": __version__,
         }
 
@@ -95,9 +95,9 @@ class Combination:
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
         """Make it in another process."""
-        sources = [reopen(one) for one in spec["inputs"]]
-        name, found = spec["method"]
-        parameters = {**found, "weights": tuple(found["weights"])}
+        sources = [reopen(input_spec) for input_spec in spec["inputs"]]
+        name, document = spec["method"]
+        parameters = {**document, "weights": tuple(document["weights"])}
         method = Lora(sources, **parameters) if name == Lora.name else METHODS[name](**parameters)
         return cls(sources, method, *spec["chosen"])
 
@@ -114,11 +114,11 @@ class CombineJob(ShardJob):
     kind = "combine"
 
     def __init__(
-        self, combination: Combination, store: Store, attempt: str, how: WriteOptions
+        self, combination: Combination, store: Store, attempt: str, options: WriteOptions
     ) -> None:
         self.combination = combination
-        super().__init__(combination.sources[0], store, attempt, combination.infos, how)
-        self._known: dict[Key, Any] = {}
+        super().__init__(combination.sources[0], store, attempt, combination.infos, options)
+        self._prepared: dict[Key, Any] = {}
         self._locks = {key: threading.Lock() for key in combination.outputs}
 
     @property
@@ -138,9 +138,9 @@ class CombineJob(ShardJob):
             "combination": self.combination.spec(),
             "store": self.store.url,
             "attempt": self.attempt,
-            "grids": (self.how.chunk_bytes, self.how.shard_bytes),
-            "verify": self.how.verify,
-            "plan": document_digest(self.combination.plan(self.how)),
+            "grids": (self.options.chunk_bytes, self.options.shard_bytes),
+            "verify": self.options.verify,
+            "plan": document_digest(self.combination.plan(self.options)),
         }
 
     @classmethod
@@ -148,14 +148,14 @@ class CombineJob(ShardJob):
         """See Job."""
         combination = Combination.of_spec(spec["combination"])
         chunk_bytes, shard_bytes = spec["grids"]
-        how = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"])
-        if document_digest(combination.plan(how)) != spec["plan"]:
+        options = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"])
+        if document_digest(combination.plan(options)) != spec["plan"]:
             raise Conflict(
                 "a worker reads other files of the inputs than those with which the job was "
                 "started",
                 hint="they must be the same places on all machines, and must not change meanwhile",
             )
-        return cls(combination, open_store(spec["store"]), spec["attempt"], how)
+        return cls(combination, open_store(spec["store"]), spec["attempt"], options)
 
     def boxes(self, array: StoredArray, box: Box) -> Sequence[InputBox]:
         """See ShardJob."""
@@ -186,7 +186,7 @@ class CombineJob(ShardJob):
         target: NDArray[Any] = np.ndarray(
             piece.box.shape, dtype, raw.data, piece.offset * info.itemsize, strides
         )
-        known = self._knowledge(output) if self._scans(output) else None
+        prepared = self._knowledge(output) if self._scans(output) else None
         covered = True
         for part in self._parts(boxes, piece.box):
             arrays, whole = self._read(output, boxes, part)
@@ -196,7 +196,7 @@ class CombineJob(ShardJob):
                 target[_slices(part, piece.box)] = arrays[0]
                 continue
             for box in cut(part, _BLOCK):
-                block = self.combination.method.combine(info, box, part, arrays, known)
+                block = self.combination.method.combine(info, box, part, arrays, prepared)
                 self._check(output, block, arrays)
                 # Rounded to nearest, ties to even, as NumPy and torch cast float64: to bfloat16
                 # through float32.
@@ -215,10 +215,10 @@ class CombineJob(ShardJob):
         """Read the operands of a part; returns them, and whether checksums cover all bytes that were read."""
         arrays: list[NDArray[Any]] = []
         covered = True
-        for found, operand in zip(boxes, self.combination.operands(output, part), strict=True):
+        for input_box, operand in zip(boxes, self.combination.operands(output, part), strict=True):
             info, box = operand.info, operand.box
             memory = thread_memory(f"operand {len(arrays)}", box.size * info.itemsize)
-            covered &= found.read(Piece(box, 0, row_major(box.shape)), memory)
+            covered &= input_box.read(Piece(box, 0, row_major(box.shape)), memory)
             arrays.append(memory.view(numpy_dtype(info.dtype)).reshape(box.shape))
         return arrays, covered
 
@@ -227,13 +227,13 @@ class CombineJob(ShardJob):
     def _knowledge(self, output: CombinedTensor) -> Any:
         key = output.info.key
         with self._locks[key]:
-            if key not in self._known:
+            if key not in self._prepared:
 
                 def scan(find: Callable[[Iterator[Block]], T], fold: Callable[[T, T], T]) -> T:
                     return self._scan(output, find, fold)
 
-                self._known[key] = self.combination.method.prepare(output.info, scan)
-            return self._known[key]
+                self._prepared[key] = self.combination.method.prepare(output.info, scan)
+            return self._prepared[key]
 
     def _scan(
         self,
@@ -248,19 +248,19 @@ class CombineJob(ShardJob):
         def of_shard(shard: tuple[int, ...]) -> T:
             whole = grid.box(shard)
             boxes = self._boxes(output, whole)
-            found: T | None = None
+            folded: T | None = None
             for box in cut(whole, _SCANNED):
                 for part in self._parts(boxes, box):
                     arrays, _ = self._read(output, boxes, part)
                     for block in cut(part, _BLOCK):
-                        one = find(self._finite(output, block, part, arrays))
-                        found = one if found is None else fold(found, one)
-            assert found is not None  # noqa: S101 - shards have elements
-            return found
+                        result = find(self._finite(output, block, part, arrays))
+                        folded = result if folded is None else fold(folded, result)
+            assert folded is not None  # noqa: S101 - shards have elements
+            return folded
 
         total: T | None = None
-        for _, one in run(of_shard, grid.shards(), self.how.workers):
-            total = one if total is None else fold(total, one)
+        for _, result in run(of_shard, grid.shards(), self.options.workers):
+            total = result if total is None else fold(total, result)
         assert total is not None  # noqa: S101 - only tensors with elements have tasks
         return total
 

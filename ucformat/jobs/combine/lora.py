@@ -132,14 +132,18 @@ class Lora(Method):
     def operands(self, inputs: Sequence[TensorInfo], box: Box) -> Sequence[Operand]:
         """See Method."""
         (info,) = inputs
-        of, held = self._replaced.get(info.key, (0, info))
-        found = [Operand(of, held, box)]
+        number, stored = self._replaced.get(info.key, (0, info))
+        operands = [Operand(number, stored, box)]
         for u in self._updates.get(info.key, ()):
             ranks = u.a.shape[0]
             of_a, of_b = (0, 1) if u.transposed else (1, 0)  # the dims of the box
-            found.append(Operand(u.input, u.a, Box((0, box.start[of_a]), (ranks, box.shape[of_a]))))
-            found.append(Operand(u.input, u.b, Box((box.start[of_b], 0), (box.shape[of_b], ranks))))
-        return found
+            operands.append(
+                Operand(u.input, u.a, Box((0, box.start[of_a]), (ranks, box.shape[of_a])))
+            )
+            operands.append(
+                Operand(u.input, u.b, Box((box.start[of_b], 0), (box.shape[of_b], ranks)))
+            )
+        return operands
 
     def combine(
         self,
@@ -147,7 +151,7 @@ class Lora(Method):
         box: Box,
         piece: Box,
         arrays: Sequence[NDArray[Any]],
-        known: Any,  # noqa: ARG002
+        prepared: Any,  # noqa: ARG002
     ) -> Block:
         """See Method."""
         base, *halves = arrays
@@ -180,14 +184,20 @@ class Lora(Method):
                 self._replace(base, adapter, n, info, target, weight)
         halves, scaled = tensors.halves, scaled_modules(base)
         updates = {}
-        for module, found in halves.items():
+        for module, halves_of_module in halves.items():
             target = _target(base, f"{module}.weight")
             if target is None:
-                strange += [info.name for info in found.values()]
+                strange += [info.name for info in halves_of_module.values()]
             else:
                 info = base.tensors[target]
                 updates[target] = config.update(
-                    n, adapter, module, found, info, weight, scaled=is_scaled(info, scaled)
+                    n,
+                    adapter,
+                    module,
+                    halves_of_module,
+                    info,
+                    weight,
+                    scaled=is_scaled(info, scaled),
                 )
         if strange:
             raise UsageError(
@@ -258,7 +268,7 @@ class _AdapterTensors:
     @classmethod
     def of(cls, adapter: Checkpoint, config: _Config) -> _AdapterTensors:
         """Find them by their names."""
-        found = cls({}, {})
+        tensors = cls({}, {})
         others: dict[str, TensorInfo] = {}
         adapters: set[str | None] = set()
         for name, info in _weights(adapter).items():
@@ -276,10 +286,10 @@ class _AdapterTensors:
                     else f"{half['embedding'].lower()}embedding"
                 )
                 adapters.add(half["adapter"] or half["adapter_of_embedding"])
-                found.halves.setdefault(half["module"], {})[kind] = info
+                tensors.halves.setdefault(half["module"], {})[kind] = info
             elif saved := _SAVED_MODULE.fullmatch(inner):
                 adapters.add(saved["adapter"])
-                found.replaced[f"{saved['module']}.{saved['rest']}"] = info
+                tensors.replaced[f"{saved['module']}.{saved['rest']}"] = info
             elif ".lora_" in inner:
                 what = (
                     "DoRA (lora_magnitude_vector)"
@@ -300,33 +310,33 @@ class _AdapterTensors:
             )
         whole_model = any(adapters)
         for name, info in others.items():
-            if not whole_model or config.trains(name, found.halves):
-                found.replaced[name.replace(".base_layer.", ".")] = info
+            if not whole_model or config.trains(name, tensors.halves):
+                tensors.replaced[name.replace(".base_layer.", ".")] = info
             elif adapter.states(info.name) != ["weight"]:
                 raise UnsupportedError(
                     f"{adapter.home}: {info.name} was trained, and is no part of the adapter by "
                     f"{CONFIG}",
                     hint="save the whole model: merge the adapter with PEFT's merge_and_unload",
                 )
-        return found
+        return tensors
 
 
 def _weights(adapter: Checkpoint) -> dict[str, TensorInfo]:
     """The weights of the model, by name, without tensors of values such as a random number generator's state."""
     of_values = set(references(dict(adapter.objects)))
-    found = {}
+    weights = {}
     for name in adapter.names():
         states = [state for state in ("weight", "master") if (name, state) in adapter.tensors]
         if not states or name in of_values:
             continue
-        found[name] = info = adapter.tensors[Key(name, states[0])]
+        weights[name] = info = adapter.tensors[Key(name, states[0])]
         if not info.size:
             raise IntegrityError(
                 f"{adapter.home}: {name} has the shape {info.shape}, and no elements",
                 hint="under ZeRO-3 a model is saved so if its parameters are not gathered: give the folder of the "
                 "engine's checkpoint, or save the adapter again",
             )
-    return found
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,21 +364,21 @@ class _Config:
             )
         where = f"{adapter.home}/{CONFIG}"
         try:
-            found = loads(adapter.assets[CONFIG])
+            document = loads(adapter.assets[CONFIG])
         except (ValueError, RecursionError) as error:
             raise IntegrityError(f"{where} is not valid JSON: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(document, dict):
             raise IntegrityError(f"{where} is not a JSON object")
-        if found.get("peft_type") != "LORA":
+        if document.get("peft_type") != "LORA":
             raise UnsupportedError(
-                f"{where}: an adapter of the type {found.get('peft_type')!r} cannot be merged, "
+                f"{where}: an adapter of the type {document.get('peft_type')!r} cannot be merged, "
                 "only LORA",
                 hint="merge it with PEFT's merge_and_unload",
             )
-        init = found.get("init_lora_weights", True)
+        init = document.get("init_lora_weights", True)
         unsupported = [
             k
-            for k, v in found.items()
+            for k, v in document.items()
             if k not in _APPLIED | _OF_TRAINING and v not in (None, False, {}, [])
         ]
         if not (isinstance(init, bool) or init in _PLAIN_INIT):
@@ -378,28 +388,30 @@ class _Config:
                 f"{where}: {', '.join(sorted(unsupported))} cannot be merged",
                 hint="merge it with PEFT's merge_and_unload",
             )
-        ranks, alphas = found.get("rank_pattern") or {}, found.get("alpha_pattern") or {}
-        if not all(type(v) is int and v > 0 for v in (found.get("r"), *_values(ranks))) or not all(
+        ranks, alphas = document.get("rank_pattern") or {}, document.get("alpha_pattern") or {}
+        if not all(
+            type(v) is int and v > 0 for v in (document.get("r"), *_values(ranks))
+        ) or not all(
             type(v) in (int, float) and abs(v) < _MOST
-            for v in (found.get("lora_alpha"), *_values(alphas))
+            for v in (document.get("lora_alpha"), *_values(alphas))
         ):
             raise IntegrityError(
                 f"{where}: r, lora_alpha, rank_pattern or alpha_pattern is not what PEFT writes"
             )
-        bias = found.get("bias", "none")
+        bias = document.get("bias", "none")
         if bias not in ("none", "all", "lora_only"):
             raise IntegrityError(f"{where}: the bias {bias!r} is not what PEFT writes")
         return cls(
             where,
-            rank=found["r"],
-            alpha=found["lora_alpha"],
-            rank_stabilised=bool(found.get("use_rslora", False)),
-            transposed=bool(found.get("fan_in_fan_out", False)),
+            rank=document["r"],
+            alpha=document["lora_alpha"],
+            rank_stabilised=bool(document.get("use_rslora", False)),
+            transposed=bool(document.get("fan_in_fan_out", False)),
             ranks=ranks,
             alphas=alphas,
-            targets=found.get("target_modules"),
-            saved=tuple(found.get("modules_to_save") or ()),
-            narrowed=any(found.get(option) for option in _NARROWING),
+            targets=document.get("target_modules"),
+            saved=tuple(document.get("modules_to_save") or ()),
+            narrowed=any(document.get(option) for option in _NARROWING),
             bias=bias,
         )
 
@@ -415,24 +427,24 @@ class _Config:
         n: int,
         adapter: Checkpoint,
         module: str,
-        found: Mapping[str, TensorInfo],
-        of: TensorInfo,
+        halves: Mapping[str, TensorInfo],
+        target: TensorInfo,
         weight: float,
         *,
         scaled: bool,
     ) -> _Update:
         """What is added to a tensor of the base, which must not be `scaled`: quantized to float8."""
-        embedding = "aembedding" in found or "bembedding" in found
+        embedding = "aembedding" in halves or "bembedding" in halves
         wanted = ("aembedding", "bembedding") if embedding else ("a", "b")
-        if set(found) != set(wanted):
-            names = ", ".join(info.name for info in found.values())
+        if set(halves) != set(wanted):
+            names = ", ".join(info.name for info in halves.values())
             raise IntegrityError(
                 f"{adapter.home} has not both halves of the adapter of {module}, but {names}",
                 hint="copy the adapter again",
             )
-        a, b = (found[half] for half in wanted)
+        a, b = (halves[half] for half in wanted)
         rank = _matching(self.ranks, module, self.rank)
-        if len(a.shape) != 2 or len(b.shape) != 2 or len(of.shape) != 2:
+        if len(a.shape) != 2 or len(b.shape) != 2 or len(target.shape) != 2:
             raise UnsupportedError(
                 f"{adapter.home}: the adapter of {module} is not one of a linear layer or an "
                 "embedding",
@@ -444,21 +456,23 @@ class _Config:
                 f"{self.home}: the rank of {module} is {rank}, but its tensors have the shapes "
                 f"{shapes}"
             )
-        if of.shape not in (product, product[::-1]) or (embedding and of.shape != product[::-1]):
+        if target.shape not in (product, product[::-1]) or (
+            embedding and target.shape != product[::-1]
+        ):
             raise UsageError(
                 f"{adapter.home}: the adapter of {module} has the shapes {shapes}, "
-                f"but {of.name} of the base has {of.shape}",
+                f"but {target.name} of the base has {target.shape}",
                 hint="give the base that the adapter was trained on",
             )
-        if of.dtype not in REAL or scaled:
+        if target.dtype not in REAL or scaled:
             raise UnsupportedError(
-                f"{of.name} of the base has the dtype "
-                f"{of.dtype}{' and a scale' if scaled else ''}, to which no "
+                f"{target.name} of the base has the dtype "
+                f"{target.dtype}{' and a scale' if scaled else ''}, to which no "
                 "adapter can be added",
                 hint="give the base before it was quantized",
             )
         square = product[0] == product[1]
-        transposed = embedding or (self.transposed if square else of.shape != product)
+        transposed = embedding or (self.transposed if square else target.shape != product)
         alpha = _matching(self.alphas, module, self.alpha)
         return _Update(
             n,
@@ -548,8 +562,8 @@ def _is_inside(module: str, name: str) -> bool:
     return f".{name}." in f".{module}."
 
 
-def _values(of: Any) -> Iterable[Any]:
-    return of.values() if isinstance(of, dict) else [None]
+def _values(patterns: Any) -> Iterable[Any]:
+    return patterns.values() if isinstance(patterns, dict) else [None]
 
 
 def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:

@@ -160,16 +160,16 @@ class _Search:
         if self.sample is None and self.every > 1:  # not always the same columns
             some = slice(next(self.blocks) * _STEP % self.every, None, self.every)
             block, base = block[some], base[some]
-        found = magnitudes(block, base)
+        differences = magnitudes(block, base)
         low, high = map(_number, self.looked_at)
-        inside, above = found >= low, found >= high
+        inside, above = differences >= low, differences >= high
         greater = int(np.count_nonzero(above))
         # often: of few bits, or where nothing was changed
         if self.looked_at[1] - self.looked_at[0] == 1:
             same = int(np.count_nonzero(inside)) - greater
             return _Counts(greater, [], np.array([self.looked_at[0]], np.uint64), np.array([same]))
         inside ^= above
-        return _Counts(greater, [found[inside].view(np.uint64)])
+        return _Counts(greater, [differences[inside].view(np.uint64)])
 
     def learn(self, seen: _Counts) -> None:
         """Take what `look` has counted of all blocks."""
@@ -221,11 +221,11 @@ def find_thresholds(scan: Scan, inputs: int, rank: int, size: int) -> list[float
                 s.look(block, base) for s, block in zip(left, compress(blocks, todo), strict=True)
             ]
 
-        def fold(one: list[_Counts], other: list[_Counts]) -> list[_Counts]:
-            return [a.add(b, most) for a, b in zip(one, other, strict=True)]
+        def fold(mine: list[_Counts], other: list[_Counts]) -> list[_Counts]:
+            return [a.add(b, most) for a, b in zip(mine, other, strict=True)]
 
-        found: list[_Counts] = scan(find, fold)
-        for search, seen in zip(left, found, strict=True):
+        counts: list[_Counts] = scan(find, fold)
+        for search, seen in zip(left, counts, strict=True):
             search.learn(seen)
     return [s.found for s in searches if s.found is not None]
 
@@ -279,7 +279,7 @@ class Method(ABC):
 
     @abstractmethod
     def combine(
-        self, info: TensorInfo, box: Box, piece: Box, arrays: Sequence[NDArray[Any]], known: Any
+        self, info: TensorInfo, box: Box, piece: Box, arrays: Sequence[NDArray[Any]], prepared: Any
     ) -> Block:
         """Compute a block."""
 
@@ -311,13 +311,13 @@ class Elementwise(Method):
         return [Operand(n, info, box) for n, info in enumerate(inputs)]
 
     def combine(
-        self, info: TensorInfo, box: Box, piece: Box, arrays: Sequence[NDArray[Any]], known: Any
+        self, info: TensorInfo, box: Box, piece: Box, arrays: Sequence[NDArray[Any]], prepared: Any
     ) -> Block:
         """See Method."""
-        return self.formula(info, box, wide(box, piece, arrays), known)
+        return self.formula(info, box, wide(box, piece, arrays), prepared)
 
     @abstractmethod
-    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], known: Any) -> Block:
+    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], prepared: Any) -> Block:
         """Compute a block."""
 
 
@@ -340,7 +340,7 @@ class Average(Elementwise):
         total = sum(self.weights)
         return [{"weight": w / total} for w in self.weights]
 
-    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], known: Any) -> Block:  # noqa: ARG002
+    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], prepared: Any) -> Block:  # noqa: ARG002
         """See Elementwise."""
         return formulas.average(blocks, self.weights)
 
@@ -353,7 +353,7 @@ class TaskArithmetic(Elementwise):
     has_base = True
     scale: float
 
-    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], known: Any) -> Block:  # noqa: ARG002
+    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], prepared: Any) -> Block:  # noqa: ARG002
         """See Elementwise."""
         return formulas.task_arithmetic(next(blocks), blocks, self.weights, self.scale)
 
@@ -373,12 +373,12 @@ class Slerp(Elementwise):
             a, b = blocks
             return [(float((a * b).sum()), float((a * a).sum()), float((b * b).sum()))]
 
-        dot, one, other = map(math.fsum, zip(*scan(find, lambda x, y: x + y), strict=True))
-        return formulas.slerp_weights(dot, (math.sqrt(one), math.sqrt(other)), self.t)
+        dot, square_a, square_b = map(math.fsum, zip(*scan(find, lambda x, y: x + y), strict=True))
+        return formulas.slerp_weights(dot, (math.sqrt(square_a), math.sqrt(square_b)), self.t)
 
-    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], known: Any) -> Block:  # noqa: ARG002
+    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], prepared: Any) -> Block:  # noqa: ARG002
         """See Elementwise."""
-        return formulas.slerp(blocks, known)
+        return formulas.slerp(blocks, prepared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,9 +398,9 @@ class Ties(Elementwise):
             return [0.0] * count
         return find_thresholds(scan, count, max(1, int(self.density * info.size)), info.size)
 
-    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], known: Any) -> Block:  # noqa: ARG002
+    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], prepared: Any) -> Block:  # noqa: ARG002
         """See Elementwise."""
-        return formulas.ties(next(blocks), blocks, known, self.weights, self.scale)
+        return formulas.ties(next(blocks), blocks, prepared, self.weights, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +413,7 @@ class Dare(Elementwise):
     scale: float
     seed: int
 
-    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], known: Any) -> Block:  # noqa: ARG002
+    def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], prepared: Any) -> Block:  # noqa: ARG002
         """See Elementwise."""
         masks = formulas.dare_masks(
             self.seed, info.name, len(self.weights), info.shape, box, self.density

@@ -130,11 +130,14 @@ def _chosen(ck: Checkpoint, states: Sequence[str] | None) -> dict[Key, TensorInf
 def _must_match(
     first: Checkpoint, other: Checkpoint, mine: dict[Key, TensorInfo], theirs: dict[Key, TensorInfo]
 ) -> None:
-    for one, two, has, lacks in ((first, other, mine, theirs), (other, first, theirs, mine)):
+    for has_all, lacks_some, has, lacks in (
+        (first, other, mine, theirs),
+        (other, first, theirs, mine),
+    ):
         missing = [key for key in has if key not in lacks]
         if missing:
             raise UsageError(
-                f"{two.home} lacks tensors of {one.home}: "
+                f"{lacks_some.home} lacks tensors of {has_all.home}: "
                 f"{first_names(map(_name, missing), _NAMED)}",
                 hint=_HINT,
             )
