@@ -105,9 +105,9 @@ class Cache:
     def get(self, key: str, make: Callable[[str], memoryview]) -> memoryview:
         """Look up a byte string, or make it; errors are not kept."""
         with self._lock:
-            if (held := self._held.get(key)) is not None:
+            if (kept := self._held.get(key)) is not None:
                 self._held.move_to_end(key)
-                return held
+                return kept
             running = self._making.get(key)
             own = self._making.setdefault(key, Future())
         if running is not None:

@@ -96,11 +96,11 @@ class Folders:
 
 def with_parents(folder: str) -> list[str]:
     """A folder and its parents, up to the root."""
-    found = [folder]
+    folders = [folder]
     while folder:
         folder = folder.rpartition("/")[0]
-        found.append(folder)
-    return found
+        folders.append(folder)
+    return folders
 
 
 def is_folder(name: str, above: Descriptor, *, follow: bool = True) -> bool:

@@ -77,10 +77,10 @@ class FsspecStore(FlatStore):
     def info(self, key: str) -> Info:
         """Size and version of a file."""
         path = self._path(key)
-        found = self._call("read", key, lambda: _info_of(self._fs, path))
-        if found["type"] == "directory":
+        entry = self._call("read", key, lambda: _info_of(self._fs, path))
+        if entry["type"] == "directory":
             raise NotFound(f"{self._url}/{key} is a folder, not a file")
-        return _info(key, found)
+        return _info(key, entry)
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes of a file."""
@@ -142,11 +142,11 @@ class FsspecStore(FlatStore):
     def list(self, prefix: str = "") -> Iterator[Info]:
         """All files below a folder, in the order of their keys; all are requested before the first is returned."""
         folder = self._path(prefix) if prefix else self._root
-        found = self._call("list", prefix, lambda: _find(self._fs, folder))
+        entries = self._call("list", prefix, lambda: _find(self._fs, folder))
         start = len(self._root) + 1
         shown = (
             (path[start:], file)
-            for path, file in found.items()
+            for path, file in entries.items()
             if path.startswith(f"{folder}/") and not path.rpartition("/")[2].startswith(HIDDEN)
         )
         return (_info(key, file) for key, file in sorted(shown, key=lambda f: f[0]))
@@ -194,6 +194,7 @@ class FsspecStore(FlatStore):
 
     def _fetch(self, key: str, offset: int, nbytes: int) -> bytes:
         path, name = self._path(key), f"{self._url}/{key}"
+        # only that they are not negative: the size of the file is not known yet
         check_range(name, offset, nbytes, offset + nbytes)
         if nbytes == 0:
             return b""
@@ -251,14 +252,14 @@ async def _client(**options: Any) -> Any:
 
 def _info_of(fs: Any, path: str) -> dict[str, Any]:
     fs.invalidate_cache(path)
-    found: dict[str, Any] = fs.info(path)
-    return found
+    entry: dict[str, Any] = fs.info(path)
+    return entry
 
 
 def _find(fs: Any, folder: str) -> dict[str, Any]:
     """All files below a folder, by path. fsspec's own `find` omits folders that it fails to list."""
     fs.invalidate_cache()
-    found, folders = {}, [folder]
+    entries, folders = {}, [folder]
     while folders:
         at = folders.pop()
         try:
@@ -268,20 +269,20 @@ def _find(fs: Any, folder: str) -> dict[str, Any]:
         for entry in listed:
             path = entry["name"].rstrip("/")
             if entry["type"] != "directory":
-                found[path] = entry
+                entries[path] = entry
             elif path != at.rstrip("/"):
                 folders.append(path)
-    return found
+    return entries
 
 
-def _info(key: str, found: dict[str, Any]) -> Info:
-    parts = (found[k] for k in _VERSION if k in found)
+def _info(key: str, entry: dict[str, Any]) -> Info:
+    parts = (entry[k] for k in _VERSION if k in entry)
     version = "-".join(str(f.timestamp() if isinstance(f, datetime) else f) for f in parts)
     times = (
         f.timestamp() if isinstance(f, datetime) else f
         for k in _MODIFIED
-        if (f := found.get(k)) is not None
+        if (f := entry.get(k)) is not None
     )
     modified = next((float(t) for t in times if isinstance(t, int | float)), None)
-    etag = found.get("ETag") or found.get("etag")
-    return Info(key, int(found["size"]), version, modified, str(etag) if etag else None)
+    etag = entry.get("ETag") or entry.get("etag")
+    return Info(key, int(entry["size"]), version, modified, str(etag) if etag else None)

@@ -52,8 +52,8 @@ class InPlaceFile:
             # that are written, and not the rest of their pages, which others write.
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             self._file = Descriptor(os.open(self._path.name, flags, 0o666, dir_fd=folder.fd))
-            found = os.fstat(self._file.fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_size not in (0, nbytes):
+            status = os.fstat(self._file.fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size not in (0, nbytes):
                 raise UcformatError(
                     f"{self._path} is not the file that was to be written", hint="save again"
                 )

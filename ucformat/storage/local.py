@@ -108,11 +108,11 @@ class LocalStore(Store):
         """Size and version of the file that now has this key; later reads use this file."""
         name = self._name(key)
         with mapping_os_errors("read", name):
-            found = os.stat(name)  # noqa: PTH116 - pathlib takes ten times as long as the system call
-        if not stat.S_ISREG(found.st_mode):
+            status = os.stat(name)  # noqa: PTH116 - pathlib takes ten times as long as the system call
+        if not stat.S_ISREG(status.st_mode):
             raise NotFound(f"{name} is not a file")
-        self._handles.drop_if_replaced(key, found)
-        return file_info(key, found)
+        self._handles.drop_if_replaced(key, status)
+        return file_info(key, status)
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes of the file that now has this key."""
@@ -213,22 +213,23 @@ class LocalStore(Store):
         lock = str(path.with_name(_LOCK))
         with mapping_os_errors("lock", lock):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            held = Descriptor(os.open(_LOCK, flags, 0o666, dir_fd=folder.fd))
+            lock_file = Descriptor(os.open(_LOCK, flags, 0o666, dir_fd=folder.fd))
         try:
             with mapping_os_errors("lock", lock):
-                fcntl.flock(held.fd, fcntl.LOCK_EX)
+                fcntl.flock(lock_file.fd, fcntl.LOCK_EX)
             try:
                 with mapping_os_errors("read", str(path)):
-                    found = content_version(self._open(key, folder).whole())
+                    # opened anew: `_handles` may have a file that was replaced since
+                    current = content_version(self._open(key, folder).whole())
             except NotFound:
-                found = "gone"
-            if found != version:
+                current = "gone"
+            if current != version:
                 raise changed_meanwhile(str(path))
             with _hidden(folder, path, data) as temporary, mapping_os_errors("write", str(path)):
                 os.rename(temporary, path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             self._finish(key, folder)
         finally:
-            held.close()
+            lock_file.close()
         return content_version(data)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
@@ -297,8 +298,8 @@ class LocalStore(Store):
         except OSError:  # it does not exist, or may not be opened
             return
         with suppress(OSError):  # it is not empty
-            with os.scandir(opened.fd) as found:
-                files = [e.name for e in found if not e.is_dir(follow_symlinks=False)]
+            with os.scandir(opened.fd) as entries:
+                files = [e.name for e in entries if not e.is_dir(follow_symlinks=False)]
             if files == [_LOCK]:
                 os.unlink(_LOCK, dir_fd=opened.fd)
             if not folder:

@@ -107,10 +107,10 @@ class OpenFiles:
                     self._files.popitem(last=False)
         return file
 
-    def drop_if_replaced(self, key: str, found: os.stat_result) -> None:
+    def drop_if_replaced(self, key: str, status: os.stat_result) -> None:
         """Close a file if its key now names another file."""
         file = self._files.get(key)
-        if file is not None and not os.path.samestat(os.fstat(file.fd), found):
+        if file is not None and not os.path.samestat(os.fstat(file.fd), status):
             self.drop(key)
 
     def drop(self, key: str) -> None:
@@ -296,7 +296,7 @@ def walk(folder: Path, prefix: str) -> Iterator[Info]:
             yield from walk(folder / e.name, f"{prefix}{e.name}/")
             continue
         try:
-            found = e.stat()
+            status = e.stat()
         except OSError as error:
             # a dangling link, or deleted meanwhile
             if e.is_symlink() or isinstance(error, FileNotFoundError):
@@ -304,5 +304,5 @@ def walk(folder: Path, prefix: str) -> Iterator[Info]:
             # an omitted file would appear to be missing
             with mapping_os_errors("list", str(folder / e.name)):
                 raise
-        if stat.S_ISREG(found.st_mode):
-            yield file_info(prefix + e.name, found)
+        if stat.S_ISREG(status.st_mode):
+            yield file_info(prefix + e.name, status)

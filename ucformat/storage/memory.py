@@ -102,8 +102,8 @@ class MemoryStore(FlatStore):
         """Replace a whole file if it still has this content version."""
         path = self._root + check_key(key)
         with _LOCK:
-            found = _FILES.get(path)
-            if found is None or content_version(found.data) != version:
+            existing = _FILES.get(path)
+            if existing is None or content_version(existing.data) != version:
                 raise changed_meanwhile(f"{self.url}/{key}")
             _FILES[path] = _MemoryFile(bytes(data), next(_VERSIONS))
         return content_version(data)
@@ -112,8 +112,8 @@ class MemoryStore(FlatStore):
         """All files below a folder, in the order of their keys."""
         folder = f"{self._root}{check_key(prefix)}/" if prefix else self._root
         with _LOCK:
-            found = sorted((path, file) for path, file in _FILES.items() if path.startswith(folder))
-        return (file.info(path[len(self._root) :]) for path, file in found)
+            files = sorted((path, file) for path, file in _FILES.items() if path.startswith(folder))
+        return (file.info(path[len(self._root) :]) for path, file in files)
 
     def delete(self, key: str) -> None:
         """Remove a file."""

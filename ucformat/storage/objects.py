@@ -116,11 +116,11 @@ class Multipart:
         try:
             return getattr(self._client, call)(**self._of(key), **arguments)
         except ClientError as error:
-            found, status = (
+            answer, status = (
                 error.response.get("Error", {}),
                 error.response["ResponseMetadata"].get("HTTPStatusCode"),
             )
-            why = f"{found.get('Code', '')}: {found.get('Message', '')}"[:200]
+            why = f"{answer.get('Code', '')}: {answer.get('Message', '')}"[:200]
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - botocore raises many
@@ -237,8 +237,8 @@ class ObjectStore(FlatStore):
         check_key(key)
         wanted = [(offset + k * step, row.cast("B")) for k, row in enumerate(rows) if row.nbytes]
         for group in _groups(wanted, _COSTS.request):
-            with self.read_ranges(key, [(begin, row.nbytes) for begin, row in group]) as found:
-                for (_, row), data in zip(group, found, strict=True):
+            with self.read_ranges(key, [(begin, row.nbytes) for begin, row in group]) as views:
+                for (_, row), data in zip(group, views, strict=True):
                     row[:] = data
 
     @contextmanager
@@ -256,16 +256,18 @@ class ObjectStore(FlatStore):
         def fetch(client: Client) -> list[Any]:
             if len(ranges) == 1:
                 return [obstore.get_range(client, key, start=ranges[0][0], length=ranges[0][1])]
-            found: list[Any] = []
+            answers: list[Any] = []
             for i in range(0, len(ranges), per_call):
                 starts, lengths = zip(*ranges[i : i + per_call], strict=True)
-                found += obstore.get_ranges(client, key, starts=starts, lengths=lengths, coalesce=0)
-            return found
+                answers += obstore.get_ranges(
+                    client, key, starts=starts, lengths=lengths, coalesce=0
+                )
+            return answers
 
         with BUDGET.take(min(per_call, len(ranges)), sum(n for _, n in ranges)):
             with self._checking(key, ranges):
-                found = self._request("read", key, fetch)
-                views = [_of_size(data, n) for data, (_, n) in zip(found, ranges, strict=True)]
+                answers = self._request("read", key, fetch)
+                views = [_of_size(data, n) for data, (_, n) in zip(answers, ranges, strict=True)]
             yield views
 
     @cached_property
@@ -287,8 +289,8 @@ class ObjectStore(FlatStore):
         check_key(key)
 
         def fetch(client: Client) -> tuple[Info, Any]:
-            found = obstore.get(client, key, options={"range": (offset, offset + nbytes)})
-            return _info(found.meta), found.bytes()
+            answer = obstore.get(client, key, options={"range": (offset, offset + nbytes)})
+            return _info(answer.meta), answer.bytes()
 
         with BUDGET.take(1, nbytes):
             info, data = self._request("read", key, fetch)
@@ -309,8 +311,8 @@ class ObjectStore(FlatStore):
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """All objects below a prefix, in order of their keys; a request returns a thousand."""
-        found = (_info(meta) for page in self._pages(prefix) for meta in page)
-        return (i for i in found if not i.key.rpartition("/")[2].startswith(HIDDEN))
+        infos = (_info(meta) for page in self._pages(prefix) for meta in page)
+        return (i for i in infos if not i.key.rpartition("/")[2].startswith(HIDDEN))
 
     def _pages(self, prefix: str) -> Iterator[Sequence[Any]]:
         folder = check_key(prefix) if prefix else None
@@ -375,8 +377,8 @@ class ObjectStore(FlatStore):
         check_key(key)
         changed = changed_meanwhile(self._name(key))
         try:
-            found = self._request("read", key, lambda client: obstore.get(client, key))
-            content = self._request("read", key, lambda _: bytes(found.bytes()))
+            answer = self._request("read", key, lambda client: obstore.get(client, key))
+            content = self._request("read", key, lambda _: bytes(answer.bytes()))
         except NotFound:
             raise changed from None
         if content_version(content) != version:
@@ -384,7 +386,7 @@ class ObjectStore(FlatStore):
         self._put(
             key,
             data,
-            {k: found.meta[k] for k in ("e_tag", "version") if found.meta.get(k)},
+            {k: answer.meta[k] for k in ("e_tag", "version") if answer.meta.get(k)},
             changed,
         )
         return content_version(data)

@@ -58,6 +58,7 @@ class CrcShift:
         while len(self._doubled) <= power:
             if self._doubled:
                 half = self._doubled[-1]
+                # to shift by twice as many bytes is to shift twice
                 rows = [self._apply(half, self._apply(half, 1 << bit)) for bit in range(32)]
             else:
                 rows = [self._over_byte(1 << bit) for bit in range(32)]
@@ -220,6 +221,7 @@ def read_scattered(
     remaining.reverse()
     done = 0
     while remaining:
+        # the next ones are at the end of the list, where `pop` is cheap
         got = os.preadv(fd, remaining[: -_IOV_MAX - 1 : -1], offset + done)
         if got == 0:
             break

@@ -271,6 +271,7 @@ class _Upload:
         """Whether the part was handed over before the upload ended."""
         while not self._ended.is_set():
             try:
+                # the upload may end while there is no room, so this does not wait forever
                 self._parts.put(part, timeout=0.1)
             except queue.Full:
                 continue

@@ -63,12 +63,14 @@ def open_cache() -> CacheFolder | None:
     return CacheFolder(str(local_path(settings.cache)), settings.cache_bytes)
 
 
-def as_strings(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+def as_strings(
+    places: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+) -> tuple[str, ...]:
     """A tuple of strings from one string or path, or from several."""
     return (
-        (path_text(given),)
-        if isinstance(given, str | bytes | os.PathLike)
-        else tuple(map(path_text, given))
+        (path_text(places),)
+        if isinstance(places, str | bytes | os.PathLike)
+        else tuple(map(path_text, places))
     )
 
 

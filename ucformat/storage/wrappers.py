@@ -243,10 +243,10 @@ class CachedListingStore(WrappedStore):
         if not self._listed:
             self._listed = True
             try:
-                found = {info.key: info for info in islice(self.inner.list(), _MAX_FILES + 1)}
+                listing = {info.key: info for info in islice(self.inner.list(), _MAX_FILES + 1)}
             except UcformatError:  # the store cannot be listed
                 return None
-            self._listing = found if len(found) <= _MAX_FILES else None
+            self._listing = listing if len(listing) <= _MAX_FILES else None
         return self._listing
 
     def info(self, key: str) -> Info:
@@ -357,9 +357,9 @@ class WatchedStore(WrappedStore):
                 observe for observe in self._observers if observe is not callback
             )
 
-    def _notify(self, key: str, found: Iterable[tuple[int, memoryview]]) -> None:
+    def _notify(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> None:
         for observe in self._observers:
-            for begin, data in found:
+            for begin, data in parts:
                 observe(key, begin, data)
 
     def note(self, key: str) -> None:
@@ -367,10 +367,10 @@ class WatchedStore(WrappedStore):
         if key not in self._read:
             if self._uses_info and key not in self._seen:
                 try:
-                    found = self.inner.info(key)
+                    info = self.inner.info(key)
                 except NotFound:
                     return  # the read raises the error
-                self._seen.setdefault(key, found)
+                self._seen.setdefault(key, info)
             self._read[key] = None
 
     def recorded(self, key: str) -> Info | None:
@@ -387,9 +387,11 @@ class WatchedStore(WrappedStore):
         if any(key not in self._read for key in read):  # computed from other files
             read = list(self._read)
         recorded = (key for key in read if key.rpartition("/")[2] not in ignore)
-        known = [key for key in recorded if key in self._seen]
+        with_version = [key for key in recorded if key in self._seen]
         return [
-            key for key, same in zip(known, map_io(self._is_same, known), strict=True) if not same
+            key
+            for key, same in zip(with_version, map_io(self._is_same, with_version), strict=True)
+            if not same
         ]
 
     def _is_same(self, key: str) -> bool:
@@ -400,9 +402,9 @@ class WatchedStore(WrappedStore):
 
     def info(self, key: str) -> Info:
         """See Store."""
-        found = self.inner.info(key)
-        self._seen.setdefault(key, found)
-        return found
+        info = self.inner.info(key)
+        self._seen.setdefault(key, info)
+        return info
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """See Store."""
@@ -444,12 +446,12 @@ class WatchedStore(WrappedStore):
     def _observe(
         self, key: str, ranges: Sequence[tuple[int, int]], loan: Ranges
     ) -> Iterator[Sequence[memoryview]]:
-        with loan as found:
+        with loan as views:
             self._notify(
                 key,
-                [(at, data) for (at, _), data in zip(ranges, found, strict=True) if data.nbytes],
+                [(at, data) for (at, _), data in zip(ranges, views, strict=True) if data.nbytes],
             )
-            yield found
+            yield views
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """See Store."""
@@ -464,8 +466,8 @@ def find_watched(store: Store) -> WatchedStore | None:
 
 def first_info(store: Store, key: str) -> Info:
     """What is recorded of a file since its checkpoint was opened; requested if nothing is."""
-    found = find_watched(store)
-    return (found.recorded(key) if found else None) or store.info(key)
+    watched = find_watched(store)
+    return (watched.recorded(key) if watched else None) or store.info(key)
 
 
 def check_unchanged(
@@ -480,12 +482,12 @@ def check_unchanged(
     Raises:
         Conflict: files have changed; the message names them.
     """
-    found = find_watched(store)
-    names = sorted(found.changed(ignore, among)) if found else []
+    watched = find_watched(store)
+    names = sorted(watched.changed(ignore, among)) if watched else []
     if names:
-        more = f" and {len(names) - _MAX_NAMED} more files" if len(names) > _MAX_NAMED else ""
+        others = f" and {len(names) - _MAX_NAMED} more files" if len(names) > _MAX_NAMED else ""
         raise Conflict(
-            f"{', '.join(f'{store.url}/{name}' for name in names[:_MAX_NAMED])}{more} changed "
+            f"{', '.join(f'{store.url}/{name}' for name in names[:_MAX_NAMED])}{others} changed "
             "since the checkpoint was "
             f"opened, so the data may mix two versions; {outcome}",
             hint=(

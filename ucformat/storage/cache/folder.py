@@ -148,16 +148,16 @@ class CacheEntry:
         parts = [part for part in parts if part.nbytes]
         if read_scattered(fd, first, parts) != last - first:
             return False
-        found: list[int] = []
+        crcs: list[int] = []
         room = 0  # bytes that the last page still lacks
         for part in parts:
             while part.nbytes:
                 if not room:
-                    found.append(self._seed)
+                    crcs.append(self._seed)
                     room = _PAGE
-                found[-1] = checksum(part[:room], found[-1])
+                crcs[-1] = checksum(part[:room], crcs[-1])
                 part, room = part[room:], max(0, room - part.nbytes)  # noqa: PLW2901
-        return tuple(found) == struct.unpack_from(f"<{len(found)}I", stored, first // _PAGE * 4)
+        return tuple(crcs) == struct.unpack_from(f"<{len(crcs)}I", stored, first // _PAGE * 4)
 
 
 # The file `state` of the cache: the bytes of all files, when answers were last wanted, and locks
@@ -197,14 +197,15 @@ class Accounts:
 def patiently(lock: Callable[[], Descriptor | None], patience: float) -> Descriptor | None:
     """Try to lock until that succeeds; None if it takes too long: a process that is stopped keeps its locks."""
     end, pause = time.monotonic() + patience, _PAUSE
-    while (held := lock()) is None and time.monotonic() < end:
+    while (locked := lock()) is None and time.monotonic() < end:
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
-    return held
+    return locked
 
 
 def _set_lock(fd: int, byte: int, kind: int) -> bool:
     try:
+        # `struct flock`: its last member, the process id, must be 0 for locks of open files
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
@@ -284,10 +285,10 @@ class CacheFolder:
     def read(self, entry: CacheEntry) -> bytes | None:
         """The content of a small entry; None if there is none, or it is damaged."""
         try:
-            found = os.stat(entry.name, dir_fd=self._folder.fd, follow_symlinks=False)
+            status = os.stat(entry.name, dir_fd=self._folder.fd, follow_symlinks=False)
         except OSError:
             return None
-        data = bytearray(max(0, min(entry.content_size(found.st_size), _SMALL)))
+        data = bytearray(max(0, min(entry.content_size(status.st_size), _SMALL)))
         return bytes(data) if self.read_into(entry, len(data), 0, [memoryview(data)]) else None
 
     def holds(self, entry: CacheEntry) -> bool:
@@ -375,8 +376,8 @@ class CacheFolder:
         return total
 
     def _scan(self) -> Iterator[tuple[str, os.stat_result]]:
-        with os.scandir(self._folder.fd) as found:
-            for entry in found:
+        with os.scandir(self._folder.fd) as entries:
+            for entry in entries:
                 if _NAME.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
                     with suppress(FileNotFoundError):  # removed meanwhile
                         yield entry.name, entry.stat(follow_symlinks=False)
@@ -434,6 +435,7 @@ class CacheFolder:
         with self._forgiving:
             if joined is None:
                 return self._lock(byte, fcntl.F_WRLCK) is None
+            # the only one of those who share a lock can have it alone
             alone = _set_lock(joined.fd, byte, fcntl.F_WRLCK)
             _set_lock(joined.fd, byte, fcntl.F_RDLCK)
             return not alone
@@ -507,19 +509,19 @@ def _open_folder(path: str) -> Descriptor:
         raise PermissionDenied(
             f"the cache {path} cannot be opened: {error.strerror}", hint=hint
         ) from error
-    found, user = os.fstat(folder.fd), os.geteuid()
-    if found.st_uid != user:
+    status, user = os.fstat(folder.fd), os.geteuid()
+    if status.st_uid != user:
         raise UnsafeError(
-            f"the cache {path} belongs to another user, with number {found.st_uid}", hint=hint
+            f"the cache {path} belongs to another user, with number {status.st_uid}", hint=hint
         )
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (user, 0):
         raise UnsafeError(
             f"the cache {path} is a symbolic link of another user, with number {link.st_uid}",
             hint=hint,
         )
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         raise UnsafeError(
-            f"the cache {path} has the mode {stat.S_IMODE(found.st_mode):04o}, so others may "
+            f"the cache {path} has the mode {stat.S_IMODE(status.st_mode):04o}, so others may "
             "read or write there",
             hint=f"if it holds nothing of others: chmod 700 {path}; else {hint}",
         )

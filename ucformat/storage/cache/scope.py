@@ -114,9 +114,9 @@ class Pins:
             self._listing, self._listed = False, self._store.ask_listing(patience)
             self._learn(self._listed or {})
 
-    def _learn(self, found: Mapping[str, Info]) -> None:
-        self._current.update(found)
-        self._store.known.update(found)
+    def _learn(self, infos: Mapping[str, Info]) -> None:
+        self._current.update(infos)
+        self._store.known.update(infos)
 
     def _stale(self, key: str) -> StaleVersion:
         return StaleVersion(

@@ -74,8 +74,8 @@ class Answers:
             except NotFound:
                 return []
 
-        found = self._share(_entry("info", self._store.identity, key), request)
-        return found[0] if found else None
+        infos = self._share(_entry("info", self._store.identity, key), request)
+        return infos[0] if infos else None
 
     def join(self) -> Descriptor | None:
         """Be among the processes that read files of the store until the descriptor is closed; None if that fails."""
@@ -101,10 +101,10 @@ class Answers:
 
         def request(*, first: bool) -> Sequence[Info] | None:  # noqa: ARG001 - see _Request
             try:
-                found = list(islice(self._store.list(), _MAX_FILES + 1))
+                infos = list(islice(self._store.list(), _MAX_FILES + 1))
             except (PermissionDenied, UnsupportedError):
                 return None
-            return found if len(found) <= _MAX_FILES else None
+            return infos if len(infos) <= _MAX_FILES else None
 
         def gather() -> None:
             end = time.monotonic() + patience
@@ -113,13 +113,13 @@ class Answers:
             if not patience and (others or self._others_ask()):
                 self._await_quiet()
 
-        found = None
+        infos = None
         if self._can_list:
             others = self._others_ask()
             self._folder.want(self._listing, time.monotonic_ns())
-            found = self._share(self._listing, request, gather)
-        self._can_list = found is not None
-        return None if found is None else {info.key: info for info in found}
+            infos = self._share(self._listing, request, gather)
+        self._can_list = infos is not None
+        return None if infos is None else {info.key: info for info in infos}
 
     def _share(
         self, entry: CacheEntry, request: _SharedCall, gather: Callable[[], None] = lambda: None
@@ -133,9 +133,9 @@ class Answers:
         try:
             before = self._folder.read(entry)
             if before is not None:
-                sent, found = _decoded(before)
+                sent, infos = _decoded(before)
                 if sent >= begun:
-                    return found
+                    return infos
             gather()
             now = time.monotonic_ns()
             answer = request(first=before is None)
@@ -418,11 +418,13 @@ class CachingStore(WrappedStore):
     def ask(self, keys: Sequence[str], span: tuple[int, int] | None = None) -> Mapping[str, Info]:
         """See Asks."""
 
-        def one(key: str) -> Info | None:
+        def current_info(key: str) -> Info | None:
             return self._answers.info(key, partial(self._begin, key, span))
 
         return {
-            key: info for key, info in zip(keys, map_io(one, keys), strict=True) if info is not None
+            key: info
+            for key, info in zip(keys, map_io(current_info, keys), strict=True)
+            if info is not None
         }
 
     def ask_listing(self, patience: float) -> Mapping[str, Info] | None:
@@ -449,10 +451,10 @@ class CachingStore(WrappedStore):
         if is_uncached():
             return self.inner.info(key)
         pins = current_pins(self)
-        found = self.ask([key]).get(key) if pins is None else pins.find(key)
-        if found is None:
+        info = self.ask([key]).get(key) if pins is None else pins.find(key)
+        if info is None:
             raise self._missing(key)
-        return found
+        return info
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """See Store."""
@@ -547,13 +549,13 @@ class CachingStore(WrappedStore):
 
     def _find(self, key: str, span: tuple[int, int]) -> FileVersion | None:
         """The version of a file; None if it cannot be told apart from others, so that the file is not cached."""
-        known = self.known.get(key)
-        if known is not None and FileVersion.of(known) is None:
+        last = self.known.get(key)
+        if last is not None and FileVersion.of(last) is None:
             return None
-        found = self._pins().find(key, span)
-        if found is None:
+        info = self._pins().find(key, span)
+        if info is None:
             raise self._missing(key)
-        return FileVersion.of(found)
+        return FileVersion.of(info)
 
     def _check(self, file: FileVersion, offset: int, nbytes: int) -> None:
         check_range(f"{self.url}/{file.info.key}", offset, nbytes, file.info.size)
