@@ -67,8 +67,8 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """The names of the commands: those of the table in its order, then those that are registered."""
-        more = () if self.registered is None else self.registered.names()
-        return list(dict.fromkeys((*self.lazy, *more)))
+        registered = () if self.registered is None else self.registered.names()
+        return list(dict.fromkeys((*self.lazy, *registered)))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """Import a command."""
@@ -110,9 +110,9 @@ class LazyGroup(click.Group):
                     "%s registers the command %r, which ucp has itself: that is used",
                     *(self.registered.package(name), name),
                 )
-            more = [name for name in self.registered.names() if name not in self.lazy]
+            others = [name for name in self.registered.names() if name not in self.lazy]
             if rows := [
-                (n, c.get_short_help_str(limit=80)) for n, c in self.registered.items(more)
+                (n, c.get_short_help_str(limit=80)) for n, c in self.registered.items(others)
             ]:
                 sections["More commands"] = rows
         return sections

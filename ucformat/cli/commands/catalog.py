@@ -37,7 +37,7 @@ def info(out: Output) -> None:
     from ucformat.settings import load_settings, source_of
 
     url = load_settings().catalog_url()
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "url": None if url is None else shown_url(url),
         "from": source_of("catalog"),
         "state": "off",
@@ -50,11 +50,11 @@ def info(out: Output) -> None:
     error = None
     if url is not None:
         try:
-            found |= _contents(url)
+            data |= _contents(url)
         except UcformatError as raised:
             error = raised
-            found["state"] = "older" if raised.exit_code == 7 else "unreachable"
-    out.result(lambda: _describe(found), lambda: found, lambda: [str(found["url"] or "none")])
+            data["state"] = "older" if raised.exit_code == 7 else "unreachable"
+    out.result(lambda: _describe(data), lambda: data, lambda: [str(data["url"] or "none")])
     if error is not None:
         raise error
 
@@ -79,27 +79,27 @@ def _contents(url: str) -> dict[str, Any]:
 
 
 def _checkpoints(catalog: Catalog) -> dict[str, int]:
-    found = dict(
+    counts = dict(
         catalog.sql("select state, count(*) from checkpoint group by state", trust_role=True).rows
     )
-    return {state: int(found.get(state, 0)) for state in _STATES}
+    return {state: int(counts.get(state, 0)) for state in _STATES}
 
 
-def _describe(found: dict[str, Any]) -> Iterator[str]:
+def _describe(data: dict[str, Any]) -> Iterator[str]:
     width = terminal_width()
-    yield Heading(found["url"] or "the catalog is switched off")
-    yield from field("set by", _SOURCES[found["from"]], width)
-    yield from field("state", found["state"], width)
-    if found["revision"] is not None:
-        yield from field("revision", found["revision"], width)
-        for state, n in found["checkpoints"].items():
+    yield Heading(data["url"] or "the catalog is switched off")
+    yield from field("set by", _SOURCES[data["from"]], width)
+    yield from field("state", data["state"], width)
+    if data["revision"] is not None:
+        yield from field("revision", data["revision"], width)
+        for state, n in data["checkpoints"].items():
             if n or state == "committed":
                 yield from field(state, count(n), width)
-        yield from field("runs", count(found["runs"]), width)
-        yield from field("aliases", count(found["aliases"]), width)
-        if found["role"] is not None:
+        yield from field("runs", count(data["runs"]), width)
+        yield from field("aliases", count(data["aliases"]), width)
+        if data["role"] is not None:
             yield from field(
-                "role", f"{found['role']}; `ucp sql` needs --trust-role, or a read-only role", width
+                "role", f"{data['role']}; `ucp sql` needs --trust-role, or a read-only role", width
             )
 
 
@@ -121,10 +121,10 @@ def upgrade(out: Output) -> None:
         catalog = Catalog(url, upgrade=True)
         upgraded = True
     with catalog:
-        found = {"url": catalog.url, "upgraded": upgraded, "revision": catalog.database.revision}
+        data = {"url": catalog.url, "upgraded": upgraded, "revision": catalog.database.revision}
     change = "upgraded to" if upgraded else "already at"
     out.result(
-        lambda: [f"{found['url']}: {change} revision {found['revision']}"],
-        lambda: found,
-        lambda: [str(found["revision"])],
+        lambda: [f"{data['url']}: {change} revision {data['revision']}"],
+        lambda: data,
+        lambda: [str(data["revision"])],
     )

@@ -45,14 +45,16 @@ if TYPE_CHECKING:
     from ucformat.jobs.combine.combining import Planned
 
 
-def _numbers(_ctx: click.Context, _param: click.Parameter, given: str | None) -> list[float] | None:
-    if given is None:
+def _numbers(
+    _ctx: click.Context, _param: click.Parameter, numbers: str | None
+) -> list[float] | None:
+    if numbers is None:
         return None
     try:
-        return [float(text) for text in given.split(",")]
+        return [float(text) for text in numbers.split(",")]
     except ValueError:
         raise click.BadParameter(
-            f"{given!r} is not a list of numbers, such as 0.5,0.3,0.2"
+            f"{numbers!r} is not a list of numbers, such as 0.5,0.3,0.2"
         ) from None
 
 
@@ -245,8 +247,8 @@ def _opened(refs: Sequence[str], opening: Opening) -> Sequence[Any]:
 
     if opening.view is None and opening.options is None:
         return refs
-    found = [open_any(str(ref), opening.options) for ref in expand_references(refs)]
-    return found if opening.view is None else [ck.view(opening.view) for ck in found]
+    checkpoints = [open_any(str(ref), opening.options) for ref in expand_references(refs)]
+    return checkpoints if opening.view is None else [ck.view(opening.view) for ck in checkpoints]
 
 
 def _run(
@@ -261,7 +263,7 @@ def _run(
     from ucformat.jobs.shards import WriteOptions
     from ucformat.jobs.where import Where
 
-    how = WriteOptions(
+    options = WriteOptions(
         work.chunk_bytes,
         work.shard_bytes,
         work.workers,
@@ -270,7 +272,7 @@ def _run(
         Where.parse(work.where),
     )
     if work.dry_run:
-        print_cost(plan().estimate(dst, how), out)
+        print_cost(plan().estimate(dst, options), out)
         return
     begun = time.perf_counter()
     ignore_dependents_of(work.ignored, [dst], out, name)
@@ -278,7 +280,7 @@ def _run(
         planned = plan()
         ck = planned.write(
             dst,
-            replace(how, progress=progress),
+            replace(options, progress=progress),
             overwrite=work.overwrite,
             run=facts.run,
             metrics=facts.metrics,

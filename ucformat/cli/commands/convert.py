@@ -86,8 +86,12 @@ def convert(
     ignore_dependents_of(work.ignored, [dst], out, "convert")
     with work.running("converting", out, f"nothing is committed at {dst}") as progress:
         source = opening.open(src)
-        how = work.arguments("chunk_bytes", "shard_bytes", "overwrite", "workers", "verify", "on")
-        ck = ucformat.convert(source, dst, **chosen, **how, **asdict(facts), progress=progress)
+        arguments = work.arguments(
+            "chunk_bytes", "shard_bytes", "overwrite", "workers", "verify", "on"
+        )
+        ck = ucformat.convert(
+            source, dst, **chosen, **arguments, **asdict(facts), progress=progress
+        )
     seconds = time.perf_counter() - begun
     for name in outdated(source.viewed, source.assets, source.objects):
         out.note(
@@ -134,10 +138,10 @@ def copy(src: str, dst: str, work: Work, out: Output) -> None:
     begun = time.perf_counter()
     ignore_dependents_of(work.ignored, [dst], out, "copy")
     with work.running("copying", out, f"nothing is committed at {dst}") as progress:
-        how = work.arguments("overwrite", "workers", "on")
-        done = ucformat.copy(src, dst, **how, progress=progress)
+        arguments = work.arguments("overwrite", "workers", "on")
+        done = ucformat.copy(src, dst, **arguments, progress=progress)
     seconds = time.perf_counter() - begun
-    found = {
+    data = {
         "url": done.url,
         "id": done.id,
         "already": done.already,
@@ -155,9 +159,9 @@ def copy(src: str, dst: str, work: Work, out: Output) -> None:
         if done.kept
         else ""
     )
-    speed = f"{seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
+    speed = f"{seconds:.1f} s, {data['mb_per_s']:,.0f} MB/s"
     amount = f"{plural(done.files, 'file')}, {bytes_text(done.nbytes)} in {speed}"
-    out.result(lambda: [f"{done.url}  {done.id}  {amount}{kept}"], lambda: found, lambda: [done.id])
+    out.result(lambda: [f"{done.url}  {done.id}  {amount}{kept}"], lambda: data, lambda: [done.id])
 
 
 @command
@@ -185,8 +189,8 @@ def materialize(src: str, dst: str | None, work: Work, out: Output) -> None:
     nothing = dst is None and source.kind == "ucformat" and not is_packed(source)
     left = f"{source.url} is intact" if dst is None else f"nothing is committed at {dst}"
     with work.running("materialising", out, left) as progress:
-        how = work.arguments("overwrite", "on")
-        ck = ucformat.materialize(source, dst, **sizes, **how, progress=progress)
+        arguments = work.arguments("overwrite", "on")
+        ck = ucformat.materialize(source, dst, **sizes, **arguments, progress=progress)
     if nothing:
         out.note(f"{ck.url} is not packed: nothing to do")
     print_written(ck, time.perf_counter() - begun, out, nothing=nothing)

@@ -78,22 +78,22 @@ def diff(
     chosen = _chosen(parts)
     if reading.values and "tensors" not in chosen:
         raise click.UsageError("--values compares tensors, which --what leaves out")
-    found = _Found(
+    differences = _Differences(
         _diff(a, b, options),
         _read_values(a, b, options, reading.workers, out) if reading.values else None,
     )
-    equal = not any(found.differs(part) for part in chosen)
+    equal = not any(differences.differs(part) for part in chosen)
     out.result(
-        lambda: _lines(found, (a, b), chosen, equal=equal),
-        lambda: _data(found, chosen, equal=equal),
-        lambda: _bare(found, chosen),
+        lambda: _lines(differences, (a, b), chosen, equal=equal),
+        lambda: _data(differences, chosen, equal=equal),
+        lambda: _bare(differences, chosen),
     )
     if fail and not equal:
         raise click.exceptions.Exit(1)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Differences:
     """The differences in the catalog or manifests, and those of the values if they were read."""
 
     diff: Diff
@@ -141,7 +141,7 @@ def _diff(a: str, b: str, options: dict[str, Any] | None) -> Diff:
 
 
 def _lines(
-    found: _Found, names: tuple[str, str], chosen: Sequence[str], *, equal: bool
+    differences: _Differences, names: tuple[str, str], chosen: Sequence[str], *, equal: bool
 ) -> Iterator[str]:
     width = terminal_width()
     if equal:
@@ -149,13 +149,13 @@ def _lines(
         return
     yield Heading(shorten(" -> ".join(names), width))
     for part in chosen:
-        if not found.differs(part):
+        if not differences.differs(part):
             continue
         yield ""
         if part == "tensors":
-            yield from _tensors(found, width)
+            yield from _tensors(differences, width)
         else:
-            rows = [(c.path, _value(c.a), _value(c.b)) for c in found.changed(part)]
+            rows = [(c.path, _value(c.a), _value(c.b)) for c in differences.changed(part)]
             yield from table((part, *names), rows, left=3, shrink=(0, 1, 2), width=width)
 
 
@@ -169,23 +169,25 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _tensors(found: _Found, width: int | None) -> Iterator[str]:
+def _tensors(differences: _Differences, width: int | None) -> Iterator[str]:
 
-    t = found.diff.tensors
+    t = differences.diff.tensors
     rows = [(x.name, x.state, "added", "", _tensor(x)) for x in t.added]
     rows += [(x.name, x.state, "removed", _tensor(x), "") for x in t.removed]
     alone = [c for c in t.changed if c.aspects == ("digest",)]
     other = [c for c in t.changed if c.aspects != ("digest",)]
-    for c in [*other, *(alone[:_MAX_VALUE_ROWS] if found.values is None else [])]:
+    for c in [*other, *(alone[:_MAX_VALUE_ROWS] if differences.values is None else [])]:
         what = ", ".join("values" if aspect == "digest" else aspect for aspect in c.aspects)
         x, y = _tensor(c.a), _tensor(c.b)
         rows.append((c.name, c.state, what, *((x, y) if x != y else ("", ""))))
     if rows:
         head = ("tensor", "state", "differs in", "was", "is")
         yield from table(head, rows, left=5, shrink=(0, 2, 3, 4), width=width)
-    if found.values is not None:
+    if differences.values is not None:
         yield from (
-            ["", *_value_lines(found.values, width)] if rows else _value_lines(found.values, width)
+            ["", *_value_lines(differences.values, width)]
+            if rows
+            else _value_lines(differences.values, width)
         )
         return
     if len(alone) > _MAX_VALUE_ROWS:
@@ -199,13 +201,13 @@ def _tensor(tensor: ListedTensor) -> str:
     return f"{tensor.dtype} {shape_text(tensor.shape)}"
 
 
-def _data(found: _Found, chosen: Sequence[str], *, equal: bool) -> dict[str, Any]:
+def _data(differences: _Differences, chosen: Sequence[str], *, equal: bool) -> dict[str, Any]:
 
-    data: dict[str, Any] = {side: _side(getattr(found.diff, side)) for side in ("a", "b")}
+    data: dict[str, Any] = {side: _side(getattr(differences.diff, side)) for side in ("a", "b")}
     data["equal"] = equal
     for part in _PARTS[:-1]:
-        data[part] = [_change(c) for c in found.changed(part)] if part in chosen else None
-    t = found.diff.tensors
+        data[part] = [_change(c) for c in differences.changed(part)] if part in chosen else None
+    t = differences.diff.tensors
     data["tensors"] = None
     if "tensors" in chosen:
         data["tensors"] = {
@@ -218,7 +220,7 @@ def _data(found: _Found, chosen: Sequence[str], *, equal: bool) -> dict[str, Any
             ],
             "unknown": t.unknown,
             "same": t.same,
-            "values": None if found.values is None else _value_data(found.values),
+            "values": None if differences.values is None else _value_data(differences.values),
         }
     return data
 
@@ -247,15 +249,15 @@ def _tensor_data(tensor: ListedTensor) -> dict[str, Any]:
     }
 
 
-def _bare(found: _Found, chosen: Sequence[str]) -> Iterator[str]:
+def _bare(differences: _Differences, chosen: Sequence[str]) -> Iterator[str]:
     for part in chosen:
         if part == "tensors":
-            t = found.diff.tensors
+            t = differences.diff.tensors
             every = [*((x, "added") for x in t.added), *((x, "removed") for x in t.removed)]
             every += [(c.b, ",".join(c.aspects)) for c in t.changed]
             for x, what in every:
                 yield tabbed((part, x.name, x.state, what))
-            for v in found.values or ():
+            for v in differences.values or ():
                 if not v.equal:
                     yield tabbed(
                         (
@@ -268,7 +270,7 @@ def _bare(found: _Found, chosen: Sequence[str]) -> Iterator[str]:
                         )
                     )
         else:
-            for change in found.changed(part):
+            for change in differences.changed(part):
                 yield tabbed((part, change.path, _value(change.a), _value(change.b)))
 
 

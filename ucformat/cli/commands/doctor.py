@@ -36,17 +36,17 @@ def doctor(url: str, read_only: bool, out: Output) -> None:  # noqa: FBT001
     from ucformat.cli.program import interruptible
 
     with interruptible("interrupted: the test files were removed"):
-        found = ucformat.doctor(url, read_only=read_only)
-    bad = [p.name for p in found.probes if p.status != "ok"]
-    out.result(lambda: _describe(found), lambda: _data(found), lambda: bad or ["ok"])
-    if not found:
+        diagnosis = ucformat.doctor(url, read_only=read_only)
+    bad = [p.name for p in diagnosis.probes if p.status != "ok"]
+    out.result(lambda: _describe(diagnosis), lambda: _data(diagnosis), lambda: bad or ["ok"])
+    if not diagnosis:
         raise click.exceptions.Exit(1)
 
 
-def _describe(found: Diagnosis) -> Iterator[str]:
+def _describe(diagnosis: Diagnosis) -> Iterator[str]:
     width = terminal_width()
-    yield Heading(found.url)
-    access = found.access
+    yield Heading(diagnosis.url)
+    access = diagnosis.access
     labels = {
         "endpoint": "endpoint",
         "region": "region",
@@ -56,48 +56,49 @@ def _describe(found: Diagnosis) -> Iterator[str]:
     for label, text in ((label, getattr(access, name)) for name, label in labels.items()):
         if text is not None:
             yield from field(label, text, width)
-    if found.latency_ms is not None:
-        yield from field("latency", f"{found.latency_ms:.3g} ms for a small read", width)
-    if found.mb_per_s is not None:
-        yield from field("one read", f"{found.mb_per_s:,.0f} MB/s", width)
-    if found.write_mb_per_s is not None:
-        yield from field("one write", f"{found.write_mb_per_s:,.0f} MB/s", width)
+    if diagnosis.latency_ms is not None:
+        yield from field("latency", f"{diagnosis.latency_ms:.3g} ms for a small read", width)
+    if diagnosis.mb_per_s is not None:
+        yield from field("one read", f"{diagnosis.mb_per_s:,.0f} MB/s", width)
+    if diagnosis.write_mb_per_s is not None:
+        yield from field("one write", f"{diagnosis.write_mb_per_s:,.0f} MB/s", width)
     yield ""
-    longest = max(len(p.name) for p in found.probes)
-    for probe in found.probes:
+    longest = max(len(p.name) for p in diagnosis.probes)
+    for probe in diagnosis.probes:
         yield f"  {probe.status:<7}  {probe.name:<{longest}}  {probe.text}"
     yield ""
-    yield from _verdict(found)
+    yield from _verdict(diagnosis)
 
 
-def _verdict(found: Diagnosis) -> Iterator[str]:
-    if found.can_read is None:
+def _verdict(diagnosis: Diagnosis) -> Iterator[str]:
+    if diagnosis.can_read is None:
         yield "  it is unknown whether checkpoints there can be read: there are none"
     else:
-        yield f"  checkpoints there can{'' if found.can_read else 'not'} be read"
-    if found.can_save is not None:
-        yield f"  checkpoints can{'' if found.can_save else 'not'} be saved there"
-    if found.can_overwrite is not None:
-        yield f"  overwrite=True (--overwrite) is {'' if found.can_overwrite else 'not '}safe there"
+        yield f"  checkpoints there can{'' if diagnosis.can_read else 'not'} be read"
+    if diagnosis.can_save is not None:
+        yield f"  checkpoints can{'' if diagnosis.can_save else 'not'} be saved there"
+    if diagnosis.can_overwrite is not None:
+        safe = "safe" if diagnosis.can_overwrite else "not safe"
+        yield f"  overwrite=True (--overwrite) is {safe} there"
 
 
-def _data(found: Diagnosis) -> dict[str, Any]:
+def _data(diagnosis: Diagnosis) -> dict[str, Any]:
     def rounded(value: float | None) -> float | None:
         return None if value is None else round(value, 3)
 
     return {
-        "url": found.url,
-        "ok": bool(found),
-        "read_only": found.read_only,
-        "can_read": found.can_read,
-        "can_save": found.can_save,
-        "can_overwrite": found.can_overwrite,
-        "endpoint": found.access.endpoint,
-        "region": found.access.region,
-        "credentials": found.access.credentials,
-        "cache": found.access.cache,
-        "latency_ms": rounded(found.latency_ms),
-        "mb_per_s": rounded(found.mb_per_s),
-        "write_mb_per_s": rounded(found.write_mb_per_s),
-        "probes": [{"name": p.name, "status": p.status, "text": p.text} for p in found.probes],
+        "url": diagnosis.url,
+        "ok": bool(diagnosis),
+        "read_only": diagnosis.read_only,
+        "can_read": diagnosis.can_read,
+        "can_save": diagnosis.can_save,
+        "can_overwrite": diagnosis.can_overwrite,
+        "endpoint": diagnosis.access.endpoint,
+        "region": diagnosis.access.region,
+        "credentials": diagnosis.access.credentials,
+        "cache": diagnosis.access.cache,
+        "latency_ms": rounded(diagnosis.latency_ms),
+        "mb_per_s": rounded(diagnosis.mb_per_s),
+        "write_mb_per_s": rounded(diagnosis.write_mb_per_s),
+        "probes": [{"name": p.name, "status": p.status, "text": p.text} for p in diagnosis.probes],
     }

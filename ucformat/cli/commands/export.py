@@ -57,7 +57,11 @@ class _Exports(LazyGroup):
 
     def lines(self) -> dict[str, list[tuple[str, str]]]:
         """The kinds of exporters and what they write."""
-        return {"Formats": [(kind, one.summary or one.title) for kind, one in EXPORTERS.items()]}
+        return {
+            "Formats": [
+                (kind, exporter.summary or exporter.title) for kind, exporter in EXPORTERS.items()
+            ]
+        }
 
 
 export = _Exports("export", {}, help="Write a checkpoint in the format of another tool.")
@@ -87,10 +91,10 @@ def export_command(kind: str) -> click.Command:
             raise click.exceptions.Exit(1)
         begun = time.perf_counter()
         with work.running("exporting", out, f"{dst} is not complete") as progress:
-            how = work.arguments("overwrite", "workers", "verify", "on")
-            done = ucformat.export(source, dst, kind, **how, progress=progress, **given)
+            arguments = work.arguments("overwrite", "workers", "verify", "on")
+            done = ucformat.export(source, dst, kind, **arguments, progress=progress, **given)
         seconds = time.perf_counter() - begun
-        found = {
+        data = {
             "url": done.url,
             "kind": kind,
             "files": done.files,
@@ -119,8 +123,8 @@ def export_command(kind: str) -> click.Command:
             )
             out.note(f"exported without verification: {why}")
         amount = f"{plural(done.tensors, 'tensor')} in {plural(done.files, 'file')}, {bytes_text(done.nbytes)}"
-        speed = f"in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
-        out.result(lambda: [f"{done.url}  {amount} {speed}"], lambda: found, lambda: [done.url])
+        speed = f"in {seconds:.1f} s, {data['mb_per_s']:,.0f} MB/s"
+        out.result(lambda: [f"{done.url}  {amount} {speed}"], lambda: data, lambda: [done.url])
 
     title = EXPORTERS[kind].title
     export_to.__doc__ = f"""Export SRC to DST as {title}.
@@ -130,7 +134,7 @@ def export_command(kind: str) -> click.Command:
     """
     own = options_of(EXPORTERS[kind])
     options = apply_options(
-        *(_own_option(name, of) for name, of in own.items()),
+        *(_own_option(name, option) for name, option in own.items()),
         SRC,
         click.argument("dst", metavar="DST"),
         STATES,
@@ -139,9 +143,9 @@ def export_command(kind: str) -> click.Command:
         OPENING,
         CATALOG,
     )
-    made = command(options(export_to))
-    made.name = kind
-    return made
+    subcommand = command(options(export_to))
+    subcommand.name = kind
+    return subcommand
 
 
 _COMMON = (
@@ -183,14 +187,18 @@ _WORK = work_options(
 )
 
 
-def _own_option(name: str, of: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _own_option(
+    name: str, option: Field[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The option of a command for an option of an exporter."""
-    how, text = of.metadata["how"], of.metadata["text"]
+    reader, text = option.metadata["how"], option.metadata["text"]
     spelled, help_text = f"--{name.replace('_', '-')}", f"{text[0].upper()}{text[1:].rstrip('.')}."
-    if how == "flag":
-        both = f"{spelled}/--no-{spelled[2:]}" if of.default is None else spelled  # of three values
+    if reader == "flag":
+        both = (
+            f"{spelled}/--no-{spelled[2:]}" if option.default is None else spelled
+        )  # of three values
         return click.option(both, name, is_flag=True, default=None, help=help_text)
-    if how == "link":  # `--link` alone, or `--link=hard`
+    if reader == "link":  # `--link` alone, or `--link=hard`
         return click.option(
             spelled, name, is_flag=False, flag_value="reflink", metavar="[=hard]", help=help_text
         )
@@ -201,7 +209,7 @@ def _own_option(name: str, of: Field[Any]) -> Callable[[Callable[..., None]], Ca
         "layout": (None, "FILE|PRESET", lambda _c, _p, v: None if v is None else layout_of(v)),
         "text": (None, "TEXT", None),
         "path": (None, "PATH", None),
-    }[how]
+    }[reader]
     return click.option(spelled, name, type=kind, metavar=metavar, callback=read, help=help_text)
 
 
@@ -218,5 +226,5 @@ def _print_plan(target: Target, cost: Cost, out: Output) -> None:
             yield from field("left out", what, width)
         yield from cost_fields(cost, width)
 
-    found = {**asdict(cost), "files": files, "bytes": nbytes, "left_out": list(target.left_out)}
-    out.result(lines, lambda: found, lambda: [f.key for f in target.files])
+    data = {**asdict(cost), "files": files, "bytes": nbytes, "left_out": list(target.left_out)}
+    out.result(lines, lambda: data, lambda: [f.key for f in target.files])

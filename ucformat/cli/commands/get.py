@@ -99,7 +99,7 @@ def get(
             )
 
     def data() -> dict[str, Any]:
-        found = {
+        data = {
             "url": ck.url,
             "name": tensor.name,
             "state": tensor.state,
@@ -111,7 +111,7 @@ def get(
             "out": target,
             "stored_as": None if file is None else str(stored.dtype),
         }
-        return found | ({"values": _values(array)} if file is None else {})
+        return data | ({"values": _values(array)} if file is None else {})
 
     def lines() -> list[str]:
         if file is None:
@@ -211,10 +211,10 @@ def _part(part: str, text: str) -> int | slice | EllipsisType:
         return ...
     if re.fullmatch(r"[+-]?\d{1,20}", part, re.ASCII):
         return int(part)
-    found = _SLICE.fullmatch(part)
-    if found is None or max(map(len, found.groups(default="")), default=0) > 20:
+    match = _SLICE.fullmatch(part)
+    if match is None or max(map(len, match.groups(default="")), default=0) > 20:
         raise _error(text, f"{part!r} is not an integer, a slice such as 0:512, or ...")
-    start, stop, step = (None if n is None else int(n) for n in found.groups())
+    start, stop, step = (None if n is None else int(n) for n in match.groups())
     if step == 0:
         raise _error(text, "the step cannot be 0")
     return slice(start, stop, step)
@@ -242,9 +242,9 @@ def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
     target = numpy_dtype(dtype)
     source = dtype_name(array.dtype)
     # only the bits are known of its elements
-    for one in {dtype, source} - {target.name, array.dtype.name}:
+    for unknown in {dtype, source} - {target.name, array.dtype.name}:
         raise UsageError(
-            f"{source} is not cast to {dtype}", hint=f"elements of {one} are not single numbers"
+            f"{source} is not cast to {dtype}", hint=f"elements of {unknown} are not single numbers"
         )
     if _kind(dtype) < _kind(source):
         raise UsageError(
@@ -267,8 +267,8 @@ def as_stored(array: NDArray[Any]) -> NDArray[Any]:
     from ucformat.reading.dtypes import dtype_name
 
     # np.save would call the others `|V2`, `|V1`, `<f1`
-    known = hasattr(np, dtype_name(array.dtype))
-    return array if known else array.view(f"<u{array.itemsize}")
+    in_numpy = hasattr(np, dtype_name(array.dtype))
+    return array if in_numpy else array.view(f"<u{array.itemsize}")
 
 
 def check_target(file: Path, *, force: bool) -> None:

@@ -73,10 +73,10 @@ def metric(ref: str, metrics: tuple[str, ...], out: Output) -> None:
 
     VALUE is a number; nan and inf are allowed.
     """
-    given = dict(parse_metric(text, "'NAME=VALUE…'") for text in metrics)
-    entry = _changed(ref, lambda catalog, id_: catalog.metric(id_, given))
+    values = dict(parse_metric(text, "'NAME=VALUE…'") for text in metrics)
+    entry = _changed(ref, lambda catalog, id_: catalog.metric(id_, values))
     out.result(
-        lambda: [f"{entry.name}: {', '.join(f'{n} {entry.metrics[n]:g}' for n in given)}"],
+        lambda: [f"{entry.name}: {', '.join(f'{n} {entry.metrics[n]:g}' for n in values)}"],
         lambda: _data(entry, metrics=dict(entry.metrics)),
     )
 
@@ -109,11 +109,11 @@ def hold(ref: str, reason: str, until: str | None, out: Output) -> None:
     with opened_catalog() as catalog:
         entry = catalog.get(ref)
         number = catalog.hold(entry.id, reason, end)
-        made = next(h for h in catalog.get(entry.id).holds if h.id == number)
-    time = "until it is released" if made.until is None else f"until {moment(made.until)}"
+        new_hold = next(h for h in catalog.get(entry.id).holds if h.id == number)
+    time = "until it is released" if new_hold.until is None else f"until {moment(new_hold.until)}"
     out.result(
         lambda: [f"{entry.name}: hold {number}, {time}"],
-        lambda: _data(entry, hold=data_of(made)),
+        lambda: _data(entry, hold=data_of(new_hold)),
         lambda: [str(number)],
     )
 
@@ -156,9 +156,9 @@ def release(ref: str, number: int | None, out: Output) -> None:
         ended = catalog.release(entry.id, number)
         left = catalog.get(entry.id).holds
     if number is not None and not ended:
-        held = ", ".join(str(h.id) for h in left)
+        numbers = ", ".join(str(h.id) for h in left)
         raise NotFound(
-            f"{entry.name} has no hold {number}", hint=f"its holds: {held}" if held else None
+            f"{entry.name} has no hold {number}", hint=f"its holds: {numbers}" if numbers else None
         )
     out.result(
         lambda: [
@@ -241,15 +241,17 @@ def rm(name: str, expect: str | None, out: Output) -> None:
 def list_(out: Output) -> None:
     """List the aliases and where they point."""
     with opened_catalog() as catalog:
-        found = catalog.aliases()
+        aliases = catalog.aliases()
         pointed = (
-            {e.id: e.name for e in catalog.find("alias is not null", deleted=True)} if found else {}
+            {e.id: e.name for e in catalog.find("alias is not null", deleted=True)}
+            if aliases
+            else {}
         )
 
     def data() -> dict[str, Any]:
-        return {"aliases": [_alias(a, pointed.get(a.id)) for a in found]}
+        return {"aliases": [_alias(a, pointed.get(a.id)) for a in aliases]}
 
-    out.result(lambda: _list(found, pointed), data, lambda: (a.name for a in found))
+    out.result(lambda: _list(aliases, pointed), data, lambda: (a.name for a in aliases))
 
 
 def _alias(alias: AliasEntry, name: str | None) -> dict[str, Any]:
@@ -262,13 +264,13 @@ def _alias(alias: AliasEntry, name: str | None) -> dict[str, Any]:
     }
 
 
-def _list(found: Sequence[AliasEntry], pointed: dict[str, str]) -> Iterator[str]:
-    if not found:
+def _list(aliases: Sequence[AliasEntry], pointed: dict[str, str]) -> Iterator[str]:
+    if not aliases:
         return iter(("no aliases",))
     width = terminal_width()
     rows = [
         (a.name, pointed.get(a.id, ""), a.id if width is None else a.id[:12], moment(a.moved))
-        for a in found
+        for a in aliases
     ]
     return table(("alias", "checkpoint", "id", "moved"), rows, left=4, shrink=(0, 1), width=width)
 

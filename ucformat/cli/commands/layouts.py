@@ -74,18 +74,18 @@ def plan(
     ck = opening.open(src)
     layout = ucformat.Layout.load(file)
     ranks = range(layout.mesh.size) if rank == "all" else [_rank(rank)]
-    found, described = [], ""
+    plans, described = [], ""
     with out.progress("planning", "ranks") as progress:
         for done, n in enumerate(ranks, 1):
             read = ck.plan(layout, n, list(states) or None, verify=verify)
-            found.append(_plan_data(read))
+            plans.append(_plan_data(read))
             described = str(read)
             progress(done, len(ranks))
-    total = {key: sum(p[key] for p in found) for key in _SUMS}
+    total = {key: sum(p[key] for p in plans) for key in _SUMS}
     out.result(
-        lambda: _plan_table(found, total) if rank == "all" else _plan_lines(described, found[0]),
-        lambda: {"url": ck.url, "layout": file, "verify": verify, "ranks": found, "total": total},
-        lambda: (str(p["bytes_read"]) for p in found),
+        lambda: _plan_table(plans, total) if rank == "all" else _plan_lines(described, plans[0]),
+        lambda: {"url": ck.url, "layout": file, "verify": verify, "ranks": plans, "total": total},
+        lambda: (str(p["bytes_read"]) for p in plans),
     )
 
 
@@ -112,9 +112,9 @@ def _plan_data(plan: ReadPlan) -> dict[str, Any]:
     }
 
 
-def _plan_lines(described: str, found: dict[str, Any]) -> Iterator[str]:
+def _plan_lines(described: str, plan_data: dict[str, Any]) -> Iterator[str]:
     yield from described.splitlines()
-    files = sorted(found["files"].items(), key=lambda f: (-f[1], f[0]))
+    files = sorted(plan_data["files"].items(), key=lambda f: (-f[1], f[0]))
     if files:
         yield ""
         yield from table(
@@ -126,12 +126,12 @@ def _plan_lines(described: str, found: dict[str, Any]) -> Iterator[str]:
         yield f"and {bytes_text(sum(n for _, n in files[_MAX_FILES:]))} of {count(len(files) - _MAX_FILES)} more"
 
 
-def _plan_table(found: Sequence[dict[str, Any]], total: dict[str, Any]) -> Iterator[str]:
+def _plan_table(plans: Sequence[dict[str, Any]], total: dict[str, Any]) -> Iterator[str]:
     head = ("rank", "tensors", "memory", "needed", "read", "ratio", "requests", "files")
-    files = {f for p in found for f in p["files"]}
+    files = {f for p in plans for f in p["files"]}
     return table(
         head,
-        [_plan_row(str(p["rank"]), p, len(p["files"])) for p in found],
+        [_plan_row(str(p["rank"]), p, len(p["files"])) for p in plans],
         left=0,
         total=_plan_row("total", total, len(files)),
     )
@@ -178,13 +178,13 @@ def fits(
         )
     layout = ucformat.Layout.load(file)
     if ref is not None:
-        found = ucformat.fits(ref, layout, options=options)
+        result = ucformat.fits(ref, layout, options=options)
         out.result(
-            lambda: _fit_lines(found),
-            lambda: _fit_data(found),
-            lambda: ["fits"] if found else [m.name for m in found.misfits],
+            lambda: _fit_lines(result),
+            lambda: _fit_data(result),
+            lambda: ["fits"] if result else [m.name for m in result.misfits],
         )
-        if not found:
+        if not result:
             raise click.exceptions.Exit(1)
         return
     several = _fit_all(str(where), layout, out)
@@ -205,16 +205,16 @@ def _fit_all(where: str, layout: Any, out: Output) -> list[tuple[str, bool, dict
 
     with opened_catalog() as catalog:
         entries = catalog.find(where)
-    found: list[tuple[str, bool, dict[str, Any]]] = []
+    results: list[tuple[str, bool, dict[str, Any]]] = []
     with out.progress("checking", "checkpoints") as progress:
         for done, entry in enumerate(entries, 1):
             try:
                 fit = ucformat.fits(entry.id, layout)
-                found.append((entry.name, bool(fit), _fit_data(fit)))
+                results.append((entry.name, bool(fit), _fit_data(fit)))
             except UcformatError as error:  # it is missing or unreadable: continue with the others
-                found.append((entry.name, False, {"fits": False, "error": error.message}))
+                results.append((entry.name, False, {"fits": False, "error": error.message}))
             progress(done, len(entries))
-    return found
+    return results
 
 
 def _fit_data(fit: Fit) -> dict[str, Any]:
@@ -251,10 +251,10 @@ def _misfit_lines(fit: Fit) -> Iterator[str]:
 
 def _fits_table(several: Sequence[tuple[str, bool, dict[str, Any]]]) -> Iterator[str]:
     rows = []
-    for ref, fit, found in several:
+    for ref, fit, data in several:
         first = next(
-            (f"{m['name']}: {m['reason']}" for m in found.get("misfits", ())),
-            found.get("error", ""),
+            (f"{m['name']}: {m['reason']}" for m in data.get("misfits", ())),
+            data.get("error", ""),
         )
         rows.append((ref, "fits" if fit else "no", first))
     return table(("checkpoint", "", "why not"), rows, width=terminal_width(), left=3)
@@ -282,26 +282,26 @@ def check(file: str, against: str | None, options: dict[str, Any] | None, out: O
 
     if against is None and options:
         raise click.UsageError("--source needs --against: it describes that checkpoint")
-    found = load(file)
+    layout = load(file)
     if against is None:
         text = (
-            f"{file} is a layout for {plural(found.mesh.size, 'rank')}"
-            if found
+            f"{file} is a layout for {plural(layout.mesh.size, 'rank')}"
+            if layout
             else f"{file} is a view"
         )
         out.result(
             lambda: [text],
-            lambda: {"layout": file, "ranks": found.mesh.size if found else None},
+            lambda: {"layout": file, "ranks": layout.mesh.size if layout else None},
             lambda: [file],
         )
         return
-    if found is None:
+    if layout is None:
         _check_view(file, against, options, out)
         return
-    fit = ucformat.fits(against, found, options=options)
+    fit = ucformat.fits(against, layout, options=options)
     rules = [{"rule": r.rule, "tensors": list(r.names)} for r in fit.rules]
     out.result(
-        lambda: _describe(fit, found),
+        lambda: _describe(fit, layout),
         lambda: _fit_data(fit) | {"rules": rules},
         lambda: [m.name for m in fit.misfits],
     )
@@ -351,9 +351,9 @@ def schema(out: Output) -> None:
     from ucformat.cli.ui.output import dumps
     from ucformat.schema.layout import json_schema
 
-    found = json_schema()
+    document = json_schema()
 
     def lines() -> list[str]:
-        return dumps(found, indent=2).splitlines()
+        return dumps(document, indent=2).splitlines()
 
-    out.result(lines, lambda: found, lines)
+    out.result(lines, lambda: document, lines)

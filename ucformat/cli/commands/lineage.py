@@ -45,29 +45,29 @@ def lineage(
 ) -> None:
     """Show the ancestors of a checkpoint, or with --down its descendants."""
     with opened_catalog() as catalog:
-        found = catalog.lineage(ref, "up" if up else "down", depth)
+        graph = catalog.lineage(ref, "up" if up else "down", depth)
     out.result(
-        lambda: _lines(found, form),
-        lambda: _data(found),
-        lambda: (key for key in found.nodes if key != found.root),
+        lambda: _lines(graph, form),
+        lambda: _data(graph),
+        lambda: (key for key in graph.nodes if key != graph.root),
     )
 
 
-def _lines(found: Lineage, form: str) -> Iterator[str]:
+def _lines(graph: Lineage, form: str) -> Iterator[str]:
     from ucformat.catalog.lineage import render_dot, render_mermaid, render_tree
 
     if form != "tree":
-        return iter((render_dot if form == "dot" else render_mermaid)(found).splitlines())
+        return iter((render_dot if form == "dot" else render_mermaid)(graph).splitlines())
     width = terminal_width()
-    return (shorten(line, width) for line in render_tree(found))
+    return (shorten(line, width) for line in render_tree(graph))
 
 
-def _data(found: Lineage) -> dict[str, Any]:
+def _data(graph: Lineage) -> dict[str, Any]:
     return {
-        "root": found.root,
-        "direction": found.direction,
-        "nodes": [{"key": key} | data_of(node) for key, node in found.nodes.items()],
-        "edges": [data_of(edge) for edge in found.edges],
+        "root": graph.root,
+        "direction": graph.direction,
+        "nodes": [{"key": key} | data_of(node) for key, node in graph.nodes.items()],
+        "edges": [data_of(edge) for edge in graph.edges],
     }
 
 

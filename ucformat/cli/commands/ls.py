@@ -104,14 +104,14 @@ def parse_columns(text: str) -> list[Column]:
 
     columns, at = [], 0
     while at < len(text):
-        found = _KEY.match(text, at)
-        if found is None:
+        match = _KEY.match(text, at)
+        if match is None:
             raise UsageError(
                 f"{text[at:]!r} is not a list of columns",
                 hint='write keys as: run,step,config."a.b".c',
             )
-        columns.append(_column(found[1]))
-        at = found.end()
+        columns.append(_column(match[1]))
+        at = match.end()
     return columns or parse_columns("name,id")
 
 
@@ -121,9 +121,9 @@ def _column(key: str) -> Column:
     from ucformat.errors import UsageError
 
     root, *path = [_plain(part) for part in _PART.findall(key)]
-    known = BY_NAME.get(root)
-    if known is not None and (known.name != root) is bool(path):
-        return Column(key, known, path)
+    entry_key = BY_NAME.get(root)
+    if entry_key is not None and (entry_key.name != root) is bool(path):
+        return Column(key, entry_key, path)
     names = [k.name for k in KEYS if k.root != "tensor"]
     near = get_close_matches(key, names, 1, 0.5)
     hint = f"did you mean {near[0]}?" if near else f"the columns are {', '.join(names)}"
@@ -225,31 +225,32 @@ def ls(
     if limit is None and not (out.quiet or out.as_json):
         limit = _MAX_ROWS
     with opened_catalog() as catalog:
-        found = catalog.find(
+        entries = catalog.find(
             where, sort=shown.sort, limit=limit or None, offset=offset, deleted=deleted
         )
-        full = limit and len(found) == limit
-        total: int | None = len(found)
+        full = limit and len(entries) == limit
+        total: int | None = len(entries)
         if full or offset:  # counting may take longer than finding
             total = (catalog.count if out.as_json else catalog.count_few)(where, deleted=deleted)
         for column in chosen or ():
-            if column.path and column.empty(found):
+            if column.path and column.empty(entries):
                 _check_known(catalog, column.text, out)
     out.result(
-        lambda: _table(found, chosen or _default(found, deleted=deleted)),
-        lambda: {"checkpoints": [entry_data(e) for e in found], "total": total},
-        lambda: (e.id for e in found),
+        lambda: _table(entries, chosen or _default(entries, deleted=deleted)),
+        lambda: {"checkpoints": [entry_data(e) for e in entries], "total": total},
+        lambda: (e.id for e in entries),
     )
     if shown.sort == NEWEST:
-        for text in contradictions(found, lambda entry: entry.name):
+        for text in contradictions(entries, lambda entry: entry.name):
             out.warn(text)
     if full and total is None:
         out.note(
-            f"the first {count(len(found))}; -n {2 * len(found)} shows more, or a narrower filter"
+            f"the first {count(len(entries))}; -n {2 * len(entries)} shows more, or a narrower "
+            "filter"
         )
-    elif full and total is not None and total > offset + len(found):
+    elif full and total is not None and total > offset + len(entries):
         out.note(
-            f"{count(len(found))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a "
+            f"{count(len(entries))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a "
             "narrower filter"
         )
 
@@ -259,7 +260,7 @@ def _list_runs(where: str, out: Output) -> None:
     from ucformat.catalog.lines import launch_label
 
     with opened_catalog() as catalog:
-        found = catalog.lines(where)
+        lines = catalog.lines(where)
     headings = ["run", "launch", "newest", "id", "checkpoints", "size", "age", "folder"]
     rows = [
         [
@@ -272,7 +273,7 @@ def _list_runs(where: str, out: Output) -> None:
             ago(line.head.created),
             (line.head.url or "-").rpartition("/")[0] or "-",
         ]
-        for line in found
+        for line in lines
     ]
     out.result(
         lambda: table(
@@ -287,10 +288,10 @@ def _list_runs(where: str, out: Output) -> None:
                     "checkpoints": line.checkpoints,
                     "bytes": line.nbytes,
                 }
-                for line in found
+                for line in lines
             ]
         },
-        lambda: (line.head.id for line in found),
+        lambda: (line.head.id for line in lines),
     )
 
 
@@ -304,19 +305,19 @@ def _check_known(catalog: Catalog, key: str, out: Output) -> None:
         out.note(f"{error.message.splitlines()[0]}{f'; {error.hint}' if error.hint else ''}")
 
 
-def _default(found: Sequence[Entry], *, deleted: bool) -> list[Column]:
+def _default(entries: Sequence[Entry], *, deleted: bool) -> list[Column]:
     """The default columns; on a terminal without those that are empty."""
-    launches = {(e.run, e.launch) for e in found if e.run is not None}
+    launches = {(e.run, e.launch) for e in entries if e.run is not None}
     several = len(launches) > len({run for run, _ in launches})
-    more = ("state," if deleted else "") + ("launch," if several else "")
-    columns = parse_columns(f"name,id,kind,{more}size,age,alias,tag,metrics,url")
+    extra = ("state," if deleted else "") + ("launch," if several else "")
+    columns = parse_columns(f"name,id,kind,{extra}size,age,alias,tag,metrics,url")
     width = terminal_width()
     if width is None:
         return columns
-    columns = [c for c in columns if not c.empty(found)]
+    columns = [c for c in columns if not c.empty(entries)]
     for key in ("url", "metrics"):  # the last to be shown where there is little room
         widths = (
-            max(len(text) for text in (c.text, *(c.cell(e, short=True) for e in found)))
+            max(len(text) for text in (c.text, *(c.cell(e, short=True) for e in entries)))
             for c in columns
         )
         if sum(widths) + 2 * (len(columns) - 1) > width:
@@ -324,14 +325,14 @@ def _default(found: Sequence[Entry], *, deleted: bool) -> list[Column]:
     return columns
 
 
-def _table(found: Sequence[Entry], columns: Sequence[Column]) -> Iterator[str]:
-    if not found:
+def _table(entries: Sequence[Entry], columns: Sequence[Column]) -> Iterator[str]:
+    if not entries:
         return iter(("no checkpoints",))
     width = terminal_width()
     return table(
         [c.text for c in columns],
-        [[c.cell(e, short=width is not None) for c in columns] for e in found],
-        left=[i for i, c in enumerate(columns) if not c.right(found)],
+        [[c.cell(e, short=width is not None) for c in columns] for e in entries],
+        left=[i for i, c in enumerate(columns) if not c.right(entries)],
         shrink=[i for i, c in enumerate(columns) if c.shrinks],
         width=width,
     )

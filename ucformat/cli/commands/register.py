@@ -163,7 +163,7 @@ def register(
     with interruptible(kept), opened_catalog() as catalog:
         gc.freeze()  # of thousands of checkpoints, nothing that is here now is looked through each time
         with out.progress("registering", "checkpoints") as progress:
-            found = ucformat.register(
+            registered = ucformat.register(
                 places,
                 catalog,
                 **asdict(search),
@@ -172,8 +172,8 @@ def register(
                 on=work.where,
                 progress=progress,
             )
-        out.result(lambda: _list(found), lambda: _data(found), lambda: found.ids)
-    _raise_failures(found)
+        out.result(lambda: _list(registered), lambda: _data(registered), lambda: registered.ids)
+    _raise_failures(registered)
 
 
 def _estimate(
@@ -200,7 +200,7 @@ def _register_virtual(
     nbytes = sum(info.nbytes for info in ck.tensors.values())
     sidecar = ck.manifest.sidecar
     files = len(sidecar.sources) if sidecar else 0
-    found = {
+    data = {
         "url": ck.url,
         "id": ck.id,
         "tensors": len(ck.tensors),
@@ -216,7 +216,7 @@ def _register_virtual(
         )
         bare = len(ck.tensors) - len(ck.manifest.verified.but)
         out.note(f"the bytes of {plural(bare, 'tensor')} are unverified: {why}")
-    out.result(lambda: [f"{ck.url}  {ck.id}  {amount}"], lambda: found, lambda: [ck.id])
+    out.result(lambda: [f"{ck.url}  {ck.id}  {amount}"], lambda: data, lambda: [ck.id])
 
 
 @command
@@ -248,7 +248,7 @@ def reindex(
     kept = "interrupted: what was recorded is kept; run the same command again for the rest"
     with interruptible(kept), opened_catalog() as catalog:
         with out.progress("reindexing", "checkpoints") as progress:
-            found = ucformat.reindex(
+            reindexed = ucformat.reindex(
                 place,
                 catalog,
                 forget=forget,
@@ -257,15 +257,16 @@ def reindex(
                 progress=progress,
             )
         out.result(
-            lambda: _summary(found),
+            lambda: _summary(reindexed),
             lambda: (
-                _data(found) | {"missing": list(found.missing), "forgotten": list(found.forgotten)}
+                _data(reindexed)
+                | {"missing": list(reindexed.missing), "forgotten": list(reindexed.forgotten)}
             ),
-            lambda: found.ids,
+            lambda: reindexed.ids,
         )
-    _raise_failures(found)
-    if found.missing and not forget:
-        places = plural(len(found.missing), "place")
+    _raise_failures(reindexed)
+    if reindexed.missing and not forget:
+        places = plural(len(reindexed.missing), "place")
         raise UcformatError(
             f"the catalog has checkpoints in {places} where there are none: nothing was forgotten",
             hint=(
@@ -275,45 +276,48 @@ def reindex(
         )
 
 
-def _list(found: Registered) -> Iterator[str]:
+def _list(registered: Registered) -> Iterator[str]:
     width = terminal_width()
     cut = None if width is None else 12
-    rows = [(e.name, e.id[:cut], e.kind, bytes_text(e.nbytes), e.url or "-") for e in found.entries]
+    rows = [
+        (e.name, e.id[:cut], e.kind, bytes_text(e.nbytes), e.url or "-") for e in registered.entries
+    ]
     if rows:
         head = ("name", "id", "kind", "size", "url")
         yield from table(head, rows, left=(0, 1, 2, 4), shrink=(0, 4), width=width)
-    yield from _failures(found)
+    yield from _failures(registered)
 
 
-def _summary(found: Reindexed) -> Iterator[str]:
-    size = bytes_text(sum(e.nbytes for e in found.entries))
-    yield Heading(f"{plural(len(found.ids), 'checkpoint')}, {size}")
-    for url in found.missing:
-        yield f"  {'forgotten' if url in found.forgotten else 'missing':<9} {url}"
-    yield from _failures(found)
+def _summary(reindexed: Reindexed) -> Iterator[str]:
+    size = bytes_text(sum(e.nbytes for e in reindexed.entries))
+    yield Heading(f"{plural(len(reindexed.ids), 'checkpoint')}, {size}")
+    for url in reindexed.missing:
+        yield f"  {'forgotten' if url in reindexed.forgotten else 'missing':<9} {url}"
+    yield from _failures(reindexed)
 
 
-def _failures(found: Registered) -> Iterator[str]:
-    for url, names in found.unread.items():
+def _failures(registered: Registered) -> Iterator[str]:
+    for url, names in registered.unread.items():
         yield f"  not read  {first_names(names, _MAX_NAMED)} of {url}"
-    for failure in found.failures:
+    for failure in registered.failures:
         yield f"  failed    {failure.url}: {failure.message}"
 
 
-def _data(found: Registered) -> dict[str, Any]:
+def _data(registered: Registered) -> dict[str, Any]:
     return {
-        "checkpoints": [entry_data(e) for e in found.entries],
-        "failures": [data_of(failure) for failure in found.failures],
-        "unread": {url: list(names) for url, names in found.unread.items()},
+        "checkpoints": [entry_data(e) for e in registered.entries],
+        "failures": [data_of(failure) for failure in registered.failures],
+        "unread": {url: list(names) for url, names in registered.unread.items()},
     }
 
 
-def _raise_failures(found: Registered) -> None:
+def _raise_failures(registered: Registered) -> None:
     """Raise an error if a place that looked like a checkpoint could not be read; the others are recorded."""
     from ucformat.errors import UcformatError
 
-    if found.failures:
+    if registered.failures:
         raise UcformatError(
-            f"{plural(len(found.failures), 'place')} could not be read, and {len(found.ids)} could",
+            f"{plural(len(registered.failures), 'place')} could not be read, and "
+            f"{len(registered.ids)} could",
             hint="`ucp show PLACE` shows why",
         )

@@ -61,10 +61,10 @@ def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], ou
     alias, tag or hold, that others need, or that ucformat did not write are refused.
     """
     with opened_catalog() as catalog:
-        found = {e.id: e for e in map(catalog.get, refs)}
-        ids = list(found)
+        entries = {e.id: e for e in map(catalog.get, refs)}
+        ids = list(entries)
         ignore_dependents_of(
-            ignored, [url for e in found.values() for url in e.urls], out, "delete"
+            ignored, [url for e in entries.values() for url in e.urls], out, "delete"
         )
         catalog.delete(*ids, grace=grace)
         gone = [catalog.get(i) for i in ids]
@@ -89,12 +89,12 @@ def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], ou
 def restore(refs: tuple[str, ...], out: Output) -> None:
     """Restore deleted checkpoints, all of them or none, before `ucp gc` removes them."""
     with opened_catalog() as catalog:
-        found = {e.id: e for e in (catalog.get(ref) for ref in refs)}
-        catalog.restore(*found)
+        entries = {e.id: e for e in (catalog.get(ref) for ref in refs)}
+        catalog.restore(*entries)
     out.result(
-        lambda: (f"{e.name}: restored" for e in found.values()),
-        lambda: {"restored": [{"id": e.id, "name": e.name} for e in found.values()]},
-        lambda: found,
+        lambda: (f"{e.name}: restored" for e in entries.values()),
+        lambda: {"restored": [{"id": e.id, "name": e.name} for e in entries.values()]},
+        lambda: entries,
     )
 
 
@@ -108,7 +108,7 @@ def _ignore_dependents(
     )
 
 
-def _row_data(row: RetentionRow, **more: Any) -> dict[str, Any]:
+def _row_data(row: RetentionRow, **extra: Any) -> dict[str, Any]:
     """The JSON of a checkpoint in a plan."""
     return {
         "id": row.id,
@@ -117,7 +117,7 @@ def _row_data(row: RetentionRow, **more: Any) -> dict[str, Any]:
         "step": row.step,
         "created": instant(row.created),
         "bytes": row.nbytes,
-        **more,
+        **extra,
     }
 
 
@@ -285,58 +285,62 @@ def gc(
                 out,
                 "gc",
             )
-        found = collect(catalog, places, grace=grace)
+        collected = collect(catalog, places, grace=grace)
         if not (out.as_json or out.quiet):
-            out.result(lambda: _gc_lines(found), dict)
-        work = bool(found.plan.purge or found.resumed or found.leftovers)
+            out.result(lambda: _gc_lines(collected), dict)
+        work = bool(collected.plan.purge or collected.resumed or collected.leftovers)
         if apply and work:
-            if not out.confirm(f"permanently remove {_amount(found)}?", yes=yes):
+            if not out.confirm(f"permanently remove {_amount(collected)}?", yes=yes):
                 raise click.exceptions.Exit(1)
             rest = "interrupted: run the same command again to remove the rest"
             with interruptible(rest), out.progress("removing", "checkpoints") as progress:
-                found = collect(
+                collected = collect(
                     catalog,
                     places,
                     apply=True,
-                    expect=found.plan.id,
+                    expect=collected.plan.id,
                     grace=grace,
                     progress=progress,
                 )
     done = (
-        f"removed {plural(len(found.purged), 'checkpoint')}"
+        f"removed {plural(len(collected.purged), 'checkpoint')}"
         if apply
         else "nothing was removed; --apply does it"
     )
     out.result(
-        lambda: ["", done, *(f"  failed    {f}" for f in found.failures)] if work else [],
-        lambda: _gc_data(found, applied=apply),
-        lambda: found.purged if apply else [*found.resumed, *(row.id for row in found.plan.purge)],
+        lambda: ["", done, *(f"  failed    {f}" for f in collected.failures)] if work else [],
+        lambda: _gc_data(collected, applied=apply),
+        lambda: (
+            collected.purged
+            if apply
+            else [*collected.resumed, *(row.id for row in collected.plan.purge)]
+        ),
     )
-    if found.failures:
+    if collected.failures:
         raise UcformatError(
-            f"{plural(len(found.failures), 'removal')} failed",
+            f"{plural(len(collected.failures), 'removal')} failed",
             hint="run the same command again to retry them",
         )
 
 
-def _amount(found: Collected) -> str:
-    size = found.plan.bytes_purged + sum(left.nbytes for left in found.leftovers)
-    parts = [plural(len(found.plan.purge) + len(found.resumed), "checkpoint")]
-    if found.leftovers:
-        parts.append(plural(len(found.leftovers), "leftover"))
+def _amount(collected: Collected) -> str:
+    size = collected.plan.bytes_purged + sum(left.nbytes for left in collected.leftovers)
+    parts = [plural(len(collected.plan.purge) + len(collected.resumed), "checkpoint")]
+    if collected.leftovers:
+        parts.append(plural(len(collected.leftovers), "leftover"))
     return f"{' and '.join(parts)}, {bytes_text(size)}"
 
 
-def _gc_lines(found: Collected) -> Iterator[str]:
-    plan = found.plan
-    yield Heading(f"remove {_amount(found)}")
+def _gc_lines(collected: Collected) -> Iterator[str]:
+    plan = collected.plan
+    yield Heading(f"remove {_amount(collected)}")
     if plan.purge:
         yield from _row_table([(row, ()) for row in plan.purge])
-    for checkpoint in found.resumed:
+    for checkpoint in collected.resumed:
         yield f"{checkpoint}  removal was interrupted"
-    if found.leftovers:
+    if collected.leftovers:
         yield ""
-        yield from _leftovers(found)
+        yield from _leftovers(collected)
     if plan.wait:
         yield ""
         size = sum(w.row.nbytes for w in plan.wait)
@@ -352,10 +356,10 @@ def _reasons(waiting: Deferred) -> tuple[str, ...]:
     )
 
 
-def _leftovers(found: Collected) -> Iterator[str]:
+def _leftovers(collected: Collected) -> Iterator[str]:
     rows = [
         (left.url, left.attempt or "", bytes_text(left.nbytes), moment(left.started))
-        for left in found.leftovers
+        for left in collected.leftovers
     ]
     return table(
         ("left by a writer in", "attempt", "size", "begun"),
@@ -365,18 +369,18 @@ def _leftovers(found: Collected) -> Iterator[str]:
     )
 
 
-def _gc_data(found: Collected, *, applied: bool) -> dict[str, Any]:
-    plan = found.plan
+def _gc_data(collected: Collected, *, applied: bool) -> dict[str, Any]:
+    plan = collected.plan
     return {
         "plan": plan.id,
         "applied": applied,
         "purge": [_row_data(row) for row in plan.purge],
-        "resumed": list(found.resumed),
-        "leftovers": [data_of(left) for left in found.leftovers],
+        "resumed": list(collected.resumed),
+        "leftovers": [data_of(left) for left in collected.leftovers],
         "waiting": [
             _row_data(w.row, reasons=list(w.reasons), until=instant(w.until)) for w in plan.wait
         ],
-        "purged": list(found.purged),
-        "failures": list(found.failures),
-        "bytes": plan.bytes_purged + sum(left.nbytes for left in found.leftovers),
+        "purged": list(collected.purged),
+        "failures": list(collected.failures),
+        "bytes": plan.bytes_purged + sum(left.nbytes for left in collected.leftovers),
     }

@@ -96,9 +96,11 @@ def _hold(hold: HoldEntry) -> str:
     return f"{hold.reason}{until} ({hold.who}, {moment(hold.created)})"
 
 
-def _verified(found: VerificationEntry) -> str:
-    result = "intact" if found.ok else f"damaged: {plural(len(found.problems), 'problem')}"
-    return f"{moment(found.at)}, {result}"
+def _verified(verification: VerificationEntry) -> str:
+    result = (
+        "intact" if verification.ok else f"damaged: {plural(len(verification.problems), 'problem')}"
+    )
+    return f"{moment(verification.at)}, {result}"
 
 
 def look_up(ref: str, out: Output, *, tensors: bool = False) -> Recorded | None:
@@ -132,14 +134,14 @@ def _look_up(catalog: Catalog, ref: str, *, tensors: bool) -> Recorded:
     entry = _find(catalog, ref)
     above = catalog.lineage(entry.id, depth=1)
     parents = [(e.kind, above.nodes[e.parent]) for e in above.edges]
-    found = catalog.tensors(entry.id) if tensors else ()
+    listed = catalog.tensors(entry.id) if tensors else ()
     return Recorded(
         entry,
         tuple(
             {"kind": kind, "id": node.id, "name": node.name, "url": node.url}
             for kind, node in parents
         ),
-        tuple(TensorInfo(t.name, t.state, t.dtype, t.shape) for t in found),
+        tuple(TensorInfo(t.name, t.state, t.dtype, t.shape) for t in listed),
     )
 
 
@@ -155,12 +157,12 @@ def _find(catalog: Catalog, ref: str) -> Entry:
         if parsed.run is None or not isinstance(parsed.at, int):
             raise
         run = parsed.run.replace("'", "''")
-        found = catalog.find(
+        entries = catalog.find(
             f"run = '{run}' and step = {parsed.at} and state != 'committed'", limit=1
         )
-        if not found:
+        if not entries:
             raise
-        return found[0]
+        return entries[0]
 
 
 _MAX_LISTED = 20  # unread files that are listed
@@ -192,16 +194,16 @@ def show(
     of the checkpoint's size. Also shows the checkpoint's entry in the catalog; if its files are
     gone, only that.
     """
-    found, every, known = _opened(src, opening, out)
-    tensors = _chosen(every, found["aliases"] or {}, globs, states)
-    found |= _totals(tensors)
+    summary, every, recorded = _opened(src, opening, out)
+    tensors = _chosen(every, summary["aliases"] or {}, globs, states)
+    summary |= _totals(tensors)
 
     def data() -> dict[str, Any]:
         listed = {"tensors": [_tensor(i) for i in tensors]} if globs else {}
-        return found | listed | {"catalog": None if known is None else known.data()}
+        return summary | listed | {"catalog": None if recorded is None else recorded.data()}
 
     out.result(
-        lambda: _list(tensors) if globs else _describe(found, known),
+        lambda: _list(tensors) if globs else _describe(summary, recorded),
         data,
         lambda: dict.fromkeys(i.name for i in tensors),
     )
@@ -216,13 +218,13 @@ def _opened(
     try:
         ck = opening.open(src)
     except NotFound as gone:
-        known = look_up(src, out, tensors=True)
-        if known is None:
+        recorded = look_up(src, out, tensors=True)
+        if recorded is None:
             raise
-        entry = known.entry
+        entry = recorded.entry
         forget = f" (if it is gone: ucp reindex {entry.urls[0]} --forget)" if entry.urls else ""
         out.note(f"{gone.message}{forget}; showing its entry in the catalog")
-        return _from_catalog(known.entry, known.tensors), known.tensors, known
+        return _from_catalog(recorded.entry, recorded.tensors), recorded.tensors, recorded
     return _summary(ck), list(ck.tensors.values()), look_up(ck.manifest.id or ck.home, out)
 
 
@@ -234,11 +236,11 @@ def _chosen(
 ) -> list[TensorInfo]:
     from ucformat.errors import TensorNotFound, UsageError
 
-    known = dict.fromkeys(info.state for info in every)
-    if unknown := [s for s in states if s not in known]:
+    existing = dict.fromkeys(info.state for info in every)
+    if unknown := [s for s in states if s not in existing]:
         raise UsageError(
             f"no tensor is stored in state {unknown[0]!r}",
-            hint=f"the states are {', '.join(known)}",
+            hint=f"the states are {', '.join(existing)}",
         )
     names: dict[str, list[str]] = {}
     for alias, name in aliases.items():
@@ -409,7 +411,7 @@ def _list(tensors: Sequence[TensorInfo]) -> Iterator[str]:
     return table(("name", "state", "dtype", "shape", "size"), rows, left=3, width=width)
 
 
-def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
+def _describe(s: Mapping[str, Any], recorded: Recorded | None) -> Iterator[str]:
     width = terminal_width()
     yield Heading(s["url"] or s["id"])
     engine = " ".join(v for k, v in s["engine"].items() if k in ("name", "version"))
@@ -439,8 +441,8 @@ def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
         yield from field(
             "unprotected", f"its files in {place}: there is no record that they are needed", width
         )
-    if known is not None:
-        yield from known.lines(s["url"], width)
+    if recorded is not None:
+        yield from recorded.lines(s["url"], width)
     yield ""
     yield from _states(s, width)
     if s["whole"] is not None:
@@ -495,8 +497,10 @@ def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
         yield from field(
             f"group {i}", f"{tensors}: {', '.join(options)}" if options else tensors, width
         )
-    for one in s["unreadable"] or ():
-        yield from field("unreadable", f"{one['name']} ({one['state']}) {one['reason']}", width)
+    for tensor in s["unreadable"] or ():
+        yield from field(
+            "unreadable", f"{tensor['name']} ({tensor['state']}) {tensor['reason']}", width
+        )
     for label in ("objects", "per_rank", "assets"):
         if s[label]:
             yield from field(label.replace("_", " "), ", ".join(s[label]), width)

@@ -58,7 +58,7 @@ def sql(
     if limit is None and not (out.quiet or out.as_json):
         limit = _MAX_ROWS
     with opened_catalog() as catalog:
-        found = catalog.sql(
+        result = catalog.sql(
             statement,
             limit or None,
             timeout=timeout.total_seconds(),
@@ -66,27 +66,27 @@ def sql(
             trust_role=trust_role,
         )
     out.result(
-        lambda: _table(found),
+        lambda: _table(result),
         lambda: {
-            "columns": list(found.columns),
-            "rows": [[_plain(v) for v in row] for row in found.rows],
-            "truncated": found.truncated,
+            "columns": list(result.columns),
+            "rows": [[_plain(v) for v in row] for row in result.rows],
+            "truncated": result.truncated,
         },
-        lambda: (tabbed(_text(v, "") for v in row) for row in found.rows),
+        lambda: (tabbed(_text(v, "") for v in row) for row in result.rows),
     )
-    if found.truncated:
-        out.note(f"there are more than {plural(len(found.rows), 'row')}; -n 0 shows all")
+    if result.truncated:
+        out.note(f"there are more than {plural(len(result.rows), 'row')}; -n 0 shows all")
 
 
-def _table(found: QueryResult) -> Iterator[str]:
-    columns = range(len(found.columns))
+def _table(result: QueryResult) -> Iterator[str]:
+    columns = range(len(result.columns))
     numbers = [
-        i for i in columns if all(isinstance(row[i], int | float | None) for row in found.rows)
+        i for i in columns if all(isinstance(row[i], int | float | None) for row in result.rows)
     ]
-    left = [i for i in columns if i not in numbers or not found.rows]
-    rows = [[_text(v, "-") for v in row] for row in found.rows]
-    yield from table(found.columns, rows, left=left, shrink=left, width=terminal_width())
-    if not found.rows:
+    left = [i for i in columns if i not in numbers or not result.rows]
+    rows = [[_text(v, "-") for v in row] for row in result.rows]
+    yield from table(result.columns, rows, left=left, shrink=left, width=terminal_width())
+    if not result.rows:
         yield "no rows"
 
 

@@ -47,17 +47,17 @@ class _Size(_Type):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip(), re.ASCII | re.IGNORECASE)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip(), re.ASCII | re.IGNORECASE)
         unit = (
             None
-            if found is None
-            else {u.lower(): n for u, n in _UNITS.items()}.get(found[2].lower())
+            if match is None
+            else {u.lower(): n for u, n in _UNITS.items()}.get(match[2].lower())
         )
-        if found is None or unit is None:
+        if match is None or unit is None:
             self.fail(
                 f"{value!r} is not a size: write bytes, or 64KiB, 1.5MiB, 2GiB, 1GB", param, ctx
             )
-        size = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
+        size = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
         if size != int(size) or size < 1:
             self.fail(f"{value!r} is not a whole number of bytes, 1 or more", param, ctx)
         return int(size)
@@ -112,16 +112,16 @@ def _complete(_ctx: click.Context, _param: click.Parameter, begun: str) -> list[
 
     from ucformat.references import open_catalog
 
-    found: list[str] = []
+    refs: list[str] = []
     with suppress(UcformatError), open_catalog(begun) as catalog:
         run, at, _ = begun.partition("@")
         quoted = run.replace("'", "''")
         for entry in catalog.find(f"run = '{quoted}'" if at else "", limit=_MOST_OFFERED):
-            found += (
+            refs += (
                 [f"{entry.run}@{entry.step}", f"{entry.run}@latest"] if entry.run else [entry.id]
             )
-        found += [f"alias:{alias.name}" for alias in catalog.aliases()]
-    offered = [CompletionItem(ref) for ref in dict.fromkeys(found) if ref.startswith(begun)]
+        refs += [f"alias:{alias.name}" for alias in catalog.aliases()]
+    offered = [CompletionItem(ref) for ref in dict.fromkeys(refs) if ref.startswith(begun)]
     return offered or [CompletionItem(begun, type="file")]
 
 
@@ -189,14 +189,14 @@ def ignore_dependents_of(
         return
     from ucformat.jobs.dependents import ignore_dependents
 
-    found = {i for url in urls for i in ignore_dependents(url, ignored, command=name)}
-    for unknown in [i for i in ignored if i not in found]:
+    recorded = {i for url in urls for i in ignore_dependents(url, ignored, command=name)}
+    for unknown in [i for i in ignored if i not in recorded]:
         out.note(f"there is no record that {unknown} needs these files")
 
 
-def _spelling(of: click.Command) -> Callable[[str, str, str], str]:
+def _spelling(click_command: click.Command) -> Callable[[str, str, str], str]:
     """The function by which hints spell an option of a source for this command."""
-    has_option = any(p.name == "options" for p in of.params)
+    has_option = any(p.name == "options" for p in click_command.params)
 
     def spell(name: str, _value: str, text: str) -> str:
         source = f"--source {shlex.quote(f'{name}={text}')}"
@@ -213,11 +213,11 @@ def command(function: Callable[..., None]) -> click.Command:
         from ucformat.errors import spelling_options
 
         out = Output(as_json=as_json, quiet=quiet)
-        with showing_warnings(out), spelling_options(_spelling(made)):
+        with showing_warnings(out), spelling_options(_spelling(click_command)):
             function(*args, out=out, **options)
 
-    made = click.command(context_settings={"help_option_names": ["-h", "--help"]})(wrapped)
-    made.params += [
+    click_command = click.command(context_settings={"help_option_names": ["-h", "--help"]})(wrapped)
+    click_command.params += [
         click.Option(
             ["as_json", "--json"],
             is_flag=True,
@@ -229,10 +229,10 @@ def command(function: Callable[..., None]) -> click.Command:
             help="Print only the result, for scripts; no progress or notes.",
         ),
     ]
-    if refs := [str(p.metavar).strip("[]…") for p in made.params if isinstance(p, _Ref)]:
+    if refs := [str(p.metavar).strip("[]…") for p in click_command.params if isinstance(p, _Ref)]:
         means = "is" if len(refs) == 1 else "are each"
-        made.epilog = f"{' and '.join(refs)} {means} {_REFERENCE}."
-    return made
+        click_command.epilog = f"{' and '.join(refs)} {means} {_REFERENCE}."
+    return click_command
 
 
 def apply_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -265,12 +265,12 @@ def bundle(
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def bundled(**given: Any) -> None:
-            values = {key: given.pop(key) for key in names & given.keys()}
-            function(**{name: kind(**values)}, **given)
+        def bundled(**arguments: Any) -> None:
+            values = {key: arguments.pop(key) for key in names & arguments.keys()}
+            function(**{name: kind(**values)}, **arguments)
 
-        made: Callable[..., None] = declare(bundled)
-        return made
+        decorated: Callable[..., None] = declare(bundled)
+        return decorated
 
     return decorate
 
@@ -290,26 +290,26 @@ def parse_metric(text: str, hint: str) -> tuple[str, float]:
 
 
 def _parse_metrics(
-    _ctx: click.Context, _param: click.Parameter, given: Sequence[str]
+    _ctx: click.Context, _param: click.Parameter, texts: Sequence[str]
 ) -> dict[str, float]:
-    return dict(parse_metric(text, "--metric") for text in given)
+    return dict(parse_metric(text, "--metric") for text in texts)
 
 
 def _read_config(
-    _ctx: click.Context, _param: click.Parameter, given: str | None
+    _ctx: click.Context, _param: click.Parameter, file: str | None
 ) -> dict[str, Any] | None:
-    if given is None:
+    if file is None:
         return None
     from ucformat.config_files import read_config_file
     from ucformat.errors import UsageError
 
-    found = read_config_file(Path(given), "configuration")
-    if not isinstance(found, dict):
+    config = read_config_file(Path(file), "configuration")
+    if not isinstance(config, dict):
         raise UsageError(
-            f"{given} is not a mapping",
+            f"{file} is not a mapping",
             hint="a configuration is a JSON or YAML file of keys and values",
         )
-    return found
+    return config
 
 
 CONFIG = click.option(
@@ -337,19 +337,19 @@ METRIC = click.option(
 
 
 def _source_options(
-    _ctx: click.Context, _param: click.Parameter, given: Sequence[str]
+    _ctx: click.Context, _param: click.Parameter, texts: Sequence[str]
 ) -> dict[str, Any] | None:
-    found: dict[str, Any] = {}
-    for text in given:
+    options: dict[str, Any] = {}
+    for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise UsageError(
                 f"--source {text}: write KEY=VALUE", hint="for one: --source layout=tp2.yaml"
             )
-        if key in found:
+        if key in options:
             raise UsageError(f"--source {key} is given twice")
-        found[key] = _source_value(key, value)
-    return found or None
+        options[key] = _source_value(key, value)
+    return options or None
 
 
 def _source_value(key: str, text: str) -> Any:
@@ -357,12 +357,12 @@ def _source_value(key: str, text: str) -> Any:
     from ucformat.sources.base import options_of
     from ucformat.sources.registry import all_sources
 
-    known = {
+    readers = {
         name: field.metadata["how"]
         for source in all_sources()
         for name, field in options_of(source).items()
     }
-    return _SOURCE_READERS[known[key]](key, text) if key in known else text
+    return _SOURCE_READERS[readers[key]](key, text) if key in readers else text
 
 
 def layout_of(text: str) -> Any:
@@ -393,16 +393,16 @@ def _number(key: str, text: str) -> int:
 
 def _cuts(_key: str, text: str) -> dict[str, str]:
     """Parse PATTERN=HOW, separated by commas."""
-    found: dict[str, str] = {}
+    cuts: dict[str, str] = {}
     for item in text.split(","):
-        pattern, equals, how = item.rpartition("=")
-        if not equals or not pattern or not how:
+        pattern, equals, placement = item.rpartition("=")
+        if not equals or not pattern or not placement:
             raise UsageError(
                 f"--source cuts={text}: write cuts=PATTERN=HOW,…",
                 hint="such as --source 'cuts=*position*=replicate'",
             )
-        found[pattern] = how
-    return found
+        cuts[pattern] = placement
+    return cuts
 
 
 #: The parsers of options, by `how` in the source's options.
@@ -422,9 +422,9 @@ def open_any(ref: str, options: Mapping[str, Any] | None) -> Checkpoint:
 
     if options:
         with suppress(UcformatError):
-            found = ucformat.open(ref)
-            if found.kind == "ucformat":
-                return found
+            checkpoint = ucformat.open(ref)
+            if checkpoint.kind == "ucformat":
+                return checkpoint
     return ucformat.open(ref, options=options)
 
 

@@ -108,6 +108,7 @@ class Output:
             yield lambda done, total: progress.update(task, completed=done, total=total)
         finally:
             timer.cancel()
+            # else it could start the display after it was stopped
             timer.join()
             progress.stop()
 

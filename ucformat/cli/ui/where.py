@@ -141,7 +141,7 @@ def print_written(ck: Checkpoint, seconds: float, out: Output, *, nothing: bool 
     """Print the place, id and size of a checkpoint, and how fast it was written."""
     tensors = 0 if nothing else len(ck.tensors)
     nbytes = 0 if nothing else sum(info.nbytes for info in ck.tensors.values())
-    found = {
+    data = {
         "url": ck.url,
         "id": ck.manifest.id,
         "tensors": tensors,
@@ -149,9 +149,9 @@ def print_written(ck: Checkpoint, seconds: float, out: Output, *, nothing: bool 
         "seconds": round(seconds, 3),
         "mb_per_s": round(nbytes / seconds / 1e6, 3),
     }
-    amount = f"{plural(tensors, 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
+    amount = f"{plural(tensors, 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {data['mb_per_s']:,.0f} MB/s"
     out.result(
-        lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id]
+        lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: data, lambda: [ck.manifest.id]
     )
 
 
