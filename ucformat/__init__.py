@@ -137,11 +137,11 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ucformat' has no attribute {name!r}")
     module, _, attribute = _HOMES[name].partition(":")
-    found: object = import_module(f"ucformat.{module}")
+    value: object = import_module(f"ucformat.{module}")
     if attribute:
-        found = getattr(found, attribute)
-    globals()[name] = found
-    return found
+        value = getattr(value, attribute)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -422,8 +422,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def __getitem__(self, key: str | tuple[str, str]) -> Tensor:
         name, state = key if isinstance(key, tuple) else (key, None)
-        for one in (state,) if state is not None else ("weight", "master"):
-            refused = Key(self.aliases.get(name, name), one)
+        for wanted in (state,) if state is not None else ("weight", "master"):
+            refused = Key(self.aliases.get(name, name), wanted)
             if refused in self.metadata.unreadable and refused not in self._infos:
                 raise unreadable_error({refused: self.metadata.unreadable[refused]}, self.url)
         stored = self._stored(name)

@@ -70,12 +70,12 @@ def _composed(text: str) -> yaml.Node | None:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in members:
             raise ValueError(f"{key!r} is given twice")
-        found[key] = value
-    return found
+        members[key] = value
+    return members
 
 
 def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:

@@ -45,6 +45,6 @@ def make_folder(folder: Path) -> None:
     # without read permission, no ucformat process made a folder there
     with suppress(PermissionError):
         sync_folder(folder.parent)
-    for one in reversed(missing):
-        one.mkdir(exist_ok=True)
-        sync_folder(one.parent)
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        sync_folder(new.parent)

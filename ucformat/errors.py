@@ -70,8 +70,8 @@ __all__ = [
 def first_names(names: Iterable[object], most: int, separator: str = ", ") -> str:
     """List things in a message: `a, b and 3 more`, the first of them and how many others there are."""
     texts = list(map(str, names))
-    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
-    return separator.join(texts[:most]) + more
+    others = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + others
 
 
 class UcformatError(Exception):

@@ -115,18 +115,18 @@ def shown_url(text: str) -> str:
 
 def scrub(error: BaseException) -> None:
     """Hide registered secrets in an error of a library and in its causes: in arguments and in attributes."""
-    found, todo = set[int](), [error]
+    seen, todo = set[int](), [error]
     while todo:
-        one = todo.pop()
-        if id(one) in found:
+        current = todo.pop()
+        if id(current) in seen:
             continue
-        found.add(id(one))
-        one.args = tuple(hide(a) if isinstance(a, str) else a for a in one.args)
-        for name, value in list(vars(one).items()):
+        seen.add(id(current))
+        current.args = tuple(hide(a) if isinstance(a, str) else a for a in current.args)
+        for name, value in list(vars(current).items()):
             # psycopg's errors hold all parameters of a connection
             if hide(repr(value)) != repr(value):
-                setattr(one, name, hide(value) if isinstance(value, str) else None)
-        todo += [e for e in (one.__cause__, one.__context__) if e is not None]
+                setattr(current, name, hide(value) if isinstance(value, str) else None)
+        todo += [e for e in (current.__cause__, current.__context__) if e is not None]
 
 
 def named_secrets(options: Any, name: str = "") -> Iterator[str]:
@@ -225,6 +225,7 @@ def _spellings(secret: str) -> Iterator[str]:
     yield from (secret, quote(data), quote(data, safe=""), quote_plus(data))
     yield from (json.dumps(secret)[1:-1], repr(secret)[1:-1])
     for before in range(3):  # for each alignment in a longer text
+        # only the characters that depend on no byte beside the secret
         begin, end = (-(-8 * before // 6)), (8 * (before + len(data))) // 6
         inside = b64encode(bytes(before) + data).decode()[begin:end]
         yield from (inside, inside.replace("+", "-").replace("/", "_"))

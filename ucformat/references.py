@@ -52,8 +52,8 @@ def open_reference(
         NotACheckpoint: the place holds no checkpoint, or no committed one.
         UsageError: the reference matches several checkpoints.
     """
-    found, _ = _open(place, as_strings(roots), options)
-    return found if view is None else found.view(view)
+    checkpoint, _ = _open(place, as_strings(roots), options)
+    return checkpoint if view is None else checkpoint.view(view)
 
 
 def expand_references(places: Iterable[str | PathLike[str]]) -> list[str | PathLike[str]]:
@@ -64,11 +64,11 @@ def expand_references(places: Iterable[str | PathLike[str]]) -> list[str | PathL
     """
     out: list[str | PathLike[str]] = []
     for place in places:
-        found = _RANGE.fullmatch(place) if isinstance(place, str) and _is_reference(place) else None
-        if found is None:
+        match = _RANGE.fullmatch(place) if isinstance(place, str) and _is_reference(place) else None
+        if match is None:
             out.append(place)
             continue
-        run, first, last = found[1], int(found[2]), int(found[3])
+        run, first, last = match[1], int(match[2]), int(match[3])
         if last < first:
             raise UsageError(
                 f"the range {place} ends before it begins", hint=f"write {run}@{last}..{first}"

@@ -90,25 +90,26 @@ def load_settings(**given: str | None) -> Settings:
             overrides[key] = _checked(key, value)
         except ValueError as error:
             raise UsageError(f"the setting {key} is invalid: {error}", hint=_KNOWN) from None
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     refused: dict[str, UnsafeError] = {}
     for path, of_project in ((_user_file(), False), (_project_file(), True)):
         if (file := _opened(path)) is None:
             continue
-        trusted = (found | overrides).get("trusted", ())
+        trusted = (values | overrides).get("trusted", ())
         for key, value in _read(file).items():
             reason = (_not_of_a_project(file, key, value) if of_project else None) or _not_ours(
                 file, key, trusted
             )
+            # the project's file, which is the later one, overrides the user's, also a refused one
             refused.pop(key, None)
             if reason is None:
-                found[key] = value
+                values[key] = value
             else:
                 refused[key] = reason
     for key, why in refused.items():
         if key not in overrides:
             raise why
-    return Settings(**(found | overrides))
+    return Settings(**(values | overrides))
 
 
 def source_of(key: str) -> str:
@@ -151,11 +152,11 @@ def _registered_roots(trusted: tuple[str, ...]) -> list[str]:
     lines = [] if file is None else file.text.splitlines()
     if file is not None and lines and (why := _not_ours(file, "roots", trusted)):
         raise why
-    found = []
+    roots = []
     for line in lines:
         with suppress(ValueError):  # a line that was incomplete when the power failed
-            found.append(str(json.loads(line)))
-    return found
+            roots.append(str(json.loads(line)))
+    return roots
 
 
 def allow_root(url: str) -> None:
@@ -163,13 +164,13 @@ def allow_root(url: str) -> None:
     settings = load_settings()
     if url in settings.roots:
         return
-    path, known = _registered(), _registered_roots(settings.trusted)
+    path, registered = _registered(), _registered_roots(settings.trusted)
     try:
         make_folder(path.parent)
         # not writable by others, whatever the umask
         out = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            if url not in known:  # on a line of its own, even after an incomplete line
+            if url not in registered:  # on a line of its own, even after an incomplete line
                 os.write(out, f"\n{json.dumps(url)}\n".encode())
             os.fsync(out)
         finally:
@@ -265,20 +266,20 @@ def _opened(path: Path | None) -> _SettingsFile | None:
         # do not block on a named pipe
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(number, "rb") as file:  # noqa: PTH123 - of a number, not of a path
-            found = os.fstat(number)
-            text = file.read(_MAX_FILE_BYTES + 1 if stat.S_ISREG(found.st_mode) else 0).decode()
+            status = os.fstat(number)
+            text = file.read(_MAX_FILE_BYTES + 1 if stat.S_ISREG(status.st_mode) else 0).decode()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise UsageError(
             f"the settings in {path} cannot be read: {error}", hint="it must be a text file"
         ) from error
-    if not stat.S_ISREG(found.st_mode) or len(text) > _MAX_FILE_BYTES:
+    if not stat.S_ISREG(status.st_mode) or len(text) > _MAX_FILE_BYTES:
         raise UsageError(
             f"the settings in {path} cannot be read: not a regular file of ≤ {_MAX_FILE_BYTES} "
             "bytes"
         )
-    return _SettingsFile(path, text, frozenset({link.st_uid, found.st_uid}), found.st_mode)
+    return _SettingsFile(path, text, frozenset({link.st_uid, status.st_uid}), status.st_mode)
 
 
 def _not_ours(file: _SettingsFile, key: str, trusted: tuple[str, ...]) -> UnsafeError | None:
@@ -330,22 +331,22 @@ def _read(file: _SettingsFile) -> dict[str, Any]:
     import tomllib  # most users have no file
 
     try:
-        found = tomllib.loads(file.text)
+        values = tomllib.loads(file.text)
     except ValueError as error:
         raise UsageError(
             f"the settings in {file.path} cannot be read: {error}", hint="use TOML syntax"
         ) from error
-    for key, value in found.items():
+    for key, value in values.items():
         if key not in _FIELDS:
             raise UsageError(f"{file.path} sets {key!r}, which is not a setting", hint=_KNOWN)
         try:
-            found[key] = _checked(key, value)
+            values[key] = _checked(key, value)
         except ValueError as error:
             raise UsageError(f"{file.path} sets {key!r} to an invalid value: {error}") from None
     for key in ("catalog", "cache"):
-        if (path := found.get(key, "")) and path.lower() != "none" and "://" not in path:
-            found[key] = str(file.path.parent / local_path(path, absolute=False))
-    return found
+        if (path := values.get(key, "")) and path.lower() != "none" and "://" not in path:
+            values[key] = str(file.path.parent / local_path(path, absolute=False))
+    return values
 
 
 def _project_file() -> Path | None:
@@ -356,9 +357,9 @@ def _project_file() -> Path | None:
 
 
 def _user_file() -> Path | None:
-    found = _user_place()
+    file = _user_place()
     with suppress(OSError):
-        return found if found.is_file() else None
+        return file if file.is_file() else None
     return None
 
 

@@ -231,8 +231,8 @@ def checked_as(kind: TypeAdapter[T], document: Any) -> T:
                 f"[{p}]" if isinstance(p, int) else f".{p}" for p in fault["loc"]
             ).lstrip(".")
             lines.append(f"{where}: {fault['msg']}" if where else fault["msg"])
-        more = e.error_count() - len(lines)
-        raise Faults("\n".join([*lines, f"and {more} more"] if more else lines)) from e
+        omitted = e.error_count() - len(lines)
+        raise Faults("\n".join([*lines, f"and {omitted} more"] if omitted else lines)) from e
 
 
 def json_schema() -> dict[str, Any]:

@@ -33,6 +33,7 @@ MOST_COMMITS = 2**53 - 1  # every database and every JSON reader is exact up to 
 
 def check_json(value: Any, label: str, depth: int = MAX_DEPTH) -> None:
     """Check that JSON values keep the limits of documents."""
+    # a path is a pair of the path above it and a key, as most are never shown
     waiting: list[tuple[Any, int, tuple[Any, ...]]] = [(value, 0, ())]
     while waiting:
         item, level, path = waiting.pop()

@@ -207,8 +207,8 @@ class Manifest(_ManifestPart):
     def files(self) -> tuple[FileDoc, ...]:
         """The files that it lists besides those of tensors: assets, objects, values of ranks, and the sidecar."""
         of_ranks = () if self.per_rank is None else self.per_rank.files
-        found = (*self.assets.values(), self.objects, *of_ranks, self.sidecar)
-        return tuple(doc for doc in found if doc is not None)
+        files = (*self.assets.values(), self.objects, *of_ranks, self.sidecar)
+        return tuple(doc for doc in files if doc is not None)
 
     @property
     def known_commits(self) -> int | None:

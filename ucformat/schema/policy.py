@@ -127,12 +127,12 @@ class _PolicyDocument(BaseModel):
         for key, value in document.items():
             if key not in cls.model_fields:
                 near = get_close_matches(str(key), cls.model_fields, 1, 0.5)
-                known = (
+                advice = (
                     f"did you mean {near[0]}?"
                     if near
                     else f"there are {', '.join(cls.model_fields)}"
                 )
-                faults.append(f"unknown key {key!r}; {known}")
+                faults.append(f"unknown key {key!r}; {advice}")
             elif value is None:
                 faults.append(f"{key!r} has no value")
         if faults:

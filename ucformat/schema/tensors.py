@@ -147,10 +147,10 @@ class KindDoc(_Elements, BaseModel):
 
     @model_validator(mode="after")
     def _check_itemsize(self) -> Self:
-        if (known := ITEMSIZE.get(self.dtype)) is None and self.itemsize is None:
+        if (itemsize := ITEMSIZE.get(self.dtype)) is None and self.itemsize is None:
             raise ValueError(f"the dtype {self.dtype[:100]!r} is unknown, and has no itemsize")
-        if known is not None and self.itemsize not in (None, known):
-            raise ValueError(f"{self.dtype} has elements of {known} bytes, not {self.itemsize}")
+        if itemsize is not None and self.itemsize not in (None, itemsize):
+            raise ValueError(f"{self.dtype} has elements of {itemsize} bytes, not {self.itemsize}")
         return self
 
 
@@ -331,6 +331,7 @@ class TensorTable(BaseModel):
             return
         labels = {text: n for n, text in enumerate(dict.fromkeys(map(label, self.kinds)))}
         of_kind = self.by_kind(lambda kind: labels[label(kind)])
+        # A number for each pair of a name and a label. In most tables they ascend, so none repeats.
         keys = list(map(add, map(len(labels).__mul__, self.name), of_kind))
         if all(map(lt, keys, islice(keys, 1, None))) or len(set(keys)) == len(keys):
             return
@@ -353,10 +354,10 @@ class TensorTable(BaseModel):
             b'"name": ' + to_json(list(self.name)),
             b'"kind": ' + to_json(list(self.kind)),
         ]
-        more = {"digest": self.digest, "path": self.path, "at": self.at}
+        optional = {"digest": self.digest, "path": self.path, "at": self.at}
         members += [
             b'"%s": %s' % (label.encode(), to_json(column))
-            for label, column in more.items()
+            for label, column in optional.items()
             if column
         ]
         return b"{\n  " + b",\n  ".join(members) + b"\n }"

@@ -74,6 +74,7 @@ def parsed(document: type[Model], data: bytes) -> Model:
     Raises:
         ValueError: it is none, or exceeds a limit.
     """
+    # pydantic's parser knows no limits, and takes the last of two equal members
     loads(data)
     return document.model_validate_json(data, strict=True)
 
