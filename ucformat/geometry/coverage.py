@@ -121,7 +121,7 @@ def _sweep(
     for box in sorted(boxes, key=itemgetter(d)):
         active = [other for other in active if other[d][1] > box[d][0]]
         for other in active:
-            if (shared := _common(box, other)) is not None:
+            if (shared := _intersection(box, other)) is not None:
                 mine, theirs = owners[box], owners[other]
                 raise CoverageError(
                     f"{info.key} of shape {info.shape}: {_name(theirs)} holds {_box(other)} and "
@@ -152,10 +152,10 @@ def _halves(region: _Bounds, boxes: list[_Bounds]) -> Iterator[tuple[_Bounds, li
     middle = edges[d][len(edges[d]) // 2]
     for interval in ((region[d][0], middle), (middle, region[d][1])):
         half = (*region[:d], interval, *region[d + 1 :])
-        yield half, [clipped for b in boxes if (clipped := _common(b, half)) is not None]
+        yield half, [clipped for b in boxes if (clipped := _intersection(b, half)) is not None]
 
 
-def _common(a: _Bounds, b: _Bounds) -> _Bounds | None:
+def _intersection(a: _Bounds, b: _Bounds) -> _Bounds | None:
     out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return out if all(p < q for p, q in out) else None
 

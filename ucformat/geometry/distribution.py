@@ -299,6 +299,7 @@ class Distribution:
                 list(unravel(index if n == dim else i, self.degrees(n)))
                 for n, i in enumerate(parts)
             ]
+            # the cuts of one dim have the order of its degrees, so each takes the next index
             at = tuple(np.broadcast_to(by_dim[c.dim].pop(0), index.shape) for c in self.cuts)
             first = _part_box(bounds, parts)
             if all(size or d == dim for d, size in enumerate(first.shape)):

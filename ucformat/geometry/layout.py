@@ -84,9 +84,9 @@ def read_document(path: Path) -> schema.LayoutDocument:
 
 
 def _with_line(path: Path, message: str) -> str:
-    place, colon, rest = message.partition(": ")
+    place, colon, reason = message.partition(": ")
     line = line_of(path, place) if colon else None
-    return message if line is None else f"line {line}, {place}: {rest}"
+    return message if line is None else f"line {line}, {place}: {reason}"
 
 
 def lower(model: schema.LayoutDocument, path: Path | None = None) -> dict[str, Any]:
@@ -339,8 +339,8 @@ class Layout:
             raise LayoutError(
                 "a layout without rules places nothing", hint=_CATCH_ALL.format("rules")
             )
-        for rules_ in self.sections.values():
-            for rule in rules_:
+        for section_rules in self.sections.values():
+            for rule in section_rules:
                 self._check(rule)
 
     @property
@@ -390,9 +390,9 @@ class Layout:
 
     def rename(self, name: str) -> str:
         """The name in the target of a source's tensor: by the first rename whose regex matches, otherwise unchanged."""
-        for pattern, to in self._renames:
+        for pattern, template in self._renames:
             if match := pattern.fullmatch(name):
-                return expand(match, to)
+                return expand(match, template)
         return name
 
     @property
@@ -516,12 +516,12 @@ def _labelled(section: str, rules: Rules) -> tuple[Rule, ...]:
     )
 
 
-def _compiled(i: int, pattern: str, to: str) -> tuple[Pattern, str]:
+def _compiled(i: int, pattern: str, template: str) -> tuple[Pattern, str]:
     try:
         compiled = compile_pattern(pattern)
-        compiled.regex.sub(to, "")  # parses the template, too
+        compiled.regex.sub(template, "")  # parses the template, too
     except LayoutError as e:
         raise LayoutError(f"renames[{i}]: {e.message}", hint=e.hint) from e
     except (re.error, IndexError) as e:
-        raise LayoutError(f"renames[{i}]: {pattern!r} to {to!r}: {e}") from e
-    return compiled, to
+        raise LayoutError(f"renames[{i}]: {pattern!r} to {template!r}: {e}") from e
+    return compiled, template

@@ -119,13 +119,13 @@ def local_dims(shape: tuple[int, ...], cuts: tuple[ShardAt, ...]) -> tuple[Dim, 
     return tuple(dims)
 
 
-def _pad(dim: Dim, to: int, degree: int) -> Dim:
-    size = -(-dim.size // to) * to
+def _pad(dim: Dim, multiple: int, degree: int) -> Dim:
+    size = -(-dim.size // multiple) * multiple
     if size % degree:
         raise LayoutError(
             f"a dim of {dim.size}, padded to {size}, cannot be cut evenly over {degree} "
             "coordinates",
-            hint=f"make pad_to, now {to}, a multiple of {degree}",
+            hint=f"make pad_to, now {multiple}, a multiple of {degree}",
         )
     extra = size - dim.size
     return Dim(size, (*dim.runs, IndexRun(range(extra), dim.size, padding=True))) if extra else dim
@@ -143,8 +143,8 @@ def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int,
     if shard.parts is None:
         return [_chunk(n, degree, index, even=shard.even)]
     total = sum(p if isinstance(p, int) else sum(p) for p in shard.parts)
-    scale, rest = divmod(n, total)
-    if rest:
+    scale, remainder = divmod(n, total)
+    if remainder:
         raise LayoutError(
             f"the parts {shard.parts} add up to {total}, which is neither the {n} of the dim nor "
             "divides it"
@@ -293,11 +293,11 @@ def _place(
         raise LayoutError(f"{where} does not have the dims of a tensor of the shape {shape}")
     if 0 in size:
         return _Place((0,) * len(size), (1,) * len(size))
-    start, steps, left = [], [], offset
+    start, steps, remaining = [], [], offset
     for n, count, stride, unit in zip(shape, size, strides, row_major(shape), strict=True):
-        first, left = divmod(left, unit) if unit else (0, left)
-        step, rest = divmod(stride, unit) if unit and count > 1 else (1, 0)
-        if rest or step < 1 or first + (count - 1) * step >= n:
+        first, remaining = divmod(remaining, unit) if unit else (0, remaining)
+        step, remainder = divmod(stride, unit) if unit and count > 1 else (1, 0)
+        if remainder or step < 1 or first + (count - 1) * step >= n:
             raise LayoutError(
                 f"{where} does not run along the dims of a tensor of the shape {shape}"
             )

@@ -287,12 +287,12 @@ class _Count:
         total: _Bound = ()
         largest: _Bound = ()
         work: _Bound = (len(options),)
-        seen, disjoint = 0, True
+        earlier_chars, disjoint = 0, True
         for option in options:
             own_ways, steps = self.seq(option, follow)
             chars, empty, _ = self._first(option)
             chars |= follow[0] if empty else 0
-            disjoint, seen = disjoint and not seen & chars, seen | chars
+            disjoint, earlier_chars = disjoint and not earlier_chars & chars, earlier_chars | chars
             total, largest = _add(total, own_ways), _larger(largest, own_ways)
             work = _add(work, steps)
         return largest if disjoint else total, work
@@ -337,8 +337,8 @@ class _Count:
         if nodes not in self._heads:
             chars, empty, checks = 0, True, 1
             for node in nodes:
-                more, empty, places = self._head(node)
-                chars, checks = chars | more, checks + places
+                node_chars, empty, places = self._head(node)
+                chars, checks = chars | node_chars, checks + places
                 if not empty:
                     break
             self._heads[nodes] = chars, empty, checks
@@ -351,8 +351,8 @@ class _Count:
             return node.chars, node.kind == "anchor", 1
         heads = [self._first(option) for option in node.options]
         chars, checks, empties = 0, 0, sum(empty for _, empty, _ in heads)
-        for more, _, places in heads:
-            chars, checks = chars | more, checks + places
+        for option_chars, _, places in heads:
+            chars, checks = chars | option_chars, checks + places
         if node.kind == "repeat":
             return (_ALL, True, checks) if empties else (chars, node.low == 0, checks + 1)
         return _ALL if empties > 1 else chars, empties > 0, checks
@@ -393,8 +393,8 @@ def _value(bound: _Bound, n: int) -> int:
 @lru_cache(1024)
 def _chars(text: str, flags: int) -> int:
     """A superset of the characters that a part for a single character matches."""
-    one = re.compile(text, flags & (re.IGNORECASE | re.DOTALL | re.ASCII))
-    chars = sum(1 << i for i in range(128) if one.match(chr(i)))
+    compiled = re.compile(text, flags & (re.IGNORECASE | re.DOTALL | re.ASCII))
+    chars = sum(1 << i for i in range(128) if compiled.match(chr(i)))
     letters = chars & (((1 << 26) - 1) << 65 | ((1 << 26) - 1) << 97)
     folded = flags & re.IGNORECASE and letters  # `\u017f` matches s, too
     return chars if text.isascii() and _PLAIN.fullmatch(text) and not folded else chars | _OTHER

@@ -396,7 +396,7 @@ def place(mesh: Mesh, matches: list[tuple[Rule, re.Match[str]]]) -> Placed:
     """Compose the rules that matched one tensor.
 
     Args:
-        found: each rule with its match, in the order in which they apply.
+        matches: each rule with its match, in the order in which they apply.
     """
     used: dict[str, Rule] = {}
     shards: list[Shard] = []

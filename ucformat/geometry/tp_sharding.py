@@ -89,39 +89,42 @@ def concatenate(shapes: Shapes, dim: int) -> TPSharding:
     return shard(shapes, Shard(d, TP, sizes=tuple(s[d] if d < len(s) else 0 for s in shapes)))
 
 
-def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
+def shard(shapes: Shapes, sharding: Shard, size: int | None = None) -> TPSharding:
     """The ranks' parts are those of a `Shard`.
 
     Args:
         size: global size of the dim; None: the sum of the parts, which include any padding.
     """
     ndim = len(shapes[0])
-    d = how.dim + ndim if how.dim < 0 else how.dim
+    d = sharding.dim + ndim if sharding.dim < 0 else sharding.dim
     if not 0 <= d < ndim or any(len(s) != ndim for s in shapes):
         raise LayoutError(
-            f"its parts have the shapes {_list(shapes)}, which cannot be joined along dim {how.dim}"
+            f"its parts have the shapes {_list(shapes)}, which cannot be joined along dim "
+            f"{sharding.dim}"
         )
     # the widths are those of the files
-    if how.sizes is None and how.parts is None and how.pad_to is None:
-        how = replace(how, sizes=tuple(s[d] for s in shapes))
+    if sharding.sizes is None and sharding.parts is None and sharding.pad_to is None:
+        sharding = replace(sharding, sizes=tuple(s[d] for s in shapes))
     total = sum(s[d] for s in shapes) if size is None else size
     whole = (*shapes[0][:d], total, *shapes[0][d + 1 :])
     regions, padding = [], []
     for at, shape in enumerate(shapes):
-        dims = local_dims(whole, (ShardAt(how, len(shapes), at),))
+        dims = local_dims(whole, (ShardAt(sharding, len(shapes), at),))
         expected = tuple(n.size for n in dims)
         if expected != shape:
             raise LayoutError(
                 f"the part of tensor-parallel rank {at} has the shape {list(shape)}, where "
-                f"{_shard_text(how)} of "
+                f"{_shard_text(sharding)} of "
                 f"{list(whole)} gives {list(expected)}"
             )
         kept, spare = regions_of(dims)
         regions.append(kept)
         padding.append(spare)
-    rows = -total % how.pad_to if how.pad_to else 0
+    rows = -total % sharding.pad_to if sharding.pad_to else 0
     if rows and d:
-        raise LayoutError(f"{_shard_text(how)} pads dim {d}; padding is supported along dim 0 only")
+        raise LayoutError(
+            f"{_shard_text(sharding)} pads dim {d}; padding is supported along dim 0 only"
+        )
     return TPSharding(whole, tuple(regions), tuple(padding) if rows else (), rows)
 
 
@@ -142,9 +145,9 @@ def sub_params(
     sizes[dim] = sum(sum(w) for w in widths)
     total = sum(math.prod(s) for s in shapes)
     free = [i for i, n in enumerate(sizes) if n < 0]
-    given = math.prod(n for n in sizes if n >= 0)
-    if free and given:
-        sizes[free[0]] = total // given
+    fixed_size = math.prod(n for n in sizes if n >= 0)
+    if free and fixed_size:
+        sizes[free[0]] = total // fixed_size
     if len(free) > 1 or math.prod(sizes) != total:
         raise LayoutError(
             f"its parts of the shapes {_list(shapes)} are not {total} elements of the view {sizes}"
@@ -170,19 +173,21 @@ def _dim_of(shape: tuple[int, ...], view: list[int], dim: int) -> tuple[int, int
 
 def _splits(view: list[int], shape: tuple[int, ...]) -> bool:
     """Whether a view is of this shape, each dim perhaps split into several."""
-    rest = list(view)
+    remaining = list(view)
     for size in shape:
         product = 1
-        while rest and (product < size or rest[0] == 1):
-            product *= rest.pop(0)
+        while remaining and (product < size or remaining[0] == 1):
+            product *= remaining.pop(0)
         if product != size:
             return False
-    return not rest
+    return not remaining
 
 
-def _shard_text(how: Shard) -> str:
-    given = {"sizes": how.sizes, "parts": how.parts, "pad_to": how.pad_to}
-    return f"shard {how.dim}" + "".join(f" {k} {v}" for k, v in given.items() if v is not None)
+def _shard_text(sharding: Shard) -> str:
+    settings = {"sizes": sharding.sizes, "parts": sharding.parts, "pad_to": sharding.pad_to}
+    return f"shard {sharding.dim}" + "".join(
+        f" {k} {v}" for k, v in settings.items() if v is not None
+    )
 
 
 def _list(shapes: Shapes) -> str:

@@ -100,11 +100,11 @@ class View:
         Each source is queried once, for the bounding box of all that is taken from it.
         """
         near = [(source, part, _source_box(part, within)) for source, part in self.parts]
-        taken: dict[Key, list[Box]] = {}
+        source_boxes: dict[Key, list[Box]] = {}
         for source, _, box in near:
             if box is not None:
-                taken.setdefault(source, []).append(box)
-        around = {source: bounding_box(boxes) for source, boxes in taken.items()}
+                source_boxes.setdefault(source, []).append(box)
+        around = {source: bounding_box(boxes) for source, boxes in source_boxes.items()}
         stored = {
             source: list(source_extents(source, box))
             for source, box in around.items()
