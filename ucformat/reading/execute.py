@@ -131,7 +131,7 @@ def read_extents(
     """Read boxes of a tensor one after another directly from its extents, for comparisons of a few bytes."""
     out = []
     for box in boxes:
-        into, left = np.zeros(box.shape, f"V{itemsize}"), box.size
+        target, missing = np.zeros(box.shape, f"V{itemsize}"), box.size
         for e in locate(box):
             clip = e.box.intersect(box)
             if clip is None:
@@ -144,13 +144,13 @@ def read_extents(
                 slice(a - b, a - b + n)
                 for a, b, n in zip(clip.start, box.start, clip.shape, strict=True)
             )
-            into[where] = np.ndarray(
-                clip.shape, into.dtype, store.read(e.file, at, span), 0, e.strides
+            target[where] = np.ndarray(
+                clip.shape, target.dtype, store.read(e.file, at, span), 0, e.strides
             )
-            left -= clip.size
-        if left:
-            raise IntegrityError(f"{label} is incomplete: {left} elements are stored in no file")
-        out.append(into.tobytes())
+            missing -= clip.size
+        if missing:
+            raise IntegrityError(f"{label} is incomplete: {missing} elements are stored in no file")
+        out.append(target.tobytes())
     return b"".join(out)
 
 
@@ -342,8 +342,8 @@ def _read_borrowed(
     )
     if loan is None:
         return False
-    with loan as found:
-        views = iter(found)
+    with loan as buffers:
+        views = iter(buffers)
         for r in batch:
             if r.count == 1:
                 view = next(views)
@@ -491,6 +491,7 @@ def _fill_in_place(
     both = [
         b for chunk, four in zip(direct, stored, strict=True) for b in (chunk, memoryview(four))
     ]
+    # the checksum of a stored checksum is not used
     crcs = [c for crc in crcs for c in (crc, 0)]
     fill_next(both, crcs)
     expected = (int.from_bytes(s, "little") for s in stored)
@@ -506,11 +507,11 @@ def _check(
     file: str,
     copy: Copy,
     block: Block,
-    found: Iterable[tuple[int, int, int]],
+    checks: Iterable[tuple[int, int, int]],
     labels: Sequence[str],
 ) -> None:
     """Compare checksums: of each chunk its offset, the checksum of its bytes, and the one that is stored."""
-    for offset, crc, expected in found:
+    for offset, crc, expected in checks:
         if crc != expected:
             raise ChecksumError(
                 f"{labels[copy.buffer]}: the chunk at bytes {offset}:{offset + block.nbytes} of "

@@ -177,8 +177,8 @@ class Tensor:
         return self._plan(box, row_major(box.shape), verify)
 
     def _plan(self, box: Box, strides: tuple[int, ...], verify: Verify) -> Plan:
-        wanted = item_for(self._source, self.info, [(0, Piece(box, 0, strides))])
-        return make_plan([wanted], verify, self._source.store.costs).through(self._source.store)
+        item = item_for(self._source, self.info, [(0, Piece(box, 0, strides))])
+        return make_plan([item], verify, self._source.store.costs).through(self._source.store)
 
     def _read(
         self,

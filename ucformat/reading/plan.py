@@ -88,7 +88,7 @@ def copies(
         is repeated, the
             block of the first chunk, and whether all elements of each chunk are copied.
     """
-    to = tuple(s * itemsize for s in piece.strides)
+    dst_strides = tuple(s * itemsize for s in piece.strides)
     if isinstance(extent, Tiles):
         grid = (extent.box, extent.chunk, itemsize, extent.strides)
         at, base, nbytes = (
@@ -96,15 +96,15 @@ def copies(
             piece.offset * itemsize,
             math.prod(extent.chunk) * itemsize,
         )
-        for inner, outer, begin, whole in _tiled(*grid, common, piece.box.start, to):
+        for inner, outer, begin, whole in _tiled(*grid, common, piece.box.start, dst_strides):
             copy = Copy(
                 inner.shape, inner.src + at, inner.src_strides, inner.dst + base, inner.dst_strides
             )
             yield copy, outer, Block(at + begin, nbytes, placed=extent.placed), whole
         return
     src = extent.offset + _dot(common.start, extent.box.start, extent.strides)
-    dst = piece.offset * itemsize + _dot(common.start, piece.box.start, to)
-    inner = _fold((*common.shape, itemsize), src, (*extent.strides, 1), dst, (*to, 1))
+    dst = piece.offset * itemsize + _dot(common.start, piece.box.start, dst_strides)
+    inner = _fold((*common.shape, itemsize), src, (*extent.strides, 1), dst, (*dst_strides, 1))
     yield inner, _ONCE, extent.block, common == extent.box
 
 
@@ -116,7 +116,7 @@ def _tiled(
     grid: tuple[int, ...],
     common: Box,
     start: tuple[int, ...],
-    to: tuple[int, ...],
+    dst_strides: tuple[int, ...],
 ) -> tuple[tuple[Copy, Copy, int, bool], ...]:
     """A copy for each combination, over the dims, of a partial first chunk, the whole ones and a partial last chunk.
 
@@ -130,15 +130,19 @@ def _tiled(
             common.start, common.shape, box.start, chunk, box.shape, strict=True
         )
     ]
-    base = _dot(box.start, start, to)
-    outer_to = tuple(n * t for n, t in zip(chunk, to, strict=True))
+    base = _dot(box.start, start, dst_strides)
+    outer_dst = tuple(n * t for n, t in zip(chunk, dst_strides, strict=True))
     out = []
     for cut in product(*cuts):
         begin = sum(c.first * g for c, g in zip(cut, grid, strict=True))
         src = begin + sum(c.skip * w for c, w in zip(cut, within, strict=True))
-        dst = base + sum((c.first * n + c.skip) * t for c, n, t in zip(cut, chunk, to, strict=True))
-        outer = _fold(tuple(c.count for c in cut), 0, grid, 0, outer_to, run=False)
-        inner = _fold((*(c.length for c in cut), itemsize), src, (*within, 1), dst, (*to, 1))
+        dst = base + sum(
+            (c.first * n + c.skip) * t for c, n, t in zip(cut, chunk, dst_strides, strict=True)
+        )
+        outer = _fold(tuple(c.count for c in cut), 0, grid, 0, outer_dst, run=False)
+        inner = _fold(
+            (*(c.length for c in cut), itemsize), src, (*within, 1), dst, (*dst_strides, 1)
+        )
         out.append((inner, outer, begin, all(c.whole for c in cut)))
     return tuple(out)
 
@@ -313,33 +317,33 @@ class Plan:
     def files(self) -> dict[str, int]:
         """Bytes that will be read from each file."""
         read: Counter[str] = Counter()
-        for files, found in self._by_files().items():
-            read.update(dict.fromkeys(_each(files), sum(r.count * r.nbytes for r in found)))
+        for files, requests in self._by_files().items():
+            read.update(dict.fromkeys(_each(files), sum(r.count * r.nbytes for r in requests)))
         return dict(read)
 
     @property
     def ends(self) -> dict[str, int]:
         """The byte after the last one to read, of each file."""
         out: dict[str, int] = {}
-        for files, found in self._by_files().items():
-            end = max(r.end for r in found)
+        for files, requests in self._by_files().items():
+            end = max(r.end for r in requests)
             for file in _each(files):
                 out[file] = max(end, out.get(file, 0))
         return out
 
     def each(self) -> Iterator[Request]:
         """The requests of single files, in order of file and offset."""
-        found: dict[str, list[tuple[list[Request], int]]] = {}
+        by_file: dict[str, list[tuple[list[Request], int]]] = {}
         for files, requests in self._by_files().items():
             for number, file in enumerate(_each(files)):
-                found.setdefault(file, []).append((requests, number))
-        for file in sorted(found):
-            of_file = [
+                by_file.setdefault(file, []).append((requests, number))
+        for file in sorted(by_file):
+            file_requests = [
                 r.in_file(number) if r.others else r
-                for requests, number in found[file]
+                for requests, number in by_file[file]
                 for r in requests
             ]
-            yield from sorted(of_file, key=attrgetter("offset"))
+            yield from sorted(file_requests, key=attrgetter("offset"))
 
     def _by_files(self) -> dict[tuple[str, Sequence[str]], list[Request]]:
         """The requests by the files for which they stand."""
@@ -384,9 +388,10 @@ def make_plan(
         unverified += exposed
         besides += extra
         needed += sum(p.box.size for _, p in item.pieces) * item.info.itemsize
-    requests, again = _once(requests)
+    requests, repeated = _once(requests)
+    # those that stand for the same files next to each other, since `_join` joins only neighbours
     requests.sort(key=lambda r: (r.file, len(r.others), r.offset))
-    return Plan(tuple(_join(requests, costs)), needed, unverified, besides - again)
+    return Plan(tuple(_join(requests, costs)), needed, unverified, besides - repeated)
 
 
 def _located(item: ReadItem) -> tuple[ReadItem, list[Extent | Tiles | FileRun]]:
@@ -419,10 +424,10 @@ def _read_tensor(
                     ),
                 )
             if not isinstance(extent, FileRun):
-                found, exposed, extra = _read_extent(
+                extent_requests, exposed, extra = _read_extent(
                     buffer, piece, extent, common, item.info.itemsize, verify, costs
                 )
-                requests += found
+                requests += extent_requests
                 unverified += exposed
                 besides += extra
                 continue
@@ -430,12 +435,16 @@ def _read_tensor(
                 piece.strides[extent.dim] * extent.first.box.shape[extent.dim] * item.info.itemsize
             )
             for tiles, others in extent.parts(piece.box):
-                of_first = tiles.box.intersect(piece.box)
-                assert of_first is not None  # noqa: S101 - these are parts of the piece
-                found, exposed, extra = _read_extent(
-                    buffer, piece, tiles, of_first, item.info.itemsize, verify, costs
+                in_first = tiles.box.intersect(piece.box)
+                assert in_first is not None  # noqa: S101 - these are parts of the piece
+                extent_requests, exposed, extra = _read_extent(
+                    buffer, piece, tiles, in_first, item.info.itemsize, verify, costs
                 )
-                requests += [r.repeated(others, step) for r in found] if others else found
+                requests += (
+                    [r.repeated(others, step) for r in extent_requests]
+                    if others
+                    else extent_requests
+                )
                 unverified += exposed * (1 + len(others))
                 besides += extra * (1 + len(others))
     return requests, unverified, besides
@@ -478,10 +487,10 @@ def _check_coverage(info: TensorInfo, piece: Piece, common: list[tuple[str, Box]
         return
     if len(common) <= _REMEMBERED and _covers(piece.box, tuple(box for _, box in common)):
         return
-    held = sum(box.size for _, box in common)
-    if held < piece.box.size:
+    stored = sum(box.size for _, box in common)
+    if stored < piece.box.size:
         raise MissingData(
-            f"{info.key}: {piece.box.size - held} elements of {piece.box} are stored in no file",
+            f"{info.key}: {piece.box.size - stored} elements of {piece.box} are stored in no file",
             hint="a file of the checkpoint is missing or was written by another run",
         )
     shift = tuple(-s for s in piece.box.start)
@@ -525,16 +534,16 @@ def _whole_chunks(
             for first in range(full * per_request, last, per_request)
         ]
         for first, count, times in runs:
-            begin, to = src + first * step, dst + first * dst_step
-            own = Block(begin, block.nbytes, block.crc32c, block.placed)
+            begin, target = src + first * step, dst + first * dst_step
+            own_block = Block(begin, block.nbytes, block.crc32c, block.placed)
             copy = Copy(
                 inner.shape,
                 skip,
                 inner.src_strides,
-                to,
+                target,
                 inner.dst_strides,
                 buffer,
-                own,
+                own_block,
                 count,
                 step,
                 dst_step,
@@ -565,36 +574,37 @@ def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Reque
         dst = whole.dst + sum(i * d for i, d in zip(at, whole.dst_strides, strict=False))
         for first in range(0, last, per_request):
             count = min(per_request, last - first)
-            begin, to = src + first * src_step, dst + first * dst_step
+            begin, target = src + first * src_step, dst + first * dst_step
             if cut:
                 rows = Copy(
                     (count, *shape),
                     0,
                     (src_step, *src_strides),
-                    to,
+                    target,
                     (dst_step, *dst_strides),
                     buffer,
                 )
                 yield Request(file, begin, (count - 1) * src_step + span, (rows,))
             else:
-                copy = Copy(shape, 0, src_strides, to, dst_strides, buffer, dst_step=dst_step)
+                copy = Copy(shape, 0, src_strides, target, dst_strides, buffer, dst_step=dst_step)
                 yield Request(file, begin, span, (copy,), count, src_step)
 
 
 def _once(requests: list[Request]) -> tuple[list[Request], int]:
     """One request for each chunk that is verified, whatever is copied of it, and the bytes that are not read again."""
     out: dict[object, Request] = {}
-    again = 0
+    repeated = 0
     for number, r in enumerate(requests):
         single = r.is_checked and r.count == r.copies[0].count == 1 and not r.others
         first = out.setdefault((r.file, r.offset, r.nbytes) if single else number, r)
         if first is not r:
-            again += r.nbytes
-            rest = tuple(replace(c, block=None) for c in r.copies)
+            repeated += r.nbytes
+            # the first one verifies the chunk for all
+            unchecked = tuple(replace(c, block=None) for c in r.copies)
             out[r.file, r.offset, r.nbytes] = Request(
-                r.file, r.offset, r.nbytes, first.copies + rest
+                r.file, r.offset, r.nbytes, first.copies + unchecked
             )
-    return list(out.values()), again
+    return list(out.values()), repeated
 
 
 def _join(requests: list[Request], costs: Costs) -> Iterator[Request]:

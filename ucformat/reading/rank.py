@@ -139,12 +139,12 @@ class ReadPlan:
             UsageError: an array of `into` does not fit, or shares memory with another; nothing was
                 written.
         """
-        given = dict(into or {})
-        _check_given(given, self.buffers, self.rank)
+        targets = dict(into or {})
+        _check_targets(targets, self.buffers, self.rank)
         arrays: list[NDArray[np.generic]] = []
 
         def memories() -> list[Memory]:
-            arrays[:] = [_array(b, given.get(b.key)) for b in self.buffers]
+            arrays[:] = [_array(b, targets.get(b.key)) for b in self.buffers]
             return [memory_of(a) for a in arrays]
 
         def read() -> None:
@@ -164,13 +164,13 @@ class ReadPlan:
         return out
 
 
-def _check_given(
-    given: Mapping[tuple[str, str], NDArray[np.generic]], buffers: Sequence[RankBuffer], rank: int
+def _check_targets(
+    targets: Mapping[tuple[str, str], NDArray[np.generic]], buffers: Sequence[RankBuffer], rank: int
 ) -> None:
-    known = {b.key: b for b in buffers}
+    by_key = {b.key: b for b in buffers}
     runs = []
-    for key, array in given.items():
-        if key not in known:
+    for key, array in targets.items():
+        if key not in by_key:
             raise UsageError(
                 f"rank {rank} has no buffer {key}",
                 hint=(
@@ -179,7 +179,7 @@ def _check_given(
                 ),
             )
         label = f"{key[0]} ({key[1]})"
-        check_out(array, known[key].dtype, known[key].shape, label)
+        check_out(array, by_key[key].dtype, by_key[key].shape, label)
         if not array.flags.c_contiguous:
             raise UsageError(
                 f"{label}: the array to fill is not contiguous",
@@ -187,22 +187,22 @@ def _check_given(
             )
         runs.append((array.ctypes.data, array.nbytes, label))
     runs.sort()
-    for (begin, nbytes, one), (start, _, other) in pairwise(r for r in runs if r[1]):
+    for (begin, nbytes, first), (start, _, second) in pairwise(r for r in runs if r[1]):
         if begin + nbytes > start:
             raise UsageError(
-                f"the arrays to fill for {one} and {other} share memory",
+                f"the arrays to fill for {first} and {second} share memory",
                 hint="pass separate arrays",
             )
 
 
-def _array(b: RankBuffer, given: NDArray[np.generic] | None) -> NDArray[np.generic]:
+def _array(b: RankBuffer, target: NDArray[np.generic] | None) -> NDArray[np.generic]:
     """The array to fill for a buffer: the given one, zeroed if padded, or a new one."""
     dtype = numpy_dtype(b.dtype)
-    if given is None:
+    if target is None:
         return np.zeros(b.shape, dtype) if b.padded else np.empty(b.shape, dtype)
     if b.padded:
-        given[...] = np.zeros((), dtype)
-    return given
+        target[...] = np.zeros((), dtype)
+    return target
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +254,9 @@ def _chosen(tensor_list: TensorList, states: Sequence[str] | None) -> TensorList
     tensors = tuple(i for i in tensor_list.tensors if i.state in states)
     unknown = set(states) - {i.state for i in tensors}
     if unknown:
-        known = ", ".join(sorted({i.state for i in tensor_list.tensors}))
+        available = ", ".join(sorted({i.state for i in tensor_list.tensors}))
         raise UsageError(
-            f"no tensor is stored in state {min(unknown)!r}", hint=f"there are: {known}"
+            f"no tensor is stored in state {min(unknown)!r}", hint=f"there are: {available}"
         )
     return TensorList(tensors, tensor_list.groups)
 
@@ -292,14 +292,16 @@ class _Planner:
         self.tensors[key] = local
         items = [item_for(self.source, info, [(number, p) for p in local.pieces])]
         if local.padding:
-            like = self.bound.padding(key)
-            kept = self.infos.get(info.key.padding)
+            expected = self.bound.padding(key)
+            stored_padding = self.infos.get(info.key.padding)
             if (
-                like is not None
-                and kept is not None
-                and (kept.shape, kept.dtype) == (like.shape, like.dtype)
+                expected is not None
+                and stored_padding is not None
+                and (stored_padding.shape, stored_padding.dtype) == (expected.shape, expected.dtype)
             ):
-                items.append(item_for(self.source, kept, [(number, p) for p in local.padding]))
+                items.append(
+                    item_for(self.source, stored_padding, [(number, p) for p in local.padding])
+                )
             else:
                 self.zero_filled[key] = sum(p.box.size for p in local.padding)
         return items

@@ -191,13 +191,13 @@ class CheckpointMetadata:
 def unreadable_error(tensors: Mapping[Key, str], url: str) -> UnsupportedError:
     """The error for tensors that were asked for and that cannot be read."""
     (key, reason), *others = tensors.items()
-    more = (
+    further = (
         f"; and so do {len(others)} more of its tensors, which are not read either"
         if others
         else ""
     )
     return UnsupportedError(
-        f"{url}: {key} {reason}{more}",
+        f"{url}: {key} {reason}{further}",
         hint=f"to leave out a tensor, open the checkpoint with the view `drop: [{json.dumps(key.name)}]` (--view, "
         "docs/view.md); `ucp show` lists those that cannot be read",
     )

@@ -75,12 +75,13 @@ def name_state(
     """
     roots = sorted(optimizers, key=lambda root: (-len(root), dotted(root)))
     states: dict[Path, tuple[Path, str, str]] = {}
+    # in a flat state dict the last key is the whole name of a parameter
     leaves = {str(p[-1]) for p in tensors}
     for path in tensors:
         root = next((r for r in roots if path[: len(r)] == r), None)
-        found = None if root is None else _optimizer_state(path[len(root) :], leaves)
-        if root is not None and found is not None:
-            states[path] = (root, *found)
+        name_and_state = None if root is None else _optimizer_state(path[len(root) :], leaves)
+        if root is not None and name_and_state is not None:
+            states[path] = (root, *name_and_state)
     weights = {p: shape for p, shape in tensors.items() if p not in states}
     params: dict[Path, dict[str, set[Shape]]] = {root: {} for root in roots}
     for path, (root, name, _) in states.items():
@@ -107,11 +108,11 @@ def name_state(
         for r in candidates
         if r
     }
-    taken = set(out.values())
+    used_keys = set(out.values())
     for path, (root, name, state) in states.items():
         key = Key(prefixes[root] + name, state)
-        out[path] = key if key not in taken else Key(dotted(path), "weight")
-        taken.add(out[path])
+        out[path] = key if key not in used_keys else Key(dotted(path), "weight")
+        used_keys.add(out[path])
     return Naming({p: out[p] for p in tensors}, prefixes)
 
 
@@ -121,14 +122,16 @@ def _without(path: Path, model: Path | None) -> Path:
 
 def _optimizer_state(below: Path, leaves: Collection[str]) -> tuple[str, str] | None:
     """The parameter and its state at a path below an optimizer."""
-    found: tuple[str, str] | None = None
+    name_and_state: tuple[str, str] | None = None
     if len(below) >= 3 and below[0] == _STATE:
         name = below[1]
         # a number is no name
-        found = None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))
+        name_and_state = (
+            None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))
+        )
     elif len(below) == 1 and str(below[0]).startswith(_STATE + "."):
-        found = split_state(str(below[0])[len(_STATE) + 1 :], leaves)
-    return None if found is None or found[1] == "weight" else found
+        name_and_state = split_state(str(below[0])[len(_STATE) + 1 :], leaves)
+    return None if name_and_state is None or name_and_state[1] == "weight" else name_and_state
 
 
 def split_option(key: str) -> tuple[str, str]:
@@ -157,11 +160,11 @@ def split_state(text: str, names: Collection[str]) -> tuple[str, str] | None:
 
 def _main_model(owners: Collection[Path], weights: Iterable[Path]) -> Path | None:
     """The path of the model that is removed from the names of weights; None if no model can be identified."""
-    among = owners or {p[:-1] for p in weights}
-    if len(among) == 1 and (owners or not any(isinstance(p[-1], int) for p in weights)):
-        return next(iter(among))
-    called = [p for p in among if p and p[-1] in MODEL_KEYS]
-    return called[0] if len(called) == 1 else None
+    candidates = owners or {p[:-1] for p in weights}
+    if len(candidates) == 1 and (owners or not any(isinstance(p[-1], int) for p in weights)):
+        return next(iter(candidates))
+    named = [p for p in candidates if p and p[-1] in MODEL_KEYS]
+    return named[0] if len(named) == 1 else None
 
 
 def key_of_dotted(text: str, states: Mapping[str, Collection[str]]) -> Key | None:
@@ -176,17 +179,17 @@ def key_of_dotted(text: str, states: Mapping[str, Collection[str]]) -> Key | Non
     for name in _without_model(text):
         if name in states:
             return Key(name, "weight")
-    before, found, after = (
+    before, separator, after = (
         ("", _STATE, text[len(_STATE) + 1 :])
         if text.startswith(_STATE + ".")
         else _split_at_state(text)
     )
-    while found:
+    while separator:
         split = split_state(after, states)
         if split is not None and split[0] in states:
             return Key(*split)
-        more, found, after = _split_at_state(after)
-        before = f"{before}.{_STATE}.{more}"
+        between, separator, after = _split_at_state(after)
+        before = f"{before}.{_STATE}.{between}"
     return None
 
 

@@ -336,8 +336,8 @@ def from_json(value: Any, makers: Mapping[str, Callable[..., Any]] = MappingProx
         if key == "$opaque" and key in makers:
             return makers[key](base64.b64decode(inner))
         if key in _DECODERS:
-            found = _DECODERS[key](inner)
-            return makers[key](found) if key in makers else found
+            decoded = _DECODERS[key](inner)
+            return makers[key](decoded) if key in makers else decoded
         if key in _CONTAINERS:
             return _CONTAINERS[key](inner, decode)
     if _is_of_class(value):
@@ -408,6 +408,7 @@ def _tensor_of(inner: dict[str, Any]) -> Any:
 def _array_of(text: str, shape: list[int], data: bytes) -> Any:
     import numpy as np
 
+    # of a bytearray, so that the array is writable
     return np.frombuffer(bytearray(data), numpy_dtype(text)).reshape(shape)
 
 
@@ -478,8 +479,10 @@ def plain_form(value: Any) -> Any:
         return {"$tuple": args}
     if name == "numpy.ndarray" and "$items" in value:
         dtype = numpy_dtype(args[0])
-        found = _array(NdArray(args[0], tuple(args[1]), from_json(value["$items"])), exact=False)
-        return found if dtype.name in ITEMSIZE else value
+        tensor_form = _array(
+            NdArray(args[0], tuple(args[1]), from_json(value["$items"])), exact=False
+        )
+        return tensor_form if dtype.name in ITEMSIZE else value
     if name in ("numpy.str_", "numpy.bytes_", "builtins.bytearray") or _scalar_maker(name):
         return args[0]
     if name in ("torch.Size", "builtins.frozenset"):
