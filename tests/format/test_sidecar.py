@@ -32,7 +32,7 @@ from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.extents import extent_problems
 from ucformat.format.sidecar import Columns, decode, encode, encode_columns
-from ucformat.format.structure import _sources as source_problems
+from ucformat.format.structure import _source_problems as source_problems
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent, single_extents
 from ucformat.schema.limits import MAX_SPAN

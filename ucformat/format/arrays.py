@@ -39,11 +39,11 @@ def folder_names(names: Iterable[str]) -> dict[str, str]:
     from the manifest, never from the name.
     """
     plain = {name: quoted(name) for name in names}
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for folder in plain.values():
-        seen[folder.lower()] = seen.get(folder.lower(), 0) + 1
+        counts[folder.lower()] = counts.get(folder.lower(), 0) + 1
     return {
-        name: _safe(name, folder) if seen[folder.lower()] == 1 else _with_hash(name, folder)
+        name: _safe(name, folder) if counts[folder.lower()] == 1 else _with_hash(name, folder)
         for name, folder in plain.items()
     }
 
@@ -198,10 +198,12 @@ def lay_out(
                     "checkpoint"
                 ),
             )
-    found = array_folders(i.key for i in infos) if folders is None else folders
+    folder_of = array_folders(i.key for i in infos) if folders is None else folders
     arrays = [
         StoredArray(
-            i, Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes), f"{folder}/{found[i.key]}"
+            i,
+            Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes),
+            f"{folder}/{folder_of[i.key]}",
         )
         for i in infos
     ]
@@ -288,7 +290,7 @@ SMALL_BYTES = 256 << 10
 MOST_SMALL_ARRAYS = 1000
 
 # beside the folders of states
-_TAKEN = re.compile(r"(?:rank|small)-[0-9]+\.bin|extents\.safetensors", re.IGNORECASE)
+_PACKED_NAME = re.compile(r"(?:rank|small)-[0-9]+\.bin|extents\.safetensors", re.IGNORECASE)
 
 
 def is_small(info: TensorInfo) -> bool:
@@ -296,7 +298,7 @@ def is_small(info: TensorInfo) -> bool:
 
     So are those of a state whose folder would have the name of a packed file.
     """
-    return info.nbytes < SMALL_BYTES or _TAKEN.fullmatch(info.state) is not None
+    return info.nbytes < SMALL_BYTES or _PACKED_NAME.fullmatch(info.state) is not None
 
 
 def packed_keys(infos: Iterable[TensorInfo]) -> Collection[Key]:

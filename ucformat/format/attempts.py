@@ -88,14 +88,14 @@ def is_inside_attempt(folder: str) -> bool:
 
 def outside_attempts(folders: Iterable[str], keys: Iterable[str]) -> set[str]:
     """The folders that are not inside the folder of an attempt whose record is there, committed or not."""
-    inside = {folder: found for folder in folders if (found := _INSIDE.match(folder)) is not None}
+    inside = {folder: match for folder in folders if (match := _INSIDE.match(folder)) is not None}
     if not inside:
         return set(folders)
-    there = set(keys)
+    existing_keys = set(keys)
     return {
         f
         for f in folders
-        if f not in inside or inside[f][1] + record_key(inside[f][3]) not in there
+        if f not in inside or inside[f][1] + record_key(inside[f][3]) not in existing_keys
     }
 
 
@@ -190,12 +190,12 @@ def put_record(
             data, version = store.read_versioned(key)
         except NotFound:  # removed at this instant
             continue
-        if (there := parse_record(data)) is not None:
-            if there.removed is not None:
+        if (existing := parse_record(data)) is not None:
+            if existing.removed is not None:
                 raise being_removed(store, attempt)
-            kept = {"id": there.id or doc.id, "replacing": there.replacing}
+            kept = {"id": existing.id or doc.id, "replacing": existing.replacing}
             doc = doc.model_copy(
-                update={**kept, "needs": tuple(dict.fromkeys((*there.needs, *needs)))}
+                update={**kept, "needs": tuple(dict.fromkeys((*existing.needs, *needs)))}
             )
         if _replaced(store, key, doc, version):
             return doc.id, None
@@ -261,13 +261,13 @@ def mark_replacing(store: Store, attempt: str) -> None:
 
 def replacing_attempts(store: Store) -> frozenset[str]:
     """The attempts that are marked as about to replace the committed checkpoint, including those that have done so."""
-    found = set()
+    attempts = set()
     for info in store.list("attempts"):
         with suppress(NotFound):  # removed at this instant
             record = parse_record(store.read(info.key))
             if record is not None and record.replacing is not None:
-                found.add(record.attempt)
-    return frozenset(found)
+                attempts.add(record.attempt)
+    return frozenset(attempts)
 
 
 def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:

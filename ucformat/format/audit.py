@@ -123,10 +123,10 @@ class ZarrJson:
         """See AuditItem."""
         name, state = self.key or (None, None)
         try:
-            found = store.read(self.file)
+            data = store.read(self.file)
         except NotFound:
             return b"", [Problem(self.file, "the file is missing", name, state, kind="missing")]
-        if found != self.data:
+        if data != self.data:
             return b"", [
                 Problem(
                     self.file,
@@ -136,7 +136,7 @@ class ZarrJson:
                 )
             ]
         if out is not None:
-            out.write(found)
+            out.write(data)
         return b"", []
 
 
@@ -282,18 +282,18 @@ def block_problems(
     damages: tuple[type[UcformatError], ...] = (UcformatError,),
 ) -> list[Problem]:
     """The blocks that differ from their checksums or cannot be read; `damages` as for `checked`."""
-    wrong = []
+    problems = []
     for file, block in blocks:
         try:
             if not is_whole(store, file, block):
-                wrong.append(
+                problems.append(
                     Problem(
                         file, f"crc32c differs (block at byte {block.offset})", *key, kind="differs"
                     )
                 )
         except damages as error:
-            wrong.append(Problem(file, error.message, *key))
-    return wrong
+            problems.append(Problem(file, error.message, *key))
+    return problems
 
 
 def wrong_digests(
@@ -322,25 +322,25 @@ def unequal_replicas(
     first: dict[Box, Extent] = {}
     same: set[tuple[Box, str, int, tuple[int, ...]]] = set()
     for e in extents:
-        here = (e.box, e.file, e.offset, e.strides)
-        if not e.box.size or here in same:
+        place = (e.box, e.file, e.offset, e.strides)
+        if not e.box.size or place in same:
             continue
-        same.add(here)
-        one = first.setdefault(e.box, e)
-        if one is not e and not _equal(store, info, one, e):
-            where = f"bytes from {e.offset} on" if one.file == e.file else e.file
+        same.add(place)
+        first_replica = first.setdefault(e.box, e)
+        if first_replica is not e and not _equal(store, info, first_replica, e):
+            where = f"bytes from {e.offset} on" if first_replica.file == e.file else e.file
             yield Problem(
                 e.file,
-                f"its replicas of {e.box} differ: {where}, and {one.file}",
+                f"its replicas of {e.box} differ: {where}, and {first_replica.file}",
                 info.name,
                 info.state,
             )
 
 
-def _equal(store: Store, info: TensorInfo, one: Extent, other: Extent) -> bool:
-    part = TensorInfo(info.name, info.state, info.dtype, one.box.shape)
-    whole, most = Box.whole(one.box.shape), max(1, _PART // info.itemsize)
-    a, b = (Extent(whole, e.file, e.offset, e.strides) for e in (one, other))
+def _equal(store: Store, info: TensorInfo, first: Extent, second: Extent) -> bool:
+    part = TensorInfo(info.name, info.state, info.dtype, first.box.shape)
+    whole, most = Box.whole(first.box.shape), max(1, _PART // info.itemsize)
+    a, b = (Extent(whole, e.file, e.offset, e.strides) for e in (first, second))
     try:
         return all(
             read_flat(store, part, [a], at, min(at + most, part.size)).tobytes()

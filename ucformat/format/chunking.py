@@ -234,8 +234,8 @@ class Tiling:
             offset: the byte of the file at which the first tile of the box begins.
             within: only the tiles that intersect this box of the tensor (default: all).
         """
-        for held, begin, tile, steps in _placed_runs(self, box, within or box):
-            yield Tiles(held, file, offset + begin, tile, self.itemsize, steps)
+        for run_box, begin, tile, steps in _placed_runs(self, box, within or box):
+            yield Tiles(run_box, file, offset + begin, tile, self.itemsize, steps)
 
     def boxes(self, box: Box) -> Iterator[Box]:
         """Each tile of a box, in the order of the file."""
@@ -276,9 +276,9 @@ def _placed_runs(
     """`Tiling.runs`: the box, the offset from the box's first tile, the tile and the steps of each."""
     out = []
     for at in product(*(list(_runs(*dim)) for dim in tiling.dims(box, within))):
-        held = Box(tuple(r.start for r in at), tuple(r.tiles * r.edge for r in at))
+        run_box = Box(tuple(r.start for r in at), tuple(r.tiles * r.edge for r in at))
         begin, steps = tiling.place(box, at)
-        out.append((held, begin, tuple(r.edge for r in at), steps))
+        out.append((run_box, begin, tuple(r.edge for r in at), steps))
     return tuple(out)
 
 

@@ -131,8 +131,8 @@ def begin(
     digest = _digest(plan, replaces and replaces[0].id)
     attempt = Attempt(_id(digest) if name is None else name, replaces, keeps)
     _check_replaceable(store, attempt)
-    made, began = put_record(store, attempt.id, digest, needs, new_id())
-    return replace(attempt, keeps=made or keeps, began=began)
+    recorded_id, began = put_record(store, attempt.id, digest, needs, new_id())
+    return replace(attempt, keeps=recorded_id or keeps, began=began)
 
 
 def _refuse_removed(store: Store, attempt: str) -> None:
@@ -274,9 +274,9 @@ def give_up(store: Store, attempt: Attempt) -> None:
             return
         dying = record_bytes(record.model_copy(update={"removed": datetime.now(UTC)}))
         version = store.replace(key, dying, attempt.began)
-        there = find_manifest(store)
+        committed = find_manifest(store)
         try:
-            if there is None or there.attempt != attempt.id:
+            if committed is None or committed.attempt != attempt.id:
                 abandon(store, attempt.id)
                 return
         except UcformatError as error:

@@ -106,14 +106,14 @@ class _FlatGroup:
     stop: NDArray[np.int64]
     writer: NDArray[np.int64]
 
-    def held(self, coordinate: tuple[int, ...]) -> list[int]:
+    def written_by(self, coordinate: tuple[int, ...]) -> list[int]:
         """The rows that a coordinate has written."""
         d = self.distribution
         low = coordinate[d.axes[-1]] * d.part
-        held = (
+        mask = (
             (self.start < low + d.part) & (self.stop > low) & (self.writer == d.copy_of(coordinate))
         )
-        return [self.rows[n] for n in np.flatnonzero(held).tolist()]
+        return [self.rows[n] for n in np.flatnonzero(mask).tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +161,14 @@ class Described:
             raise LayoutError("a tensor is described twice")
         # to hash each is slower
         distinct = {id(d): d for d in map(itemgetter(1), self.rows)}.values()
-        held = [m.ranks.reshape(-1) for m in {d.mesh for d in distinct}]
+        mesh_ranks = [m.ranks.reshape(-1) for m in {d.mesh for d in distinct}]
         #: The ranks that have files, ascending.
-        self.ranks: NDArray[np.int64] = np.unique(np.concatenate([np.empty(0, np.int64), *held]))
+        self.ranks: NDArray[np.int64] = np.unique(
+            np.concatenate([np.empty(0, np.int64), *mesh_ranks])
+        )
         self._parts: list[list[DescribedRow]] = []  # the groups that no flat buffer contains
         self._flat_groups: list[_FlatGroup] = []
+        # offsets do not depend on the folder: copies of `in_folder` share the cache
         self._flat_file = lru_cache(maxsize=1 << 14)(self._lay_out_flat)
         if kinds is None:
             own = ((without_position(r.distribution), infos[r.tensor], r.tile) for r in self.rows)
@@ -176,10 +179,10 @@ class Described:
         return tensor in self._row
 
     def _lay_out(self, kinds: Sequence[Any]) -> None:
-        seen: set[Any] = set()
+        seen_kinds: set[Any] = set()
         work = nbytes = first = 0
-        for kind, found in groupby(zip(kinds, self.rows, strict=True), itemgetter(0)):
-            rows = [row for _, row in found]
+        for kind, group in groupby(zip(kinds, self.rows, strict=True), itemgetter(0)):
+            rows = [row for _, row in group]
             flat = rows[0].distribution.flat is not None
             writers = np.array([r.writer for r in rows], np.int64)
             work += rows[0].distribution.mesh.size
@@ -188,9 +191,9 @@ class Described:
             )
             if work > _MAX_WORK or nbytes > MAX_SPAN:
                 raise LayoutError("the described tensors are too many, or too large")
-            if kind in seen or (self._flat_groups and not flat):
+            if kind in seen_kinds or (self._flat_groups and not flat):
                 raise LayoutError("the described tensors are not in the order of files")
-            seen.add(kind)
+            seen_kinds.add(kind)
             if not 0 <= writers.min() <= writers.max() < rows[0].distribution.copies:
                 raise LayoutError(
                     f"{self.infos[rows[0].tensor].key} was written by a replica that does not exist"
@@ -232,6 +235,7 @@ class Described:
             written = np.bincount(writers, minlength=d.copies)
             sizes = [n if axis in d.replicas else 1 for axis, n in enumerate(d.mesh.sizes)]
             ends[d.mesh.ranks] += stored * written.reshape(sizes)
+            # for each row, how many rows before it the same replica has written
             order = np.argsort(writers, kind="stable")
             before = np.empty_like(writers)
             before[order] = np.arange(len(writers)) - np.searchsorted(
@@ -259,7 +263,7 @@ class Described:
         out: dict[tuple[int, Box], int] = {}
         for group in self._flat_groups:
             coordinate = group.distribution.mesh.coordinate(rank)
-            for row in [] if coordinate is None else group.held(coordinate):
+            for row in [] if coordinate is None else group.written_by(coordinate):
                 tensor, d, _, tile = self.rows[row]
                 info = self.infos[tensor]
                 for box in d.boxes(info.shape, coordinate or ()):

@@ -43,19 +43,19 @@ _BATCH = 1 << 20  # extents that are checked at once
 
 def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterator[Problem]:
     """Find every inconsistency of a manifest and its sidecar that readers must refuse."""
-    found = list(manifest_problems(manifest))
-    yield from found
-    if found or sidecar is None or manifest.sidecar is None:
+    problems = list(manifest_problems(manifest))
+    yield from problems
+    if problems or sidecar is None or manifest.sidecar is None:
         return
     yield from feature_problems(manifest, sidecar)
-    wrong = set()
+    wrong_tensors = set()
     for problem in extent_problems(manifest.sidecar, manifest.tensors, sidecar):
-        wrong.add((problem.name, problem.state))
+        wrong_tensors.add((problem.name, problem.state))
         yield problem
     for number, doc in enumerate(manifest.tensors):
         if sidecar.described is not None and number in sidecar.described:
             continue  # a distribution covers its tensor
-        if doc.path is None and (doc.name, doc.state) not in wrong:
+        if doc.path is None and (doc.name, doc.state) not in wrong_tensors:
             info = TensorInfo(doc.name, doc.state, doc.stored_dtype, doc.shape)
             if (reason := coverage_problem(info, sidecar.extents(number))) is not None:
                 yield Problem(manifest.sidecar.path, reason, doc.name, doc.state)
@@ -63,8 +63,8 @@ def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterato
 
 def feature_problems(manifest: Manifest, sidecar: Sidecar) -> Iterator[Problem]:
     """Find the features of a sidecar that the manifest does not require."""
-    if manifest.sidecar is not None and (more := {*sidecar.features} - {*manifest.requires}):
-        yield Problem(manifest.sidecar.path, f"the manifest does not require {min(more)}")
+    if manifest.sidecar is not None and (unrequired := {*sidecar.features} - {*manifest.requires}):
+        yield Problem(manifest.sidecar.path, f"the manifest does not require {min(unrequired)}")
 
 
 def coverage_problem(info: TensorInfo, extents: Iterable[Extent | Tiles]) -> str | None:
@@ -134,8 +134,8 @@ class _Check:
         sources = {s.path: min(s.nbytes, MAX_EDGE) for s in doc.sources}
         own = [not file.startswith(MOUNT) for file in sidecar.files]
         sizes = [
-            MAX_EDGE if mine else sources.get(file, -1)
-            for file, mine in zip(sidecar.files, own, strict=True)
+            MAX_EDGE if is_own else sources.get(file, -1)
+            for file, is_own in zip(sidecar.files, own, strict=True)
         ]
         rows = len(sidecar.columns)
         return cls(
@@ -184,11 +184,12 @@ class _Check:
         span = np.bincount(owner, np.maximum(shape - 1, 0).astype(np.float64) * steps, len(ndims))
         offset, block, nbytes = c.offset[rows], c.block_offset[rows], c.block_nbytes[rows]
         items = self.items[tensor]
-        has = block != NO_BLOCK
+        has_block = block != NO_BLOCK
         tiled = any_dim(c.tile[dims] > 0)
+        # by logarithms: a product of claimed edges may exceed 64 bits
         size_about = np.exp2(np.bincount(owner, np.log2(np.maximum(shape, 1)), len(ndims)))
         huge = (span > MAX_SPAN) | (offset > MAX_SPAN)
-        huge |= has & ((block > MAX_SPAN) | (nbytes > MAX_SPAN))
+        huge |= has_block & ((block > MAX_SPAN) | (nbytes > MAX_SPAN))
         huge |= tiled & (size_about * items > MAX_SPAN)
         yield "an extent has an impossible offset", huge & ~empty & ~beyond
         good = ~(huge | empty | beyond)
@@ -207,13 +208,15 @@ class _Check:
             # at most 2^20 tiles: see the sidecar
             np.multiply.at(tiles, owner[kept], (begin + n - 1) // edge - begin // edge + 1)
             end = np.where(good & tiled, offset + size * items + CHECKSUM_BYTES * tiles, end)
-        outside = good & has & ((offset < block) | (end > block + nbytes))
+        outside = good & has_block & ((offset < block) | (end > block + nbytes))
         yield "the bytes of an extent exceed the block of their checksum", outside
-        weak = ~tiled & (~has | (c.crc32c[rows] == FOLLOWS)) & self.own[c.file[rows]]
+        weak = ~tiled & (~has_block | (c.crc32c[rows] == FOLLOWS)) & self.own[c.file[rows]]
         yield "an extent in {file} has no checksum that belongs to its place", weak & ~empty
-        until = np.where(has, block + nbytes + np.where(c.crc32c[rows] < 0, CHECKSUM_BYTES, 0), end)
+        until = np.where(
+            has_block, block + nbytes + np.where(c.crc32c[rows] < 0, CHECKSUM_BYTES, 0), end
+        )
         self.stops[rows] = np.maximum(until, 0)
-        self.read[rows] = np.where(good & ~has & ~tiled, size_about * items, 0)
+        self.read[rows] = np.where(good & ~has_block & ~tiled, size_about * items, 0)
         size = self.sizes[c.file[rows]]
         yield "an extent is in {file}, which the manifest does not list", ~empty & (size < 0)
         yield "an extent exceeds {file}", good & (size >= 0) & (np.maximum(until, end) > size)
@@ -254,9 +257,9 @@ def _repeated(check: _Check, roots: Sequence[str]) -> Iterator[tuple[int, str]]:
     for k in np.flatnonzero(overlaps).tolist():
         yield int(rows[k + 1]), "two blocks in {file} overlap"
     bounds = [0, *(np.flatnonzero(file[1:] != file[:-1]) + 1).tolist(), len(file)]
-    for from_, to in pairwise(bounds):
-        if are_repeated(begin[from_:to], stop[from_:to]):
-            yield int(rows[from_]), _REPEATED
+    for low, high in pairwise(bounds):
+        if are_repeated(begin[low:high], stop[low:high]):
+            yield int(rows[low]), _REPEATED
 
 
 _REPEATED = "the tensors in {file} name its bytes so often that they are far more than it has"
@@ -325,8 +328,8 @@ def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
     at = np.concatenate([c.block_offset[rows], c.offset[tiled]])
     nbytes = np.concatenate([c.block_nbytes[rows], np.full(len(tiled), -1)])
     rows = np.concatenate([rows, tiled])
-    known = np.stack([c.file[rows], at, nbytes, c.crc32c[rows]], axis=1)
-    _, first = np.unique(known, axis=0, return_index=True)  # sorted by file and offset
+    blocks = np.stack([c.file[rows], at, nbytes, c.crc32c[rows]], axis=1)
+    _, first = np.unique(blocks, axis=0, return_index=True)  # sorted by file and offset
     for k in first.tolist():
         row = int(rows[k])
         file, tensor, crc = sidecar.files[int(c.file[row])], int(c.tensor[row]), int(c.crc32c[row])

@@ -36,15 +36,15 @@ def is_below(url: str, roots: Sequence[str]) -> bool:
     # some stores resolve `..`
     if not url or "\0" in url or ("://" in url and ".." in unquote(url).split("/")):
         return False
-    here = _plain(url)
+    place = _plain(url)
     return any(
-        here == root or here.startswith(root.rstrip("/") + "/") for root in map(_plain, roots)
+        place == root or place.startswith(root.rstrip("/") + "/") for root in map(_plain, roots)
     )
 
 
 def _plain(url: str) -> str:
-    scheme, rest = split_url(url)
-    return os.path.realpath(rest) if scheme in ("", "file") else url.rstrip("/")
+    scheme, path = split_url(url)
+    return os.path.realpath(path) if scheme in ("", "file") else url.rstrip("/")
 
 
 class MountedStore(WrappedStore):
@@ -90,11 +90,11 @@ class MountedStore(WrappedStore):
 
     def _checked(self, key: str) -> tuple[Store, str]:
         """Find a file, and check that it is the one that was registered."""
-        found = self.place(key)
-        if found is None:
+        place = self.place(key)
+        if place is None:
             return self.inner, key
-        self._check(found, self._sources[key])
-        return found
+        self._check(place, self._sources[key])
+        return place
 
     def _check(self, place: tuple[Store, str], doc: SourceFileDoc) -> Info:
         store, key = place
@@ -114,8 +114,8 @@ class MountedStore(WrappedStore):
 
     def info(self, key: str) -> Info:
         """See Store."""
-        found = self.place(key)
-        return self.inner.info(key) if found is None else self._check(found, self._sources[key])
+        place = self.place(key)
+        return self.inner.info(key) if place is None else self._check(place, self._sources[key])
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """See Store."""

@@ -103,16 +103,16 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """Read the values of a rank, by name; a name that it lacks has none."""
-        return self._with(rank).of_rank(rank)
+        return self._file_of(rank).of_rank(rank)
 
     def read(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
         """Read the values of several ranks, and check the digests of the files that have them."""
-        files = [*map(self._with, ranks)]
+        files = [*map(self._file_of, ranks)]
         for file in dict.fromkeys(files):
             file.read_all()
         return [file.of_rank(rank) for file, rank in zip(files, ranks, strict=True)]
 
-    def _with(self, rank: int) -> _RankFile:
+    def _file_of(self, rank: int) -> _RankFile:
         return self._files[bisect_right(self._files, rank, key=attrgetter("doc.first")) - 1]
 
 
@@ -123,22 +123,24 @@ class _RankFile:
         self._source, self.doc, self._names = source, doc, names
         # of the last range; positive, because the manifest was checked
         self._end = doc.nbytes - 16 * doc.ranks - _CRC
-        self._known: dict[int, dict[str, Any]] = {}
+        self._by_rank: dict[int, dict[str, Any]] = {}
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """The values of a rank."""
-        if rank not in self._known:
+        if rank not in self._by_rank:
             number = rank - self.doc.first
             begin, end = self._bounds[number : number + 2]
-            self._known[rank] = self._decoded(self._source.read_range(self.doc, begin, end - begin))
-        return self._known[rank]
+            self._by_rank[rank] = self._decoded(
+                self._source.read_range(self.doc, begin, end - begin)
+            )
+        return self._by_rank[rank]
 
     def read_all(self) -> None:
         """Read the values of all its ranks, and check the digest of the file."""
-        if len(self._known) < self.doc.ranks:
+        if len(self._by_rank) < self.doc.ranks:
             data = self._source.read_file(self.doc)
             each = (data[begin:end] for begin, end in pairwise(self._indexed(data[self._end :])))
-            self._known = dict(enumerate(map(self._decoded, each), self.doc.first))
+            self._by_rank = dict(enumerate(map(self._decoded, each), self.doc.first))
 
     @cached_property
     def _bounds(self) -> list[int]:
@@ -164,14 +166,14 @@ class _RankFile:
         return data[:-_CRC]
 
     def _decoded(self, data: bytes) -> dict[str, Any]:
-        found = json_object(self._checked(data), f"{self._source.store.url}/{self.doc.path}")
-        if not found.keys() <= self._names:
+        values = json_object(self._checked(data), f"{self._source.store.url}/{self.doc.path}")
+        if not values.keys() <= self._names:
             raise self._damaged("has values that the manifest does not name")
-        return found
+        return values
 
-    def _damaged(self, what: str) -> IntegrityError:
+    def _damaged(self, fault: str) -> IntegrityError:
         return IntegrityError(
-            f"{self._source.store.url}/{self.doc.path}, with the values of each rank, {what}",
+            f"{self._source.store.url}/{self.doc.path}, with the values of each rank, {fault}",
             hint="restore it from another copy of the checkpoint",
         )
 

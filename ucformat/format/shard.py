@@ -41,15 +41,15 @@ def bands(
         the number of chunks along each dim.
     """
     whole = grid.box(shard)
-    held = grid.tiles(shard, "").grid
-    steps, budget = [1] * len(held), max(1, most // grid.chunk_nbytes)
-    for d in reversed(range(len(held))):
-        steps[d] = min(held[d], budget)
+    chunk_counts = grid.tiles(shard, "").grid
+    steps, budget = [1] * len(chunk_counts), max(1, most // grid.chunk_nbytes)
+    for d in reversed(range(len(chunk_counts))):
+        steps[d] = min(chunk_counts[d], budget)
         budget //= steps[d]
-        if steps[d] < held[d]:
+        if steps[d] < chunk_counts[d]:
             break
-    for at in product(*(range(0, n, s) for n, s in zip(held, steps, strict=True))):
-        counts = tuple(min(s, n - a) for s, n, a in zip(steps, held, at, strict=True))
+    for at in product(*(range(0, n, s) for n, s in zip(chunk_counts, steps, strict=True))):
+        counts = tuple(min(s, n - a) for s, n, a in zip(steps, chunk_counts, at, strict=True))
         start = tuple(w + a * c for w, a, c in zip(whole.start, at, grid.chunk, strict=True))
         padded = tuple(n * c for n, c in zip(counts, grid.chunk, strict=True))
         shape = tuple(
@@ -81,12 +81,12 @@ def write_shard(
             raw = thread_memory("gathered", count * grid.chunk_nbytes)
             if piece.box.size * grid.itemsize < raw.nbytes:
                 raw[:] = 0
-            if (held := fill(piece, raw)) is not None:
-                raw = held.view(np.uint8)
-            data, found = _encode(
+            if (elements := fill(piece, raw)) is not None:
+                raw = elements.view(np.uint8)
+            data, band_leaves = _encode(
                 grid, counts, raw, thread_memory("encoded", count * (grid.chunk_nbytes + 4))
             )
-            leaves += found
+            leaves += band_leaves
             out.write(data)
         out.write(index_of(grid, shard))
     return b"".join(leaves)
@@ -117,11 +117,11 @@ def _encode(
 
 def index_of(grid: Grid, shard: tuple[int, ...]) -> bytes:
     """The index at the end of a shard's file: the offset and length of each chunk, all ones for none, and a crc32c."""
-    held = grid.tiles(shard, "").grid
+    chunk_counts = grid.tiles(shard, "").grid
     nbytes = grid.chunk_nbytes + 4  # with the checksum, which a codec of the chunk appends
     index = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
-    entries = index[tuple(map(slice, held))]
-    entries[..., 0] = np.arange(math.prod(held), dtype="<u8").reshape(held) * nbytes
+    entries = index[tuple(map(slice, chunk_counts))]
+    entries[..., 0] = np.arange(math.prod(chunk_counts), dtype="<u8").reshape(chunk_counts) * nbytes
     entries[..., 1] = nbytes
     data = index.tobytes()
     return data + struct.pack("<I", checksum(data))

@@ -251,12 +251,12 @@ class Sidecar:
         dims = (self._ends[rows] - ndim)[:, None] + np.arange(ndim)
         if within is not None:
             start, stop = c.start[dims], c.start[dims] + c.shape[dims]
-            meet = (
+            meets = (
                 (start < np.array(within.stop, np.int64))
                 & (stop > np.array(within.start, np.int64))
             ).all(axis=1)
-            rows, dims = rows[meet], dims[meet]
-        found = zip(
+            rows, dims = rows[meets], dims[meets]
+        values = zip(
             *(
                 a[rows].tolist()
                 for a in (self.tiled, c.file, c.offset, c.block_offset, c.block_nbytes, c.crc32c)
@@ -265,7 +265,7 @@ class Sidecar:
             strict=True,
         )
         out: list[Extent | Tiles] = []
-        for tiled, file, offset, at, nbytes, crc, start, shape, strides, tile in found:
+        for tiled, file, offset, at, nbytes, crc, start, shape, strides, tile in values:
             if tiled:
                 out += Tiling(tile, strides[-1]).runs(
                     Box(start, shape), self.files[file], offset, within
@@ -341,13 +341,15 @@ def encode_columns(
     meta = {"format": "ucformat-extents", "extents": str(n), "files": json.dumps(list(files))}
     if described:
         if not described.encoded:
-            more = {name: _pack(column, name) for name, column in encode_rows(described).items()}
-            described.encoded.append((describe(described), more))
-        doc, more = described.encoded[0]
+            row_columns = {
+                name: _pack(column, name) for name, column in encode_rows(described).items()
+            }
+            described.encoded.append((describe(described), row_columns))
+        doc, row_columns = described.encoded[0]
         meta["described"] = doc.model_copy(update={"folder": described.folder}).model_dump_json(
             exclude_defaults=True
         )
-        packed |= more
+        packed |= row_columns
     return _safetensors(packed, meta)
 
 
@@ -399,9 +401,9 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[
     if form != "ucformat-extents":
         raise IntegrityError(f"{where} is not a ucformat sidecar")
     described = {*COLUMNS, DESCRIBED_TILE} if "described" in meta else set()
-    if more := set(arrays) - {*_ROWS, *_DIMS, _TILE} - described:
+    if unknown := set(arrays) - {*_ROWS, *_DIMS, _TILE} - described:
         raise UpgradeNeeded(
-            f"{where} has the column {min(more)[:100]!r}, which this ucformat does not know"
+            f"{where} has the column {min(unknown)[:100]!r}, which this ucformat does not know"
         )
     if not {*_ROWS, *_DIMS, *described} <= set(arrays) or any(
         a.ndim != 1 or a.dtype != np.uint8 for a in arrays.values()
@@ -453,6 +455,7 @@ def _unpack(packed: NDArray[np.uint8], name: str, rows: int, where: str) -> Colu
         raise IntegrityError(f"{where}: its column {name} cannot have {rows} rows")
     stream = zlib.decompressobj()
     try:
+        # one byte more than expected shows a stream that is too long
         data = stream.decompress(packed.data, nbytes + 1)
     except zlib.error as error:
         raise IntegrityError(f"{where}: its column {name} is damaged: {error}") from None

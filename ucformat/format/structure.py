@@ -188,11 +188,11 @@ def find_manifest(store: Store, absent: type[UcformatError] = NotACheckpoint) ->
         return None
 
 
-def refuse(where: str, found: Iterable[Problem]) -> None:
+def refuse(where: str, problems: Iterable[Problem]) -> None:
     """Raise an error if there are problems."""
-    wrong = tuple(found)
-    if wrong:
-        raise Inconsistent(f"{where}: {first_names(wrong, _NAMED, '; ')}", problems=wrong)
+    listed = tuple(problems)
+    if listed:
+        raise Inconsistent(f"{where}: {first_names(listed, _NAMED, '; ')}", problems=listed)
 
 
 def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
@@ -201,16 +201,16 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
     stored = (
         {manifest.tensors.names[n] for n in set(manifest.tensors.name)} if manifest.aliases else ()
     )
-    for name, of in manifest.aliases.items():
+    for name, stored_name in manifest.aliases.items():
         if name in stored:
-            yield Problem(MANIFEST, f"{name!r} is stored, and an alias of {of!r} too")
-        elif of not in stored:
-            target = "another alias" if of in manifest.aliases else "not stored"
-            yield Problem(MANIFEST, f"{name!r} is an alias of {of!r}, which is {target}")
+            yield Problem(MANIFEST, f"{name!r} is stored, and an alias of {stored_name!r} too")
+        elif stored_name not in stored:
+            target = "another alias" if stored_name in manifest.aliases else "not stored"
+            yield Problem(MANIFEST, f"{name!r} is an alias of {stored_name!r}, which is {target}")
     if manifest.per_rank is not None:
         yield from per_rank_problems(manifest.per_rank)
     if manifest.sidecar is not None:
-        yield from _sources(manifest.sidecar)
+        yield from _source_problems(manifest.sidecar)
     yield from _unnamed_features(manifest)
     yield from _repeated(manifest)
 
@@ -229,28 +229,28 @@ def _table_problems(table: TensorTable, *, has_sidecar: bool) -> Iterator[Proble
     wrong = {
         n: reason
         for n, kind in enumerate(table.kinds)
-        if (reason := _kind(kind, has_sidecar=has_sidecar))
+        if (reason := _kind_fault(kind, has_sidecar=has_sidecar))
     }
     unused = wrong.keys() - set(table.kind) if wrong else ()
     yield from (Problem(MANIFEST, f"{wrong[n]} (kind number {n})") for n in unused)
-    found: dict[int, str] = {}
+    faults: dict[int, str] = {}
     arrays = {n for n, kind in enumerate(table.kinds) if kind.path is not None}
     if arrays and (not table.digest or None in table.digest):
         listed = zip(table.kind, table.digest or repeat(None), strict=False)
         rows = (
             row for row, (kind, digest) in enumerate(listed) if digest is None and kind in arrays
         )
-        found = dict.fromkeys(rows, "the manifest gives it no digest")
+        faults = dict.fromkeys(rows, "the manifest gives it no digest")
     if wrong:
-        found |= {row: wrong[kind] for row, kind in enumerate(table.kind) if kind in wrong}
-    found |= dict.fromkeys(table.repeated(), "the manifest lists it twice")
-    for row, reason in sorted(found.items()):
+        faults |= {row: wrong[kind] for row, kind in enumerate(table.kind) if kind in wrong}
+    faults |= dict.fromkeys(table.repeated(), "the manifest lists it twice")
+    for row, reason in sorted(faults.items()):
         yield Problem(
             MANIFEST, reason, table.names[table.name[row]], table.kinds[table.kind[row]].state
         )
 
 
-def _kind(kind: KindDoc, *, has_sidecar: bool) -> str | None:
+def _kind_fault(kind: KindDoc, *, has_sidecar: bool) -> str | None:
     """What is wrong with all tensors of a kind; None if nothing is."""
     shape, chunk, shard = kind.shape, kind.chunk, kind.shard
     if len(shape) > MAX_DIMS or max(shape, default=0) > MAX_EDGE:
@@ -300,9 +300,9 @@ def per_rank_problems(doc: PerRankDoc) -> Iterator[Problem]:
 def place_of(path: str, roots: Sequence[str]) -> str:
     """Where a file of another checkpoint is, the same for all spellings of its root and for roots in one another."""
     root, key = _below_root(path, roots) or (".", path)
-    scheme, _, rest = root.rpartition("://")
-    rest = rest.removeprefix("localhost") if scheme else rest
-    return f"{scheme.lower() or 'file'}://{posixpath.normpath(f'{unquote(rest)}/{key}')}"
+    scheme, _, location = root.rpartition("://")
+    location = location.removeprefix("localhost") if scheme else location
+    return f"{scheme.lower() or 'file'}://{posixpath.normpath(f'{unquote(location)}/{key}')}"
 
 
 def _below_root(path: str, roots: Sequence[str]) -> tuple[str, str] | None:
@@ -329,14 +329,14 @@ def _repeated(manifest: Manifest) -> Iterator[Problem]:
             )
 
 
-def _sources(doc: SidecarDoc) -> Iterator[Problem]:
-    seen = set()
+def _source_problems(doc: SidecarDoc) -> Iterator[Problem]:
+    paths = set()
     for source in doc.sources:
         if _below_root(source.path, doc.roots) is None:
             yield Problem(
                 MANIFEST,
                 f"the source {source.path[:200]!r} is not below a root that the manifest lists",
             )
-        elif source.path in seen:
+        elif source.path in paths:
             yield Problem(MANIFEST, f"the source {source.path[:200]!r} is listed twice")
-        seen.add(source.path)
+        paths.add(source.path)

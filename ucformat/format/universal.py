@@ -48,12 +48,12 @@ _LARGE_SHARDS = 10_000
 def json_object(data: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object that a file, or a part of it, consists of."""
     try:
-        found = loads(data)
+        document = loads(data)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{where} is not JSON: {str(error)[:200]}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise IntegrityError(f"{where} is not a JSON object")
-    return found
+    return document
 
 
 def index_tensors(
@@ -229,11 +229,11 @@ class Universal:
         if self._sidecar is None:
             from ucformat.format.extents import extent_problems, feature_problems
 
-            found, doc = self.read_sidecar(), self.manifest.sidecar
+            sidecar, doc = self.read_sidecar(), self.manifest.sidecar
             assert doc is not None  # noqa: S101 - it was read
-            refuse(self.store.url, feature_problems(self.manifest, found))
-            refuse(self.store.url, extent_problems(doc, self.manifest.tensors, found))
-            self._sidecar = found
+            refuse(self.store.url, feature_problems(self.manifest, sidecar))
+            refuse(self.store.url, extent_problems(doc, self.manifest.tensors, sidecar))
+            self._sidecar = sidecar
         return self._sidecar
 
     @property
