@@ -80,8 +80,8 @@ def find_folder(store: Store) -> Folder:
                 "checkpoint without it"
             ),
         )
-    taken = {*extra.values(), *(k for k in keys if any(k.startswith(p) for p in parts.values()))}
-    others = tuple(k for k in keys if k not in taken and k != LATEST)
+    in_parts = {*extra.values(), *(k for k in keys if any(k.startswith(p) for p in parts.values()))}
+    others = tuple(k for k in keys if k not in in_parts and k != LATEST)
     by_rank = tuple(extra[r] for r in sorted(extra))
     return Folder(below, parts, by_rank, others, _empty(infos), _step(below or store.url))
 

@@ -114,8 +114,8 @@ class _RawItems(Items):
         super().__init__(store, meta, allow)
         self._layouts: dict[tuple[str, Any], Any] = {}
         self.parts = metas
-        for part, one in metas.items():
-            recorded = one.root.get("all_tensor_metadata")
+        for part, part_meta in metas.items():
+            recorded = part_meta.root.get("all_tensor_metadata")
             for index, layout in (recorded if isinstance(recorded, dict) else {}).items():
                 if isinstance(index, Inert):
                     self._layouts[f"{part}.{index.get('fqn')}", index.get("offset")] = layout
@@ -150,7 +150,7 @@ class _RawItems(Items):
 def _extra_states(store: Store, folder: Folder) -> dict[str, Any]:
     """`extra_state` of rank 0, and under `rank` the differences of the others."""
     out: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    by_rank: dict[str, Any] = {}
     for rank, key in enumerate(folder.extra):
         value = plain_value(TorchFile(store, key), "extra_state")
         if not rank:
@@ -159,5 +159,5 @@ def _extra_states(store: Store, folder: Folder) -> dict[str, Any]:
             first = out["extra_state"]
             if isinstance(value, dict) and isinstance(first, dict):
                 value = {k: v for k, v in value.items() if k not in first or first[k] != v}
-            others[str(rank)] = {"extra_state": value}
-    return out | ({"rank": others} if others else {})
+            by_rank[str(rank)] = {"extra_state": value}
+    return out | ({"rank": by_rank} if by_rank else {})

@@ -117,10 +117,10 @@ class SafetensorsExporter(Exporter):
 
     def _linked(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """Links to the files of a source that are safetensors files already."""
-        own = _own_files(source)
+        source_files = _own_files(source)
         placed = source.origin.metadata.tensor_list.placed().tensors
         whole = {info.key for info in weights_of(placed)}
-        if not own or source.steps or {info.key for info in infos} != whole:
+        if not source_files or source.steps or {info.key for info in infos} != whole:
             raise UnsupportedError(
                 f"{source.url} has no safetensors files with exactly these tensors, so there is "
                 "nothing to link",
@@ -129,7 +129,7 @@ class SafetensorsExporter(Exporter):
         hard, read_only = self.options.link == "hard", self.options.read_only
         assets = self._assets(source)
         files = []
-        for name, (key, size) in own.items():
+        for name, (key, size) in source_files.items():
             if name not in assets:
                 link, is_last = Link(key, hard, read_only), name.endswith(".json")
                 files.append(TargetFile(name, size, tuple, last=is_last, link=link))
@@ -146,16 +146,16 @@ class SafetensorsExporter(Exporter):
         from ucformat.storage.url import open_store
         from ucformat.views.viewed import outdated
 
-        own = find_assets(Info(name, 0, "") for name in source.assets)
+        names = find_assets(Info(name, 0, "") for name in source.assets)
         # of a sub-model, the whole model's sizes
         wrong = outdated(source.viewed, source.assets, source.objects)
-        assets = {name: source.assets[name] for name in own if name not in wrong}
+        assets = {name: source.assets[name] for name in names if name not in wrong}
         if self.options.assets is not None:
             store = open_store(self.options.assets)
-            given = find_assets(store.list())
-            if not given:
+            beside = find_assets(store.list())
+            if not beside:
                 raise UsageError(f"{store.url} has no config.json, tokenizer or similar file")
-            assets |= {name: store.read(name) for name in given}
+            assets |= {name: store.read(name) for name in beside}
         return assets
 
 

@@ -187,8 +187,8 @@ class UniversalTrainer(Trainer):
             here = [p for p in sort_checkpoints(str(run)) if (Path(p) / MANIFEST).exists()]
             stay = {here[-1], str(Path(self.state.best_model_checkpoint or here[-1]))} & {*here}
             excess = len(here) - max(self.args.save_total_limit, len(stay))
-            for old in here:
-                if excess > 0 and old not in stay and discard(old):
+            for checkpoint in here:
+                if excess > 0 and checkpoint not in stay and discard(checkpoint):
                     excess -= 1
         if dist.is_initialized():
             dist.barrier()

@@ -82,10 +82,10 @@ class Safetensors(Source):
 def choose(names: Iterable[str], url: str, *, part: bool = False) -> FileSet:
     """The files of a folder that are its checkpoint, and the key of their index or None."""
     names = list(names)
-    own = [n for n in names if "/" not in n and n.endswith((_SUFFIX, _INDEX))]
-    if not own:
+    candidates = [n for n in names if "/" not in n and n.endswith((_SUFFIX, _INDEX))]
+    if not candidates:
         raise _pipeline([n for n in names if n.count("/") == 1 and n.endswith(_SUFFIX)], url)
-    sets = file_sets(own, _INDEX)
+    sets = file_sets(candidates, _INDEX)
     if len(sets) > 1:
         without = {name: chosen for name, chosen in sets.items() if not fnmatch(name, _DUPLICATE)}
         models = {name: chosen for name, chosen in without.items() if _stem(name) in _MODEL_STEMS}

@@ -69,15 +69,15 @@ class HuggingFace(Source):
 
         infos = root_files(store)
         files = classify(infos, store.url)
-        own = ("allow", "groups", "part", "optimizer")
-        given = {n: getattr(self.options, n) for n in options_of(self) if n not in own}
-        inner = {name: value for name, value in given.items() if value is not None}
+        handled = ("allow", "groups", "part", "optimizer")
+        values = {n: getattr(self.options, n) for n in options_of(self) if n not in handled}
+        inner = {name: value for name, value in values.items() if value is not None}
         groups = groups_by_optimizer(self.options.groups)
-        how = EngineOptions(
+        options = EngineOptions(
             self.options.allow,
             groups,
             inner,
             self.options.optimizer,
             part=self.options.part is True,
         )
-        return OpenHuggingFace(store, files, infos, how)
+        return OpenHuggingFace(store, files, infos, options)

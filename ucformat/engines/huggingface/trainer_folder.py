@@ -82,11 +82,11 @@ def looks_like_trainer(names: Collection[str]) -> bool:
 def classify(names: Iterable[str], url: str) -> FolderFiles:
     """Assign the files of a folder to roles."""
     names = list(names)
-    for pattern, what in _NOT_READ:
+    for pattern, feature in _NOT_READ:
         for name in names:
             if pattern.fullmatch(name):
                 raise UnsupportedError(
-                    f"{name}: not yet read: {what}",
+                    f"{name}: not yet read: {feature}",
                     hint="save whole or sharded (DCP) state dicts; to open one file by itself, give its path and "
                     f"{option_text('part', 'True', 'true')}",
                 )
@@ -125,20 +125,20 @@ def _step_of(run: str) -> int:
     return int(run.partition("-")[2])
 
 
-def missing_files(found: FolderFiles) -> Iterator[str]:
+def missing_files(files: FolderFiles) -> Iterator[str]:
     """The files that Trainer, unlike Accelerate, always writes with those that are there."""
-    trained = bool(found.optimizers or found.fsdp_optimizers)
-    torch_files = (*found.optimizers.values(), found.values.get("scheduler", ""))
+    trained = bool(files.optimizers or files.fsdp_optimizers)
+    torch_files = (*files.optimizers.values(), files.values.get("scheduler", ""))
     of_trainer = (
-        found.trainer_state or "training_args" in found.values or "rng_state" in found.ranked
+        files.trainer_state or "training_args" in files.values or "rng_state" in files.ranked
     )
     if not (of_trainer or any(name.endswith(".pt") for name in torch_files)):
         return
-    if not found.trainer_state:
+    if not files.trainer_state:
         yield "trainer_state.json"
-    if trained and "scheduler" not in found.values:  # DeepSpeed's own schedulers are in its files
+    if trained and "scheduler" not in files.values:  # DeepSpeed's own schedulers are in its files
         yield "scheduler.pt"
-    if trained and "rng_state" not in found.ranked:
+    if trained and "rng_state" not in files.ranked:
         yield "rng_state.pth"
 
 
@@ -164,6 +164,7 @@ def _models(names: Iterable[str]) -> dict[int, list[str]]:
             by_number.setdefault(int(match[1] or 0), []).append((match[2], name))
     out = {}
     for number, files in sorted(by_number.items()):
+        # `safetensors` is greater than `bin`.
         kind = max(suffix for suffix, _ in files)
         out[number] = [name for suffix, name in files if suffix == kind]
     return out

@@ -178,11 +178,11 @@ def open_engine(
 
 def _open_deepspeed(store: Store, files: FolderFiles, options: EngineOptions) -> OpenSource | None:
     """DeepSpeed's checkpoint; None if it is missing, and the weights beside it suffice."""
-    given = options.for_optimizer("optimizer")
+    values = options.for_optimizer("optimizer")
     if not options.optimizer:
-        given["optimizer"] = False
+        values["optimizer"] = False
     try:
-        return with_options(SOURCES["deepspeed"](), given).open(store)
+        return with_options(SOURCES["deepspeed"](), values).open(store)
     except NotFound as error:
         if not files.models or isinstance(error, NotACheckpoint):
             raise
@@ -270,8 +270,8 @@ def _add_whole(
         objects = source.metadata.objects
         _add_source(source, prefix, engine, contents)
         if len(models) > 1 and objects:  # each model has its own metadata
-            kept = dict(list(engine.objects.items())[:before])
-            engine.objects = kept | {_prefix(number) + k: v for k, v in objects.items()}
+            earlier = dict(list(engine.objects.items())[:before])
+            engine.objects = earlier | {_prefix(number) + k: v for k, v in objects.items()}
         weights = (i for i in source.metadata.tensor_list.tensors if i.state == "weight")
         tensors = {info.name: (info.dtype, info.shape) for info in weights}
         ordered = source.kind == "torch_save"
@@ -329,7 +329,7 @@ def _add_optimizer(
     path: str,
     modules: Sequence[Module],
     contents: TensorIndex,
-    given: Sequence[Sequence[str]] | None,
+    group_names: Sequence[Sequence[str]] | None,
 ) -> bool:
     if not is_optimizer(file.value):
         raise IntegrityError(
@@ -343,7 +343,7 @@ def _add_optimizer(
         raise MissingData(
             f"{file.key} has states of {first!r} and others, which no model here has", hint=_HINT
         )
-    return add_optimizer(optimizer, modules, contents, given)
+    return add_optimizer(optimizer, modules, contents, group_names)
 
 
 def _open_model(store: Store, names: Sequence[str], options: EngineOptions) -> OpenSource:
@@ -373,8 +373,8 @@ def _read_values(
     store: Store, files: FolderFiles, contents: TensorIndex, allow: tuple[str, ...]
 ) -> dict[str, Any]:
     """Read each file of values as an object of its name; values of each rank by rank."""
-    wanted = [(name, name, key) for name, key in files.values.items()]
-    wanted += [
+    items = [(name, name, key) for name, key in files.values.items()]
+    items += [
         (name, f"{name}.{rank}", by_rank[rank])
         for name, by_rank in files.ranked.items()
         for rank in sorted(by_rank)
@@ -382,8 +382,8 @@ def _read_values(
     objects: dict[str, Any] = {}
     if files.trainer_state:
         objects["trainer_state"] = to_json(read_json(store, "trainer_state.json"))
-    opened = map_io(lambda item: open_file(store, item[2], allow=allow), wanted)
-    for (name, path, _), file in zip(wanted, opened, strict=True):
+    opened = map_io(lambda item: open_file(store, item[2], allow=allow), items)
+    for (name, path, _), file in zip(items, opened, strict=True):
         value = _to_json(file, path, contents)
         if name == path:
             objects[name] = value
@@ -416,8 +416,8 @@ class OpenHuggingFace(IndexedSource):
         ranked = (f for by_rank in files.ranked.values() for f in by_rank.values())
         self._zips = [*engine.zips, *files.values.values(), *ranked]
         objects = {**engine.objects, **_read_values(store, files, self.contents, options.allow)}
-        own = (["trainer_state.json"] if files.trainer_state else []) + self._zips
-        keys = tuple(dict.fromkeys([*engine.files, *own]))
+        own_files = (["trainer_state.json"] if files.trainer_state else []) + self._zips
+        keys = tuple(dict.fromkeys([*engine.files, *own_files]))
         assets = find_assets(infos.values(), keys)
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),

@@ -315,8 +315,8 @@ def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> _Read:
         for key, info in ck.tensors.items()
         if optimizers or key.state == "weight"
     }
-    wanted = [local_of(name, state, t) for (name, state), t in tensors.items()]
-    targets = LoadTargets(wanted, stateful=optimizers)
+    shards = [local_of(name, state, t) for (name, state), t in tensors.items()]
+    targets = LoadTargets(shards, stateful=optimizers)
     return tensors, load_local(targets, ck, single_process_group())
 
 
@@ -346,9 +346,9 @@ def _load_for_inference(path: Any, map_location: Any = None, weights_only: Any =
         raise UsageError(
             f"{ck.url} was not saved by Lightning", hint="load it with ucformat.torch.load"
         )
-    kept = {k: v for k, v in ck.objects[_REST].items() if k not in _OF_TRAINING}
+    needed = {k: v for k, v in ck.objects[_REST].items() if k not in _OF_TRAINING}
     try:
-        rest = dict(decode(kept, trust=weights_only is False))
+        rest = dict(decode(needed, trust=weights_only is False))
     except UnsafeError as error:
         raise UnsafeError(
             error.message, hint="weights_only=False, if you trust the author of the checkpoint"

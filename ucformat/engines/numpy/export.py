@@ -113,9 +113,9 @@ class NpyExporter(Exporter):
         """See Exporter."""
         files = []
         index: dict[str, dict[str, object]] = {}
-        taken: set[str] = set()
+        used: set[str] = set()
         for number, info in enumerate(infos):
-            key = _file_name(info.name, number, taken)
+            key = _file_name(info.name, number, used)
             header = _header(info, raw=self.options.raw)
             index[info.name] = {"file": key, "dtype": info.dtype, "shape": list(info.shape)}
             files.append(TargetFile.of(key, header, Span.whole(info)))
@@ -135,14 +135,15 @@ def _named(source: Checkpoint, infos: Sequence[TensorInfo]) -> dict[str, TensorI
     }
 
 
-def _file_name(name: str, number: int, taken: set[str]) -> str:
+def _file_name(name: str, number: int, used: set[str]) -> str:
     """The file of a tensor: its escaped name, or `%n` and its number, which no escaped name is."""
     text = quote(name, safe="")
+    # `quote` keeps dots, and a file whose name begins with one is hidden.
     key = f"%2E{text[1:]}{_ENDING}" if text.startswith(".") else f"{text}{_ENDING}"
     # file systems may ignore case
-    if not text or len(key) > _MAX_FILE_NAME or key.lower() in taken:
+    if not text or len(key) > _MAX_FILE_NAME or key.lower() in used:
         key = f"%n{number}{_ENDING}"
-    taken.add(key.lower())
+    used.add(key.lower())
     return key
 
 

@@ -137,18 +137,18 @@ class CheckpointManager:
             IntegrityError: all checkpoints are damaged.
             StateMismatch: the checkpoint does not fit the state.
         """
-        wanted = {k: v for k, v in self.states.items() if k not in self._excluded}
+        state = {k: v for k, v in self.states.items() if k not in self._excluded}
         if step >= 0:
             url = f"{self._manager.url}/{folder_of(step)}"
-            self._manager.load({_MODEL: self.states[_MODEL]} if step == 0 else wanted, url)
+            self._manager.load({_MODEL: self.states[_MODEL]} if step == 0 else state, url)
             return True
         try:
-            newest = self._manager.restore_latest(wanted)
+            newest = self._manager.restore_latest(state)
         except NotFound:  # no such folder
             newest = None
         if newest is None and self._initial is not None:
             model = {_MODEL: self.states[_MODEL]}
-            self._manager.load(model if self._initial_model_only else wanted, self._initial)
+            self._manager.load(model if self._initial_model_only else state, self._initial)
             return True
         return newest is not None
 
