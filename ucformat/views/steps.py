@@ -79,8 +79,8 @@ def taken(table: ViewTable, name: str, entry: ViewedTensor, step: Take) -> Viewe
             f"{name} has the shape {entry.shape}: dim {step.dim} cannot be divided into {blocks} "
             "equal blocks"
         )
-    what = f"{name} has the shape {entry.shape}: dim {step.dim}"
-    picks = chosen(step.indices, step.first, blocks, what, "index" if step.of is None else "block")
+    label = f"{name} has the shape {entry.shape}: dim {step.dim}"
+    picks = chosen(step.indices, step.first, blocks, label, "index" if step.of is None else "block")
     width = length // blocks if blocks else 1
     units = Picks(tuple((start * width, count * width) for start, count in picks.runs))
     return _each_state(name, entry, lambda view: table.taken(view, step.dim, units))
@@ -121,11 +121,13 @@ def split(
 def _taken(view: View, name: str, dim: int, runs: Iterable[tuple[int, int]]) -> View:
     """Concatenate runs of indices (first index, length) along a dim."""
     shape = view.info.shape
-    parts, at = [], 0
+    parts, end = [], 0
     for begin, length in runs:
-        parts.append(part_of(view, _slab(shape, dim, at, length), _slab(shape, dim, begin, length)))
-        at += length
-    info = replace(view.info, name=name, shape=(*shape[:dim], at, *shape[dim + 1 :]))
+        parts.append(
+            part_of(view, _slab(shape, dim, end, length), _slab(shape, dim, begin, length))
+        )
+        end += length
+    info = replace(view.info, name=name, shape=(*shape[:dim], end, *shape[dim + 1 :]))
     return compose(info, parts)
 
 
@@ -144,18 +146,18 @@ def fused(name: str, members: Named, dim: int, repeat: int) -> ViewedTensor:
             )
 
     def join(views: Sequence[View]) -> View:
-        runs, at = [], 0
+        runs, end = [], 0
         for block in range(repeat):
             for view in views:
                 length = view.info.shape[dim] // repeat
-                runs.append((view, block * length, at, length))
-                at += length
+                runs.append((view, block * length, end, length))
+                end += length
         shape = views[0].info.shape
         parts = [
             part_of(view, _slab(shape, dim, to, length), _slab(view.info.shape, dim, begin, length))
             for view, begin, to, length in runs
         ]
-        info = replace(views[0].info, name=name, shape=(*shape[:dim], at, *shape[dim + 1 :]))
+        info = replace(views[0].info, name=name, shape=(*shape[:dim], end, *shape[dim + 1 :]))
         return compose(info, parts)
 
     return _together(name, members, join)
@@ -213,8 +215,8 @@ def cast(
     def change(view: View) -> View:
         if view.info.dtype == dtype:
             return view
-        for one, allowed in ((view.info.dtype, NUMBERS), (dtype, CASTABLE)):
-            if one not in allowed:
+        for checked, allowed in ((view.info.dtype, NUMBERS), (dtype, CASTABLE)):
+            if checked not in allowed:
                 raise LayoutError(
                     f"{name} ({view.info.state}) is {view.info.dtype}, which is not cast to "
                     f"{dtype}",
@@ -250,12 +252,12 @@ def _each_state(
     name: str, entry: ViewedTensor, change: Callable[[View], View], to: str | None = None
 ) -> ViewedTensor:
     """Change all states that have the shape of the parameter; states of one element stay as they are."""
-    new, states = to or name, {}
+    new_name, states = to or name, {}
     for state, view in entry.states.items():
         if view.info.shape == entry.shape:
-            states[state] = renamed(change(view), new, state)
+            states[state] = renamed(change(view), new_name, state)
         elif view.info.size == 1:
-            states[state] = renamed(view, new, state)
+            states[state] = renamed(view, new_name, state)
         else:
             raise _odd(name, state, view.info, entry.shape)
     return replace(entry, states=states)
@@ -433,14 +435,15 @@ def _rename(table: ViewTable, step: schema.RenameStep, where: str) -> None:
 def _rename_states(table: ViewTable, step: schema.RenameStates, where: str) -> None:
     out = {}
     for name, entry, _ in _Names(step.match).among(table):
-        new = [step.rename_states.get(s, s) for s in entry.states]
-        if len(set(new)) < len(new):
+        new_states = [step.rename_states.get(s, s) for s in entry.states]
+        if len(set(new_states)) < len(new_states):
             raise LayoutError(
                 f"{name} would have two states of one name, of {', '.join(entry.states)}"
             )
-        if new != list(entry.states):
+        if new_states != list(entry.states):
             states = {
-                to: renamed(v, name, to) for to, v in zip(new, entry.states.values(), strict=True)
+                to: renamed(v, name, to)
+                for to, v in zip(new_states, entry.states.values(), strict=True)
             }
             out[name] = [(name, replace(entry, states=states))]
     table.put(out, where)
@@ -541,27 +544,27 @@ def _select(table: ViewTable, step: schema.Select, where: str) -> None:
     }
     for before, members in groups.items():
         texts = [name[len(before) : stop] for name, stop in members]
-        new = _renumbered(step, before, set(map(int, texts)))
+        new_numbers = _renumbered(step, before, set(map(int, texts)))
         width = max((len(text) for text in texts if text.startswith("0")), default=1)
-        kept = [
-            (new[int(t)], name, stop)
+        selected = [
+            (new_numbers[int(t)], name, stop)
             for t, (name, stop) in zip(texts, members, strict=True)
-            if int(t) in new
+            if int(t) in new_numbers
         ]
         # The tensors of the first new number get the first places, since a tensor list has the
         # order of the program.
-        for (_, place, _), (number, name, stop) in zip(
-            kept, sorted(kept, key=itemgetter(0)), strict=True
+        for (_, replaced, _), (number, name, stop) in zip(
+            selected, sorted(selected, key=itemgetter(0)), strict=True
         ):
             to = f"{before}{number:0{width}}{name[stop:]}"
             entry = table.entries[name]
-            out[place] = [(to, entry.named(to, alias=entry.alias))]
+            out[replaced] = [(to, entry.named(to, alias=entry.alias))]
     table.put(out, where)
 
 
 def _renumbered(step: schema.Select, before: str, numbers: set[int]) -> dict[int, int]:
     """The new number of each that stays."""
-    new: dict[int, int] = {}
+    new_numbers: dict[int, int] = {}
     for start, length in chosen(step.indices, step.first, None, before, "number").runs:
         for number in range(start, start + length):
             if number not in numbers:
@@ -569,8 +572,8 @@ def _renumbered(step: schema.Select, before: str, numbers: set[int]) -> dict[int
                 raise LayoutError(
                     f"there is no {before}{number}", hint=f"the numbers are {', '.join(listed)}"
                 )
-            new[number] = len(new)
-    return new
+            new_numbers[number] = len(new_numbers)
+    return new_numbers
 
 
 def _number(match: re.Match[str], name: str) -> tuple[int, int]:

@@ -54,12 +54,12 @@ class Picks:
 
     def between(self, start: int, stop: int) -> Iterator[Run]:
         """The runs of a range of the result."""
-        at = bisect_right(self._begins, start) - 1
-        while at < len(self.runs) and self._begins[at] < stop:
-            (first, length), begin = self.runs[at], self._begins[at]
+        index = bisect_right(self._begins, start) - 1
+        while index < len(self.runs) and self._begins[index] < stop:
+            (first, length), begin = self.runs[index], self._begins[index]
             low, high = max(start, begin), min(stop, begin + length)
             yield first + low - begin, high - low, low
-            at += 1
+            index += 1
 
     def of(self, inner: Picks) -> Picks:
         """These indices of other picks, as indices of what those are taken from."""
@@ -73,7 +73,7 @@ class Picks:
 
 
 def chosen(
-    indices: Sequence[int | str] | None, first: int | None, count: int | None, what: str, noun: str
+    indices: Sequence[int | str] | None, first: int | None, count: int | None, label: str, noun: str
 ) -> Picks:
     """The indices that a step names.
 
@@ -97,7 +97,7 @@ def chosen(
         end = start + length
     if count is not None and end > count:
         there = f"the last is {count - 1}" if count else "there is none"
-        raise LayoutError(f"{what} has no {noun} {end - 1}: {there}")
+        raise LayoutError(f"{label} has no {noun} {end - 1}: {there}")
     return Picks(tuple(runs))
 
 
@@ -254,7 +254,7 @@ class ViewTable:
             else:
                 view = identity(info)
             states.setdefault(info.name, {})[info.state] = view
-        table.entries = {name: ViewedTensor(found, name) for name, found in states.items()}
+        table.entries = {name: ViewedTensor(by_state, name) for name, by_state in states.items()}
         for alias, name in aliases.items():
             if name in states and alias not in states:
                 table.entries[alias] = table.entries[name].named(alias, alias=True)
@@ -294,18 +294,20 @@ class ViewTable:
         info = replace(view.info, shape=(*shape[:dim], picks.size, *shape[dim + 1 :]))
         return self.computed(Formula(info, "take", (source,), axes))
 
-    def put(self, old: Mapping[str, Sequence[tuple[str, ViewedTensor]]], step: str) -> None:
+    def put(
+        self, replacements: Mapping[str, Sequence[tuple[str, ViewedTensor]]], step: str
+    ) -> None:
         """Replace entries in place."""
         entries: dict[str, ViewedTensor] = {}
         for name, entry in self.entries.items():
-            for to, new in old.get(name, ((name, entry),)):
+            for to, new_entry in replacements.get(name, ((name, entry),)):
                 if to in entries:
                     raise LayoutError(
                         f"{step}: {name} would be called {to}, and so is "
                         f"{_origin(entries[to], entry)}",
                         hint="drop one of them first, or choose different names",
                     )
-                entries[to] = new
+                entries[to] = new_entry
         self.entries = entries
 
     def tied(self) -> tuple[dict[str, ViewedTensor], dict[str, str]]:

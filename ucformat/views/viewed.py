@@ -72,9 +72,9 @@ def gather(
     steps = row_major(info.shape)
     for box in flat_boxes(info.shape, first, last):
         for part, runs, near in _parts(formula, box, locate, store.costs):
-            at = sum(a * s for a, s in zip(part.start, steps, strict=True)) - first
+            offset = sum(a * s for a, s in zip(part.start, steps, strict=True)) - first
             into = np.lib.stride_tricks.as_strided(
-                out[at:], part.shape, [s * info.itemsize for s in steps]
+                out[offset:], part.shape, [s * info.itemsize for s in steps]
             )
             into[...] = _read(store, info, locate, part, runs, near)
     return out
@@ -136,6 +136,7 @@ def _parts(
             continue
         d = next(d for d, n in enumerate(part.shape) if n > 1)
         half = part.shape[d] // 2
+        # The first half last, so that it is the next part and the parts come in order.
         for skip, n in ((half, part.shape[d] - half), (0, half)):
             start = tuple(a + skip * (i == d) for i, a in enumerate(part.start))
             todo.append(Box(start, (*part.shape[:d], n, *part.shape[d + 1 :])))
@@ -172,8 +173,10 @@ def _positions(runs: list[Run], near: list[Run], start: int, length: int) -> NDA
     """Where the indices of one dim of a part are among those that are read."""
     out, firsts = np.empty(length, np.intp), [first for first, _, _ in near]
     for first, n, to in runs:
-        source, _, at = near[int(np.searchsorted(firsts, first, "right")) - 1]
-        out[to - start : to - start + n] = np.arange(at + first - source, at + first - source + n)
+        source, _, position = near[int(np.searchsorted(firsts, first, "right")) - 1]
+        out[to - start : to - start + n] = np.arange(
+            position + first - source, position + first - source + n
+        )
     return out
 
 
@@ -187,6 +190,7 @@ def _strides(runs: Sequence[Sequence[Run]], locate: Locate) -> tuple[int, ...]:
 
 def _across_gaps(runs: Sequence[Run], stride: int, costs: Costs) -> Iterator[Run]:
     """Runs of one dim, in the order of the source, together with gaps between them that are read along."""
+    # `sum(run[:2])` is where a run ends.
     gaps = [(b[0] - sum(a[:2])) * stride for a, b in pairwise(runs)]
     joins = [merges(gap, run[1] * stride, costs) for gap, run in zip(gaps, runs, strict=False)]
     first, last = runs[0], runs[-1]
@@ -194,12 +198,12 @@ def _across_gaps(runs: Sequence[Run], stride: int, costs: Costs) -> Iterator[Run
         joins = [False] * len(joins)  # most are read one by one in any case
     elif _DENSE * sum(n for _, n, _ in runs) >= sum(last[:2]) - first[0]:
         joins = [True] * len(joins)
-    start, at = first[0], 0
+    start, position = first[0], 0
     for a, b, joined in zip(runs, runs[1:], joins, strict=False):
         if not joined:
-            yield start, sum(a[:2]) - start, at
-            start, at = b[0], at + sum(a[:2]) - start
-    yield start, sum(last[:2]) - start, at
+            yield start, sum(a[:2]) - start, position
+            start, position = b[0], position + sum(a[:2]) - start
+    yield start, sum(last[:2]) - start, position
 
 
 _PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can have such a key
@@ -260,14 +264,14 @@ class ComputedStore(SyntheticStore):
         check_range(str(info.key), offset, nbytes, info.nbytes)
         first, last = offset // unit, -(-(offset + nbytes) // unit)
         if file.formula.operation == "take":
-            made = gather(self, file.formula, file.inputs[0], first, last)
+            values = gather(self, file.formula, file.inputs[0], first, last)
         else:
             arrays = [
                 read_flat(self, view.info, extents(None), first, last)
                 for view, extents in zip(file.formula.inputs, file.inputs, strict=True)
             ]
-            made = _OPERATIONS[file.formula.operation](arrays, info)
-        return made.view(np.uint8)[offset - first * unit :][:nbytes].data
+            values = _OPERATIONS[file.formula.operation](arrays, info)
+        return values.view(np.uint8)[offset - first * unit :][:nbytes].data
 
 
 def _cast(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
@@ -389,6 +393,7 @@ class Viewed:
             return [whole]
         box = within or whole.box
         if self._is_scattered(key, formula):
+            # The computed file has the indices of the first dim in the order of the source.
             order = in_order(formula)[1]
             return (
                 [whole]
@@ -449,9 +454,9 @@ def _view_metadata(
     if any(entry.param != name for name, entry in stored.items()) or aliases != metadata.aliases:
         return viewed
     # names are what they were
-    kept = {i.key: metadata.paths[i.key] for i in infos if i.key in metadata.paths}
-    same = [g["params"] for g in groups] == [g["params"] for g in metadata.groups]
-    return viewed.replace(paths=kept, places=metadata.places if same else ())
+    paths = {i.key: metadata.paths[i.key] for i in infos if i.key in metadata.paths}
+    same_groups = [g["params"] for g in groups] == [g["params"] for g in metadata.groups]
+    return viewed.replace(paths=paths, places=metadata.places if same_groups else ())
 
 
 def outdated(view: Viewed | None, assets: Iterable[str], objects: Mapping[str, Any]) -> list[str]:

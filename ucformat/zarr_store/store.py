@@ -85,10 +85,10 @@ class TensorArray:
     def __iter__(self) -> Iterator[str]:
         """The keys of the document and of all chunks, below the array's folder."""
         yield DOCUMENT
-        for at in each_index([range(n) for n in self.grid]):
-            yield "/".join(["c", *map(str, at)])
+        for index in each_index([range(n) for n in self.grid]):
+            yield "/".join(["c", *map(str, index)])
 
-    def at(self, parts: list[str]) -> tuple[int, ...] | None:
+    def index_of(self, parts: list[str]) -> tuple[int, ...] | None:
         """The coordinates of a chunk; None if the array has no such chunk."""
         if (
             parts[:1] != ["c"]
@@ -96,11 +96,11 @@ class TensorArray:
             or not all(map(_is_number, parts[1:]))
         ):
             return None
-        found = tuple(map(int, parts[1:]))
-        return found if all(i < n for i, n in zip(found, self.grid, strict=True)) else None
+        index = tuple(map(int, parts[1:]))
+        return index if all(i < n for i, n in zip(index, self.grid, strict=True)) else None
 
     def pieces(
-        self, at: tuple[int, ...], count: int, start: int, stop: int
+        self, index: tuple[int, ...], count: int, start: int, stop: int
     ) -> tuple[list[Piece], NDArray[Any]]:
         """The parts of the tensor in the bytes `[start, stop)` of chunks, and memory for their elements.
 
@@ -111,26 +111,26 @@ class TensorArray:
         """
         unit = self.info.itemsize
         shape = (self.chunk[0] * count, *self.chunk[1:]) if self.chunk else ()
-        begin = tuple(i * c for i, c in zip(at, self.chunk, strict=True))
-        held = Box(
+        begin = tuple(i * c for i, c in zip(index, self.chunk, strict=True))
+        inside = Box(
             begin,
             tuple(min(c, n - b) for c, n, b in zip(shape, self.info.shape, begin, strict=True)),
         )
         first, last = start // unit, -(-stop // unit)
         strides = row_major(shape)
         out = np.empty(last - first, numpy_dtype(self.info.dtype))
-        if held.shape == shape and last - first == held.size:
-            return [Piece(held, 0, strides)], out
+        if inside.shape == shape and last - first == inside.size:
+            return [Piece(inside, 0, strides)], out
         out[...] = _fill(self.info.dtype)
-        found = []
+        pieces = []
         for box in flat_boxes(shape, first, last):
-            part = box.shift(begin).intersect(held)
+            part = box.shift(begin).intersect(inside)
             if part is not None:
                 offset = sum(
                     (p - b) * s for p, b, s in zip(part.start, begin, strides, strict=True)
                 )
-                found.append(Piece(part, offset - first, strides))
-        return found, out
+                pieces.append(Piece(part, offset - first, strides))
+        return pieces, out
 
 
 def _is_number(text: str) -> bool:
@@ -182,7 +182,7 @@ class _ChunkRequest:
     """The bytes `[start, stop)` of a chunk, and the future that waits for them."""
 
     array: TensorArray
-    at: tuple[int, ...]
+    index: tuple[int, ...]
     start: int
     stop: int
     result: asyncio.Future[NDArray[np.uint8]]
@@ -194,10 +194,12 @@ class _ChunkRequest:
 
     def precedes(self, other: _ChunkRequest) -> bool:
         """Whether the other one is the next chunk, and follows this one in memory if both are of one buffer."""
-        array, at = self.array, self.at
+        array, index = self.array, self.index
         adjacent = (
-            other.array is array and set(array.grid[1:]) <= {1} and other.at[:1] == (at[0] + 1,)
-            if at
+            other.array is array
+            and set(array.grid[1:]) <= {1}
+            and other.index[:1] == (index[0] + 1,)
+            if index
             else False
         )
         return adjacent and self.is_whole and other.is_whole
@@ -212,7 +214,7 @@ class ChunkReader:
         self._waiting: dict[asyncio.AbstractEventLoop, list[_ChunkRequest]] = {}
 
     async def read(
-        self, array: TensorArray, at: tuple[int, ...], start: int, stop: int
+        self, array: TensorArray, index: tuple[int, ...], start: int, stop: int
     ) -> NDArray[np.uint8]:
         """Read bytes of a chunk, together with what is asked for at the same time.
 
@@ -220,9 +222,10 @@ class ChunkReader:
             Conflict: the file changed since the checkpoint was opened.
         """
         loop = asyncio.get_running_loop()
-        request = _ChunkRequest(array, at, start, stop, loop.create_future())
+        request = _ChunkRequest(array, index, start, stop, loop.create_future())
         waiting = self._waiting.setdefault(loop, [])
         waiting.append(request)
+        # The first of a turn of the loop starts the read, which takes what is asked for until then.
         if len(waiting) == 1:
             loop.call_soon(self._start, loop)
         return await request.result
@@ -234,31 +237,33 @@ class ChunkReader:
         would take longer, because zarr copies each chunk in this one. What others ask for meanwhile
         is read together next.
         """
-        wanted = self._waiting.pop(loop)
+        requests = self._waiting.pop(loop)
         if loop is zarr_loop[0] and self._source.store.costs.parallel is None:
-            _give(wanted, self._results(wanted))
+            _give(requests, self._results(requests))
             return
         try:
-            running = loop.run_in_executor(None, copy_context().run, self._results, wanted)
+            running = loop.run_in_executor(None, copy_context().run, self._results, requests)
         except RuntimeError as error:  # the loop is being closed
-            _give(wanted, [error] * len(wanted))
+            _give(requests, [error] * len(requests))
             return
-        running.add_done_callback(lambda done: _give(wanted, done.result()))
+        running.add_done_callback(lambda done: _give(requests, done.result()))
 
-    def _results(self, wanted: Sequence[_ChunkRequest]) -> list[NDArray[np.uint8] | BaseException]:
+    def _results(
+        self, requests: Sequence[_ChunkRequest]
+    ) -> list[NDArray[np.uint8] | BaseException]:
         """The bytes of each request, or why they cannot be read."""
         try:
-            return list(self._read_together(wanted))
+            return list(self._read_together(requests))
         except BaseException as error:  # noqa: BLE001 - raised where the bytes are waited for
-            if len(wanted) == 1:
+            if len(requests) == 1:
                 return [error]
             # the others are intact
-            return [found for one in wanted for found in self._results([one])]
+            return [result for request in requests for result in self._results([request])]
 
-    def _read_together(self, wanted: Sequence[_ChunkRequest]) -> Iterator[NDArray[np.uint8]]:
+    def _read_together(self, requests: Sequence[_ChunkRequest]) -> Iterator[NDArray[np.uint8]]:
         source = self._source
         runs: list[list[_ChunkRequest]] = []
-        for r in wanted:
+        for r in requests:
             if runs and runs[-1][-1].precedes(r):
                 runs[-1].append(r)
             else:
@@ -266,7 +271,7 @@ class ChunkReader:
         items, outs = [], []
         for number, run in enumerate(runs):
             r, nbytes = run[0], sum(r.stop - r.start for r in run)
-            pieces, out = r.array.pieces(r.at, len(run), r.start, r.start + nbytes)
+            pieces, out = r.array.pieces(r.index, len(run), r.start, r.start + nbytes)
             items.append(item_for(source, r.array.info, [(number, p) for p in pieces]))
             outs.append(out)
         plan = make_plan(items, self._verify, source.store.costs)
@@ -274,17 +279,17 @@ class ChunkReader:
         read_planned(plan, source.store, lambda: [memory_of(out) for out in outs], labels)
         check_unchanged(source.store, "the chunk is not used", TRACKERS, plan.files)
         for run, out in zip(runs, outs, strict=True):
-            data, at = out.view(np.uint8), run[0].start % out.itemsize
+            data, offset = out.view(np.uint8), run[0].start % out.itemsize
             for r in run:
-                yield data[at : at + r.stop - r.start]
-                at += r.stop - r.start
+                yield data[offset : offset + r.stop - r.start]
+                offset += r.stop - r.start
 
 
 def _give(
-    wanted: Sequence[_ChunkRequest], found: Sequence[NDArray[np.uint8] | BaseException]
+    requests: Sequence[_ChunkRequest], results: Sequence[NDArray[np.uint8] | BaseException]
 ) -> None:
     """Let those go on that wait for bytes, unless they were cancelled."""
-    for request, result in zip(wanted, found, strict=True):
+    for request, result in zip(requests, results, strict=True):
         if request.result.done():
             continue
         if isinstance(result, BaseException):
@@ -349,8 +354,8 @@ class CheckpointStore(Store):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CheckpointStore) or self._verify != other._verify:
             return False
-        one, two = self._checkpoint, other._checkpoint
-        return one is two or one.recipe == two.recipe
+        mine, theirs = self._checkpoint, other._checkpoint
+        return mine is theirs or mine.recipe == theirs.recipe
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -379,19 +384,19 @@ class CheckpointStore(Store):
 
     def _find(self, key: str) -> bytes | tuple[TensorArray, tuple[int, ...]] | None:
         """A document, or an array and the coordinates of one of its chunks; None if there is no such key."""
-        state, _, rest = key.partition("/")
+        state, _, below = key.partition("/")
         if key == DOCUMENT:
             return group_json()
-        if rest == DOCUMENT:
+        if below == DOCUMENT:
             return group_json() if state in self._states else None
-        folder, _, rest = rest.partition("/")
+        folder, _, below = below.partition("/")
         array = self._states.get(state, {}).get(folder)
         if array is None:
             return None
-        if rest == DOCUMENT:
+        if below == DOCUMENT:
             return array.document
-        at = array.at(rest.split("/"))
-        return None if at is None else (array, at)
+        index = array.index_of(below.split("/"))
+        return None if index is None else (array, index)
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
@@ -401,15 +406,15 @@ class CheckpointStore(Store):
         Returns:
             A buffer; None if there is no such key.
         """
-        found = self._find(key)
-        if found is None:
+        entry = self._find(key)
+        if entry is None:
             return None
-        if isinstance(found, bytes):
-            start, stop = _span(byte_range, len(found))
-            return prototype.buffer.from_bytes(found[start:stop])
-        array, at = found
+        if isinstance(entry, bytes):
+            start, stop = _span(byte_range, len(entry))
+            return prototype.buffer.from_bytes(entry[start:stop])
+        array, index = entry
         start, stop = _span(byte_range, array.nbytes)
-        data = await self._reader.read(array, at, start, stop)
+        data = await self._reader.read(array, index, start, stop)
         return prototype.buffer.from_bytes(data.data)
 
     async def get_partial_values(
@@ -430,10 +435,10 @@ class CheckpointStore(Store):
 
     async def getsize(self, key: str) -> int:
         """The bytes of a value; no chunk is read."""
-        found = self._find(key)
-        if found is None:
+        entry = self._find(key)
+        if entry is None:
             raise FileNotFoundError(key)
-        return len(found) if isinstance(found, bytes) else found[0].nbytes
+        return len(entry) if isinstance(entry, bytes) else entry[0].nbytes
 
     # --- listing
 
@@ -469,21 +474,21 @@ class CheckpointStore(Store):
         """The names directly below a path."""
         if not path:
             return [DOCUMENT, *self._states]
-        state, *rest = path.split("/")
+        state, *folders = path.split("/")
         arrays = self._states.get(state, {})
-        if not rest:
+        if not folders:
             return [DOCUMENT, *arrays] if arrays else []
-        array = arrays.get(rest[0])
+        array = arrays.get(folders[0])
         if array is None or 0 in array.grid:
-            return [] if array is None or rest[1:] else [DOCUMENT]
-        at = rest[1:]
-        if not at:
+            return [] if array is None or folders[1:] else [DOCUMENT]
+        parts = folders[1:]
+        if not parts:
             return [DOCUMENT, "c"]
-        depth = len(at) - 1
-        full = [*at, *["0"] * (len(array.grid) - depth)]
+        depth = len(parts) - 1
+        full = [*parts, *["0"] * (len(array.grid) - depth)]
         return (
             map(str, range(array.grid[depth]))
-            if depth < len(array.grid) and array.at(full) is not None
+            if depth < len(array.grid) and array.index_of(full) is not None
             else []
         )
 
