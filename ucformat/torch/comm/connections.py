@@ -320,7 +320,7 @@ class Connections(ConnectionTaker):
             asked.add(rank)
             try:
                 end = time.monotonic() + _ASK_S
-                state, about = ask(
+                state, reasons = ask(
                     self._directory[rank],
                     self.rank,
                     rank,
@@ -337,13 +337,13 @@ class Connections(ConnectionTaker):
                     self._change.wait_for(lambda: self._cause is not None, _ALARM_S)
                 return rank if self._cause is None else self._cause
             if state == _GAVE_UP:
-                return about[0]
+                return reasons[0]
             # a closed connection tells the cause; only after a timeout a chain of ranks may wait
             if not error.late:
                 break
             if state == _BUSY and busy is None:
                 busy = rank
-            to_ask.extend(about)
+            to_ask.extend(reasons)
         if self._cause is not None:
             return self._cause
         return error.cause if busy is None else busy

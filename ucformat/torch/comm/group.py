@@ -130,8 +130,8 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
         return Links(TreeNode(0, 1, -1, ()), timeout, store=store)
     if not rank:
         store.set("secret", secrets.token_hex(32))
-    mine = host_here(store)
-    store.set(f"host/{rank}", json.dumps(mine))
+    own_host = host_here(store)
+    store.set(f"host/{rank}", json.dumps(own_host))
     if not rank:
         _assign_places(store, size, timeout)
     answer = _await(store, f"place/{rank}", 0, rank, timeout + _LATE_S)
@@ -143,9 +143,10 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
         meeting, problem = _await(store, f"address/{parent}", parent, rank, timeout + _LATE_S)
     if not problem:
         try:
-            listening = listen([mine, *(Host(*h) for h in others)], 0)
+            listening = listen([own_host, *(Host(*h) for h in others)], 0)
         except OSError as error:
             problem = f"rank {rank} cannot listen: {error}"
+    # even if it cannot listen: its children wait for this
     store.set(f"address/{rank}", json.dumps([listening and listening.getsockname()[:2], problem]))
     secret = bytes.fromhex(store.get("secret").decode())
     # if it cannot listen, its children learn that from its address, and do not connect
@@ -455,7 +456,7 @@ class Group:
                 its parent gets instead. An error is raised on all ranks, with the number of that
                 rank in its message.
         """
-        mine = self._own(value)
+        own_record = self._own(value)
         bundles = [self.links.receive(child, 2 * self._number) for child in self._place.children]
         kind = kind if merge else None
 
@@ -467,7 +468,7 @@ class Group:
             )
 
         def answer() -> Sequence[Any]:
-            result = merged(self._checked(mine, bundles))
+            result = merged(self._checked(own_record, bundles))
             addressed = then(result) if then else result
             addressed = addressed if isinstance(addressed, Addressed) else Addressed(addressed, {})
             return [addressed.others.get(self.rank + n, addressed.common) for n in range(self.size)]
@@ -475,7 +476,7 @@ class Group:
         if self._place.parent < 0:
             return self._answer(answer, answer_kind if then else kind)
         try:
-            records = [mine, *unpack(*bundles)]
+            records = [own_record, *unpack(*bundles)]
             part = failures(records, self.call) or [self._encoded(merged(records), kind, relay)]
         except Exception as error:  # noqa: BLE001 - raised on all ranks
             part = [Record(self.rank, True, self.call, encode(error, BaseException))]
@@ -517,9 +518,9 @@ class Group:
         except Exception as error:  # noqa: BLE001 - raised on all ranks
             return self._failed(error)
 
-    def _checked(self, mine: Record, bundles: Sequence[bytearray]) -> list[Record]:
+    def _checked(self, own_record: Record, bundles: Sequence[bytearray]) -> list[Record]:
         """Rank 0's check: the records by rank, if all ranks are in the same call, and none has failed."""
-        records = sorted([mine, *unpack(*bundles)], key=attrgetter("rank"))
+        records = sorted([own_record, *unpack(*bundles)], key=attrgetter("rank"))
         if other := next((r for r in records if r.call != self.call), None):
             calls = f"rank {other.rank} calls {other.call} while rank {self.rank} calls {self.call}"
             raise UsageError(calls, hint=_ORDER_HINT)
@@ -558,10 +559,10 @@ class Group:
             raise
         self._pass_on(records)
         # the last record is that for everybody
-        mine = next((r for r in records if r.rank == self.rank), records[-1])
-        if mine.failed:
-            raise decode(mine.data, BaseException)
-        return decode(mine.data, kind)
+        own_answer = next((r for r in records if r.rank == self.rank), records[-1])
+        if own_answer.failed:
+            raise decode(own_answer.data, BaseException)
+        return decode(own_answer.data, kind)
 
     def _pass_on(self, records: Sequence[Record]) -> None:
         """Send each child the answers for the ranks of its subtree."""
@@ -642,8 +643,8 @@ def group_for_call(
     if two of them have both in common, all ranks raise a UsageError.
     """
     group = group_of(process_group, timeout, f"{call} {getattr(place, 'url', place)}")
-    alone = threading.current_thread() is threading.main_thread()
-    with nullcontext() if alone else group.exclusive():
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    with nullcontext() if on_main_thread else group.exclusive():
         yield group
 
 

@@ -113,8 +113,8 @@ def ask(
         )
     if not answer:
         raise ConnectionResetError("it hung up")
-    state, *about = _STATE.unpack(answer)
-    return state, tuple(rank for rank in about if rank >= 0)
+    state, *reasons = _STATE.unpack(answer)
+    return state, tuple(rank for rank in reasons if rank >= 0)
 
 
 def send_alarm(address: Address, rank: int, other: int, secret: bytes, cause: int) -> None:
@@ -310,9 +310,9 @@ class Listener:
             elif use == _BULK:
                 return owner.accept_bulk(client, welcome)
             elif use == _ASK:
-                state, about = owner.state()
+                state, reasons = owner.state()
                 with suppress(OSError):
-                    connection.send(_STATE.pack(state, *(*about, *[-1] * _TOLD)[:_TOLD]))
+                    connection.send(_STATE.pack(state, *(*reasons, *[-1] * _TOLD)[:_TOLD]))
             elif use == _ALARM:
                 owner.alarmed(client, _CAUSE.unpack(nonce)[0])
         return None

@@ -305,9 +305,9 @@ class Repeated(Codec):
     def read(self, count: int, source: ColumnReader) -> list[Any]:
         sizes = source.lengths(count)
         flat = self.inner.read(sum(sizes), source)
-        each = sizes[0] if sizes else 0
-        if self.make is tuple and each and sizes.count(each) == count:
-            return list(zip(*[iter(flat)] * each, strict=True))
+        length = sizes[0] if sizes else 0
+        if self.make is tuple and length and sizes.count(length) == count:
+            return list(zip(*[iter(flat)] * length, strict=True))
         return [self.make(flat[a:b]) for a, b in pairwise(accumulate(sizes, initial=0))]
 
 

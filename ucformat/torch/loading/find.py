@@ -127,11 +127,13 @@ class _NameSearch:
 
     def _wrapped(self, mount: Path, weights: Sequence[Path]) -> dict[Path, Key | None]:
         """The weights as they were saved if what is at a path was wrapped."""
-        every = self.below[mount]
+        below_mount = self.below[mount]
         for wrapper in _WRAPPERS:
             head = f"{dotted(mount)}.{wrapper}."
-            fitting = {p: self.places.get(head + dotted(p[len(mount) :])) for p in every}
-            if all(fitting.values()) or (len(every) == len(weights) and any(fitting.values())):
+            fitting = {p: self.places.get(head + dotted(p[len(mount) :])) for p in below_mount}
+            if all(fitting.values()) or (
+                len(below_mount) == len(weights) and any(fitting.values())
+            ):
                 return {p: fitting[p] for p in weights}
         return {}
 

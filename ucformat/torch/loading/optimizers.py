@@ -111,17 +111,17 @@ class _Placing:
                     self._forget(state_paths.get(name, ()))
                     self.finish.append(partial(optimizer.state.pop, param))
                 continue
-            have = state_paths.get(name, [])
+            program_paths = state_paths.get(name, [])
             if name in new_states:
-                have = collect_made(collected, where, prefix + name, states)
+                program_paths = collect_made(collected, where, prefix + name, states)
             other = _of_other_structure(
-                {p[len(where) :]: p in collected.tensors for p in have}, stored.kinds(name)
+                {p[len(where) :]: p in collected.tensors for p in program_paths}, stored.kinds(name)
             )
-            self._forget(path for path in have if path[len(where)] in other)
-            have = [path for path in have if path[len(where)] not in other]
+            self._forget(path for path in program_paths if path[len(where)] in other)
+            program_paths = [path for path in program_paths if path[len(where)] not in other]
             replaced: dict[Any, Any] = {}
             self._check_wrappers(where, stored.wrappers.get(name, ()))
-            for below, key in _lacking(where, have, stored, name).items():
+            for below, key in _lacking(where, program_paths, stored, name).items():
                 self._add(
                     where, below, key, replaced if below[0] in other else states, below, param
                 )
@@ -142,14 +142,14 @@ class _Placing:
         weights = self._weights()
         state_paths = self._state_paths(root, names)
         for name in names:
-            have = state_paths.get(name, ())
+            program_paths = state_paths.get(name, ())
             if not stored.kinds(name):
-                if have and group_of(name) is not None:
-                    self._forget(have)
+                if program_paths and group_of(name) is not None:
+                    self._forget(program_paths)
                     self.finish.append(partial(_remove, entries, name))
                 continue
             self._check_wrappers((*root, _STATE, name), stored.wrappers.get(name, ()))
-            for below, key in _lacking((*root, _STATE, name), have, stored, name).items():
+            for below, key in _lacking((*root, _STATE, name), program_paths, stored, name).items():
                 inside: Path = (
                     (f"{_STATE}.{name}.{dotted(below)}",) if flattened else (_STATE, name, *below)
                 )
@@ -183,11 +183,11 @@ class _Placing:
         names = [name for _, place in saved for name in place.names]
         stored = self._stored(root, "", names)
         weights = self._weights()
-        have = {dotted(p) for p in (*collected.tensors, *collected.leaves)}
+        program_texts = {dotted(p) for p in (*collected.tensors, *collected.leaves)}
         for number, name in zip((n for g in groups for n in g["params"]), names, strict=True):
             for below, key in _lacking((), (), stored, name).items():
                 inside: Path = (_STATE, IntKey(number), *below)
-                if dotted((*root, *inside)) in have:
+                if dotted((*root, *inside)) in program_texts:
                     if key is not None:
                         collected.keys[(*root, *inside)] = key
                     continue
@@ -198,13 +198,13 @@ class _Placing:
     def _numbered(self, root: Path, entries: MutableMapping[str, Any]) -> None:
         """Prepare a state dict that numbers its parameters: it gets what was saved under its path."""
         head = _head(root)
-        have = {dotted(p) for p in (*self.collected.tensors, *self.collected.leaves)}
+        program_texts = {dotted(p) for p in (*self.collected.tensors, *self.collected.leaves)}
         saved = {
             text: (path, self.recorded.tensors[text]) for text, path in self.recorded.paths.items()
         }
         values = {dotted(path): (path, None) for path in self.recorded.value_paths}
         for text, (path, key) in (saved | values).items():
-            if text.startswith(head) and text not in have:
+            if text.startswith(head) and text not in program_texts:
                 inside = path[len(root) :]
                 inside = (_STATE, IntKey(inside[1]), *inside[2:])
                 self._add(root, inside, key, entries, inside, None)
@@ -348,10 +348,10 @@ class _Placing:
 
 
 def _lacking(
-    where: Path, have: Iterable[Path], stored: _Stored, name: str
+    where: Path, program_paths: Iterable[Path], stored: _Stored, name: str
 ) -> dict[Path, Key | None]:
     """What the checkpoint has of a parameter's states, and can be made, and the program has nothing in its place."""
-    names = set(map(dotted, have))
+    names = set(map(dotted, program_paths))
     names |= prefixes_of(names)
     out: dict[Path, Key | None] = {
         **stored.tensors.get(name, {}),
@@ -365,15 +365,15 @@ def _lacking(
     }
 
 
-def _of_other_structure(have: Mapping[Path, bool], saved: Mapping[Path, bool]) -> set[str | int]:
+def _of_other_structure(program: Mapping[Path, bool], saved: Mapping[Path, bool]) -> set[str | int]:
     """The states that are made anew: lists of other items than were saved, and values that were tensors.
 
     Both mappings tell whether what is at a path is a tensor.
     """
-    out = {path[0] for path, is_tensor in saved.items() if is_tensor and have.get(path) is False}
+    out = {path[0] for path, is_tensor in saved.items() if is_tensor and program.get(path) is False}
     for key in {path[0] for path in saved if any(type(part) is int for part in path)}:
         program_paths, saved_paths = (
-            {path for path in paths if path[0] == key} for paths in (have, saved)
+            {path for path in paths if path[0] == key} for paths in (program, saved)
         )
         if program_paths != saved_paths:
             out.add(key)

@@ -190,7 +190,7 @@ def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Chec
 
     if ranks.size == 1:
         return place if isinstance(place, Checkpoint) else open_reference(place)
-    opened: _Opened | None = ranks.combine(place_name, _same, str | None, read, _Opened | None)
+    opened: _Opened | None = ranks.combine(place_name, _if_equal, str | None, read, _Opened | None)
     failure = None
     try:
         if opened is None:
@@ -204,7 +204,7 @@ def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Chec
     return checkpoint
 
 
-def _same(a: str | None, b: str | None) -> str | None:
+def _if_equal(a: str | None, b: str | None) -> str | None:
     return a if a == b else None
 
 
@@ -327,11 +327,11 @@ def read_shared(
         shared_digests = {s.digest for shared in rounds for s in shared}
     if failure is not None:
         raise failure
-    alone: list[Matched] = []
+    own_targets: list[Matched] = []
     for m, parts in zip(matched, cut, strict=True):
         unshared = [part for digest, part in parts.items() if digest not in shared_digests]
-        alone += [m] if len(unshared) == len(parts) else unshared
-    return total.plus(read(ck, alone, options))
+        own_targets += [m] if len(unshared) == len(parts) else unshared
+    return total.plus(read(ck, own_targets, options))
 
 
 def _read_rounds(

@@ -214,9 +214,9 @@ class Coordinator:
         """The answer to what all ranks state together."""
         self._summary, self._sums = summary, {}
         if len(summary.options) > 1:
-            (mine, _), (other, rank), *_ = sorted(summary.options.items(), key=itemgetter(1))
+            (own_options, _), (other, rank), *_ = sorted(summary.options.items(), key=itemgetter(1))
             raise UsageError(
-                f"rank {rank} saves with {other}, rank 0 with {mine}",
+                f"rank {rank} saves with {other}, rank 0 with {own_options}",
                 hint="give all ranks the same arguments",
             )
         used = summary.stated.keys() | summary.facts.keys()
@@ -240,9 +240,9 @@ class Coordinator:
         if self.plan is None or self._planned_from != planned_from:
             self.plan = join(summary, self._encoded, self._options.form)
             self._planned_from = planned_from
-        plan, same = self.plan, summary.kept.keys() == {self.plan.digest}
+        plan, all_kept = self.plan, summary.kept.keys() == {self.plan.digest}
         if self._options.replicas == "equal":
-            question = self._compared(summary, plan.exceptions.compared, same=same)
+            question = self._compared(summary, plan.exceptions.compared, all_kept=all_kept)
             # a question that was asked already has been answered in full
             if question is not None and question != self._asked:
                 self._asked = question
@@ -257,15 +257,15 @@ class Coordinator:
             equal=self._options.replicas == "equal",
         )
         attempt, weights = self._start(plan)
-        return Agreement(attempt, providers, None if same else plan.exceptions, weights)
+        return Agreement(attempt, providers, None if all_kept else plan.exceptions, weights)
 
     def _compared(
-        self, summary: Summary, compared: tuple[Key, ...], *, same: bool
+        self, summary: Summary, compared: tuple[Key, ...], *, all_kept: bool
     ) -> AskedOfRanks | None:
         """What rank 0 has to ask before it knows that replicas are equal, or which ones differ."""
         if summary.balance or any(len(sums) > 1 for sums in summary.sums.values()):
             return AskedOfRanks(everything=True)
-        return AskedOfRanks((), compared) if compared and not same else None
+        return AskedOfRanks((), compared) if compared and not all_kept else None
 
 
 def agree(
@@ -318,22 +318,23 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
     order: dict[bytes, tuple[int, ...]] = {}
     for _, stated_facts in facts:
         order = {**stated_facts.order, **order}
-    rows, apart = _distinct_rows(stated, summary, aliases)
+    rows, listed_keys = _distinct_rows(stated, summary, aliases)
+    # reversed, so that the first rank that states a tensor gives its place
     place = {
         row.info.key: (rank, order[digest][number])
         for rank, digest, d in reversed(stated)
         for number, row in enumerate(d.rows)
     }
-    holders, left_out = _split_rows(stated, summary, apart)
+    holders, left_out = _split_rows(stated, summary, listed_keys)
     infos = [row.info for key, (_, row, _) in rows.items() if key.name not in aliases]
     if form == "packed":
         packed: Any = "all"
     else:
-        beside = (i for i in infos if not rows[i.key][1].weight)
-        packed = "small" if packed_keys(beside) else "none"
+        other_infos = (i for i in infos if not rows[i.key][1].weight)
+        packed = "small" if packed_keys(other_infos) else "none"
     exceptions = Exceptions(
         packed,
-        tuple(sorted({key for key, (_, _, count) in rows.items() if count > 1} | apart)),
+        tuple(sorted({key for key, (_, _, count) in rows.items() if count > 1} | listed_keys)),
         {
             digest: summary.stated[digest]
             for _, digest, d in stated
@@ -372,9 +373,9 @@ def _distinct_rows(
 ) -> tuple[dict[Key, tuple[int, Row, int]], set[Key]]:
     """Each tensor with the first rank that states it, and how many descriptions have it; and those to list."""
     rows: dict[Key, tuple[int, Row, int]] = {}
-    apart: set[Key] = set()
+    listed_keys: set[Key] = set()
     for rank, digest, description in stated:
-        mesh, ranks = description.mesh, _each(summary.stated[digest])
+        mesh, ranks = description.mesh, _ranks_in(summary.stated[digest])
         fits = mesh is None or np.array_equal(np.sort(mesh.ranks, axis=None), ranks)
         for row in description.rows:
             key = row.info.key
@@ -382,12 +383,12 @@ def _distinct_rows(
             _check_same(row, rank, first, first_rank)
             rows[key] = (first_rank, first, count + 1)
             if description.boxes or not fits or key.name in aliases:
-                apart.add(key)
-    return rows, apart
+                listed_keys.add(key)
+    return rows, listed_keys
 
 
 def _split_rows(
-    stated: Sequence[tuple[int, bytes, Description]], summary: Summary, apart: set[Key]
+    stated: Sequence[tuple[int, bytes, Description]], summary: Summary, listed_keys: set[Key]
 ) -> tuple[dict[Key, dict[Box, list[int]]], dict[bytes, tuple[int, ...]]]:
     """The ranks that hold each box of the tensors to list; and the rows that another description writes."""
     holders: dict[Key, dict[Box, list[int]]] = {}
@@ -397,11 +398,11 @@ def _split_rows(
         out = []
         for number, row in enumerate(description.rows):
             key = row.info.key
-            if key in apart:
+            if key in listed_keys:
                 boxes = holders.setdefault(key, {})
-                for rank, box in _holdings(description, number, _each(summary.stated[digest])):
+                for rank, box in _holdings(description, number, _ranks_in(summary.stated[digest])):
                     boxes.setdefault(box, []).append(rank)
-            if key in apart or key in written:
+            if key in listed_keys or key in written:
                 out.append(number)
             written.add(key)
         if out and not description.boxes:
@@ -409,7 +410,7 @@ def _split_rows(
     return holders, left_out
 
 
-def _each(ranges: Ranges) -> list[int]:
+def _ranks_in(ranges: Ranges) -> list[int]:
     return [rank for a, b in ranges for rank in range(a, b)]
 
 

@@ -417,6 +417,7 @@ class BackgroundWriter:
             while True:
                 remaining = self._remaining_s()
                 ready = wait([self._connection, self._wake], remaining and max(0.0, remaining))
+                # computed again: another command may have been sent since
                 if not ready and (remaining := self._remaining_s()) is not None and remaining <= 0:
                     break
                 if self._wake in ready:

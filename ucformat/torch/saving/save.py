@@ -257,8 +257,8 @@ def prepare(
     options = SaveOptions.of(path_text(url), arguments)
     local = local_state(state)
     options.check(local)
-    beside = {} if ranks.rank else assets_of(state, arguments.get("assets"), options.form)
-    return local, options, SaveMetadata.of(arguments, beside)
+    assets = {} if ranks.rank else assets_of(state, arguments.get("assets"), options.form)
+    return local, options, SaveMetadata.of(arguments, assets)
 
 
 _NO_METADATA = SaveMetadata()

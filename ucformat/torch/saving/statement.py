@@ -384,16 +384,19 @@ class Statement:
 
     def pieces(self, exceptions: Exceptions, kind: StoredAs) -> list[tuple[int, int]]:
         """The (item, piece) of a kind that this rank writes, in file order: described ones first."""
-        mine: list[tuple[int, WrittenRow]] = []
+        own_rows: list[tuple[int, WrittenRow]] = []
         for digest, description in self.descriptions.items():
             for written in written_rows(description, digest, exceptions, kind):
                 d = written.distribution
                 at = self._coordinate(d.mesh)
                 if at is not None and d.copy_of(at) == written.writer:
-                    mine.append((self.order[digest][written.number], written))
-        mine.sort(key=lambda m: file_order(m[1].row.info, m[1].distribution))
+                    own_rows.append((self.order[digest][written.number], written))
+        own_rows.sort(key=lambda m: file_order(m[1].row.info, m[1].distribution))
         described = [
-            (item, p) for item, _ in mine for p, b in enumerate(self.items[item].boxes) if b.size
+            (item, p)
+            for item, _ in own_rows
+            for p, b in enumerate(self.items[item].boxes)
+            if b.size
         ]
         return described + self.listed_pieces(exceptions, kind)
 

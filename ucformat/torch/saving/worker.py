@@ -81,8 +81,10 @@ def prepare_start(group: Group) -> tuple[WorkerStart, socket.socket | None]:
             for parent, _ in addresses
         ]
 
-    mine = (group.links.place.parent, listener.getsockname()[:2])
-    meeting: _Meeting = group.gather_scatter(mine, answer, tuple[int, Address], _Meeting)
+    parent_and_address = (group.links.place.parent, listener.getsockname()[:2])
+    meeting: _Meeting = group.gather_scatter(
+        parent_and_address, answer, tuple[int, Address], _Meeting
+    )
     start = WorkerStart(
         group.links.place, meeting.parent, meeting.secret, listener.fileno(), group.timeout
     )

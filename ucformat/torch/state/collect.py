@@ -112,9 +112,9 @@ class CollectedState:
             if wrapper is None
             else [p for p in self.wrapper_of if self.wrapper_of[p] == wrapper]
         )
-        for each in inside:
+        for inner_path in inside:
             for entries in (self.tensors, self.leaves, self.keys, self.wrapper_of):
-                entries.pop(each, None)
+                entries.pop(inner_path, None)
         if wrapper is not None:
             self.wrappers.pop(wrapper, None)
 
@@ -328,12 +328,14 @@ def _flattened_groups(value: Any, keys: set[str]) -> list[CollectedGroup]:
         options.setdefault(name, {})[option] = key
     groups: dict[str, CollectedGroup] = {}
     for name, by_option in options.items():
-        same = json.dumps(encode({o: value[k] for o, k in by_option.items()}), sort_keys=True)
-        if (group := groups.get(same)) is None:
-            groups[same] = CollectedGroup((name,), _FlatOptions(value, by_option))
+        options_text = json.dumps(
+            encode({o: value[k] for o, k in by_option.items()}), sort_keys=True
+        )
+        if (group := groups.get(options_text)) is None:
+            groups[options_text] = CollectedGroup((name,), _FlatOptions(value, by_option))
         else:
             group.options.add(by_option)  # type: ignore[attr-defined]
-            groups[same] = CollectedGroup((*group.params, name), group.options)
+            groups[options_text] = CollectedGroup((*group.params, name), group.options)
     return list(groups.values())
 
 
@@ -613,8 +615,8 @@ def _load_copies(
         ) from error
     now = module.state_dict() if kept else {}
     for key, value in kept.items():
-        again = _innermost(now[key]) if key in now else []
-        if len(again) != len(value) or not all(map(_same_bits, again, value)):
+        loaded_tensors = _innermost(now[key]) if key in now else []
+        if len(loaded_tensors) != len(value) or not all(map(_same_bits, loaded_tensors, value)):
             raise StateMismatch(
                 f"{label}.{key} is not as it was saved after the module has loaded it: its "
                 "state_dict makes this value "
@@ -647,7 +649,7 @@ def _optimizer(
     owners = [candidate for candidate in in_modules if candidate[2] == param_ids][:1] or [
         candidate for candidate in in_modules if candidate[2]
     ]
-    lacking = len(param_ids) - len({each for *_, ids in owners for each in ids})
+    lacking = len(param_ids) - len({param_id for *_, ids in owners for param_id in ids})
     if lacking or not owners:
         raise UsageError(
             f"{lacking} of {len(param_ids)} parameters of the optimizer {dotted(path)} are in no "

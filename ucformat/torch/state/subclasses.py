@@ -305,9 +305,9 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def check_live(label: str, tensor: torch.Tensor, contents: TakenApart) -> None:
     """Check that what a wrapper gives as its inner tensors is its own memory, which a load can fill."""
-    again = take_apart(label, tensor)
+    retaken = take_apart(label, tensor)
     for names, inner in contents.tensors.items():
-        other = None if again is None else again.tensors.get(names)
+        other = None if retaken is None else retaken.tensors.get(names)
         if other is None or _view(memory_of(inner)) != _view(memory_of(other)):
             raise UsageError(
                 f"{label} is a {class_name(type(memory_of(tensor)))}, whose {'.'.join(names)} is a "
