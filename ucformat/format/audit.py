@@ -101,9 +101,9 @@ class ListedFile:
             state.update(part)
             if out is not None:
                 out.write(part)
-        same = f"sha256:{state.hexdigest()}" == self.doc.digest
+        matches = f"sha256:{state.hexdigest()}" == self.doc.digest
         reason = "its digest differs from the committed one"
-        return b"", [] if same else [Problem(self.file, reason, kind="differs")]
+        return b"", [] if matches else [Problem(self.file, reason, kind="differs")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,12 +320,12 @@ def unequal_replicas(
     A replica that cannot be read does not count as different: the check of its file reports it.
     """
     first: dict[Box, Extent] = {}
-    same: set[tuple[Box, str, int, tuple[int, ...]]] = set()
+    compared: set[tuple[Box, str, int, tuple[int, ...]]] = set()
     for e in extents:
         place = (e.box, e.file, e.offset, e.strides)
-        if not e.box.size or place in same:
+        if not e.box.size or place in compared:
             continue
-        same.add(place)
+        compared.add(place)
         first_replica = first.setdefault(e.box, e)
         if first_replica is not e and not _equal(store, info, first_replica, e):
             where = f"bytes from {e.offset} on" if first_replica.file == e.file else e.file
@@ -339,13 +339,13 @@ def unequal_replicas(
 
 def _equal(store: Store, info: TensorInfo, first: Extent, second: Extent) -> bool:
     part = TensorInfo(info.name, info.state, info.dtype, first.box.shape)
-    whole, most = Box.whole(first.box.shape), max(1, _PART // info.itemsize)
+    whole, step = Box.whole(first.box.shape), max(1, _PART // info.itemsize)
     a, b = (Extent(whole, e.file, e.offset, e.strides) for e in (first, second))
     try:
         return all(
-            read_flat(store, part, [a], at, min(at + most, part.size)).tobytes()
-            == read_flat(store, part, [b], at, min(at + most, part.size)).tobytes()
-            for at in range(0, part.size, most)
+            read_flat(store, part, [a], at, min(at + step, part.size)).tobytes()
+            == read_flat(store, part, [b], at, min(at + step, part.size)).tobytes()
+            for at in range(0, part.size, step)
         )
     except (IntegrityError, NotFound):
         return True

@@ -120,12 +120,12 @@ def begin(
         ) from error
     _refuse_tombstone(store)  # last: a removal writes the tombstone before it deletes the manifest
     if replaces is not None and not overwrite:
-        same = name is None and replaces[0].attempt == _id(_digest(plan, None))
+        by_this_plan = name is None and replaces[0].attempt == _id(_digest(plan, None))
         # the caller will rely on that checkpoint, and its writer may have been killed
         settle(store)
         raise Conflict(
             f"{store.url} already holds the committed checkpoint {replaces[0].id}"
-            f"{' made by this very plan: nothing is left to do' if same else ''}",
+            f"{' made by this very plan: nothing is left to do' if by_this_plan else ''}",
             hint="choose another place, or pass overwrite=True (--overwrite) to replace it",
         )
     digest = _digest(plan, replaces and replaces[0].id)
@@ -273,6 +273,7 @@ def give_up(store: Store, attempt: Attempt) -> None:
         if attempt.began is None or record is None:
             return
         dying = record_bytes(record.model_copy(update={"removed": datetime.now(UTC)}))
+        # fails if another writer has continued the attempt, and so changed the record
         version = store.replace(key, dying, attempt.began)
         committed = find_manifest(store)
         try:

@@ -139,8 +139,8 @@ class _RankFile:
         """Read the values of all its ranks, and check the digest of the file."""
         if len(self._by_rank) < self.doc.ranks:
             data = self._source.read_file(self.doc)
-            each = (data[begin:end] for begin, end in pairwise(self._indexed(data[self._end :])))
-            self._by_rank = dict(enumerate(map(self._decoded, each), self.doc.first))
+            parts = (data[begin:end] for begin, end in pairwise(self._indexed(data[self._end :])))
+            self._by_rank = dict(enumerate(map(self._decoded, parts), self.doc.first))
 
     @cached_property
     def _bounds(self) -> list[int]:

@@ -193,10 +193,10 @@ class BoundLayout:
         done: set[tuple[object, object]] = set()
         for key, info in self._infos.items():
             placed, group = self._placed[key], self._group.get(key)
-            same = (info.shape, placed) if group is None else (info.name, id(group))
-            if same in done:
+            proved_as = (info.shape, placed) if group is None else (info.name, id(group))
+            if proved_as in done:
                 continue
-            done.add(same)
+            done.add(proved_as)
             own = (*placed.axes, *(axes_of(group.flat) if group else ()))
             # Axes that shard only other tensors of the group still move the bounds of this one in
             # the flat buffer.

@@ -99,9 +99,9 @@ class View:
 
         Each source is queried once, for the bounding box of all that is taken from it.
         """
-        near = [(source, part, _source_box(part, within)) for source, part in self.parts]
+        source_parts = [(source, part, _source_box(part, within)) for source, part in self.parts]
         source_boxes: dict[Key, list[Box]] = {}
-        for source, _, box in near:
+        for source, _, box in source_parts:
             if box is not None:
                 source_boxes.setdefault(source, []).append(box)
         around = {source: bounding_box(boxes) for source, boxes in source_boxes.items()}
@@ -110,7 +110,7 @@ class View:
             for source, box in around.items()
             if box is not None
         }
-        for source, part, box in near:
+        for source, part, box in source_parts:
             for extent in stored.get(source, ()) if box is not None else ():
                 clip = extent.box.intersect(part.box)
                 if clip is not None:

@@ -298,6 +298,7 @@ def execute(
     failed = threading.Event()
 
     def next_batch() -> list[Request] | None:
+        # two threads must not run the generators of `pending` at once
         with lock:
             return None if failed.is_set() else next(pending, None)
 
@@ -488,12 +489,12 @@ def _fill_in_place(
         _check(r.file, copy, block, zip(starts, crcs, repeat(block.crc32c)), labels)
         return True
     stored = [bytearray(4) for _ in direct]
-    both = [
+    chunks_and_checksums = [
         b for chunk, four in zip(direct, stored, strict=True) for b in (chunk, memoryview(four))
     ]
     # the checksum of a stored checksum is not used
     crcs = [c for crc in crcs for c in (crc, 0)]
-    fill_next(both, crcs)
+    fill_next(chunks_and_checksums, crcs)
     expected = (int.from_bytes(s, "little") for s in stored)
     _check(r.file, copy, block, zip(starts, crcs[::2], expected, strict=True), labels)
     return True

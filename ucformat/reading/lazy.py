@@ -118,10 +118,10 @@ class Tensor:
 
     def __dlpack__(self, **options: Any) -> Any:
         """Read the whole tensor for `torch.as_tensor`, `np.from_dlpack` and others."""
-        # of NumPy itself; 0 for a byte order that is told, as of bool
-        own = self.dtype.isbuiltin < 2
-        whole: Any = self.read() if own else self.torch()
-        return whole.__dlpack__(**options)
+        # 2 is a dtype of another library; 0 is one of NumPy with an explicit byte order
+        is_numpys = self.dtype.isbuiltin < 2
+        tensor: Any = self.read() if is_numpys else self.torch()
+        return tensor.__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """That of memory of the host."""
