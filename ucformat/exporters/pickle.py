@@ -42,7 +42,7 @@ class Call:
 class Instance:
     """An instance of a class, made without `__init__`; `state` becomes its attributes, or `__setstate__` gets it."""
 
-    of: Global
+    kind: Global
     state: Any
 
 
@@ -141,7 +141,7 @@ class _Writer:
                     self.save(value.state)
                     out += b"b"
             case Instance():
-                self._save_global(value.of)
+                self._save_global(value.kind)
                 out += b")\x81"
                 self.save(value.state)
                 out += b"b"

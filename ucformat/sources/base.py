@@ -266,10 +266,10 @@ def with_options(source: Source, options: Mapping[str, Any]) -> Source:
     """
     if not options:
         return source
-    known = options_of(source)
+    defined = options_of(source)
     for name in options:
-        if name not in known:
-            listed = [f"\n    {n}: {f.metadata['text']}" for n, f in known.items()]
+        if name not in defined:
+            listed = [f"\n    {n}: {f.metadata['text']}" for n, f in defined.items()]
             raise UsageError(
                 f"a checkpoint of {source.title} is not opened with the option {name!r}",
                 hint=f"its options are:{''.join(listed)}",

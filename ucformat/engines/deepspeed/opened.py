@@ -44,6 +44,8 @@ class OpenDeepSpeed(IndexedSource):
         self._files = files
         self._opened: dict[str, TorchFile] = {}
 
+        # Without `self`, which would make a reference cycle: where thousands of checkpoints are
+        # opened, the garbage collector would take much of the time.
         def load(key: str, opened: dict[str, TorchFile] = self._opened) -> TorchFile:
             file = opened[key] = TorchFile(store, key, allow=options.allow)
             return file

@@ -243,7 +243,7 @@ def _distributed(
         raise IntegrityError(
             f"{file.key} has {len(buffers)} buffers of {len(rank.chunks)} model chunks"
         )
-    wanted = set(names)
+    chosen = set(names)
     for i, b in enumerate(buffers):
         parameters, named = rank.chunks[i // per], rank.names[i // per]
         for dtypes, tensors in value[b].items():
@@ -251,7 +251,7 @@ def _distributed(
             params = [
                 Param(named[n], t.shape, t.dtype, partial(rank.file.whole, t))
                 for n, t in parameters.items()
-                if named[n] in wanted
+                if named[n] in chosen
                 and isinstance(low, Dtype)
                 and t.dtype.partition(" ")[0] == low.name
             ]

@@ -226,6 +226,7 @@ def _numbered(
                 state, entry = dotted(path[len(optimizer.root) + 2 :]), meta.tensors[fqn]
                 states.setdefault(number, {})[state] = _stand_in(entry.dtype, entry.shape)
                 numbered[path] = (number, state)
+                # A state without a name counted as a weight so far.
                 weights.pop(keys[path].name, None)
         if not numbered:
             continue
@@ -272,10 +273,10 @@ def _unnamed(
     meta: Metadata,
     optimizer: Optimizer,
     numbers: Sequence[Sequence[str]],
-    given: bool,  # noqa: FBT001
+    by_caller: bool,  # noqa: FBT001
 ) -> UsageError:
     where, sizes = dotted(optimizer.root) or "the optimizer", [len(g) for g in numbers]
-    if given:
+    if by_caller:
         return UsageError(f"{meta.file}: the given names do not match groups of {sizes} parameters")
     return UsageError(
         f"{meta.file}: the states of {where} are numbered ({sizes} parameters by group), and "
