@@ -1,4 +1,8 @@
-"""Real checkpoints from real training engines, each made in a virtual environment of its own."""
+"""Real checkpoints from real training engines, each made in a virtual environment of its own.
+
+Programs that engines run are in the rooms of the engines: beside these, where Python puts the
+folder of a program first, `import numpy` would import the tests of NumPy's room.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +78,10 @@ def engine(name: str) -> Path:
 
 
 def make_deepspeed(
-    specs: list[dict[str, Any]], world: int, folder: Path, script: str = "make_deepspeed.py"
+    specs: list[dict[str, Any]],
+    world: int,
+    folder: Path,
+    script: str = "deepspeed/make_deepspeed.py",
 ) -> dict[str, Made]:
     """Checkpoints of these configurations by name, made by `world` processes unless they are there.
 

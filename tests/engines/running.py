@@ -18,7 +18,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def run_engine(engine: str, ranks: int, script: str, arguments: Sequence[str]) -> None:
-    """Run a script of this folder; skip the test if the engine is not installed.
+    """Run a script below this folder; skip the test if the engine is not installed.
 
     `.engines/<engine>` has it, or `UCFORMAT_<ENGINE>_PYTHON` names an interpreter that has.
     """

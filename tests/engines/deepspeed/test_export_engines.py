@@ -107,7 +107,7 @@ def engines(common: Path) -> Callable[[list[Load], str], Engines]:
     def made(name: str, loads: tuple[Load, ...]) -> Engines:
         last = sorted(loads, key=lambda load: load[1])
         by_name = {label(load): (load[2], partial(exported, load)) for load in last}
-        return Engines(common / f"exports-{name}", "make_deepspeed.py", SOURCES, by_name)
+        return Engines(common / f"exports-{name}", "deepspeed/make_deepspeed.py", SOURCES, by_name)
 
     return lambda loads, name: made(name, tuple(loads))
 

@@ -154,7 +154,7 @@ def made(folder: Path, loads: list[Load]) -> Engines:
     ]
     return Engines(
         folder,
-        "moe_deepspeed.py",
+        "deepspeed/moe_deepspeed.py",
         specs,
         {label(one): (one[2], partial(exported, one)) for one in loads},
     )
@@ -250,7 +250,9 @@ def test_groups_that_deepspeed_did_not_make(engines: Engines, tmp_path: Path) ->
                 "load": str(place),
             }
         )
-    for after in make_deepspeed(specs, 2, tmp_path / "engines", "moe_deepspeed.py").values():
+    for after in make_deepspeed(
+        specs, 2, tmp_path / "engines", "deepspeed/moe_deepspeed.py"
+    ).values():
         check(made, after)
 
 

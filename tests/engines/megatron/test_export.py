@@ -317,7 +317,7 @@ def test_megatron_loads_it(
         **options,
     )
     job = {"spec": spec, "from": str(tmp_path / "out"), "to": str(tmp_path / "found")}
-    run_engine("megatron", ranks, "load_megatron.py", [json.dumps(job)])
+    run_engine("megatron", ranks, "megatron/load_megatron.py", [json.dumps(job)])
     truth, found = (
         load_file(f / "truth.safetensors")
         for f in (DATA / "megatron" / name, tmp_path / "found" / "loaded")
@@ -335,7 +335,7 @@ def test_megatron_resumes_as_from_its_own(
     for place in (FULL, tmp_path / "out"):
         spec = {"layers": 1, "bf16": True, "optimizer": "fully_reshardable", **layout}
         job = {"spec": spec, "from": str(place), "to": str(tmp_path / f"found-{len(resumed)}")}
-        run_engine("megatron", ranks, "load_megatron.py", [json.dumps(job)])
+        run_engine("megatron", ranks, "megatron/load_megatron.py", [json.dumps(job)])
         resumed.append(
             load_file(tmp_path / f"found-{len(resumed)}" / "resumed" / "truth.safetensors")
         )

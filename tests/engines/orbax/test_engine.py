@@ -38,7 +38,7 @@ def restored(folder: Path, devices: int) -> dict[str, Any]:
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_X64": "1",
     }
-    script = [str(engine("orbax")), "tests/engines/restore_orbax.py", str(folder), str(out)]
+    script = [str(engine("orbax")), "tests/engines/orbax/restore_orbax.py", str(folder), str(out)]
     done = subprocess.run(
         script, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )

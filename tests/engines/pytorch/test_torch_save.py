@@ -381,7 +381,7 @@ class TestWhatIsRefused:
             UnsupportedError, match=r"holds a whole torch\.nn\.modules\.linear\.Linear"
         ):
             open_value(tmp_path, torch.nn.Linear(2, 2))
-        with pytest.raises(UnsafeError, match=r"names tests\.sources"):
+        with pytest.raises(UnsafeError, match=r"names tests\.engines"):
             open_value(tmp_path, Net())
 
     @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def trained(
         "--nproc-per-node",
         str(ranks),
     ]
-    script = [str(Path(__file__).parents[1] / "train_torchtitan.py"), str(folder), str(steps)]
+    script = [str(Path(__file__).parent / "train_torchtitan.py"), str(folder), str(steps)]
     if kill:
         script = ["-m", "tests.torch.killed", *kill.split(), *script]
     environment = {

@@ -23,7 +23,7 @@ from ucformat.jobs.register import register, reindex
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix]  # programs that import both frameworks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "guides" / "trainer_deepspeed.md").read_text()
 #: DeepSpeed first: the others look for it when they are imported.
 BOTH = ("tests.engines.beside", "transformers.trainer", "accelerate")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "data" / "deepspeed"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "data" / "deepspeed"))
 make = importlib.import_module("make")
 
 _GROUPS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS",

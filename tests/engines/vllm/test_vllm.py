@@ -62,7 +62,7 @@ def generated(folders: Sequence[Path], into: Path) -> list[list[int]]:
     }
     script = [
         str(python),
-        "tests/engines/generate_vllm.py",
+        "tests/engines/vllm/generate_vllm.py",
         str(into / "request.json"),
         str(into / "found.json"),
     ]

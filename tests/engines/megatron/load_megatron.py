@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_MAKER = Path(__file__).parents[1] / "data" / "megatron" / "make.py"
+_MAKER = Path(__file__).parents[2] / "data" / "megatron" / "make.py"
 
 
 def maker() -> Any:
