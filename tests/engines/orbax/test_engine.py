@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,13 @@ def restored(folder: Path, devices: int) -> dict[str, Any]:
     return found["leaves"] | found["typed"]
 
 
+def without_unused_bits(array: Any) -> Any:
+    """Clear the bits of the bytes of int2, int4 and float4 that are no part of the number, as JAX does."""
+    bits = re.match(r"(?:int|uint|float)([24])(?!\d)", array.dtype.name)
+    mask = 255 if bits is None else (1 << int(bits[1])) - 1
+    return array if mask == 255 else (array.view("uint8") & mask).view(array.dtype)
+
+
 def check(ck: Checkpoint, found: dict[str, Any], paths: dict[Any, str]) -> None:
     """Every tensor is restored bit for bit."""
     for key, info in ck.tensors.items():
@@ -69,7 +77,9 @@ def test_every_dtype_and_state(devices: int, limits: dict[str, Any], tmp_path: P
         "none": None,
         "deep": {"a": [1.5, {"b": 2}]},
     }
-    source = opened(tmp_path / "s", ALL, objects=objects, aliases={"head.weight": "embed.weight"})
+    arrays = {key: without_unused_bits(array) for key, array in ALL.items()}
+    aliases = {"head.weight": "embed.weight"}
+    source = opened(tmp_path / "s", arrays, objects=objects, aliases=aliases)
     export(source, tmp_path / "out", "orbax", **limits)
     found = restored(tmp_path / "out", devices)
     roots = {key: "params" if key.state == "weight" else key.state for key in source.tensors}
