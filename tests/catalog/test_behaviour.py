@@ -14,7 +14,7 @@ from tests.catalog.acts import actions, purge, put, rows
 from tests.catalog.manifests import BEGIN, digest, made_from, manifest, packed_over, tensor
 from ucformat.catalog import content
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.models import Config, Edge, RunRow, TensorRow, TensorSet
+from ucformat.catalog.models import CheckpointRow, Config, Edge, RunRow, TensorRow, TensorSet
 from ucformat.errors import NotFound, PermissionDenied, UcformatError, UsageError
 from ucformat.schema.manifest import LineageDoc
 
@@ -611,6 +611,14 @@ class TestDeletion:
             purge(catalog, "run7@1")
         with pytest.raises(AssertionError):
             purge(catalog, "run7@2")
+        assert catalog.get("run7@1").state == "deleted"
+
+    def test_no_purge_of_what_was_deleted_nobody_knows_when(self, catalog: Catalog) -> None:
+        catalog.delete("run7@1", grace=timedelta(0))
+        with catalog.database.writing() as c:
+            c.execute(sa.update(CheckpointRow).values(deleted=None, purge_after=None))
+        with pytest.raises(AssertionError):
+            purge(catalog, "run7@1")
         assert catalog.get("run7@1").state == "deleted"
 
 

@@ -375,7 +375,7 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
         # The plan has applied the default grace. This is about a checkpoint that was restored and
         # deleted again since, with a grace of its own.
         end = end_of_grace(row, timedelta(0), stamp.now, clocks(connection))
-        expired = end is None or end <= stamp.now
+        expired = end is not None and end <= stamp.now
         if row.kind != OWN_KIND or not expired or protections(row, stamp.now):
             return None
         update_checkpoints(connection, [serial], state="purging")

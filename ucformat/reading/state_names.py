@@ -179,22 +179,13 @@ def key_of_dotted(text: str, states: Mapping[str, Collection[str]]) -> Key | Non
     for name in _without_model(text):
         if name in states:
             return Key(name, "weight")
-    before, separator, after = (
-        ("", _STATE, text[len(_STATE) + 1 :])
-        if text.startswith(_STATE + ".")
-        else _split_at_state(text)
-    )
+    _, separator, after = f".{text}".partition(f".{_STATE}.")
     while separator:
         split = split_state(after, states)
         if split is not None and split[0] in states:
             return Key(*split)
-        between, separator, after = _split_at_state(after)
-        before = f"{before}.{_STATE}.{between}"
+        _, separator, after = after.partition(f".{_STATE}.")
     return None
-
-
-def _split_at_state(text: str) -> tuple[str, str, str]:
-    return text.partition(f".{_STATE}.")
 
 
 def _without_model(text: str) -> list[str]:

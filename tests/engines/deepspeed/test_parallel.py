@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.sources.suite import SourceSuite, kept
+from ucformat.engines.deepspeed import pipeline
 from ucformat.engines.deepspeed import zero as ranks
 from ucformat.engines.deepspeed.opened import Merged
+from ucformat.engines.deepspeed.pipeline import _splits
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.engines.deepspeed.zero import Slice
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.tp_sharding import sub_params
+from ucformat.reading.stand_ins import StoredTensor
+from ucformat.sources.pickle.optimizer import Entry
 from ucformat.sources.tp_merge import LocalContents
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
@@ -248,3 +253,35 @@ def test_the_facts_are_plain_json() -> None:
     for name in TENSOR + PIPELINES:
         facts = opened(name).metadata
         json.dumps([facts.objects, facts.layout, facts.groups], allow_nan=False)
+
+
+def test_a_stage_whose_tied_layer_could_be_one_of_two_is_in_doubt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers 0 and 1 are alike; the last stage holds layer 4 and a copy of one of them. Layer 3 has only a buffer."""
+
+    def stored(*shape: int) -> StoredTensor:
+        return StoredTensor("0", "float32", shape, shape, 0, math.prod(shape))
+
+    def splits(second: tuple[int, ...]) -> list[Any]:
+        shapes: list[dict[str, tuple[int, ...]]] = [
+            {"w": (4, 4)},
+            {"w": second},
+            {"w": (6, 6)},
+            {"b": (7,)},
+            {"w": (2, 2)},
+        ]
+        layers: Any = [
+            SimpleNamespace(number=n, tensors={k: stored(*s) for k, s in tensors.items()})
+            for n, tensors in enumerate(shapes)
+        ]
+        stages: Any = [SimpleNamespace(buffers={"3.b"}) for _ in range(2)]
+        entries = {
+            id(stages[0]): [[Entry((4, 4)), Entry(second), Entry((6, 6))]],
+            id(stages[1]): [[Entry((4, 4)), Entry((2, 2))]],
+        }
+        monkeypatch.setattr(pipeline, "entries_of", lambda stage: entries[id(stage)])
+        return [[extra for *_, extra in split] for split in _splits(stages, layers, {}, 0, 0)]
+
+    assert {tuple(extras) for extras in splits((4, 4))} == {(None, 0), (None, 1)}
+    assert {tuple(extras) for extras in splits((3, 5))} == {(None, 0)}

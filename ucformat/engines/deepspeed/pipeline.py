@@ -245,13 +245,20 @@ def _splits(
     ends = [len(layers)] if stage == len(models) - 1 else range(first + 1, len(layers))
     for last in ends:
         inside = {ties.get(layer.number, layer.number) for layer in layers[first:last]}
-        outside = [i for i, layer in enumerate(layers) if layer.number not in inside]
+        outside = [
+            i
+            for i, layer in enumerate(layers)
+            if layer.number not in inside and _has_parameters(models[stage], layer)
+        ]
         for extra in (None, *outside):
             mine = [*_tied_first(layers, first, last, extra, ties)]
             if _fits(models[stage], entries, mine, ties):
                 for remaining in _splits(models, layers, ties, stage + 1, last):
                     yield [(first, last, extra), *remaining]
-                break
+
+
+def _has_parameters(model: ModelStates, layer: Layer) -> bool:
+    return any(f"{layer.number}.{name}" not in model.buffers for name in layer.tensors)
 
 
 def _fits(
