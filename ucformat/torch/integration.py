@@ -46,11 +46,15 @@ class Integration:
     title: ClassVar[str]
     module: ClassVar[str] = ""
 
-    def model_files(self, value: Any, form: str) -> Callable[[], dict[str, bytes]] | None:  # noqa: ARG002 - for subclasses
+    def model_files(
+        self,
+        module: torch.nn.Module,  # noqa: ARG002 - for subclasses
+        form: str,  # noqa: ARG002
+    ) -> Callable[[], dict[str, bytes]] | None:
         """What makes the files that the library needs beside the weights of a model.
 
         Args:
-            value: an entry of a training state that is saved.
+            module: a module of a training state that is saved, as it is wrapped there.
             form: the form of the checkpoint, as in `save`.
 
         Returns:

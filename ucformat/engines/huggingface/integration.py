@@ -14,6 +14,8 @@ from ucformat.torch.integration import Integration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
 __all__ = ["ACCELERATE", "HUGGINGFACE"]
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -28,9 +30,11 @@ class _HuggingFace(Integration):
     title = "Hugging Face Transformers"
     module = "ucformat.torch.integrations.huggingface"
 
-    def model_files(self, value: Any, form: str) -> Callable[[], dict[str, bytes]] | None:
+    def model_files(
+        self, module: torch.nn.Module, form: str
+    ) -> Callable[[], dict[str, bytes]] | None:
         """What `save_pretrained` writes of a model besides its weights."""
-        model = _model(value)
+        model = _model(module)
         if model is None:
             return None
         if form == "safetensors" and _adapters(model):

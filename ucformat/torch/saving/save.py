@@ -293,11 +293,14 @@ def assets_of(
     Args:
         folder: with `config.json`, tokenizer and similar files (None: there is none).
     """
+    import torch  # which the process that writes in the background does not
+
     makers = [
         make
-        for value in state.values()
+        for module in state.values()
+        if isinstance(module, torch.nn.Module)  # a state may have thousands of tensors
         for integration in integrations()
-        if (make := integration.model_files(value, form)) is not None
+        if (make := integration.model_files(module, form)) is not None
     ]
     assets = makers[0]() if len(makers) == 1 else {}
     if folder is None:
