@@ -8,7 +8,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ucformat.catalog.content import load_tensors
-from ucformat.catalog.filter.syntax import spell
 from ucformat.catalog.loading import load_entries
 
 if TYPE_CHECKING:
@@ -149,6 +148,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def _spelled(path: tuple[str | int, ...]) -> str:
     """The path as it follows `config.` in a filter."""
+    from ucformat.catalog.filter.syntax import spell  # which two equal checkpoints do not need
+
     return spell(("config", *map(str, path))).removeprefix("config.")
 
 

@@ -18,9 +18,10 @@ from ucformat.reading.readable import (
     LazySequence,
     json_key,
 )
-from ucformat.reading.stand_ins import OpaqueFile
+from ucformat.reading.stand_ins import OpaqueFile, why_refused
 from ucformat.reading.state_names import GROUPS, dotted, split_state
 from ucformat.reading.values import from_json, packed, shared_value, to_json
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.distcp.state import name_entries
 from ucformat.sources.index import Group, IndexedSource, TensorIndex
 
@@ -226,8 +227,12 @@ class OpenDcp(IndexedSource):
         self.named = name_entries(meta, read_groups, groups, owners)
         self.contents = TensorIndex()
         for key, fqn in self.named.tensors.items():
-            info = TensorInfo(*key, meta.tensors[fqn].dtype, meta.tensors[fqn].shape)
-            self.contents.add(*key, info.dtype, info.shape, partial(items.extents, fqn, info))
+            entry = meta.tensors[fqn]
+            if entry.dtype in ITEMSIZE:
+                info = TensorInfo(*key, entry.dtype, entry.shape)
+                self.contents.put(info, partial(items.extents, fqn, info))
+            else:
+                self.contents.refuse(key, why_refused(entry.dtype))
         self.metadata = self._make_metadata(ItemValues(items, self.named))
 
     def _make_metadata(self, values: ItemValues) -> CheckpointMetadata:
