@@ -14,6 +14,7 @@ from tests.exporters.sources import universal
 from tests.fakes import random_array
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import UsageError
+from ucformat.jobs.combine.combining import plan_average
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ def test_a_keyword_that_no_job_has(tmp_path: Path) -> None:
     for name, call in calls.items():
         with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword.* 'chunks'$"):
             call(chunks=1)
+    with pytest.raises(TypeError, match=r"^plan_average\(\) got an unexpected.* 'wieghts'$"):
+        plan_average([place], {"wieghts": [1]})
     with pytest.raises(UsageError, match="not exported with the option 'chunks'"):
         ucformat.export(place, new, "safetensors", chunks=1)
 

@@ -8,8 +8,8 @@ A package that cannot be imported is told of once, and hides no other.
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -163,11 +163,13 @@ def _others_register() -> bool:
 def _may_register(folder: str) -> bool:
     """Whether a package in a folder or archive of `sys.path` may register something."""
     place = Path(folder)
-    if place.is_file() or place.suffix == ".egg":  # which are not searched
+    try:
+        if place.is_file() or place.suffix == ".egg":  # which are not searched
+            return True
+        return any(
+            f"[{_OWN}.".encode() in file.read_bytes()
+            for file in place.glob("*-info/entry_points.txt")
+            if not re.fullmatch(rf"{_OWN}(-\d.*)?", file.parent.stem)
+        )
+    except OSError:  # importlib.metadata knows what to do with a folder that cannot be read
         return True
-    for file in place.glob("*-info/entry_points.txt"):
-        if file.parent.stem.partition("-")[0] != _OWN:
-            with suppress(OSError):
-                if f"[{_OWN}.".encode() in file.read_bytes():
-                    return True
-    return False

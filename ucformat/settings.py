@@ -55,9 +55,8 @@ class Settings:
     deadline: float = 180.0  # seconds after which a failing request to a store is given up
     requests: int = 128  # concurrent reads of object stores, in the whole process
     in_flight: int = 256 << 20  # bytes of these reads
-    cache: str = (
-        ""  # a folder for copies of what is read over a network; "none" or "": there are none
-    )
+    # a folder for copies of what is read over a network; "none" or "": there are none
+    cache: str = ""
     cache_bytes: int = 64 << 30  # of these copies on the disk
 
     #: Projects' files that are used although they belong to another user.

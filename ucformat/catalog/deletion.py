@@ -365,7 +365,7 @@ def _reset_locations(connection: Connection, serials: Sequence[int]) -> None:
 def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] | None:
     """Mark a checkpoint as being purged, which cannot be undone, and return its places.
 
-    None if it is not deleted, or protected by now.
+    None if it is not deleted, or protected by now, or if its grace is not over, or not known.
     """
     state = lock(connection, [serial])[serial]
     if state not in ("deleted", "purging"):

@@ -229,14 +229,13 @@ def before(connection: Connection, last: Select[Any]) -> ColumnElement[bool]:
     return sa.or_(*parts)
 
 
-_FEW = (
-    50  # checkpoints whose runs are conditions of a query, with which PostgreSQL estimates better
-)
+# checkpoints whose runs are conditions of a query, with which PostgreSQL estimates better
+_FEW = 50
 _MOST = 2**63 - 1
 
 
 def _before_many(last: Select[Any]) -> CompoundSelect[Any]:
-    """The serials of these checkpoints, found in the same query."""
+    """A query for the serials of what `before` describes, for more last ones than a condition lists."""
     newest = last.cte()
     step, commits = (
         sa.func.min(sa.func.coalesce(newest.c.step, -1)),

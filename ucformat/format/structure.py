@@ -65,9 +65,8 @@ MOUNT = "roots/"
 _SOURCE = re.compile(rf"{MOUNT}([0-9]{{1,9}})/(.+)", re.DOTALL)
 
 _NAMED = 5  # problems that an error names
-_RANGE_BYTES = (
-    22  # of the values of a rank, at least: `{}`, its checksum, and its entry in the index
-)
+# of the values of a rank, at least: `{}`, its checksum, and its entry in the index
+_RANGE_BYTES = 22
 
 
 @dataclass(frozen=True, slots=True)

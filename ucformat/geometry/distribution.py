@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from ucformat.errors import LayoutError
-from ucformat.geometry.box import Box, chunk, offset_of, reach, row_major, unravel
+from ucformat.geometry.box import Box, chunk, reach, row_major, unravel
 from ucformat.geometry.flat_buffer import flat_boxes, flat_range
 
 if TYPE_CHECKING:
@@ -170,8 +170,10 @@ class Distribution:
 
     def copy_of(self, coordinate: tuple[int, ...]) -> int:
         """Which of the replicas a coordinate is, in row-major order of `replicas`."""
-        sizes = tuple(self.mesh.sizes[axis] for axis in self.replicas)
-        return offset_of([coordinate[axis] for axis in self.replicas], row_major(sizes))
+        at = 0  # in a loop, since a plan asks for each tensor
+        for axis in self.replicas:
+            at = at * self.mesh.sizes[axis] + coordinate[axis]
+        return at
 
     def coordinate(self, at: tuple[Any, ...], copy: int) -> tuple[Any, ...]:
         """The coordinate of one of the ranks that hold the same part."""

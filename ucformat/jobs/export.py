@@ -118,8 +118,8 @@ def export(
     job_arguments = arguments.keys() & JobArguments.__annotations__.keys()
     values: Any = {name: arguments.pop(name) for name in job_arguments}
     where, verify = Where.parse(values.get("on", "threads")), values.get("verify", True)
-    store, options = _place(dst, kind, arguments), arguments
-    source, infos, exporter = _prepared(src, kind, states, cast, options)
+    store = _place(dst, kind, arguments)  # which may give the exporter a name, too
+    source, infos, exporter = _prepared(src, kind, states, cast, arguments)
     if like is not None:
         _compare(source, infos, like if isinstance(like, Checkpoint) else open_reference(like))
     with ExportJob(source, store, infos, exporter, verify=verify) as job:

@@ -330,6 +330,8 @@ class TensorTable(BaseModel):
         if len(set(self.name)) == len(self):
             return
         labels = {text: n for n, text in enumerate(dict.fromkeys(map(label, self.kinds)))}
+        if labels.keys() <= {None}:
+            return
         of_kind = self.by_kind(lambda kind: labels[label(kind)])
         # A number for each pair of a name and a label. In most tables they ascend, so none repeats.
         keys = list(map(add, map(len(labels).__mul__, self.name), of_kind))

@@ -67,9 +67,8 @@ _CONNECT, _READ, _TOTAL = ("10s", "30s", "300s")
 class Options:
     """Settings of a store besides its URL; they contain no secrets."""
 
-    endpoint: str = (
-        ""  # URL of an S3-compatible service; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL
-    )
+    # URL of an S3-compatible service; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL
+    endpoint: str = ""
     region: str = ""  # default: AWS_REGION, AWS_DEFAULT_REGION
     deadline: float = 180.0  # seconds after which a failing request is no longer retried
     retries: int = 10  # per request

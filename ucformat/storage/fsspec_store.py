@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _TRIES = 5  # before reading a file that is rewritten again and again is given up
-_NAME = (
-    "\ue000"  # replaces the file's own name, which contains no secret, while secrets are removed
-)
+# replaces the file's own name, which contains no secret, while secrets are removed
+_NAME = "\ue000"
 
 #: Headers that contain no secret.
 _PLAIN = frozenset(

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class WrappedStore:
-    """Forwards every call to the inner store, under keys that a subclass may choose."""
+    """Forwards every call to the inner store, those for one file under the key that a subclass chooses.
+
+    A subclass that chooses keys maps the prefixes of `list`, `delete_prefix` and `prune` itself.
+    """
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner

@@ -328,12 +328,14 @@ class SourceSuite:
         rng = random.Random(13)
         for path in self.damageable(copy)[:6]:
             data = path.read_bytes()
-            with suppress(ValueError):
+            try:
                 document = json.loads(data)
-                for _ in range(2 * self.changes):
-                    path.write_text(json.dumps(_with_odd_value(document, rng)))
-                    with suppress(UcformatError):
-                        read_whole(open_checkpoint(copy.path))
+            except ValueError:
+                continue
+            for _ in range(2 * self.changes):
+                path.write_text(json.dumps(_with_odd_value(document, rng)))
+                with suppress(UcformatError):
+                    read_whole(open_checkpoint(copy.path))
             path.write_bytes(data)
 
 

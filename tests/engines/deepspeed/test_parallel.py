@@ -285,3 +285,14 @@ def test_a_stage_whose_tied_layer_could_be_one_of_two_is_in_doubt(
 
     assert {tuple(extras) for extras in splits((4, 4))} == {(None, 0), (None, 1)}
     assert {tuple(extras) for extras in splits((3, 5))} == {(None, 0)}
+
+
+def test_stages_of_many_equal_layers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer fewer and a copy of any other one fits nearly everywhere: what is left is searched once."""
+    layers: Any = [
+        SimpleNamespace(number=n, tensors={"w": StoredTensor("0", "float32", (4,), (1,), 0, 4)})
+        for n in range(32)
+    ]
+    stages: Any = [SimpleNamespace(buffers=set()) for _ in range(8)]
+    monkeypatch.setattr(pipeline, "entries_of", lambda _: 16)  # elements of a flat optimizer
+    assert next(_splits(stages, layers, {}, 0, 0))[-1][:2] == (28, 32)

@@ -394,9 +394,8 @@ def outside(
 # large.
 
 
-_MAX_GROUP = (
-    178_956_971  # elements of a rank's group of experts: DeepSpeed's default of `max_group_size`
-)
+# elements of a rank's group of experts: DeepSpeed's default of `max_group_size`
+_MAX_GROUP = 178_956_971
 
 
 @dataclass(frozen=True, slots=True)

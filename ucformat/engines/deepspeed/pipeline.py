@@ -250,10 +250,14 @@ def _splits(
             for i, layer in enumerate(layers)
             if layer.number not in inside and _has_parameters(models[stage], layer)
         ]
+        rests: list[list[tuple[int, int, int | None]]] | None = None
         for extra in (None, *outside):
             mine = [*_tied_first(layers, first, last, extra, ties)]
             if _fits(models[stage], entries, mine, ties):
-                for remaining in _splits(models, layers, ties, stage + 1, last):
+                # the same for each `extra`; the caller asks for two, to know that there is only one
+                if rests is None:
+                    rests = list(islice(_splits(models, layers, ties, stage + 1, last), 2))
+                for remaining in rests:
                     yield [(first, last, extra), *remaining]
 
 

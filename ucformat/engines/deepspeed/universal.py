@@ -90,9 +90,8 @@ class Atom:
     dtype: str = ""
     shape: Shape = ()
     locate: Locate = lambda _: iter(())
-    bare: bool = (
-        False  # a dictionary of nothing but the tensor: an untrained one, out of the weights
-    )
+    # a dictionary of nothing but the tensor: an untrained one, out of the weights
+    bare: bool = False
 
 
 def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -345,6 +345,7 @@ class OpenFsdp(IndexedSource):
             groups=groups,
             objects=LazyMapping(guarded(self._objects)),
             aliases=_tied_output(self.args, weights),
+            unreadable=self.contents.unreadable,
             step=step if type(step) is int else None,
             layout=self.args.layout(),
             engine={"name": "megatron-core", "format": "fsdp_dtensor"},

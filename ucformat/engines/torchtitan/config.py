@@ -6,13 +6,16 @@ from collections.abc import Callable  # noqa: TC003 - tyro resolves the annotati
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from torchtitan.components.checkpointer import BaseCheckpointManager
 
 from ucformat.engines.torchtitan.live import CheckpointManager
 from ucformat.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["UniversalCheckpointManager"]
 
@@ -70,9 +73,13 @@ class UniversalCheckpointManager(BaseCheckpointManager):
         self,
         config: Config,
         *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
         sd_adapter: Any = None,  # noqa: ARG002 - names of Hugging Face, which exports need only
         base_folder: str = "",
-        **parts: Any,  # of the loop: model_parts, optimizers, lr_schedulers, dataloader, states
     ) -> None:
         self.enable = config.enable
         self.save_future: Future[None] = Future()  # not None, for which torchtitan would not wait
@@ -80,7 +87,11 @@ class UniversalCheckpointManager(BaseCheckpointManager):
             return
         self._manager = CheckpointManager(
             _joined(base_folder, config.folder),
-            **parts,
+            model_parts=model_parts,
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            dataloader=dataloader,
+            states=states,
             **{name: getattr(config, name) for name in _OPTIONS},
         )
 

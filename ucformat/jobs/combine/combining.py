@@ -172,6 +172,7 @@ def plan_average(
     Args:
         parameters: `weights`, `by`, `best`, `temperature` and `ema`; None as if it were not there.
     """
+    check_keywords("plan_average", parameters, AverageArguments)
     chosen = None if states is None else as_strings(states)
     weights, by, best, temperature, ema = map(
         parameters.get, ("weights", "by", "best", "temperature", "ema")

@@ -281,7 +281,7 @@ def wait_until_done(handle: SaveHandle) -> None:
 
 
 _log = logging.getLogger("ucformat")
-_START_S = 300.0  # the least time for a process to import torch, seconds
+_START_S = 300.0  # the least time for a process to start, seconds
 _END_S = 10.0  # the time for a process to end or to die, seconds
 _MAIN = "from ucformat.torch.saving.worker import main; main()"
 

@@ -175,7 +175,7 @@ def main() -> None:
     record_commits()
     connection = Connection(int(sys.argv[1]))
     start: WorkerStart = decode(connection.recv_bytes(), WorkerStart)
-    # torch is imported, for which the rank allows more time
+    # what this process needs is imported, for which the rank allows more time
     connection.send_bytes(encode(Heartbeat(), Reply))
     progress, sending = _Progress(), threading.Lock()
     jobs: queue.SimpleQueue[SaveJob | StagingFailed] = queue.SimpleQueue()
