@@ -94,7 +94,8 @@ def load(
     """
     check_keywords("load", arguments, RestoreArguments)
     with group_for_call("load", url, timeout=arguments.get("timeout", TIMEOUT)) as group:
-        options = LoadOptions.of(strict, arguments)
+        with group.sharing_errors():
+            options = LoadOptions.of(strict, arguments)
         plan = _EnginePlan(options, optimizer=optimizer, scheduler=scheduler)
         try:
             ck = open_together(url, group)
