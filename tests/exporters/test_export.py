@@ -28,6 +28,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, Piece
 from ucformat.jobs import export_files as bands
 from ucformat.jobs.export import plan_export
+from ucformat.storage.local import LocalStore
 from ucformat.testing import ExporterSuite
 
 if TYPE_CHECKING:
@@ -235,6 +236,28 @@ def test_what_is_recorded_is_not_written_again(tmp_path: Path) -> None:
     ucformat.export(source, tmp_path / "out", "safetensors", **SMALL)
     assert there
     assert {p: p.stat().st_ino for p in there} == there
+
+
+def test_what_a_killed_export_left_is_removed_before_its_records_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing would say that it is to be removed, if the second one is killed, too."""
+    source, _ = zero3(tmp_path / "src")
+    with pytest.raises(NotFinished):
+        ucformat.export(source, tmp_path / "out", "safetensors", on="part:0/1", **SMALL)
+    left = tmp_path / "out" / ".ucf-0123456789abcdef.tmp"
+    left.write_bytes(b"")
+    ended = []
+
+    def killed(store: LocalStore, prefix: str) -> None:
+        ended.append(prefix)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStore, "delete_prefix", killed)
+    with pytest.raises(KeyboardInterrupt):
+        ucformat.export(source, tmp_path / "out", "safetensors", **SMALL)
+    assert ended == ["ucformat-export"]
+    assert not left.exists()
 
 
 def test_a_damaged_source_yields_no_model(tmp_path: Path) -> None:

@@ -232,11 +232,12 @@ def end_export(job: ExportJob) -> None:
         Conflict: another export has taken the place.
     """
     job.check_claim()
+    # While the records are there, an export that is killed is repeated, and sweeps again. The folder
+    # of a file may hold a whole home directory.
+    if job.continued or not job.exporter.one_file:
+        job.store.sweep()
     if job.exporter.one_file:  # other exports may be writing beside it
         _withdraw(job)
     else:
         job.store.delete_prefix(FOLDER)
         job.store.flush()
-    # the folder of a file may hold a whole home directory
-    if job.continued or not job.exporter.one_file:
-        job.store.sweep()
