@@ -20,7 +20,7 @@ from ucformat.format.arrays import folder_names, packed_keys, put_file
 from ucformat.format.chunking import row_block
 from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import Columns, encode_columns
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import Box, offset_of, row_major
 from ucformat.jobs.export_files import FilesJob
 from ucformat.jobs.shards import WriteOptions, plan_spec, planned_of
 from ucformat.jobs.tasks import job_name
@@ -253,7 +253,7 @@ class PlacedTensor:
 
     def at(self, start: Sequence[int]) -> int:
         """The byte of the file at which an element begins."""
-        return self.offset + sum(i * s for i, s in zip(start, self.strides, strict=True))
+        return self.offset + offset_of(start, self.strides)
 
     def blocks(self, within: Box) -> Iterator[tuple[int, Box]]:
         """The blocks that intersect a box of the tensor, each with its number."""
@@ -268,7 +268,7 @@ class PlacedTensor:
             box = Box(
                 start, tuple(min(e, n - a) for e, n, a in zip(edges, shape, start, strict=True))
             )
-            yield self.first + sum(i * s for i, s in zip(at, row_major(grid), strict=True)), box
+            yield self.first + offset_of(at, row_major(grid)), box
 
     def blocks_around(self, box: Box) -> range:
         """The numbers from the first to the last block that intersects a box, and those between them."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ucformat.geometry.box import reach
+
 __all__ = ["Counting", "nbytes_read", "read_tensor"]
 
 if TYPE_CHECKING:
@@ -81,8 +83,7 @@ def nbytes_read(
     """
     found = 0
     for extent in source.extents(info.key):
-        stop = extent.offset + info.itemsize
-        stop += sum((n - 1) * s for n, s in zip(extent.box.shape, extent.strides, strict=True))
+        stop = extent.offset + reach(extent.box.shape, extent.strides) + info.itemsize
         parts = ((max(a, extent.offset), min(b, stop)) for a, b in ranges.get(extent.file, ()))
         found += sum(max(0, b - a) for a, b in parts)
     return found

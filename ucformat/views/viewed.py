@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ucformat.errors import UsageError
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import Box, offset_of, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Extent, Key, Piece, TensorInfo, TensorList, single_extents
 from ucformat.reading.dtypes import numpy_dtype
@@ -72,7 +72,7 @@ def gather(
     steps = row_major(info.shape)
     for box in flat_boxes(info.shape, first, last):
         for part, runs, near in _parts(formula, box, locate, store.costs):
-            offset = sum(a * s for a, s in zip(part.start, steps, strict=True)) - first
+            offset = offset_of(part.start, steps) - first
             into = np.lib.stride_tricks.as_strided(
                 out[offset:], part.shape, [s * info.itemsize for s in steps]
             )

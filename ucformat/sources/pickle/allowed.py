@@ -18,6 +18,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsafeError, option_text
+from ucformat.geometry.box import reach
 from ucformat.reading.stand_ins import (
     Dtype,
     Inert,
@@ -124,7 +125,7 @@ def _tensor(
             f"offset {reprlib.repr(offset)}"
         )
     size = math.prod(shape)
-    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    last = offset + reach(shape, strides)
     if size and last >= numel:
         raise IntegrityError(
             f"a tensor of shape {shape}, strides {strides} from element {offset} on reaches past "

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, UnsafeError, UnsupportedError
-from ucformat.geometry.box import Box
+from ucformat.geometry.box import Box, reach
 from ucformat.geometry.flat_buffer import flat_extents
 from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import FileRecord
@@ -392,7 +392,7 @@ class TorchFile:
         if not tensor.size:
             return b""
         unit = self._itemsize(tensor)
-        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+        span = 1 + reach(tensor.shape, tensor.strides)
         data = self.store.read(
             self.key, self._zip.offset(tensor.storage) + tensor.offset * unit, span * unit
         )

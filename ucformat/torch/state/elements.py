@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ucformat.geometry.box import Box
+from ucformat.geometry.box import Box, reach
 from ucformat.storage.strided import copy
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Return the bytes from the first element of a strided tensor to the end of the last."""
     if 0 in shape:
         return 0
-    return (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * itemsize
+    return (reach(shape, strides) + 1) * itemsize
 
 
 def host_memory(tensor: torch.Tensor) -> Memory:
