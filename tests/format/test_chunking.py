@@ -73,6 +73,15 @@ LENGTH = st.one_of(
 )
 
 
+def cannot_be_divided(n: int, edge: int) -> bool:
+    """Whether a part of a dim is more than a chunk, and no number of chunks that the rule tries divides it."""
+    parts = [n // g for g in (1, 2, 4, 8, 16) if n % g == 0 and n // g > edge]
+    least = [-(-part // edge) for part in parts]
+    return any(
+        all(part % k for k in range(f, 4 * f + 1)) for part, f in zip(parts, least, strict=True)
+    )
+
+
 @given(
     data=st.data(),
     leading=st.lists(LENGTH, min_size=1, max_size=3),
@@ -109,9 +118,9 @@ def test_what_cuts_of_large_tensors_read(
         read <= stored * (1 + inside / chunks) * 1.011
     )  # checksums, and gaps of up to a hundredth
     if n % parts == 0 and parts in (2, 4):
-        assert inside == 0
+        assert inside == 0 or cannot_be_divided(n, edge)
     if n % parts == 0 and parts in (8, 16):
-        assert inside / chunks <= parts / 4 - 1
+        assert inside / chunks <= parts / 4 - 1 or cannot_be_divided(n, edge)
 
 
 @pytest.mark.parametrize(
