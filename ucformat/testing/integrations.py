@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,14 @@ class IntegrationSuite:
         from ucformat.torch.integration import INTEGRATIONS
 
         return INTEGRATIONS[self.name]
+
+    @pytest.fixture(autouse=True)
+    def _own_environment(self) -> Iterator[None]:
+        """Libraries tell their ranks by variables who they are, which programs of later tests would find."""
+        before = dict(os.environ)
+        yield
+        os.environ.clear()
+        os.environ.update(before)
 
     @pytest.fixture
     def alone(self, tmp_path: Path) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +24,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left_in_the_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    now = dict(os.environ)
+    for variables in (before, now):
+        variables.pop("PYTEST_CURRENT_TEST", None)
+    assert now == before
 
 
 def net() -> torch.nn.Sequential:
