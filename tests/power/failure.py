@@ -181,8 +181,25 @@ class Bench:
             if number not in recorder.disk.folders:
                 os.link(_path(recorder.disk, folder, name), self._keep / str(number))
         catalogs = [self._dump()]
-        version = sqlite3.connect(self._catalog)
+        # calls are recorded one after the other, of all threads
+        version = sqlite3.connect(self._catalog, check_same_thread=False)
+        try:
+            self._work(command, kill_at, recorder, version, catalogs)
+        finally:
+            version.close()  # or the files of the catalog could not be put back
+        catalogs[-1] = self._dump()
+        now, real = recorder.now(), _read(self.root)
+        assert now == real, f"calls escaped: {sorted(now.items() ^ real.items())}"
+        return recorder, catalogs
 
+    def _work(
+        self,
+        command: Command,
+        kill_at: int,
+        recorder: Recorder,
+        version: sqlite3.Connection,
+        catalogs: list[bytes],
+    ) -> None:
         def note() -> None:
             changed = version.execute("pragma data_version").fetchone()
             catalogs.append(catalogs[-1] if changed == note.last else self._dump())  # type: ignore[attr-defined]
@@ -198,11 +215,6 @@ class Bench:
             _done(
                 lambda: (command.again or command.work if kill_at >= 0 else command.work)(self.root)
             )
-        version.close()
-        catalogs[-1] = self._dump()
-        now, real = recorder.now(), _read(self.root)
-        assert now == real, f"calls escaped: {sorted(now.items() ^ real.items())}"
-        return recorder, catalogs
 
     def _start(self, command: Command) -> None:
         """Have the disk and the catalog as the command finds them."""

@@ -177,10 +177,12 @@ class Recorder:
         *,
         dir_fd: int | None = None,
     ) -> int:
-        name = None if not flags & (os.O_CREAT | os.O_TRUNC) else self._name(path, dir_fd)
-        if name is None:
+        if not flags & (os.O_CREAT | os.O_TRUNC):
             return do(path, flags, mode, dir_fd=dir_fd)
-        with self._lock:
+        with self._lock:  # of names too: another thread may just be making the folder
+            name = self._name(path, dir_fd)
+            if name is None:
+                return do(path, flags, mode, dir_fd=dir_fd)
             self._may_call()
             fd = do(path, flags, mode, dir_fd=dir_fd)
             if name not in self._names:
@@ -250,10 +252,10 @@ class Recorder:
         more: dict[str, Any],
     ) -> None:
         folders = more.get("src_dir_fd"), more.get("dst_dir_fd")
-        one, other = self._name(src, folders[0]), self._name(dst, folders[1])
-        if one is None and other is None:
-            return do(src, dst, **more)
         with self._lock:
+            one, other = self._name(src, folders[0]), self._name(dst, folders[1])
+            if one is None and other is None:
+                return do(src, dst, **more)
             self._may_call()
             do(src, dst, **more)
             assert one is not None, src
@@ -263,10 +265,10 @@ class Recorder:
         return None
 
     def _remove(self, do: Callable[..., None], path: Any, *, dir_fd: int | None = None) -> None:
-        name = self._name(path, dir_fd)
-        if name is None or name not in self._names:
-            return do(path, dir_fd=dir_fd)
         with self._lock:
+            name = self._name(path, dir_fd)
+            if name is None or name not in self._names:
+                return do(path, dir_fd=dir_fd)
             self._may_call()
             do(path, dir_fd=dir_fd)
             self._called(Call(f"remove {self._short(path, dir_fd)}", {name: None}))
@@ -275,10 +277,10 @@ class Recorder:
     def _mkdir(
         self, do: Callable[..., None], path: Any, mode: int = 0o777, *, dir_fd: int | None = None
     ) -> None:
-        name = self._name(path, dir_fd)
-        if name is None:
-            return do(path, mode, dir_fd=dir_fd)
         with self._lock:
+            name = self._name(path, dir_fd)
+            if name is None:
+                return do(path, mode, dir_fd=dir_fd)
             self._may_call()
             do(path, mode, dir_fd=dir_fd)
             found, number = os.stat(path, dir_fd=dir_fd), self.disk.new()
