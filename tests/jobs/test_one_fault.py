@@ -21,7 +21,8 @@ from ucformat.errors import UcformatError
 from ucformat.jobs import gc, opening
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
-from ucformat.schema.documents import CATALOG_DOCUMENT
+from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
+from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.url import open_store
 from ucformat.storage.wrappers import WrappedStore
 
@@ -202,6 +203,31 @@ def test_gc_frees_space_on_a_full_disk(
     assert (len(done.purged), done.failures) == (2, ())
     assert [Path(str(e.url)).exists() for e in (*entries, stays)] == [False, False, True]
     ucformat.verify(str(stays.url)).raise_if_damaged()
+
+
+class Replaced(Full):
+    """A full disk on which another program replaces the manifest when there turns out to be no room."""
+
+    def put_if_absent(self, key: str, data: bytes) -> str:
+        try:
+            return super().put_if_absent(key, data)
+        finally:
+            if key == TOMBSTONE:
+                content, version = self.inner.read_versioned(MANIFEST)
+                document = {**json.loads(content), "id": "0" * 32}
+                self.inner.replace(MANIFEST, manifest_file(document), version)
+
+
+def test_on_a_full_disk_a_manifest_that_was_replaced_meanwhile_stays(
+    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = recorded(1)
+    catalog.delete(entry.id, grace=NOW)
+    monkeypatch.setattr(gc, "open_store", lambda place: Replaced(open_store(place)))
+    Full.blocks = 0
+    done = collect(catalog, apply=True)
+    assert (done.purged, len(done.failures)) == ((), 1)
+    assert open_checkpoint(str(entry.url)).id == "0" * 32
 
 
 def test_killed_at_any_instant_on_a_full_disk_nothing_is_half_there(
