@@ -17,7 +17,7 @@ from tests.jobs.conftest import foreign, universal
 from tests.jobs.test_gc import age, attempt
 from tests.storage.faulty import FaultyStore
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import UcformatError
+from ucformat.errors import PermissionDenied, UcformatError, UnsupportedError
 from ucformat.jobs import gc, opening
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
@@ -264,3 +264,31 @@ def test_killed_at_any_instant_on_a_full_disk_nothing_is_half_there(
             collect(catalog, [root], apply=True)
         assert {i.key for i in open_store(str(entry.url)).list()} <= {CATALOG_DOCUMENT}, step
     assert step > 6
+
+
+# --- a store on which nothing can be replaced
+
+
+class WriteOnce(WrappedStore):
+    """Files are made and deleted, and not replaced."""
+
+    error: type[UcformatError] = PermissionDenied
+
+    def replace(self, key: str, data: bytes, version: str) -> str:
+        raise self.error(f"{key} cannot be replaced")
+
+
+@pytest.mark.parametrize("error", [PermissionDenied, UnsupportedError])
+def test_gc_where_nothing_can_be_replaced(
+    catalog: Catalog,
+    recorded: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[UcformatError],
+) -> None:
+    gone, stays = recorded(1), recorded(2)
+    catalog.delete(gone.id, grace=NOW)
+    monkeypatch.setattr(WriteOnce, "error", error)
+    monkeypatch.setattr(gc, "open_store", lambda place: WriteOnce(open_store(place)))
+    done = collect(catalog, apply=True)
+    assert (done.purged, done.failures) == ((gone.id,), ())
+    assert [Path(str(e.url)).exists() for e in (gone, stays)] == [False, True]

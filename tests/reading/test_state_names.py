@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ucformat.errors import UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.state_names import dotted, key_of_dotted, name_state, optimizer_roots
 
@@ -169,6 +170,26 @@ def test_of_two_that_fit_the_one_called_model_is_the_model(optim: dict[str, Any]
     found = named({"ema": model(), "model": model(), "optim": optim})
     assert found["model", "head"] == ("head", "weight")
     assert found["ema", "head"] == ("ema.head", "weight")
+
+
+def test_of_two_that_fit_the_one_with_the_shapes_of_the_states_is_the_model() -> None:
+    tensors: dict[tuple[Any, ...], tuple[int, ...] | None] = {
+        ("actor", "w"): (2, 3),
+        ("critic", "w"): (4, 3),
+        ("optim", "state", "w", "exp_avg"): (4, 3),
+        ("optim", "state", "w", "step"): (),
+    }
+    found = name_state(tensors, [("optim",)]).keys
+    assert found["critic", "w"] == ("w", "weight")
+    assert found["actor", "w"] == ("actor.w", "weight")
+    assert found["optim", "state", "w", "exp_avg"] == ("w", "exp_avg")
+
+
+def test_a_model_that_lacks_a_parameter_of_the_optimizer_is_not_its_owner() -> None:
+    paths = [("actor", "w"), ("critic", "v"), ("optim", "state", "w", "exp_avg")]
+    owners: dict[tuple[Any, ...], tuple[Any, ...]] = {("optim",): ("critic",)}
+    with pytest.raises(UsageError, match=r"critic does not hold all parameters .* optim names"):
+        name_state(dict.fromkeys(paths), [("optim",)], owners)
 
 
 def test_where_nothing_tells_nothing_is_guessed() -> None:

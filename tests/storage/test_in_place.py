@@ -64,6 +64,20 @@ def test_a_file_of_another_size_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_bytes() == b"12345"
 
 
+def test_what_was_read_before_is_read_anew(tmp_path: Path) -> None:
+    """A store keeps a file open that it has read, which another process may since have removed."""
+    store = LocalStore(tmp_path)
+    store.put_if_absent("f", b"before")
+    found = bytearray(6)
+    store.read_into("f", 0, [memoryview(found)])
+    assert found == b"before"
+    (tmp_path / "f").unlink()
+    with InPlaceFile(store, "f", 6) as file:
+        file.write(0, b"behind")
+    store.read_into("f", 0, [memoryview(found)])
+    assert found == b"behind"
+
+
 def test_how_files_of_a_store_are_written() -> None:
     assert way_of(LocalStore("x")) == ("in place", None)
     assert way_of(MemoryStore("in-place")) == ("whole", None)

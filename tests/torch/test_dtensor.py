@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from fractions import Fraction
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from ucformat.torch.saving.statement import WriteItem
 from ucformat.torch.state.elements import elements_of, host_memory, row_major_bytes
 from ucformat.torch.state.local import LocalShard, _dims_candidates, local_of, mesh_of, pieces_in
 from ucformat.torch.state.memory import dtype_name
+from ucformat.torch.state.subclasses import InnerTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -370,3 +372,26 @@ def test_sharded_tensors_of_fsdp1() -> None:
             UsageError, match=r"w \(weight\): this rank holds 2 shards of one ShardedTensor"
         ):
             local_of("w", "weight", sharded(0, [0, 5]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "ratio", "known"), [(5, 1, True), (4, 1, True), (4, 2, True), (5, 2, False)]
+)
+def test_the_distribution_inside_a_wrapper_is_known_where_it_is_that_of_a_plain_tensor(
+    rows: int, ratio: int, known: bool
+) -> None:
+    """Uneven parts of which each index is several are not cut as such a tensor would be."""
+    with alone_as(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=own_names(0, "inner"))
+        held_rows = -(-rows // 2)
+        outer = DTensor.from_local(
+            torch.zeros(held_rows, 3), mesh, [Shard(0)], shape=(rows, 3), stride=(3, 1)
+        )
+        inner = torch.zeros(held_rows * ratio, 3)
+        local = local_of(
+            "t", "weight", InnerTensor(outer, inner, (rows * ratio, 3), {0: (0, Fraction(ratio))})
+        )
+    assert [p.box.shape for p in local.pieces] == [(held_rows * ratio, 3)]
+    assert (local.distribution is not None) == known
+    if local.distribution is not None:
+        assert local.distribution.boxes((rows * ratio, 3), (0,)) == (local.pieces[0].box,)

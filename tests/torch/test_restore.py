@@ -81,6 +81,15 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
         assert find_object(ck.objects, path) is absent
 
 
+@pytest.mark.parametrize("strict", ["yes", 1, None])
+def test_strictness_of_another_kind_is_refused(tmp_path: Path, strict: Any) -> None:
+    ck = checkpoint(tmp_path / "ck", {"w": torch.ones(2)})
+    state = {"w": torch.zeros(2)}
+    with pytest.raises(UsageError, match=f"strict={strict!r} is not supported"):
+        load(state, ck, strict=strict)
+    assert not state["w"].any()
+
+
 def test_missing_values_are_told_with_all_else(tmp_path: Path) -> None:
     ck = checkpoint(tmp_path / "ck", {"a": 1, "w": torch.ones(2), "rank": PerRank(3)})
     state = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,7 @@ import ucformat
 from tests.fakes import Arrays, random_array, same
 from tests.zero_files import FLAT, write_zero3
 from ucformat.engines.deepspeed.source import DeepSpeed
-from ucformat.errors import NotACheckpoint, UsageError
+from ucformat.errors import IntegrityError, NotACheckpoint, UsageError
 from ucformat.sources.opening import open_source
 from ucformat.storage.local import LocalStore
 
@@ -65,3 +66,15 @@ def test_a_file_of_one_rank_is_no_checkpoint(tmp_path: Path) -> None:
         NotACheckpoint, match=r"one file of a DeepSpeed checkpoint\n.*open the folder"
     ):
         ucformat.open(tmp_path / "mp_rank_00_model_states.pt")
+
+
+def test_flat_groups_of_another_model_are_refused(tmp_path: Path) -> None:
+    """A file of each rank: the first is checked when the checkpoint is opened, the others when they are read."""
+    longer: Arrays = {(n, s): random_array((7, 3), "float32", 9) for n, s in ARRAYS}
+    other = write_zero3(tmp_path / "other", longer, ranks=2) / "global_step5"
+    for rank in range(2):
+        folder = write_zero3(tmp_path / f"run{rank}", ARRAYS, ranks=2)
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        shutil.copy(other / name, folder / "global_step5" / name)
+        with pytest.raises(IntegrityError, match=rf"{name}: flat group 0 has shape \(11,\); .*8"):
+            ucformat.open(folder)["w"].read()

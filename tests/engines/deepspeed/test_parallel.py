@@ -166,6 +166,10 @@ class TestPipelinesUnderZero0:
         with pytest.raises(UsageError, match="names are given"):
             opened("pp2-z0", groups=[["0.weight"]])
 
+    def test_fewer_groups_than_the_optimizer_has_are_refused(self) -> None:
+        with pytest.raises(UsageError, match="has other groups than the 0 that are given"):
+            opened("pp2-z0", groups=[])
+
 
 class TestMerged:
     """Tensors of ranks, whose parameter `w` is two matrices one below the other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 from contextlib import suppress
@@ -376,6 +377,14 @@ def test_values_of_other_kinds_are_errors_of_ours(copied: Any, key: str, value: 
         read_whole(open_checkpoint(folder))
 
 
+@pytest.mark.parametrize("change", [{3: 0}, {"deep": {3: 0}}])
+def test_a_tensor_whose_name_is_no_text_is_refused(copied: Any, change: Any) -> None:
+    folder = copied("tp2-tied", "classic")
+    rewrite(folder, lambda s, _: s["model"].update(change))
+    with pytest.raises(IntegrityError, match="has a tensor whose name is not a string"):
+        opened(folder, optimizer=False)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -427,6 +436,25 @@ def test_flat_buckets_of_another_order_are_refused(copied: Any) -> None:
     torch.save(state, path)
     with pytest.raises(AmbiguousLayout, match="cannot be named"):
         open_checkpoint(folder)
+
+
+def test_flat_buckets_of_a_dtype_that_is_not_read_are_refused_alone(copied: Any) -> None:
+    import torch
+
+    folder = copied("tp2-dp2-flat", "sharded")
+    path = folder / "iter_0000002" / ".metadata"
+    meta = pickle.loads(path.read_bytes())  # noqa: S301 - a file of the repository
+    for fqn, entry in meta.state_dict_metadata.items():
+        if fqn.endswith(".exp_avg"):
+            entry.properties.dtype = torch.quint8
+    path.write_bytes(pickle.dumps(meta))
+    ck, good = opened(folder), opened(place("tp2-dp2-flat"))
+    refused = {key for key in good.tensors if key.state == "exp_avg"}
+    assert refused
+    assert dict(ck.metadata.unreadable).keys() == refused
+    assert all("quint8" in reason for reason in ck.metadata.unreadable.values())
+    rest = {key for key in good.tensors if key.state not in ("exp_avg", "exp_avg.padding")}
+    assert ck.tensors.keys() == rest
 
 
 def test_flat_ranges_of_chunks(tmp_path: Path) -> None:

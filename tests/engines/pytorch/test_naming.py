@@ -107,6 +107,13 @@ def test_a_planner_that_keeps_no_paths(tmp_path: Path) -> None:
     assert ck.metadata.step == 7
 
 
+def test_a_value_with_the_name_of_an_optimizer_is_none_of_its_groups(tmp_path: Path) -> None:
+    state = {"model.a": W, "optim": 3, "optim.state.a.exp_avg": W, "optim.param_groups.a.lr": 0.5}
+    ck = open_checkpoint(save(state, tmp_path / "x", flatten=False))
+    assert ck.metadata.groups == ({"lr": 0.5, "params": ["a"]},)
+    assert ck.objects["optim"] == 3
+
+
 def test_groups_as_one_value_as_pytorch_2_3_kept_them(tmp_path: Path) -> None:
     state = {
         "model": {"a": W},
