@@ -635,12 +635,15 @@ end:
 }
 
 PyObject *interpret(PyObject *module, PyObject *args); /* _native_pickle.c */
+PyObject *fingerprint(PyObject *module, PyObject *args); /* _native_fingerprint.c */
+void prepare_fingerprints(void);
 
 static PyMethodDef methods[] = {
     {"copy", copy, METH_VARARGS, "copy(target, source): copy the bytes of a buffer into another one of as many bytes."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(buffer, value=0): the CRC-32C of a buffer, continued from `value`."},
     {"crc32", crc32, METH_VARARGS, "crc32(buffer, value=0): the CRC-32 of a buffer, as in zip files, continued from `value`."},
     {"fill", fill, METH_VARARGS, "fill(buffers, data, crcs=None): copy bytes into buffers, past the cache, and continue a CRC-32C with each."},
+    {"fingerprint", fingerprint, METH_VARARGS, "fingerprint(words, steps, first): the two sums of a buffer of words; see geometry/fingerprint.py."},
     {"interpret", interpret, METH_VARARGS, "interpret(data, meaning, calls, damaged): the value of a pickle; see sources/pickle/unpickler.py."},
     {"read_into", read_into, METH_VARARGS, "read_into(fd, offset, buffers, crcs=None): fill buffers, and continue a CRC-32C with each; returns the bytes read."},
     {"write_all", write_all, METH_VARARGS, "write_all(fd, data): write all of a buffer to a file, 256 KiB at a time."},
@@ -666,6 +669,7 @@ static int ready(PyObject *module) {
         for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
         zip_table[byte] = crc;
     }
+    prepare_fingerprints();
     return 0;
 }
 

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "durable": set(),
     "schema": set(),
     "config_files": {"errors"},
-    "geometry": {"schema", "errors", "config_files"},
+    "geometry": {"schema", "errors", "config_files", "_native"},
     "storage": {"schema", "errors", "registry", "durable", "redacted", "settings", "_native"},
     "reading": {"schema", "errors", "geometry", "storage"},
     "views": {"schema", "errors", "registry", "geometry", "storage", "reading"},
