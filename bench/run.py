@@ -24,6 +24,7 @@ BENCHMARKS = {
     "memory": "Memory of a conversion",
     "export": "Export",
     "read": "Reading",
+    "fingerprints": "Fingerprints",
     "sub_models": "Sub-models",
     "zarr_store": "The Zarr store of a ZeRO-3 checkpoint",
     "metadata": "Metadata of 100,000 shards",

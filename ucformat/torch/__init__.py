@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.asynchronous import async_save
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.saving.save import Saved, save
+    from ucformat.torch.state.fingerprint import fingerprint
     from ucformat.torch.state.objects import PerRank, Rng
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Saved",
     "Writer",
     "async_save",
+    "fingerprint",
     "load",
     "load_into",
     "save",
@@ -50,6 +52,7 @@ _HOMES = {
     "Saved": "ucformat.torch.saving.save",
     "Writer": "ucformat.engines.pytorch.dcp_writer",
     "async_save": "ucformat.torch.saving.asynchronous",
+    "fingerprint": "ucformat.torch.state.fingerprint",
     "load": "ucformat.torch.loading.load",
     "load_into": "ucformat.torch.loading.load_into",
     "save": "ucformat.torch.saving.save",
