@@ -1,6 +1,6 @@
 /* Fingerprints: the words of a tensor's elements, each times a key of its place, added up in two lanes.
 
-docs/spec/fingerprint.md defines them; `geometry/fingerprint.py` does the same in Python where this file was not built.
+docs/spec/format.md defines them; `geometry/fingerprint.py` does the same in Python where this file was not built.
 A key is a word of a table, by the place within a block, times a number of the block: what a block adds up to is
 multiplied by the latter once. */
 

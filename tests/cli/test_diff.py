@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,9 @@ import pytest
 
 import ucformat
 from tests.cli.conftest import FACTS, LONG_RUN, object_of
-from tests.fakes import ODD, FakeSource, random_array
+from tests.fakes import ODD, FakeSource, manifest_file, random_array
 from ucformat.checkpoint import Checkpoint
+from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -167,10 +169,16 @@ def test_values_are_read_when_asked(run: Run, catalog: Path, committed: Path, ot
 
 
 def test_values_tell_where_digests_cannot(
-    run: Run, catalog: Path, committed: Path, tmp_path: Path
+    run: Run, catalog: Path, committed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ucformat.convert(committed, tmp_path / "other-grid", chunk_bytes=4096)
     pair = ("diff", committed, tmp_path / "other-grid", "--what", "tensors", "--exit-code")
+    with monkeypatch.context() as patch:
+        patch.setenv("UCP_CATALOG", "none")
+        ucformat.convert(committed, tmp_path / "other-grid", chunk_bytes=4096)
+    assert " are equal in tensors\n" in run(*pair).stdout  # by their fingerprints
+    manifest = json.loads((tmp_path / "other-grid" / MANIFEST).read_bytes())
+    del manifest["tensors"]["fingerprint"]
+    (tmp_path / "other-grid" / MANIFEST).write_bytes(manifest_file(manifest))
     assert "without digests to compare; --values reads them" in run(*pair, code=1).stdout
     assert " are equal in tensors\n" in run(*pair, "--values").stdout
     assert object_of(run(*pair, "--values", "--json").stdout)["equal"] is True

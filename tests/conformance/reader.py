@@ -303,17 +303,25 @@ class Checkpoint:
             seen.add(source["path"])
 
     def _table(self, t: Any) -> list[Any]:
-        t = {"digest": [], "path": {}, "at": {}} | t
+        t = {"digest": [], "fingerprint": [], "path": {}, "at": {}} | t
         of_type(
             t,
-            dict.fromkeys(("names", "kinds", "name", "kind", "digest"), list)
+            dict.fromkeys(("names", "kinds", "name", "kind", "digest", "fingerprint"), list)
             | {"path": dict, "at": dict},
         )
         names, kinds, n = t["names"], t["kinds"], len(t["name"])
         need(all(is_a(x, str) for x in names) and len(set(names)) == len(names), "names")
         for kind in kinds:
             self._check_kind(kind)
-        need(len(t["kind"]) == n and len(t["digest"]) in (0, n), "columns of different lengths")
+        optional = {len(t["digest"]), len(t["fingerprint"])}
+        need(len(t["kind"]) == n and optional <= {0, n}, "columns of different lengths")
+        need(
+            all(
+                f is None or (is_a(f, str) and re.fullmatch("[0-9a-f]{32}", f))
+                for f in t["fingerprint"]
+            ),
+            "a fingerprint that is none",
+        )
         for column, of in ((t["name"], names), (t["kind"], kinds)):
             need(all(type(k) is int and 0 <= k < len(of) for k in column), "the number of nothing")
         need({*t["path"], *t["at"]} <= {str(k) for k in range(n)}, "a path of no tensor")
@@ -335,7 +343,9 @@ class Checkpoint:
                 else t["path"].get(str(row), f"{folder}/{folder_of(names[name])}")
             )
             need(path is None or re.fullmatch("[A-Za-z0-9._~%/-]+", path), "path")
-            out.append({**kinds[kind], "name": names[name], "digest": digest, "path": path})
+            fingerprint = t["fingerprint"][row] if t["fingerprint"] else None
+            own = {"digest": digest, "fingerprint": fingerprint, "path": path}
+            out.append({**kinds[kind], "name": names[name], **own})
         return out
 
     def _check_kind(self, t: Any) -> None:
@@ -459,7 +469,9 @@ class Checkpoint:
         t = self.tensors[number]
         need(t["dtype"] in SIZES, f"{t['name']} has the dtype {t['dtype']}", Upgrade)
         a = self._packed(number, t) if t.get("path") is None else self._array(t)
-        return a.tobytes()
+        data, expected = a.tobytes(), t["fingerprint"]
+        need(expected in (None, fingerprint_of(data, size_of(t))), f"fingerprint of {t['name']}")
+        return data
 
     def _array(self, t: Any) -> Bytes:
         shape, chunk, shard, size = t["shape"], t["chunk"], t["shard"], size_of(t)
@@ -852,6 +864,26 @@ def digest_of(
     return "xxh3:" + xxh3_128_hexdigest(
         head.encode() + b"\n" + b"".join(leaves[at] for at in sorted(leaves))
     )
+
+
+def fingerprint_of(data: bytes, itemsize: int) -> str:
+    """The fingerprint of a tensor with these elements."""
+    nbytes, sums = min(itemsize, 4), [0, 0]
+    for number in range(len(data) // nbytes):
+        word = int.from_bytes(data[number * nbytes : (number + 1) * nbytes], "little")
+        block, place = divmod(number, 1024)
+        for lane in (0, 1):
+            within = splitmix64(-1 - 2 * place - lane) % 2**32 | 1
+            sums[lane] += word * within * (splitmix64(2 * block + lane) | 1)
+    return "".join(f"{s % 2**64:016x}" for s in sums)
+
+
+def splitmix64(x: int) -> int:
+    """The first output of SplitMix64."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
 
 
 if __name__ == "__main__":

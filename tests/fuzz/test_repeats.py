@@ -168,6 +168,7 @@ def arrays_in_one_folder(folder: Path, count: int) -> None:
             [0] * count,
             table["digest"] * count,
         )
+        table["fingerprint"] *= count
         table["path"] = {str(n): path for n in range(count)}
 
     universal(folder, change)
@@ -182,6 +183,7 @@ def states_in_one_folder(folder: Path, count: int) -> None:
             list(range(count)),
             table["digest"] * count,
         )
+        table["fingerprint"] *= count
 
     universal(folder, change)
 

@@ -220,7 +220,7 @@ def test_planted_records_commit_nothing_wrong(seed: int, tmp_path: Path) -> None
         elif kind == 1:
             task["file"] = "../../etc/passwd"
         elif kind == 2:
-            task["leaves"] = "zz"
+            task["digests"] = "zz"
         elif kind == 3:
             doc["sums"] = [{**s, "ranges": [[0, 2**70]]} for s in doc["sums"]]
         else:

@@ -169,7 +169,7 @@ def add_digests(connection: Connection, tables: Mapping[int, TensorTable]) -> No
     digests = [
         (d, serial, i)
         for serial, tensors in tables.items()
-        for i, d in enumerate(tensors.digest)
+        for i, d in enumerate(tensors.content())
         if d
     ]
     if not digests:
@@ -270,11 +270,8 @@ def _is_other(
         != content
     ):
         return True
-    digests = manifest.tensors.digest
-    pairs = (
-        (digests[n] if digests else None, digest)
-        for n, digest in _digests(connection, serial).items()
-    )
+    digests = manifest.tensors.content()
+    pairs = ((digests[n], digest) for n, digest in _digests(connection, serial).items())
     return any(
         listed != recorded for listed, recorded in pairs if need_digests or listed is not None
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ucformat.catalog.content import load_tensors
 from ucformat.catalog.loading import load_entries
+from ucformat.schema import FINGERPRINT
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -58,8 +59,8 @@ class TensorChange:
 class TensorsDiff:
     """The differences between the tensors of two checkpoints.
 
-    `same` tensors have the same digest. `unknown` ones have the same shape and dtype, but one has
-    no digest, or their chunk grids differ, on which digests depend.
+    `same` tensors have the same fingerprint, or digest. `unknown` ones have the same shape and
+    dtype, but one has neither, or only digests, which depend on chunk grids, of different ones.
     """
 
     added: tuple[ListedTensor, ...]
@@ -186,11 +187,8 @@ def _aspects(a: ListedTensor, b: ListedTensor) -> tuple[Aspect, ...]:
 
 
 def _comparable(a: ListedTensor, b: ListedTensor) -> bool:
-    """Whether both have digests of the same kind, over the same chunks."""
-    if (
-        a.digest is None
-        or b.digest is None
-        or (a.shape, a.dtype, a.chunk) != (b.shape, b.dtype, b.chunk)
-    ):
+    """Whether both have fingerprints, or digests of the same kind over the same chunks."""
+    if a.digest is None or b.digest is None or (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    return a.digest.partition(":")[0] == b.digest.partition(":")[0]
+    kinds = {digest.partition(":")[0] for digest in (a.digest, b.digest)}
+    return len(kinds) == 1 and (a.chunk == b.chunk or a.digest.startswith(FINGERPRINT))

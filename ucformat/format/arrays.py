@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError
 from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid
-from ucformat.format.digest import bytes_digest, tensor_digest
+from ucformat.format.digest import bytes_digest, tensor_digest, tensor_fingerprint
 from ucformat.geometry.tensor import Key
 from ucformat.schema import ITEMSIZE, ZARR_DTYPES
 from ucformat.schema.limits import MAX_ARRAY_DIMS, MAX_SHARDS
@@ -255,8 +255,8 @@ def _groups(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*(state.rpartition("/")[0] for state in states), *states]))
 
 
-def array_doc(array: StoredArray, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDoc:
-    """An array's entry in the manifest; `leaves` as for `tensor_digest`."""
+def array_doc(array: StoredArray, shards: Mapping[tuple[int, ...], bytes]) -> TensorDoc:
+    """An array's entry in the manifest; `shards` as for `tensor_digest`."""
     info, grid = array.info, array.grid
     return TensorDoc(
         name=info.name,
@@ -265,7 +265,8 @@ def array_doc(array: StoredArray, leaves: Mapping[tuple[int, ...], bytes]) -> Te
         shape=info.shape,
         chunk=grid.chunk,
         shard=grid.shard,
-        digest=tensor_digest(info.dtype, grid, leaves),
+        digest=tensor_digest(info.dtype, grid, shards),
+        fingerprint=tensor_fingerprint(shards.values()),
         path=array.path,
     )
 

@@ -8,6 +8,7 @@ writes the same bytes to the destination. Packed files are checked block by bloc
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -20,7 +21,12 @@ from ucformat.errors import (
     UnsupportedError,
 )
 from ucformat.format.arrays import metadata_documents, shard_key
-from ucformat.format.digest import file_digest, tensor_digest
+from ucformat.format.digest import (
+    file_digest,
+    shard_digests_nbytes,
+    tensor_digest,
+    tensor_fingerprint,
+)
 from ucformat.format.extents import is_whole
 from ucformat.format.shard import check_shard
 from ucformat.format.structure import Problem
@@ -39,7 +45,10 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import FileDoc, SourceFileDoc
     from ucformat.storage.base import FileWriter, Store
 
-    Leaves = Mapping[Key, Mapping[tuple[int, ...], bytes]]
+    ShardsByKey = Mapping[Key, Mapping[tuple[int, ...], bytes]]
+
+#: A problem of a tensor.
+WRONG_FINGERPRINT = "its elements do not have the fingerprint that the manifest says"
 
 _MAX_LOST = 1000  # missing shards of one array that are reported one by one
 
@@ -66,8 +75,7 @@ class AuditItem(Protocol):
             out: a writer that gets a copy of every byte that is read (default: none).
 
         Returns:
-            The concatenated digests of a shard's chunks (empty for other files), and the problems
-            of the file.
+            The digests of a shard (empty for other files), and the problems of the file.
         """
 
 
@@ -154,15 +162,20 @@ class ShardFile:
         """See AuditItem."""
         return self.grid.file_nbytes(self.shard)
 
+    @property
+    def digests_nbytes(self) -> int:
+        """The bytes of its digests."""
+        return shard_digests_nbytes(math.prod(self.grid.tiles(self.shard, "").grid))
+
     def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:
         """See AuditItem."""
         try:
-            leaves, problems = check_shard(store, self.file, self.grid, self.shard, out)
+            digests, problems = check_shard(store, self.file, self.grid, self.shard, out)
         except (IntegrityError, PermissionDenied, UnsupportedError) as error:
             if out is not None:  # a copy reports why the source cannot be read
                 raise
             return b"", [Problem(self.file, error.message, *self.key)]
-        return leaves, [replace(p, name=self.key.name, state=self.key.state) for p in problems]
+        return digests, [replace(p, name=self.key.name, state=self.key.state) for p in problems]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +261,7 @@ def checked(
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A task of a verification; `run` returns the digests of a shard's chunks, and the problems.
+    """A task of a verification; `run` returns the digests of a shard, and the problems.
 
     Attributes:
         nbytes: bytes that are compared with a checksum or digest.
@@ -280,12 +293,17 @@ def block_problems(
     key: Key,
     blocks: Iterable[tuple[str, Block]],
     damages: tuple[type[UcformatError], ...] = (UcformatError,),
+    use: Callable[[str, Block, int, memoryview], None] = lambda *_: None,
 ) -> list[Problem]:
-    """The blocks that differ from their checksums or cannot be read; `damages` as for `checked`."""
+    """The blocks that differ from their checksums or cannot be read; `damages` as for `checked`.
+
+    Args:
+        use: called with each part of a block that is read, and the byte of the file at which it begins.
+    """
     problems = []
     for file, block in blocks:
         try:
-            if not is_whole(store, file, block):
+            if not is_whole(store, file, block, partial(use, file, block)):
                 problems.append(
                     Problem(
                         file, f"crc32c differs (block at byte {block.offset})", *key, kind="differs"
@@ -297,16 +315,22 @@ def block_problems(
 
 
 def wrong_digests(
-    source: Universal, leaves: Leaves, damaged: Collection[tuple[str | None, str | None]] = ()
+    source: Universal, shards: ShardsByKey, damaged: Collection[tuple[str | None, str | None]] = ()
 ) -> Iterator[Problem]:
     """Find arrays whose chunks match their checksums, but are not those that were committed."""
     for key, doc in source.docs.items():
         if doc.path is None or key in damaged:
             continue
-        if tensor_digest(doc.dtype, grid_of(doc), leaves.get(key, {})) != doc.digest:
-            yield Problem(
-                doc.path, "its chunks are intact, but are not those of the manifest", *key
-            )
+        of_tensor = shards.get(key, {})
+        if tensor_digest(doc.dtype, grid_of(doc), of_tensor) != doc.digest:
+            reason = "its chunks are intact, but are not those of the manifest"
+        elif doc.fingerprint is not None and doc.fingerprint != tensor_fingerprint(
+            of_tensor.values()
+        ):
+            reason = WRONG_FINGERPRINT
+        else:
+            continue
+        yield Problem(doc.path, reason, *key)
 
 
 _PART = 4 << 20  # bytes of each of two replicas in memory at once

@@ -1,5 +1,8 @@
 """Content digests: XXH3-128 of each chunk of a tensor, and then of these digests, which may be computed in any order.
 
+The digests of a shard are those of its chunks, in C order, and the shard's part of the tensor's
+fingerprint, 16 bytes each.
+
 XXH3 runs at memory speed and finds accidental changes; it is not secure against deliberate
 collisions. Small files have a SHA-256 digest.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
@@ -18,13 +22,14 @@ from ucformat.schema.values import parsed
 from ucformat.storage.base import read_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
     from pydantic import BaseModel
 
     from ucformat.format.chunking import Grid
+    from ucformat.geometry.fingerprint import Sums
     from ucformat.storage.base import Bytes, Store
 
 
@@ -65,6 +70,7 @@ _HINT = "docs/spec/format.md lists the limits of nesting, integers and text; cha
 
 
 LEAF_BYTES = 16
+_SUMS = struct.Struct("<QQ")
 
 
 def leaf(chunk: Bytes) -> bytes:
@@ -112,7 +118,31 @@ def document_digest(document: object) -> str:
     )
 
 
-def tensor_digest(dtype: str, grid: Grid, leaves: Mapping[tuple[int, ...], bytes]) -> str:
+def shard_digests(leaves: Iterable[bytes], parts: Iterable[Sums]) -> bytes:
+    """The digests of a shard.
+
+    Args:
+        leaves: those of its chunks, in C order.
+        parts: the fingerprints of parts that together are the shard.
+    """
+    from ucformat.geometry.fingerprint import total  # with NumPy, as below
+
+    return b"".join((*leaves, _SUMS.pack(*total(parts))))
+
+
+def shard_digests_nbytes(chunks: int) -> int:
+    """The bytes of the digests of a shard with so many chunks."""
+    return LEAF_BYTES * chunks + _SUMS.size
+
+
+def tensor_fingerprint(shards: Iterable[bytes]) -> str:
+    """The fingerprint of a tensor, from the digests of all its shards."""
+    from ucformat.geometry.fingerprint import text_of, total
+
+    return text_of(total(_SUMS.unpack(digests[-_SUMS.size :]) for digests in shards))
+
+
+def tensor_digest(dtype: str, grid: Grid, shards: Mapping[tuple[int, ...], bytes]) -> str:
     """The digest of a tensor, computed from those of its chunks.
 
     It is the XXH3-128 of a JSON line with dtype, shape and chunk, followed by the digests of all
@@ -120,8 +150,7 @@ def tensor_digest(dtype: str, grid: Grid, leaves: Mapping[tuple[int, ...], bytes
     (docs/spec/format.md, "Digests").
 
     Args:
-        leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C
-            order.
+        shards: the digests of each shard, by its coordinates.
     """
     import numpy as np  # here, because many commands only digest documents
 
@@ -137,5 +166,6 @@ def tensor_digest(dtype: str, grid: Grid, leaves: Mapping[tuple[int, ...], bytes
         where = tuple(
             slice(i * n, i * n + c) for i, n, c in zip(shard, per_shard, counts, strict=True)
         )
-        ordered[where] = np.frombuffer(leaves[shard], np.uint8).reshape(*counts, LEAF_BYTES)
+        leaves = np.frombuffer(shards[shard], np.uint8)[: -_SUMS.size]
+        ordered[where] = leaves.reshape(*counts, LEAF_BYTES)
     return "xxh3:" + xxh3_128_hexdigest(head.encode() + b"\n" + ordered.tobytes())

@@ -28,7 +28,7 @@ from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -295,8 +295,14 @@ def put_sidecar(
 _READ_BYTES = 4 << 20  # bytes
 
 
-def is_whole(store: Store, file: str, block: Block) -> bool:
-    """Whether a block matches its checksum; reads at most 4 MiB at once."""
+def is_whole(
+    store: Store, file: str, block: Block, use: Callable[[int, memoryview], None] = lambda *_: None
+) -> bool:
+    """Whether a block matches its checksum; reads at most 4 MiB at once.
+
+    Args:
+        use: called with each part of the block, and the byte of the file at which it begins.
+    """
     buffer = memoryview(bytearray(min(_READ_BYTES, block.nbytes)))
     stored = bytearray(4 if block.crc32c is None else 0)
     crc = place_checksum(file, block.offset) if block.placed else 0
@@ -305,6 +311,7 @@ def is_whole(store: Store, file: str, block: Block) -> bool:
         behind = [memoryview(stored)] if at + len(part) == block.nbytes else []
         store.read_into(file, block.offset + at, [part, *behind])
         crc = checksum(part, crc)
+        use(block.offset + at, part)
     return crc == (int.from_bytes(stored, "little") if block.crc32c is None else block.crc32c)
 
 

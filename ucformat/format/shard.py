@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.errors import NotFound
-from ucformat.format.digest import leaf
+from ucformat.format.digest import leaf, shard_digests
 from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.fingerprint import fingerprint_of
 from ucformat.geometry.tensor import Piece
 from ucformat.storage.concurrency import thread_memory
 from ucformat.storage.strided import checksum, copy
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.format.chunking import Grid
-    from ucformat.storage.base import FileWriter, Store
+    from ucformat.storage.base import Bytes, FileWriter, Store
 
 #: Bytes of chunks that are gathered, encoded and written at once.
 BAND_BYTES = 4 << 20
@@ -72,9 +73,9 @@ def write_shard(
             whose last dim is contiguous; that only if the piece fills the buffer.
 
     Returns:
-        The digests of the chunks in C order, concatenated.
+        The digests of the shard (`format.digest`).
     """
-    leaves = []
+    leaves, parts = [], []
     with store.create(key, grid.chunk_nbytes + 4) as out:
         for piece, counts in bands(grid, shard):
             count = math.prod(counts)
@@ -83,13 +84,24 @@ def write_shard(
                 raw[:] = 0
             if (elements := fill(piece, raw)) is not None:
                 raw = elements.view(np.uint8)
+            else:
+                elements = _elements(grid, raw.data, piece.box.shape, piece.strides)
+            parts.append(fingerprint_of(elements, grid.shape, piece.box))
             data, band_leaves = _encode(
                 grid, counts, raw, thread_memory("encoded", count * (grid.chunk_nbytes + 4))
             )
             leaves += band_leaves
             out.write(data)
         out.write(index_of(grid, shard))
-    return b"".join(leaves)
+    return shard_digests(leaves, parts)
+
+
+def _elements(
+    grid: Grid, memory: Bytes, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> NDArray[np.generic]:
+    """Elements in memory that also has what pads their chunks; `strides` in elements."""
+    nbytes = [n * grid.itemsize for n in strides]
+    return np.ndarray(shape, f"V{grid.itemsize}", memory, 0, nbytes)
 
 
 def _encode(
@@ -133,8 +145,7 @@ def check_shard(
     """Read a shard's file back and check its size, every checksum and its index.
 
     Returns:
-        The digests of the chunks in C order, concatenated, and the problems, which do not name the
-        tensor.
+        The digests of the shard (`format.digest`), and the problems, which do not name the tensor.
     """
     expected = grid.file_nbytes(shard)
     try:
@@ -146,7 +157,8 @@ def check_shard(
     tiles = grid.tiles(shard, key)
     pitch, nbytes, total = tiles.pitch, grid.chunk_nbytes, math.prod(tiles.grid)
     most = max(1, BAND_BYTES // pitch)
-    leaves, problems = [], []
+    leaves, parts, problems = [], [], []
+    strides, boxes = row_major(grid.chunk), (extent.box for extent in tiles.extents())
     buffer = memoryview(bytearray(min(most, total) * pitch))
     for first in range(0, total, most):
         count = min(most, total - first)
@@ -156,6 +168,8 @@ def check_shard(
         for k in range(count):
             body = buffer[k * pitch : k * pitch + nbytes]
             leaves.append(leaf(body))
+            box = next(boxes)
+            parts.append(fingerprint_of(_elements(grid, body, box.shape, strides), grid.shape, box))
             if checksum(body) != int.from_bytes(
                 buffer[k * pitch + nbytes : (k + 1) * pitch], "little"
             ):
@@ -170,4 +184,4 @@ def check_shard(
         out.write(index)
     if index != index_of(grid, shard):
         problems.append(Problem(key, "the index at the end of the file is damaged"))
-    return b"".join(leaves), problems
+    return shard_digests(leaves, parts), problems

@@ -133,6 +133,9 @@ class Universal:
                 if k.startswith("engine.")
             },
             files=(MANIFEST,),
+            fingerprints=(
+                ValueByKey(table, table.fingerprint.__getitem__) if table.fingerprint else {}
+            ),
         )
         self._sidecar: Sidecar | None = None
         self._missing: dict[str, int] = {}
@@ -276,7 +279,11 @@ def describe(
 ) -> Manifest:
     """Describe a checkpoint of any format as a manifest without id, attempt, locations in files, or digests."""
     tensors = (
-        TensorDoc(i.name, i.state, i.dtype, i.shape, at=paths_of(metadata, i.key))
+        TensorDoc(
+            *(i.name, i.state, i.dtype, i.shape),
+            at=paths_of(metadata, i.key),
+            fingerprint=metadata.fingerprints.get(i.key),
+        )
         for i in metadata.tensor_list.tensors
     )
     return Manifest(

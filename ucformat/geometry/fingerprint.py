@@ -1,7 +1,7 @@
 """Fingerprints of tensors, which add up: the same in memory, in every form, and under every layout.
 
 A fingerprint is the sum over the elements of a tensor of their bits times a key of their place,
-modulo 2^64 in two lanes (docs/spec/fingerprint.md). So that of a tensor is the sum of those of its
+modulo 2^64 in two lanes (docs/spec/format.md, "Fingerprints"). So that of a tensor is the sum of those of its
 parts, whoever has them. It finds accidents, not attacks: whoever chooses the values can choose them
 so that it stays the same.
 """

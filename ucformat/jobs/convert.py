@@ -354,18 +354,24 @@ def write(
     recorded, folder, infos = job.recorded or options.where != HERE, None, job.infos
     sidecar: SidecarDoc | None = None
     requires: tuple[str, ...] = ()
+    fingerprints: Mapping[Key, str] = {}
     if weights is not None:
         with weights() as files:
             if finishes := _run_tasks(files, job, attempt, job.total):
                 files_verified = files.finish()
                 sidecar, requires = files.put_sidecar()
+                fingerprints = files.fingerprints
                 file_infos = [placed.info for placed in files.placed.tensors.values()]
                 verified = joined([(job.infos, verified), (file_infos, files_verified)])
         recorded, folder, infos = recorded or files.recorded, files.placed.folder, files.infos
     if not finishes:
         raise NotFinished(f"this part of {store.url} is written; another process commits it")
     by_key = {Key(doc.name, doc.state): doc for doc in arrays}
-    docs = tuple(by_key.get(i.key) or TensorDoc(i.name, i.state, i.dtype, i.shape) for i in infos)
+    docs = tuple(
+        by_key.get(i.key)
+        or TensorDoc(i.name, i.state, i.dtype, i.shape, fingerprint=fingerprints[i.key])
+        for i in infos
+    )
     manifest = _described(job.source, store, attempt, docs, folder)
     for source in job.sources[1:]:
         _check_unchanged(source)

@@ -131,7 +131,7 @@ class CopyJob(RecordedJob):
         self.files = listed(self.source)
         self.count = len(self.files)
         self.finished = set()
-        self.leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
+        self.shards: dict[Key, dict[tuple[int, ...], bytes]] = {}
         self.kept: list[AuditItem] = []  # those that were there already
         self._there = _sizes(store, self.source.manifest)
 
@@ -142,8 +142,8 @@ class CopyJob(RecordedJob):
     def run(self, task: int) -> TaskDoc:
         """See Job."""
         item = self.files[task]
-        leaves, kept = transfer(item, self.source.store, self.store, self._there)
-        return TaskDoc.of(task, self.store.info(item.file), leaves, kept=kept)
+        digests, kept = transfer(item, self.source.store, self.store, self._there)
+        return TaskDoc.of(task, self.store.info(item.file), digests, kept=kept)
 
     def record(self, results: Mapping[int, TaskDoc]) -> str:
         """See Job."""
@@ -161,7 +161,10 @@ class CopyJob(RecordedJob):
                 continue
             item = self.files[task.task]
             if isinstance(item, ShardFile):
-                self.leaves.setdefault(item.key, {})[item.shard] = bytes.fromhex(task.leaves)
+                digests = bytes.fromhex(task.digests)
+                if len(digests) != item.digests_nbytes:
+                    continue
+                self.shards.setdefault(item.key, {})[item.shard] = digests
             if task.kept or (resumed and not doc.parts):
                 self.kept.append(item)
             self.finished.add(task.task)
@@ -194,17 +197,17 @@ def transfer(
         there: the keys and sizes in bytes of the files at the destination.
 
     Returns:
-        The digests of a shard's chunks, and whether the file was there already.
+        The digests of a shard, and whether the file was there already.
     """
     # without checksums of all its bytes, nothing tells whether a file is the same
     if there.get(item.file) == item.nbytes and not (isinstance(item, PackedFile) and item.bare):
         try:
-            leaves, wrong = item.check(dst)
+            digests, wrong = item.check(dst)
         except NotFound:  # removed at this instant
             return copy_file(item, src, dst), False
         if not wrong:
             dst.adopt(item.file)
-            return leaves, True
+            return digests, True
     return copy_file(item, src, dst), False
 
 
@@ -212,10 +215,10 @@ def copy_file(item: AuditItem, src: Store, dst: Store) -> bytes:
     """Copy a file."""
     unit = item.grid.chunk_nbytes + 4 if isinstance(item, ShardFile) else unit_for(item.nbytes)
     with dst.create(item.file, unit) as out:
-        leaves, wrong = item.check(src, out)
+        digests, wrong = item.check(src, out)
         if wrong:
             raise _damaged(src, item.file, wrong)
-    return leaves
+    return digests
 
 
 def listed(source: Universal) -> list[AuditItem]:
@@ -506,12 +509,12 @@ def _has_equal_files(manifest: Manifest, other: Manifest) -> bool:
 
 def _check_digests(job: CopyJob) -> Copied:
     """Check that the shards together match the digests of the arrays; intact ones with other content are copied."""
-    source, store, leaves = job.source, job.store, job.leaves
-    for key in [Key(str(p.name), str(p.state)) for p in wrong_digests(source, leaves)]:
+    source, store, shards = job.source, job.store, job.shards
+    for key in [Key(str(p.name), str(p.state)) for p in wrong_digests(source, shards)]:
         for item in [i for i in job.kept if isinstance(i, ShardFile) and i.key == key]:
-            leaves[key][item.shard] = copy_file(item, source.store, store)
+            shards[key][item.shard] = copy_file(item, source.store, store)
             job.kept.remove(item)
-    for problem in wrong_digests(source, leaves):
+    for problem in wrong_digests(source, shards):
         raise IntegrityError(
             f"{source.store.url}/{problem.file}: {problem.reason}, in {problem.name} "
             f"({problem.state})",

@@ -323,14 +323,18 @@ class FilesJob(RecordedJob):
     def run(self, task: int) -> tuple[TaskDoc, Sequence[SumPart]]:
         """See Job."""
         with self.input.task() as sums:
-            bare, crcs = self.write_task(task)
-        return TaskDoc.of(
-            task, self.store.info(self.files[task].key), b"", crcs=crcs, bare=bare
-        ), sums
+            bare, digests, crcs = self.write_task(task)
+        info = self.store.info(self.files[task].key)
+        return TaskDoc.of(task, info, digests, crcs=crcs, bare=bare), sums
 
-    def write_task(self, task: int) -> tuple[bool, bytes]:
-        """Write a file; returns whether elements have no checksum in the source, and what is recorded as `crcs`."""
-        return self.write(self.files[task]), b""
+    def write_task(self, task: int) -> tuple[bool, bytes, bytes]:
+        """Write a file.
+
+        Returns:
+            Whether elements have no checksum in the source, and what is recorded as `digests` and
+            as `crcs`.
+        """
+        return self.write(self.files[task]), b"", b""
 
     def write(self, file: TargetFile, advance: Callable[[memoryview], None] | None = None) -> bool:
         """Write a file; it appears only if the destination is still this job's, a last one if the source is intact.
@@ -410,12 +414,12 @@ class FilesJob(RecordedJob):
                 self.finished.add(task.task)
                 self.outputs[task.file] = task.info
                 self.bare |= task.bare
-                self.take_crcs(task)
+                self.take_recorded(task)
         if self.input.verifier is not None:
             self.input.verifier.take(doc.sums)
 
-    def take_crcs(self, task: TaskDoc) -> None:
-        """Take what is recorded as `crcs` of a task."""
+    def take_recorded(self, task: TaskDoc) -> None:
+        """Take what is recorded as `digests` and `crcs` of a task."""
 
     def check_source(self) -> None:
         """Complete the checksums of which parts were read, and compare the versions of the files that were read."""

@@ -163,7 +163,8 @@ class _TaskDocument(BaseModel):
 class TaskDoc(_TaskDocument):
     """A finished task: the file that it has written, as it was then, and what else is known of it.
 
-    `leaves` are digests of chunks, `crcs` checksums of blocks. `bare`: some bytes that it has read
+    `digests` are those of a shard, or fingerprints of the tensors in a file; `crcs` are checksums of
+    blocks. `bare`: some bytes that it has read
     have no checksum in the source. `kept`: the file was there before.
     """
 
@@ -173,7 +174,7 @@ class TaskDoc(_TaskDocument):
     version: str
     etag: str | None = None
     changed: int | None = None
-    leaves: Annotated[str, Field(pattern=r"^([0-9a-f]{32})*$")] = ""
+    digests: Annotated[str, Field(pattern=r"^([0-9a-f]{32})*$")] = ""
     crcs: Annotated[str, Field(pattern=r"^([0-9a-f]{8})*$")] = ""
     bare: bool = False
     kept: bool = False
@@ -183,7 +184,7 @@ class TaskDoc(_TaskDocument):
         cls,
         task: int,
         info: Info,
-        leaves: bytes,
+        digests: bytes,
         *,
         crcs: bytes = b"",
         bare: bool = False,
@@ -201,7 +202,7 @@ class TaskDoc(_TaskDocument):
             version=info.version,
             etag=info.etag,
             changed=info.changed,
-            leaves=leaves.hex(),
+            digests=digests.hex(),
             crcs=crcs.hex(),
             bare=bare,
             kept=kept,

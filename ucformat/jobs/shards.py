@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from ucformat._version import __version__
 from ucformat.errors import NotFound, UsageError, check_choice
 from ucformat.format.arrays import array_doc, lay_out, shard_key
-from ucformat.format.digest import LEAF_BYTES, document_digest
+from ucformat.format.digest import document_digest, shard_digests_nbytes
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, SumPart, TaskDoc, sums_of
@@ -136,7 +136,7 @@ class ShardJob(RecordedJob):
         self._ends = list(accumulate(a.grid.count for a in self._large))
         self.count = self._ends[-1] if self._ends else 0
         self.finished = set()
-        self._leaves: dict[Key, dict[tuple[int, ...], bytes]] = {
+        self._digests: dict[Key, dict[tuple[int, ...], bytes]] = {
             a.info.key: {} for a in self.arrays
         }
         self._bare: set[Key] = set()
@@ -189,8 +189,8 @@ class ShardJob(RecordedJob):
         key = shard_key(array.path, shard)
         with ExitStack() as noting:
             sums = [noting.enter_context(input_.task()) for input_ in self.inputs]
-            leaves, bare = self._write(array, shard, key)
-        return TaskDoc.of(task, self.store.info(key), leaves, bare=bare), sums
+            digests, bare = self._write(array, shard, key)
+        return TaskDoc.of(task, self.store.info(key), digests, bare=bare), sums
 
     def boxes(self, array: StoredArray, box: Box) -> Sequence[InputBox]:
         """What is read for a box of an array."""
@@ -212,7 +212,7 @@ class ShardJob(RecordedJob):
         return only.read(piece, raw)
 
     def _write(self, array: StoredArray, shard: tuple[int, ...], key: str) -> tuple[bytes, bool]:
-        """Write a shard, unless it is there; returns the digests of its chunks, and whether bytes have no checksum."""
+        """Write a shard, unless it is there; returns its digests, and whether bytes have no checksum."""
         grid = array.grid
         boxes = self.boxes(array, grid.box(shard))
         bare = False
@@ -237,14 +237,14 @@ class ShardJob(RecordedJob):
         return write_shard(self.store, key, grid, shard, fill), bare
 
     def _kept(self, array: StoredArray, shard: tuple[int, ...], key: str) -> bytes | None:
-        """The digests of a shard's chunks if its file exists and is intact."""
+        """The digests of a shard if its file exists and is intact."""
         try:
             if self.store.info(key).size != array.grid.file_nbytes(shard):
                 return None
-            leaves, problems = check_shard(self.store, key, array.grid, shard)
+            digests, problems = check_shard(self.store, key, array.grid, shard)
         except NotFound:
             return None
-        return None if problems else leaves
+        return None if problems else digests
 
     def record(self, results: Mapping[int, Any]) -> str:
         """See Job."""
@@ -263,9 +263,10 @@ class ShardJob(RecordedJob):
             if task.task in self.finished or task.task >= self.count:
                 continue
             array, shard = self.shard(task.task)
-            leaves, chunks = bytes.fromhex(task.leaves), math.prod(array.grid.tiles(shard, "").grid)
-            if task.file == shard_key(array.path, shard) and len(leaves) == LEAF_BYTES * chunks:
-                self._leaves[array.info.key][shard] = leaves
+            digests = bytes.fromhex(task.digests)
+            expected = shard_digests_nbytes(math.prod(array.grid.tiles(shard, "").grid))
+            if task.file == shard_key(array.path, shard) and len(digests) == expected:
+                self._digests[array.info.key][shard] = digests
                 self.finished.add(task.task)
                 if task.bare:
                     self._bare.add(array.info.key)
@@ -292,7 +293,7 @@ class ShardJob(RecordedJob):
                 .described(self.infos, self._bare)
                 .model_copy(update={"besides": besides})
             )
-        return tuple(array_doc(a, self._leaves[a.info.key]) for a in self.arrays), verified
+        return tuple(array_doc(a, self._digests[a.info.key]) for a in self.arrays), verified
 
 
 def _nbytes(array: StoredArray, shard: tuple[int, ...]) -> int:

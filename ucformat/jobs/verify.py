@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import numpy as np
+
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import (
     CoverageError,
@@ -20,6 +22,7 @@ from ucformat.errors import (
     first_names,
 )
 from ucformat.format.audit import (
+    WRONG_FINGERPRINT,
     Check,
     ListedFile,
     ShardFile,
@@ -35,6 +38,7 @@ from ucformat.format.extents import consistency_problems as structural
 from ucformat.format.extents import coverage_problem
 from ucformat.format.structure import MOUNT, Problem
 from ucformat.format.universal import Universal
+from ucformat.geometry.fingerprint import fingerprint_of, text_of, total
 from ucformat.geometry.tensor import Key, TensorInfo, single_extents
 from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.record import contradiction, record_verification
@@ -42,17 +46,20 @@ from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import Report, workers_for
 from ucformat.jobs.tasks import Job, job_name
 from ucformat.jobs.where import Where, run_job
+from ucformat.reading.execute import read_fingerprint
 from ucformat.references import open_reference
 from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.cache.scope import uncached
 from ucformat.storage.strided import crc32
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
     from os import PathLike
 
     from ucformat.format.sidecar import Sidecar
-    from ucformat.geometry.tensor import Extent
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.fingerprint import Sums
+    from ucformat.geometry.tensor import Block, Extent
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Store
@@ -118,7 +125,7 @@ def verify(
         damaged = {(p.name, p.state) for p in problems} | {
             key for key in ck.universal.docs if key in unknown
         }
-        problems += wrong_digests(ck.universal, job.leaves, damaged)
+        problems += wrong_digests(ck.universal, job.shards, damaged)
     verified = [job.checks[task] for task in job.finished if task < len(job.checks)]
     report = Report(
         ck.url,
@@ -152,7 +159,7 @@ class VerifyJob(Job):
         self.checks = list(checks)
         self.count = len(self.checks) + len(self._replicated)
         self.finished = set()
-        self.leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
+        self.shards: dict[Key, dict[tuple[int, ...], bytes]] = {}
         self._problems: list[Problem] = []
         self._unequal: list[Problem] = []
 
@@ -186,8 +193,8 @@ class VerifyJob(Job):
         """See Job."""
         return json.dumps(
             [
-                (task, leaves.hex(), [asdict(p) for p in wrong])
-                for task, (leaves, wrong) in results.items()
+                (task, digests.hex(), [asdict(p) for p in wrong])
+                for task, (digests, wrong) in results.items()
             ]
         )
 
@@ -196,7 +203,7 @@ class VerifyJob(Job):
 
     def take(self, record: str) -> None:
         """See Job."""
-        for task, leaves, problems in json.loads(record):
+        for task, digests, problems in json.loads(record):
             problems_found = [
                 Problem(**{**p, "chunk": p["chunk"] and tuple(p["chunk"])}) for p in problems
             ]
@@ -207,7 +214,7 @@ class VerifyJob(Job):
             self._problems += problems_found
             check = self.checks[task]
             if check.key is not None and check.shard is not None:
-                self.leaves.setdefault(check.key, {})[check.shard] = bytes.fromhex(leaves)
+                self.shards.setdefault(check.key, {})[check.shard] = bytes.fromhex(digests)
 
     def spec(self) -> dict[str, Any]:
         """See Job."""
@@ -240,8 +247,10 @@ def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Che
             for e in extents:
                 ranges.setdefault(e.file, []).append(_run(e, tensor.unit))
             info = TensorInfo(tensor.name, tensor.state, tensor.stored_dtype, tensor.shape)
-            nbytes = 0 if {e.file for e in extents} <= compared else tensor.nbytes
-            yield _extents(store, info, nbytes, extents, replicated)
+            if extents and {e.file for e in extents} <= compared:
+                yield _extents(source, info, 0, extents, replicated)
+            else:
+                yield _extents(source, info, tensor.nbytes, extents, replicated, tensor.fingerprint)
     if not unsound:
         for file in (f for f in ranges if not f.startswith(MOUNT)):
             yield Check(0, lambda f=file: (b"", _between(store, f, ranges[f])))  # type: ignore[misc]
@@ -307,7 +316,7 @@ def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[Check]:
                 yield Check(0, lambda w=wrong: (b"", w))  # type: ignore[misc]
                 continue
             apart = sum(e.box.size for e in extents if e.file not in in_records) * info.itemsize
-            yield _extents(source.store, info, min(apart, info.nbytes), extents, replicated)
+            yield _extents(source, info, min(apart, info.nbytes), extents, replicated)
     for r in records:
         verified, unverified = (0, r.nbytes) if r.crc32 is None else (r.nbytes, 0)
         yield Check(verified, lambda r=r: (b"", _record(source, r)), unverified=unverified)  # type: ignore[misc]
@@ -353,22 +362,24 @@ def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterato
 
 
 def _extents(
-    store: Store,
+    source: Universal | OpenSource,
     info: TensorInfo,
     nbytes: int,
     extents: list[Extent],
     replicated: list[_Replicated],
+    fingerprint: str | None = None,
 ) -> Check:
-    """A check of a tensor that is no array: of its blocks, and that its other bytes exist."""
-    key = info.key
+    """A check of a tensor that is no array: of its blocks, its fingerprint, and that its other bytes exist."""
+    key, store = info.key, source.store
     blocks = {(e.file, e.block) for e in extents if e.block is not None}
-    verified = min(nbytes, sum(b.nbytes for _, b in blocks))
+    verified = min(nbytes, sum(b.nbytes for _, b in blocks)) if fingerprint is None else nbytes
     bare = [e for e in extents if e.block is None]
     if len({e.box for e in extents}) < len(extents):
         replicated.append((info, tuple(extents)))
 
     def check() -> tuple[bytes, list[Problem]]:
-        wrong = block_problems(store, key, blocks)
+        sums = _BlockFingerprints(info, extents)
+        wrong = block_problems(store, key, blocks, use=sums.use)
         ends: dict[str, int] = {}
         for e in bare:
             ends[e.file] = max(ends.get(e.file, -1), e.last if e.box.size else -1)
@@ -388,6 +399,38 @@ def _extents(
                             file, f"the file ends at {size}, before byte {end}", key.name, key.state
                         )
                     )
+        if wrong or fingerprint is None:
+            return b"", wrong
+        if fingerprint != (sums.fingerprint or read_fingerprint(source, info)):
+            file = extents[0].file if extents else MANIFEST
+            wrong.append(Problem(file, WRONG_FINGERPRINT, key.name, key.state))
         return b"", wrong
 
     return Check(verified, check, unverified=nbytes - verified)
+
+
+class _BlockFingerprints:
+    """The fingerprint of a tensor, from the blocks that are read to compare their checksums."""
+
+    def __init__(self, info: TensorInfo, extents: Iterable[Extent]) -> None:
+        self._info = info
+        self._extents: dict[tuple[str, Block | None], list[Extent]] = {}
+        boxes: dict[Box, Extent] = {}
+        for e in extents:
+            if boxes.setdefault(e.box, e) is e:  # of replicas the first
+                self._extents.setdefault((e.file, e.block), []).append(e)
+        self._parts: dict[Box, Sums] = {}
+
+    def use(self, file: str, block: Block, begin: int, data: memoryview) -> None:
+        """Take the elements of the extents that lie in a part of a block."""
+        unit = self._info.itemsize
+        for e in self._extents.get((file, block), ()):
+            if e.box.size and begin <= e.offset and e.last + unit <= begin + data.nbytes:
+                elements = np.ndarray(e.box.shape, f"V{unit}", data, e.offset - begin, e.strides)
+                self._parts[e.box] = fingerprint_of(elements, self._info.shape, e.box)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint; None if elements were not read, or perhaps some of them twice."""
+        whole = sum(box.size for box in self._parts) == self._info.size
+        return text_of(total(self._parts.values())) if whole else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from ucformat.format.structure import MOUNT
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import single_extents
 from ucformat.jobs.dependents import find_homes, need
+from ucformat.jobs.run import run
+from ucformat.reading.execute import read_fingerprint
 from ucformat.schema.manifest import SourceFileDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.settings import allow_root
@@ -24,7 +26,7 @@ from ucformat.storage.base import HIDDEN
 from ucformat.storage.wrappers import find_watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.commit import Attempt
@@ -116,10 +118,20 @@ def put_virtual(
     if (watching := find_watched(source.store)) is not None:
         for file in placed.files:  # reading many files checks only their sizes
             watching.note(file)
-    tensors = TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in placed.infos)
+    tensors = TensorTable.of(_docs(source, placed.infos, read=checksums))
     data = encode(placed.extents)
     put = put_sidecar(store, attempt.folder("data"), data, tensors, placed.roots, sources)
     return *put, tuple(tensors)
+
+
+def _docs(source: Checkpoint, infos: Sequence[TensorInfo], *, read: bool) -> Iterator[TensorDoc]:
+    """The rows of tensors, with the fingerprints that are recorded; others are computed if they may be read."""
+    recorded = source.metadata.fingerprints
+    lacking = [i for i in infos if read and recorded.get(i.key) is None]
+    computed = {i.key: text for i, text in run(partial(read_fingerprint, source.source), lacking)}
+    for info in infos:
+        fingerprint = recorded.get(info.key) or computed.get(info.key)
+        yield TensorDoc(info.name, info.state, info.dtype, info.shape, fingerprint=fingerprint)
 
 
 def _sources(

@@ -21,6 +21,13 @@ from ucformat.format.chunking import row_block
 from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import Columns, encode_columns
 from ucformat.geometry.box import Box, offset_of, row_major
+from ucformat.geometry.fingerprint import (
+    NO_ELEMENTS,
+    fingerprint_of,
+    packed_sums,
+    text_of,
+    unpacked_sums,
+)
 from ucformat.jobs.export_files import FilesJob
 from ucformat.jobs.shards import WriteOptions, plan_spec, planned_of
 from ucformat.jobs.tasks import job_name
@@ -37,6 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.jobs.finished import TaskDoc
     from ucformat.schema.manifest import FileDoc
@@ -98,6 +106,7 @@ class WeightsJob(FilesJob):
         self._order = sorted(range(len(files.files)), key=lambda n: -files.files[n].nbytes)
         self._crcs = np.zeros(files.count, np.uint32)
         self._bare: set[Key] = set()
+        self.fingerprints: dict[Key, str] = {}  # of the tensors in the files of finished tasks
         super().__init__(
             source, store, [files.files[n] for n in self._order], verify=options.verify
         )
@@ -118,20 +127,33 @@ class WeightsJob(FilesJob):
             source, open_store(spec["store"]), spec["attempt"], infos, files, options, weights
         )
 
-    def write_task(self, task: int) -> tuple[bool, bytes]:
+    def write_task(self, task: int) -> tuple[bool, bytes, bytes]:
         """See FilesJob."""
-        sums = _BlockSums(self.placed.block_sizes(self._order[task]).tolist())
-        bare = self.write(self.files[task], sums.take)
-        return bare, np.array(sums.done, "<u4").tobytes()
+        number = self._order[task]
+        tensors = self.placed.tensors_in(number)
+        crcs = _BlockSums(self.placed.block_sizes(number).tolist())
+        fingerprints = _TensorSums(tensors)
 
-    def take_crcs(self, task: TaskDoc) -> None:
+        def take(data: memoryview) -> None:
+            crcs.take(data)
+            fingerprints.take(data)
+
+        bare = self.write(self.files[task], take)
+        sums = packed_sums(fingerprints.parts, len(tensors))
+        return bare, sums, np.array(crcs.done, "<u4").tobytes()
+
+    def take_recorded(self, task: TaskDoc) -> None:
         """See FilesJob."""
         number = self._order[task.task]
         blocks, crcs = self.placed.numbers(number), np.frombuffer(bytes.fromhex(task.crcs), "<u4")
-        if len(crcs) != len(blocks):  # a record of something else: the file is written again
+        tensors, sums = self.placed.tensors_in(number), unpacked_sums(bytes.fromhex(task.digests))
+        # a record of something else: the file is written again
+        if (len(crcs), len(sums)) != (len(blocks), len(tensors)):
             self.finished.discard(task.task)
             return
         self._crcs[blocks.start : blocks.stop] = crcs
+        for placed, of_tensor in zip(tensors, sums, strict=True):
+            self.fingerprints[placed.info.key] = text_of(of_tensor)
         if task.bare:
             self._bare.update(
                 key for key, placed in self.placed.tensors.items() if placed.file == number
@@ -181,6 +203,25 @@ class _BlockSums:
                 self.done.append(self._crc)
                 self._crc = 0
                 self._left = self._sizes[len(self.done)] if len(self.done) < len(self._sizes) else 0
+
+
+class _TensorSums:
+    """The parts of fingerprints of the tensors in a file, by their numbers, which is taken from beginning to end."""
+
+    def __init__(self, tensors: Sequence[PlacedTensor]) -> None:
+        self._tensors, self._first, self._at = tensors, 0, 0
+        self.parts: list[tuple[int, Sums]] = []
+
+    def take(self, data: memoryview) -> None:
+        end = self._at + data.nbytes
+        for n in range(self._first, len(self._tensors)):
+            placed = self._tensors[n]
+            if placed.offset >= end:
+                break
+            self.parts.append((n, placed.fingerprint(data, self._at)))
+            if placed.offset + placed.info.nbytes <= end:
+                self._first = n + 1
+        self._at = end
 
 
 BLOCK_BYTES = 1 << 20  # of a block, at most, unless one element of the last dim is larger
@@ -254,6 +295,17 @@ class PlacedTensor:
     def at(self, start: Sequence[int]) -> int:
         """The byte of the file at which an element begins."""
         return self.offset + offset_of(start, self.strides)
+
+    def fingerprint(self, data: memoryview, begin: int) -> Sums:
+        """The part that bytes of the file, from byte `begin` on, have in its fingerprint."""
+        unit = self.info.itemsize
+        start = max(begin, self.offset)
+        stop = min(begin + data.nbytes, self.offset + self.info.nbytes)
+        if start >= stop:
+            return NO_ELEMENTS
+        elements = np.frombuffer(data[start - begin : stop - begin], f"V{unit}")
+        box = Box(((start - self.offset) // unit,), (len(elements),))
+        return fingerprint_of(elements, (self.info.size,), box)
 
     def blocks(self, within: Box) -> Iterator[tuple[int, Box]]:
         """The blocks that intersect a box of the tensor, each with its number."""
@@ -358,6 +410,10 @@ class PlacedFiles:
                     self.fixed.append(FixedBlock(file, self.count, part))
                     self.count += 1
                     offset += len(part)
+
+    def tensors_in(self, file: int) -> list[PlacedTensor]:
+        """The tensors of a file, in their order."""
+        return [placed for placed in self.tensors.values() if placed.file == file]
 
     def numbers(self, file: int) -> range:
         """The numbers of the blocks of a file, in their order."""

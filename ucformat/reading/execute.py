@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UsageError
-from ucformat.geometry.box import is_non_overlapping, offset_of, reach, row_major
+from ucformat.geometry.box import Box, is_non_overlapping, offset_of, reach, row_major
+from ucformat.geometry.fingerprint import fingerprint_of, text_of, total
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.geometry.box import Box
+    from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Block, Extent, TensorInfo, Tiles
     from ucformat.reading.plan import Copy, Plan, Request, Verify
+    from ucformat.reading.readable import Readable
     from ucformat.storage.base import Checksums, Costs, Store
 
     Memory = NDArray[np.uint8]
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 # Reading into memory: plan, compare with the sizes of the files, execute.
 
+
+_FINGERPRINT_BYTES = 4 << 20  # of a tensor that are read at once for its fingerprint
 
 #: A plan that reads fewer bytes runs without checking the sizes of files first (docs/security.md,
 #: rule 15).
@@ -119,6 +123,18 @@ def read_flat(
         store, [ReadItem(info, extents, pieces)], [raw], [str(info.key)], ReadOptions(threads=1)
     )
     return raw.view(numpy_dtype(info.dtype))
+
+
+def read_fingerprint(source: Readable, info: TensorInfo) -> str:
+    """Read a tensor in blocks, and return its fingerprint."""
+    extents, step = list(source.extents(info.key)), max(1, _FINGERPRINT_BYTES // info.itemsize)
+
+    def part(start: int) -> Sums:
+        stop = min(start + step, info.size)
+        elements = read_flat(source.store, info, extents, start, stop)
+        return fingerprint_of(elements, (info.size,), Box((start,), (stop - start,)))
+
+    return text_of(total(map(part, range(0, info.size, step))))
 
 
 def read_extents(

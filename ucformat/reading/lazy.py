@@ -10,7 +10,13 @@ from ucformat.errors import OutOfBounds, UnsupportedError, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import check_out, is_direct, memory_of, read_planned
+from ucformat.reading.execute import (
+    check_out,
+    is_direct,
+    memory_of,
+    read_fingerprint,
+    read_planned,
+)
 from ucformat.reading.plan import make_plan
 from ucformat.reading.rank import item_for
 
@@ -73,6 +79,15 @@ class Tensor:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.info.nbytes
+
+    @property
+    def fingerprint(self) -> str:
+        """Its fingerprint, 32 hexadecimal digits: as recorded, or else computed from all of its elements.
+
+        It is that of the same elements in any other form, or in memory (`ucformat.torch.fingerprint`).
+        """
+        recorded = self._source.metadata.fingerprints.get(self.info.key)
+        return read_fingerprint(self._source, self.info) if recorded is None else recorded
 
     def __len__(self) -> int:
         if not self.shape:

@@ -175,6 +175,7 @@ class CheckpointMetadata:
     #: Tensors that the checkpoint has and that cannot be read, with the reason. They are not in the
     #: tensor list.
     unreadable: Mapping[Key, str] = field(default_factory=dict)
+    fingerprints: Mapping[Key, str | None] = field(default_factory=dict)  # that are recorded
     # files that the program writes with those that are there; without them it is usable
     missing: tuple[str, ...] = ()
 

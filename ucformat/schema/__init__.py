@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "CASTABLE",
+    "FINGERPRINT",
     "FLOATS",
     "ITEMSIZE",
     "LINEAGE_KINDS",
@@ -124,3 +125,6 @@ CASTABLE = NUMBERS & ZARR_DTYPES.keys()
 
 #: The kinds of lineage that this version defines.
 LINEAGE_KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")
+
+#: What a fingerprint begins with where there may be digests, too.
+FINGERPRINT = "fingerprint:"

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
 from pydantic_core import to_json
 
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import FINGERPRINT, ITEMSIZE
 from ucformat.schema.limits import MAX_INTEGER, MAX_TEXT
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Size = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _SCHEMA = {"maxLength": MAX_TEXT}
 
 
@@ -120,6 +121,7 @@ class TensorDoc(_Elements):
     path: str | None = None
     at: tuple[StatePath, ...] = ()
     itemsize: int | None = None
+    fingerprint: str | None = None
 
 
 class KindDoc(_Elements, BaseModel):
@@ -162,6 +164,7 @@ class TensorTable(BaseModel):
         name: for each tensor, the number of its name.
         kind: for each tensor, the number of its kind.
         digest: for each tensor, its digest; empty if none has one.
+        fingerprint: for each tensor, its fingerprint; likewise.
         path: the folders of arrays whose folder is not the name as `quoted`, by the number of the
             tensor.
         at: the paths in the state of the program that are not those of the kind, by the number of
@@ -175,15 +178,17 @@ class TensorTable(BaseModel):
     name: _Column
     kind: _Column
     digest: list[Digest | None] = []
+    fingerprint: list[Fingerprint | None] = []
     path: dict[_Row, Folder] = {}
     at: dict[_Row, tuple[StatePath, ...]] = {}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         rows = len(self.name)
-        if len(self.kind) != rows or len(self.digest) not in (0, rows):
+        optional = [len(column) for column in (self.digest, self.fingerprint)]
+        if len(self.kind) != rows or any(n not in (0, rows) for n in optional):
             raise ValueError(
-                f"the columns have {rows}, {len(self.kind)} and {len(self.digest)} rows"
+                f"the columns have {rows}, {len(self.kind)}, {optional[0]} and {optional[1]} rows"
             )
         if max(self.name, default=-1) >= len(self.names) or max(self.kind, default=-1) >= len(
             self.kinds
@@ -204,6 +209,7 @@ class TensorTable(BaseModel):
         kinds: dict[tuple[Any, ...], int] = {}
         name, kind, paths, at = array("i"), array("i"), {}, {}
         digests: list[str | None] = []
+        fingerprints: list[str | None] = []
         for t in tensors:
             folder, templates = (
                 None,
@@ -222,6 +228,7 @@ class TensorTable(BaseModel):
             key = (t.state, t.dtype, t.shape, t.chunk, t.shard, folder, templates, t.itemsize)
             kind.append(kinds.setdefault(key, len(kinds)))
             digests.append(t.digest)
+            fingerprints.append(t.fingerprint)
         fields = ("state", "dtype", "shape", "chunk", "shard", "path", "at", "itemsize")
         return cls(
             names=list(names),
@@ -229,6 +236,7 @@ class TensorTable(BaseModel):
             name=name.tolist(),
             kind=kind.tolist(),
             digest=digests if any(digests) else [],
+            fingerprint=fingerprints if any(fingerprints) else [],
             path=paths,
             at=at,
         )
@@ -246,6 +254,7 @@ class TensorTable(BaseModel):
             path=self.folder(row),
             at=self.at_of(row),
             itemsize=kind.itemsize,
+            fingerprint=self.fingerprint[row] if self.fingerprint else None,
         )
 
     def __iter__(self) -> Iterator[TensorDoc]:  # type: ignore[override]
@@ -276,6 +285,16 @@ class TensorTable(BaseModel):
             of: returns the value of a kind; it is called once for each.
         """
         return map([of(k) for k in self.kinds].__getitem__, self.kind)
+
+    def content(self) -> list[str | None]:
+        """What identifies the elements of each tensor: its fingerprint, else its digest; None if it has neither."""
+        none: list[None] = [None] * len(self)
+        return [
+            digest if fingerprint is None else FINGERPRINT + fingerprint
+            for fingerprint, digest in zip(
+                self.fingerprint or none, self.digest or none, strict=True
+            )
+        ]
 
     @property
     def ndims(self) -> list[int]:
@@ -356,7 +375,12 @@ class TensorTable(BaseModel):
             b'"name": ' + to_json(list(self.name)),
             b'"kind": ' + to_json(list(self.kind)),
         ]
-        optional = {"digest": self.digest, "path": self.path, "at": self.at}
+        optional = {
+            "digest": self.digest,
+            "fingerprint": self.fingerprint,
+            "path": self.path,
+            "at": self.at,
+        }
         members += [
             b'"%s": %s' % (label.encode(), to_json(column))
             for label, column in optional.items()

@@ -450,6 +450,7 @@ def _view_metadata(
         means={},
         paths={},
         places=(),
+        fingerprints={},
     )
     if any(entry.param != name for name, entry in stored.items()) or aliases != metadata.aliases:
         return viewed

@@ -123,8 +123,8 @@ def test_another_process_makes_the_same_job(method: str, tmp_path: Path) -> None
     )
     spec = {**job.spec(), "store": str(tmp_path / "dst")}
     record = json.loads(run_batch(json.dumps(spec), list(range(job.count))))
-    whole = {one for task in range(job.count) for one in [job.run(task)[0].leaves]}
-    assert {task["leaves"] for task in record["tasks"]} == whole
+    whole = {one for task in range(job.count) for one in [job.run(task)[0].digests]}
+    assert {task["digests"] for task in record["tasks"]} == whole
     (tmp_path / "m1" / "manifest.json").touch()
     with pytest.raises(Conflict, match="other files"):
         run_batch(json.dumps({**spec, "run": "again"}), [0])

@@ -46,13 +46,13 @@ class _CheckResult:
     """The results of some ranks."""
 
     problems: list[Problem] = field(default_factory=list)
-    leaves: list[tuple[Key, tuple[int, ...], bytes]] = field(default_factory=list)
+    shards: list[tuple[Key, tuple[int, ...], bytes]] = field(default_factory=list)
     nbytes: int = 0
 
     def __add__(self, other: _CheckResult) -> _CheckResult:
         return _CheckResult(
             self.problems + other.problems,
-            self.leaves + other.leaves,
+            self.shards + other.shards,
             self.nbytes + other.nbytes,
         )
 
@@ -81,10 +81,10 @@ def verify_on_all_ranks(
     def report(results: _CheckResult) -> Report:
         problems = {str(p): p for p in results.problems}
         if ck is not None and ck.universal and mode == "full" and not problems:
-            leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
-            for key, shard, digests in results.leaves:
-                leaves.setdefault(key, {})[shard] = digests
-            problems = {str(p): p for p in wrong_digests(ck.universal, leaves)}
+            shards: dict[Key, dict[tuple[int, ...], bytes]] = {}
+            for key, shard, digests in results.shards:
+                shards.setdefault(key, {})[shard] = digests
+            problems = {str(p): p for p in wrong_digests(ck.universal, shards)}
         tensors = len(ck.tensors) if ck else 0
         return Report(step.url, "ucformat", tensors, results.nbytes, 0, tuple(problems.values()))
 
@@ -103,11 +103,11 @@ def _verify(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _C
     result = _CheckResult()
     # dealt in turn, the largest first, so that ranks read about as much
     own_tasks = tasks[ranks.rank :: ranks.size]
-    for task, (leaves, problems) in run(lambda t: t.run(), own_tasks, threads):
+    for task, (digests, problems) in run(lambda t: t.run(), own_tasks, threads):
         result.problems.extend(problems)
         if task.key is not None and task.shard is not None:
-            result.leaves.append((task.key, task.shard, leaves))
-    return _CheckResult(result.problems, result.leaves, sum(t.nbytes for t in own_tasks))
+            result.shards.append((task.key, task.shard, digests))
+    return _CheckResult(result.problems, result.shards, sum(t.nbytes for t in own_tasks))
 
 
 def _full_checks(source: Universal) -> Iterator[Check]:

@@ -365,7 +365,8 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
         return PlannedTensors(all_infos, manifest_paths(all_infos, paths), listed, as_described)
 
     parts = (stored("array"), stored("packed"), stored("weight"))
-    return GlobalPlan(exceptions, digest_of(exceptions), aliases, *parts)
+    keys = {digest: tuple(row.info.key for row in d.rows) for _, digest, d in stated}
+    return GlobalPlan(exceptions, digest_of(exceptions), aliases, *parts, keys)
 
 
 def _distinct_rows(

@@ -25,6 +25,7 @@ import numpy as np
 
 from ucformat.errors import IntegrityError, UcformatError, UsageError
 from ucformat.format.sidecar import decode, encode_columns
+from ucformat.geometry.fingerprint import added, fingerprint_of, packed_sums
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs.weight_files import WeightFiles, weights_folder
 from ucformat.schema.tensors import TensorDoc, TensorTable
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.distribution import BoxList, Distribution
+    from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Key
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
@@ -251,13 +253,16 @@ class WrittenParts:
         sums: of each part of a block: the number of the block, the bytes, and what they contribute
             to its checksum, as three integers of 32 bits.
         etags: of parts of uploads: the number of the file, of the part, and its ETag.
+        fingerprints: of the weights, in the order of the files: the sums of what was written.
     """
 
     sums: bytes = b""
     etags: tuple[tuple[int, int, str], ...] = ()
+    fingerprints: bytes = b""
 
     def __add__(self, other: WrittenParts) -> WrittenParts:
-        return WrittenParts(self.sums + other.sums, self.etags + other.etags)
+        fingerprints = added(self.fingerprints, other.fingerprints)
+        return WrittenParts(self.sums + other.sums, self.etags + other.etags, fingerprints)
 
 
 @message
@@ -376,16 +381,20 @@ def write_in_place(
     threads = {"in place": threads, "parts": _SENT_AT_ONCE, "whole": 1}[agreed.way]
     with PartsWriter(store, targets, agreed.way, agreed.uploads) as out:
 
-        def write(task: ShardTask, sources: Sequence[Elements]) -> list[tuple[int, int, int]]:
+        def write(
+            task: ShardTask, sources: Sequence[Elements]
+        ) -> tuple[list[tuple[int, int, int]], list[tuple[int, Sums]]]:
             part = parts[task.tensor]
             raw, filled = np.empty(part.nbytes, np.uint8), 0
             if part.blocks.start in fixed:
                 data = fixed[part.blocks.start].data
                 raw[: len(data)], filled = np.frombuffer(data, np.uint8), len(data)
+            fingerprints = []
             for f, source in zip(task.fragments, sources, strict=True):
                 placed = files.tensors[agreed.infos[f.tensor].key]
                 at = placed.at(f.box.start) - part.begin
                 copy(np.ndarray(source.shape, source.dtype, raw, at, placed.strides), source)
+                fingerprints.append((f.tensor, fingerprint_of(source, placed.info.shape, f.box)))
                 filled += source.nbytes
             if filled != part.nbytes:
                 raise IntegrityError(
@@ -400,22 +409,20 @@ def write_in_place(
             ):
                 sums.append((number, n, _linear(raw[begin : begin + n].data, 0)))
                 begin += n
-            return sums
+            return sums, fingerprints
 
         written = {parts[task.tensor].file for batch in batches for task in batch}
         sizes = {file: files.block_sizes(file).tolist() for file in written}
         itemsizes = [info.itemsize for info in agreed.infos]
-        sums = [
-            s
-            for part_sums in exchange(
-                group, itemsizes, batches, messages, state.within, write, threads
-            )
-            for s in part_sums
-        ]
+        written_parts = exchange(group, itemsizes, batches, messages, state.within, write, threads)
         if agreed.way == "in place":
-            sums += _write_own(weights, state, out, progress, headers=not group.rank)
+            written_parts.append(_write_own(weights, state, out, progress, headers=not group.rank))
+    sums = [s for part_sums, _ in written_parts for s in part_sums]
+    fingerprints = (f for _, of_part in written_parts for f in of_part)
     etags = tuple((file, part, tag) for (file, part), tag in out.etags.items())
-    return WrittenParts(np.array(sums, "<u4").tobytes(), etags)
+    return WrittenParts(
+        np.array(sums, "<u4").tobytes(), etags, packed_sums(fingerprints, len(agreed.infos))
+    )
 
 
 def _write_own(
@@ -425,9 +432,10 @@ def _write_own(
     progress: Callable[[int], None],
     *,
     headers: bool,
-) -> list[tuple[int, int, int]]:
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, Sums]]]:
     """Write the pieces that are ranges of a file, and the headers."""
-    files, sums = weights.files, []
+    files, sums, fingerprints = weights.files, [], []
+    number_of = {info.key: n for n, info in enumerate(weights.agreed.infos)}
     for fixed in files.fixed if headers else ():
         out.write(fixed.file, 0, 0, fixed.data)
         sums.append((fixed.number, len(fixed.data), _linear(memoryview(fixed.data), 0)))
@@ -445,8 +453,11 @@ def _write_own(
             out.write(placed.file, 0, at, data.data)
             after = placed.at(block.start) + block.size * info.itemsize - at - data.nbytes
             sums.append((number, data.nbytes, _linear(data.data, after)))
+            written = np.ndarray(common.shape, elements.dtype, data)
+            part = fingerprint_of(written, info.shape, common)
+            fingerprints.append((number_of[info.key], part))
             progress(data.nbytes)
-    return sums
+    return sums, fingerprints
 
 
 def _linear(data: memoryview, after: int) -> int:

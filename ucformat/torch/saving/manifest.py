@@ -21,6 +21,7 @@ from ucformat.format.sidecar import encode_columns, joined
 from ucformat.format.structure import per_rank_problems, refuse
 from ucformat.format.universal import group_doc
 from ucformat.geometry.distribution import Distribution, RankMesh
+from ucformat.geometry.fingerprint import added, packed_sums, text_of, unpacked_sums
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.jobs.weight_files import put_assets
 from ucformat.reading.readable import PART_OF, GroupPlace, path_to_json
@@ -35,11 +36,11 @@ from ucformat.schema.manifest import (
     RangesDoc,
     WriterDoc,
 )
-from ucformat.schema.tensors import TensorTable
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.saving.in_place import WrittenParts, block_crcs
-from ucformat.torch.saving.write import Leaves, packed_extents
+from ucformat.torch.saving.write import ShardDigests, packed_extents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -277,14 +278,16 @@ class WrittenByRank(NamedTuple):
     """What one rank has written.
 
     Attributes:
-        leaves: of the Zarr form: digests of chunks.
+        shards: of the Zarr form: their digests.
+        packed: of packed tensors: the sums of fingerprints of what it wrote, by description.
         parts: of the safetensors form: parts of files.
         listed_at: as in `RankReport`.
     """
 
-    leaves: Leaves
+    shards: ShardDigests
     objects: Mapping[str, Any]
     nbytes: int
+    packed: Mapping[bytes, bytes]
     parts: WrittenParts = WrittenParts()
     listed_at: int = 0
 
@@ -298,11 +301,12 @@ class WriteReport:
         values: those that each rank has as its own.
     """
 
-    leaves: Leaves
+    shards: ShardDigests
     objects: Mapping[str, Any]
     states: Mapping[bytes, StateInfo]
     ranks: tuple[RankReport, ...]
     values: RankValues
+    packed: Mapping[bytes, bytes] = field(default_factory=dict)
     parts: WrittenParts = WrittenParts()
 
 
@@ -318,18 +322,25 @@ def write_report(
     own = RankReport(rank, digest, written.nbytes, seconds, stall, written.listed_at)
     values = RankValues.of(rank, state.ranks)
     return WriteReport(
-        written.leaves, written.objects, {digest: shared}, (own,), values, written.parts
+        written.shards,
+        written.objects,
+        {digest: shared},
+        (own,),
+        values,
+        written.packed,
+        written.parts,
     )
 
 
 def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
     """Return what the ranks of two reports report together."""
     return WriteReport(
-        [*a.leaves, *b.leaves],
+        [*a.shards, *b.shards],
         {**a.objects, **b.objects},
         {**a.states, **b.states},
         (*a.ranks, *b.ranks),
         a.values.merged(b.values),
+        {d: added(a.packed.get(d, b""), b.packed.get(d, b"")) for d in {**a.packed, **b.packed}},
         a.parts + b.parts,
     )
 
@@ -344,17 +355,21 @@ def manifest_of(
 ) -> Manifest:
     """Write sidecar and objects, and return the manifest; all other files must be durable."""
     attempt, plan, arrays = begun.attempt, begun.plan, begun.arrays
-    data, tensors, grid = f"data/{attempt.id}", plan.packed.table, None
+    data, grid = f"data/{attempt.id}", None
+    packed_fingerprints = _fingerprints(plan, written.packed)
+    tensors = plan.packed.table.model_copy(update={"fingerprint": packed_fingerprints})
     sidecar = _sidecar(plan, own.weights, written, data)
     if options.form != "packed":
         if arrays or sidecar is None:
             grid = grid_doc(options.chunk_bytes, options.shard_bytes)
-        leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
-        for key, at, digests in written.leaves:
-            leaves[key][at] = digests
+        shards: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
+        for key, at, digests in written.shards:
+            shards[key][at] = digests
         rows = zip(arrays, plan.arrays.paths, strict=True)
-        docs = [replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows]
-        tensors = TensorTable.of([*plan.packed.docs(), *plan.weights.docs(), *docs])
+        docs = [replace(array_doc(a, shards[a.info.key]), at=at) for a, at in rows]
+        sums = map(text_of, unpacked_sums(written.parts.fingerprints))
+        weights = map(_with_fingerprint, plan.weights.docs(), sums)
+        tensors = TensorTable.of([*tensors, *weights, *docs])
     doc, requires = (None, ()) if sidecar is None else put_sidecar(store, data, sidecar, tensors)
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
@@ -399,6 +414,23 @@ def manifest_of(
         ),
         tensors=tensors,
     )
+
+
+def _fingerprints(plan: GlobalPlan, written: Mapping[bytes, bytes]) -> list[str]:
+    """The fingerprints of packed tensors, from the sums of what ranks wrote of the rows of each description."""
+    infos = plan.packed.infos
+    number = {info.key: n for n, info in enumerate(infos)}
+    parts = (
+        (number[key], sums)
+        for digest, data in written.items()
+        for key, sums in zip(plan.keys[digest], unpacked_sums(data), strict=True)
+        if key in number
+    )
+    return list(map(text_of, unpacked_sums(packed_sums(parts, len(infos)))))
+
+
+def _with_fingerprint(doc: TensorDoc, fingerprint: str) -> TensorDoc:
+    return replace(doc, fingerprint=fingerprint)
 
 
 def _sidecar(

@@ -46,6 +46,7 @@ class RankPlan(NamedTuple):
 
     Attributes:
         attempt: its id.
+        statement: what the rank has stated.
         arrays: of which it writes or sends something, by the number of its item.
         objects: the names of the objects that this rank provides.
         packed: whether ranks write packed files.
@@ -54,6 +55,7 @@ class RankPlan(NamedTuple):
     """
 
     attempt: str
+    statement: Statement
     part: OwnPart
     arrays: dict[int, StoredArray]
     objects: frozenset[str]
@@ -150,7 +152,7 @@ class SavePlanner:
             arrays = options.arrays([*infos.values()], answer.attempt, folders)
             objects = frozenset(n for n, rank in answer.providers.items() if rank == group.rank)
         by_item, packed = dict(zip(infos, arrays, strict=True)), exceptions.packed != "none"
-        return RankPlan(answer.attempt, part, by_item, objects, packed, weights, begun)
+        return RankPlan(answer.attempt, statement, part, by_item, objects, packed, weights, begun)
 
 
 @gc_paused()

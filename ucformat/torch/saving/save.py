@@ -11,6 +11,7 @@ from ucformat.errors import Uncertain, UsageError, check_keywords
 from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
+from ucformat.geometry.fingerprint import packed_sums
 from ucformat.sources.model_files import find_assets
 from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.url import open_store, path_text
@@ -142,10 +143,10 @@ def _write(
             nbytes += n
             progress(n)
 
-    part, in_files = plan.part, WrittenParts()
-    leaves = write_shards(store, group, plan.arrays, part, state.within, wrote, threads)
+    part, in_files, fingerprints = plan.part, WrittenParts(), {}
+    shards = write_shards(store, group, plan.arrays, part, state.within, wrote, threads)
     by_key = {a.info.key: a for a in plan.arrays.values()}
-    for key in sorted({key for key, at, _ in leaves if not any(at)}):
+    for key in sorted({key for key, at, _ in shards if not any(at)}):
         put_array(store, by_key[key])
     if plan.begun is not None and plan.begun.arrays:
         put_groups(store, plan.begun.arrays)
@@ -159,10 +160,13 @@ def _write(
             (state.items[n].info, state.items[n].boxes[p], state.elements(n, p))
             for n, p in part.pieces
         ]
-        write_packed(store, packed_file(f"data/{plan.attempt}", group.rank), boxes, wrote)
+        file = packed_file(f"data/{plan.attempt}", group.rank)
+        sums = write_packed(store, file, boxes, wrote)
+        by_item = zip((item for item, _ in part.pieces), sums, strict=True)
+        fingerprints = plan.statement.by_description(packed_sums(by_item, len(state.items)))
     store.flush()
     objects = {name: state.objects[name] for name in plan.objects}
-    return WrittenByRank(leaves, objects, nbytes, in_files, part.listed_at)
+    return WrittenByRank(shards, objects, nbytes, fingerprints, in_files, part.listed_at)
 
 
 def _commit(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ucformat.format.described import Described
     from ucformat.geometry.box import Box
     from ucformat.geometry.distribution import BoxList, Distribution
-    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.torch.saving.statement import Exceptions, ListedTensor, SharedRow, Statement
 
 #: Small shards of one rank are batched up to this many bytes; each sender sends one message per
@@ -85,7 +85,13 @@ class PlannedTensors:
 
 
 class GlobalPlan(NamedTuple):
-    """The plan of all ranks, on rank 0: `digest` of the exceptions; `aliases`, the tied names."""
+    """The plan of all ranks, on rank 0.
+
+    Attributes:
+        digest: of the exceptions.
+        aliases: the tied names.
+        keys: of the rows of each description, by its digest.
+    """
 
     exceptions: Exceptions
     digest: bytes
@@ -93,6 +99,7 @@ class GlobalPlan(NamedTuple):
     arrays: PlannedTensors
     packed: PlannedTensors
     weights: PlannedTensors
+    keys: Mapping[bytes, tuple[Key, ...]]
 
 
 class OwnPart(NamedTuple):

@@ -20,6 +20,7 @@ from ucformat.format.arrays import is_small, own_folder
 from ucformat.format.described import file_order
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import BoxList, Distribution, RankMesh
+from ucformat.geometry.fingerprint import LANES
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.readable import StatePath as Path
 from ucformat.storage.concurrency import gc_paused
@@ -381,6 +382,11 @@ class Statement:
             own = _hash(np.frombuffer(digest, np.uint8), part, *written)
             total += own * (1 if d.copy_of(at) else 1 - d.copies)
         return total % HASHES
+
+    def by_description(self, fingerprints: bytes) -> dict[bytes, bytes]:
+        """Sums by item, as `packed_sums` has them, by the rows of each description instead."""
+        sums = np.frombuffer(fingerprints, "<u8").reshape(-1, LANES)
+        return {digest: sums[list(order)].tobytes() for digest, order in self.order.items()}
 
     def pieces(self, exceptions: Exceptions, kind: StoredAs) -> list[tuple[int, int]]:
         """The (item, piece) of a kind that this rank writes, in file order: described ones first."""

@@ -20,6 +20,7 @@ from ucformat.format.described import ALIGNMENT, packed_file
 from ucformat.format.shard import BAND_BYTES, write_shard
 from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns
 from ucformat.geometry.box import row_major
+from ucformat.geometry.fingerprint import fingerprint_of, total
 from ucformat.geometry.flat_buffer import align_up
 from ucformat.geometry.tensor import Key
 from ucformat.reading.execute import place_checksum
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ucformat.format.described import Described
     from ucformat.format.sidecar import Column
     from ucformat.geometry.box import Box
+    from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
@@ -68,20 +70,21 @@ def write_packed(
     key: str,
     parts: Sequence[tuple[TensorInfo, Box, Elements]],
     progress: Callable[[int], None],
-) -> None:
-    """Write boxes of tensors to a file of the packed form.
+) -> list[Sums]:
+    """Write boxes of tensors to a file of the packed form, and return the fingerprint of each.
 
     Large tiles that are row-major in memory are written without a copy; others are copied, as many
     as fit in 4 MiB.
     """
+    fingerprints = []
     tilings = [Tiling.of(info.shape, info.itemsize) for info, _, _ in parts]
-    total = sum(
+    nbytes_in_all = sum(
         tiling.nbytes(box) + ALIGNMENT for (_, box, _), tiling in zip(parts, tilings, strict=True)
     )
     # of tiles that are copied, and written at once
-    band = np.empty(min(total, BAND_BYTES), np.uint8)
+    band = np.empty(min(nbytes_in_all, BAND_BYTES), np.uint8)
     end = used = 0
-    with store.create(key, unit_for(total)) as out:
+    with store.create(key, unit_for(nbytes_in_all)) as out:
 
         def room_for(nbytes: int) -> NDArray[np.uint8]:
             nonlocal band, end, used
@@ -96,6 +99,7 @@ def write_packed(
 
         for (info, whole, elements), tiling in zip(parts, tilings, strict=True):
             room_for(-end % ALIGNMENT)[:] = 0
+            sums = []
             for box in tiling.boxes(whole):
                 nbytes = box.size * info.itemsize
                 place = place_checksum(key, end)
@@ -111,8 +115,12 @@ def write_packed(
                     data, stored = room[:nbytes], room[nbytes:]
                     copy(np.ndarray(tile.shape, tile.dtype, data), tile)
                 stored.data[:] = checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little")
+                written = np.ndarray(tile.shape, tile.dtype, data)
+                sums.append(fingerprint_of(written, info.shape, box))
                 progress(nbytes)
+            fingerprints.append(total(sums))
         out.write(band[:used].data)
+    return fingerprints
 
 
 def packed_extents(
@@ -167,8 +175,8 @@ def packed_extents(
     return columns, files, described
 
 
-#: The tensor, index of the shard in the grid, digests of its chunks.
-Leaves = list[tuple[Key, tuple[int, ...], bytes]]
+#: The tensor, index of the shard in the grid, its digests.
+ShardDigests = list[tuple[Key, tuple[int, ...], bytes]]
 
 
 def write_shards(
@@ -179,7 +187,7 @@ def write_shards(
     elements: Callable[[Fragment], Elements],
     progress: Callable[[int], None],
     threads: int = 1,
-) -> Leaves:
+) -> ShardDigests:
     """Write this rank's shards, and send the fragments that other ranks need for theirs."""
 
     def write(shard: ShardTask, parts: Sequence[Elements]) -> tuple[Key, tuple[int, ...], bytes]:
@@ -324,7 +332,7 @@ def _write(
     parts: Sequence[Elements],
     progress: Callable[[int], None],
 ) -> bytes:
-    """Write one shard, and return the digests of its chunks."""
+    """Write one shard, and return its digests."""
     itemsize = array.info.itemsize
 
     def fill(piece: Piece, raw: NDArray[np.uint8]) -> Elements | None:
