@@ -164,8 +164,8 @@ class TaskDoc(_TaskDocument):
     """A finished task: the file that it has written, as it was then, and what else is known of it.
 
     `digests` are those of a shard, or fingerprints of the tensors in a file; `crcs` are checksums of
-    blocks. `bare`: some bytes that it has read
-    have no checksum in the source. `kept`: the file was there before.
+    blocks. `bare`: some bytes that it has read have no checksum in the source. `kept`: the file was
+    there before.
     """
 
     task: _Count

@@ -378,7 +378,7 @@ def _extents(
         replicated.append((info, tuple(extents)))
 
     def check() -> tuple[bytes, list[Problem]]:
-        sums = _BlockFingerprints(info, extents)
+        sums = _BlockFingerprints(info, () if fingerprint is None else extents)
         wrong = block_problems(store, key, blocks, use=sums.use)
         ends: dict[str, int] = {}
         for e in bare:

@@ -85,7 +85,7 @@ class Virtual:
     click.option(
         "--checksums",
         is_flag=True,
-        help="With --virtual: read SRC's files once and record their checksums.",
+        help="With --virtual: read SRC's files and record their checksums and fingerprints.",
     ),
     click.option(
         "--overwrite", is_flag=True, help="With --virtual: replace the checkpoint at DST."

@@ -36,7 +36,7 @@ from ucformat.schema.manifest import (
     RangesDoc,
     WriterDoc,
 )
-from ucformat.schema.tensors import TensorDoc, TensorTable
+from ucformat.schema.tensors import TensorTable
 from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.saving.in_place import WrittenParts, block_crcs
@@ -367,8 +367,11 @@ def manifest_of(
             shards[key][at] = digests
         rows = zip(arrays, plan.arrays.paths, strict=True)
         docs = [replace(array_doc(a, shards[a.info.key]), at=at) for a, at in rows]
-        sums = map(text_of, unpacked_sums(written.parts.fingerprints))
-        weights = map(_with_fingerprint, plan.weights.docs(), sums)
+        sums = unpacked_sums(written.parts.fingerprints)
+        weights = (
+            replace(doc, fingerprint=text_of(of_weight))
+            for doc, of_weight in zip(plan.weights.docs(), sums, strict=True)
+        )
         tensors = TensorTable.of([*tensors, *weights, *docs])
     doc, requires = (None, ()) if sidecar is None else put_sidecar(store, data, sidecar, tensors)
     ranks = sorted(written.ranks, key=lambda r: r.rank)
@@ -427,10 +430,6 @@ def _fingerprints(plan: GlobalPlan, written: Mapping[bytes, bytes]) -> list[str]
         if key in number
     )
     return list(map(text_of, unpacked_sums(packed_sums(parts, len(infos)))))
-
-
-def _with_fingerprint(doc: TensorDoc, fingerprint: str) -> TensorDoc:
-    return replace(doc, fingerprint=fingerprint)
 
 
 def _sidecar(
