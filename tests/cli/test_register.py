@@ -60,6 +60,25 @@ def test_files_that_are_not_read_are_named(run: Run, tree: Path) -> None:
     assert found["unread"] == {str(place): ["loader.bin"]}
 
 
+def test_fingerprints_of_a_foreign_one(run: Run, tree: Path) -> None:
+    place = tree / "model.safetensors"
+    save_file({"w": np.ones(3, "float32")}, place)
+    assert (
+        "estimates no --fingerprint"
+        in run("register", tree, "-r", "--dry-run", "--fingerprint", code=2).stderr
+    )
+    found = object_of(run("register", tree, "-r", "--fingerprint", "--json").stdout)
+    assert (len(found["checkpoints"]), found["failures"]) == (2, [])
+    universal = tree / "u"
+    run("convert", place, universal)
+    place.write_bytes(b"")  # neither is read
+    for file in universal.rglob("data/**/c/*"):
+        file.unlink()
+    (ours,) = [c["id"] for c in found["checkpoints"] if c["kind"] == "safetensors"]
+    pair = ("diff", ours, universal)
+    assert run(*pair, "--what", "tensors", "--exit-code").stdout.endswith("are equal in tensors\n")
+
+
 def test_a_tree_with_one_that_cannot_be_read(run: Run, tree: Path) -> None:
     _damage(tree)
     result = run("register", "-r", tree, "--json", code=1)

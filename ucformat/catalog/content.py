@@ -166,16 +166,30 @@ def digest_blocks(connection: Connection, tables: Iterable[TensorTable]) -> list
 
 def add_digests(connection: Connection, tables: Mapping[int, TensorTable]) -> None:
     """Insert the digests of checkpoints, sorted, since the index takes them faster in order."""
-    digests = [
-        (d, serial, i)
-        for serial, tensors in tables.items()
-        for i, d in enumerate(tensors.content())
-        if d
-    ]
+    _insert_digests(
+        connection,
+        [
+            (d, serial, i)
+            for serial, tensors in tables.items()
+            for i, d in enumerate(tensors.content())
+            if d
+        ],
+    )
+
+
+def add_missing_digests(connection: Connection, serial: int, tensors: TensorTable) -> None:
+    """Insert the digests of those tensors of a checkpoint that have none."""
+    recorded = _digests(connection, serial)
+    lacking = [(i, d) for i, d in enumerate(tensors.content()) if d and i not in recorded]
+    _insert_digests(connection, [(d, serial, i) for i, d in lacking])
+
+
+def _insert_digests(connection: Connection, digests: Sequence[tuple[str, int, int]]) -> None:
+    """Insert digests, each with the serial of its checkpoint and the position of the tensor."""
     if not digests:
         return
     chosen = sa.select(CheckpointRow.serial, CheckpointRow.digest_block).where(
-        CheckpointRow.serial.in_(tables)
+        CheckpointRow.serial.in_({serial for _, serial, _ in digests})
     )
     blocks: dict[int, int] = dict(connection.execute(chosen).all())
     rows = sorted((blocks[serial], digest, serial, i) for digest, serial, i in digests)

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from ucformat.catalog.content import (
     add_digests,
+    add_missing_digests,
     check_same,
     digest_blocks,
     manifest_content,
@@ -93,7 +94,7 @@ def record_all(connection: Connection, checkpoints: Sequence[Found], stamp: Stam
     """Record checkpoints at places. If the id of one is known, only the place is added, with two exceptions.
 
     A checkpoint that `materialize` converted gets the digests of its arrays. A foreign one gets the
-    configuration and the metrics that it lacks. New checkpoints are inserted together: a few
+    configuration, the metrics and the fingerprints that it lacks. New checkpoints are inserted together: a few
     statements, whatever their number.
 
     Raises:
@@ -290,6 +291,14 @@ def _update_foreign(connection: Connection, serial: int, checkpoint: Found) -> N
         keys = {"checkpoint": serial, "name": storable_text(name)}
         values = {"value": stored_metric(value), "measured": _created(manifest)}
         insert_if_absent(connection, Metric, keys, values, Metric.name)
+    if manifest.tensors.fingerprint:
+        [structure] = tensor_sets(connection, [manifest.tensors])
+        update = sa.update(CheckpointRow).where(
+            CheckpointRow.serial == serial, CheckpointRow.tensor_set_id != structure
+        )
+        if connection.execute(update.values(tensor_set_id=structure)).rowcount:
+            remove_digests(connection, serial)  # they are of tensors at other positions
+        add_missing_digests(connection, serial, manifest.tensors)
 
 
 def _materialised(connection: Connection, serial: int, manifest: Manifest) -> bool:

@@ -224,7 +224,7 @@ def _open(root: str, options: Mapping[str, Any] | None, watch: Watch) -> OpenedC
     return OpenedCheckpoint(
         ck.home,
         ck.kind,
-        _described(ck, infos),
+        described(ck, infos),
         files,
         doc,
         ck.metadata.files,
@@ -233,7 +233,7 @@ def _open(root: str, options: Mapping[str, Any] | None, watch: Watch) -> OpenedC
     )
 
 
-def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
+def described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     """The manifest of a foreign checkpoint, with its id, and the time of its newest file."""
     times = [i.modified for i in files if i.modified is not None]
     created = ck.manifest.created

@@ -12,6 +12,7 @@ from ucformat.catalog.stamp import now
 from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError, check_keywords
 from ucformat.jobs.batches import Failure, Opened, OpenedCheckpoint, RecordOptions, record_all
 from ucformat.jobs.documents import write_documents
+from ucformat.jobs.fingerprints import record_fingerprints
 from ucformat.jobs.listing import check_listed, is_empty, search
 from ucformat.jobs.opening import open_all, open_below, part_of, search_tree, unchanged
 from ucformat.jobs.where import HERE, TaskArguments, Where
@@ -61,7 +62,8 @@ class RegisterArguments(TaskArguments, total=False):
     """The arguments of `register` besides the places and the catalog.
 
     With `on`, which takes `recursive`, each part and each process of torchrun records its own
-    folders in the catalog: there is nothing to commit. Progress is in checkpoints.
+    folders in the catalog: there is nothing to commit. Progress is in checkpoints, with
+    `fingerprint` in bytes.
 
     Attributes:
         recursive: search the trees; a folder that looks like a checkpoint and cannot be read is a
@@ -80,6 +82,10 @@ class RegisterArguments(TaskArguments, total=False):
             (docs/security.md). Known, unchanged checkpoints are read, too (default: no).
         options: facts that the files of foreign checkpoints lack, as in `ucformat.open`. They are
             not recorded, and must be given again to open one of these.
+        fingerprint: read the tensors of foreign checkpoints of which no fingerprints are recorded,
+            compare them with the checksums in their files, and record fingerprints, by which the
+            catalog finds and compares contents (default: no). Those of a checkpoint are recorded
+            when all are computed; called again, it continues with the next checkpoint.
     """
 
     recursive: bool
@@ -90,6 +96,7 @@ class RegisterArguments(TaskArguments, total=False):
     rescan: bool
     trust_documents: bool
     options: Mapping[str, Any] | None
+    fingerprint: bool
 
 
 def register(
@@ -107,7 +114,9 @@ def register(
 
     Raises:
         UsageError: `config` or `step` is given for a universal checkpoint, whose manifest has it,
-            or `step` for one whose files have another.
+            or `step` for one whose files have another; or `fingerprint` for a universal one whose
+            manifest has none.
+        ChecksumError: with `fingerprint`, a file of a foreign checkpoint is damaged.
         NotFound: one of the places is empty, or has no checkpoint.
     """
     check_keywords("register", arguments, RegisterArguments)
@@ -119,6 +128,12 @@ def register(
         raise UsageError(
             f"there is nothing to register on {on!r}",
             hint="with recursive=True (-r), parts record alone",
+        )
+    fingerprint = arguments.get("fingerprint", False)
+    if fingerprint and where.kind == "dask":
+        raise UsageError(
+            "fingerprints are not computed on a Dask cluster",
+            hint="on='part:I/N' (--part I/N), or torchrun, divides the checkpoints among processes",
         )
     places = as_strings(places)
     trees = [part_of(search_tree(open_store(p)), where) for p in places] if recursive else []
@@ -148,7 +163,9 @@ def register(
         trust=trust,
         replace_step=step is not None,
     )
-    done = record_all(catalog, opened, record_options, arguments.get("progress"), listings=listed)
+    progress = arguments.get("progress")
+    shown = None if fingerprint else progress
+    done = record_all(catalog, opened, record_options, shown, listings=listed)
     if metrics := arguments.get("metrics"):
         for _, checkpoint in done.present:
             catalog.metric(checkpoint, metrics)
@@ -156,7 +173,12 @@ def register(
     present = [*recorded.items(), *done.present]
     if recursive:  # in one order, whichever were skipped
         present.sort()
-    return Registered(tuple(i for _, i in present), done.failures, done.unread, catalog)
+    failures = done.failures
+    if fingerprint:
+        failures += record_fingerprints(
+            catalog, present, options, progress, listings=listed, strict=not recursive
+        )
+    return Registered(tuple(i for _, i in present), failures, done.unread, catalog)
 
 
 def reindex(

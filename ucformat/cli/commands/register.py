@@ -48,11 +48,12 @@ TRUST = click.option(
 
 @dataclass(frozen=True)
 class Search:
-    """Where checkpoints are looked for, and what their documents may change."""
+    """Where checkpoints are looked for, what is read of them, and what their documents may change."""
 
     recursive: bool = False
     rescan: bool = False
     trust_documents: bool = False
+    fingerprint: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class Virtual:
         help="With -r: also read checkpoints that are recorded and unchanged.",
     ),
     TRUST,
+    click.option(
+        "--fingerprint",
+        is_flag=True,
+        help="Read the tensors of foreign checkpoints, verify them and record fingerprints.",
+    ),
 )
 @bundle(
     "virtual",
@@ -124,7 +130,8 @@ def register(
     """Record existing checkpoints in the catalog: universal ones, and those of training engines.
 
     PLACE is a path or URL. Nothing is converted, copied or changed. Checkpoints that are recorded
-    already stay as they are, except that --run moves them to that run. --source is not recorded:
+    already stay as they are, except that --run moves them to that run, and that --fingerprint adds
+    fingerprints, by which the catalog finds and compares the contents of tensors. --source is not recorded:
     pass it again to open one of them.
 
     With --virtual, a universal checkpoint is created at DST that references the bytes in SRC's
@@ -155,6 +162,8 @@ def register(
             raise UsageError(
                 "--dry-run goes with -r, and without --on and --part: it estimates one process"
             )
+        if search.fingerprint:
+            raise UsageError("--dry-run estimates no --fingerprint, which reads all tensors")
         new = facts.run or facts.config or facts.metrics or opening.options
         read_all = search.rescan or search.trust_documents or bool(new)
         _estimate(places, opening.options, out, rescan=read_all)
@@ -162,7 +171,8 @@ def register(
     kept = "interrupted: what was registered is kept; run the same command again to continue"
     with interruptible(kept), opened_catalog() as catalog:
         gc.freeze()  # of thousands of checkpoints, nothing that is here now is looked through each time
-        with out.progress("registering", "checkpoints") as progress:
+        what = ("fingerprints",) if search.fingerprint else ("registering", "checkpoints")
+        with out.progress(*what) as progress:
             registered = ucformat.register(
                 places,
                 catalog,

@@ -1,0 +1,144 @@
+"""Fingerprints of foreign checkpoints, which record none: computed by reading the tensors, and kept in the catalog."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ucformat.catalog.loading import load_by_id
+from ucformat.catalog.recording import Found
+from ucformat.catalog.stamp import now
+from ucformat.checkpoint import open_checkpoint
+from ucformat.errors import ChecksumError, Conflict, UcformatError, UsageError
+from ucformat.geometry.tensor import Key
+from ucformat.jobs.batches import Failure
+from ucformat.jobs.inputs import Input
+from ucformat.jobs.opening import described
+from ucformat.jobs.run import naming_place, run, workers_for
+from ucformat.reading.execute import read_fingerprint
+from ucformat.reading.readable import TRACKERS
+from ucformat.schema import FINGERPRINT
+from ucformat.storage.wrappers import check_unchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.entries import Entry
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.schema.tensors import TensorTable
+
+
+def compute_fingerprints(
+    ck: Checkpoint, infos: Sequence[TensorInfo], advance: Callable[[int], None]
+) -> dict[Key, str]:
+    """Read tensors, and compare what is read with the checksums in their files.
+
+    Args:
+        advance: called with the bytes of each tensor that was read.
+
+    Raises:
+        ChecksumError: a file is damaged.
+        Conflict: a file was changed since the checkpoint was opened.
+    """
+    fingerprints = {}
+    with closing(Input(ck, verify=True)) as read:
+        if read.verifier is not None:
+            for info in infos:
+                read.verifier.expect(info, ck.source.extents(info.key), None)
+        workers = workers_for(ck.store)
+        for info, text in run(partial(read_fingerprint, ck.source), infos, workers):
+            fingerprints[info.key] = text
+            advance(info.nbytes)
+        if read.verifier is not None:
+            read.verifier.complete()
+    check_unchanged(ck.store, "its fingerprints are not recorded", TRACKERS)
+    return fingerprints
+
+
+def with_fingerprints(tensors: TensorTable, fingerprints: Mapping[Key, str]) -> TensorTable:
+    """A table of tensors with these fingerprints."""
+    column = [fingerprints.get(Key(doc.name, doc.state)) for doc in tensors]
+    return tensors.model_copy(update={"fingerprint": column if any(column) else []})
+
+
+def record_fingerprints(
+    catalog: Catalog,
+    places: Sequence[tuple[str, str]],
+    options: Mapping[str, Any] | None,
+    progress: Callable[[int, int], None] | None,
+    *,
+    listings: Mapping[str, str],
+    strict: bool,
+) -> tuple[Failure, ...]:
+    """Record the fingerprints that the records of checkpoints lack; those of one are recorded together.
+
+    Args:
+        places: places of recorded checkpoints, with the ids of these.
+        options: those with which foreign ones are opened.
+        progress: called with the bytes done and in all.
+        listings: the hashes of the file listings of places.
+        strict: whether a failure is an error.
+
+    Returns:
+        The failures, if they are no errors.
+    """
+    with catalog.database.reading() as c:
+        entries = load_by_id(c, [checkpoint for _, checkpoint in places], now())
+    lacking = [
+        (url, entry)
+        for (url, _), entry in zip(places, entries, strict=True)
+        if not all(str(t.digest).startswith(FINGERPRINT) for t in catalog.tensors(entry.id))
+    ]
+    done, total = 0, sum(entry.nbytes for _, entry in lacking if entry.kind != "ucformat")
+    failures = []
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    for url, entry in lacking:
+        try:
+            with naming_place(url):
+                found = _with_computed(url, entry, options, advance)
+            catalog.record_all([replace(found, listing=listings.get(url))])
+        except UcformatError as error:
+            if strict:
+                raise
+            failures.append(Failure(url, error.message))
+    return tuple(failures)
+
+
+def _with_computed(
+    url: str, entry: Entry, options: Mapping[str, Any] | None, advance: Callable[[int], None]
+) -> Found:
+    """A recorded checkpoint with the fingerprints of its tensors."""
+    if entry.kind == "ucformat":
+        raise UsageError(
+            f"{url} is a universal checkpoint, whose fingerprints are in its manifest, and this one "
+            "lacks some",
+            hint="`ucp convert SRC DST` writes one with them; of a virtual checkpoint: `ucp register "
+            "SRC DST --virtual --checksums`",
+        )
+    ck = open_checkpoint(url, options=options)
+    if ck.id != entry.id:
+        raise Conflict(
+            f"{url} is another checkpoint than the one that was just registered there",
+            hint="run it again when no program writes there",
+        )
+    try:
+        fingerprints = compute_fingerprints(ck, list(ck.tensors.values()), advance)
+    except ChecksumError as error:
+        raise ChecksumError(
+            error.message,
+            hint="restore the file from another copy, and run it again; the checkpoint is "
+            "registered, without fingerprints",
+        ) from error
+    manifest = described(ck, ck.files())
+    tensors = with_fingerprints(manifest.tensors, fingerprints)
+    return Found(manifest.model_copy(update={"tensors": tensors}), url, ck.kind)
