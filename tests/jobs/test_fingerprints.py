@@ -17,11 +17,16 @@ from tests.fakes import FakeSource, manifest_file, random_array
 from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFinished, UcformatError
+from ucformat.exporters.base import Span, Target, TargetFile
 from ucformat.format import arrays as small
 from ucformat.geometry.box import Box
 from ucformat.geometry.fingerprint import fingerprint_of, text_of
+from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.jobs import weight_files
 from ucformat.jobs.compare import compare
+from ucformat.jobs.export import planned_job
+from ucformat.jobs.export_place import begin_export
+from ucformat.jobs.fingerprints import exported_fingerprints
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.memory import MemoryStore
@@ -177,3 +182,32 @@ def test_tasks_of_earlier_processes_count(weights: Any, tmp_path: Path) -> None:
     expected = {key: fingerprint(a) for key, a in arrays.items()}
     assert {key: recorded(ck)[key] for key in arrays} == expected
     assert ucformat.verify(ck)
+
+
+@pytest.mark.parametrize("how", ["recorded", "computed"])
+def test_an_export_has_those_of_what_lies_where_its_tensors_are(how: str, tmp_path: Path) -> None:
+    """Whatever their names: of tensors that were swapped the other's, and of other shapes none."""
+    arrays = {(n, "weight"): random_array((4, 6), "float32", ord(n)) for n in "abcd"}
+    foreign = Checkpoint(FakeSource.write(MemoryStore(uuid.uuid4().hex), arrays))
+    ck = foreign if how == "computed" else ucformat.convert(foreign, tmp_path / "u")
+    with planned_job(ck, tmp_path / "out", "safetensors") as job:
+        begin_export(job, overwrite=False)
+        job.finish(None)
+    model = tmp_path / "out" / "model.safetensors"
+    content = model.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["a"], header["b"] = header["b"], header["a"]
+    header["c"]["shape"] = [6, 4]
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(end - 8)
+    model.write_bytes(content[:8] + text + content[end:])
+    expected = {n: fingerprint(arrays[n, "weight"]) for n in "abd"}
+    expected |= {"a": expected["b"], "b": expected["a"]}
+    found = exported_fingerprints(job, ucformat.open(tmp_path / "out"))
+    assert found == {(name, "weight"): text for name, text in expected.items()}
+    larger = TensorInfo("a", "weight", "float32", (4, 7))
+    part = Span("float32", 24, ((larger, Piece(Box.whole((4, 6)), 0, (6, 1))),))
+    parts = (content[:end], part, Span.whole(TensorInfo("b", "weight", "float32", (4, 6))))
+    job.target = Target((TargetFile.of("model.safetensors", *parts),))
+    found = exported_fingerprints(job, ucformat.open(tmp_path / "out"))
+    assert ("b", "weight") not in found  # parts of others have other fingerprints

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.checkpoint import Checkpoint
+from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import (
     NotACheckpoint,
     NotFinished,
@@ -30,7 +30,8 @@ from ucformat.exporters.registry import EXPORTERS
 from ucformat.jobs.batches import RecordOptions, record_all
 from ucformat.jobs.export_files import ExportJob
 from ucformat.jobs.export_place import begin_export, end_export, give_up_export
-from ucformat.jobs.opening import try_open
+from ucformat.jobs.fingerprints import exported_fingerprints, with_fingerprints
+from ucformat.jobs.opening import recordable
 from ucformat.jobs.record import lineage_from, with_catalog
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.where import HERE, JobArguments, Where, run_job
@@ -132,7 +133,7 @@ def export(
             raise
         if not finished:
             raise NotFinished(f"this part of {store.url} is written; another process finishes it")
-    _record(source, job.url, infos)
+    _record(job)
     target = job.target
     nbytes = sum(f.nbytes for f in target.files)
     return Exported(
@@ -335,22 +336,24 @@ def _cast_steps(
     ]
 
 
-def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
+def _record(job: ExportJob) -> None:
     """Record the export in the catalog, with its source as parent, if it is of a format that can be opened.
 
-    It is not of the source's run, of which the newest checkpoint is one to resume from.
+    Its tensors have the fingerprints of what was written. It is not of the source's run, of which
+    the newest checkpoint is one to resume from.
     """
+    source, url = job.source, job.url
 
     def record(catalog: Catalog) -> None:
         part = source.metadata.part_of
-        opened = try_open(url, {"part": True} if part else None)
-        if isinstance(opened, NotACheckpoint):
+        try:
+            ck = open_checkpoint(url, options={"part": True} if part else None)
+        except NotACheckpoint:
             return
-        if isinstance(opened, UcformatError):
-            raise opened
-        manifest = source.manifest
+        opened, manifest = recordable(ck), source.manifest
         about: dict[str, Any] = {
-            "lineage": lineage_from(source, [i.key for i in infos]),
+            "tensors": with_fingerprints(opened.manifest.tensors, exported_fingerprints(job, ck)),
+            "lineage": lineage_from(source, [i.key for i in job.infos]),
             "metrics": manifest.metrics,
         }
         about["config"] = opened.manifest.config or manifest.config

@@ -24,6 +24,13 @@ from ucformat.exporters.base import Sealed, Span
 from ucformat.exporters.registry import EXPORTERS
 from ucformat.format.digest import document_digest
 from ucformat.geometry.box import bounding_box
+from ucformat.geometry.fingerprint import (
+    NO_ELEMENTS,
+    fingerprint_of,
+    packed_sums,
+    total,
+    unpacked_sums,
+)
 from ucformat.geometry.tensor import Key, cut_piece
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, sums_of
 from ucformat.jobs.inputs import Input
@@ -46,6 +53,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.exporters.base import Exporter, Link, Part, TargetFile
+    from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.jobs.finished import SumPart
     from ucformat.storage.base import FileWriter, Info, Store
@@ -336,11 +344,17 @@ class FilesJob(RecordedJob):
         """
         return self.write(self.files[task]), b"", b""
 
-    def write(self, file: TargetFile, advance: Callable[[memoryview], None] | None = None) -> bool:
+    def write(
+        self,
+        file: TargetFile,
+        advance: Callable[[memoryview], None] | None = None,
+        sums: list[Sums] | None = None,
+    ) -> bool:
         """Write a file; it appears only if the destination is still this job's, a last one if the source is intact.
 
         Args:
             advance: called with each part of it that is written, in order.
+            sums: gets the parts of fingerprints of all pieces in the file, in order.
 
         Returns:
             Whether elements that were read have no checksum in the source.
@@ -363,6 +377,8 @@ class FilesJob(RecordedJob):
                 bare |= self._fill(band, memory)
                 if file.checksums:
                     _continue_crcs(band, memory, crcs)
+                if sums is not None:
+                    _continue_fingerprints(band, memory, sums)
                 behind.write(memory.data)
                 if advance is not None:
                     advance(memory.data)
@@ -450,6 +466,11 @@ class ExportJob(FilesJob):
         self.attempt = self.plan.rpartition(":")[2][:20]
         self.target = exporter.target(source, infos)
         files = sorted((f for f in self.target.files if not f.last), key=lambda f: -f.nbytes)
+        #: Of the finished files, the parts of fingerprints of the pieces in each, in order: if the
+        #: source records no fingerprints for all tensors, which are those of the export, too.
+        self.sums: dict[str, list[Sums]] = {}
+        recorded = source.metadata.fingerprints
+        self._summed = any(recorded.get(info.key) is None for info in infos)
         super().__init__(source, store, files, verify=verify)
 
     @property
@@ -504,6 +525,16 @@ class ExportJob(FilesJob):
     def last_nbytes(self) -> int:
         """The bytes of the files that are written last."""
         return sum(f.nbytes for f in self.target.files if f.last)
+
+    def write_task(self, task: int) -> tuple[bool, bytes, bytes]:
+        """See FilesJob."""
+        sums: list[Sums] = []
+        bare = self.write(self.files[task], sums=sums if self._summed else None)
+        return bare, packed_sums(enumerate(sums), len(sums)), b""
+
+    def take_recorded(self, task: TaskDoc) -> None:
+        """See FilesJob."""
+        self.sums[task.file] = unpacked_sums(bytes.fromhex(task.digests))
 
     def own_claim(self) -> Claim | None:
         """The claim on the destination, if it is this export's."""
@@ -577,7 +608,8 @@ class ExportJob(FilesJob):
         for file in self.target.files:
             if file.last:
                 self.store.flush()
-                self.bare |= self.write(file, advance)
+                sums = self.sums.setdefault(file.key, [])
+                self.bare |= self.write(file, advance, sums if self._summed else None)
         self.store.flush()
 
 
@@ -596,4 +628,23 @@ def _continue_crcs(band: Sequence[PartRange], memory: NDArray[np.uint8], crcs: l
             if cut.start == 0:
                 crcs.append(0)
             crcs[-1] = crc32(memory.data[at : at + cut.nbytes], crcs[-1])
+        at += cut.nbytes
+
+
+def _continue_fingerprints(
+    band: Sequence[PartRange], memory: NDArray[np.uint8], sums: list[Sums]
+) -> None:
+    """Continue the parts of fingerprints of the pieces in each span with their elements in a band."""
+    at = 0
+    for cut in band:
+        if isinstance(cut.part, Span):
+            unit, pieces = ITEMSIZE[cut.part.dtype], cut.part.pieces
+            if cut.start == 0:
+                sums += [NO_ELEMENTS] * len(pieces)
+            for n, (info, piece) in enumerate(pieces, len(sums) - len(pieces)):
+                for own in cut_piece(piece, cut.start, cut.stop):
+                    begin = at + (own.offset - cut.start) * unit
+                    strides = [s * unit for s in own.strides]
+                    elements = np.ndarray(own.box.shape, f"V{unit}", memory, begin, strides)
+                    sums[n] = total((sums[n], fingerprint_of(elements, info.shape, own.box)))
         at += cut.nbytes

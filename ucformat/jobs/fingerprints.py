@@ -1,25 +1,28 @@
-"""Fingerprints of foreign checkpoints, which record none: computed by reading the tensors, and kept in the catalog."""
+"""Fingerprints of foreign checkpoints, which record none themselves, for the catalog."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ucformat.catalog.loading import load_by_id
 from ucformat.catalog.recording import Found
 from ucformat.catalog.stamp import now
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, UcformatError, UsageError
-from ucformat.geometry.tensor import Key
+from ucformat.exporters.base import Span
+from ucformat.geometry.box import Box
+from ucformat.geometry.fingerprint import text_of, total
+from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.batches import Failure
 from ucformat.jobs.inputs import Input
-from ucformat.jobs.opening import described
+from ucformat.jobs.opening import recordable
 from ucformat.jobs.run import naming_place, run, workers_for
 from ucformat.reading.execute import read_fingerprint
 from ucformat.reading.readable import TRACKERS
-from ucformat.schema import FINGERPRINT
+from ucformat.schema import FINGERPRINT, ITEMSIZE
 from ucformat.storage.wrappers import check_unchanged
 
 if TYPE_CHECKING:
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
     from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.jobs.export_files import ExportJob
     from ucformat.schema.tensors import TensorTable
 
 
@@ -63,6 +68,67 @@ def with_fingerprints(tensors: TensorTable, fingerprints: Mapping[Key, str]) -> 
     """A table of tensors with these fingerprints."""
     column = [fingerprints.get(Key(doc.name, doc.state)) for doc in tensors]
     return tensors.model_copy(update={"fingerprint": column if any(column) else []})
+
+
+def exported_fingerprints(job: ExportJob, exported: Checkpoint) -> dict[Key, str]:
+    """The fingerprints of an export's tensors: those of the source's tensors, or computed when they were written.
+
+    Names prove nothing here. What is compared is where each box of a tensor lies in the files: in
+    what was written and in what is found by the reader of the format. Tensors that are found
+    otherwise are left out.
+    """
+    recorded = job.source.metadata.fingerprints
+    written: dict[_Place, tuple[TensorInfo, Sums | None]] = {}
+    for file in job.target.files:
+        at, sums = 0, iter(job.sums.get(file.key, ()))
+        for part in file.parts():
+            if isinstance(part, Span):
+                unit, key = ITEMSIZE[part.dtype], f"{job.store.url}/{file.key}"
+                for info, piece in part.pieces:
+                    strides = [s * unit for s in piece.strides]
+                    place = _place(key, at + piece.offset * unit, piece.box, strides)
+                    written[place] = info, next(sums, None)
+            at += len(part) if isinstance(part, bytes) else part.nbytes
+    fingerprints = {}
+    for info in exported.tensors.values():
+        found = {
+            e.box: written.get(_place(f"{exported.store.url}/{e.file}", e.offset, e.box, e.strides))
+            for e in single_extents(exported.source.extents(info.key))
+            if e.box.size
+        }
+        text = _of_boxes(info, found, recorded)
+        if text is not None:
+            fingerprints[info.key] = text
+    return fingerprints
+
+
+#: A file, a byte of it, a box of a tensor that begins there, and its strides in bytes.
+_Place = tuple[str, int, Box, tuple[int, ...]]
+
+
+def _place(file: str, offset: int, box: Box, strides: Sequence[int]) -> _Place:
+    """Where a box is; the strides of dims of a single element, which mean nothing, are zeros."""
+    steps = (s if n > 1 else 0 for n, s in zip(box.shape, strides, strict=True))
+    return file, offset, box, tuple(steps)
+
+
+def _of_boxes(
+    info: TensorInfo,
+    found: Mapping[Box, tuple[TensorInfo, Sums | None] | None],
+    recorded: Mapping[Key, str | None],
+) -> str | None:
+    """The fingerprint of a tensor from the tensors of which its boxes were written; None if they do not tell it."""
+    sources, parts = set(), []
+    for box in found.values():
+        if box is None or (box[0].shape, box[0].itemsize) != (info.shape, info.itemsize):
+            return None
+        sources.add(box[0].key)
+        parts.append(box[1])
+    if sum(box.size for box in found) != info.size:
+        return None
+    if len(sources) == 1 and (text := recorded.get(*sources)) is not None:
+        return text
+    return None if None in parts else text_of(total(cast("list[Sums]", parts)))
 
 
 def record_fingerprints(
@@ -139,6 +205,6 @@ def _with_computed(
             hint="restore the file from another copy, and run it again; the checkpoint is "
             "registered, without fingerprints",
         ) from error
-    manifest = described(ck, ck.files())
+    manifest = recordable(ck).manifest
     tensors = with_fingerprints(manifest.tensors, fingerprints)
     return Found(manifest.model_copy(update={"tensors": tensors}), url, ck.kind)

@@ -215,7 +215,11 @@ def try_open(
 def _open(root: str, options: Mapping[str, Any] | None, watch: Watch) -> OpenedCheckpoint:
     if options and exists(watch(open_store(root)), MANIFEST):  # a universal checkpoint takes none
         options = None
-    ck = open_checkpoint(root, options=options, watch=watch)
+    return recordable(open_checkpoint(root, options=options, watch=watch), watch)
+
+
+def recordable(ck: Checkpoint, watch: Watch = WatchedStore) -> OpenedCheckpoint:
+    """An opened checkpoint as it is recorded."""
     doc = find_document(watch(open_store(ck.home)))
     if ck.kind == "ucformat":
         return OpenedCheckpoint(ck.home, ck.kind, ck.manifest, None, doc, None)
@@ -224,7 +228,7 @@ def _open(root: str, options: Mapping[str, Any] | None, watch: Watch) -> OpenedC
     return OpenedCheckpoint(
         ck.home,
         ck.kind,
-        described(ck, infos),
+        _described(ck, infos),
         files,
         doc,
         ck.metadata.files,
@@ -233,7 +237,7 @@ def _open(root: str, options: Mapping[str, Any] | None, watch: Watch) -> OpenedC
     )
 
 
-def described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
+def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     """The manifest of a foreign checkpoint, with its id, and the time of its newest file."""
     times = [i.modified for i in files if i.modified is not None]
     created = ck.manifest.created

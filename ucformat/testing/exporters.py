@@ -21,7 +21,7 @@ import pytest
 
 import ucformat
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import IntegrityError, UnsupportedError, UsageError
+from ucformat.errors import IntegrityError, NotACheckpoint, UnsupportedError, UsageError
 from ucformat.exporters.base import Exporter, options_of
 from ucformat.exporters.registry import EXPORTERS
 from ucformat.geometry.box import Box, row_major
@@ -29,7 +29,8 @@ from ucformat.geometry.tensor import Extent, Key, TensorInfo, TensorList
 from ucformat.jobs.export import plan_export
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
 from ucformat.reading.readable import CheckpointMetadata
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import FINGERPRINT, ITEMSIZE
+from ucformat.settings import using
 from ucformat.storage.local import LocalStore
 from ucformat.storage.wrappers import WrappedStore
 
@@ -188,6 +189,25 @@ class ExporterSuite:
         done = ucformat.export(source, tmp_path / self.name, self.kind, **self.options)
         assert done.verified
         self.same(tmp_path / self.name)
+
+    @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "computed"])
+    def test_the_catalog_has_the_fingerprints_of_its_tensors(
+        self, source: Checkpoint, tmp_path: Path, *, recorded: bool
+    ) -> None:
+        """Of an export that can be opened: those that the source records, else computed as it is written."""
+        if not recorded:
+            source.source.metadata = source.metadata.replace(fingerprints={})
+        url = f"sqlite:///{tmp_path}/catalog.db"
+        with using(catalog=url):
+            done = ucformat.export(source, tmp_path / self.name, self.kind, **self.options)
+        try:
+            exported = ucformat.open(done.url)
+        except NotACheckpoint:
+            return
+        with ucformat.Catalog(url) as catalog:
+            found = {Key(t.name, t.state): t.digest for t in catalog.tensors(exported.id)}
+        for key, digest in found.items():
+            assert digest == f"{FINGERPRINT}{exported[key].fingerprint}", key
 
     def test_what_is_left_out_is_told(self, source: Checkpoint) -> None:
         told = plan_export(source, self.kind, **self.options).left_out
