@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import ucformat
@@ -22,13 +23,17 @@ from ucformat.format import arrays as small
 from ucformat.geometry.box import Box
 from ucformat.geometry.fingerprint import fingerprint_of, text_of
 from ucformat.geometry.tensor import Piece, TensorInfo
+from ucformat.jobs import virtual as virtual_module
 from ucformat.jobs import weight_files
 from ucformat.jobs.compare import compare
 from ucformat.jobs.export import planned_job
 from ucformat.jobs.export_place import begin_export
 from ucformat.jobs.fingerprints import exported_fingerprints
+from ucformat.reading.execute import read_fingerprint
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import MANIFEST
+from ucformat.storage import base
+from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -149,6 +154,41 @@ def test_bytes_that_nothing_else_covers_are_verified_by_them(tmp_path: Path) -> 
     os.utime(tmp_path / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
     (problem,) = ucformat.verify(with_fingerprint.url).problems
     assert "fingerprint" in problem.reason
+
+
+def test_a_virtual_one_reads_most_tensors_with_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those of which an element may be cut in two, whose boxes begin at any byte of the files."""
+    again: list[int] = []
+
+    def read(source: Any, info: TensorInfo) -> str:
+        again.append(info.itemsize)
+        return read_fingerprint(source, info)
+
+    monkeypatch.setattr(virtual_module, "read_fingerprint", read)
+    monkeypatch.setattr(base, "_PART", 1000)  # bytes that are read at once
+    foreign = Checkpoint(FakeSource.write(LocalStore(tmp_path / "src"), ARRAYS))
+    seen: list[tuple[int, int]] = []
+    ck = ucformat.convert(
+        foreign,
+        tmp_path / "v",
+        virtual=True,
+        checksums=True,
+        progress=lambda *at: seen.append(at),
+    )
+    assert recorded(ck) == EXPECTED
+    assert seen[-1] == (sum(i.size for i in foreign.files()),) * 2
+    assert set(again) <= {2, 4, 8}
+    assert 0 < len(again) < len(ARRAYS) // 2
+    assert ucformat.verify(ck)
+    again.clear()
+    matrix = torch.randn(50, 70)
+    torch.save({"a": matrix, "b": torch.randn(50, 70).t()}, tmp_path / "x.pt")
+    ck = ucformat.convert(tmp_path / "x.pt", tmp_path / "x", virtual=True, checksums=True)
+    assert ck["a"].fingerprint == fingerprint(matrix.numpy())
+    assert ucformat.verify(ck)
+    assert again == [4]  # of `b`
 
 
 def test_a_checkpoint_without_them_is_read_and_copied_as_it_is(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ucformat.schema.values import parsed
 from ucformat.storage.base import read_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -83,11 +83,17 @@ def bytes_digest(data: Bytes) -> str:
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
-def file_digest(store: Store, key: str) -> str:
-    """The XXH3-128 of a file, which is read in blocks: `xxh3:` and 32 hexadecimal digits."""
+def file_digest(store: Store, key: str, take: Callable[[memoryview], None] | None = None) -> str:
+    """The XXH3-128 of a file, which is read in blocks: `xxh3:` and 32 hexadecimal digits.
+
+    Args:
+        take: called with each block.
+    """
     state = xxh3_128()
     for _, part in read_parts(store, key, store.info(key).size):
         state.update(part)
+        if take is not None:
+            take(part)
     return f"xxh3:{state.hexdigest()}"
 
 

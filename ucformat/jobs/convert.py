@@ -110,8 +110,9 @@ def convert(
         virtual: write only the locations of the tensors' bytes in the source's files, which must
             stay as they are. A document beside them, in `needed-by/`, keeps every catalog from
             removing them.
-        checksums: with `virtual`, read these files and record their checksums, and the tensors again
-            for fingerprints that the source lacks, for `verify`.
+        checksums: with `virtual`, read these files, and record their checksums and the fingerprints
+            that the source lacks, for `verify`. Only tensors that do not lie row-major in the files
+            are read a second time.
         unprotected: with `virtual`, continue if nothing can be written beside the source's files.
         weights: `safetensors` stores the weights, or masters where only these are stored, in
             safetensors files with the configuration and the tokenizer beside them:

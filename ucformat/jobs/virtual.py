@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError
@@ -14,9 +15,12 @@ from ucformat.format.extents import put_sidecar
 from ucformat.format.mounted import MountedStore, mounted_key
 from ucformat.format.sidecar import encode
 from ucformat.format.structure import MOUNT
+from ucformat.geometry.box import row_major
 from ucformat.geometry.coverage import prove
+from ucformat.geometry.fingerprint import NO_ELEMENTS, text_of, total
 from ucformat.geometry.tensor import single_extents
 from ucformat.jobs.dependents import find_homes, need
+from ucformat.jobs.file_fingerprints import FileFingerprints
 from ucformat.jobs.run import run
 from ucformat.reading.execute import read_fingerprint
 from ucformat.schema.manifest import SourceFileDoc
@@ -26,14 +30,16 @@ from ucformat.storage.base import HIDDEN
 from ucformat.storage.wrappers import find_watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.commit import Attempt
-    from ucformat.geometry.tensor import Extent, TensorInfo
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.fingerprint import Sums
+    from ucformat.geometry.tensor import Extent, Key, TensorInfo
     from ucformat.jobs.dependents import Home
     from ucformat.schema.manifest import SidecarDoc
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import Info, Store
 
 _THREADS = 8
 
@@ -114,46 +120,85 @@ def put_virtual(
         allow_root(root)
     need(placed.homes, str(attempt.keeps), store.url, unprotected=unprotected)
     # after they are protected, so that they cannot disappear
-    sources = _sources(placed, progress, checksums=checksums)
+    files = [store_of.info(key) for store_of, key in placed.origin]
+    fingerprints = dict(source.metadata.fingerprints)
+    digests: list[str | None] = [None] * len(files)
+    if checksums:
+        lacking = [i for i in placed.infos if fingerprints.get(i.key) is None]
+        digests, computed = _read_files(placed, files, lacking, progress)
+        others = [i for i in lacking if i.key not in computed]
+        fingerprints |= computed
+        fingerprints |= {
+            i.key: text for i, text in run(partial(read_fingerprint, source.source), others)
+        }
+    sources = tuple(
+        SourceFileDoc(
+            path=file, nbytes=info.size, modified=info.modified, etag=info.etag, digest=digest
+        )
+        for file, info, digest in zip(placed.files.values(), files, digests, strict=True)
+    )
     if (watching := find_watched(source.store)) is not None:
         for file in placed.files:  # reading many files checks only their sizes
             watching.note(file)
-    tensors = TensorTable.of(_docs(source, placed.infos, read=checksums))
+    tensors = TensorTable.of(
+        TensorDoc(i.name, i.state, i.dtype, i.shape, fingerprint=fingerprints.get(i.key))
+        for i in placed.infos
+    )
     data = encode(placed.extents)
     put = put_sidecar(store, attempt.folder("data"), data, tensors, placed.roots, sources)
     return *put, tuple(tensors)
 
 
-def _docs(source: Checkpoint, infos: Sequence[TensorInfo], *, read: bool) -> Iterator[TensorDoc]:
-    """The rows of tensors, with the fingerprints that are recorded; others are computed if they may be read."""
-    recorded = source.metadata.fingerprints
-    lacking = [i for i in infos if read and recorded.get(i.key) is None]
-    computed = {i.key: text for i, text in run(partial(read_fingerprint, source.source), lacking)}
-    for info in infos:
-        fingerprint = recorded.get(info.key) or computed.get(info.key)
-        yield TensorDoc(info.name, info.state, info.dtype, info.shape, fingerprint=fingerprint)
+def _read_files(
+    placed: VirtualExtents,
+    files: Sequence[Info],
+    lacking: Collection[TensorInfo],
+    progress: Callable[[int, int], None] | None,
+) -> tuple[list[str | None], dict[Key, str]]:
+    """Read the files once: their digests, and the fingerprints of tensors, except those that `_runs` leaves out."""
+    runs, total_nbytes, done = _runs(placed, lacking), sum(file.size for file in files), 0
+    digests: list[str | None] = []
+    sums: dict[Key, Sums] = {info.key: NO_ELEMENTS for info in lacking if not info.size}
+
+    def read(number: int) -> tuple[str, FileFingerprints]:
+        fingerprints = FileFingerprints(runs[names[number]])
+        return file_digest(*placed.origin[number], fingerprints.take), fingerprints
+
+    names = list(placed.files.values())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for name, file, (digest, fingerprints) in zip(
+            names, files, pool.map(read, range(len(names))), strict=True
+        ):
+            digests.append(digest)
+            for n, part in fingerprints.parts:
+                key = runs[name][n][0].key
+                sums[key] = total((sums.get(key, NO_ELEMENTS), part))
+            done += file.size
+            if progress is not None:
+                progress(done, total_nbytes)
+    return digests, {key: text_of(of_tensor) for key, of_tensor in sums.items()}
 
 
-def _sources(
-    placed: VirtualExtents, progress: Callable[[int, int], None] | None, *, checksums: bool
-) -> tuple[SourceFileDoc, ...]:
-    """The current state of the files."""
-    infos = [store.info(key) for store, key in placed.origin]
-    digests: Iterable[str | None] = repeat(None)
-    if checksums:
-        total, done = sum(i.size for i in placed.infos), 0
-        digests = []
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for info, digest in zip(
-                infos, pool.map(lambda place: file_digest(*place), placed.origin), strict=True
-            ):
-                digests.append(digest)
-                done += info.size
-                if progress is not None:
-                    progress(done, total)
-    return tuple(
-        SourceFileDoc(
-            path=file, nbytes=info.size, modified=info.modified, etag=info.etag, digest=digest
-        )
-        for file, info, digest in zip(placed.files.values(), infos, digests, strict=False)
-    )
+def _runs(
+    placed: VirtualExtents, infos: Collection[TensorInfo]
+) -> defaultdict[str, list[tuple[TensorInfo, Box, int]]]:
+    """The boxes of tensors that lie row-major in files, in the order of each file; those of replicas once.
+
+    All boxes of other tensors are left out, and those of which the blocks in which a file is read
+    could cut an element.
+    """
+    keys, runs = {info.key for info in infos}, defaultdict(list)
+    for info, extents in zip(placed.infos, placed.extents, strict=True):
+        boxes = {e.box: e for e in reversed(extents)}
+        whole = sum(box.size for box in boxes) == info.size
+        if info.key in keys and whole and all(_is_run(e, info.itemsize) for e in boxes.values()):
+            for e in boxes.values():
+                runs[e.file].append((info, e.box, e.offset))
+    for of_file in runs.values():
+        of_file.sort(key=itemgetter(2))
+    return runs
+
+
+def _is_run(extent: Extent, unit: int) -> bool:
+    steps = zip(extent.box.shape, extent.strides, row_major(extent.box.shape, unit), strict=True)
+    return extent.offset % unit == 0 and all(n == 1 or a == b for n, a, b in steps)

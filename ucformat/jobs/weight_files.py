@@ -21,14 +21,9 @@ from ucformat.format.chunking import row_block
 from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import Columns, encode_columns
 from ucformat.geometry.box import Box, offset_of, row_major
-from ucformat.geometry.fingerprint import (
-    NO_ELEMENTS,
-    fingerprint_of,
-    packed_sums,
-    text_of,
-    unpacked_sums,
-)
+from ucformat.geometry.fingerprint import packed_sums, text_of, unpacked_sums
 from ucformat.jobs.export_files import FilesJob
+from ucformat.jobs.file_fingerprints import FileFingerprints
 from ucformat.jobs.shards import WriteOptions, plan_spec, planned_of
 from ucformat.jobs.tasks import job_name
 from ucformat.schema.manifest import SidecarDoc, VerifiedDoc
@@ -44,7 +39,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.jobs.finished import TaskDoc
     from ucformat.schema.manifest import FileDoc
@@ -132,7 +126,9 @@ class WeightsJob(FilesJob):
         number = self._order[task]
         tensors = self.placed.tensors_in(number)
         crcs = _BlockSums(self.placed.block_sizes(number).tolist())
-        fingerprints = _TensorSums(tensors)
+        fingerprints = FileFingerprints(
+            [(placed.info, Box.whole(placed.info.shape), placed.offset) for placed in tensors]
+        )
 
         def take(data: memoryview) -> None:
             crcs.take(data)
@@ -203,25 +199,6 @@ class _BlockSums:
                 self.done.append(self._crc)
                 self._crc = 0
                 self._left = self._sizes[len(self.done)] if len(self.done) < len(self._sizes) else 0
-
-
-class _TensorSums:
-    """The parts of fingerprints of the tensors in a file, by their numbers, which is taken from beginning to end."""
-
-    def __init__(self, tensors: Sequence[PlacedTensor]) -> None:
-        self._tensors, self._first, self._at = tensors, 0, 0
-        self.parts: list[tuple[int, Sums]] = []
-
-    def take(self, data: memoryview) -> None:
-        end = self._at + data.nbytes
-        for n in range(self._first, len(self._tensors)):
-            placed = self._tensors[n]
-            if placed.offset >= end:
-                break
-            self.parts.append((n, placed.fingerprint(data, self._at)))
-            if placed.offset + placed.info.nbytes <= end:
-                self._first = n + 1
-        self._at = end
 
 
 BLOCK_BYTES = 1 << 20  # of a block, at most, unless one element of the last dim is larger
@@ -295,17 +272,6 @@ class PlacedTensor:
     def at(self, start: Sequence[int]) -> int:
         """The byte of the file at which an element begins."""
         return self.offset + offset_of(start, self.strides)
-
-    def fingerprint(self, data: memoryview, begin: int) -> Sums:
-        """The part that bytes of the file, from byte `begin` on, have in its fingerprint."""
-        unit = self.info.itemsize
-        start = max(begin, self.offset)
-        stop = min(begin + data.nbytes, self.offset + self.info.nbytes)
-        if start >= stop:
-            return NO_ELEMENTS
-        elements = np.frombuffer(data[start - begin : stop - begin], f"V{unit}")
-        box = Box(((start - self.offset) // unit,), (len(elements),))
-        return fingerprint_of(elements, (self.info.size,), box)
 
     def blocks(self, within: Box) -> Iterator[tuple[int, Box]]:
         """The blocks that intersect a box of the tensor, each with its number."""
