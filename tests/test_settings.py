@@ -268,6 +268,11 @@ def test_a_file_that_others_may_write_to_does_not_count(
     assert load_settings().catalog_url() == str(file.parent / "x.db")
 
 
+def test_keys_of_signers_are_relative_to_the_file(tmp_path: Path) -> None:
+    file = user(tmp_path, "signers = ['keys/a.pub', 'sigstore:https://a.b,c']")
+    assert load_settings().signers == (str(file.parent / "keys/a.pub"), "sigstore:https://a.b,c")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -275,6 +280,7 @@ def test_a_file_that_others_may_write_to_does_not_count(
         ("roots", "['/']"),
         ("cache", "'/tmp/elsewhere'"),
         ("cache_bytes", "1"),
+        ("signers", "['/elsewhere/key.pub']"),
         ("trusted", "['/elsewhere/ucformat.toml']"),
         ("catalog", "'postgresql://me@example.org/all'"),
         ("catalog", "'postgresql+psycopg://me:word@example.org/all'"),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.materialize import materialize
     from ucformat.jobs.register import register, reindex
     from ucformat.jobs.run import Report
+    from ucformat.jobs.sign import Signature, sign
     from ucformat.jobs.verify import verify
     from ucformat.reading.lazy import Tensor
     from ucformat.reading.rank import ReadPlan
@@ -48,6 +49,7 @@ __all__ = [
     "Layout",
     "ReadPlan",
     "Report",
+    "Signature",
     "Tensor",
     "__version__",
     "average",
@@ -65,6 +67,7 @@ __all__ = [
     "register",
     "register_zarr_dtypes",
     "reindex",
+    "sign",
     "verify",
 ]
 
@@ -79,6 +82,7 @@ _HOMES = {
     "Layout": "geometry.layout:Layout",
     "ReadPlan": "reading.rank:ReadPlan",
     "Report": "jobs.run:Report",
+    "Signature": "jobs.sign:Signature",
     "Tensor": "reading.lazy:Tensor",
     "average": "jobs.combine.combining:average",
     "collect": "jobs.gc:collect",
@@ -95,6 +99,7 @@ _HOMES = {
     "register": "jobs.register:register",
     "register_zarr_dtypes": "format.zarr_types:register_zarr_dtypes",
     "reindex": "jobs.register:reindex",
+    "sign": "jobs.sign:sign",
     "verify": "jobs.verify:verify",
 }
 

@@ -33,6 +33,7 @@ def open_reference(
     view: Steps | None = None,
     roots: str | PathLike[str] | Iterable[str | PathLike[str]] = (),
     options: Mapping[str, Any] | None = None,
+    signed_by: str | PathLike[str] | Iterable[str | PathLike[str]] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
@@ -46,13 +47,21 @@ def open_reference(
             in the settings (`UCP_ROOTS`) and those that this user has registered.
         options: facts that the files of a foreign checkpoint lack, such as its layout; each kind of
             checkpoint has its own (docs/sources).
+        signed_by: open only a universal checkpoint whose manifest has a signature by one of these:
+            PEM files of public keys or certificates, `sigstore:ISSUER,IDENTITY`, or `trusted` for
+            the signers in the settings (default: signatures are not looked for).
 
     Raises:
+        UnsafeError: it is not signed as `signed_by` demands.
         NotFound: the place is empty or does not exist, or the catalog has no such checkpoint.
         NotACheckpoint: the place holds no checkpoint, or no committed one.
         UsageError: the reference matches several checkpoints.
     """
     checkpoint, _ = _open(place, as_strings(roots), options)
+    if signed_by is not None:
+        from ucformat.signatures import check_signed
+
+        check_signed(checkpoint, signed_by)
     return checkpoint if view is None else checkpoint.view(view)
 
 

@@ -59,6 +59,10 @@ class Settings:
     cache: str = ""
     cache_bytes: int = 64 << 30  # of these copies on the disk
 
+    #: Whose signatures `--signed-by trusted` accepts: PEM files of public keys or of authorities'
+    #: certificates, and `sigstore:ISSUER,IDENTITY`.
+    signers: tuple[str, ...] = ()
+
     #: Projects' files that are used although they belong to another user.
     trusted: tuple[str, ...] = ()
 
@@ -188,9 +192,9 @@ def _registered() -> Path:
 
 _FIELDS = tuple(f.name for f in fields(Settings))
 _KNOWN = f"the settings are: {', '.join(_FIELDS)}"
-#: Settings that a project's file cannot have: where secrets are sent, which files may be read, and
-#: where copies are.
-_USER_ONLY = ("cache", "cache_bytes", "endpoint", "roots", "trusted")
+#: Settings that a project's file cannot have: where secrets are sent, which files may be read,
+#: where copies are, and who is trusted.
+_USER_ONLY = ("cache", "cache_bytes", "endpoint", "roots", "signers", "trusted")
 _MAX_FILE_BYTES = 1 << 20  # bytes of a file of settings
 
 
@@ -208,12 +212,12 @@ def _checked(key: str, value: Any) -> Any:
     """Convert a value to the type of its setting; ValueError if it is invalid."""
     if key not in _FIELDS:
         raise ValueError("there is no such setting")
-    if key in ("roots", "trusted"):
+    if key in ("roots", "signers", "trusted"):
         listed = _listed(value) if isinstance(value, str) else value
         if not isinstance(listed, list | tuple) or not all(
             isinstance(part, str) for part in listed
         ):
-            raise ValueError("it must be a list of places")
+            raise ValueError(f"it must be a list of {'signers' if key == 'signers' else 'places'}")
         return tuple(part for part in listed if part)
     if key in ("requests", "in_flight", "cache_bytes"):
         return _number(value, int, "a whole number, 1 or more")
@@ -345,6 +349,13 @@ def _read(file: _SettingsFile) -> dict[str, Any]:
     for key in ("catalog", "cache"):
         if (path := values.get(key, "")) and path.lower() != "none" and "://" not in path:
             values[key] = str(file.path.parent / local_path(path, absolute=False))
+    if "signers" in values:
+        values["signers"] = tuple(
+            text
+            if text.startswith("sigstore:")
+            else str(file.path.parent / local_path(text, absolute=False))
+            for text in values["signers"]
+        )
     return values
 
 

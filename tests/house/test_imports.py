@@ -44,10 +44,14 @@ ALLOWED: dict[str, set[str]] = {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"),
         *("settings", "zarr_store"),
     },
-    "references": {"errors", "storage", "views", "checkpoint", "catalog", "settings"},
+    "signatures": {"schema", "errors", "geometry", "storage", "format", "checkpoint", "settings"},
+    "references": {
+        *("errors", "storage", "views", "checkpoint", "catalog", "settings", "signatures"),
+    },
     "jobs": {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"),
         *("checkpoint", "_version", "catalog", "durable", "exporters", "references", "settings"),
+        "signatures",
     },
     "torch": {
         *("schema", "errors", "geometry", "storage", "reading", "format", "sources", "checkpoint"),
@@ -95,6 +99,7 @@ OUTSIDE: dict[str, set[str]] = {
     "zarr_store": {"numpy", "zarr"},
     "checkpoint": set(),
     "references": set(),
+    "signatures": {"model_signing"},
     "exporters": {"numpy"},
     "jobs": {"numpy", "pydantic"},
     "cli": {"click", "rich", "numpy", "yaml"},

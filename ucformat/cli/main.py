@@ -57,6 +57,7 @@ ucp = Program(
         "materialize": ("convert:materialize", "Convert a packed checkpoint to arrays."),
         "copy": ("convert:copy", "Copy a universal checkpoint to another location."),
         "verify": ("verify:verify", "Read every byte and compare it with its checksums."),
+        "sign": ("sign:sign", "Sign the manifest of a checkpoint."),
         "doctor": ("doctor:doctor", "Check storage capabilities."),
         "cache": (None, "Show or clear the cache of files read over a network."),
         "layout": (_LAYOUT, "Validate layout files."),

@@ -110,6 +110,16 @@ def own_digest(document: bytes) -> str | None:
     return digest if document[len(body) :] == _ending(digest) else None
 
 
+def whole_and_own_digest(store: Store, key: str) -> tuple[str, str]:
+    """The digests of a whole manifest, which is read in blocks, and of the bytes that its own digest covers."""
+    size = store.info(key).size
+    whole, own = hashlib.sha256(), hashlib.sha256()
+    for at, part in read_parts(store, key, size):
+        whole.update(part)
+        own.update(part[: max(0, size - _ENDING_BYTES - at)])
+    return f"sha256:{whole.hexdigest()}", f"sha256:{own.hexdigest()}"
+
+
 def _ending(digest: str) -> bytes:
     return f',\n "digest": "{digest}"\n}}'.encode()
 

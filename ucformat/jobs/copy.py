@@ -44,6 +44,7 @@ from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.execute import place_checksum
 from ucformat.references import open_reference
 from ucformat.schema.manifest import MANIFEST
+from ucformat.signatures import copy_signature
 from ucformat.storage.base import read_parts
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.strided import checksum
@@ -441,6 +442,7 @@ def _finish_committed(source: Universal, store: Store) -> Copied:
     """Do what a process that was killed after its commit may have left undone."""
     settle(store)
     copy_document(source.store, store, source.manifest.id)
+    copy_signature(source, store)
     announce(store.url, source.manifest)
     return Copied(store.url, source.manifest.id, 0, 0, 0, 0, already=True)
 
@@ -494,6 +496,7 @@ def _copy(
                 hint="that checkpoint is complete, and has the same tensors; choose another place",
             )
         copy_document(source.store, store, manifest.id)
+        copy_signature(source, store)
     if job.recorded or options.where != HERE:
         discard_finished(store, attempt.id)
     return copied

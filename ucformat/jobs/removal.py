@@ -44,6 +44,7 @@ from ucformat.schema.documents import (
 )
 from ucformat.schema.manifest import MANIFEST
 from ucformat.schema.values import parsed
+from ucformat.signatures import SIGNATURE
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -249,6 +250,8 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
         doc = read_document(store)
         if doc is not None and doc.id == tombstone.id:
             store.delete(CATALOG_DOCUMENT)
+    # of the manifest that is gone: nobody commits here before the tombstone is
+    store.delete(SIGNATURE)
     forget_dependents(store)
     store.prune(NEEDED_BY)
     store.flush()

@@ -74,7 +74,9 @@ class Report:
     `bytes_verified` were compared with a checksum; `bytes_unverified` were only found to exist.
     `unprotected` are places with files of a virtual checkpoint that have no record that it needs
     them. `part` is the part that was verified, as `2/8`; empty for all. `part_of` is what the
-    checkpoint is only a part of; empty if it is whole.
+    checkpoint is only a part of; empty if it is whole. `signed_by` is whose valid signature the
+    manifest has, empty if none was asked for, and `signed_files` the number of other files whose
+    SHA-256 that states.
     """
 
     url: str
@@ -86,6 +88,8 @@ class Report:
     unprotected: tuple[str, ...] = ()
     part: str = ""
     part_of: str = ""
+    signed_by: str = ""
+    signed_files: int = 0
 
     def __bool__(self) -> bool:
         return not self.problems

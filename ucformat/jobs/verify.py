@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from contextlib import suppress
 from dataclasses import asdict
@@ -43,12 +44,14 @@ from ucformat.geometry.tensor import Key, TensorInfo, single_extents
 from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.record import contradiction, record_verification
 from ucformat.jobs.reopen import other_found, reopen, spec_of
-from ucformat.jobs.run import Report, workers_for
+from ucformat.jobs.run import Report, run, workers_for
 from ucformat.jobs.tasks import Job, job_name
 from ucformat.jobs.where import Where, run_job
 from ucformat.reading.execute import read_fingerprint
 from ucformat.references import open_reference
 from ucformat.schema.manifest import MANIFEST
+from ucformat.signatures import check_signed
+from ucformat.storage.base import read_parts
 from ucformat.storage.cache.scope import uncached
 from ucformat.storage.strided import crc32
 
@@ -78,6 +81,8 @@ def verify(
     workers: int | None = None,
     *,
     options: Mapping[str, Any] | None = None,
+    signed_by: str | PathLike[str] | Iterable[str | PathLike[str]] | None = None,
+    signature: str | PathLike[str] | None = None,
     on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
@@ -92,12 +97,16 @@ def verify(
         place: a checkpoint, or the place of one.
         workers: files read at once (default: one for each core; for object stores eight at least).
         options: facts that the files of a foreign checkpoint lack, as in `open`.
+        signed_by: first check that the manifest is signed by one of these, as in `open`; files of
+            which the signature states the SHA-256 are compared with that, too.
+        signature: a local file with the signature (default: the one beside the manifest).
         on: where files are read, as for `convert`. Parts are cut by tensors; each has a report of
             its own, which is not recorded in the catalog.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
         NotFinished: this process of torchrun has done its part, and rank 0 has the report.
+        UnsafeError: it is not signed as `signed_by` demands.
         NotACheckpoint: there is no committed checkpoint.
         AmbiguousLayout: the files of a foreign checkpoint can be read in two ways.
     """
@@ -112,8 +121,12 @@ def verify(
         raise UsageError(
             "a verification has nothing to commit", hint="each part reports what it has found"
         )
+    if signature is not None and signed_by is None:
+        raise UsageError("a signature is checked only against signers", hint="pass signed_by, too")
+    signed = None if signed_by is None else check_signed(ck, signed_by, signature)
     job = VerifyJob(ck)
-    done = run_job(job, where, workers or workers_for(ck.store), progress)
+    workers = workers or workers_for(ck.store)
+    done = run_job(job, where, workers, progress)
     part = f"{where.index}/{where.count}" if where.kind == "part" else ""
     if not done and not part:
         raise NotFinished("")
@@ -126,6 +139,11 @@ def verify(
             key for key in ck.universal.docs if key in unknown
         }
         problems += wrong_digests(ck.universal, job.shards, damaged)
+        if signed is not None:
+            keys = sorted(signed.digests.keys() - {MANIFEST})[where.index :: where.count]
+            problems += _signed_file_problems(
+                ck.universal.store, {key: signed.digests[key] for key in keys}, workers
+            )
     verified = [job.checks[task] for task in job.finished if task < len(job.checks)]
     report = Report(
         ck.url,
@@ -137,10 +155,30 @@ def verify(
         unprotected(ck),
         part,
         ck.metadata.part_of,
+        "" if signed is None else signed.by,
+        0 if signed is None else len(signed.digests) - 1,
     )
     if not part:
         record_verification(ck, report)
     return report
+
+
+def _signed_file_problems(store: Store, digests: Mapping[str, str], workers: int) -> list[Problem]:
+    """The files that are not those of which a signature states the SHA-256."""
+
+    def check(key: str) -> list[Problem]:
+        state = hashlib.sha256()
+        try:
+            for _, part in read_parts(store, key, store.info(key).size):
+                state.update(part)
+        except NotFound:
+            return [Problem(key, "the signed file is missing", kind="missing")]
+        except UcformatError as error:
+            return [Problem(key, error.message)]
+        differs = state.hexdigest() != digests[key]
+        return [Problem(key, "its SHA-256 is not the signed one", kind="differs")] * differs
+
+    return [problem for _, problems in run(check, digests, workers) for problem in problems]
 
 
 class VerifyJob(Job):

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, command
+from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, bundle, command
 from ucformat.cli.ui.output import Heading
 from ucformat.cli.ui.text import bytes_text, plural
 from ucformat.cli.ui.where import DRY_RUN, ON, Work, print_cost, work_options, workers_option
+from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ucformat.checkpoint import Checkpoint
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.run import Report
+
+
+@dataclass(frozen=True)
+class _SignedBy:
+    """Whose signature the manifest must have."""
+
+    signed_by: tuple[str, ...]
+    signature: str | None
+    signature_only: bool
 
 
 @command
@@ -30,13 +42,31 @@ if TYPE_CHECKING:
     ),
     DRY_RUN,
 )
+@bundle(
+    "by",
+    _SignedBy,
+    click.option(
+        "--signed-by",
+        metavar="WHO",
+        multiple=True,
+        help="First check that the manifest is signed by WHO: the file of a public key or of an "
+        "authority's certificates, sigstore:ISSUER,IDENTITY, or `trusted`. May be repeated.",
+    ),
+    click.option(
+        "--signature", metavar="FILE", help="The signature.  [default: beside the manifest]"
+    ),
+    click.option("--signature-only", is_flag=True, help="Check the signature, and read no data."),
+)
 @SOURCE
 @CATALOG
-def verify(src: str, work: Work, options: dict[str, Any] | None, out: Output) -> None:
+def verify(
+    src: str, work: Work, by: _SignedBy, options: dict[str, Any] | None, out: Output
+) -> None:
     """Read every byte of a checkpoint and check it against its checksums and digests.
 
     Prints one line for each problem and exits with 5 if there are any. Files of a foreign
-    checkpoint without checksums are only checked to exist.
+    checkpoint without checksums are only checked to exist. Exits with 6 if the manifest is not
+    signed as --signed-by demands.
     """
     import ucformat
     from ucformat.errors import ChecksumError
@@ -47,9 +77,20 @@ def verify(src: str, work: Work, options: dict[str, Any] | None, out: Output) ->
             out,
         )
         return
+    if not by.signed_by and (by.signature or by.signature_only):
+        raise UsageError("a signature is checked only with --signed-by")
+    if by.signature_only:
+        _check_signature(ucformat.open(src, options=options), by, out)
+        return
     with out.progress("verifying") as progress:
         report = ucformat.verify(
-            src, work.workers, options=options, on=work.where, progress=progress
+            src,
+            work.workers,
+            options=options,
+            signed_by=by.signed_by or None,
+            signature=by.signature,
+            on=work.where,
+            progress=progress,
         )
     out.result(lambda: _describe(report), lambda: _data(report), lambda: map(str, report.problems))
     if not report:
@@ -57,6 +98,18 @@ def verify(src: str, work: Work, options: dict[str, Any] | None, out: Output) ->
             f"{report.url} is damaged: {plural(len(report.problems), 'problem')}",
             hint="restore the files named in brackets from another copy of the checkpoint",
         )
+
+
+def _check_signature(ck: Checkpoint, by: _SignedBy, out: Output) -> None:
+    from ucformat.signatures import check_signed
+
+    signed = check_signed(ck, by.signed_by, by.signature)
+    data = {"url": ck.url, "id": ck.id, "signed_by": signed.by}
+    out.result(
+        lambda: [f"the manifest of {ck.url} is signed by {signed.by}; its files were not read"],
+        lambda: data,
+        lambda: [signed.by],
+    )
 
 
 def _describe(report: Report) -> Iterator[str]:
@@ -68,6 +121,11 @@ def _describe(report: Report) -> Iterator[str]:
         if report.part
         else f"{report.url} is intact"
     )
+    if report.signed_by:
+        besides = plural(report.signed_files, "file") if report.signed_files else ""
+        yield f"  signed by {report.signed_by}: the manifest" + (
+            f" and {besides}" if besides else ""
+        )
     yield f"  {plural(report.tensors, 'tensor')}"
     if report.bytes_verified or not report.bytes_unverified:
         yield f"  {bytes_text(report.bytes_verified)} verified"
@@ -84,6 +142,8 @@ def _data(report: Report) -> dict[str, Any]:
         "url": report.url,
         "kind": report.kind,
         "ok": bool(report),
+        "signed_by": report.signed_by or None,
+        "signed_files": report.signed_files,
         "tensors": report.tensors,
         "bytes_verified": report.bytes_verified,
         "bytes_unverified": report.bytes_unverified,
