@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.zarr_types import register_zarr_dtypes
     from ucformat.geometry.layout import Layout
+    from ucformat.jobs.attest import attest, log_reference
     from ucformat.jobs.combine.combining import average, merge
     from ucformat.jobs.convert import convert
     from ucformat.jobs.copy import Copied, copy
@@ -52,6 +53,7 @@ __all__ = [
     "Signature",
     "Tensor",
     "__version__",
+    "attest",
     "average",
     "collect",
     "convert",
@@ -61,6 +63,7 @@ __all__ = [
     "estimate",
     "export",
     "fits",
+    "log_reference",
     "materialize",
     "merge",
     "open",
@@ -84,6 +87,7 @@ _HOMES = {
     "Report": "jobs.run:Report",
     "Signature": "jobs.sign:Signature",
     "Tensor": "reading.lazy:Tensor",
+    "attest": "jobs.attest:attest",
     "average": "jobs.combine.combining:average",
     "collect": "jobs.gc:collect",
     "convert": "jobs.convert:convert",
@@ -93,6 +97,7 @@ _HOMES = {
     "estimate": "jobs.cost:estimate",
     "export": "jobs.export:export",
     "fits": "jobs.fits:fits",
+    "log_reference": "jobs.attest:log_reference",
     "materialize": "jobs.materialize:materialize",
     "merge": "jobs.combine.combining:merge",
     "open": "references:open_reference",

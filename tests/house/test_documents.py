@@ -143,7 +143,7 @@ def arguments(call: str) -> list[tuple[str, bool]]:
 
 def test_every_public_function_is_documented_with_its_parameters() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
-    calls = re.findall(r"`ucformat\.([A-Za-z]+)\(([^`]*?)\)(?: ->[^`]*)?`", text)
+    calls = re.findall(r"`ucformat\.([A-Za-z_]+)\(([^`]*?)\)(?: ->[^`]*)?`", text)
     documented = dict(reversed(calls))  # the first call of each; examples come after
     functions = [n for n in ucformat.__all__ if inspect.isfunction(getattr(ucformat, n))]
     assert set(functions) - documented.keys() == {"register_zarr_dtypes"} - documented.keys()

@@ -69,6 +69,7 @@ CORE = ALLOWED.keys() - {"_version", "migrations", "zarr_store"}
 #: Module -> what it alone of its room may import besides.
 BESIDES = {
     "reading/lazy.py": {"torch"},  # of which a tensor is asked for
+    "jobs/attest.py": {"mlflow", "wandb"},  # to which a reference is logged
     "jobs/on_dask.py": {"distributed"},
     "jobs/on_torchrun.py": {"torch"},
     "jobs/profiles.py": {"platformdirs"},
