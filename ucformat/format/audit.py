@@ -150,12 +150,13 @@ class ZarrJson:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """The file of a shard of an array."""
+    """The file of a shard of an array; its fingerprint is only computed if the array's is `recorded`."""
 
     key: Key
     grid: Grid
     shard: tuple[int, ...]
     file: str
+    recorded: bool
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +171,9 @@ class ShardFile:
     def check(self, store: Store, out: FileWriter | None = None) -> tuple[bytes, list[Problem]]:
         """See AuditItem."""
         try:
-            digests, problems = check_shard(store, self.file, self.grid, self.shard, out)
+            digests, problems = check_shard(
+                store, self.file, self.grid, self.shard, out, fingerprint=self.recorded
+            )
         except (IntegrityError, PermissionDenied, UnsupportedError) as error:
             if out is not None:  # a copy reports why the source cannot be read
                 raise
@@ -235,7 +238,8 @@ def items(source: Universal) -> Iterator[AuditItem]:
             )
             continue
         for shard in grid.shards():
-            yield ShardFile(key, grid, shard, shard_key(doc.path, shard))
+            file = shard_key(doc.path, shard)
+            yield ShardFile(key, grid, shard, file, recorded=doc.fingerprint is not None)
 
 
 def source_files(source: Universal) -> list[SourceFile]:
