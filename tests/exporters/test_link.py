@@ -18,6 +18,7 @@ from tests.exporters.sources import opened, random_arrays, universal
 from tests.exporters.test_export import SMALL, same, tensors_of
 from ucformat.cli.main import ucp
 from ucformat.errors import UnsafeError, UnsupportedError, UsageError
+from ucformat.settings import using
 
 
 @pytest.fixture(params=[{}, SMALL], ids=["one file", "shards"])
@@ -58,6 +59,27 @@ def test_the_files_of_a_universal_checkpoint_are_linked(model: Path, tmp_path: P
         assert file.samefile(Path(ck.hf_url) / file.name)
     assert (tmp_path / "out" / "config.json").read_text() == "{}"
     assert ucformat.verify(ck)
+
+
+def test_links_have_the_fingerprints_of_their_source(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it records any: what is linked is not read."""
+    read: list[object] = []
+    monkeypatch.setattr("ucformat.jobs.fingerprints.read_fingerprint", lambda *_: read.append(0))
+    ck = ucformat.convert(model, tmp_path / "u", weights="safetensors")
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    with using(catalog=url):
+        for source, place in ((ck, "a"), (model, "b")):
+            ucformat.export(source, tmp_path / place, "safetensors", link="hard", read_only=True)
+    with ucformat.Catalog(url) as catalog:
+        ours, theirs = (
+            {t.name: t.digest for t in catalog.tensors(ucformat.open(tmp_path / place).id)}
+            for place in "ab"
+        )
+    assert ours == {t.name: f"fingerprint:{t.fingerprint}" for t in ck.manifest.tensors}
+    empty = f"fingerprint:{'0' * 32}"
+    assert (set(theirs.values()), read) == ({None, empty}, [])
 
 
 def test_a_reflink_shares_blocks(

@@ -74,36 +74,56 @@ def exported_fingerprints(job: ExportJob, exported: Checkpoint) -> dict[Key, str
     """The fingerprints of an export's tensors: those of the source's tensors, or computed when they were written.
 
     Names prove nothing here. What is compared is where each box of a tensor lies in the files: in
-    what was written and in what is found by the reader of the format. Tensors that are found
-    otherwise are left out.
+    what was written and in what is found by the reader of the format. Tensors of which the source
+    has no elements, such as numbers that the format stores as tensors, are read; what is linked,
+    and has no fingerprint in the source, is left out.
     """
     recorded = job.source.metadata.fingerprints
-    written: dict[_Place, tuple[TensorInfo, Sums | None]] = {}
+    written, linked = _written(job)
+    fingerprints, others = {}, []
+    for info in exported.tensors.values():
+        places = {
+            e.box: _place(f"{exported.store.url}/{e.file}", e.offset, e.box, e.strides)
+            for e in single_extents(exported.source.extents(info.key))
+            if e.box.size
+        }
+        found = {box: written.get(place) for box, place in places.items()}
+        text = _of_boxes(info, found, recorded)
+        if text is not None:
+            fingerprints[info.key] = text
+        elif linked.isdisjoint(place[0] for place in places.values()):
+            others.append(info)
+    return fingerprints | compute_fingerprints(exported, others, lambda _nbytes: None)
+
+
+def _written(job: ExportJob) -> tuple[dict[_Place, _Written], set[str]]:
+    """The boxes of tensors in the files of an export by their places, and the files that are linked."""
+    written: dict[_Place, _Written] = {}
+    links: dict[str, str] = {}  # file of the source -> file of the export
     for file in job.target.files:
-        at, sums = 0, iter(job.sums.get(file.key, ()))
+        at, sums, key = 0, iter(job.sums.get(file.key, ())), f"{job.store.url}/{file.key}"
+        if file.link is not None:
+            links[file.link.key] = key
+            continue
         for part in file.parts():
             if isinstance(part, Span):
-                unit, key = ITEMSIZE[part.dtype], f"{job.store.url}/{file.key}"
+                unit = ITEMSIZE[part.dtype]
                 for info, piece in part.pieces:
                     strides = [s * unit for s in piece.strides]
                     place = _place(key, at + piece.offset * unit, piece.box, strides)
                     written[place] = info, next(sums, None)
             at += len(part) if isinstance(part, bytes) else part.nbytes
-    fingerprints = {}
-    for info in exported.tensors.values():
-        found = {
-            e.box: written.get(_place(f"{exported.store.url}/{e.file}", e.offset, e.box, e.strides))
-            for e in single_extents(exported.source.extents(info.key))
-            if e.box.size
-        }
-        text = _of_boxes(info, found, recorded)
-        if text is not None:
-            fingerprints[info.key] = text
-    return fingerprints
+    for info in job.infos if links else ():
+        for e in single_extents(job.source.source.extents(info.key)):
+            if e.file in links:
+                written[_place(links[e.file], e.offset, e.box, e.strides)] = info, None
+    return written, set(links.values())
 
 
 #: A file, a byte of it, a box of a tensor that begins there, and its strides in bytes.
 _Place = tuple[str, int, Box, tuple[int, ...]]
+#: A tensor of which a box was written, and the part of its fingerprint, if it was computed.
+_Written = tuple["TensorInfo", "Sums | None"]
 
 
 def _place(file: str, offset: int, box: Box, strides: Sequence[int]) -> _Place:
@@ -114,7 +134,7 @@ def _place(file: str, offset: int, box: Box, strides: Sequence[int]) -> _Place:
 
 def _of_boxes(
     info: TensorInfo,
-    found: Mapping[Box, tuple[TensorInfo, Sums | None] | None],
+    found: Mapping[Box, _Written | None],
     recorded: Mapping[Key, str | None],
 ) -> str | None:
     """The fingerprint of a tensor from the tensors of which its boxes were written; None if they do not tell it."""
