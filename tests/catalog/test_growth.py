@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
 
-GROWING = "checkpoint|checkpoint_1|metric|location|tag|edge|digest|event|verification|note|hold|alias_move|form"
+GROWING = (
+    "checkpoint|checkpoint_1|metric|location|tag|edge|digest|event|verification|certificate|note|hold|"
+    "alias_move|form"
+)
 SCAN = re.compile(rf"SCAN ({GROWING})\b")
 BY_STATE = "INDEX ix_checkpoint_state_created (state=?)"  # of nearly all checkpoints
 

@@ -120,6 +120,8 @@ insert into alias_claim (checkpoint, name, document_url, version, moved)
 insert into untag (checkpoint, name, removed, who, reason) select serial, 'tag', created, 'me', 'why' from other;
 insert into verification (checkpoint, url, at, ok, bytes_verified, bytes_unverified, problems, tool)
   select serial, '/other', created, true, 1, 1, '[]', 'test' from other;
+insert into certificate (checkpoint, url, at, ok, document)
+  select serial, '/other', created, true, '{{}}' from other;
 insert into edge (child, parent, parent_url, kind, depends)
   select serial, serial - 1, '/other/' || serial - 1, 'resume', false from other;
 insert into alias_move (name, version, target, moved, who)
@@ -235,6 +237,9 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "alias": lambda c: c.alias("best", "run7@5"),
     "alias_history": lambda c: c.alias_history("best"),
     "aliases": lambda c: c.aliases(),
+    "certified": lambda c: c.certified(
+        "run7@1", url="/data/run7/1", ok=True, document={"layout": {"world": 1}, "counts": {}}
+    ),
     "commits": lambda c: c.commits("run7"),
     "contradiction": lambda c: c.contradiction(manifest(103, step=7), "/data/run7/3"),
     "count": lambda c: [c.count(where) for where in FILTERS],

@@ -485,6 +485,25 @@ class Catalog:
 
         self._write(work)
 
+    def certified(self, ref: str, *, url: str, ok: bool, document: Mapping[str, Any]) -> None:
+        """Record what was found of the state of a training.
+
+        Args:
+            ref: the checkpoint that it was compared with.
+            url: its place.
+            ok: whether everything is equal.
+            document: that of `ucformat.torch.Certificate`.
+        """
+        stamp = make_stamp()
+
+        def work(c: Connection) -> None:
+            serial = resolve(c, parse_ref(ref))
+            recording.add_certificate(
+                c, serial, same_url(url), ok=ok, document=document, stamp=stamp
+            )
+
+        self._write(work)
+
     def retain(self, policy: Policy, *, apply: str | None = None) -> RetentionPlan:
         """Plan what a policy keeps and deletes, or apply such a plan.
 

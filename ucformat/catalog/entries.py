@@ -52,6 +52,16 @@ class VerificationEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class CertificationEntry:
+    """What was found of the state of a training; `document` is that of `ucformat.torch.Certificate`."""
+
+    at: datetime
+    ok: bool
+    url: str
+    document: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A checkpoint in the catalog.
 
@@ -92,6 +102,7 @@ class Entry:
     notes: tuple[NoteEntry, ...] = ()
     from_documents: tuple[str, ...] = ()
     verified: VerificationEntry | None = None
+    certified: CertificationEntry | None = None
     continues: Mapping[str, int] = field(default_factory=dict)
     family: str | None = None
 

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from ucformat.catalog.entries import (
     AliasEntry,
+    CertificationEntry,
     Entry,
     HoldEntry,
     MoveEntry,
@@ -19,6 +20,7 @@ from ucformat.catalog.launches import load_continuations
 from ucformat.catalog.models import (
     AliasMove,
     AliasRow,
+    CertificateRow,
     CheckpointRow,
     Config,
     Hold,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 _SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
 _TABLE_ORDER: dict[Any, Any] = {
     AliasRow: AliasRow.name,
+    CertificateRow: CertificateRow.id,
     Hold: Hold.id,
     Location: Location.id,
     Metric: Metric.name,
@@ -102,6 +105,9 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
     holds = many(Hold, "id", lambda r: r)
     notes = many(Note, "text", lambda r: NoteEntry(r.text, r.created, r.who))
     verified = many(Verification, None, _verification)
+    certified = many(
+        CertificateRow, None, lambda r: CertificationEntry(r.at, r.ok, r.url, r.document)
+    )
     rows = connection.execute(_CHECKPOINTS, {"serials": serials}).all()
     launches = load_continuations(connection, {r.launch_id for r in rows})
     entries = {}
@@ -125,6 +131,7 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
             ),
             notes=tuple(notes[r.serial]),
             verified=next(reversed(verified[r.serial]), None),
+            certified=next(reversed(certified[r.serial]), None),
             from_documents=tuple(sorted(documented.get(r.serial, ()))),
         )
     return entries

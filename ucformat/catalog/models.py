@@ -507,6 +507,18 @@ class Verification(Base):
     tool = column(PlainText)
 
 
+class CertificateRow(Base):
+    """What `ucformat.torch.certify` told of the state of a training; `document` is the certificate."""
+
+    __tablename__ = "certificate"
+    id = column(Integer, primary_key=True)
+    checkpoint = _of_checkpoint()
+    url = column(PlainText)
+    at = column(UtcDateTime)
+    ok = column(Boolean)
+    document = column(Json)
+
+
 class Event(Base):
     """An event of the audit log, which is only appended to."""
 

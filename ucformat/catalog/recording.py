@@ -23,6 +23,7 @@ from ucformat.catalog.launches import link_launches, record_continued
 from ucformat.catalog.lineage import insert_edges, parent_names
 from ucformat.catalog.lines import folder_launch
 from ucformat.catalog.models import (
+    CertificateRow,
     CheckpointRow,
     Config,
     Edge,
@@ -475,3 +476,25 @@ def add_verification(
     row = {"checkpoint": serial, "url": url, "at": stamp.now, "problems": stored, **values}
     connection.execute(sa.insert(Verification).values(row))
     event(connection, "verify", stamp, serial, ok=values["ok"], problems=len(problems))
+
+
+def add_certificate(
+    connection: Connection,
+    serial: int,
+    url: str,
+    *,
+    ok: bool,
+    document: Mapping[str, Any],
+    stamp: Stamp,
+) -> None:
+    """Record what was found of the state of a training."""
+    stored = storable_json(dict(document))
+    row = {"checkpoint": serial, "url": url, "at": stamp.now, "ok": ok, "document": stored}
+    connection.execute(sa.insert(CertificateRow).values(row))
+    event(connection, "certify", stamp, serial, ok=ok, **_summary_of(stored))
+
+
+def _summary_of(certificate: Mapping[str, Any]) -> dict[str, Any]:
+    """What the log tells of a certificate: the layout, and how many entries of each kind it has."""
+    counts = {kind: n for kind, n in certificate["counts"].items() if n}
+    return {"layout": certificate["layout"], **counts}

@@ -97,6 +97,20 @@ def record_verification(ck: Checkpoint, report: Report) -> None:
     with_catalog(note, f"the verification of {ck.url} is not in the catalog", "verify it again")
 
 
+def record_certificate(ck: Checkpoint, document: Mapping[str, Any], *, ok: bool) -> None:
+    """Record a certificate if the catalog knows the checkpoint.
+
+    Args:
+        document: that of `ucformat.torch.Certificate`.
+    """
+
+    def note(catalog: Catalog) -> None:
+        with suppress(NotFound):
+            catalog.certified(ck.id, url=ck.home, ok=ok, document=document)
+
+    with_catalog(note, f"the certificate of {ck.url} is not in the catalog", "certify it again")
+
+
 def contradiction(manifest: Manifest, url: str) -> str | None:
     """Why a checkpoint is not the one that the catalog recorded at its place; None if it is."""
     reasons: list[str | None] = [None]

@@ -140,6 +140,17 @@ CREATE TABLE alias_move (
 CREATE UNIQUE INDEX ix_alias_move_name_version ON alias_move (name, version);
 CREATE INDEX ix_alias_move_source ON alias_move (source);
 CREATE INDEX ix_alias_move_target ON alias_move (target);
+CREATE TABLE certificate (
+  id SERIAL NOT NULL,
+  checkpoint INTEGER NOT NULL,
+  url VARCHAR COLLATE "C" NOT NULL,
+  at TIMESTAMP WITH TIME ZONE NOT NULL,
+  ok BOOLEAN NOT NULL,
+  document JSONB NOT NULL,
+  CONSTRAINT pk_certificate PRIMARY KEY (id),
+  CONSTRAINT fk_certificate_checkpoint_checkpoint FOREIGN KEY(checkpoint) REFERENCES checkpoint (serial) ON DELETE CASCADE
+);
+CREATE INDEX ix_certificate_checkpoint ON certificate (checkpoint);
 CREATE TABLE edge (
   id SERIAL NOT NULL,
   child INTEGER NOT NULL,

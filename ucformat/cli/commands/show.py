@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.entries import Entry, HoldEntry, VerificationEntry
+    from ucformat.catalog.entries import CertificationEntry, Entry, HoldEntry, VerificationEntry
     from ucformat.checkpoint import Checkpoint
     from ucformat.cli.ui.output import Output
     from ucformat.geometry.tensor import TensorInfo
@@ -67,6 +67,8 @@ class Recorded:
             yield "from", f"{parent['name']} ({parent['kind']})"
         if entry.verified is not None:
             yield "verified", _verified(entry.verified)
+        if entry.certified is not None:
+            yield "certified", _certified(entry.certified)
         for url in entry.urls:
             if url != here:
                 yield "place" if here is None else "also in", url
@@ -101,6 +103,16 @@ def _verified(verification: VerificationEntry) -> str:
         "intact" if verification.ok else f"damaged: {plural(len(verification.problems), 'problem')}"
     )
     return f"{moment(verification.at)}, {result}"
+
+
+def _certified(certification: CertificationEntry) -> str:
+    document = certification.document
+    layout = ", ".join(f"{axis} {size}" for axis, size in document["layout"].items())
+    unequal = sum(n for kind, n in document["counts"].items() if kind != "equal")
+    result = (
+        "the state is as saved" if certification.ok else f"{unequal:,} entries are not as saved"
+    )
+    return f"{moment(certification.at)}, {layout}: {result}"
 
 
 def look_up(ref: str, out: Output, *, tensors: bool = False) -> Recorded | None:
