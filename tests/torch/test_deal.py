@@ -91,10 +91,7 @@ def agreed(items: Claims, form: str = "packed") -> tuple[list[Statement], Global
         Statement(rank, mine, [None] * len(mine), StatedFacts({}, {}))
         for rank, mine in enumerate(items)
     ]
-    sums = [[np.zeros(len(i.boxes), np.uint32) for i in mine] for mine in items]
-    summaries = [
-        s.summary("", own, (b"", Exceptions())) for s, own in zip(statements, sums, strict=True)
-    ]
+    summaries = [s.summary("", None, (b"", Exceptions())) for s in statements]
     encoded = {d: data for s in statements for d, data in s.encoded.items()}
     return statements, join(functools.reduce(merge_summaries, summaries), encoded, form)
 

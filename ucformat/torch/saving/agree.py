@@ -22,12 +22,12 @@ from ucformat.format.chunking import Tiling
 from ucformat.format.described import Described, DescribedRow, file_order
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.flat_buffer import flat_boxes
+from ucformat.geometry.fingerprint import added
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import path_to_json
 from ucformat.reading.state_names import dotted
 from ucformat.storage.concurrency import gc_paused
-from ucformat.storage.strided import checksum
+from ucformat.torch.comm.merging import adjoined, merged
 from ucformat.torch.comm.wire import Addressed, decode, encode, message
 from ucformat.torch.saving.in_place import OTHER_FORMS, WeightFilesPlan
 from ucformat.torch.saving.shards import GlobalPlan, PlannedTensors
@@ -43,73 +43,32 @@ from ucformat.torch.saving.statement import (
     Summary,
     written_rows,
 )
-from ucformat.torch.state.elements import elements_within, row_major_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import StatePath as Path
     from ucformat.torch.comm.group import Group
+    from ucformat.torch.comm.merging import Ranges
     from ucformat.torch.saving.options import SaveOptions
     from ucformat.torch.saving.shards import Paths
     from ucformat.torch.saving.statement import (
-        Ranges,
+        Fingerprints,
+        PieceFingerprints,
         Statement,
         StoredAs,
-        Sums,
-        WriteItem,
         WrittenRow,
     )
-    from ucformat.torch.state.elements import Elements
 
 _DIFFERS = (
     "save per-rank values as ucformat.torch.PerRank(value), or pass "
     'replicas="first" to save that of the first rank'
 )
-
-#: Replicas of at most this many bytes are compared before they are saved. Of larger tensors that
-#: ranks hold whole, some samples are compared: ranks that hold different parts of the same shape
-#: under one name differ in all samples.
-_COMPARED_WHOLE = 64 << 10
-_SAMPLES, _SAMPLE_BYTES = 4, 1 << 10
-
-
-@gc_paused()
-def checksums(
-    items: Sequence[WriteItem], elements: Callable[[int, int], Elements]
-) -> list[NDArray[np.uint32]]:
-    """Return a checksum of each piece of each item, by which replicas are compared.
-
-    Of a large tensor that a rank holds whole it is that of some samples; of other large pieces it
-    is 0.
-    """
-
-    def checksum_of(number: int, piece: int, box: Box) -> int:
-        info = items[number].info
-        if box.size * info.itemsize <= _COMPARED_WHOLE:
-            return checksum(row_major_bytes(elements(number, piece)).data)
-        return _sum_of_samples(elements(number, piece)) if box.shape == info.shape else 0
-
-    return [
-        np.array([checksum_of(n, j, b) for j, b in enumerate(i.boxes)], np.uint32)
-        for n, i in enumerate(items)
-    ]
-
-
-def _sum_of_samples(elements: Elements) -> int:
-    whole, sample_size = Box.whole(elements.shape), _SAMPLE_BYTES // elements.itemsize
-    step = (whole.size - sample_size) // (_SAMPLES - 1)
-    boxes = [
-        box
-        for i in range(_SAMPLES)
-        for box in flat_boxes(whole.shape, i * step, i * step + sample_size)
-    ]
-    return checksum(
-        np.concatenate([row_major_bytes(elements_within(elements, whole, b)) for b in boxes]).data
-    )
+_TENSORS_DIFFER = (
+    "if these are different layers or experts, names= gives each its name in the whole model; "
+    + _DIFFERS
+)
 
 
 def object_owners(
@@ -192,7 +151,7 @@ class Coordinator:
         self._planned_from: tuple[Any, ...] = ()
         self._encoded: dict[bytes, bytes] = {}
         self._summary: Summary | None = None
-        self._sums: dict[tuple[Key, Box], Sums] = {}
+        self._replies = Replies()
         self._asked: AskedOfRanks | None = None
 
     def begin(
@@ -212,7 +171,7 @@ class Coordinator:
 
     def answer(self, summary: Summary) -> AskedOfRanks | Agreement | Addressed:
         """The answer to what all ranks state together."""
-        self._summary, self._sums = summary, {}
+        self._summary, self._replies = summary, Replies()
         if len(summary.options) > 1:
             (own_options, _), (other, rank), *_ = sorted(summary.options.items(), key=itemgetter(1))
             raise UsageError(
@@ -221,14 +180,18 @@ class Coordinator:
             )
         used = summary.stated.keys() | summary.facts.keys()
         self._encoded = {d: data for d, data in self._encoded.items() if d in used}
-        return self.add(Replies({}, summary.boxes))
+        return self.add(summary.compared)
 
     def add(self, replies: Replies) -> AskedOfRanks | Agreement | Addressed:
         """The answer to what all ranks have said since."""
         summary = self._summary
         assert summary is not None  # noqa: S101 - it comes first
         self._encoded |= {digest: zlib.decompress(data) for digest, data in replies.sent.items()}
-        self._sums = _merged(self._sums, replies.sums, _distinct)
+        # those to the next question may be about the same tensors
+        self._replies = Replies(
+            boxes=merged(self._replies.boxes, replies.boxes, _distinct),
+            wholes={**self._replies.wholes, **replies.wholes},
+        )
         first = {**summary.facts, **{d: ranges[0][0] for d, ranges in summary.stated.items()}}
         digests_by_rank: dict[int, tuple[bytes, ...]] = {}
         for digest in first.keys() - self._encoded.keys():
@@ -247,7 +210,8 @@ class Coordinator:
             if question is not None and question != self._asked:
                 self._asked = question
                 return question
-            check_replicas(self._sums)
+            check_replicas(self._replies.boxes)
+            self._check_meshes(plan, summary)
         objects = sorted((rank, digest) for digest, rank in summary.facts.items())
         providers = object_owners(
             (
@@ -258,6 +222,33 @@ class Coordinator:
         )
         attempt, weights = self._start(plan)
         return Agreement(attempt, providers, None if all_kept else plan.exceptions, weights)
+
+    def _check_meshes(self, plan: GlobalPlan, summary: Summary) -> None:
+        """Check that tensors are equal which ranks hold whole, or several meshes, however they cut them."""
+        infos = (i for kind in (plan.arrays, plan.packed, plan.weights) for i in kind.infos)
+        shapes = {info.key: info.shape for info in infos}
+        stated = [
+            (key, fingerprint, rank)
+            for (key, box), fingerprints in self._replies.boxes.items()
+            for fingerprint, rank in fingerprints
+            if box.shape == shapes.get(key)
+        ]
+        complete = {
+            digest
+            for digest, ranges in summary.stated.items()
+            if (mesh := decode(self._encoded[digest], Description).mesh) is not None
+            and np.array_equal(np.sort(mesh.ranks, axis=None), _ranks_in(ranges))
+        }
+        stated += [
+            (key, fingerprint, summary.stated[digest][0][0])
+            for (key, digest), fingerprint in self._replies.wholes.items()
+            if digest in complete
+        ]
+        first: dict[Key, tuple[bytes, int]] = {}
+        for key, fingerprint, rank in sorted(stated, key=itemgetter(2)):
+            expected, first_rank = first.setdefault(key, (fingerprint, rank))
+            if fingerprint != expected:
+                raise _differ(key, first_rank, rank)
 
     def _compared(
         self, summary: Summary, compared: tuple[Key, ...], *, all_kept: bool
@@ -272,7 +263,7 @@ def agree(
     group: Group,
     statement: Statement,
     options: SaveOptions,
-    sums: Sequence[NDArray[np.uint32]],
+    sums: PieceFingerprints | None,
     kept: tuple[bytes, Exceptions],
     coordinator: Coordinator,
 ) -> Agreement:
@@ -288,14 +279,18 @@ def agree(
     return answer
 
 
-def check_replicas(sums: Mapping[tuple[Key, Box], Sums]) -> None:
-    """Check that the replicas of each box have equal checksums."""
-    for (key, _), distinct in sums.items():
+def check_replicas(boxes: Mapping[tuple[Key, Box], Fingerprints]) -> None:
+    """Check that the replicas of each box have equal fingerprints."""
+    for (key, _), distinct in boxes.items():
         if len(distinct) > 1:
             (_, rank), (_, other), *_ = sorted(distinct, key=itemgetter(1))
-            raise UsageError(
-                f"{key} has a different value on rank {other} than on rank {rank}", hint=_DIFFERS
-            )
+            raise _differ(key, rank, other)
+
+
+def _differ(key: Key, rank: int, other: int) -> UsageError:
+    return UsageError(
+        f"{key} has a different value on rank {other} than on rank {rank}", hint=_TENSORS_DIFFER
+    )
 
 
 @gc_paused()
@@ -423,7 +418,10 @@ def _check_same(row: Row, rank: int, first: Row, first_rank: int) -> None:
             f"{info.key} is {first.info.dtype} {first.info.shape} on rank {first_rank}, but "
             f"{info.dtype} "
             f"{info.shape} on rank {rank}",
-            hint="save a value that differs between ranks as ucformat.torch.PerRank(value)",
+            hint=(
+                "if these are different layers or experts, names= gives each its name in the whole "
+                "model; a value that differs between ranks is saved as ucformat.torch.PerRank(value)"
+            ),
         )
     if first.weight != row.weight:
         raise UsageError(
@@ -504,30 +502,23 @@ def merge_summaries(a: Summary, b: Summary) -> Summary:
     return Summary(
         options={**b.options, **a.options},
         kept={**b.kept, **a.kept},
-        stated=_merged(a.stated, b.stated, _adjoined),
+        stated=merged(a.stated, b.stated, adjoined),
         facts={**b.facts, **a.facts},
         balance=(a.balance + b.balance) % HASHES,
-        sums=_merged(a.sums, b.sums, _distinct),
-        boxes=_merged(a.boxes, b.boxes, _distinct),
+        sums=merged(a.sums, b.sums, _distinct),
+        compared=merge_replies(a.compared, b.compared),
     )
 
 
 def merge_replies(a: Replies, b: Replies) -> Replies:
     """What consecutive ranks answer together."""
-    return Replies({**b.sent, **a.sent}, _merged(a.sums, b.sums, _distinct))
+    return Replies(
+        {**b.sent, **a.sent},
+        merged(a.boxes, b.boxes, _distinct),
+        merged(a.wholes, b.wholes, added),
+    )
 
 
-def _distinct(a: Sums, b: Sums) -> Sums:
+def _distinct(a: Fingerprints, b: Fingerprints) -> Fingerprints:
     values = {value for value, _ in a}
     return (*a, *(s for s in b if s[0] not in values))
-
-
-def _merged(
-    a: Mapping[Any, Any], b: Mapping[Any, Any], join_values: Callable[[Any, Any], Any]
-) -> dict[Any, Any]:
-    return {**b, **{k: join_values(v, b[k]) if k in b else v for k, v in a.items()}}
-
-
-def _adjoined(a: Ranges, b: Ranges) -> Ranges:
-    """The ranges of lower and of higher ranks together."""
-    return (*a[:-1], (a[-1][0], b[0][1]), *b[1:]) if a[-1][1] == b[0][0] else (*a, *b)

@@ -356,7 +356,13 @@ class BackgroundWriter:
                 self._handles[self._count] = (handle, number)
                 tensors, slots = stage(state, self._buffers[number], self._pool)
                 handle.stall = time.monotonic() - begun
-                info = state_info(state, self.group.links.members, tensors, handle.stall)
+                info = state_info(
+                    state,
+                    self.group.links.members,
+                    tensors,
+                    handle.stall,
+                    certify=options.certify,
+                )
                 # the process may have another working folder
                 resolved = replace(options, url=_absolute(options.url))
                 job = encode(SaveJob(self._count, number, info, slots, resolved, metadata), Command)

@@ -8,10 +8,13 @@ import platform
 from collections.abc import Mapping
 from dataclasses import field, replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ucformat._version import __version__
-from ucformat.errors import UsageError
+from ucformat.errors import NotCertified, UsageError, first_names
 from ucformat.format.arrays import array_doc, grid_doc
 from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest, check_values
@@ -21,7 +24,7 @@ from ucformat.format.sidecar import encode_columns, joined
 from ucformat.format.structure import per_rank_problems, refuse
 from ucformat.format.universal import group_doc
 from ucformat.geometry.distribution import Distribution, RankMesh
-from ucformat.geometry.fingerprint import added, packed_sums, text_of, unpacked_sums
+from ucformat.geometry.fingerprint import NO_ELEMENTS, Sums, added, text_of, total, unpacked_sums
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.jobs.weight_files import put_assets
 from ucformat.reading.readable import PART_OF, GroupPlace, path_to_json
@@ -38,6 +41,7 @@ from ucformat.schema.manifest import (
 )
 from ucformat.schema.tensors import TensorTable
 from ucformat.storage.concurrency import gc_paused
+from ucformat.torch.comm.merging import merged
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.saving.in_place import WrittenParts, block_crcs
 from ucformat.torch.saving.write import ShardDigests, packed_extents
@@ -186,7 +190,9 @@ class StateInfo:
 
     `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone. `paths` and `places`
     are those of `LocalState`. `distributions` are the distinct ones of the tensors, and
-    `distributed` has the number of that of each tensor, or -1; it may be empty.
+    `distributed` has the number of that of each tensor, or -1; it may be empty. `live` has the
+    fingerprints of all pieces in their order, as they were at the call, if these are compared with
+    what is written.
     """
 
     tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
@@ -201,6 +207,7 @@ class StateInfo:
     stall: float = 0.0  # seconds for which training was blocked
     distributions: tuple[Distribution, ...] = ()
     distributed: tuple[int, ...] = ()
+    live: bytes = b""
 
 
 @gc_paused()
@@ -209,6 +216,8 @@ def state_info(
     members: Sequence[int] | None = None,
     tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...] | None = None,
     stall: float = 0.0,
+    *,
+    certify: bool = False,
 ) -> StateInfo:
     """Return a local state without its memory.
 
@@ -216,6 +225,7 @@ def state_info(
         members: the rank among all ranks of each rank that takes part (None: all take part).
         tensors: the tensors with the pieces that describe them in another memory (None: in the
             memory of the state).
+        certify: compute the fingerprints of the tensors, which are live.
     """
     numbers: dict[Distribution | None, int] = {None: -1}
     for t in state.tensors:
@@ -246,7 +256,17 @@ def state_info(
         stall=stall,
         distributions=distributions,
         distributed=tuple(numbers[t.distribution] for t in state.tensors),
+        live=_live(state) if certify else b"",
     )
+
+
+def _live(state: LocalState) -> bytes:
+    """The fingerprints of all pieces of a state."""
+    # not above: the background writer does not import torch
+    from ucformat.torch.state.fingerprint import piece_fingerprint
+
+    sums = [piece_fingerprint(t, piece) for t in state.tensors for piece in t.pieces]
+    return np.array(sums, "<u8").tobytes()
 
 
 def numbered_mesh(mesh: RankMesh, number_of: Mapping[int, int]) -> RankMesh | None:
@@ -282,6 +302,8 @@ class WrittenByRank(NamedTuple):
         packed: of packed tensors: the sums of fingerprints of what it wrote, by description.
         parts: of the safetensors form: parts of files.
         listed_at: as in `RankReport`.
+        live: the sums of fingerprints at the call of what this rank, or a replica of it, wrote, by
+            description; empty if they are not compared.
     """
 
     shards: ShardDigests
@@ -290,6 +312,7 @@ class WrittenByRank(NamedTuple):
     packed: Mapping[bytes, bytes]
     parts: WrittenParts = WrittenParts()
     listed_at: int = 0
+    live: Mapping[bytes, bytes] = MappingProxyType({})
 
 
 @message
@@ -308,6 +331,7 @@ class WriteReport:
     values: RankValues
     packed: Mapping[bytes, bytes] = field(default_factory=dict)
     parts: WrittenParts = WrittenParts()
+    live: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 def write_report(
@@ -329,6 +353,7 @@ def write_report(
         values,
         written.packed,
         written.parts,
+        written.live,
     )
 
 
@@ -340,8 +365,9 @@ def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
         {**a.states, **b.states},
         (*a.ranks, *b.ranks),
         a.values.merged(b.values),
-        {d: added(a.packed.get(d, b""), b.packed.get(d, b"")) for d in {**a.packed, **b.packed}},
+        merged(a.packed, b.packed, added),
         a.parts + b.parts,
+        merged(a.live, b.live, added),
     )
 
 
@@ -373,6 +399,8 @@ def manifest_of(
             for doc, of_weight in zip(plan.weights.docs(), sums, strict=True)
         )
         tensors = TensorTable.of([*tensors, *weights, *docs])
+    if options.certify:
+        _check_live(plan, written.live, tensors)
     doc, requires = (None, ()) if sidecar is None else put_sidecar(store, data, sidecar, tensors)
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
@@ -421,15 +449,36 @@ def manifest_of(
 
 def _fingerprints(plan: GlobalPlan, written: Mapping[bytes, bytes]) -> list[str]:
     """The fingerprints of packed tensors, from the sums of what ranks wrote of the rows of each description."""
-    infos = plan.packed.infos
-    number = {info.key: n for n, info in enumerate(infos)}
-    parts = (
-        (number[key], sums)
-        for digest, data in written.items()
-        for key, sums in zip(plan.keys[digest], unpacked_sums(data), strict=True)
-        if key in number
-    )
-    return list(map(text_of, unpacked_sums(packed_sums(parts, len(infos)))))
+    sums = _sums_by_key(plan, written)
+    return [text_of(sums.get(info.key, NO_ELEMENTS)) for info in plan.packed.infos]
+
+
+def _sums_by_key(plan: GlobalPlan, by_description: Mapping[bytes, bytes]) -> dict[Key, Sums]:
+    """The sums of tensors, from those of the rows of each description."""
+    parts: dict[Key, list[Sums]] = {}
+    for digest, data in by_description.items():
+        for key, sums in zip(plan.keys[digest], unpacked_sums(data), strict=True):
+            parts.setdefault(key, []).append(sums)
+    return {key: total(of_key) for key, of_key in parts.items()}
+
+
+def _check_live(plan: GlobalPlan, live: Mapping[bytes, bytes], tensors: TensorTable) -> None:
+    """Check that what was written is what the ranks held at the call."""
+    sums = _sums_by_key(plan, live)
+    different = [
+        Key(t.name, t.state)
+        for t in tensors
+        if t.fingerprint != text_of(sums.get(Key(t.name, t.state), NO_ELEMENTS))
+    ]
+    if different:
+        raise NotCertified(
+            "what was written is not what the ranks held when they saved: "
+            f"{first_names(different, 5)}; nothing is committed",
+            hint=(
+                "save again; if it is so again, something changes the tensors during the save, or "
+                "the memory or the storage of a host is damaged"
+            ),
+        )
 
 
 def _sidecar(

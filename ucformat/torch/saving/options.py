@@ -44,9 +44,14 @@ class RunArguments(TypedDict, total=False):
             PEFT's, is stored by default.
         overwrite: replace an existing checkpoint, which stays intact until the new one is
             committed (default: no).
-        replicas: `equal` (the default) requires replicas to be equal on all ranks: it compares objects,
-            tensors up to 64 KiB, and samples of larger tensors that ranks hold whole. `first` saves the
-            value of the first rank unchecked.
+        names: the names in the whole model of what this rank names locally, such as the layers of a
+            pipeline stage: `{"layers.*": 16}` adds 16 to the number in the place of the star, in
+            the names of modules and of optimizers' parameters.
+        replicas: `equal` (the default) requires objects and tensors to be equal on all ranks that
+            have them under one name. `first` saves the value of the first rank unchecked.
+        certify: compare fingerprints of the tensors as they are at the call with those of what was
+            written, and commit nothing if they differ (default: no). `Manager` compares what ranks
+            hold after a load, too.
         chunk_bytes: the maximum size of a chunk of the Zarr form (default 1 MiB).
         shard_bytes: the maximum size of a shard of the Zarr form (default 128 MiB).
         group: the ranks that take part (default: all). Threads that save to the same url at once
@@ -59,7 +64,9 @@ class RunArguments(TypedDict, total=False):
     form: Form
     assets: str | PathLike[str] | None
     overwrite: bool
+    names: Mapping[str, int] | None
     replicas: Literal["equal", "first"]
+    certify: bool
     chunk_bytes: int | None
     shard_bytes: int | None
     group: dist.ProcessGroup | None
@@ -97,6 +104,7 @@ class SaveOptions:
     replicas: Literal["equal", "first"] = "equal"
     chunk_bytes: int | None = None
     shard_bytes: int | None = None
+    certify: bool = False
 
     @classmethod
     def of(cls, url: str, arguments: RunArguments) -> SaveOptions:

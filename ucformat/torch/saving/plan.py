@@ -20,9 +20,6 @@ from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from ucformat.format.arrays import StoredArray
     from ucformat.format.commit import Attempt
     from ucformat.storage.base import Store
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.in_place import InPlace, WeightFilesPlan
     from ucformat.torch.saving.options import SaveOptions
     from ucformat.torch.saving.shards import GlobalPlan
-    from ucformat.torch.saving.statement import ListedTensor, RankState
+    from ucformat.torch.saving.statement import ListedTensor, PieceFingerprints, RankState
 
 
 class Begun(NamedTuple):
@@ -49,7 +46,7 @@ class RankPlan(NamedTuple):
         statement: what the rank has stated.
         arrays: of which it writes or sends something, by the number of its item.
         objects: the names of the objects that this rank provides.
-        packed: whether ranks write packed files.
+        exceptions: those of the plan of all ranks.
         weights: of the safetensors form.
         begun: on rank 0, the plan of all ranks.
     """
@@ -59,7 +56,7 @@ class RankPlan(NamedTuple):
     part: OwnPart
     arrays: dict[int, StoredArray]
     objects: frozenset[str]
-    packed: bool
+    exceptions: Exceptions
     weights: InPlace | None
     begun: Begun | None
 
@@ -109,7 +106,7 @@ class SavePlanner:
         options: SaveOptions,
         store: Store,
         statement: Statement,
-        sums: Sequence[NDArray[np.uint32]],
+        sums: PieceFingerprints | None,
     ) -> RankPlan:
         """Agree on who writes what, and begin the attempt; all ranks call this together.
 
@@ -151,8 +148,10 @@ class SavePlanner:
             folders = {i.key: exceptions.folder(i.key) for i in infos.values()}
             arrays = options.arrays([*infos.values()], answer.attempt, folders)
             objects = frozenset(n for n, rank in answer.providers.items() if rank == group.rank)
-        by_item, packed = dict(zip(infos, arrays, strict=True)), exceptions.packed != "none"
-        return RankPlan(answer.attempt, statement, part, by_item, objects, packed, weights, begun)
+        by_item = dict(zip(infos, arrays, strict=True))
+        return RankPlan(
+            answer.attempt, statement, part, by_item, objects, exceptions, weights, begun
+        )
 
 
 @gc_paused()

@@ -11,14 +11,13 @@ from ucformat.errors import Uncertain, UsageError, check_keywords
 from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
-from ucformat.geometry.fingerprint import packed_sums
+from ucformat.geometry.fingerprint import packed_sums, unpacked_sums
 from ucformat.sources.model_files import find_assets
 from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.url import open_store, path_text
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
 from ucformat.torch.integration import integrations
-from ucformat.torch.saving.agree import checksums
 from ucformat.torch.saving.in_place import (
     WrittenParts,
     abort_uploads,
@@ -37,7 +36,7 @@ from ucformat.torch.saving.manifest import (
 )
 from ucformat.torch.saving.options import SaveArguments, SaveOptions
 from ucformat.torch.saving.plan import SavePlanner
-from ucformat.torch.saving.statement import RankState, WriteItem
+from ucformat.torch.saving.statement import PieceFingerprints, RankState, WriteItem
 from ucformat.torch.saving.write import write_packed, write_shards
 from ucformat.torch.state.elements import elements_of, host_memory
 
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.plan import RankPlan
+    from ucformat.torch.saving.statement import StoredAs
     from ucformat.torch.state.elements import Elements, Memory
     from ucformat.torch.state.local import LocalState
 
@@ -94,12 +94,15 @@ def write_checkpoint(
         with group.sharing_errors():  # plan here
             store, own = open_store(options.url), _rank_state(state, memories)
             statement = planner.state(group.rank, options, own)
-            sums = checksums(own.items, own.elements)
-        plan = planner.agree(group, options, store, statement, sums)
+            sums = PieceFingerprints(own.items, own.elements)
+        compared = sums if options.replicas == "equal" else None
+        plan = planner.agree(group, options, store, statement, compared)
     planned = time.monotonic()
     report: WriteReport | Exception
     try:
         written = _write(plan, own, store, group, progress, threads)
+        if options.certify:
+            written = written._replace(live=_live_sums(plan, own, state.live))
         now = time.monotonic()
         report = write_report(group.rank, state, written, now - planned, state.stall or now - begun)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
@@ -108,6 +111,17 @@ def write_checkpoint(
     return Saved(
         options.url, checkpoint_id, written.nbytes, planned - begun, time.monotonic() - planned
     )
+
+
+def _live_sums(plan: RankPlan, state: RankState, live: bytes) -> dict[bytes, bytes]:
+    """The fingerprints at the call of what this rank writes, or one of its replicas, by description."""
+    numbers = ((item, piece) for item, i in enumerate(state.items) for piece in range(len(i.boxes)))
+    sums = dict(zip(numbers, unpacked_sums(live), strict=True))
+    kinds: tuple[StoredAs, ...] = ("array", "packed", "weight")
+    parts = (
+        (at[0], sums[at]) for kind in kinds for at in plan.statement.pieces(plan.exceptions, kind)
+    )
+    return plan.statement.by_description(packed_sums(parts, len(state.items)))
 
 
 def _rank_state(state: StateInfo, memories: Sequence[Memory]) -> RankState:
@@ -155,7 +169,7 @@ def _write(
                 put_array(store, array)
     if plan.weights is not None:  # after the exchange, for which other ranks wait
         in_files = write_in_place(store, plan.weights, state, group, wrote, threads)
-    if plan.packed:
+    if plan.exceptions.packed != "none":
         boxes = [
             (state.items[n].info, state.items[n].boxes[p], state.elements(n, p))
             for n, p in part.pieces
@@ -259,7 +273,7 @@ def prepare(
     from ucformat.torch.state.local import local_state
 
     options = SaveOptions.of(path_text(url), arguments)
-    local = local_state(state)
+    local = local_state(state, arguments.get("names"))
     options.check(local)
     assets = {} if ranks.rank else assets_of(state, arguments.get("assets"), options.form)
     return local, options, SaveMetadata.of(arguments, assets)
@@ -283,10 +297,9 @@ def save_in_group(
     from ucformat.torch.state.memory import copied_to_host
 
     with ranks.sharing_errors():
+        info = state_info(state, ranks.links.members, certify=options.certify)
         memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
-    return write_checkpoint(
-        state_info(state, ranks.links.members), memories, options, metadata, ranks
-    )
+    return write_checkpoint(info, memories, options, metadata, ranks)
 
 
 def assets_of(

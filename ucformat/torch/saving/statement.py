@@ -20,10 +20,11 @@ from ucformat.format.arrays import is_small, own_folder
 from ucformat.format.described import file_order
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import BoxList, Distribution, RankMesh
-from ucformat.geometry.fingerprint import LANES
+from ucformat.geometry.fingerprint import LANES, fingerprint_of
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.readable import StatePath as Path
 from ucformat.storage.concurrency import gc_paused
+from ucformat.torch.comm.merging import Ranges
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.state.elements import elements_within
 
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 #: Hashes are below this, so that they fit in a signed integer of 64 bits.
 HASHES = 1 << 62
 
-Ranges = tuple[tuple[int, int], ...]  # of ranks, [start, stop), ascending
-Sums = tuple[tuple[int, int], ...]  # distinct checksums, and the first rank that has each
+#: Distinct fingerprints of what should be equal, and the first rank that has each.
+Fingerprints = tuple[tuple[bytes, int], ...]
 StoredAs = Literal["array", "packed", "weight"]
 
 
@@ -63,6 +64,31 @@ class Fragment(NamedTuple):
     item: int
     piece: int
     box: Box
+
+
+class PieceFingerprints:
+    """The fingerprint of each piece of the items of a rank; computed when it is asked for.
+
+    Args:
+        elements: as in `RankState`.
+    """
+
+    def __init__(
+        self, items: Sequence[WriteItem], elements: Callable[[int, int], Elements]
+    ) -> None:
+        self._items, self._elements = items, elements
+        self._computed: dict[int, NDArray[np.uint64]] = {}
+
+    def __getitem__(self, item: int) -> NDArray[np.uint64]:
+        """Return a row for each piece of an item."""
+        if item not in self._computed:
+            info, boxes = self._items[item].info, self._items[item].boxes
+            sums = [
+                fingerprint_of(self._elements(item, piece), info.shape, box)
+                for piece, box in enumerate(boxes)
+            ]
+            self._computed[item] = np.array(sums, "<u8").reshape(-1, LANES)
+        return self._computed[item]
 
 
 class RankState(NamedTuple):
@@ -183,7 +209,7 @@ class AskedOfRanks:
 
     Attributes:
         digests: of descriptions and facts.
-        compared: the tensors of which it wants checksums.
+        compared: the tensors of which it wants fingerprints.
         everything: whether it wants those of all tensors, to tell which one differs.
     """
 
@@ -194,10 +220,17 @@ class AskedOfRanks:
 
 @message
 class Replies:
-    """Answers of consecutive ranks: compressed descriptions and facts, checksums by box."""
+    """Answers of consecutive ranks.
+
+    Attributes:
+        sent: compressed descriptions and facts, by their digests.
+        boxes: the fingerprints of boxes.
+        wholes: those of tensors, replicas once, by the description of the ranks that hold them.
+    """
 
     sent: Mapping[bytes, bytes] = field(default_factory=dict)
-    sums: Mapping[tuple[Key, Box], Sums] = field(default_factory=dict)
+    boxes: Mapping[tuple[Key, Box], Fingerprints] = field(default_factory=dict)
+    wholes: Mapping[tuple[Key, bytes], bytes] = field(default_factory=dict)
 
 
 @message
@@ -206,13 +239,13 @@ class Summary:
 
     Attributes:
         options: the first rank with these options.
-        kept: the first rank that has kept exceptions of this digest, and sends the checksums that they ask for.
+        kept: the first rank that has kept exceptions of this digest, and sends the fingerprints that they ask for.
         stated: the ranks that state a description, by its digest.
         facts: the first rank that states these facts, by their digest.
         balance: a sum over ranks, which is 0 over all ranks of a mesh if its replicas have equal
-            checksums.
-        sums: checksums of what ranks hold whole, by the digest of its description.
-        boxes: those of boxes of tensors in several descriptions.
+            fingerprints.
+        sums: a hash of the fingerprints of what ranks hold whole, by the digest of its description.
+        compared: the fingerprints of tensors in several descriptions.
     """
 
     options: Mapping[str, int]
@@ -220,8 +253,8 @@ class Summary:
     stated: Mapping[bytes, Ranges]
     facts: Mapping[bytes, int]
     balance: int
-    sums: Mapping[bytes, Sums]
-    boxes: Mapping[tuple[Key, Box], Sums]
+    sums: Mapping[bytes, Fingerprints]
+    compared: Replies
 
 
 class WrittenRow(NamedTuple):
@@ -294,6 +327,11 @@ class Statement:
             self.order[digest] = tuple(number for number, _ in numbered)
             if mesh != "listed":
                 self.descriptions[digest] = description
+        self._place = {
+            item: (digest, number)
+            for digest, order in self.order.items()
+            for number, item in enumerate(order)
+        }
         self._facts = self._keep(encode(replace(facts, order=self.order), StatedFacts))
         self._replicated = [
             (digest, d, numbers)
@@ -330,17 +368,18 @@ class Statement:
         return self.coordinates[mesh]
 
     def summary(
-        self, options: str, sums: Sequence[NDArray[np.uint32]], kept: tuple[bytes, Exceptions]
+        self, options: str, sums: PieceFingerprints | None, kept: tuple[bytes, Exceptions]
     ) -> Summary:
         """What this rank sends to rank 0 first.
 
         Args:
+            sums: of its items (None: replicas are not compared).
             kept: the exceptions of the last save, and their digest.
         """
         whole = {
-            digest: ((_hash(*(sums[n] for n in self.order[digest])), self.rank),)
+            digest: ((_digest(*(sums[n] for n in self.order[digest])), self.rank),)
             for digest, d in self.descriptions.items()
-            if d.mesh is None
+            if d.mesh is None and sums is not None
         }
         return Summary(
             options={options: self.rank},
@@ -349,27 +388,48 @@ class Statement:
             facts={self._facts: self.rank},
             balance=self._balance(sums, kept[1].left_out),
             sums=whole,
-            boxes=self.reply(AskedOfRanks((), kept[1].compared), sums).sums,
+            compared=self.reply(AskedOfRanks((), kept[1].compared), sums),
         )
 
-    def reply(self, question: AskedOfRanks, sums: Sequence[NDArray[np.uint32]]) -> Replies:
+    def reply(self, question: AskedOfRanks, sums: PieceFingerprints | None) -> Replies:
         """What this rank answers to a question of rank 0."""
+        sent = {digest: zlib.compress(self.encoded[digest], 1) for digest in question.digests}
+        if sums is None:
+            return Replies(sent)
         keys = self._number.keys() if question.everything else question.compared
+        numbers = {key: n for key in keys if (n := self._number.get(key)) is not None}
         return Replies(
-            sent={digest: zlib.compress(self.encoded[digest], 1) for digest in question.digests},
-            sums={
-                (key, box): ((int(checksum), self.rank),)
-                for key in keys
-                if (number := self._number.get(key)) is not None
-                for box, checksum in zip(self.items[number].boxes, sums[number], strict=True)
+            sent,
+            boxes={
+                (key, box): ((row.tobytes(), self.rank),)
+                for key, number in numbers.items()
+                for box, row in zip(self.items[number].boxes, sums[number], strict=True)
+            },
+            wholes={
+                (key, digest): sums[number].sum(0, np.uint64).tobytes()
+                for key, number in numbers.items()
+                if (digest := self._counted_in(number)) is not None
             },
         )
 
+    def _counted_in(self, item: int) -> bytes | None:
+        """The description of a mesh in which this rank is the first replica of its part of an item."""
+        digest, number = self._place[item]
+        description = self.descriptions.get(digest)
+        if description is None or description.mesh is None:
+            return None
+        at = self._coordinate(description.mesh)
+        assert at is not None  # noqa: S101 - this rank holds what it states
+        d = description.distributions[description.rows[number].distribution]
+        return None if d.copy_of(at) else digest
+
     def _balance(
-        self, sums: Sequence[NDArray[np.uint32]], left_out: Mapping[bytes, tuple[int, ...]]
+        self, sums: PieceFingerprints | None, left_out: Mapping[bytes, tuple[int, ...]]
     ) -> int:
         """Hashes of what this rank holds as a replica, negative and multiplied for the first."""
         total = 0
+        if sums is None:
+            return total
         for digest, d, numbers in self._replicated:
             at = self._coordinate(d.mesh)
             assert at is not None  # noqa: S101 - this rank holds what it states
@@ -486,8 +546,12 @@ def written_rows(
         yield WrittenRow(number, row, d, writer)
 
 
-def _hash(*parts: NDArray[Any]) -> int:
+def _digest(*parts: NDArray[Any]) -> bytes:
     state = hashlib.sha256()
     for part in parts:
         state.update(np.ascontiguousarray(part).data)
-    return int.from_bytes(state.digest()[:8], "little") % HASHES
+    return state.digest()[:16]
+
+
+def _hash(*parts: NDArray[Any]) -> int:
+    return int.from_bytes(_digest(*parts)[:8], "little") % HASHES
