@@ -15,6 +15,7 @@
     │   ├── ChecksumError                        a stored checksum does not match the bytes
     │   ├── Inconsistent                         a manifest or sidecar that contradicts itself
     │   └── MissingData                          a file or part that must be there is not
+    ├── NotCertified                      5      the state of a training is not the one that was saved
     ├── PermissionDenied PermissionError  6      the storage, the settings or the catalog do not allow it
     │   └── UnsafeError                          it would run code, or leave the folder of the checkpoint
     ├── UnsupportedError                  6      a format, value or operation that is not supported here
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucformat.redacted import hide
 
@@ -50,6 +51,7 @@ __all__ = [
     "LayoutError",
     "MissingData",
     "NotACheckpoint",
+    "NotCertified",
     "NotFinished",
     "NotFound",
     "OutOfBounds",
@@ -170,6 +172,13 @@ class Inconsistent(IntegrityError):
 
 class MissingData(IntegrityError):
     """A file, or a part of a tensor, that must be there is not."""
+
+
+class NotCertified(UcformatError):
+    """The state of a training is not the one that was saved; `certificate` tells what differs."""
+
+    exit_code = 5
+    certificate: Any = None
 
 
 class PermissionDenied(UcformatError, PermissionError):

@@ -129,28 +129,6 @@ def test_of_places_that_no_catalog_knows(
     run("diff", committed, tmp_path / "nothing", *option, code=3)
 
 
-@pytest.mark.parametrize("where", ["none", "catalog"])
-def test_other_forms_are_compared_although_no_tensor_is_there(
-    run: Run, catalog: Path, where: str, tmp_path: Path
-) -> None:
-    """Of both, all files but the sidecar are gone: fingerprints are in the manifests and in the catalog."""
-    forms = [tmp_path / "arrays", tmp_path / "files"]
-    arrays = {k: a for k, a in ODD.items() if a.dtype != "complex128"}  # which safetensors lacks
-    source = Checkpoint(FakeSource.write(LocalStore(tmp_path / "src"), arrays))
-    ucformat.convert(source, forms[0])
-    ucformat.convert(source, forms[1], weights="safetensors")
-    for place in forms:
-        run("register", place)
-    for place in forms:
-        sidecar = ucformat.open(place).manifest.sidecar
-        for file in place.glob("data/**/*"):
-            if file.is_file() and (sidecar is None or file != place / sidecar.path):
-                file.unlink()
-    option = ("--catalog", "none" if where == "none" else catalog)
-    found = object_of(run("diff", *forms, "--json", *option).stdout)["tensors"]
-    assert (found["same"], found["unknown"], found["changed"]) == (len(arrays), 0, [])
-
-
 def test_of_one_that_it_knows_and_one_that_it_does_not(
     run: Run, catalog: Path, committed: Path, other: Path, tmp_path: Path
 ) -> None:

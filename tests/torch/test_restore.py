@@ -191,13 +191,13 @@ def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
     ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
     for rank in range(3):
         box = Box({"at": -1})
-        problems, put = fit_objects(
+        fitted = fit_objects(
             collect({"data": PerRank(box)}), SavedState(ck, {}), of(rank, 3), trust=False
         )
-        assert not problems.others
-        assert not problems.missing
+        assert not fitted.others
+        assert not fitted.missing
         assert box.value == {"at": -1}
-        put()
+        fitted.put()
         assert box.value == {"at": 10 * rank}
 
 
@@ -205,12 +205,12 @@ def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
 def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> None:
     ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
     box = Box(None)
-    problems, put = fit_objects(
+    fitted = fit_objects(
         collect({"data": PerRank(box)}), SavedState(ck, {}), of(0, ranks), trust=False
     )
-    put()
+    fitted.put()
     assert box.value is None
-    (line,) = problems.others
+    (line,) = fitted.others
     assert f"data (Box) has a value of each of 3 ranks, and is loaded by {ranks}" in line
     assert "merge" in line
 
@@ -218,11 +218,11 @@ def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> No
         return {"all": [v["at"] for v in values], "rank": rank, "of": of_ranks}
 
     for rank in range(ranks):
-        problems, put = fit_objects(
+        fitted = fit_objects(
             collect({"data": PerRank(box, merge)}), SavedState(ck, {}), of(rank, ranks), trust=False
         )
-        assert not problems.others
-        put()
+        assert not fitted.others
+        fitted.put()
         assert box.value == {"all": [0, 10, 20], "rank": rank, "of": ranks}
 
 
@@ -233,10 +233,10 @@ def test_a_merge_is_not_asked_where_the_number_is_the_same(tmp_path: Path) -> No
     def merge(*_: Any) -> Any:
         raise AssertionError
 
-    _, put = fit_objects(
+    fitted = fit_objects(
         collect({"data": PerRank(box, merge)}), SavedState(ck, {}), of(1, 2), trust=False
     )
-    put()
+    fitted.put()
     assert box.value == 2
 
 
@@ -364,13 +364,13 @@ def test_parameters_whose_group_is_not_stored(tmp_path: Path) -> None:
     given = trained()
     ck = checkpoint(tmp_path / "ck", {"model": given["model"]})
     found = collect(trained())
-    problems, put = fit_groups(found, SavedState(ck, stored_names(ck, None)))
-    put()
-    assert [line.split(":")[0] for line in problems.missing] == [
+    fitted = fit_groups(found, SavedState(ck, stored_names(ck, None)))
+    fitted.put()
+    assert [line.split(":")[0] for line in fitted.missing] == [
         "group 0 of optim",
         "group 1 of optim",
     ]
-    assert "0.bias, 0.weight" in problems.missing[0]
+    assert "0.bias, 0.weight" in fitted.missing[0]
 
 
 def test_groups_under_other_names(tmp_path: Path) -> None:

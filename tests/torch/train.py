@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.torch.layouts import Laid, LayoutSpec, cross_entropy, lay, names_of
@@ -175,7 +176,7 @@ def save(training: Training, url: str, form: Any, spelling: str, **options: Any)
         return
     import ucformat.torch as ucf
 
-    ucf.save(training.state(spelling), url, form=form, step=training.done, **options)
+    ucf.save(training.state(spelling), url, form=form, step=training.done, certify=True, **options)
 
 
 def load(training: Training, url: str, form: str, spelling: str, **options: Any) -> None:
@@ -187,7 +188,7 @@ def load(training: Training, url: str, form: str, spelling: str, **options: Any)
     else:
         import ucformat.torch as ucf
 
-        ucf.load(state, url, **{"strict": True, **options})
+        ucf.load(state, url, **{"strict": True, "certify": True, **options})
         training.restore(state, spelling)
     assert state["notes"] == training.state()["notes"]
 
@@ -217,7 +218,7 @@ class Run:
         import ucformat.torch as ucf
 
         state = self.training.state(spelling)
-        self.handle = ucf.async_save(state, url, step=self.training.done, **options)
+        self.handle = ucf.async_save(state, url, step=self.training.done, certify=True, **options)
         assert self.handle.staged
 
     def do_wait(self, _: bool) -> None:
@@ -246,11 +247,38 @@ class Run:
             for tensor in buffers + states:
                 tensor.zero_()
 
+    def do_spoil(self, what: str, rank: int) -> None:
+        """Change what one rank holds: an element, a moment, or two layers that change places."""
+        if dist.get_rank() != rank:
+            return
+        names, states = self.training.names, self.training.optimizer.state
+        params = {names[id(p)]: p for p in self.training.model.parameters()}
+        with torch.no_grad():
+            if what == "element":
+                local_part(params["layers.0.up.weight"]).view(-1)[-1] += 1
+            elif what == "moment":
+                local_part(states[params["layers.0.up.weight"]]["exp_avg"]).zero_()
+            else:
+                a, b = (local_part(params[f"layers.{n}.up.weight"]) for n in (0, 1))
+                a[:], b[:] = b.clone(), a.clone()
+
+    def do_certify(self, url: str, path: str, spelling: str = "live") -> None:
+        import ucformat.torch as ucf
+
+        certificate = ucf.certify(self.training.state(spelling), url)
+        if dist.get_rank() == 0:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(json.dumps(certificate.document()))
+
     def do_losses(self, path: str) -> None:
         if dist.get_rank() == 0:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(self.losses))
         self.losses = []
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ from ucformat.jobs.record import record_commits
 if TYPE_CHECKING:
     from ucformat.engines.pytorch.dcp_reader import Reader
     from ucformat.engines.pytorch.dcp_writer import Writer
+    from ucformat.torch.certificate import Certificate, CertificateEntry
+    from ucformat.torch.loading.certify import certify
     from ucformat.torch.loading.load import LoadReport, load, state_dict
     from ucformat.torch.loading.load_into import LoadedKeys, load_into
     from ucformat.torch.loading.match import Problems
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from ucformat.torch.state.objects import PerRank, Rng
 
 __all__ = [
+    "Certificate",
+    "CertificateEntry",
     "LoadReport",
     "LoadedKeys",
     "Manager",
@@ -33,6 +37,7 @@ __all__ = [
     "Saved",
     "Writer",
     "async_save",
+    "certify",
     "fingerprint",
     "load",
     "load_into",
@@ -41,6 +46,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Certificate": "ucformat.torch.certificate",
+    "CertificateEntry": "ucformat.torch.certificate",
     "LoadReport": "ucformat.torch.loading.load",
     "LoadedKeys": "ucformat.torch.loading.load_into",
     "Manager": "ucformat.torch.manager.manager",
@@ -52,6 +59,7 @@ _HOMES = {
     "Saved": "ucformat.torch.saving.save",
     "Writer": "ucformat.engines.pytorch.dcp_writer",
     "async_save": "ucformat.torch.saving.asynchronous",
+    "certify": "ucformat.torch.loading.certify",
     "fingerprint": "ucformat.torch.state.fingerprint",
     "load": "ucformat.torch.loading.load",
     "load_into": "ucformat.torch.loading.load_into",

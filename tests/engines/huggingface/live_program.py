@@ -102,7 +102,7 @@ def all_of(of: UniversalTrainer) -> dict[str, Any]:
 
 class InBackground(UniversalTrainer):
     save_in_background = True
-    save_options: Mapping[str, Any] = MappingProxyType({"form": "packed"})
+    save_options: Mapping[str, Any] = MappingProxyType({"form": "packed", "certify": True})
 
 
 def the_trainer(folder: Path) -> dict[str, Any]:

@@ -152,7 +152,9 @@ def across(folder: Path) -> dict[str, Any]:
         "fsdp": lambda: UniversalModelParallelStrategy(
             data_parallel_size=2, tensor_parallel_size=1
         ),
-        "tp": lambda: UniversalModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+        "tp": lambda: UniversalModelParallelStrategy(
+            data_parallel_size=1, tensor_parallel_size=2, certify=True
+        ),
     }
     out: dict[str, Any] = {}
     trainer, module = fit(folder / "io", makers["io"](), module=Module(0.0))
@@ -216,11 +218,14 @@ def main() -> None:
     found = {
         "ddp": round_trip(folder / "ddp", UniversalDDPStrategy),
         "background": round_trip(
-            folder / "background", lambda: UniversalDDPStrategy(background=True, form="packed")
+            folder / "background",
+            lambda: UniversalDDPStrategy(background=True, form="packed", certify=True),
         ),
         "fsdp": round_trip(
             folder / "fsdp",
-            lambda: UniversalModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+            lambda: UniversalModelParallelStrategy(
+                data_parallel_size=2, tensor_parallel_size=1, certify=True
+            ),
         ),
         "across": across(folder / "across"),
     }

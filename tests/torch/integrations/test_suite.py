@@ -69,7 +69,7 @@ class TestLightning(IntegrationSuite):
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,
-            strategy=UniversalDDPStrategy(),
+            strategy=UniversalDDPStrategy(certify=True),
             max_epochs=steps,
             callbacks=[saving],
             logger=False,
@@ -123,6 +123,7 @@ class TestTorchtitan(IntegrationSuite):
             states={"train_state": loop},
             initial_load_path=None if resume is None else str(resume),
             initial_load_model_only=False,
+            certify=True,
         )
         torch.manual_seed(11)
         manager.load()

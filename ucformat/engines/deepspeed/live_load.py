@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from ucformat.engines.deepspeed.live_certify import certify_engine
 from ucformat.engines.deepspeed.live_engine import inspect_engine, optimizer_tensors, update_module
 from ucformat.engines.deepspeed.live_save import (
     ClientState,
@@ -21,16 +20,15 @@ from ucformat.engines.deepspeed.live_save import (
     part_of,
     weight_of,
 )
+from ucformat.engines.deepspeed.stored_states import StoredStates
 from ucformat.errors import check_keywords
-from ucformat.geometry.tensor import Key
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadOptions, RestoreArguments
 from ucformat.torch.loading.load import LoadReport, LoadTargets, load_local
-from ucformat.torch.loading.match import PARAMETER, Problems, holds_training, match, stored_names
+from ucformat.torch.loading.match import Problems, holds_training, match, stored_names
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.state.local import LocalShard, local_of
-from ucformat.torch.state.memory import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,8 +111,13 @@ def load(
         except BaseException:
             plan.wanted.undo()
             raise
-    update_module(plan.trainer)
-    loaded = {f.name: getattr(report, f.name) for f in fields(report)}
+        update_module(plan.trainer)
+        loaded = {f.name: getattr(report, f.name) for f in fields(report)}
+        if options.certify:
+            certificate = certify_engine(
+                engine, ck, group, options, optimizer=optimizer, scheduler=scheduler
+            )
+            loaded["certificate"] = certificate.checked()
     return EngineReport(**loaded, client_state=plan.client.value(), client_ranks=plan.client.ranks)
 
 
@@ -143,10 +146,10 @@ class _EnginePlan:
         self.problems = self.wanted.problems
         self.client = ClientState(ck, names, group.rank, group.size, trust=trust)
         if self.optimizer and stored.trained:
-            groups, put_groups = fit_groups(entries, trainer, ck, names)
-            parts, put_parts = fit_parts(trainer, ck, scheduler=self.scheduler, trust=trust)
-            self.problems |= groups | parts
-            self._puts += [put_groups, put_parts, fit_values(trainer, ck)]
+            groups = fit_groups(entries, trainer, ck, names)
+            parts = fit_parts(trainer, ck, scheduler=self.scheduler, trust=trust)
+            self.problems |= groups.problems() | parts.problems()
+            self._puts += [groups.put, parts.put, fit_values(trainer, ck)]
         optimized = {name for entry in entries for name in entry.shapes}
         weights = [*_weights(trainer, optimized), *locals_of_buffers(trainer)]
         self.targets = [*self.wanted.targets, *weights, *self.client.targets]
@@ -203,49 +206,6 @@ def make_states(entry: OptimizerTensor) -> None:
 def forget_states(entry: OptimizerTensor) -> None:
     """Delete the optimizer's states of a tensor, so that its next step on it is the first."""
     entry.optimizer.state.pop(entry.tensor, None)
-
-
-@dataclass(frozen=True)
-class StoredStates:
-    """A checkpoint's optimizer states by the engine's names; `names` has the stored."""
-
-    ck: Checkpoint
-    names: Mapping[str, str]
-
-    @cached_property
-    def plain(self) -> dict[str, dict[str, Any]]:
-        """States that are plain numbers, by stored name."""
-        plain: dict[str, dict[str, Any]] = {}
-        for group in self.ck.manifest.groups:
-            for state, value in (group.options.get("state") or {}).items():
-                by_name = value
-                if not isinstance(value, Mapping):
-                    by_name = dict.fromkeys(group.params, value)
-                for name, number in by_name.items():
-                    plain.setdefault(name, {})[state] = number
-        return plain
-
-    @cached_property
-    def trained(self) -> bool:
-        """Whether the checkpoint contains optimizer states, or groups, which exist before the first step."""
-        return holds_training(self.ck)
-
-    def stepped(self, name: str) -> bool:
-        """Check whether the checkpoint has optimizer states of a parameter."""
-        stored = self.names.get(name)
-        if stored is None:
-            return False
-        has_tensors = any(state not in PARAMETER for state in self.ck.states(stored))
-        return bool(self.plain.get(stored)) or has_tensors
-
-    def number(self, name: str, state: str) -> Any:
-        """Return a state that is stored as a plain number, or None."""
-        return self.plain.get(self.names.get(name, ""), {}).get(state)
-
-    def scalar(self, name: str, state: str) -> torch.Tensor:
-        """Return a tensor for a 0-d state, in its stored dtype."""
-        info = self.ck.tensors.get(Key(self.names.get(name, name), state))
-        return torch.zeros((), dtype=torch_dtype(info.dtype) if info is not None else torch.float32)
 
 
 @dataclass(slots=True)

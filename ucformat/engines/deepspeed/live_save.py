@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import setitem
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import torch
@@ -23,10 +24,11 @@ from ucformat.reading.readable import LazySequence, json_key
 from ucformat.reading.values import SMALL, references
 from ucformat.sources.configuration import program_config
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
-from ucformat.torch.loading.match import Problems
+from ucformat.torch.loading.values import FittedValues
 from ucformat.torch.saving.manifest import SaveMetadata
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save_in_group
+from ucformat.torch.state.collect import ValueSlot
 from ucformat.torch.state.local import LocalShard, LocalState, local_of
 from ucformat.torch.state.memory import dtype_name, synchronize, torch_dtype
 from ucformat.torch.state.objects import PerRank, decode, encode
@@ -77,7 +79,7 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
     trainer = inspect_engine(engine)
     _refuse_half_a_step(engine)
     entries = optimizer_tensors(trainer)
-    tensors = list(_tensors(trainer, entries))
+    tensors = list(tensors_of(trainer, entries))
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
     names = {t.info.name for t in tensors} | trainer.buffers.keys()
     plain, ranks, large = client_values(client_state or {}, names)
@@ -111,8 +113,8 @@ def _refuse_half_a_step(engine: Any) -> None:
         )
 
 
-def _tensors(trainer: EngineParts, entries: Sequence[OptimizerTensor]) -> Iterator[LocalShard]:
-    """The states of each parameter, in the order of the module."""
+def tensors_of(trainer: EngineParts, entries: Sequence[OptimizerTensor]) -> Iterator[LocalShard]:
+    """Yield the states of each parameter, in the order of the module."""
     by_name: dict[str, list[OptimizerTensor]] = {name: [] for name in trainer.parameters}
     for entry in entries:
         # a rank also describes what it holds no elements of
@@ -248,6 +250,7 @@ class EngineSaveArguments(TypedDict, total=False):
             weights; see `ucformat.torch.save`.
         overwrite: replace an existing checkpoint, which stays intact until the new one is
             committed (default: no).
+        certify: compare what was written with what the ranks held, as for `ucformat.torch.save`.
         lineage: the checkpoints that this one was derived from.
         timeout: seconds after which an unresponsive rank is considered dead.
     """
@@ -258,6 +261,7 @@ class EngineSaveArguments(TypedDict, total=False):
     config: Mapping[str, Any] | None
     form: Form
     overwrite: bool
+    certify: bool
     lineage: Sequence[LineageDoc]
     timeout: float
 
@@ -434,18 +438,14 @@ def fit_groups(
     trainer: EngineParts,
     ck: Checkpoint,
     names: Mapping[str, str],
-) -> tuple[Problems, Put]:
+) -> FittedValues:
     """Match optimizer groups with stored hyper-parameters, by the names of their parameters.
 
     A parameter that was in no group, because it was frozen or is empty, gets those of the others in
     its group.
-
-    Returns:
-        what is missing or does not fit, and a function that sets the hyper-parameters.
     """
     stored = {name: group.options for group in ck.manifest.groups for name in group.params}
-    missing, others = [], []
-    fitting: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    fit = FittedValues()
     for number, group in enumerate(trainer.inner.param_groups if trainer.inner is not None else ()):
         members = [
             names.get(n, n) for entry in entries if entry.group == number for n in entry.shapes
@@ -453,24 +453,21 @@ def fit_groups(
         label = f"optimizer group {number}"
         hypers = [_hyper(stored[n], group) for n in members if n in stored]
         if members and not hypers:
-            missing.append(f"{label}: the hyper-parameters of {', '.join(members[:3])}")
+            fit.missing.append(f"{label}: the hyper-parameters of {', '.join(members[:3])}")
             continue
         differing = {k for hyper in hypers for k in hyper if hyper[k] != hypers[0].get(k)}
         if differing:
             keys = ", ".join(sorted(differing))
-            others.append(f"{label}: its parameters were in groups with different {keys}")
-        elif hypers:
-            fitting.append((group, hypers[0]))
-
-    def put() -> None:
-        for group, options in fitting:
-            for key, value in options.items():
-                if torch.is_tensor(group.get(key)):
-                    group[key].fill_(value)
-                else:
-                    group[key] = decode(value, group.get(key))
-
-    return Problems(missing=tuple(missing), others=tuple(others)), put
+            fit.others.append(f"{label}: its parameters were in groups with different {keys}")
+            continue
+        for key, value in hypers[0].items() if hypers else ():
+            current = group.get(key)
+            is_tensor = torch.is_tensor(current)
+            put = current.fill_ if is_tensor else partial(setitem, group, key)
+            saved = value if is_tensor else decode(value, current)
+            slot = ValueSlot(_number(current), put)
+            fit.fit(f"the hyper-parameter {key} of {label}", slot, saved)
+    return fit
 
 
 def _hyper(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -479,39 +476,30 @@ def _hyper(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, An
 
 def fit_parts(
     trainer: EngineParts, ck: Checkpoint, *, scheduler: bool, trust: bool
-) -> tuple[Problems, Put]:
-    """Match the states of the scheduler, of similar parts, and of submodules with the checkpoint.
-
-    Returns:
-        what is missing or does not fit, and a function that sets the states.
-    """
+) -> FittedValues:
+    """Match the states of the scheduler, of similar parts, and of submodules with the checkpoint."""
     parts = {k: v for k, v in stateful(trainer.engine).items() if scheduler or k != "lr_scheduler"}
-    problems = Problems()
-    fitting: list[tuple[Any, Any]] = []
+    fit = FittedValues()
     for name, part in parts.items():
+        slot = ValueSlot(part.state_dict(), part.load_state_dict)
         try:
-            state = _fitting(ck.objects.get(name), part.state_dict(), trust=trust)
-            fitting.append((part.load_state_dict, state))
+            state = _fitting(ck.objects.get(name), slot.value, trust=trust)
+            fit.fit(f"the object {name}", slot, state)
         except KeyError:
-            problems |= Problems(missing=(f"the object {name}{_HINTS.get(name, '')}",))
+            fit.missing.append(f"the object {name}{_HINTS.get(name, '')}")
         except UcformatError as error:
-            problem = f"the object {name}: {error.message}{_HINTS.get(name, '')}"
-            problems |= Problems(others=(problem,))
+            fit.others.append(f"the object {name}: {error.message}{_HINTS.get(name, '')}")
     extra = ck.objects.get("module") or {}
     for key, module in with_extra_state(trainer.engine.module):
         if key not in extra:
-            problems |= Problems(missing=(f"the extra state {key}",))
+            fit.missing.append(f"the extra state {key}")
             continue
+        slot = ValueSlot(module.get_extra_state(), module.set_extra_state)
         try:
-            fitting.append((module.set_extra_state, decode(extra[key], trust=trust)))
+            fit.fit(f"the extra state {key}", slot, decode(extra[key], trust=trust))
         except UcformatError as error:
-            problems |= Problems(others=(f"the extra state {key}: {error.message}",))
-
-    def put() -> None:
-        for setter, value in fitting:
-            setter(value)
-
-    return problems, put
+            fit.others.append(f"the extra state {key}: {error.message}")
+    return fit
 
 
 _HINTS = {"lr_scheduler": " (scheduler=False keeps that of the engine)"}
@@ -525,6 +513,22 @@ def _fitting(data: Any, template: Any, *, trust: bool) -> Any:
     if lacking:
         raise UsageError(f"it is the state of another class, without {', '.join(lacking)}")
     return decode(data, template, trust=trust)
+
+
+def values_now(trainer: EngineParts, ck: Checkpoint) -> FittedValues:
+    """The counters and a dynamic loss scaler as they are, and as they were saved."""
+    fit = FittedValues()
+    for name in ("global_steps", "skipped_steps"):
+        if name in ck.objects:
+            current = int(getattr(trainer.engine, name))
+            fit.compare(f"the object {name}", current, decode(ck.objects[name]))
+    scaler, saved = _scaler(trainer.optimizer), scaler_in(ck.objects)
+    if scaler is not None and _is_dynamic(scaler):
+        for name, value in (saved or {}).items():
+            if hasattr(scaler, name):
+                label = f"the object optimizer.loss_scaler.{name}"
+                fit.compare(label, getattr(scaler, name), value)
+    return fit
 
 
 def fit_values(trainer: EngineParts, ck: Checkpoint) -> Put:

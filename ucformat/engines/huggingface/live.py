@@ -80,8 +80,8 @@ class SaveCallback(TrainerCallback):
 class UniversalTrainer(Trainer):
     """A Trainer that saves universal checkpoints; as the first base class, it changes another subclass of Trainer.
 
-    `save_options` are arguments of `save`; `save_in_background` saves with `async_save`. Set both
-    as class attributes.
+    `save_options` are arguments of `save`; with `certify` among them, loads are certified, too.
+    `save_in_background` saves with `async_save`. Set both as class attributes.
     """
 
     save_options: Mapping[str, Any] = MappingProxyType({})
@@ -132,19 +132,20 @@ class UniversalTrainer(Trainer):
         else:
             state = self._live()
             del state["rng"]  # restored later, after batches were skipped
-            self._launch.begin(load(state, self._resumed))
+            self._launch.begin(load(state, self._resumed, certify=self._certify))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
             super()._load_rng_state(checkpoint)
         elif _STATE in self._resumed.objects:
-            load({"rng": Rng()}, self._resumed)
+            load({"rng": Rng()}, self._resumed, certify=self._certify)
         else:  # of files that the Trainer itself has saved, those that it would read
             super()._load_rng_state(self._resumed.url)
 
     def _load_best_model(self) -> None:
         self._settle()
-        load({"model": self.model}, str(self.state.best_model_checkpoint))
+        best = str(self.state.best_model_checkpoint)
+        load({"model": self.model}, best, certify=self._certify)
 
     def _save_checkpoint(self, _model: Any, trial: Any) -> None:
         self._settle()
@@ -192,6 +193,10 @@ class UniversalTrainer(Trainer):
                     excess -= 1
         if dist.is_initialized():
             dist.barrier()
+
+    @property
+    def _certify(self) -> bool:
+        return bool(self.save_options.get("certify"))
 
     def _live(self) -> dict[str, Any]:
         """The live state of the training."""

@@ -55,6 +55,8 @@ class _Universal:
         background: save in the background, with `async_save`.
         trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run
             code.
+        certify: compare what was written with what the ranks held, and what they hold after a load
+            with what was saved; as for `ucformat.torch.save` and `load`.
         options: of the strategy.
     """
 
@@ -62,10 +64,17 @@ class _Universal:
     optimizers: Any
 
     def __init__(
-        self, *, form: Any = "zarr", background: bool = False, trust: bool = False, **options: Any
+        self,
+        *,
+        form: Any = "zarr",
+        background: bool = False,
+        trust: bool = False,
+        certify: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self._form, self._background, self._trust = form, background, trust
+        self._certify = certify
         self._handle: SaveHandle | None = None
         self._launch = TrainingLaunch()
 
@@ -110,7 +119,7 @@ class _Universal:
             )
         logged = self.lightning_module.trainer.callback_metrics
         metadata = _metadata(checkpoint, self._launch, logged)
-        options = SaveOptions(url, self._form, overwrite=True)
+        options = SaveOptions(url, self._form, overwrite=True, certify=self._certify)
         if self._background:
             self._handle = async_save_local(state, options, metadata)
         else:
@@ -127,7 +136,7 @@ class _Universal:
         state = self._live(optimizers=bool(self.optimizers))
         if "rng" not in ck.per_rank:  # a CheckpointIO does not save random generators
             state.pop("rng", None)
-        self._launch.begin(load(state, ck, strict))  # type: ignore[arg-type]
+        self._launch.begin(load(state, ck, strict, certify=self._certify))  # type: ignore[arg-type]
         return {"state_dict": {}, **dict(rest)}
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -30,8 +30,11 @@ _FIXED = {
     "export_dtype": ("float32", f"{_EXPORT} --cast …"),
 }
 #: Options of the configuration that are the manager's own.
-_OPTIONS = ("interval", "enable_first_step_checkpoint", "keep_latest_k", "async_mode", "load_only", "form", "run",
-            "exclude_from_loading", "initial_load_path", "initial_load_model_only", "merge_dataloader")  # fmt: skip
+_OPTIONS = (
+    *("interval", "enable_first_step_checkpoint", "keep_latest_k", "async_mode", "load_only"),
+    *("form", "run", "certify", "exclude_from_loading", "merge_dataloader"),
+    *("initial_load_path", "initial_load_model_only"),
+)
 
 
 class UniversalCheckpointManager(BaseCheckpointManager):
@@ -52,6 +55,8 @@ class UniversalCheckpointManager(BaseCheckpointManager):
                 background.
             form: as for `ucformat.torch.save`.
             run: name of the training run, for the catalog.
+            certify: compare what was written with what the ranks held, and what they hold after a
+                load with what was saved; as for `ucformat.torch.save` and `load`.
             merge_dataloader: `merge` of `PerRank` for the data loader, with which another number of
                 ranks loads it. It is a function, and so no option of the command line.
         """
@@ -59,6 +64,7 @@ class UniversalCheckpointManager(BaseCheckpointManager):
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
         form: Literal["zarr", "packed", "safetensors"] = "zarr"
         run: str | None = None
+        certify: bool = False
         merge_dataloader: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
 
         def __post_init__(self) -> None:

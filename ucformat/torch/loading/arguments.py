@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 from ucformat.storage.url import as_strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch.distributed as dist
 
@@ -37,17 +37,22 @@ class RestoreArguments(ReadArguments, total=False):
     """How all ranks restore a training together; those of `ReadArguments` too.
 
     Attributes:
+        names: the names in the whole model of what this rank names locally, as for `save`.
         leave: what of the checkpoint needs no place in the state: names, prefixes of names that end
             at a dot, or globs (`*.exp_avg`), of tensors, or of their paths and those of values in
             the state that was saved.
         cast: cast tensors to the dtypes of the state (default: no).
         trust: unpickle opaque objects, which may run code (default: no).
+        certify: after the load compare what the ranks hold then with what is stored, and raise
+            `NotCertified` if anything differs (default: no).
         timeout: seconds after which an unresponsive rank is considered dead (default 1800).
     """
 
+    names: Mapping[str, int] | None
     leave: str | Iterable[str]
     cast: bool
     trust: bool
+    certify: bool
     timeout: float
 
 
@@ -75,9 +80,11 @@ class LoadOptions:
     rename: Rename | None = None
     verify: Verify = "whole"
     threads: int | None = None
+    names: Mapping[str, int] | None = None
     leave: tuple[str, ...] = ()
     cast: bool = False
     trust: bool = False
+    certify: bool = False
     broadcast_group: dist.ProcessGroup | None = None
     progress: Callable[[int], None] | None = None
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ucformat.geometry.tensor import Key
 from ucformat.reading.state_names import MODEL_KEYS, dotted
-from ucformat.torch.loading.match import PARAMETER, Problems, parameter_of
+from ucformat.torch.loading.match import PARAMETER, Problems, fits, parameter_of
 from ucformat.torch.state.subclasses import RECORD
 
 if TYPE_CHECKING:
@@ -231,14 +230,6 @@ def is_named(ck: Checkpoint, key: Key, label: str, patterns: Sequence[str]) -> b
     name = label.removesuffix(f" ({key.state})")
     texts = (label, key.name, name, f"{name}.{key.state}", *map(dotted, _paths(ck, key)))
     return any(fits(text, *patterns) for text in texts)
-
-
-def fits(text: str, *patterns: str) -> bool:
-    """Check whether a name or path is that of a pattern, lies below it, or matches it as a glob."""
-    return any(
-        text == pattern or text.startswith(pattern.rstrip(".") + ".") or fnmatchcase(text, pattern)
-        for pattern in patterns
-    )
 
 
 def left_values(

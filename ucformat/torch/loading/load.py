@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, TensorNotFound, UsageError, check_choice, check_keywords
@@ -27,21 +26,20 @@ from ucformat.storage.url import as_strings
 from ucformat.storage.wrappers import check_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
+from ucformat.torch.loading.align import align
 from ucformat.torch.loading.arguments import LoadArguments, LoadOptions
+from ucformat.torch.loading.certify import certify_state
 from ucformat.torch.loading.find import (
-    asked_entries,
-    find_tensors,
-    fits,
     is_asked,
     is_inside,
     is_named,
-    left_values,
 )
 from ucformat.torch.loading.match import (
     PARAMETER,
     Matched,
     Problems,
     edge_of,
+    fits,
     labels_of,
     match,
     parameter_of,
@@ -49,27 +47,17 @@ from ucformat.torch.loading.match import (
     stored_names,
     unexpected,
 )
-from ucformat.torch.loading.optimizers import place_states
 from ucformat.torch.loading.read import ReadAmount, read
 from ucformat.torch.loading.share import AnotherRankFailed, open_together, read_shared
-from ucformat.torch.loading.values import (
-    SavedState,
-    fit_groups,
-    fit_objects,
-    fit_wrappers,
-    resize_extra_states,
-    take_values,
-)
-from ucformat.torch.state.collect import collect
-from ucformat.torch.state.local import LocalShard, locals_of, mesh_of, without_ties
-from ucformat.torch.state.memory import check_fillable, dtype_name, torch_dtype
-from ucformat.torch.state.subclasses import memory_of
+from ucformat.torch.state.local import LocalShard, mesh_of
+from ucformat.torch.state.memory import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from os import PathLike
 
     from ucformat.schema.manifest import LaunchDoc, LineageDoc
+    from ucformat.torch.certificate import Certificate
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.match import Rename, Strict
 
@@ -84,6 +72,8 @@ class LoadReport:
     (`problems.inexact`), or if `left` has entries: what the checkpoint has of the entries of the
     state and the state has no place for, unless `leave` named it.
 
+    `tolerated` are problems of what need not be complete by `strict`.
+
     `url`, `id` and `step` are those of the checkpoint, and `tensors` is the number of tensors that
     were filled. `nbytes` are the bytes that this rank read from storage; `bytes_unverified` are
     those of tensors whose checksums were not checked, because the file has none or by `verify`.
@@ -91,7 +81,8 @@ class LoadReport:
     `world`, and the sizes of mesh axes. `lineage` describes how later checkpoints derive from this
     one, the same on all ranks, for `save(lineage=[report.lineage])`: `finetune` if no optimizer
     state was loaded, else `reshard` if it was saved under another layout, else `resume`. `launch`
-    is the launch that saved the checkpoint, if it records one.
+    is the launch that saved the checkpoint, if it records one. `certificate` is that of the state
+    after the load, with `certify=True`.
     """
 
     url: str
@@ -106,16 +97,18 @@ class LoadReport:
     launch: LaunchDoc | None = None
     problems: Problems = field(default_factory=Problems)
     left: tuple[str, ...] = ()
+    tolerated: Problems = field(default_factory=Problems)
+    certificate: Certificate | None = None
 
     @property
     def missing(self) -> tuple[str, ...]:
         """What the state has and the checkpoint does not."""
-        return self.problems.missing
+        return self.problems.missing + self.tolerated.missing
 
     @property
     def unexpected(self) -> tuple[str, ...]:
         """What the checkpoint has and the state does not."""
-        return self.problems.unexpected
+        return self.problems.unexpected + self.tolerated.unexpected
 
     def __bool__(self) -> bool:
         return (
@@ -144,14 +137,16 @@ def load(
             checkpoint.
         strict: `"report"`: missing entries and different shapes or dtypes are errors, and entries
             that only the checkpoint has, and values that are not as they were saved, are listed in
-            the report; True: these are errors too; False: what fits is loaded, and the report lists
-            the rest.
+            the report; True: these are errors too; `"weights"`, or a list of names, prefixes of
+            names that end at a dot, or globs: of these alone, and of the rest what fits is loaded;
+            False: what fits is loaded. The report lists the rest.
         arguments: those of `LoadArguments`, by keyword.
 
     Raises:
         StateMismatch: the checkpoint does not fit the state; the message lists all mismatches.
         ChecksumError: a chunk does not match its checksum.
         Conflict: a file of the checkpoint has changed since it was opened.
+        NotCertified: with `certify=True`, the state is not as it was saved after the load.
         UcformatError: a rank failed or died. Every rank gets the same error.
     """
     check_keywords("load", arguments, LoadArguments)
@@ -160,52 +155,29 @@ def load(
         ck = open_together(url, ranks)
         with ranks.sharing_errors():
             options = LoadOptions.of(strict, arguments)
-            collected = collect(state)
-            names = stored_names(ck, options.rename)
-            recorded = SavedState(ck, names)
-            problems = Problems(others=tuple(collected.unloadable))
-            # states first: they add and drop tensors, whose keys `find_tensors` then sets
-            problems |= place_states(collected, recorded) | find_tensors(collected, recorded)
-            problems |= fit_wrappers(collected, recorded)
-            for path, tensor in collected.tensors.items():
-                if not isinstance(tensor, ShardedTensor):
-                    check_fillable(str(collected.keys[path]), memory_of(tensor))
-            take_values(collected, recorded)
-            resize_extra_states(collected, recorded)
-            entries = asked_entries(collected, recorded)
-            aliases, targets = without_ties(locals_of(collected))
-            objects, put_objects = fit_objects(
-                collected, recorded, ranks, trust=options.trust, cast=options.cast
-            )
-            groups, put_groups = fit_groups(
-                collected,
-                recorded,
-                lambda text: fits(text, *options.leave),
-                trust=options.trust,
-            )
-            problems |= (
-                objects
-                | groups
-                | Problems(unexpected=left_values(collected, recorded, entries, options.leave))
-            )
+            aligned = align(state, ck, ranks, options)
+            collected = aligned.collected
 
         def set_values() -> None:
-            put_objects()
-            put_groups()
+            aligned.objects.put()
+            aligned.groups.put()
             for finish in collected.finish:
                 finish()
 
-        load_targets = LoadTargets(
-            targets,
-            aliases,
-            problems,
+        targets = LoadTargets(
+            aligned.targets,
+            aligned.aliases,
+            aligned.problems,
             set_values,
             mesh_of(collected.tensors.values()),
-            stateful=len(groups.missing) < sum(map(len, collected.groups.values())),
-            optimizer=bool(collected.groups or collected.optimizer_dicts),
-            asked=entries,
+            stateful=len(aligned.groups.missing) < sum(map(len, collected.groups.values())),
+            optimizer=aligned.has_optimizer,
+            asked=aligned.entries,
         )
-        return load_local(load_targets, ck, ranks, options, names)
+        report = load_local(targets, ck, ranks, options, aligned.recorded.names)
+        if not options.certify:
+            return report
+        return replace(report, certificate=certify_state(state, ck, ranks, options).checked())
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +218,8 @@ def load_local(
     begun = time.monotonic()
     entries = targets.asked
     with ranks.sharing_errors():
-        check_choice("strict", options.strict, ("report", True, False))
+        if not isinstance(options.strict, list | tuple):
+            check_choice("strict", options.strict, ("report", "weights", True, False))
         verify = check_verify(options.verify)
         reading = ReadOptions(verify, threads=options.threads, progress=options.progress)
         names = names or stored_names(ck, options.rename)
@@ -285,6 +258,7 @@ def load_local(
     ]
     values = joined.problems.unexpected
     mismatches = replace(joined.problems, unexpected=(*labels.values(), *values))
+    mismatches, tolerated = mismatches.of(options.strict)
     raise_for(mismatches, options.strict, ck.url)
     amount, failure = ReadAmount(), None
     broadcast_group = options.broadcast_group
@@ -320,6 +294,7 @@ def load_local(
         launch,
         mismatches,
         (*left_labels, *values),
+        tolerated,
     )
 
 

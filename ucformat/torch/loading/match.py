@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from ucformat.jobs.record import lineage_to
 from ucformat.reading.readable import PART_OF
 from ucformat.schema import TORCH_NUMBERS
 from ucformat.storage.concurrency import gc_paused
+from ucformat.storage.url import as_strings
 from ucformat.torch.state.elements import blocks_of
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from ucformat.torch.state.local import LocalShard
 
     Rename = Callable[[str], str] | Mapping[str, str]
-    Strict = Literal["report", True, False]
+    Strict = Literal["report", "weights", True, False] | list[str] | tuple[str, ...]
 
 
 # Finds tensors that share memory, without touching it.
@@ -170,6 +173,22 @@ class Problems:
             )
         )
 
+    def of(self, strict: Any) -> tuple[Problems, Problems]:
+        """Return the problems of what must be complete, and the others."""
+        if strict in ("report", True, False):
+            return self, Problems()
+        kinds = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        asked, others = (
+            Problems(
+                **{
+                    kind: tuple(line for line in lines if _is_of(line, strict) is chosen)
+                    for kind, lines in kinds
+                }
+            )
+            for chosen in (True, False)
+        )
+        return asked, others
+
     def lines(self, *, unexpected: bool) -> list[str]:
         """Return one line for each problem.
 
@@ -184,6 +203,32 @@ class Problems:
             out += [f"unexpected: {m}" for m in self.unexpected]
             out += self.inexact
         return out
+
+
+_TENSOR = re.compile(r"(.*?) \(([^()]+)\)(?: is | in the checkpoint |$)")
+_VALUE = re.compile(r"the (?:object|per-rank value) (.*?)(?:: | is | cannot |$)")
+_GROUP = re.compile(r"(?:the hyper-parameter .*? of )?group \d+ of (.*?)(?:: | was | is |$)")
+
+
+def _is_of(line: str, strict: str | Sequence[str]) -> bool:
+    """Whether a problem is one of what must be complete: of a weight, or of what a pattern names."""
+    if tensor := _TENSOR.match(line):
+        name, state = tensor.groups()
+        if strict == "weights":
+            return state in PARAMETER
+        return any(fits(text, *as_strings(strict)) for text in (name, f"{name}.{state}"))
+    value = _VALUE.match(line) or _GROUP.match(line)
+    if value is None:  # of several tensors, or of one that cannot be loaded as it is
+        return True
+    return strict != "weights" and fits(value[1], *as_strings(strict))
+
+
+def fits(text: str, *patterns: str) -> bool:
+    """Check whether a name or path is that of a pattern, lies below it, or matches it as a glob."""
+    return any(
+        text == pattern or text.startswith(pattern.rstrip(".") + ".") or fnmatchcase(text, pattern)
+        for pattern in patterns
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +483,7 @@ def raise_for(problems: Problems, strict: Strict, url: str) -> None:
     """Raise one error with all problems, before anything is read.
 
     Args:
-        strict: `"report"` ignores what only the checkpoint has, and what is inexact; False ignores
+        strict: True refuses what only the checkpoint has, and what is inexact, too; False ignores
             all problems.
     """
     lines = problems.lines(unexpected=strict is True)
@@ -451,6 +496,7 @@ def raise_for(problems: Problems, strict: Strict, url: str) -> None:
         hints.append("cast=True casts")
     if problems.missing:
         hints.append("rename= maps the checkpoint's names to yours")
+        hints.append('strict="weights", or a list of names, says what must be complete')
     raise StateMismatch(
         f"{url} does not fit the state to be loaded; nothing was changed:\n  " + "\n  ".join(lines),
         hint="; ".join(hints),

@@ -28,7 +28,7 @@ from ucformat.torch.state.memory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
@@ -61,7 +61,12 @@ def read(
     synchronize(m.target.tensor for m in direct)
     done = _read_straight(ck, direct, options)
     staged = [m for m in matched if not _is_direct(m)]
-    return done.plus(_staged(ck, staged, options)) if staged else done
+    return done.plus(read_staged(ck, staged, options, _copy)) if staged else done
+
+
+def _copy(part: Matched, stored: torch.Tensor) -> None:
+    target = target_of(part)
+    target.copy_(stored, non_blocking=target.device in devices_of([target]))
 
 
 def check_targets(matched: Sequence[Matched]) -> None:
@@ -94,8 +99,20 @@ def _read_straight(ck: Checkpoint, matched: Sequence[Matched], options: ReadOpti
     return ReadAmount(plan.bytes_read, plan.bytes_unverified)
 
 
-def _staged(ck: Checkpoint, matched: Sequence[Matched], options: ReadOptions) -> ReadAmount:
-    """Read batches alternately into two host buffers: one is copied to the device while the other is filled."""
+def read_staged(
+    ck: Checkpoint,
+    matched: Sequence[Matched],
+    options: ReadOptions,
+    use: Callable[[Matched, torch.Tensor], object],
+) -> ReadAmount:
+    """Read parts of what targets are matched with in the stored dtypes, in bounded memory.
+
+    Batches are read alternately into two host buffers: one is used while the other is filled.
+
+    Args:
+        use: gets each part of a target, and a tensor with what is stored of it, which it may read
+            on the devices of the targets until the next but one batch.
+    """
     targets = [m.target.tensor for m in matched]
     devices = devices_of(targets)
     synchronize(targets)  # kernels of the training may still use them
@@ -116,8 +133,7 @@ def _staged(ck: Checkpoint, matched: Sequence[Matched], options: ReadOptions) ->
             stored = [stored_in(buffer, at, part) for at, part in zip(starts, batch, strict=False)]
             total = total.plus(_read_straight(ck, stored, options))
             for part, sources in zip(batch, stored, strict=True):
-                target = target_of(part)
-                target.copy_(sources.target.tensor, non_blocking=target.device in devices)
+                use(part, sources.target.tensor)
             copied[turn] = record_events(
                 d for d in devices if any(p.target.tensor.device == d for p in batch)
             )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from operator import setitem
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ucformat.errors import PermissionDenied, UnsupportedError, UsageError
+from ucformat.format.digest import document_digest
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey, json_key
 from ucformat.reading.state_names import GROUPS, dotted
@@ -245,8 +247,17 @@ def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
         yield path
 
 
-class _Fit:
-    """The values of a state that fit, set by `put`, and lines for what does not."""
+class FittedValue(NamedTuple):
+    """A plain value of a state as it is now, as it was saved, and what sets it; None: nothing here."""
+
+    label: str
+    current: Any
+    saved: Any
+    put: Callable[[Any], None] | None
+
+
+class FittedValues:
+    """The values of a state that fit, and lines for what does not."""
 
     def __init__(self) -> None:
         self.missing: list[str] = []
@@ -254,7 +265,7 @@ class _Fit:
         self.dtypes: list[str] = []
         self.others: list[str] = []
         self.inexact: list[str] = []
-        self.puts: list[Callable[[], None]] = []
+        self.values: list[FittedValue] = []
 
     @contextmanager
     def decoding(self, label: str) -> Iterator[list[str]]:
@@ -267,6 +278,14 @@ class _Fit:
         else:
             self.inexact += [f"{label}: it was saved as a {name}" for name in lost]
 
+    def fit(self, label: str, slot: ValueSlot, saved: Any) -> None:
+        """Add a value."""
+        self.values.append(FittedValue(label, slot.value, saved, slot.put))
+
+    def compare(self, label: str, current: Any, saved: Any) -> None:
+        """Add a value that is not set here."""
+        self.values.append(FittedValue(label, current, saved, None))
+
     def problems(self) -> Problems:
         """What does not fit, each line once."""
         lines = (self.missing, self.left, (), self.dtypes, self.others, self.inexact)
@@ -274,8 +293,28 @@ class _Fit:
 
     def put(self) -> None:
         """Set all that fits."""
-        for put in self.puts:
-            put()
+        for value in self.values:
+            if value.put is not None:
+                value.put(value.saved)
+
+    def different(self) -> Iterator[tuple[str, str]]:
+        """The labels of values that are not as they were saved, and how they differ."""
+        for value in self.values:
+            if not _is_same(value.current, value.saved):
+                now, then = repr(value.current), repr(value.saved)
+                short = max(len(now), len(then)) <= _SHOWN_VALUE and now != then
+                yield (
+                    value.label,
+                    f"it is {now}, and was saved as {then}" if short else "it differs",
+                )
+
+
+_SHOWN_VALUE = 60  # characters of a value in a message, at most
+
+
+def _is_same(current: Any, saved: Any) -> bool:
+    """Whether two values would be saved alike."""
+    return document_digest(encode(current)) == document_digest(encode(saved))
 
 
 def fit_objects(
@@ -285,9 +324,9 @@ def fit_objects(
     *,
     trust: bool,
     cast: bool = False,
-) -> tuple[Problems, Callable[[], None]]:
-    """Match plain values with stored objects; what does not fit, and a function that sets the rest."""
-    fit = _Fit()
+) -> FittedValues:
+    """Match plain values with stored objects."""
+    fit = FittedValues()
     for path, leaf in collected.leaves.items():
         label = f"the object {dotted(path)}"
         data = with_empty(recorded.value(path), leaf.value)
@@ -306,13 +345,13 @@ def fit_objects(
         fit.others += [f"{label}: {w}" for w in misfits]
         fit.dtypes += [f"{label} is {d}" for d in dtype]
         if not misfits and not dtype:
-            fit.puts.append(partial(leaf.put, value))
+            fit.fit(label, leaf, value)
     _fit_ranks(fit, collected, recorded.ck.per_rank, ranks, trust=trust)
-    return fit.problems(), fit.put
+    return fit
 
 
 def _fit_ranks(
-    fit: _Fit,
+    fit: FittedValues,
     collected: CollectedState,
     per_rank: Mapping[str, Sequence[Any]],
     ranks: Ranks,
@@ -344,7 +383,7 @@ def _fit_ranks(
         except UsageError as error:
             fit.others.append(f"{dotted(path)}: {error.message}; {error.hint}")
             continue
-        fit.puts.append(partial(leaf.put, value))
+        fit.fit(label, leaf, value)
 
 
 def _no_merge(path: Path, declared: PerRank, saved: int, now: int) -> str:
@@ -429,13 +468,13 @@ def fit_groups(
     may_leave: Callable[[str], bool] = lambda _: False,
     *,
     trust: bool = False,
-) -> tuple[Problems, Callable[[], None]]:
+) -> FittedValues:
     """Match the optimizer groups of a state with stored hyper-parameters, by the names of the parameters.
 
     If some parameters of a group are not stored, the hyper-parameters of the others apply. A group
     without parameters has those of the group with its number, if as many were saved.
     """
-    fit = _Fit()
+    fit = FittedValues()
 
     def fit_group(
         label: str, text: str, group: CollectedGroup, doc: GroupDoc, saved: Sequence[GroupDoc]
@@ -457,7 +496,9 @@ def fit_groups(
                 key: decode(value, group.options.get(key), trust=trust, lost=lost)
                 for key, value in options.items()
             }
-            fit.puts.append(partial(_set_options, group, values))
+            for key, value in values.items():
+                slot = ValueSlot(group.options.get(key), partial(setitem, group.options, key))
+                fit.fit(f"the hyper-parameter {key} of {label}", slot, value)
 
     for path, groups in collected.groups.items():
         root = dotted(path)
@@ -483,12 +524,7 @@ def fit_groups(
                     )
                 elif docs:
                     fit_group(label, text, part, docs[0], saved)
-    return fit.problems(), fit.put
-
-
-def _set_options(group: CollectedGroup, values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        group.options[key] = value
+    return fit
 
 
 _NO_OPTIONS = ("param_names", "state")  # entries of stored groups that are no hyper-parameters

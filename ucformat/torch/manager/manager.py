@@ -248,7 +248,7 @@ class Manager:
         if verify not in ("full", "quick"):
             raise UsageError(f"verify={verify!r} is not supported", hint='"full" or "quick"')
         self._settle()
-        options = dict(**options, group=self._group, timeout=self._timeout)
+        options = self._load_options(options)
         restored = restore_newest(self.url, state, verify, self._ranks(), options)
         if restored is None:
             return None
@@ -275,7 +275,7 @@ class Manager:
             StateMismatch: the checkpoint does not fit the state.
         """
         self._settle()
-        report = load(state, url, **options, group=self._group, timeout=self._timeout)
+        report = load(state, url, **self._load_options(options))
         self._launch.begin(report)
         self._listed, self._begun = None, False
         return report
@@ -326,6 +326,13 @@ class Manager:
             if error is None:
                 raise
             _log.warning("the save in the background failed too: %s", failure.message)
+
+    def _load_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a load: those of the call, and what holds for the whole run."""
+        run: dict[str, Any] = {
+            key: self._arguments[key] for key in ("names", "certify") if key in self._arguments
+        }
+        return dict(**run | dict(options), group=self._group, timeout=self._timeout)
 
     def _ranks(self) -> Group:
         return group_of(self._group, self._timeout, f"Manager {self.url}")

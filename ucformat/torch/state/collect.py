@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +74,36 @@ class LiveOptimizer:
     params: Mapping[str, torch.Tensor]
 
 
+class GlobalNames:
+    """The names in the whole model of what a rank names locally.
+
+    Args:
+        shifts: by pattern, such as `layers.*`, what is added to the number in the place of the star.
+    """
+
+    def __init__(self, shifts: Mapping[str, int]) -> None:
+        self._shifts: list[tuple[re.Pattern[str], int]] = []
+        for pattern, shift in shifts.items():
+            head, star, tail = pattern.partition("*")
+            if not star or "*" in tail or isinstance(shift, bool) or not isinstance(shift, int):
+                raise UsageError(
+                    f"names={{{pattern!r}: {shift!r}}} is not a pattern with one star and a number",
+                    hint='{"layers.*": 16} adds 16 to the number of each layer',
+                )
+            text = rf"({re.escape(head)})(\d+)({re.escape(tail)}(?:\..*)?)"
+            self._shifts.append((re.compile(text, re.ASCII), shift))
+
+    def of(self, name: str) -> str:
+        """Return the name in the whole model."""
+        for pattern, shift in self._shifts:
+            if match := pattern.fullmatch(name):
+                number = int(match[2]) + shift
+                if number < 0:
+                    raise UsageError(f"names= gives {name} the number {number}")
+                return f"{match[1]}{number}{match[3]}"
+        return name
+
+
 @dataclass(slots=True)
 class CollectedState:
     """The parts of a state, by path; the functions `finish` are called when all of them are loaded.
@@ -81,6 +113,7 @@ class CollectedState:
     """
 
     entries: tuple[str, ...] = ()  # the keys of the state, but those of its own tensors
+    global_names: GlobalNames = field(default_factory=lambda: GlobalNames({}))
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
     wrappers: dict[Path, tuple[torch.Tensor, TakenApart]] = field(default_factory=dict)
     wrapper_of: dict[Path, Path] = field(default_factory=dict)
@@ -119,15 +152,22 @@ class CollectedState:
             self.wrappers.pop(wrapper, None)
 
 
-def collect(state: Mapping[str, Any]) -> CollectedState:
-    """Collect the parts of a training state."""
+def collect(
+    state: Mapping[str, Any], names: Mapping[str, int] = MappingProxyType({})
+) -> CollectedState:
+    """Collect the parts of a training state.
+
+    Args:
+        names: which numbers in the names of modules and of parameters are others in the whole model.
+    """
     if not isinstance(state, Mapping):
         raise UsageError(
             f"a training state is a mapping, not a {type(state).__name__}",
             hint='{"model": model, …}',
         )
     collected = CollectedState(
-        tuple(str(k) for k, v in state.items() if not isinstance(v, torch.Tensor | ShardedTensor))
+        tuple(str(k) for k, v in state.items() if not isinstance(v, torch.Tensor | ShardedTensor)),
+        global_names=GlobalNames(names),
     )
     _walk(
         collected, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)]
@@ -471,10 +511,10 @@ def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> N
     attached = _attached(module, entries.keys())
     resized = {key for attachment in attached for key in attachment.resized}
     for key, value in entries.items():
-        where = (*path, plain_name(module, key))
+        where = (*path, collected.global_names.of(plain_name(module, key)))
         if where in collected.tensors or where in collected.leaves:
             raise UsageError(
-                f"two parts of {dotted(path)} have the entry {plain_name(module, key)!r}",
+                f"two parts of {dotted(path)} have the entry {where[-1]!r}",
                 hint="give each layer its number in the whole model as its name",
             )
         if not isinstance(value, torch.Tensor):
@@ -664,7 +704,8 @@ def _optimizer(
     names: dict[int, str] = {}
     for where, module, _ in owners:
         for name, param in module.named_parameters():
-            names.setdefault(id(param), dotted((*where[len(owner) :], plain_name(module, name))))
+            global_name = collected.global_names.of(plain_name(module, name))
+            names.setdefault(id(param), dotted((*where[len(owner) :], global_name)))
     groups: list[CollectedGroup] = []
     params: dict[str, torch.Tensor] = {}
     for group in optimizer.param_groups:

@@ -294,9 +294,13 @@ def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
     return LocalShard(info, pieces_in(local, [Dim.whole(n, a) for a, n in starts_and_sizes]), local)
 
 
-def local_state(state: Mapping[str, Any]) -> LocalState:
-    """Collect the local state of this rank from a training state."""
-    collected = collect(state)
+def local_state(state: Mapping[str, Any], names: Mapping[str, int] | None = None) -> LocalState:
+    """Collect the local state of this rank from a training state.
+
+    Args:
+        names: as for `save`.
+    """
+    collected = collect(state, names or {})
     aliases, tensors = without_ties(locals_of(collected))
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
     objects: dict[str, Any] = {}

@@ -267,8 +267,10 @@ class FSDP2:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, folder / "own.safetensors")
 
-    def load(self, url: str) -> None:
-        ucformat.torch.load(self.state(), url, cast=self.task.cast)
+    def load(self, url: str, *, certify: bool) -> None:
+        # the loss scalers of DeepSpeed's optimizers
+        leave = ["optimizer.loss_scaler", "optimizer.cur_*", "optimizer.dynamic_loss_scale"]
+        ucformat.torch.load(self.state(), url, cast=self.task.cast, certify=certify, leave=leave)
 
     def facts(self) -> dict:
         return {"lr": [g["lr"] for g in self.optimizer.param_groups]}
@@ -290,7 +292,7 @@ def make(task: Task, out: Path) -> None:
     facts: dict[str, Any] = {}
     first = 0
     if task.load:
-        trainer.load(str(out / task.load / task.what))
+        trainer.load(str(out / task.load / task.what), certify=True)
         first = 3
         facts["loaded"] = trainer.facts()
         trainer.save_own(folder)
