@@ -1,19 +1,29 @@
-"""Fingerprints: how fast they are computed, beside checksums and copies of the same memory, and what a read costs more.
+"""Fingerprints: how fast they are computed, beside checksums and copies of the same memory, and what they cost.
 
-`python -m bench.fingerprints`. One thread; the best of the rounds, interleaved.
+`python -m bench.fingerprints`. One thread; the best of the rounds, interleaved. Saves are of 1.1 GB
+over FSDP2 on ranks of one machine, in pairs with and without fingerprints, whose computation is
+patched out; the time is that of the slowest rank, and the ratio the median of the pairs' own.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 import time
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 import ucformat
-from bench.common import OUT, table, targets
+from bench.common import OUT, ROOT, median, table, targets
 from ucformat.geometry import fingerprint
 from ucformat.geometry.box import Box
 from ucformat.geometry.fingerprint import fingerprint_of
@@ -32,6 +42,10 @@ CACHED, LARGE = 1 << 18, 1 << 28  # bytes
 ROW = 4096  # bytes of a strided row
 DTYPES = {"1 byte": "u1", "2 bytes": "u2", "4 bytes": "u4", "8 bytes": "u8"}
 FOLDER = OUT / "fingerprints"
+PAIRS = 9  # of saves
+FORMS = ("packed", "zarr")
+#: Where saves compute fingerprints.
+COMPUTED = ("ucformat.torch.saving.write.fingerprint_of", "ucformat.format.shard.fingerprint_of")
 
 
 def main() -> None:
@@ -44,8 +58,20 @@ def main() -> None:
     print(table(["elements of", *speeds], rows))
     print("\nGB/s of one core.\n")
     read, both = reads()
+    saves = {(form, world): saved_in_pairs(form, world) for world in (2, 4) for form in FORMS}
+    print(
+        table(
+            ["save", "without, s", "with, s", "without / with (range)", "load average"],
+            [[f"{form}, {world} ranks", *cells] for (form, world), (cells, _) in saves.items()],
+        )
+        + "\n"
+    )
     print(
         targets(
+            *(
+                (f"save without / with fingerprints, {form}, {world} ranks", ">= 0.9", ratio)
+                for (form, world), (_, ratio) in saves.items()
+            ),
             ("slowest of the three, 4 bytes, GB/s", ">= 5", floor["4 bytes"]),
             ("slowest of the three, 2 bytes, GB/s", ">= 3", floor["2 bytes"]),
             ("verified read of 1 GiB / the same with a fingerprint", ">= 0.7", read / both),
@@ -126,5 +152,68 @@ def saved(array: NDArray[np.generic]) -> str:
     return str(FOLDER / "s")
 
 
+def saved_in_pairs(form: str, world: int) -> tuple[list[str], float]:
+    """The cells of a row, and the median of the ratios."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "UCP_CATALOG": "none",
+    }
+    ranks = ["--standalone", "--nproc-per-node", str(world)]
+    program = [str(ROOT / "bench/fingerprints.py"), str(FOLDER.absolute()), form]
+    before = os.getloadavg()[0]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *ranks, *program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr[-4000:])
+    shutil.rmtree(FOLDER)
+    pairs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    ratios = [without / computed for without, computed in pairs]
+    cells = [f"{median(list(times)):.2f}" for times in zip(*pairs, strict=True)]
+    cells += [f"{median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"]
+    return [*cells, f"{before:.1f}–{os.getloadavg()[0]:.1f}"], median(ratios)
+
+
+def save_in_pairs(folder: Path, form: Any) -> None:
+    """What each rank does; rank 0 prints the seconds of each pair after the first, without and with fingerprints."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from bench import train_program
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"model": train_program.state(mesh, "fsdp2", fill=True)}
+
+    def seconds(*, computed: bool) -> float:
+        place = train_program.fresh(folder, form)
+        with ExitStack() as stack:
+            for name in () if computed else COMPUTED:
+                stack.enter_context(patch(name, lambda *_: fingerprint.NO_ELEMENTS))
+            taken: float = train_program.timed(partial(save, state, place, form=form))[0]
+        recorded = {t.fingerprint for t in ucformat.open(place).manifest.tensors}
+        assert (recorded != {"0" * 32}) is computed
+        return taken
+
+    for number in range(PAIRS + 1):
+        pair = {
+            computed: seconds(computed=computed) for computed in (number % 2 > 0, number % 2 < 1)
+        }
+        if number and not dist.get_rank():
+            print(json.dumps([pair[False], pair[True]]), flush=True)
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        save_in_pairs(Path(sys.argv[1]), sys.argv[2])
+    else:
+        main()
