@@ -98,6 +98,11 @@ def test_a_tree_goes_on_where_it_was_interrupted(
     assert computed[2:] == [str(tag) for tag in tags[1:]]
     for tag in tags:
         assert recorded(catalog, ucformat.open(tag).id) == expected(tag)
+    for copy in ("d", "e"):
+        shutil.copytree(foreign(tmp_path / "f", content=7), tmp_path / copy, dirs_exist_ok=True)
+        shutil.rmtree(tmp_path / "f")
+    assert not register(tmp_path, catalog, recursive=True, fingerprint=True).failures
+    assert len(computed) == 5  # copies are read once
     register(tmp_path, catalog, recursive=True, rescan=True)  # which takes nothing away
     assert recorded(catalog, ucformat.open(tags[0]).id) == expected(tags[0])
 

@@ -174,19 +174,20 @@ def record_fingerprints(
     """
     with catalog.database.reading() as c:
         entries = load_by_id(c, [checkpoint for _, checkpoint in places], now())
+    by_id = {e.id: (url, e) for (url, _), e in zip(places, entries, strict=True)}  # copies once
     lacking = [
         (url, entry)
-        for (url, _), entry in zip(places, entries, strict=True)
+        for url, entry in by_id.values()
         if not all(str(t.digest).startswith(FINGERPRINT) for t in catalog.tensors(entry.id))
     ]
-    done, total = 0, sum(entry.nbytes for _, entry in lacking if entry.kind != "ucformat")
+    done, in_all = 0, sum(entry.nbytes for _, entry in lacking if entry.kind != "ucformat")
     failures = []
 
     def advance(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if progress is not None:
-            progress(done, total)
+            progress(done, in_all)
 
     for url, entry in lacking:
         try:
@@ -206,8 +207,8 @@ def _with_computed(
     """A recorded checkpoint with the fingerprints of its tensors."""
     if entry.kind == "ucformat":
         raise UsageError(
-            f"{url} is a universal checkpoint, whose fingerprints are in its manifest, and this one "
-            "lacks some",
+            f"{url} is a universal checkpoint whose manifest lacks fingerprints, and the catalog "
+            "keeps only those of foreign ones",
             hint="`ucp convert SRC DST` writes one with them; of a virtual checkpoint: `ucp register "
             "SRC DST --virtual --checksums`",
         )
