@@ -24,8 +24,8 @@ from bench.common import OUT, ROOT, median, table, targets
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROUNDS = 7
-WORLDS = (1, 2, 4)
+ROUNDS = 5
+WORLDS = tuple(map(int, os.environ.get("RANKS", "1 2 4").split()))
 FORMS = ("zarr", "packed")
 FOLDER = OUT / "certify"
 SMALL = 20_000

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
+from itertools import count
 from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack, cast
 
@@ -36,7 +37,7 @@ from ucformat.torch.loading.find import is_inside, is_named
 from ucformat.torch.loading.match import PARAMETER, Matched, Problems, labels_of, match, unexpected
 from ucformat.torch.loading.read import read_staged
 from ucformat.torch.loading.share import open_together
-from ucformat.torch.state.fingerprint import piece_fingerprint
+from ucformat.torch.state.fingerprint import pieces_fingerprints
 from ucformat.torch.state.local import mesh_of
 from ucformat.torch.state.memory import synchronize
 
@@ -312,12 +313,20 @@ class _Comparison:
         self.live, self.ck, self.ranks, self.options = live, ck, ranks, options
         self.names = names
         self.keys = list(ck.tensors)
-        self.number = {key: n for n, key in enumerate(self.keys)}
+        number = {key: n for n, key in enumerate(self.keys)}
         self.recorded = [ck.metadata.fingerprints.get(key) for key in self.keys]
-        self.matched, self.problems, self.meant = match(
-            live.tensors, live.aliases, ck, names, cast=True
-        )
-        self.nbytes = sum(m.target.nbytes for m in self.matched)
+        matched, self.problems, self.meant = match(live.tensors, live.aliases, ck, names, cast=True)
+        numbers = [number[m.stored.key] for m in matched]
+        self.held = [
+            _Held(
+                n,
+                m,
+                by_sums=self.recorded[n] is not None and m.target.info.dtype == m.stored.dtype,
+            )
+            for n, m in zip(numbers, matched, strict=True)
+            if m.target.pieces or not m.target.info.size
+        ]
+        self.nbytes = sum(m.target.nbytes for m in matched)
         self.all: _Statement | None = None  # on rank 0, what all ranks hold
 
     # On every rank
@@ -333,21 +342,21 @@ class _Comparison:
             inside=lambda key: is_inside(ck, key, live.asked),
         )
         stateless = [k.state not in PARAMETER and k.name in live.optimized for k in self.keys]
-        synchronize(m.target.tensor for m in self.matched)
-        held = _HeldTensors(self)
+        synchronize(held.m.target.tensor for held in self.held)
+        parts = _Parts(self)
         findings = dict.fromkeys(self._findings(), ((rank, rank + 1),))
-        numbers = np.array(sorted({self.number[m.stored.key] for m in held.matched}), np.int64)
+        numbers = np.array(sorted({held.number for held in self.held}), np.int64)
         holders = _Holders(numbers, ((rank, rank + 1),))
         return _Statement(
             findings,
             np.packbits(lacking),
             frozenset(live.problems.unexpected),
-            np.packbits(held.whole),
+            np.packbits(parts.whole),
             np.packbits(np.array(stateless, np.bool_)),
             {hashlib.sha256(numbers.tobytes()).digest()[:16]: holders},
-            {digest: _sums_of(rows) for digest, rows in held.sums.items()},
-            held.boxes,
-            frozenset(held.doubtful),
+            {digest: _sums_of(rows) for digest, rows in parts.sums.items()},
+            parts.boxes,
+            frozenset(parts.doubtful),
             live.layout,
             sum(len(fitted.values) for fitted in live.values),
         )
@@ -355,7 +364,8 @@ class _Comparison:
     def _findings(self) -> Iterator[_Finding]:
         """What is not equal on this rank, apart from the elements of tensors."""
         problems = self.problems | self.live.problems
-        keys = {str(t.key): t.key for t in self.live.tensors}
+        lines_of_tensors = any((problems.missing, problems.shapes, problems.dtypes))
+        keys = {str(t.key): t.key for t in self.live.tensors} if lines_of_tensors else {}
         for verdict, lines, separator in (
             ("missing", problems.missing, None),
             ("different", problems.shapes + problems.dtypes, " is "),
@@ -374,50 +384,34 @@ class _Comparison:
     def compared(self, in_doubt: _InDoubt) -> _Report:
         """What this rank holds of what is in doubt, compared with the stored elements."""
         rank = (self.ranks.rank, self.ranks.rank + 1)
-        chosen = [m for m in self.matched if self._is_read(m, in_doubt.numbers)]
-        differences: dict[tuple[Key, Key], _Difference] = {}
+        chosen = [h for h in self.held if not h.by_sums or h.number in in_doubt.numbers]
+        differences: dict[Key, _Difference] = {}
 
         def compare(part: Matched, stored: torch.Tensor) -> None:
             difference = _difference(part, stored)
             if difference is not None:
-                key = part.target.key, part.stored.key
+                key = part.target.key
                 differences[key] = (
                     differences[key] + difference if key in differences else difference
                 )
 
         options = ReadOptions("whole", threads=self.options.threads)
-        read_staged(self.ck, chosen, options, compare)
+        read_staged(self.ck, [held.m for held in chosen], options, compare)
+        different: dict[int, tuple[str, Ranges]] = {}
+        cast: dict[int, tuple[str, Ranges]] = {}
         boxes: dict[int, frozenset[Box]] = {}
-        for m in self.matched:
-            number = self.number[m.stored.key]
-            if number in in_doubt.uncovered:
-                boxes[number] = boxes.get(number, frozenset()) | {p.box for p in m.target.pieces}
-        return _Report(
-            {
-                self.number[stored]: (difference.text, (rank,))
-                for (_, stored), difference in reversed(differences.items())
-            },
-            {
-                self.number[m.stored.key]: (
-                    f"it is {m.target.info.dtype}, in the checkpoint {m.stored.dtype}",
-                    (rank,),
-                )
-                for m in chosen
-                if m.target.info.dtype != m.stored.dtype and m.target.key not in self.live.rounded
-            },
-            boxes,
-        )
-
-    def _is_read(self, m: Matched, in_doubt: frozenset[int]) -> bool:
-        """Whether this rank compares a tensor with the stored elements."""
-        return bool(m.target.pieces) and (
-            not self.by_sums(m) or self.number[m.stored.key] in in_doubt
-        )
-
-    def by_sums(self, m: Matched) -> bool:
-        """Whether the fingerprint of a tensor tells if it is equal."""
-        recorded = self.recorded[self.number[m.stored.key]]
-        return recorded is not None and m.target.info.dtype == m.stored.dtype
+        for held in chosen:
+            target, stored = held.m.target, held.m.stored
+            if target.key in differences:
+                different.setdefault(held.number, (differences[target.key].text, (rank,)))
+            if target.info.dtype != stored.dtype and target.key not in self.live.rounded:
+                text = f"it is {target.info.dtype}, in the checkpoint {stored.dtype}"
+                cast[held.number] = text, (rank,)
+        for held in self.held:
+            if held.number in in_doubt.uncovered:
+                own = {piece.box for piece in held.m.target.pieces}
+                boxes[held.number] = boxes.get(held.number, frozenset()) | own
+        return _Report(different, cast, boxes)
 
     def entries(self, result: _Result) -> dict[Verdict, tuple[CertificateEntry, ...]]:
         """The entries of the certificate."""
@@ -497,10 +491,10 @@ class _Comparison:
         for number, key in zip(tensors, self._keys_in_state(tensors), strict=True):
             verdict, detail, ranks = tensors[number]
             findings[_Finding(verdict, *key, detail)] = ranks
-        count = len(self.keys)
+        stored_count = len(self.keys)
         reported = _numbers_of(every.holders)
-        lacking = np.unpackbits(every.lacking, count=count)
-        stateless = np.unpackbits(every.stateless, count=count)
+        lacking = np.unpackbits(every.lacking, count=stored_count)
+        stateless = np.unpackbits(every.stateless, count=stored_count)
         numbers = np.flatnonzero(lacking).tolist()
         labels = labels_of([self.keys[n] for n in numbers], self.names)
         for number, label, key in zip(numbers, labels, self._keys_in_state(numbers), strict=True):
@@ -515,7 +509,7 @@ class _Comparison:
             frozenset(tensors),
             every.layout,
             every.values,
-            count - len(reported),
+            stored_count - len(reported),
         )
 
 
@@ -545,8 +539,8 @@ def _difference(part: Matched, stored: torch.Tensor) -> _Difference | None:
     current = tensor.as_strided(piece.box.shape, piece.strides, at)
     saved = stored.to(device=current.device, dtype=current.dtype)
     unequal = (_bytes_of(current) != _bytes_of(saved)).any(-1)
-    count = int(unequal.sum())
-    if not count:
+    different = int(unequal.sum())
+    if not different:
         return None
     first = int(unequal.to(torch.uint8).argmax())
     index = [
@@ -558,7 +552,7 @@ def _difference(part: Matched, stored: torch.Tensor) -> _Difference | None:
         now, then = (_bytes_of(t)[first].tolist() for t in (current, saved))
         now, then = (f"the bytes {bytes(n).hex()}" for n in (now, then))
     return _Difference(
-        count, f"the element at {list(map(int, index))} is {now}, in the checkpoint {then}"
+        different, f"the element at {list(map(int, index))} is {now}, in the checkpoint {then}"
     )
 
 
@@ -571,11 +565,23 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 _BY_SUMS, _COUNTED = b"s", b"c"  # how the parts of a distribution are compared
 
 
-class _HeldTensors:
+class _Held(NamedTuple):
+    """A tensor of which this rank holds something.
+
+    Attributes:
+        number: of the stored tensor.
+        by_sums: whether its fingerprint tells if it is equal.
+    """
+
+    number: int
+    m: Matched
+    by_sums: bool
+
+
+class _Parts:
     """What this rank holds of each stored tensor, by the ways in which ranks can hold it."""
 
     def __init__(self, comparison: _Comparison) -> None:
-        self.matched = [m for m in comparison.matched if m.target.pieces or not m.target.info.size]
         self.whole = np.zeros(len(comparison.keys), np.bool_)
         self.sums: dict[bytes, dict[int, list[int]]] = {}
         self.boxes: dict[tuple[int, Box], bytes] = {}
@@ -583,12 +589,16 @@ class _HeldTensors:
         self._texts: dict[Distribution, str] = {}
         members = comparison.ranks.links.members
         rank = comparison.ranks.rank if members is None else members[comparison.ranks.rank]
-        for m in self.matched:
-            number, by_sums = comparison.number[m.stored.key], comparison.by_sums(m)
-            parts = [
-                piece_fingerprint(m.target, piece) if by_sums else (0, 0)
-                for piece in m.target.pieces
-            ]
+        computed = iter(
+            pieces_fingerprints(
+                (held.m.target, piece)
+                for held in comparison.held
+                for piece in held.m.target.pieces
+                if held.by_sums
+            )
+        )
+        for number, m, by_sums in comparison.held:
+            parts = [next(computed) if by_sums else (0, 0) for _ in m.target.pieces]
             boxes = [piece.box for piece in m.target.pieces]
             d = m.target.distribution
             if not m.target.info.size or [box.shape for box in boxes] == [m.target.info.shape]:
@@ -619,7 +629,7 @@ class _HeldTensors:
         """Add a part; a second tensor of the state for the same stored one is counted apart."""
         kind = _BY_SUMS if by_sums else _COUNTED
         text = self._texts.get(d) or self._texts.setdefault(d, repr(d))
-        for turn in range(len(self.matched)):
+        for turn in count():
             digest = kind + hashlib.sha256(f"{turn} {text}".encode()).digest()[:16]
             if number not in self.sums.setdefault(digest, {}):
                 self.sums[digest][number] = row

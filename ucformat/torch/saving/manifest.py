@@ -263,9 +263,9 @@ def state_info(
 def _live(state: LocalState) -> bytes:
     """The fingerprints of all pieces of a state."""
     # not above: the background writer does not import torch
-    from ucformat.torch.state.fingerprint import piece_fingerprint
+    from ucformat.torch.state.fingerprint import pieces_fingerprints
 
-    sums = [piece_fingerprint(t, piece) for t in state.tensors for piece in t.pieces]
+    sums = pieces_fingerprints((t, piece) for t in state.tensors for piece in t.pieces)
     return np.array(sums, "<u8").tobytes()
 
 

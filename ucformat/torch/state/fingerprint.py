@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -24,15 +25,16 @@ from ucformat.geometry.fingerprint import (
 )
 from ucformat.torch.state.elements import elements_of, host_memory
 from ucformat.torch.state.local import local_of
+from ucformat.torch.state.memory import keep_current_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Piece
     from ucformat.torch.state.local import LocalShard
 
-__all__ = ["fingerprint", "piece_fingerprint"]
+__all__ = ["fingerprint", "piece_fingerprint", "pieces_fingerprints"]
 
 _AT_ONCE = 1 << 22  # elements whose products are in the memory of a device at once
 _MODULUS = 1 << 64
@@ -82,6 +84,16 @@ def piece_fingerprint(shard: LocalShard, piece: Piece) -> Sums:
         elements = elements_of(piece, host_memory(shard.tensor), shard.info.itemsize)
         return fingerprint_of(elements, shard.info.shape, piece.box)
     return sums_on_device(shard.tensor, shard.info.shape, piece)
+
+
+def pieces_fingerprints(pieces: Iterable[tuple[LocalShard, Piece]]) -> list[Sums]:
+    """The parts of pieces in the fingerprints of their tensors, by as many threads as PyTorch uses."""
+    pieces = list(pieces)
+    threads = min(torch.get_num_threads(), len(pieces))
+    if threads < 2 or sum(piece.box.size for _, piece in pieces) < _AT_ONCE:
+        return [piece_fingerprint(*of_shard) for of_shard in pieces]
+    with ThreadPoolExecutor(threads, initializer=keep_current_device()) as pool:
+        return list(pool.map(lambda of_shard: piece_fingerprint(*of_shard), pieces))
 
 
 def sums_on_device(tensor: torch.Tensor, shape: tuple[int, ...], piece: Piece) -> Sums:
