@@ -13,7 +13,7 @@ from tests.engines.deepspeed.live.plan import chosen_loads, starts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-EDGES = ("refusals", "client", "mismatches", "unequal", "renamed", "guide")
+EDGES = ("refusals", "client", "mismatches", "unequal", "renamed", "guide", "certificates")
 _SCRIPT = Path(__file__).parent / "train.py"
 
 

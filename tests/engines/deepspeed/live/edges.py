@@ -28,6 +28,7 @@ from tests.engines.deepspeed.live.train import (
     optimizer_of,
     tokens_of,
 )
+from ucformat.engines.deepspeed.live_engine import inspect_engine, optimizer_tensors
 from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
@@ -128,6 +129,44 @@ def client(folder: Path) -> None:
         "unlike": unlike,
     }
     write(folder, facts)
+
+
+def certificates(folder: Path) -> None:
+    """What one rank spoils of masters, of moments and of the module is named, with the rank."""
+    found: dict[str, Any] = {}
+    for zero in (1, 3):
+        trainer = made(zero=zero, dtype="bf16")
+        trainer.step(0)
+        url = str(folder / f"zero{zero}")
+        ucd.save(trainer.engine, url, certify=True)
+        again = made(zero=zero, dtype="bf16")
+        good = again.load(url, certify=True).certificate
+        entry = next(e for e in optimizer_tensors(inspect_engine(again.engine)) if e.parts)
+        name, (_, _, at) = list(entry.parts.items())[-1]
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, name)
+        rows = {"good": [bool(good), len(good.equal)], "name": told[1]}
+        for what, memory, value in (
+            ("master", entry.tensor.detach(), 7.0),
+            ("moment", entry.states["exp_avg"], 0.0),
+        ):
+            kept = memory[at].clone()
+            if dist.get_rank() == 1:
+                memory[at] = value + kept if value else 9.0
+            bad = ucd.certify(again.engine, url)
+            rows[what] = [[e.name, e.state, list(e.ranks)] for e in bad.different]
+            memory[at] = kept
+        weight = again.net.layers["0"].up.weight
+        if dist.get_rank() == 1:
+            memory = getattr(weight, "ds_tensor", weight)
+            memory.data.view(-1)[0] += 3
+        bad = ucd.certify(again.engine, url)
+        rows["module"] = [[e.name, e.state, list(e.ranks)] for e in bad.different]
+        rows["weights"] = bool(ucd.certify(again.engine, url, optimizer=False, leave="none"))
+        found[str(zero)] = rows
+        again.close()
+        trainer.close()
+    write(folder, found)
 
 
 def mismatches(folder: Path) -> None:

@@ -81,6 +81,20 @@ def test_what_the_engine_has_no_place_for_is_told_unless_it_may_be_left(
     assert found["left"] == [[False, ["spare (weight)"]], [True, []], [True, []]]
 
 
+@pytest.mark.parametrize("zero", ["1", "3"])
+def test_a_certificate_names_what_one_rank_has_spoilt(
+    chosen: Callable[[], Path], zero: str
+) -> None:
+    rows = facts(chosen() / "certificates")[zero]
+    positive, equal = rows["good"]
+    assert positive
+    assert equal > 30
+    assert rows["master"] == [[rows["name"], "master", [1]]]
+    assert rows["moment"] == [[rows["name"], "exp_avg", [1]]]
+    assert rows["module"] == [["layers.0.up.weight", "weight", [1]]]
+    assert not rows["weights"]
+
+
 class TestUnequalSteps:
     """Plain torch counts the steps of each parameter, a flat group has one count."""
 
