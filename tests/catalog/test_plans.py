@@ -238,7 +238,10 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "alias_history": lambda c: c.alias_history("best"),
     "aliases": lambda c: c.aliases(),
     "certified": lambda c: c.certified(
-        "run7@1", url="/data/run7/1", ok=True, document={"layout": {"world": 1}, "counts": {}}
+        "run7@1",
+        url="/data/run7/1",
+        ok=True,
+        document={"layout": {"world": 1}, "counts": {}, "may_cast": False},
     ),
     "commits": lambda c: c.commits("run7"),
     "contradiction": lambda c: c.contradiction(manifest(103, step=7), "/data/run7/3"),

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.conftest import object_of
 from tests.fakes import ODD, FakeSource, random_array
+from ucformat.catalog.catalog import Catalog
 from ucformat.checkpoint import Checkpoint
 from ucformat.cli.commands.show import _list
 from ucformat.format import arrays as small
@@ -218,6 +219,25 @@ def test_where_else_it_lies_and_whether_it_is_whole(run: Run, known: Path, tmp_p
     lines = run("show", tmp_path / "copy").stdout.splitlines()
     assert f"  also in   {known}" in lines
     assert any(line.startswith("  verified  ") and line.endswith(", intact") for line in lines)
+
+
+@pytest.mark.parametrize("different", [0, 2])
+def test_what_a_training_held_of_it(run: Run, known: Path, catalog: Path, different: int) -> None:
+    document = {
+        "layout": {"world": 4, "tp": 2},
+        "may_cast": True,
+        "counts": {"equal": 7, "cast": 3, "different": different},
+    }
+    with Catalog(str(catalog)) as opened:
+        opened.certified("run9@1700", url=str(known), ok=not different, document=document)
+    said = "2 differences" if different else "as saved"
+    lines = run("show", known).stdout.splitlines()
+    assert [x.endswith(f", world 4, tp 2: {said}") for x in lines if "certified" in x] == [True]
+    found = object_of(run("show", known, "--json").stdout)["catalog"]["certified"]
+    assert (found["ok"], found["document"]) == (not different, document)
+    log = run("log", "run9@1700").stdout
+    assert "certify" in log
+    assert '"tp": 2' in log
 
 
 def test_without_a_catalog_the_rest_is_shown(run: Run, known: Path, tmp_path: Path) -> None:

@@ -108,10 +108,9 @@ def _verified(verification: VerificationEntry) -> str:
 def _certified(certification: CertificationEntry) -> str:
     document = certification.document
     layout = ", ".join(f"{axis} {size}" for axis, size in document["layout"].items())
-    unequal = sum(n for kind, n in document["counts"].items() if kind != "equal")
-    result = (
-        "the state is as saved" if certification.ok else f"{unequal:,} entries are not as saved"
-    )
+    allowed = {"equal", "cast"} if document["may_cast"] else {"equal"}
+    unequal = sum(n for kind, n in document["counts"].items() if kind not in allowed)
+    result = "as saved" if certification.ok else f"{plural(unequal, 'difference')}"
     return f"{moment(certification.at)}, {layout}: {result}"
 
 
