@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import ucformat
+from tests.tiers import rounds
+from tests.torch.ranks import Ranks
 from tests.torch.running import run
 from tests.torch.specs import LAYOUTS, RECIPES
 from ucformat.errors import NotCertified, StateMismatch, UsageError
@@ -256,6 +258,25 @@ def test_names_must_be_a_pattern(tmp_path: Path) -> None:
             save(training(), tmp_path / "ck", names=names)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"gives 0\.weight the number -1"):
         save(training(), tmp_path / "ck", names={"*": -1})
+
+
+def test_in_any_layout_the_rank_that_has_spoilt_an_element_is_named(tmp_path: Path) -> None:
+    for rows in Ranks("tests.torch.certify_program").run(
+        "spoilt", 4, tmp_path, rounds=rounds(12, 200)
+    ):
+        assert rows[0] == (True, [], [])
+        assert len(rows) > 10
+        for positive, changed, found in rows[1:]:
+            assert positive is not bool(changed)
+            assert found == sorted(changed)
+
+
+@pytest.mark.matrix
+def test_what_ranks_alone_hold_that_do_not_take_part(tmp_path: Path) -> None:
+    *found, none = Ranks("tests.torch.certify_program").run("partly", 4, tmp_path)
+    assert none == []
+    for rows in found:
+        assert rows == [(name, (), "no rank holds some of its elements") for name in ("1.1", "1.2")]
 
 
 #: Of the layouts into which a checkpoint of FSDP2 and TP is loaded.
