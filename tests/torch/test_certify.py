@@ -209,6 +209,22 @@ def test_a_manager_certifies_by_one_option(tmp_path: Path) -> None:
     assert report.certificate
 
 
+def test_a_fault_of_the_program_does_not_restore_an_older_checkpoint(tmp_path: Path) -> None:
+    """A hook that runs after the load changes a weight: nothing is wrong with the checkpoint."""
+    state = training()
+    with Manager(tmp_path, certify=True, signals=()) as manager:
+        manager.save(1, state)
+        manager.save(2, state)
+
+        def halved(module: torch.nn.Module, _: Any) -> None:
+            with torch.no_grad():
+                module.bias.mul_(0.5)
+
+        state["model"][1].register_load_state_dict_post_hook(halved)
+        with pytest.raises(NotCertified, match=r"step-00000002:\n  different: 1\.bias \(weight\)"):
+            manager.restore_latest(state)
+
+
 def test_a_background_writer_must_write_what_training_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

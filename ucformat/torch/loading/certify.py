@@ -190,7 +190,7 @@ def certify_local(
         ck.url,
         ck.id,
         ck.metadata.step,
-        datetime.now(UTC),
+        result.created,
         {"world": ranks.size} | dict(result.layout),
         result.values,
         result.left,
@@ -293,6 +293,7 @@ class _Report:
 class _Result:
     """What all ranks get."""
 
+    created: datetime
     findings: Mapping[_Finding, Ranges]
     holders: Mapping[bytes, _Holders]
     unequal: frozenset[int]
@@ -398,7 +399,7 @@ class _Comparison:
         options = ReadOptions("whole", threads=self.options.threads)
         read_staged(self.ck, [held.m for held in chosen], options, compare)
         different: dict[int, tuple[str, Ranges]] = {}
-        cast: dict[int, tuple[str, Ranges]] = {}
+        other_dtype: dict[int, tuple[str, Ranges]] = {}
         boxes: dict[int, frozenset[Box]] = {}
         for held in chosen:
             target, stored = held.m.target, held.m.stored
@@ -406,12 +407,12 @@ class _Comparison:
                 different.setdefault(held.number, (differences[target.key].text, (rank,)))
             if target.info.dtype != stored.dtype and target.key not in self.live.rounded:
                 text = f"it is {target.info.dtype}, in the checkpoint {stored.dtype}"
-                cast[held.number] = text, (rank,)
+                other_dtype[held.number] = text, (rank,)
         for held in self.held:
             if held.number in in_doubt.uncovered:
                 own = {piece.box for piece in held.m.target.pieces}
                 boxes[held.number] = boxes.get(held.number, frozenset()) | own
-        return _Report(different, cast, boxes)
+        return _Report(different, other_dtype, boxes)
 
     def entries(self, result: _Result) -> dict[Verdict, tuple[CertificateEntry, ...]]:
         """The entries of the certificate."""
@@ -504,6 +505,7 @@ class _Comparison:
             findings[_Finding(verdict, *key)] = ()
             reported.add(number)
         return _Result(
+            datetime.now(UTC),
             findings,
             every.holders,
             frozenset(tensors),
