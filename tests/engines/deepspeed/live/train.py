@@ -60,6 +60,7 @@ class Task:
     load: str = ""
     what: str = "zarr"
     cast: bool = False
+    scheduler: bool = True
     steps: int = 3
     edge: str = ""  # a function of edges.py, which does all that is to be done
 
@@ -204,7 +205,8 @@ class ZeRO:
         self.engine.save_checkpoint(str(folder / "own"))
 
     def load(self, url: str, **options: Any) -> Any:
-        return ucd.load(self.engine, url, **{"cast": self.task.cast, **options})
+        options = {"cast": self.task.cast, "scheduler": self.task.scheduler, **options}
+        return ucd.load(self.engine, url, **options)
 
     def facts(self) -> dict:
         scaler = getattr(
