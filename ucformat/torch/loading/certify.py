@@ -71,8 +71,8 @@ class CertifyArguments(TypedDict, total=False):
         cast: accept tensors of other dtypes than the stored ones, if they are equal to these cast
             likewise (default: no).
         trust: unpickle opaque objects, which may run code (default: no).
-        threads: how many threads read, if something must be read (default: as many as the storage
-            can use).
+        threads: how many threads compute on this rank, and read if something must be read
+            (default: one for each core, and as many as the storage can use).
         group: the ranks that take part (default: all).
         timeout: seconds after which an unresponsive rank is considered dead (default 1800).
     """
@@ -591,14 +591,16 @@ class _Parts:
         self._texts: dict[Distribution, str] = {}
         members = comparison.ranks.links.members
         rank = comparison.ranks.rank if members is None else members[comparison.ranks.rank]
-        computed = iter(
-            pieces_fingerprints(
+        fingerprints = pieces_fingerprints(
+            (
                 (held.m.target, piece)
                 for held in comparison.held
                 for piece in held.m.target.pieces
                 if held.by_sums
-            )
+            ),
+            comparison.options.threads,
         )
+        computed = iter(fingerprints)
         for number, m, by_sums in comparison.held:
             parts = [next(computed) if by_sums else (0, 0) for _ in m.target.pieces]
             boxes = [piece.box for piece in m.target.pieces]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from ucformat.geometry.fingerprint import (
     text_of,
     total,
 )
+from ucformat.jobs.run import default_workers
 from ucformat.torch.state.elements import elements_of, host_memory
 from ucformat.torch.state.local import local_of
 from ucformat.torch.state.memory import keep_current_device
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["fingerprint", "piece_fingerprint", "pieces_fingerprints"]
 
 _AT_ONCE = 1 << 22  # elements whose products are in the memory of a device at once
+_LARGE = 1 << 16  # elements of a piece that is worth a thread
 _MODULUS = 1 << 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -86,14 +88,24 @@ def piece_fingerprint(shard: LocalShard, piece: Piece) -> Sums:
     return sums_on_device(shard.tensor, shard.info.shape, piece)
 
 
-def pieces_fingerprints(pieces: Iterable[tuple[LocalShard, Piece]]) -> list[Sums]:
-    """The parts of pieces in the fingerprints of their tensors, by as many threads as PyTorch uses."""
-    pieces = list(pieces)
-    threads = min(torch.get_num_threads(), len(pieces))
-    if threads < 2 or sum(piece.box.size for _, piece in pieces) < _AT_ONCE:
-        return [piece_fingerprint(*of_shard) for of_shard in pieces]
-    with ThreadPoolExecutor(threads, initializer=keep_current_device()) as pool:
-        return list(pool.map(lambda of_shard: piece_fingerprint(*of_shard), pieces))
+def pieces_fingerprints(
+    pieces: Iterable[tuple[LocalShard, Piece]], threads: int | None = None
+) -> list[Sums]:
+    """The parts of pieces in the fingerprints of their tensors.
+
+    Args:
+        threads: how many compute them (None: one for each core).
+    """
+    with ThreadPoolExecutor(
+        threads or default_workers(), initializer=keep_current_device()
+    ) as pool:
+        sums = [
+            pool.submit(piece_fingerprint, shard, piece)
+            if piece.box.size >= _LARGE
+            else piece_fingerprint(shard, piece)
+            for shard, piece in pieces
+        ]
+        return [part.result() if isinstance(part, Future) else part for part in sums]
 
 
 def sums_on_device(tensor: torch.Tensor, shape: tuple[int, ...], piece: Piece) -> Sums:
