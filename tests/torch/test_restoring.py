@@ -97,7 +97,7 @@ def test_a_place_that_cannot_be_read_is_no_reason_to_go_back(
 ) -> None:
     fill(tmp_path, 1, 2)
 
-    def lost(*_: Any) -> None:
+    def lost(*_: Any, **__: Any) -> None:
         raise UcformatError("the connection is lost")
 
     monkeypatch.setattr("ucformat.format.audit.check_shard", lost)
