@@ -472,7 +472,7 @@ class _Comparison:
                 if text_of(total(sums for _, sums in parts)) == self.recorded[number]:
                     continue
             doubtful.add(number)
-        return _InDoubt(frozenset(doubtful), frozenset(held - covered))
+        return _InDoubt(frozenset(doubtful), frozenset((held - covered) | doubtful))
 
     def result(self, report: _Report) -> _Result:
         """The findings of all ranks."""

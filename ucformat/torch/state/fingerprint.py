@@ -25,7 +25,7 @@ from ucformat.geometry.fingerprint import (
 )
 from ucformat.jobs.run import default_workers
 from ucformat.torch.state.elements import elements_of, host_memory
-from ucformat.torch.state.local import local_of
+from ucformat.torch.state.local import coordinate_of, local_of
 from ucformat.torch.state.memory import keep_current_device
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def fingerprint(tensor: torch.Tensor) -> str:
             hint="take that of tensor.full_tensor()",
         )
     mesh = tensor.device_mesh
-    at = mesh.get_coordinate()
-    counted = at is not None and shard.distribution.copy_of(tuple(at)) == 0
+    at = coordinate_of(mesh)
+    counted = at is not None and shard.distribution.copy_of(at) == 0
     sums = torch.tensor([_signed(lane) for lane in total(own if counted else ())])
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)

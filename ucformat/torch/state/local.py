@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -137,8 +139,7 @@ def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     local = plain_values(name, local_of_dtensor(tensor))
     info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
-    at = mesh.get_coordinate()
-    if at is None:
+    if coordinate_of(mesh) is None:
         return LocalShard(info, (), local)
     dims, cuts = _dims_of(f"{name} ({state})", tensor, tuple(local.shape))
     distribution = None if cuts is None else Distribution(_rank_mesh(mesh), cuts)
@@ -149,7 +150,7 @@ def _dims_of(
     label: str, tensor: DTensor, local: tuple[int, ...]
 ) -> tuple[list[Dim], tuple[Cut, ...] | None]:
     """The dims of the local tensor, and the cuts that make it, if known; LayoutError if its shape is another."""
-    mesh, shape, at = tensor.device_mesh, tuple(tensor.shape), tensor.device_mesh.get_coordinate()
+    mesh, shape, at = tensor.device_mesh, tuple(tensor.shape), coordinate_of(tensor.device_mesh)
     assert at is not None  # noqa: S101 - checked by the caller
     if any(isinstance(p, Partial) for p in tensor.placements):
         raise LayoutError(
@@ -215,6 +216,19 @@ def _rank_mesh(mesh: DeviceMesh) -> RankMesh:
 
 
 _meshes: WeakKeyDictionary[DeviceMesh, RankMesh] = WeakKeyDictionary()
+
+
+def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """Return the coordinate of this rank; a mesh that another rank has pickled has that one's."""
+    if not dist.is_initialized():
+        at: tuple[int, ...] | None = mesh.get_coordinate()
+        return at
+    return _coordinate(_rank_mesh(mesh), dist.get_rank())
+
+
+@lru_cache(maxsize=64)
+def _coordinate(mesh: RankMesh, rank: int) -> tuple[int, ...] | None:
+    return mesh.coordinate(rank)
 
 
 class _Split(NamedTuple):
