@@ -422,3 +422,26 @@ def test_any_states(
     ucf.save({"model": model, "optim": optimizer}, tmp_path / "ck", overwrite=True)
     assert ucf.load({"model": other, "optim": again}, tmp_path / "ck", strict=True)
     assert same(held(other, again), expected)
+
+
+@pytest.mark.parametrize("kind", ["file", "dcp"])
+def test_a_new_optimizer_gets_states_that_are_stored_by_number(tmp_path: Path, kind: str) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    train(model, optimizer, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    if kind == "file":
+        parts["ema"] = average
+        torch.save({k: v.state_dict() for k, v in parts.items()}, tmp_path / "ck.pt")
+    else:
+        entries = {k: v.state_dict() for k, v in parts.items()}
+        torch.distributed.checkpoint.save(entries, checkpoint_id=tmp_path / "ck.pt")
+    fresh = Net()
+    state: dict[str, Any] = {"model": fresh, "optimizer": torch.optim.AdamW(fresh.parameters())}
+    if kind == "file":
+        state["ema"] = torch.optim.swa_utils.AveragedModel(fresh)
+    report = ucf.load(state, tmp_path / "ck.pt", certify=True)
+    assert report.unexpected == ()
+    assert len(state["optimizer"].state) == 4
+    assert state["optimizer"].param_groups[0]["lr"] == 0.5

@@ -194,6 +194,16 @@ class Module:
         }
         return cls(shapes, prefix, ordered, main)
 
+    @property
+    def unwrapped(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes by their names without the prefix of a wrapper, such as `AveragedModel`."""
+        wrapped = all(name.startswith("module.") for name in self.shapes)
+        return (
+            {n.removeprefix("module."): s for n, s in self.shapes.items()}
+            if wrapped
+            else self.shapes
+        )
+
     def find(self, names: list[list[str]]) -> list[list[str]] | None:
         """Find the parameters that an optimizer's file names, possibly without or with the prefix of a wrapper.
 
@@ -294,7 +304,7 @@ class Optimizer:
             stepped = [(m, names) for m, names in matched if m.main]
             return (
                 stepped[0][1]
-                if stepped and all(m.shapes == stepped[0][0].shapes for m, _ in matched)
+                if stepped and all(m.unwrapped == stepped[0][0].unwrapped for m, _ in matched)
                 else None
             )
         if not matched and len(modules) > 1:  # one optimizer of several modules

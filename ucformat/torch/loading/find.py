@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from ucformat.geometry.tensor import Key
-from ucformat.reading.state_names import MODEL_KEYS, dotted
+from ucformat.reading.state_names import GROUPS, MODEL_KEYS, dotted
 from ucformat.torch.loading.match import PARAMETER, Problems, fits, parameter_of
 from ucformat.torch.state.subclasses import RECORD
 
@@ -248,6 +248,7 @@ def left_values(
             *collected.tensors,
             *collected.ranks,
             *collected.group_entries,
+            *((*root, GROUPS) for root in collected.groups),
             *records,
         )
     }

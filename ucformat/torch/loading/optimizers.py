@@ -223,6 +223,8 @@ class _Placing:
         for text, key in recorded.tensors.items():
             if text.startswith(head) and text.endswith(f".{key.state}"):
                 name = text[len(head) : -len(key.state) - 1]
+                if name.isdigit():  # of a state dict that numbers its parameters
+                    name = key.name.removeprefix(prefix)
                 tensors.setdefault(name, {})[_below(recorded.paths[text], root, key.state)] = key
         whole = bool(tensors) or dotted(root) in recorded.optimizers
         values: dict[str, list[Path]] = {}
