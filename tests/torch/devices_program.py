@@ -366,16 +366,19 @@ def generators(folder: Path) -> None:
     # one of eight, as of a rank that drives one: its current device has it
     fake.generators = drawn()
     fake.use(1)
-    rng.load_state_dict({**state, "devices": drawn(6, count=8)})
+    of_eight = {**state, "devices": drawn(6, count=8)}
+    settled = [int(g[8]) for g in rng.settled(of_eight)["devices"]]
+    assert now() == [0, 0, 0, 0]
+    rng.load_state_dict(of_eight)
     fake.use(0)
-    assert now() == [0, 1, 0, 0]
+    assert now() == settled == [0, 1, 0, 0]
 
     # two of eight: nothing is changed
     fake.generators = drawn()
     torch.manual_seed(3)
     before = rng.state_dict()
     bad = {**state, "devices": drawn(2, 6, count=8), "python": before["python"]}
-    for act in (rng.check, rng.load_state_dict):
+    for act in (rng.settled, rng.load_state_dict):
         try:
             act(bad)
         except UsageError as error:

@@ -248,12 +248,16 @@ def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
 
 
 class FittedValue(NamedTuple):
-    """A plain value of a state as it is now, as it was saved, and what sets it; None: nothing here."""
+    """A plain value of a state as it is now, as it was saved, and what sets it; None: nothing here.
+
+    `settled` is what it is after that.
+    """
 
     label: str
     current: Any
     saved: Any
     put: Callable[[Any], None] | None
+    settled: Any
 
 
 class FittedValues:
@@ -278,13 +282,14 @@ class FittedValues:
         else:
             self.inexact += [f"{label}: it was saved as a {name}" for name in lost]
 
-    def fit(self, label: str, slot: ValueSlot, saved: Any) -> None:
-        """Add a value."""
-        self.values.append(FittedValue(label, slot.value, saved, slot.put))
+    def fit(self, label: str, slot: ValueSlot, saved: Any, settled: Any = ABSENT) -> None:
+        """Add a value; `settled` is what it is when it is set, if not `saved`."""
+        settled = saved if settled is ABSENT else settled
+        self.values.append(FittedValue(label, slot.value, saved, slot.put, settled))
 
     def compare(self, label: str, current: Any, saved: Any) -> None:
         """Add a value that is not set here."""
-        self.values.append(FittedValue(label, current, saved, None))
+        self.values.append(FittedValue(label, current, saved, None, saved))
 
     def problems(self) -> Problems:
         """What does not fit, each line once."""
@@ -300,8 +305,8 @@ class FittedValues:
     def different(self) -> Iterator[tuple[str, str]]:
         """The labels of values that are not as they were saved, and how they differ."""
         for value in self.values:
-            if not _is_same(value.current, value.saved):
-                now, then = repr(value.current), repr(value.saved)
+            if not _is_same(value.current, value.settled):
+                now, then = repr(value.current), repr(value.settled)
                 short = max(len(now), len(then)) <= _SHOWN_VALUE and now != then
                 yield (
                     value.label,
@@ -377,13 +382,14 @@ def _fit_ranks(
                 value = declared.merge(values, ranks.rank, ranks.size)
         if value is ABSENT:
             continue
+        settled = value
         try:
             if isinstance(declared.value, Rng):
-                declared.value.check(value)
+                settled = declared.value.settled(value)
         except UsageError as error:
             fit.others.append(f"{dotted(path)}: {error.message}; {error.hint}")
             continue
-        fit.fit(label, leaf, value)
+        fit.fit(label, leaf, value, settled)
 
 
 def _no_merge(path: Path, declared: PerRank, saved: int, now: int) -> str:

@@ -490,18 +490,6 @@ class Rng:
             else [],
         }
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Check whether a state can be set on this machine; changes nothing.
-
-        Args:
-            state: as from `state_dict` or `merge`.
-
-        Raises:
-            UsageError: the generators of several devices were used, and there are fewer devices
-                here.
-        """
-        _by_device(state)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all generators, or seed them with the result of `merge` for an additional rank.
 
@@ -525,6 +513,31 @@ class Rng:
         torch.set_rng_state(torch.as_tensor(state["torch"]))
         for device, states in by_device.items():
             _devices().set_rng_state(states, device)
+
+    def settled(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what `state_dict` returns after a state is loaded; changes nothing.
+
+        Args:
+            state: as from `state_dict` or `merge`.
+
+        Raises:
+            UsageError: as from `load_state_dict`.
+        """
+        current = self.state_dict()["devices"]
+        if "seed" not in state:
+            by_device = _by_device(state)
+            return state | {"devices": [by_device.get(i, now) for i, now in enumerate(current)]}
+        version, words, gauss = random.Random(state["seed"]).getstate()  # noqa: S311 - no secret
+        numpy = np.random.RandomState(state["seed"] % (1 << 32))
+        kind, keys, *rest = numpy.get_state(legacy=True)
+        accelerator = torch.accelerator.current_accelerator()
+        generators = [torch.Generator(f"{accelerator}:{i}") for i in range(len(current))]
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": [kind, keys, *rest],
+            "torch": torch.Generator().manual_seed(state["seed"]).get_state(),
+            "devices": [g.manual_seed(state["seed"]).get_state() for g in generators],
+        }
 
     def merge(self, values: list[Any], rank: int, ranks: int) -> Any:  # noqa: ARG002 - the signature of PerRank's
         """Return the state of a rank after the number of ranks has changed.
