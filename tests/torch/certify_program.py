@@ -1,4 +1,4 @@
-"""What ranks do in `test_certify.py`: tensors in many layouts, of which one rank spoils an element."""
+"""What ranks do in `test_certify.py`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ucformat.torch import certify, save
+from ucformat.torch import Rng, certify, load, save
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from torch.distributed.tensor import DTensor
 
 WHOLE = (37, 26)
 
@@ -72,3 +70,30 @@ def partly(folder: Path) -> list[Any]:
         return []
     certificate = certify({"model": tensors}, folder / "ck", group=group)
     return [(entry.name, entry.ranks, entry.detail) for entry in certificate.different]
+
+
+def wrong_place(folder: Path, wrong: int) -> list[str]:
+    """A rank takes its part of a tensor for that of the other, and holds that."""
+    from ucformat.torch.state import local
+
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(8.0)
+    tensor = DTensor.from_local(whole[4 * dist.get_rank() :][:4], mesh, [Shard(0)])
+    save({"model": {"w": tensor}}, folder / "ck")
+    if dist.get_rank() == wrong:
+        local.coordinate_of = lambda mesh: (1 - wrong,)
+        tensor.to_local().copy_(whole[4 * (1 - wrong) :][:4])
+    certificate = certify({"model": {"w": tensor}}, folder / "ck")
+    return [str(entry) for entry in certificate.different]
+
+
+def an_additional_rank(folder: Path) -> tuple[bool, list[str]]:
+    """Generators that one rank has saved are loaded by two; then the second one draws a number."""
+    alone = dist.new_group([0])
+    if dist.get_rank() == 0:
+        save({"rng": Rng()}, folder / "ck", group=alone)
+    dist.barrier()
+    state = {"rng": Rng()}
+    certified = bool(load(state, folder / "ck", certify=True).certificate)
+    if dist.get_rank() == 1:
+        torch.rand(1)
+    return certified, [str(entry) for entry in certify(state, folder / "ck").different]

@@ -20,6 +20,7 @@ from ucformat.torch.loading import certify as module
 if TYPE_CHECKING:
     from pathlib import Path
 
+RANKS = Ranks("tests.torch.certify_program")
 State = dict[str, Any]
 
 
@@ -131,6 +132,24 @@ def test_what_no_rank_holds_is_told_and_may_be_left(tmp_path: Path) -> None:
     with pytest.raises(NotCertified, match=r"held by no rank: ema\.average"):
         load(state, tmp_path / "ck", certify=True)
     assert load(state, tmp_path / "ck", certify=True, leave="ema")
+
+
+def test_there_must_be_something_to_compare(saved: str) -> None:
+    with pytest.raises(UsageError, match="no rank has anything in its state"):
+        certify({}, saved)
+
+
+def test_generators_of_a_rank_that_was_not_there(tmp_path: Path) -> None:
+    for certified, lines in RANKS.run("an_additional_rank", 2, tmp_path):
+        assert certified
+        assert lines == ["the per-rank value rng on rank 1: it differs"]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_ranks_that_are_wrong_about_their_parts(tmp_path: Path, wrong: int) -> None:
+    """Both hold, they say, the same half: it is as it was saved, and yet nobody holds the other."""
+    for lines in RANKS.run("wrong_place", 2, tmp_path, wrong=wrong):
+        assert lines == ["w (weight): no rank holds some of its elements"]
 
 
 def test_weights_alone(saved: str) -> None:
@@ -277,9 +296,7 @@ def test_names_must_be_a_pattern(tmp_path: Path) -> None:
 
 
 def test_in_any_layout_the_rank_that_has_spoilt_an_element_is_named(tmp_path: Path) -> None:
-    for rows in Ranks("tests.torch.certify_program").run(
-        "spoilt", 4, tmp_path, rounds=rounds(12, 200)
-    ):
+    for rows in RANKS.run("spoilt", 4, tmp_path, rounds=rounds(12, 200)):
         assert rows[0] == (True, [], [])
         assert len(rows) > 10
         for positive, changed, found in rows[1:]:
@@ -289,7 +306,7 @@ def test_in_any_layout_the_rank_that_has_spoilt_an_element_is_named(tmp_path: Pa
 
 @pytest.mark.matrix
 def test_what_ranks_alone_hold_that_do_not_take_part(tmp_path: Path) -> None:
-    *found, none = Ranks("tests.torch.certify_program").run("partly", 4, tmp_path)
+    *found, none = RANKS.run("partly", 4, tmp_path)
     assert none == []
     for rows in found:
         assert rows == [(name, (), "no rank holds some of its elements") for name in ("1.1", "1.2")]

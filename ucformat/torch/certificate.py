@@ -38,7 +38,8 @@ class CertificateEntry(NamedTuple):
 
     def __str__(self) -> str:
         tensor = f"{self.name} ({self.state})" if self.state else self.name
-        ranks = f" on rank {ranks_text(self.ranks)}" if self.ranks else ""
+        word = "rank" if len(self.ranks) == 1 else "ranks"
+        ranks = f" on {word} {ranks_text(self.ranks)}" if self.ranks else ""
         return f"{tensor}{ranks}{self.detail and f': {self.detail}'}"
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ucformat.errors import CoverageError, check_keywords
+from ucformat.errors import CoverageError, UsageError, check_keywords
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.fingerprint import LANES, text_of, total
@@ -199,6 +199,11 @@ def certify_local(
         options.cast,
         **comparison.entries(result),
     )
+    if certificate and not certificate.equal and not certificate.values:
+        raise UsageError(
+            f"no rank has anything in its state that could be compared with {ck.url}",
+            hint="pass the state that training goes on from",
+        )
     if not ranks.rank:
         record_certificate(ck, certificate.document(), ok=bool(certificate))
     return certificate
