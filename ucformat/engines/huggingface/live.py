@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import sort_checkpoints
 
 from ucformat.engines.huggingface.accelerate import unwrapped
-from ucformat.errors import NotACheckpoint, UnsupportedError
+from ucformat.errors import NotACheckpoint, NotCertified, UnsupportedError
 from ucformat.jobs.removal import discard
 from ucformat.schema.manifest import MANIFEST
 from ucformat.sources.configuration import program_config
@@ -140,6 +140,8 @@ class UniversalTrainer(Trainer):
         elif _STATE in self._resumed.objects:
             load({"rng": Rng()}, self._resumed, certify=self._certify)
         else:  # of files that the Trainer itself has saved, those that it would read
+            if self._certify:
+                _check_generators(self._resumed.url, self.args.world_size)
             super()._load_rng_state(self._resumed.url)
 
     def _load_best_model(self) -> None:
@@ -216,6 +218,19 @@ class UniversalTrainer(Trainer):
             if isinstance(callback, ExportableState):
                 by_name.setdefault(type(callback).__name__, []).append(callback.state())
         return {name: states[0] if len(states) == 1 else states for name, states in by_name.items()}
+
+
+def _check_generators(url: str, ranks: int) -> None:
+    """NotCertified if the Trainer would leave the generators of a rank as they are, for it has no file of them."""
+    names = [f"rng_state_{r}.pth" for r in range(ranks)] if ranks > 1 else ["rng_state.pth"]
+    lacking = [name for name in names if not (Path(url) / name).is_file()]
+    if lacking:
+        raise NotCertified(
+            f"the random generators are not those that were saved in {url}, where "
+            f"{', '.join(lacking)} is not",
+            hint="resume on as many ranks as saved it; a checkpoint of UniversalTrainer has them "
+            "for any number",
+        )
 
 
 def _trainer_state(ck: Checkpoint) -> Any:
