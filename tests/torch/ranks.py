@@ -22,6 +22,8 @@ from tests.patience import PATIENCE
 from tests.torch.running import MODULES, environment
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ucformat.torch.comm.group import Group
 
 __all__ = ["KILLED", "Ranks", "all_gather"]
@@ -31,10 +33,14 @@ KILLED = "killed"
 
 
 class Ranks:
-    """The scenarios of a module."""
+    """The scenarios of a module.
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    Args:
+        modules: what ranks need besides torch; imported before they are forked.
+    """
+
+    def __init__(self, module: str, modules: Sequence[str] = ()) -> None:
+        self._module, self._modules = module, modules
 
     def run(self, scenario: str, size: int, folder: Path, **arguments: Any) -> list[Any]:
         """What each of `size` ranks gave; `KILLED` of one that ended by SIGKILL. AssertionError where one failed."""
@@ -53,7 +59,12 @@ class Ranks:
         for log in logs:
             Path(log).unlink(missing_ok=True)
         program = Program(
-            argv, environment({"MASTER_ADDR": "127.0.0.1"}), logs, ranks=size, together=False
+            argv,
+            environment({"MASTER_ADDR": "127.0.0.1"}),
+            logs,
+            ranks=size,
+            modules=self._modules,
+            together=False,
         )
         codes = forked(sys.executable, MODULES, program, PATIENCE)
         return [self._outcome(folder, scenario, rank, code) for rank, code in enumerate(codes)]
