@@ -445,3 +445,24 @@ def test_a_new_optimizer_gets_states_that_are_stored_by_number(tmp_path: Path, k
     assert report.unexpected == ()
     assert len(state["optimizer"].state) == 4
     assert state["optimizer"].param_groups[0]["lr"] == 0.5
+
+
+def test_numbers_that_nothing_explains_ask_for_names(tmp_path: Path) -> None:
+    """A parameter has no states, and may be that or a buffer."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[0].requires_grad_(requires_grad=False)
+    model[0].register_buffer("scale", torch.ones(3))
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    train(model, state["optimizer"], 1)
+    torch.save({k: v.state_dict() for k, v in state.items()}, tmp_path / "ck.pt")
+    with pytest.raises(
+        StateMismatch, match="its parameters have numbers in the checkpoint"
+    ) as info:
+        ucf.load(state, tmp_path / "ck.pt")
+    assert "options={'groups': [[names of the first optimizer group, in order], …]}" in str(
+        info.value
+    )
+    [entry] = ucf.certify(state, tmp_path / "ck.pt").different
+    assert str(entry).startswith("group 0 of optimizer on rank 0: its parameters have numbers")
+    groups = [[name for name, _ in model.named_parameters()]]
+    assert ucf.certify(state, ucformat.open(tmp_path / "ck.pt", options={"groups": groups}))

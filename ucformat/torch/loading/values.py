@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ucformat.errors import PermissionDenied, UnsupportedError, UsageError
+from ucformat.errors import PermissionDenied, UnsupportedError, UsageError, option_text
 from ucformat.format.digest import document_digest
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey, json_key
@@ -514,7 +514,7 @@ def fit_groups(
             label, text = f"group {number} of {root}", f"{root}.{GROUPS}.{number}"
             lacking = sorted(p for p in group.params if group_of(p) is None)
             if lacking:
-                fit.missing.append(f"{label}: the hyper-parameters of {', '.join(lacking[:3])}")
+                _add_lacking(fit, recorded, root, label, lacking)
             if not group.params and len(saved) == len(groups):
                 fit_group(label, text, group, saved[number], saved)
             elif not group.params and saved:
@@ -531,6 +531,20 @@ def fit_groups(
                 elif docs:
                     fit_group(label, text, part, docs[0], saved)
     return fit
+
+
+def _add_lacking(
+    fit: FittedValues, recorded: SavedState, root: str, label: str, lacking: Sequence[str]
+) -> None:
+    """Add a line for parameters of a group that no stored group has."""
+    stored = (p for group in recorded.ck.manifest.groups for p in group.params)
+    if any(p.removeprefix(f"{root}.").isdigit() for p in stored):
+        fit.others.append(
+            f"{label}: its parameters have numbers in the checkpoint, which does not tell which "
+            f"they are: {option_text('groups')}"
+        )
+    else:
+        fit.missing.append(f"{label}: the hyper-parameters of {', '.join(lacking[:3])}")
 
 
 _NO_OPTIONS = ("param_names", "state")  # entries of stored groups that are no hyper-parameters
