@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ucformat.errors import StateMismatch
 from ucformat.torch import Rng, certify, load, save
 
 if TYPE_CHECKING:
@@ -97,3 +98,23 @@ def an_additional_rank(folder: Path) -> tuple[bool, list[str]]:
     if dist.get_rank() == 1:
         torch.rand(1)
     return certified, [str(entry) for entry in certify(state, folder / "ck").different]
+
+
+def unlike(folder: Path) -> list[Any]:
+    """Rank 0 lacks a tensor and a value of entries that the state of rank 1 does not have at all."""
+    entries = {"model": {"a": torch.ones(2), "b": torch.ones(2)}, "notes": {"x": 1, "y": 2}}
+    save({"epoch": 1, **entries}, folder / "ck")
+    state: dict[str, Any] = {"epoch": 1}
+    if dist.get_rank() == 0:
+        state |= {"model": {"a": torch.ones(2)}, "notes": {"x": 1}}
+    try:
+        load(state, folder / "ck", strict=True)
+    except StateMismatch as error:
+        refused = str(error)
+    certificate = certify(state, folder / "ck")
+    return [
+        refused,
+        load(state, folder / "ck").unexpected,
+        bool(certificate),
+        [entry.name for entry in certificate.unexpected],
+    ]

@@ -152,6 +152,15 @@ def test_ranks_that_are_wrong_about_their_parts(tmp_path: Path, wrong: int) -> N
         assert lines == ["w (weight): no rank holds some of its elements"]
 
 
+def test_states_of_parameters_that_the_optimizer_does_not_have(saved: str) -> None:
+    state = training()
+    load(state, saved)
+    state["optimizer"] = torch.optim.AdamW(state["model"][1].parameters())
+    certificate = certify(state, saved)
+    assert [e.name for e in certificate.unexpected if e.state] == ["0.bias"] * 3 + ["0.weight"] * 3
+    assert [e.name for e in certificate.uninitialised] == ["1.bias"] * 3 + ["1.weight"] * 3
+
+
 def test_weights_alone(saved: str) -> None:
     state = {"model": training(seed=1)["model"]}
     report = load(state, saved, certify=True)
@@ -310,6 +319,16 @@ def test_what_ranks_alone_hold_that_do_not_take_part(tmp_path: Path) -> None:
     assert none == []
     for rows in found:
         assert rows == [(name, (), "no rank holds some of its elements") for name in ("1.1", "1.2")]
+
+
+def test_a_rank_that_does_not_ask_for_something_hides_nothing(tmp_path: Path) -> None:
+    for rows in RANKS.run("unlike", 2, tmp_path):
+        refused, unexpected, positive, lacking = rows
+        assert "unexpected: b (weight)" in refused
+        assert "unexpected: the object notes.y" in refused
+        assert set(unexpected) == {"b (weight)", "the object notes.y"}
+        assert not positive
+        assert lacking == ["b", "the object notes.y"]
 
 
 #: Of the layouts into which a checkpoint of FSDP2 and TP is loaded.

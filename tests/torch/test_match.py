@@ -18,11 +18,11 @@ from ucformat.storage.memory import MemoryStore
 from ucformat.torch import save
 from ucformat.torch.loading.match import (
     Problems,
+    asked_tensors,
     labels_of,
     match,
     raise_for,
     stored_names,
-    unexpected,
 )
 from ucformat.torch.state.local import local_of
 
@@ -62,7 +62,7 @@ def matched(
 ) -> tuple[dict[Key, tuple[Key, str]], Problems]:
     names = stored_names(ck, rename)
     found, problems, meant = match(targets, aliases or {}, ck, names, cast=cast)
-    lacking = unexpected(ck, meant, targets)
+    lacking = asked_tensors(ck, meant, targets).unexpected(len(ck.tensors))
     problems = replace(problems, unexpected=tuple(labels_of(compress(ck.tensors, lacking), names)))
     return {m.target.key: (m.stored.key, m.stored.dtype) for m in found}, problems
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ucformat.errors import CoverageError, UsageError, check_keywords
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.fingerprint import LANES, text_of, total
+from ucformat.geometry.fingerprint import text_of, total
 from ucformat.jobs.record import record_certificate
 from ucformat.reading.execute import ReadOptions
 from ucformat.torch.certificate import Certificate, CertificateEntry, Verdict
@@ -33,8 +33,16 @@ from ucformat.torch.comm.merging import Ranges, adjoined, merged
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.align import align
 from ucformat.torch.loading.arguments import LoadOptions
-from ucformat.torch.loading.find import is_inside, is_named
-from ucformat.torch.loading.match import PARAMETER, Matched, Problems, labels_of, match, unexpected
+from ucformat.torch.loading.find import is_inside, is_named, left_by_all
+from ucformat.torch.loading.match import (
+    PARAMETER,
+    AskedTensors,
+    Matched,
+    Problems,
+    asked_tensors,
+    labels_of,
+    match,
+)
 from ucformat.torch.loading.read import read_staged
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.state.fingerprint import pieces_fingerprints
@@ -244,8 +252,10 @@ class _Statement:
     """What some consecutive ranks hold.
 
     Attributes:
-        lacking: a bit for each tensor of the checkpoint, whether all of these ranks lack it.
-        lacking_values: the values that all of these ranks lack.
+        entries: those of the saved state that are asked for.
+        left: lines for the values that are asked for, and that no rank has.
+        matched: a bit for each tensor of the checkpoint, whether a rank has a place for a part of it,
+            perhaps an empty one.
         whole: whether one of them holds all of it, as it is stored or not.
         stateless: whether an optimizer of theirs has its parameter.
         sums: by distribution, in the form of a digest.
@@ -255,8 +265,10 @@ class _Statement:
     """
 
     findings: Mapping[_Finding, Ranges]
-    lacking: NDArray[np.uint8]
-    lacking_values: frozenset[str]
+    tensors: AskedTensors
+    entries: tuple[str, ...]
+    left: tuple[str, ...]
+    matched: NDArray[np.uint8]
     whole: NDArray[np.uint8]
     stateless: NDArray[np.uint8]
     holders: Mapping[bytes, _Holders]
@@ -323,13 +335,14 @@ class _Comparison:
         self.recorded = [ck.metadata.fingerprints.get(key) for key in self.keys]
         matched, self.problems, self.meant = match(live.tensors, live.aliases, ck, names, cast=True)
         numbers = [number[m.stored.key] for m in matched]
+        self.matched = list(zip(numbers, matched, strict=True))
         self.held = [
             _Held(
                 n,
                 m,
                 by_sums=self.recorded[n] is not None and m.target.info.dtype == m.stored.dtype,
             )
-            for n, m in zip(numbers, matched, strict=True)
+            for n, m in self.matched
             if m.target.pieces or not m.target.info.size
         ]
         self.nbytes = sum(m.target.nbytes for m in matched)
@@ -340,7 +353,7 @@ class _Comparison:
     def statement(self) -> _Statement:
         """What this rank holds."""
         live, ck, rank = self.live, self.ck, self.ranks.rank
-        lacking = unexpected(
+        asked = asked_tensors(
             ck,
             self.meant,
             live.tensors,
@@ -350,13 +363,17 @@ class _Comparison:
         stateless = [k.state not in PARAMETER and k.name in live.optimized for k in self.keys]
         synchronize(held.m.target.tensor for held in self.held)
         parts = _Parts(self)
+        matched = np.zeros(len(self.keys), np.bool_)
+        matched[[n for n, _ in self.matched]] = True
         findings = dict.fromkeys(self._findings(), ((rank, rank + 1),))
         numbers = np.array(sorted({held.number for held in self.held}), np.int64)
         holders = _Holders(numbers, ((rank, rank + 1),))
         return _Statement(
             findings,
-            np.packbits(lacking),
-            frozenset(live.problems.unexpected),
+            asked,
+            tuple(live.asked),
+            live.problems.unexpected,
+            np.packbits(matched),
             np.packbits(parts.whole),
             np.packbits(np.array(stateless, np.bool_)),
             {hashlib.sha256(numbers.tobytes()).digest()[:16]: holders},
@@ -413,10 +430,10 @@ class _Comparison:
             if target.info.dtype != stored.dtype and target.key not in self.live.rounded:
                 text = f"it is {target.info.dtype}, in the checkpoint {stored.dtype}"
                 other_dtype[held.number] = text, (rank,)
-        for held in self.held:
-            if held.number in in_doubt.uncovered:
-                own = {piece.box for piece in held.m.target.pieces}
-                boxes[held.number] = boxes.get(held.number, frozenset()) | own
+        for number, m in self.matched:
+            if number in in_doubt.uncovered:
+                own = {piece.box for piece in m.target.pieces}
+                boxes[number] = boxes.get(number, frozenset()) | own
         return _Report(different, other_dtype, boxes)
 
     def entries(self, result: _Result) -> dict[Verdict, tuple[CertificateEntry, ...]]:
@@ -455,17 +472,14 @@ class _Comparison:
         infos = list(self.ck.tensors.values())
         covered = set(np.flatnonzero(np.unpackbits(every.whole)).tolist())
         doubtful = set(every.doubtful)
-        held = _numbers_of(every.holders)
+        matched = set(np.flatnonzero(np.unpackbits(every.matched)).tolist())
         for digest, part in every.sums.items():
             for number, row in zip(part.numbers.tolist(), part.values.tolist(), strict=True):
                 *sums, balance_low, balance_high, counted = row
                 if counted == infos[number].size:
                     covered.add(number)
                 if digest[:1] == _BY_SUMS and (
-                    balance_low
-                    or balance_high
-                    or counted != infos[number].size
-                    or text_of(tuple(sums)) != self.recorded[number]
+                    balance_low or balance_high or text_of(tuple(sums)) != self.recorded[number]
                 ):
                     doubtful.add(number)
         boxes: dict[int, list[tuple[Box, Sums]]] = {}
@@ -477,7 +491,7 @@ class _Comparison:
                 if text_of(total(sums for _, sums in parts)) == self.recorded[number]:
                     continue
             doubtful.add(number)
-        return _InDoubt(frozenset(doubtful), frozenset((held - covered) | doubtful))
+        return _InDoubt(frozenset(doubtful), frozenset((matched - covered) | doubtful))
 
     def result(self, report: _Report) -> _Result:
         """The findings of all ranks."""
@@ -493,15 +507,14 @@ class _Comparison:
         for number, (detail, ranks) in report.different.items():
             tensors[number] = ("different", detail, ranks)
         findings = dict(every.findings)
-        findings |= {_Finding("unexpected", name, ""): () for name in every.lacking_values}
+        findings |= {_Finding("unexpected", line, ""): () for line in every.left}
         for number, key in zip(tensors, self._keys_in_state(tensors), strict=True):
             verdict, detail, ranks = tensors[number]
             findings[_Finding(verdict, *key, detail)] = ranks
         stored_count = len(self.keys)
-        reported = _numbers_of(every.holders)
-        lacking = np.unpackbits(every.lacking, count=stored_count)
+        reported = _numbers_of(every.holders) | tensors.keys()
         stateless = np.unpackbits(every.stateless, count=stored_count)
-        numbers = np.flatnonzero(lacking).tolist()
+        numbers = np.flatnonzero(every.tensors.unexpected(stored_count)).tolist()
         labels = labels_of([self.keys[n] for n in numbers], self.names)
         for number, label, key in zip(numbers, labels, self._keys_in_state(numbers), strict=True):
             if is_named(self.ck, self.keys[number], label, self.options.leave):
@@ -615,18 +628,12 @@ class _Parts:
                 if by_sums and text_of(total(parts)) != comparison.recorded[number]:
                     self.doubtful.add(number)
             elif d is not None and (at := d.mesh.coordinate(rank)) is not None:
-                copy, sums = d.copy_of(at), total(parts)
-                row = [*sums, 0, 0, sum(box.size for box in boxes)]
+                copy, sums, weights = d.copy_of(at), total(parts), _weights(d.copies)
                 if copy:
-                    row = [
-                        0,
-                        0,
-                        *(_weights(d.copies, at, d.axes)[copy - 1] * lane for lane in sums),
-                        0,
-                    ]
-                elif d.copies > 1:
-                    weight = sum(_weights(d.copies, at, d.axes))
-                    row[LANES : 2 * LANES] = [-weight * lane for lane in sums]
+                    row = [0, 0, *(weights[copy - 1] * lane for lane in sums), 0]
+                else:
+                    balance = (-sum(weights) * lane for lane in sums)
+                    row = [*sums, *balance, sum(box.size for box in boxes)]
                 self._add(number, d, [n % _MODULUS for n in row], by_sums=by_sums)
             else:
                 for box, sums in zip(boxes, parts, strict=True):
@@ -649,11 +656,10 @@ _MODULUS = 1 << 64
 
 
 @lru_cache(maxsize=1024)
-def _weights(copies: int, at: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
-    """Odd numbers of 64 bits for the replicas of a part but the first, so that differences do not cancel out."""
-    part = [at[axis] for axis in axes]
+def _weights(copies: int) -> list[int]:
+    """Odd numbers of 64 bits for all replicas but the first, so that their differences do not cancel out."""
     return [
-        int.from_bytes(hashlib.sha256(f"{part} {copy}".encode()).digest()[:8], "little") | 1
+        int.from_bytes(hashlib.sha256(str(copy).encode()).digest()[:8], "little") | 1
         for copy in range(1, copies)
     ]
 
@@ -701,8 +707,10 @@ def _joined(a: _Statement, b: _Statement) -> _Statement:
     }
     return _Statement(
         merged(a.findings, b.findings, adjoined),
-        a.lacking & b.lacking,
-        a.lacking_values & b.lacking_values,
+        a.tensors | b.tensors,
+        tuple(dict.fromkeys((*a.entries, *b.entries))),
+        left_by_all((a.left, a.entries), (b.left, b.entries)),
+        a.matched | b.matched,
         a.whole | b.whole,
         a.stateless | b.stateless,
         merged(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ucformat.geometry.tensor import Key
@@ -11,7 +13,7 @@ from ucformat.torch.loading.match import PARAMETER, Problems, fits, parameter_of
 from ucformat.torch.state.subclasses import RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.reading.readable import StatePath as Path
@@ -265,6 +267,26 @@ def left_values(
     unused = (t.partition(f".{RECORD}")[0] for t in map(dotted, recorded.value_paths) if is_left(t))
     values = dict.fromkeys(f"the object {text}" for text in unused)
     return (*values, *(f"the per-rank value {t}" for t in recorded.ck.per_rank if is_left(t)))
+
+
+_VALUE = re.compile(r"the (?:object|per-rank value) (.*)", re.DOTALL)
+
+#: What `left_values` returned for some ranks, and the entries that these ask for (None: all).
+LeftValues = tuple[Sequence[str], Sequence[str] | None]
+
+
+def left_by_all(a: LeftValues, b: LeftValues) -> tuple[str, ...]:
+    """Return the lines of what some ranks ask for, and no rank that asks for it has."""
+
+    def has(line: str, left: Collection[str], entries: Sequence[str] | None) -> bool:
+        value = _VALUE.fullmatch(line)
+        # a hyper-parameter that a group of some rank lacks is left whatever other ranks have
+        asks = entries is None or (value is not None and _is_in(value[1], entries))
+        return asks and line not in left
+
+    ranks = [(frozenset(left), entries) for left, entries in (a, b)]
+    lines = dict.fromkeys((*a[0], *b[0]))
+    return tuple(line for line in lines if not any(has(line, *of_rank) for of_rank in ranks))
 
 
 def _is_in(text: str, entries: Sequence[str]) -> bool:

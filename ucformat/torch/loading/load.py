@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Unpack
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, TensorNotFound, UsageError, check_choice, check_keywords
@@ -29,15 +27,13 @@ from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.align import align
 from ucformat.torch.loading.arguments import LoadArguments, LoadOptions
 from ucformat.torch.loading.certify import certify_state
-from ucformat.torch.loading.find import (
-    is_asked,
-    is_inside,
-    is_named,
-)
+from ucformat.torch.loading.find import is_asked, is_inside, is_named, left_by_all
 from ucformat.torch.loading.match import (
     PARAMETER,
+    AskedTensors,
     Matched,
     Problems,
+    asked_tensors,
     edge_of,
     fits,
     labels_of,
@@ -45,7 +41,6 @@ from ucformat.torch.loading.match import (
     parameter_of,
     raise_for,
     stored_names,
-    unexpected,
 )
 from ucformat.torch.loading.read import ReadAmount, read
 from ucformat.torch.loading.share import AnotherRankFailed, open_together, read_shared
@@ -226,7 +221,7 @@ def load_local(
         matched, mismatches, meant = match(
             targets.tensors, targets.aliases, ck, names, cast=options.cast
         )
-        lacking = unexpected(
+        asked = asked_tensors(
             ck,
             meant,
             targets.tensors,
@@ -238,13 +233,13 @@ def load_local(
     own_report = _RankReport(
         ranks.rank,
         others,
-        np.packbits(lacking),
+        asked,
         targets.layout,
         stateful,
         None if entries is None else tuple(entries),
     )
     joined: _RankReport = ranks.combine(own_report, _join, _RankReport)
-    lacking_keys = list(compress(ck.tensors, np.unpackbits(joined.unexpected)))
+    lacking_keys = list(compress(ck.tensors, joined.tensors.unexpected(len(ck.tensors))))
     labels = {
         key: label
         for key, label in zip(lacking_keys, labels_of(lacking_keys, names), strict=True)
@@ -254,7 +249,7 @@ def load_local(
     left_labels = [
         label
         for key, label in labels.items()
-        if key.name in reachable and (joined.asked is None or is_asked(ck, key, joined.asked))
+        if key.name in reachable and (joined.entries is None or is_asked(ck, key, joined.entries))
     ]
     values = joined.problems.unexpected
     mismatches = replace(joined.problems, unexpected=(*labels.values(), *values))
@@ -300,37 +295,34 @@ def load_local(
 
 @message
 class _RankReport:
-    """The mismatches of ranks from `rank` on, the layout, whether optimizer state is loaded, and what is asked for.
-
-    `unexpected` has a bit for each tensor of the checkpoint, because pipeline stages lack most of
-    them.
-    """
+    """The mismatches of ranks from `rank` on, the layout, whether optimizer state is loaded, and what is asked for."""
 
     rank: int
     problems: Problems
-    unexpected: NDArray[np.uint8]
+    tensors: AskedTensors
     layout: Mapping[str, Any]
     stateful: bool
-    asked: tuple[str, ...] | None
+    entries: tuple[str, ...] | None
 
 
 def _join(a: _RankReport, b: _RankReport) -> _RankReport:
-    """The reports of some ranks and of those after them; unexpected is what all of them lack."""
-    if len(a.unexpected) != len(b.unexpected):
+    """The reports of some ranks and of those after them; unexpected is what no rank that asks for it has."""
+    if len(a.tensors.asked) != len(b.tensors.asked):
         raise Conflict(
             f"rank {b.rank} has opened a checkpoint with a different number of tensors than rank "
             f"{a.rank}",
             hint="load the same checkpoint on all ranks, and do not replace it meanwhile",
         )
-    lacking = set(b.problems.unexpected)
-    common = tuple(u for u in a.problems.unexpected if u in lacking)
+    left = left_by_all((a.problems.unexpected, a.entries), (b.problems.unexpected, b.entries))
     return _RankReport(
         a.rank,
-        replace(a.problems | b.problems, unexpected=common),
-        a.unexpected & b.unexpected,
+        replace(a.problems | b.problems, unexpected=left),
+        a.tensors | b.tensors,
         dict(a.layout) | dict(b.layout),
         a.stateful or b.stateful,
-        None if a.asked is None or b.asked is None else tuple(dict.fromkeys((*a.asked, *b.asked))),
+        None
+        if a.entries is None or b.entries is None
+        else tuple(dict.fromkeys((*a.entries, *b.entries))),
     )
 
 

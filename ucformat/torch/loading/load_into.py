@@ -23,12 +23,12 @@ from ucformat.torch.loading.arguments import ReadArguments
 from ucformat.torch.loading.match import (
     PARAMETER,
     Problems,
+    asked_tensors,
     match,
     overlaps,
     parameter_of,
     raise_for,
     stored_names,
-    unexpected,
 )
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.values import SavedState
@@ -132,7 +132,8 @@ def load_into(
     # reversed, so that of tied names the first one stays
     renamed = {stored: name for name, stored in reversed(names.items())}
     misfits = {names.get(n) for w in slot_targets if w.problem is not None for n in w.slot.names}
-    lacking = compress(ck.tensors, unexpected(ck, meant, targets))
+    asked = asked_tensors(ck, meant, targets)
+    lacking = compress(ck.tensors, asked.unexpected(len(ck.tensors)))
     unexpected_names = list(
         dict.fromkeys(renamed.get(k.name, k.name) for k in lacking if k.name not in misfits)
     )

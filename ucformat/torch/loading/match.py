@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ucformat.errors import StateMismatch, UsageError
 from ucformat.geometry.patterns import compile_pattern, expand
@@ -17,12 +18,11 @@ from ucformat.reading.readable import PART_OF
 from ucformat.schema import TORCH_NUMBERS
 from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.url import as_strings
+from ucformat.torch.comm.wire import message
 from ucformat.torch.state.elements import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
@@ -131,8 +131,10 @@ def _array(region: _Region) -> np.ndarray:
 
 __all__ = [
     "PARAMETER",
+    "AskedTensors",
     "Matched",
     "Problems",
+    "asked_tensors",
     "edge_of",
     "holds_training",
     "labels_of",
@@ -141,7 +143,6 @@ __all__ = [
     "parameter_of",
     "raise_for",
     "stored_names",
-    "unexpected",
 ]
 
 
@@ -446,27 +447,45 @@ def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, boxes: Sequence[
     return True
 
 
+@message
+class AskedTensors:
+    """Which tensors of a checkpoint some ranks ask for, and for which they have a place: a bit for each.
+
+    What one rank asks for another may have, and a rank need not ask for what it lacks.
+    """
+
+    asked: NDArray[np.uint8]
+    placed: NDArray[np.uint8]
+
+    def __or__(self, other: AskedTensors) -> AskedTensors:
+        return AskedTensors(self.asked | other.asked, self.placed | other.placed)
+
+    def unexpected(self, count: int) -> NDArray[np.bool_]:
+        """Return of each of `count` tensors whether it is asked for, and has no place."""
+        return np.unpackbits(self.asked & ~self.placed, count=count).astype(np.bool_)
+
+
 @gc_paused()
-def unexpected(
+def asked_tensors(
     ck: Checkpoint,
     meant: Collection[Key],
     targets: Iterable[LocalShard],
     *,
     optimizer: bool = False,
     inside: Callable[[Key], bool] = lambda _: False,
-) -> NDArray[np.bool_]:
-    """Return of each stored tensor whether it is of a kind that a state has, and the state lacks it.
+) -> AskedTensors:
+    """Return which stored tensors are of a kind that a state has, and which of all tensors it has.
 
     Args:
         meant: what `match` returned for the targets.
         optimizer: whether the state has an optimizer even if that has no states.
-        inside: tells what it lacks whatever it has.
+        inside: tells what it asks for whatever it has.
     """
     kinds = {t.info.state not in PARAMETER for t in targets} | ({True} if optimizer else set())
-    lacking = (
-        k not in meant and ((k.state not in PARAMETER) in kinds or inside(k)) for k in ck.tensors
-    )
-    return np.fromiter(lacking, np.bool_, len(ck.tensors))
+    asked = ((k.state not in PARAMETER) in kinds or inside(k) for k in ck.tensors)
+    placed = (k in meant for k in ck.tensors)
+    count = len(ck.tensors)
+    return AskedTensors(*(np.packbits(np.fromiter(b, np.bool_, count)) for b in (asked, placed)))
 
 
 def labels_of(keys: Iterable[Key], names: Mapping[str, str]) -> list[str]:
