@@ -437,9 +437,7 @@ class Statement:
             written = [sums[order[n]] for n in numbers if n not in out]
             if not written:  # a mesh of which a rank is missing has no balance
                 continue
-            # which part it is counts, or replicas swapped between two parts would cancel out
-            part = np.array([-1 if axis in d.replicas else i for axis, i in enumerate(at)])
-            own = _hash(np.frombuffer(digest, np.uint8), part, *written)
+            own = _hash(np.frombuffer(digest, np.uint8), *written)
             total += own * (1 if d.copy_of(at) else 1 - d.copies)
         return total % HASHES
 
