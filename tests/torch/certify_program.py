@@ -103,8 +103,8 @@ def an_additional_rank(folder: Path) -> tuple[bool, list[str]]:
 def unlike(folder: Path) -> list[Any]:
     """Rank 0 lacks a tensor and a value of entries that the state of rank 1 does not have at all."""
     entries = {"model": {"a": torch.ones(2), "b": torch.ones(2)}, "notes": {"x": 1, "y": 2}}
-    save({"epoch": 1, **entries}, folder / "ck")
-    state: dict[str, Any] = {"epoch": 1}
+    save({"shared": {"x": 1, "y": 2}, **entries}, folder / "ck")
+    state: dict[str, Any] = {"shared": {"x": 1} if dist.get_rank() == 0 else {"y": 2}}
     if dist.get_rank() == 0:
         state |= {"model": {"a": torch.ones(2)}, "notes": {"x": 1}}
     try:

@@ -30,7 +30,7 @@ from ucformat.torch.loading.match import Problems
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import write_checkpoint
-from ucformat.torch.state.local import LocalShard
+from ucformat.torch.state.local import LocalShard, local_of
 from ucformat.torch.state.memory import dtype_name
 
 if TYPE_CHECKING:
@@ -108,9 +108,11 @@ class Part:
         return LocalShard(info, tuple(pieces), memory[3:], self.distribution)
 
 
-def certified(ck: Checkpoint, live: list[LiveState]) -> Certificate:
+NAMES = {name: name for name in SHAPES} | {TWIN: "matrix"}
+
+
+def certified(ck: Checkpoint, live: list[LiveState], names: dict[str, str] = NAMES) -> Certificate:
     """The certificate of ranks, of which all get the same."""
-    names = {name: name for name in SHAPES} | {TWIN: "matrix"}
 
     def act(group: Any) -> Any:
         group.links = SimpleNamespace(members=None)
@@ -296,6 +298,37 @@ def test_each_of_two_tensors_that_one_stored_one_is_for_is_compared(
         part.spoilt = part.elements()[0]
         different = certified(checkpoint, live_states(held)).different
         assert [e.ranks for e in different] == [(spoilt,)]
+
+
+def test_states_that_an_optimizer_or_an_entry_asks_for() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2)).backward()
+    optimizer.step()
+    url = f"memory://any-layout-{next(saves)}"
+    save({"model": model, "optimizer": optimizer}, url)
+    ck = ucformat.open(url)
+    weight = local_of("weight", "weight", model.weight.detach())
+    names = {"weight": "weight"}
+    own = LiveState([weight])
+    for other, verdict in (
+        (own, None),
+        (replace(own, optimizer=True), "unexpected"),
+        (replace(own, asked=("optimizer",)), "unexpected"),
+        (replace(own, optimizer=True, optimized=frozenset(names)), "uninitialised"),
+    ):
+        for live in ([own, other], [other, own], [own, other, own]):
+            certificate = certified(ck, live, names)
+            told = {
+                kind: [(e.name, e.state) for e in getattr(certificate, kind)]
+                for kind in ("unexpected", "uninitialised")
+            }
+            moment = [("weight", "momentum_buffer")]
+            assert {kind: keys for kind, keys in told.items() if keys} == (
+                {verdict: moment} if verdict else {}
+            )
+            assert bool(certificate) is (verdict is None)
+            assert certificate.left == (verdict is None)
 
 
 @pytest.mark.parametrize("ranks", list(permutations(range(3))))
