@@ -9,8 +9,10 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import model_signing
 import pytest
@@ -34,7 +36,7 @@ from ucformat.errors import (
 )
 from ucformat.jobs.removal import remove
 from ucformat.schema.manifest import MANIFEST
-from ucformat.signatures import SIGNATURE
+from ucformat.signatures import SIGNATURE, uncovered
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 
@@ -274,6 +276,26 @@ class TestCovered:
         ck = ucformat.open(tmp_path / "ck", signed_by=keys.public)
         assert ucformat.torch.load({"model": model}, ck)
         assert torch.equal(model.weight, before)
+
+    @pytest.mark.parametrize("missing", [0, 1])
+    def test_each_tensor_counts(self, missing: int, tmp_path: Path) -> None:
+        """Also if another one has a fingerprint, or is an array, whose digest the manifest has."""
+        ucformat.torch.save({"model": torch.nn.Linear(30, 7)}, tmp_path / "ck", form="packed")
+        source = ucformat.open(tmp_path / "ck").universal
+        assert source is not None
+        for other in ({"fingerprint": "0" * 32}, {"path": "data/w"}):
+            changes: list[dict[str, Any]] = [other, other]
+            changes[missing] = {"fingerprint": None}
+            docs = {
+                key: replace(doc, **change)
+                for (key, doc), change in zip(source.docs.items(), changes, strict=True)
+            }
+            table = SimpleNamespace(
+                kinds=list(docs.values()), fingerprint=[doc.fingerprint for doc in docs.values()]
+            )
+            manifest = SimpleNamespace(tensors=table, sidecar=source.manifest.sidecar)
+            part: Any = SimpleNamespace(manifest=manifest, docs=docs, extents=source.extents)
+            assert uncovered(part, {}) == [list(docs)[missing]]
 
     @pytest.mark.parametrize("form", ["packed", "packed-tiles"])
     def test_packed_without_fingerprints(self, form: str, tmp_path: Path, keys: Keys) -> None:

@@ -30,6 +30,7 @@ from ucformat.torch.loading.match import Problems
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import write_checkpoint
+from ucformat.torch.state.fingerprint import pieces_fingerprints
 from ucformat.torch.state.local import LocalShard, local_of
 from ucformat.torch.state.memory import dtype_name
 
@@ -380,7 +381,7 @@ def published(draw: st.DrawFn) -> tuple[list[list[Part]], bool, bool]:
 def saved(held: list[list[Part]], *, after_equal: bool = False, form: Any = "packed") -> list[Any]:
     """What a save gives on each rank, None or the error that refuses it; perhaps the second save of these ranks."""
     number = next(saves)
-    options = SaveOptions(f"memory://any-layout-{number}", form=form, overwrite=True)
+    options = SaveOptions(f"memory://any-layout-{number}", form=form, overwrite=True, certify=True)
 
     def act(group: Any) -> None:
         own = held[group.rank]
@@ -392,11 +393,13 @@ def saved(held: list[list[Part]], *, after_equal: bool = False, form: Any = "pac
         shards = [part.shard() for part in own]
         distributions = tuple(dict.fromkeys(s.distribution for s in shards if s.distribution))
         at = {d: n for n, d in enumerate(distributions)}
+        sums = pieces_fingerprints((s, piece) for s in shards for piece in s.pieces)
         state = StateInfo(
             tuple((s.info, s.pieces) for s in shards),
             *({}, {}, (), {}, {}, {}),
             distributions=distributions,
             distributed=tuple(at[s.distribution] if s.distribution else -1 for s in shards),
+            live=np.array(sums, "<u8").tobytes(),
         )
         memories = [s.tensor.view(torch.uint8).numpy() for s in shards]
         write_checkpoint(state, memories, options, SaveMetadata(), group)
