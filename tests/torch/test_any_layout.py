@@ -22,7 +22,7 @@ from ucformat.errors import UcformatError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import Piece, TensorInfo
-from ucformat.torch import save
+from ucformat.torch import fingerprint, save
 from ucformat.torch.loading import certify as module
 from ucformat.torch.loading.arguments import LoadOptions
 from ucformat.torch.loading.certify import LiveState, certify_local
@@ -96,10 +96,14 @@ class Part:
         numbers = np.arange(math.prod(shape)).reshape(shape)
         return [n for box in self.boxes for n in numbers[slices(box)].reshape(-1).tolist()]
 
-    def shard(self) -> LocalShard:
+    def whole(self) -> torch.Tensor:
         whole = values(self.stored)
         if self.spoilt is not None:
             whole.view(-1)[self.spoilt] += self.by
+        return whole
+
+    def shard(self) -> LocalShard:
+        whole = self.whole()
         boxes = [box for box in self.boxes if box.size]
         parts = [torch.zeros(3), *(whole[slices(box)].reshape(-1) for box in boxes)]
         memory = torch.cat([part.to(self.dtype or whole.dtype) for part in parts])
@@ -404,7 +408,14 @@ def saved(held: list[list[Part]], *, after_equal: bool = False, form: Any = "pac
         memories = [s.tensor.view(torch.uint8).numpy() for s in shards]
         write_checkpoint(state, memories, options, SaveMetadata(), group)
 
-    return Ranks(len(held)).each(act)
+    refused = Ranks(len(held)).each(act)
+    if not any(refused):
+        ck = ucformat.open(options.url)
+        # one that has the other element last: not all hold it
+        every = sorted((p for own in held for p in own), key=lambda p: p.spoilt is not None)
+        for name, whole in {part.name: part.whole() for part in every}.items():
+            assert ck[name].fingerprint == fingerprint(whole)
+    return refused
 
 
 @given(case=published(), after_equal=st.booleans())
