@@ -63,6 +63,7 @@ OPENING: dict[str, Sequence[str]] = {
     "materialize": ["{place}", "{tmp}/other"],
     "copy": ["{place}", "{tmp}/copied"],
     "verify": ["{place}"],
+    "attest": ["{place}"],
     "layout check": ["{layout}", "--against", "{place}"],
     "diff": ["{place}", "{place}"],
     "register": ["{place}"],
@@ -79,8 +80,9 @@ OPENING: dict[str, Sequence[str]] = {
     },
     "export deepspeed": ["{place}", "{tmp}/exported", "--dry-run", "--tp", "1", "--world", "2"],
 }
-#: Those that ask the catalog, storage or nobody what a checkpoint is, and open none.
+#: Those that ask the catalog, storage or nobody what a checkpoint is, and open none of others.
 OTHERS = {
+    "sign",
     *(
         "doctor",
         "layout schema",

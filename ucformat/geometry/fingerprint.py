@@ -47,9 +47,12 @@ def fingerprint_of(elements: NDArray[np.generic], shape: Sequence[int], box: Box
         elements: those of the box, anywhere in memory.
         shape: that of the whole tensor.
     """
-    words, count = _words(elements)
+    # NumPy has no dim left for the words of an element of an array that has all
+    longer = [dim for dim, n in enumerate(elements.shape) if n != 1]
+    words, count = _words(elements.squeeze())
     steps = row_major((*shape, count))
     first = offset_of((*box.start, 0), steps)
+    steps = (*(steps[dim] for dim in longer), steps[-1])
     if NATIVE:
         return _native_sums(words.data, steps, first)
     return _sums_in_python(words, steps, first)
