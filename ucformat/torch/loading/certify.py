@@ -336,8 +336,8 @@ class _Comparison:
         matched, self.problems, self.meant = match(live.tensors, live.aliases, ck, names, cast=True)
         numbers = [number[m.stored.key] for m in matched]
         self.matched = list(zip(numbers, matched, strict=True))
-        self.held = [
-            _Held(
+        self.local = [
+            _LocalTensor(
                 n,
                 m,
                 by_sums=self.recorded[n] is not None and m.target.info.dtype == m.stored.dtype,
@@ -361,12 +361,12 @@ class _Comparison:
             inside=lambda key: is_inside(ck, key, live.asked),
         )
         stateless = [k.state not in PARAMETER and k.name in live.optimized for k in self.keys]
-        synchronize(held.m.target.tensor for held in self.held)
+        synchronize(local.target.tensor for local in self.local)
         parts = _Parts(self)
         matched = np.zeros(len(self.keys), np.bool_)
         matched[[n for n, _ in self.matched]] = True
         findings = dict.fromkeys(self._findings(), ((rank, rank + 1),))
-        numbers = np.array(sorted({held.number for held in self.held}), np.int64)
+        numbers = np.array(sorted({local.number for local in self.local}), np.int64)
         holders = _Holders(numbers, ((rank, rank + 1),))
         return _Statement(
             findings,
@@ -407,7 +407,7 @@ class _Comparison:
     def compared(self, in_doubt: _InDoubt) -> _Report:
         """What this rank holds of what is in doubt, compared with the stored elements."""
         rank = (self.ranks.rank, self.ranks.rank + 1)
-        chosen = [h for h in self.held if not h.by_sums or h.number in in_doubt.numbers]
+        chosen = [t for t in self.local if not t.by_sums or t.number in in_doubt.numbers]
         differences: dict[Key, _Difference] = {}
 
         def compare(part: Matched, stored: torch.Tensor) -> None:
@@ -419,17 +419,17 @@ class _Comparison:
                 )
 
         options = ReadOptions("whole", threads=self.options.threads)
-        read_staged(self.ck, [held.m for held in chosen], options, compare)
+        read_staged(self.ck, [local.matched for local in chosen], options, compare)
         different: dict[int, tuple[str, Ranges]] = {}
         other_dtype: dict[int, tuple[str, Ranges]] = {}
         boxes: dict[int, frozenset[Box]] = {}
-        for held in chosen:
-            target, stored = held.m.target, held.m.stored
+        for local in chosen:
+            target, stored = local.matched.target, local.matched.stored
             if target.key in differences:
-                different.setdefault(held.number, (differences[target.key].text, (rank,)))
+                different.setdefault(local.number, (differences[target.key].text, (rank,)))
             if target.info.dtype != stored.dtype and target.key not in self.live.rounded:
                 text = f"it is {target.info.dtype}, in the checkpoint {stored.dtype}"
-                other_dtype[held.number] = text, (rank,)
+                other_dtype[local.number] = text, (rank,)
         for number, m in self.matched:
             if number in in_doubt.uncovered:
                 own = {piece.box for piece in m.target.pieces}
@@ -585,7 +585,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 _BY_SUMS, _COUNTED = b"s", b"c"  # how the parts of a distribution are compared
 
 
-class _Held(NamedTuple):
+class _LocalTensor(NamedTuple):
     """A tensor of which this rank holds something.
 
     Attributes:
@@ -594,8 +594,13 @@ class _Held(NamedTuple):
     """
 
     number: int
-    m: Matched
+    matched: Matched
     by_sums: bool
+
+    @property
+    def target(self) -> LocalShard:
+        """What this rank holds."""
+        return self.matched.target
 
 
 class _Parts:
@@ -611,19 +616,20 @@ class _Parts:
         rank = comparison.ranks.rank if members is None else members[comparison.ranks.rank]
         fingerprints = pieces_fingerprints(
             (
-                (held.m.target, piece)
-                for held in comparison.held
-                for piece in held.m.target.pieces
-                if held.by_sums
+                (local.target, piece)
+                for local in comparison.local
+                for piece in local.target.pieces
+                if local.by_sums
             ),
             comparison.options.threads,
         )
         computed = iter(fingerprints)
-        for number, m, by_sums in comparison.held:
-            parts = [next(computed) if by_sums else (0, 0) for _ in m.target.pieces]
-            boxes = [piece.box for piece in m.target.pieces]
-            d = m.target.distribution
-            if not m.target.info.size or [box.shape for box in boxes] == [m.target.info.shape]:
+        for number, matched, by_sums in comparison.local:
+            target = matched.target
+            parts = [next(computed) if by_sums else (0, 0) for _ in target.pieces]
+            boxes = [piece.box for piece in target.pieces]
+            d = target.distribution
+            if not target.info.size or [box.shape for box in boxes] == [target.info.shape]:
                 self.whole[number] = True
                 if by_sums and text_of(total(parts)) != comparison.recorded[number]:
                     self.doubtful.add(number)
