@@ -25,6 +25,7 @@ BENCHMARKS = {
     "export": "Export",
     "read": "Reading",
     "fingerprints": "Fingerprints",
+    "certify": "Certificates",
     "sub_models": "Sub-models",
     "zarr_store": "The Zarr store of a ZeRO-3 checkpoint",
     "metadata": "Metadata of 100,000 shards",
