@@ -57,10 +57,16 @@ def test_operations_on_a_device_compute_what_the_host_does(
     piece = Piece(Box(tuple(a for a, _ in around), part), offset, strides)
     elements = elements_of(piece, host_memory(tensor), tensor.element_size())
     expected = fingerprint_of(elements, whole, piece.box)
+    before = data.draw(st.integers(0, 3))  # elements of the memory of which the tensor is a view
+    memory = torch.zeros(before + tensor.numel(), dtype=tensor.dtype)
+    memory.view(torch.uint8)[before * tensor.element_size() :] = tensor.reshape(-1).view(
+        torch.uint8
+    )
+    view = memory[before:].reshape(shape)
     for at_once in (1 << 22, data.draw(st.integers(1, 500))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_AT_ONCE", at_once)
-            assert module.sums_on_device(tensor, whole, piece) == expected
+            assert module.sums_on_device(view, whole, piece) == expected
 
 
 def test_of_plain_tensors() -> None:

@@ -45,7 +45,7 @@ from ucformat.torch.loading.match import (
 )
 from ucformat.torch.loading.read import read_staged
 from ucformat.torch.loading.share import open_together
-from ucformat.torch.state.fingerprint import pieces_fingerprints
+from ucformat.torch.state.fingerprint import piece_in, pieces_fingerprints
 from ucformat.torch.state.local import mesh_of
 from ucformat.torch.state.memory import synchronize
 
@@ -555,8 +555,7 @@ def _difference(part: Matched, stored: torch.Tensor) -> _Difference | None:
     tensor = part.target.tensor.detach()
     if tensor.device.type != "cpu":  # there, pieces are those of the tensor in row-major order
         tensor = tensor.contiguous()
-    at = tensor.storage_offset() + piece.offset
-    current = tensor.as_strided(piece.box.shape, piece.strides, at)
+    current = piece_in(tensor, piece)
     saved = stored.to(device=current.device, dtype=current.dtype)
     unequal = (_bytes_of(current) != _bytes_of(saved)).any(-1)
     different = int(unequal.sum())

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece
     from ucformat.torch.state.local import LocalShard
 
-__all__ = ["fingerprint", "piece_fingerprint", "pieces_fingerprints"]
+__all__ = ["fingerprint", "piece_fingerprint", "piece_in", "pieces_fingerprints"]
 
 _AT_ONCE = 1 << 22  # elements whose products are in the memory of a device at once
 _LARGE = 1 << 16  # elements of a piece that is worth a thread
@@ -108,6 +108,16 @@ def pieces_fingerprints(
         return [part.result() if isinstance(part, Future) else part for part in sums]
 
 
+def piece_in(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return the elements of a piece as a view of the tensor that it is in.
+
+    Args:
+        tensor: perhaps a view itself; contiguous on any device but the host.
+    """
+    at = tensor.storage_offset() + piece.offset
+    return tensor.as_strided(piece.box.shape, piece.strides, at)
+
+
 def sums_on_device(tensor: torch.Tensor, shape: tuple[int, ...], piece: Piece) -> Sums:
     """As `fingerprint_of`, by operations of PyTorch on the device of a tensor, in bounded memory.
 
@@ -116,7 +126,7 @@ def sums_on_device(tensor: torch.Tensor, shape: tuple[int, ...], piece: Piece) -
     """
     if tensor.element_size() <= WORD_BYTES:  # PyTorch cannot copy elements of some dtypes
         tensor = tensor.view(_INTEGERS[tensor.element_size()])
-    elements = tensor.contiguous().as_strided(piece.box.shape, piece.strides, piece.offset)
+    elements = piece_in(tensor.contiguous(), piece)
     steps = row_major(shape)
     parts = list(_parts(elements, steps, offset_of(piece.box.start, steps)))
     if not parts:
@@ -182,6 +192,8 @@ def _sums_at(elements: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 def _words(elements: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The words of elements, as int64, and how many an element has."""
     nbytes = min(elements.element_size(), WORD_BYTES)
+    # a single element may have any stride, and words of larger ones need it to be 1
+    elements = elements.contiguous().as_strided(elements.shape, (1,))
     words = elements.view(_INTEGERS[nbytes]).to(torch.int64)
     return words & ((1 << 8 * nbytes) - 1), elements.element_size() // nbytes
 
