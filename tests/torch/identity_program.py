@@ -10,11 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ucformat
-from ucformat.errors import UcformatError
+from tests.torch.ranks import told
 from ucformat.torch import certify, load, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 WIDTH = 160  # of layers that are too large to be compared as small tensors
@@ -46,14 +45,6 @@ def stage_of(kind: str, *, seed: int = 0) -> tuple[Stage, int]:
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "dp"))
         fully_shard(stage, mesh=mesh["dp"])
     return stage, first
-
-
-def told(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except UcformatError as error:
-        return str(error)
-    return ""
 
 
 def stages(folder: Path, kind: str, form: Any) -> list[Any]:

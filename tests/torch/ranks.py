@@ -20,13 +20,14 @@ from tests.forkserver import Program
 from tests.forkserver import run as forked
 from tests.patience import PATIENCE
 from tests.torch.running import MODULES, environment
+from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ucformat.torch.comm.group import Group
 
-__all__ = ["KILLED", "Ranks", "all_gather"]
+__all__ = ["KILLED", "Ranks", "all_gather", "told"]
 
 #: What a rank that was killed gives.
 KILLED = "killed"
@@ -83,6 +84,15 @@ def all_gather(group: Group, value: Any, kind: Any = Any) -> list[Any]:
         value, lambda values: [values] * group.size, kind, list[kind]
     )
     return found
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The error of a call; empty: it passed in silence."""
+    try:
+        call()
+    except UcformatError as error:
+        return str(error)
+    return ""
 
 
 def main(module: str, scenario: str, folder: Path, store: str, arguments: dict[str, Any]) -> None:

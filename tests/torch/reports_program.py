@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ucformat.errors import UcformatError
+from tests.torch.ranks import told
 from ucformat.torch import Certificate, Rng, certify, load, save
 
 if TYPE_CHECKING:
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WIDTH = 4
-
-
-def told(call: Callable[[], Any]) -> str:
-    """The error of a call; empty: it passed in silence."""
-    try:
-        call()
-    except UcformatError as error:
-        return str(error)
-    return ""
 
 
 def words(certificate: Certificate) -> str:

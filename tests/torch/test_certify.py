@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ucformat
 from tests.tiers import rounds
@@ -14,6 +17,8 @@ from tests.torch.ranks import Ranks
 from tests.torch.running import run
 from tests.torch.specs import LAYOUTS, RECIPES
 from ucformat.errors import NotCertified, StateMismatch, UsageError
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch import Certificate, Manager, Rng, certify, load, save
 from ucformat.torch.loading import certify as module
 
@@ -331,6 +336,19 @@ def test_a_rank_that_does_not_ask_for_something_hides_nothing(tmp_path: Path) ->
         assert set(unexpected) == {"b (weight)", "the object notes.y"}
         assert not positive
         assert lacking == ["b", "the object notes.y"]
+
+
+@given(st.data())
+def test_boxes_that_overlap_cover_what_they_have_together(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))
+    boxes, covered = [], np.zeros(shape, np.bool_)
+    for _ in range(data.draw(st.integers(0, 6))):
+        start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+        sizes = (data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True))
+        boxes.append(Box(start, tuple(sizes)))
+        covered[tuple(map(slice, boxes[-1].start, boxes[-1].stop))] = True
+    info = TensorInfo("a", "weight", "float32", shape)
+    assert module._covers(info, boxes) is bool(covered.all())
 
 
 #: Of the layouts into which a checkpoint of FSDP2 and TP is loaded.

@@ -37,7 +37,7 @@ LANES = 2
 WORD_BYTES = 4  # of an element that is larger, which has several
 BLOCK = 1024  # words that share the number of their block
 _AT_ONCE = 1 << 16  # words of which Python computes the keys at once
-_MODULUS = 1 << 64
+MODULUS = 1 << 64
 
 
 def fingerprint_of(elements: NDArray[np.generic], shape: Sequence[int], box: Box) -> Sums:
@@ -63,7 +63,7 @@ def total(parts: Iterable[Sums]) -> Sums:
     low = high = 0
     for a, b in parts:
         low, high = low + a, high + b
-    return low % _MODULUS, high % _MODULUS
+    return low % MODULUS, high % MODULUS
 
 
 def added(a: bytes, b: bytes) -> bytes:

@@ -106,13 +106,13 @@ def log_reference(
     """
     check_choice("tracker", tracker, ("wandb", "mlflow"))
     facts = _facts(place if isinstance(place, Checkpoint) else open_reference(place))
-    known = {
+    members = {
         "ucformat.id": facts.ck.id,
         "ucformat.url": facts.urls[0],
         "ucformat.manifest_sha256": facts.sha256,
         "ucformat.step": facts.manifest.step,
     }
-    tags = {key: str(value) for key, value in known.items() if value is not None}
+    tags = {key: str(value) for key, value in members.items() if value is not None}
     return (_log_to_wandb if tracker == "wandb" else _log_to_mlflow)(facts, tags)
 
 
@@ -298,7 +298,7 @@ def _parameters(facts: _Facts) -> dict[str, Any]:
     """What CycloneDX has no member for: sizes, hyperparameters, configuration and software."""
     manifest, ck = facts.manifest, facts.ck
     stored = Counter((key.state, info.dtype) for key, info in ck.tensors.items())
-    known = {
+    parameters = {
         "kind": ck.kind,
         "run": manifest.run,
         "step": manifest.step,
@@ -311,8 +311,8 @@ def _parameters(facts: _Facts) -> dict[str, Any]:
         **{f"config:{key}": value for key, value in _flat(manifest.config)},
     }
     for number, group in enumerate(manifest.groups):
-        known |= {f"group:{number}:{key}": value for key, value in _flat(group.options)}
-    return {f"ucformat:{key}": value for key, value in known.items() if value is not None}
+        parameters |= {f"group:{number}:{key}": value for key, value in _flat(group.options)}
+    return {f"ucformat:{k}": value for k, value in parameters.items() if value is not None}
 
 
 def _properties(values: Mapping[str, Any]) -> list[dict[str, str]]:

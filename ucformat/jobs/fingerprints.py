@@ -87,8 +87,8 @@ def exported_fingerprints(job: ExportJob, exported: Checkpoint) -> dict[Key, str
             for e in single_extents(exported.source.extents(info.key))
             if e.box.size
         }
-        found = {box: written.get(place) for box, place in places.items()}
-        text = _of_boxes(info, found, recorded)
+        origins = {box: written.get(place) for box, place in places.items()}
+        text = _of_boxes(info, origins, recorded)
         if text is not None:
             fingerprints[info.key] = text
         elif linked.isdisjoint(place[0] for place in places.values()):
@@ -134,17 +134,17 @@ def _place(file: str, offset: int, box: Box, strides: Sequence[int]) -> _Place:
 
 def _of_boxes(
     info: TensorInfo,
-    found: Mapping[Box, _Written | None],
+    origins: Mapping[Box, _Written | None],
     recorded: Mapping[Key, str | None],
 ) -> str | None:
     """The fingerprint of a tensor from the tensors of which its boxes were written; None if they do not tell it."""
     sources, parts = set(), []
-    for box in found.values():
-        if box is None or (box[0].shape, box[0].itemsize) != (info.shape, info.itemsize):
+    for origin in origins.values():
+        if origin is None or (origin[0].shape, origin[0].itemsize) != (info.shape, info.itemsize):
             return None
-        sources.add(box[0].key)
-        parts.append(box[1])
-    if sum(box.size for box in found) != info.size:
+        sources.add(origin[0].key)
+        parts.append(origin[1])
+    if sum(box.size for box in origins) != info.size:
         return None
     if len(sources) == 1 and (text := recorded.get(*sources)) is not None:
         return text
@@ -192,8 +192,8 @@ def record_fingerprints(
     for url, entry in lacking:
         try:
             with naming_place(url):
-                found = _with_computed(url, entry, options, advance)
-            catalog.record_all([replace(found, listing=listings.get(url))])
+                computed = _with_computed(url, entry, options, advance)
+            catalog.record_all([replace(computed, listing=listings.get(url))])
         except UcformatError as error:
             if strict:
                 raise

@@ -205,8 +205,8 @@ class ExporterSuite:
         except NotACheckpoint:
             return
         with ucformat.Catalog(url) as catalog:
-            found = {Key(t.name, t.state): t.digest for t in catalog.tensors(exported.id)}
-        for key, digest in found.items():
+            digests = {Key(t.name, t.state): t.digest for t in catalog.tensors(exported.id)}
+        for key, digest in digests.items():
             assert digest == f"{FINGERPRINT}{exported[key].fingerprint}", key
 
     def test_what_is_left_out_is_told(self, source: Checkpoint) -> None:

@@ -24,7 +24,14 @@ from numpy.typing import NDArray
 from ucformat.errors import CoverageError, UsageError, check_keywords
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.fingerprint import text_of, total
+from ucformat.geometry.fingerprint import (
+    MODULUS,
+    NO_ELEMENTS,
+    packed_sums,
+    text_of,
+    total,
+    unpacked_sums,
+)
 from ucformat.jobs.record import record_certificate
 from ucformat.reading.execute import ReadOptions
 from ucformat.torch.certificate import Certificate, CertificateEntry, Verdict
@@ -40,8 +47,8 @@ from ucformat.torch.loading.match import (
     Matched,
     Problems,
     asked_tensors,
-    labels_of,
     match,
+    renamed_keys,
 )
 from ucformat.torch.loading.read import read_staged
 from ucformat.torch.loading.share import open_together
@@ -139,11 +146,10 @@ def certify_state(
             aligned.problems,
             (aligned.objects, aligned.groups),
             frozenset(
-                aligned.recorded.names.get(name, name)
+                names.get(name, name)
                 for root, groups in collected.groups.items()
                 for group in groups
-                for param in group.params
-                for name in (collected.prefixes.get(root, "") + param,)
+                for name in (collected.prefixes.get(root, "") + param for param in group.params)
             ),
             mesh_of(collected.tensors.values()),
             optimizer=aligned.has_optimizer,
@@ -454,15 +460,13 @@ class _Comparison:
         equal = sorted(ranks_of.keys() - result.unequal)
         out["equal"] = [
             CertificateEntry(*key, joined[ranks_of[number]])
-            for number, key in zip(equal, self._keys_in_state(equal), strict=True)
+            for number, key in zip(equal, self._renamed(equal), strict=True)
         ]
         return {verdict: tuple(sorted(entries)) for verdict, entries in out.items()}
 
-    def _keys_in_state(self, numbers: Iterable[int]) -> list[Key]:
+    def _renamed(self, numbers: Iterable[int]) -> list[Key]:
         """The names and states of stored tensors in the state."""
-        keys = [self.keys[number] for number in numbers]
-        new = {stored: name for name, stored in reversed(list(self.names.items()))}
-        return [key._replace(name=new.get(key.name, key.name)) for key in keys]
+        return renamed_keys((self.keys[number] for number in numbers), self.names)
 
     # On rank 0
 
@@ -484,7 +488,8 @@ class _Comparison:
                     doubtful.add(number)
         boxes: dict[int, list[tuple[Box, Sums]]] = {}
         for (number, box), data in every.boxes.items():
-            boxes.setdefault(number, []).append((box, _unpacked(data)))
+            (sums,) = unpacked_sums(data)
+            boxes.setdefault(number, []).append((box, sums))
         for number, parts in boxes.items():
             if _covers(infos[number], [box for box, _ in parts]):
                 covered.add(number)
@@ -508,16 +513,15 @@ class _Comparison:
             tensors[number] = ("different", detail, ranks)
         findings = dict(every.findings)
         findings |= {_Finding("unexpected", line, ""): () for line in every.left}
-        for number, key in zip(tensors, self._keys_in_state(tensors), strict=True):
+        for number, key in zip(tensors, self._renamed(tensors), strict=True):
             verdict, detail, ranks = tensors[number]
             findings[_Finding(verdict, *key, detail)] = ranks
         stored_count = len(self.keys)
         reported = _numbers_of(every.holders) | tensors.keys()
         stateless = np.unpackbits(every.stateless, count=stored_count)
         numbers = np.flatnonzero(every.tensors.unexpected(stored_count)).tolist()
-        labels = labels_of([self.keys[n] for n in numbers], self.names)
-        for number, label, key in zip(numbers, labels, self._keys_in_state(numbers), strict=True):
-            if is_named(self.ck, self.keys[number], label, self.options.leave):
+        for number, key in zip(numbers, self._renamed(numbers), strict=True):
+            if is_named(self.ck, self.keys[number], str(key), self.options.leave):
                 continue
             verdict = "uninitialised" if stateless[number] else "unexpected"
             findings[_Finding(verdict, *key)] = ()
@@ -625,7 +629,7 @@ class _Parts:
         computed = iter(fingerprints)
         for number, matched, by_sums in comparison.local:
             target = matched.target
-            parts = [next(computed) if by_sums else (0, 0) for _ in target.pieces]
+            parts = [next(computed) if by_sums else NO_ELEMENTS for _ in target.pieces]
             boxes = [piece.box for piece in target.pieces]
             d = target.distribution
             if not target.info.size or [box.shape for box in boxes] == [target.info.shape]:
@@ -639,10 +643,10 @@ class _Parts:
                 else:
                     balance = (-sum(weights) * lane for lane in sums)
                     row = [*sums, *balance, sum(box.size for box in boxes)]
-                self._add(number, d, [n % _MODULUS for n in row], by_sums=by_sums)
+                self._add(number, d, [n % MODULUS for n in row], by_sums=by_sums)
             else:
                 for box, sums in zip(boxes, parts, strict=True):
-                    data = np.array(sums, "<u8").tobytes()
+                    data = packed_sums([(0, sums)], 1)
                     if by_sums and self.boxes.setdefault((number, box), data) != data:
                         self.doubtful.add(number)
 
@@ -655,9 +659,6 @@ class _Parts:
             if number not in self.sums.setdefault(digest, {}):
                 self.sums[digest][number] = row
                 return
-
-
-_MODULUS = 1 << 64
 
 
 @lru_cache(maxsize=1024)
@@ -681,19 +682,20 @@ def _numbers_of(holders: Mapping[bytes, _Holders]) -> set[int]:
     return {number for part in holders.values() for number in part.numbers.tolist()}
 
 
-def _unpacked(data: bytes) -> Sums:
-    low, high = np.frombuffer(data, "<u8").tolist()
-    return low, high
-
-
 def _covers(info: TensorInfo, boxes: Collection[Box]) -> bool:
     """Whether boxes, which may overlap, have all elements of a tensor."""
     try:
         prove(info, ((0, box) for box in boxes))
     except CoverageError:
-        covered = np.zeros(info.shape, np.bool_)
+        # of the grid that all edges of boxes make, which is far smaller than the tensor
+        edges = [
+            sorted({0, n, *(b.start[dim] for b in boxes), *(b.stop[dim] for b in boxes)})
+            for dim, n in enumerate(info.shape)
+        ]
+        covered = np.zeros([len(along) - 1 for along in edges], np.bool_)
         for box in boxes:
-            covered[tuple(map(slice, box.start, box.stop))] = True
+            bounds = zip(edges, box.start, box.stop, strict=True)
+            covered[tuple(slice(along.index(a), along.index(b)) for along, a, b in bounds)] = True
         return bool(covered.all())
     return True
 

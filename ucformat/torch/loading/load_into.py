@@ -28,6 +28,7 @@ from ucformat.torch.loading.match import (
     overlaps,
     parameter_of,
     raise_for,
+    renamed_keys,
     stored_names,
 )
 from ucformat.torch.loading.read import read
@@ -129,14 +130,11 @@ def load_into(
     shapes = tuple(w.problem for w in slot_targets if w.problem is not None)
     targets = [w.target for w in fitting]
     matched, problems, meant = match(targets, aliases, ck, names, cast=True, as_lazy=True)
-    # reversed, so that of tied names the first one stays
-    renamed = {stored: name for name, stored in reversed(names.items())}
     misfits = {names.get(n) for w in slot_targets if w.problem is not None for n in w.slot.names}
     asked = asked_tensors(ck, meant, targets)
-    lacking = compress(ck.tensors, asked.unexpected(len(ck.tensors)))
-    unexpected_names = list(
-        dict.fromkeys(renamed.get(k.name, k.name) for k in lacking if k.name not in misfits)
-    )
+    unexpected = compress(ck.tensors, asked.unexpected(len(ck.tensors)))
+    lacking = [key for key in unexpected if key.name not in misfits]
+    unexpected_names = list(dict.fromkeys(key.name for key in renamed_keys(lacking, names)))
     loaded = {m.target.info.name for m in matched}
     labels = {*problems.missing}
     missing = [n for w in fitting if str(w.target.key) in labels for n in w.slot.names]

@@ -142,6 +142,7 @@ __all__ = [
     "overlaps",
     "parameter_of",
     "raise_for",
+    "renamed_keys",
     "stored_names",
 ]
 
@@ -488,11 +489,16 @@ def asked_tensors(
     return AskedTensors(*(np.packbits(np.fromiter(b, np.bool_, count)) for b in (asked, placed)))
 
 
-def labels_of(keys: Iterable[Key], names: Mapping[str, str]) -> list[str]:
-    """Return what `Problems` call tensors of a checkpoint."""
+def renamed_keys(keys: Iterable[Key], names: Mapping[str, str]) -> list[Key]:
+    """Return the names and states that tensors of a checkpoint have in the state."""
     # reversed, so that of tied names the first one stays
     renamed = {stored: name for name, stored in reversed(list(names.items()))}
-    return [str(Key(renamed.get(key.name, key.name), key.state)) for key in keys]
+    return [Key(renamed.get(key.name, key.name), key.state) for key in keys]
+
+
+def labels_of(keys: Iterable[Key], names: Mapping[str, str]) -> list[str]:
+    """Return what `Problems` call tensors of a checkpoint."""
+    return list(map(str, renamed_keys(keys, names)))
 
 
 _MAX_LINES = 40

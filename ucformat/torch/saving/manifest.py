@@ -11,8 +11,6 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from ucformat._version import __version__
 from ucformat.errors import NotCertified, UsageError, first_names
 from ucformat.format.arrays import array_doc, grid_doc
@@ -24,7 +22,15 @@ from ucformat.format.sidecar import encode_columns, joined
 from ucformat.format.structure import per_rank_problems, refuse
 from ucformat.format.universal import group_doc
 from ucformat.geometry.distribution import Distribution, RankMesh
-from ucformat.geometry.fingerprint import NO_ELEMENTS, Sums, added, text_of, total, unpacked_sums
+from ucformat.geometry.fingerprint import (
+    NO_ELEMENTS,
+    Sums,
+    added,
+    packed_sums,
+    text_of,
+    total,
+    unpacked_sums,
+)
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.jobs.weight_files import put_assets
 from ucformat.reading.readable import PART_OF, GroupPlace, path_to_json
@@ -266,7 +272,7 @@ def _live(state: LocalState) -> bytes:
     from ucformat.torch.state.fingerprint import pieces_fingerprints
 
     sums = pieces_fingerprints((t, piece) for t in state.tensors for piece in t.pieces)
-    return np.array(sums, "<u8").tobytes()
+    return packed_sums(enumerate(sums), len(sums))
 
 
 def numbered_mesh(mesh: RankMesh, number_of: Mapping[int, int]) -> RankMesh | None:

@@ -16,6 +16,7 @@ from ucformat.geometry.box import offset_of, row_major
 from ucformat.geometry.fingerprint import (
     BLOCK,
     LANES,
+    MODULUS,
     NO_ELEMENTS,
     WORD_BYTES,
     fingerprint_of,
@@ -39,7 +40,6 @@ __all__ = ["fingerprint", "piece_fingerprint", "piece_in", "pieces_fingerprints"
 
 _AT_ONCE = 1 << 22  # elements whose products are in the memory of a device at once
 _LARGE = 1 << 16  # elements of a piece that is worth a thread
-_MODULUS = 1 << 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -77,7 +77,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
         sums = sums.to(device)
         dist.all_reduce(sums, group=group)
     low, high = sums.tolist()
-    return text_of((low % _MODULUS, high % _MODULUS))
+    return text_of((low % MODULUS, high % MODULUS))
 
 
 def piece_fingerprint(shard: LocalShard, piece: Piece) -> Sums:
@@ -132,7 +132,7 @@ def sums_on_device(tensor: torch.Tensor, shape: tuple[int, ...], piece: Piece) -
     if not parts:
         return NO_ELEMENTS
     low, high = torch.stack(parts).sum(0).tolist()
-    return low % _MODULUS, high % _MODULUS
+    return low % MODULUS, high % MODULUS
 
 
 def _parts(elements: torch.Tensor, steps: tuple[int, ...], first: int) -> Iterator[torch.Tensor]:
@@ -212,7 +212,7 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _signed(lane: int) -> int:
-    return lane - _MODULUS if lane >> 63 else lane
+    return lane - MODULUS if lane >> 63 else lane
 
 
 @lru_cache(maxsize=16)
