@@ -177,7 +177,7 @@ def test_the_corpus_is_what_the_script_makes(tmp_path: Path) -> None:
 
 def test_the_second_reader_is_no_part_of_the_package() -> None:
     text = Path(reader.__file__).read_text()
-    assert len(text.splitlines()) < 900
+    assert len(text.splitlines()) < 1_200
     assert not re.search(r"^\s*(from|import) (ucformat|tests)", text, re.MULTILINE)
 
 

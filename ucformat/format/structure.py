@@ -32,6 +32,7 @@ from ucformat.format.digest import own_digest, unwritable, with_own_digest
 from ucformat.schema.documents import is_tombstone
 from ucformat.schema.limits import (
     MAX_ARRAY_DIMS,
+    MAX_BASES,
     MAX_DIMS,
     MAX_EDGE,
     MAX_SHARDS,
@@ -40,23 +41,27 @@ from ucformat.schema.limits import (
     check_json,
 )
 from ucformat.schema.manifest import (
+    BASES,
+    CODECS,
     EXTENTS,
     FEATURES,
     FORMAT_MINOR,
     FORMAT_VERSION,
     MANIFEST,
     PACKED,
+    PATCHES,
     VIRTUAL,
     Manifest,
     is_of_unknown_kind,
 )
+from ucformat.schema.tensors import BLOSC, TILES
 from ucformat.schema.values import loads
 from ucformat.storage.base import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucformat.schema.manifest import PerRankDoc, SidecarDoc
+    from ucformat.schema.manifest import BaseDoc, PerRankDoc, SidecarDoc
     from ucformat.schema.tensors import KindDoc, TensorTable
     from ucformat.storage.base import Store
 
@@ -196,7 +201,10 @@ def refuse(where: str, problems: Iterable[Problem]) -> None:
 
 def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
     """Find the inconsistencies of a manifest; no other file is read."""
-    yield from _table_problems(manifest.tensors, has_sidecar=manifest.sidecar is not None)
+    yield from _base_problems(manifest)
+    yield from _table_problems(
+        manifest.tensors, manifest.bases, has_sidecar=manifest.sidecar is not None
+    )
     stored = (
         {manifest.tensors.names[n] for n in set(manifest.tensors.name)} if manifest.aliases else ()
     )
@@ -217,18 +225,41 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
 def _unnamed_features(manifest: Manifest) -> Iterator[Problem]:
     """Features that the manifest uses and does not name; of what the sidecar uses it is told when that is read."""
     named = set(manifest.requires)
-    if any(k.path is None for k in manifest.tensors.kinds) and not named & {PACKED, EXTENTS}:
+    kinds = manifest.tensors.kinds
+    if any(k.in_sidecar for k in kinds) and not named & {PACKED, EXTENTS}:
         reason = f"it has tensors that are no arrays, and requires neither {PACKED} nor {EXTENTS}"
         yield Problem(MANIFEST, reason)
+    used = {
+        BASES: bool(manifest.bases),
+        CODECS: any(k.codec is not None for k in kinds),
+        PATCHES: any(k.codec is not None and k.base is not None for k in kinds),
+    }
+    for feature in (feature for feature, is_used in used.items() if is_used):
+        if feature not in named:
+            yield Problem(
+                MANIFEST, f"it has tensors that need {feature}, and does not require them"
+            )
     if manifest.sidecar is not None and manifest.sidecar.roots and VIRTUAL not in named:
         yield Problem(MANIFEST, f"it has files elsewhere, and does not require {VIRTUAL}")
 
 
-def _table_problems(table: TensorTable, *, has_sidecar: bool) -> Iterator[Problem]:
+def _base_problems(manifest: Manifest) -> Iterator[Problem]:
+    ids = [base.id for base in manifest.bases]
+    if len(ids) > MAX_BASES:
+        yield Problem(MANIFEST, f"it is based on {len(ids)} checkpoints; at most {MAX_BASES}")
+    if len(set(ids)) < len(ids):
+        yield Problem(MANIFEST, "the manifest lists a base twice")
+    if manifest.id in ids:
+        yield Problem(MANIFEST, "it is based on itself")
+
+
+def _table_problems(
+    table: TensorTable, bases: Sequence[BaseDoc], *, has_sidecar: bool
+) -> Iterator[Problem]:
     wrong = {
         n: reason
         for n, kind in enumerate(table.kinds)
-        if (reason := _kind_fault(kind, has_sidecar=has_sidecar))
+        if (reason := _kind_fault(kind, len(bases), has_sidecar=has_sidecar))
     }
     unused = wrong.keys() - set(table.kind) if wrong else ()
     yield from (Problem(MANIFEST, f"{wrong[n]} (kind number {n})") for n in unused)
@@ -240,6 +271,14 @@ def _table_problems(table: TensorTable, *, has_sidecar: bool) -> Iterator[Proble
             row for row, (kind, digest) in enumerate(listed) if digest is None and kind in arrays
         )
         faults = dict.fromkeys(rows, "the manifest gives it no digest")
+    referenced = {n for n, kind in enumerate(table.kinds) if kind.is_referenced}
+    if referenced:
+        listed = zip(table.kind, table.fingerprint or repeat(None), strict=False)
+        faults |= {
+            row: "the manifest gives it no fingerprint, though it is in another checkpoint"
+            for row, (kind, fingerprint) in enumerate(listed)
+            if fingerprint is None and kind in referenced
+        }
     if wrong:
         faults |= {row: wrong[kind] for row, kind in enumerate(table.kind) if kind in wrong}
     faults |= dict.fromkeys(table.repeated(), "the manifest lists it twice")
@@ -249,13 +288,18 @@ def _table_problems(table: TensorTable, *, has_sidecar: bool) -> Iterator[Proble
         )
 
 
-def _kind_fault(kind: KindDoc, *, has_sidecar: bool) -> str | None:
+def _kind_fault(kind: KindDoc, bases: int, *, has_sidecar: bool) -> str | None:
     """What is wrong with all tensors of a kind; None if nothing is."""
     shape, chunk, shard = kind.shape, kind.chunk, kind.shard
     if len(shape) > MAX_DIMS or max(shape, default=0) > MAX_EDGE:
         return "the manifest gives it an invalid shape"
+    if kind.base is not None and (kind.base >= bases or kind.path is not None):
+        return "the manifest gives it an impossible base"
+    if (kind.codec == BLOSC and kind.path is None) or (kind.codec == TILES and kind.path):
+        return f"the manifest gives it the codec {kind.codec}, which its form does not have"
     if kind.path is None:
-        return None if has_sidecar else "the manifest gives it no path, and there is no sidecar"
+        stored = has_sidecar or kind.is_referenced
+        return None if stored else "the manifest gives it no path, and there is no sidecar"
     if len(shape) > MAX_ARRAY_DIMS:
         return f"the manifest gives it an array of {len(shape)} dims; it may have {MAX_ARRAY_DIMS}"
     if chunk is None or shard is None or not len(shape) == len(chunk) == len(shard):

@@ -28,6 +28,8 @@ MAX_TILES = 1 << 20  # of an extent
 MOST_READS, FREE_READS = 16, 64 << 20
 
 MAX_RANKS = 1 << 20  # that save one checkpoint
+MAX_BASES = 1 << 12  # of a checkpoint
+MAX_CHAIN = 64  # checkpoints of which each is patched against the next
 MOST_COMMITS = 2**53 - 1  # every database and every JSON reader is exact up to it
 
 

@@ -16,9 +16,10 @@ FORMAT_VERSION = 1
 #: Against which text of this version ucformat writes; it only informs, and readers ignore it.
 FORMAT_MINOR = 0
 
-#: What `requires` may name: forms in which tensors are stored that are not arrays.
+#: What `requires` may name: forms in which tensors are stored that are not plain arrays.
 PACKED, EXTENTS, VIRTUAL = "packed", "extents", "virtual"
-FEATURES = frozenset({PACKED, EXTENTS, VIRTUAL})
+CODECS, PATCHES, BASES = "codecs", "patches", "bases"
+FEATURES = frozenset({PACKED, EXTENTS, VIRTUAL, CODECS, PATCHES, BASES})
 
 #: The name of the document, in the checkpoint's folder.
 MANIFEST = "manifest.json"
@@ -91,6 +92,16 @@ class SidecarDoc(FileDoc):
     sources: tuple[SourceFileDoc, ...] = ()
 
 
+class BaseDoc(_ManifestPart):
+    """Another checkpoint, on which this one is based: tensors of it are tensors of this one, or patched.
+
+    `url` is `../<name>` if both are in one folder, and an absolute path or URL if not.
+    """
+
+    id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    url: Text
+
+
 class GroupDoc(_ManifestPart):
     """An optimizer group: its parameters by name, in order, and its hyper-parameters.
 
@@ -161,7 +172,7 @@ class WriterDoc(_ManifestPart):
 class Manifest(_ManifestPart):
     """A committed checkpoint.
 
-    `requires` names the forms besides arrays in which its tensors are stored (`FEATURES`), which a
+    `requires` names the forms besides plain arrays in which its tensors are stored (`FEATURES`), which a
     reader must know. `minor` is that of the text of the format for which it was written. `grid` is
     None where no array was written.
 
@@ -200,6 +211,7 @@ class Manifest(_ManifestPart):
     grid: GridDoc | None = None
     writers: tuple[WriterDoc, ...] = ()
     verified: VerifiedDoc | None = None
+    bases: tuple[BaseDoc, ...] = ()
     tensors: TensorTable
     digest: Digest | None = None
 

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 from pydantic_core import to_json
 
 from ucformat.schema import FINGERPRINT, ITEMSIZE
-from ucformat.schema.limits import MAX_INTEGER, MAX_TEXT
+from ucformat.schema.limits import MAX_BASES, MAX_INTEGER, MAX_TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -74,8 +74,13 @@ else:  # 4 bytes for each row instead of 40
 _BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 
 
-class _Elements:
-    """What the dtype and the shape of a document say of its elements."""
+#: How tensors are encoded: the chunks of arrays by Blosc, packed tiles each as its file's index says.
+BLOSC, TILES = "blosc", "tiles"
+CODECS = (BLOSC, TILES)
+
+
+class _Stored:
+    """What a document of a tensor, or of a kind of tensors, says of its elements and of where they are."""
 
     __slots__ = ()
 
@@ -87,6 +92,22 @@ class _Elements:
         def shape(self) -> tuple[int, ...]: ...
         @property
         def itemsize(self) -> int | None: ...
+        @property
+        def path(self) -> str | None: ...
+        @property
+        def codec(self) -> str | None: ...
+        @property
+        def base(self) -> int | None: ...
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether it is a tensor of another checkpoint, of which nothing is stored here."""
+        return self.base is not None and self.codec is None
+
+    @property
+    def in_sidecar(self) -> bool:
+        """Whether the sidecar says where its elements are: it is neither an array nor referenced."""
+        return self.path is None and not self.is_referenced
 
     @property
     def stored_dtype(self) -> str:
@@ -105,10 +126,11 @@ class _Elements:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDoc(_Elements):
-    """One tensor in one state. With `path` it is a Zarr array; without, the sidecar lists its extents.
+class TensorDoc(_Stored):
+    """One tensor in one state: a Zarr array if it has a `path`, that of another checkpoint if `is_referenced`.
 
-    `at` are its paths in the state of the program that saved: several of tied names.
+    Of any other the sidecar lists or describes the extents. `at` are its paths in the state of the
+    program that saved: several of tied names.
     """
 
     name: str
@@ -122,9 +144,11 @@ class TensorDoc(_Elements):
     at: tuple[StatePath, ...] = ()
     itemsize: int | None = None
     fingerprint: str | None = None
+    codec: str | None = None
+    base: int | None = None
 
 
-class KindDoc(_Elements, BaseModel):
+class KindDoc(_Stored, BaseModel):
     """What many tensors have in common.
 
     Attributes:
@@ -134,6 +158,9 @@ class KindDoc(_Elements, BaseModel):
         at: the paths in the state of the program, in which a pair of texts stands for these with
             the tensor's name between them.
         itemsize: bytes of an element, needed if the dtype is not one of this version.
+        codec: how chunks or tiles are encoded, one of `CODECS`; None if they are raw.
+        base: the number, among the `bases` of the manifest, of the checkpoint of which tiles are patches,
+            or, without a codec, of which these tensors are.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -146,6 +173,8 @@ class KindDoc(_Elements, BaseModel):
     path: Folder | None = None
     at: tuple[_Template, ...] = ()
     itemsize: Literal[1, 2, 4, 8, 16] | None = None
+    codec: Text | None = None
+    base: Annotated[int, Field(ge=0, lt=MAX_BASES)] | None = None
 
     @model_validator(mode="after")
     def _check_itemsize(self) -> Self:
@@ -225,11 +254,17 @@ class TensorTable(BaseModel):
             ):
                 at[str(len(name))], templates = t.at, ()
             name.append(names.setdefault(t.name, len(names)))
-            key = (t.state, t.dtype, t.shape, t.chunk, t.shard, folder, templates, t.itemsize)
+            key = (
+                *(t.state, t.dtype, t.shape, t.chunk, t.shard, folder, templates),
+                *(t.itemsize, t.codec, t.base),
+            )
             kind.append(kinds.setdefault(key, len(kinds)))
             digests.append(t.digest)
             fingerprints.append(t.fingerprint)
-        fields = ("state", "dtype", "shape", "chunk", "shard", "path", "at", "itemsize")
+        fields = (
+            *("state", "dtype", "shape", "chunk", "shard", "path", "at"),
+            *("itemsize", "codec", "base"),
+        )
         return cls(
             names=list(names),
             kinds=[KindDoc(**dict(zip(fields, k, strict=True))) for k in kinds],
@@ -255,6 +290,8 @@ class TensorTable(BaseModel):
             at=self.at_of(row),
             itemsize=kind.itemsize,
             fingerprint=self.fingerprint[row] if self.fingerprint else None,
+            codec=kind.codec,
+            base=kind.base,
         )
 
     def __iter__(self) -> Iterator[TensorDoc]:  # type: ignore[override]
