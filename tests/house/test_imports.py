@@ -93,7 +93,7 @@ OUTSIDE: dict[str, set[str]] = {
     "geometry": {"numpy", "pydantic"},
     "config_files": {"yaml"},
     "storage": {"aiohttp", "boto3", "botocore", "crc32c", "fsspec", "numpy", "obstore"},
-    "format": {"numpy", "ml_dtypes", "xxhash", "pydantic", "safetensors", "zarr"},
+    "format": {"numcodecs", "numpy", "ml_dtypes", "xxhash", "pydantic", "safetensors", "zarr"},
     "sources": {"numpy"},
     "reading": {"ml_dtypes", "numpy"},
     "views": {"numpy"},
