@@ -30,7 +30,11 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 
 @message
 class RunStep:
-    """A committed checkpoint of a run, as its manifest describes it, without the tensors."""
+    """A committed checkpoint of a run, as its manifest describes it, without the tensors.
+
+    `bases` are the ids of the checkpoints on which it is based, and `written` the bytes that the
+    ranks wrote.
+    """
 
     url: str
     step: int
@@ -41,6 +45,8 @@ class RunStep:
     commits: int | None = None
     launch: str | None = None
     continues: Mapping[str, int] = field(default_factory=dict)
+    bases: tuple[str, ...] = ()
+    written: int = 0
 
     @property
     def family(self) -> None:
@@ -114,10 +120,19 @@ def list_steps(root: str) -> RunContents:
 def read_step(url: str, step: int) -> RunStep:
     """Read the checkpoint of a step from its manifest."""
     manifest, _ = read_manifest(open_store(url))
-    nbytes, launch = manifest.tensors.nbytes, manifest.launch
-    about = (None, {}) if launch is None else (launch.id, launch.continues)
+    launch = manifest.launch
     return RunStep(
-        url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits, *about
+        url,
+        step,
+        manifest.id,
+        manifest.created,
+        manifest.tensors.nbytes,
+        manifest.metrics,
+        manifest.commits,
+        launch=None if launch is None else launch.id,
+        continues={} if launch is None else launch.continues,
+        bases=tuple(base.id for base in manifest.bases),
+        written=sum(writer.nbytes for writer in manifest.writers),
     )
 
 
