@@ -26,6 +26,7 @@ from tests.fakes import manifest_file, same
 from tests.fuzz import test_pickles, test_zarr_documents
 from tests.fuzz.fuzzing import Files, files_below
 from tests.fuzz.test_layouts import use as use_layout
+from tests.fuzz.test_tiles import decode_between_others
 from tests.fuzz.test_torch_zip import NAME, PLAIN, Member, zipped
 from tests.fuzz.test_universal import rebuilt
 from tests.golden.test_golden import HERE
@@ -333,6 +334,12 @@ def ocdbt(data: bytes) -> None:
     compare(test_zarr_documents.OCDBT, test_zarr_documents.with_node(data, packed=False))
 
 
+def tile(data: bytes) -> None:
+    """An encoded tile, after a byte each for its encoding, the size of its elements, and their number."""
+    kind, itemsize, count = (*data[:3], 0, 0, 0)[:3]
+    decode_between_others(kind, data[3:], 1 << itemsize % 5, count)
+
+
 #: What an input that is none is refused with; whatever else is raised is a finding.
 REFUSED = (UcformatError, ValidationError)
 
@@ -350,4 +357,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "dcp": dcp,
     "zarr": zarr,
     "ocdbt": ocdbt,
+    "tile": tile,
 }
