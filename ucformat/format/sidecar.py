@@ -11,6 +11,7 @@ import math
 import re
 import reprlib
 import zlib
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -225,6 +226,14 @@ class Sidecar:
         self._ends = np.cumsum(ndims[columns.tensor])
         #: For each row, whether the extent is stored as tiles, each with a checksum.
         self.tiled = _any(columns.tile > 0, columns.tensor, ndims)
+
+    def below(self, prefix: str) -> Sidecar:
+        """The same extents in files whose keys begin with a prefix."""
+        out = copy(self)
+        out.files = tuple(prefix + file for file in self.files)
+        if self.described is not None:
+            out.described = self.described.in_folder(prefix + self.described.folder)
+        return out
 
     @property
     def features(self) -> tuple[str, ...]:

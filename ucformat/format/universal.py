@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, NotFound
@@ -33,6 +34,7 @@ from ucformat.storage.wrappers import WatchedStore, first_info
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from ucformat.format.encoded import Image
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Extent, FileRun, Tiles
     from ucformat.schema.manifest import FileDoc
@@ -99,6 +101,10 @@ class Universal:
         sidecar = self.manifest.sidecar
         if sidecar is not None and sidecar.roots:
             watching.inner = MountedStore(watching.inner, sidecar, roots)
+        if any(kind.codec is not None for kind in self.manifest.tensors.kinds):
+            from ucformat.format.encoded import EncodedStore  # which needs NumPy
+
+            watching.inner = EncodedStore(watching.inner, self._image)
         m, table = self.manifest, self.manifest.tensors
         self.docs: Mapping[Key, TensorDoc] = ValueByKey(table, table.__getitem__)
         groups = LazyMapping(lambda: {name: i for i, g in enumerate(m.groups) for name in g.params})
@@ -175,7 +181,7 @@ class Universal:
         if doc.path is None:
             row = self.manifest.tensors.row(*key)
             assert row is not None  # noqa: S101 - it has a document
-            yield from self.sidecar().extents(row, within)
+            yield from self._sidecar_of(doc).extents(row, within)
             return
         grid = grid_of(doc)
         if not doc.nbytes:
@@ -186,11 +192,28 @@ class Universal:
 
     def file_runs(self, key: Key, within: Box) -> Iterable[Extent | Tiles | FileRun]:
         """See `HasFileRuns`."""
-        described = self.sidecar().described if self.docs[key].path is None else None
+        doc = self.docs[key]
+        described = self._sidecar_of(doc).described if doc.path is None else None
         row = self.manifest.tensors.row(*key)
         if described is None or row is None or row not in described:
             return self.extents(key, within)
         return described.file_runs(row, within)
+
+    def _sidecar_of(self, doc: TensorDoc) -> Sidecar:
+        """The extents of the tensors that are stored like this one: in encoded files, or plainly."""
+        return self.sidecar() if doc.codec is None else self._encoded_sidecar
+
+    @cached_property
+    def _encoded_sidecar(self) -> Sidecar:
+        from ucformat.format.encoded import ENCODED
+
+        return self.sidecar().below(ENCODED)
+
+    def _image(self, store: Store, file: str) -> Image:
+        """What an encoded file says of its tiles."""
+        from ucformat.format.tile_index import read_index
+
+        return read_index(store, file)
 
     def missing_shards(self, doc: TensorDoc) -> int:
         """The least number of missing files of an array with at least 10,000 shards (0 for others).

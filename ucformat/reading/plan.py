@@ -293,7 +293,8 @@ class Plan:
     bytes_needed: int
     bytes_unverified: int
     bytes_besides: int = 0  # read only to verify checksums
-    bytes_of_gaps: int = 0  # between scattered indices that a view takes
+    # of scattered indices that a view takes, those between; of encoded files, those stored less those decoded
+    bytes_of_gaps: int = 0
 
     @property
     def bytes_read(self) -> int:
@@ -301,12 +302,15 @@ class Plan:
         return sum(r.total for r in self.requests) + self.bytes_of_gaps
 
     def through(self, store: Store) -> Plan:
-        """The same plan, with the bytes that a store reads in addition to compute what is requested."""
+        """The same plan, with the bytes that a store reads to compute what is requested, or to decode it."""
         computed = (r for r in self.requests if r.file.startswith(HIDDEN))
         ranges = [
-            (r.file, r.offset + i * r.step, r.nbytes) for r in computed for i in range(r.count)
+            (file, r.offset + i * r.step, r.nbytes)
+            for r in computed
+            for file in (r.file, *r.others)
+            for i in range(r.count)
         ]
-        return replace(self, bytes_of_gaps=sum(gaps_of(store, *each) for each in ranges))
+        return replace(self, bytes_of_gaps=sum(map_io(lambda each: gaps_of(store, *each), ranges)))
 
     @property
     def ranges(self) -> int:
@@ -475,6 +479,8 @@ def _read_extent(
 def _is_checked(
     extent: Extent | Tiles, block: Block, verify: Verify, costs: Costs, *, whole: bool
 ) -> bool:
+    if extent.file.startswith(HIDDEN):  # to decode a part of a tile takes as long
+        return True
     if verify == "whole" and not whole:
         of_array = isinstance(extent, Tiles) and not extent.placed
         return not of_array and block.nbytes <= costs.block

@@ -22,6 +22,7 @@ MAX_ARRAY_DIMS = 32  # of an array: TensorStore opens none with more
 MAX_SHARDS = 10_000_000  # of an array: readers refuse more before they access any file
 MAX_SPAN = 1 << 60  # of offsets and sizes in files
 MAX_TILES = 1 << 20  # of an extent
+MAX_TILE_BYTES = 1 << 24  # of a tile of an encoded file: bounds what few stored bytes decode to
 
 #: How often documents may name any byte of a file, and bytes of further reads of it for which that
 #: does not matter.

@@ -297,6 +297,11 @@ class TensorTable(BaseModel):
     def __iter__(self) -> Iterator[TensorDoc]:  # type: ignore[override]
         return map(self.__getitem__, range(len(self)))
 
+    def encoded(self, codec: str) -> Self:
+        """The same tensors, stored with a codec."""
+        kinds = [kind.model_copy(update={"codec": codec}) for kind in self.kinds]
+        return self.model_copy(update={"kinds": kinds})
+
     def folder(self, row: int) -> str | None:
         """The folder of an array; None if the tensor is none."""
         folder = self.kinds[self.kind[row]].path

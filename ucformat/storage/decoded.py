@@ -10,7 +10,7 @@ import json
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.storage.base import HIDDEN, ByteRange, check_range
@@ -89,21 +89,29 @@ class Decoder(Protocol):
         """Whether decoding compares all decoded bytes with a stored CRC-32C."""
 
 
-class Cache:
-    """The byte strings that were used last, by key. Each is made once: threads that need it meanwhile wait for it."""
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Sized)
+
+
+class Cache(Generic[T]):
+    """The values that were used last, by key. Each is made once: threads that need it meanwhile wait for it."""
 
     def __init__(self, limit: int = _CACHE_BYTES, min_entries: int = _MIN_CACHED) -> None:
         self._limit, self._min_entries = limit, min_entries
         self._lock = threading.Lock()
-        self._held: OrderedDict[str, memoryview] = OrderedDict()
-        self._making: dict[str, Future[memoryview]] = {}
+        self._held: OrderedDict[str, T] = OrderedDict()
+        self._making: dict[str, Future[T]] = {}
         self._nbytes = 0
 
-    def __reduce__(self) -> tuple[type[Cache], tuple[int, int]]:
+    def __reduce__(self) -> tuple[type[Cache[T]], tuple[int, int]]:
         return Cache, (self._limit, self._min_entries)
 
-    def get(self, key: str, make: Callable[[str], memoryview]) -> memoryview:
-        """Look up a byte string, or make it; errors are not kept."""
+    def get(self, key: str, make: Callable[[str], T]) -> T:
+        """Look up a value, or make it; errors are not kept."""
         with self._lock:
             if (kept := self._held.get(key)) is not None:
                 self._held.move_to_end(key)
@@ -134,7 +142,7 @@ class DecodedStore(SyntheticStore):
 
     def __init__(self, inner: Store, decoder: Decoder) -> None:
         super().__init__(inner)
-        self._decoder, self._cache = decoder, Cache()
+        self._decoder, self._cache = decoder, Cache[memoryview]()
 
     def is_checked(self, key: str) -> bool:
         """Whether this is a virtual file that is compared with a checksum when it is decoded."""

@@ -628,7 +628,7 @@ def test_threads_decode_a_chunk_once(
 
 
 def test_the_cache_is_bounded_and_keeps_no_errors() -> None:
-    cache, made = Cache(limit=100, min_entries=2), []
+    cache, made = Cache[memoryview](limit=100, min_entries=2), list[str]()
 
     def make(key: str) -> memoryview:
         made.append(key)

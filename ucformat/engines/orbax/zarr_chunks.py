@@ -204,7 +204,7 @@ class Chunks:
         self._max_chunks = min(
             _MAX_CHUNKS, _MIN_CHUNKS + sum(map(size_of, values.values())) // _BYTES_PER_CHUNK
         )
-        self._indexes = Cache(_INDEX_CACHE)
+        self._indexes = Cache[memoryview](_INDEX_CACHE)
 
     def extents(self, array: ZarrArray, within: Box | None = None) -> Iterator[Extent]:
         """Find the extents of an array's chunks."""

@@ -1,0 +1,234 @@
+"""Plain images of encoded files: virtual files with the bytes that a file would have without a codec.
+
+Extents refer to them like to any other file, in the plain file's offsets. So planning, reading and checksums know
+nothing of codecs. Each kind of encoded file is an `Image`, which says where its tiles (or chunks) are stored, and
+decodes one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.storage.base import HIDDEN, check_range, read_ranges
+from ucformat.storage.concurrency import thread_memory
+from ucformat.storage.decoded import Cache
+from ucformat.storage.strided import extend, fill
+from ucformat.storage.wrappers import SyntheticStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.storage.base import Checksums, Info, Ranges, Store
+
+#: The prefix of the keys of plain images, which `check_key` refuses for stored files. The key of the encoded file
+#: follows, so placed checksums are those of the plain file.
+ENCODED = f"{HIDDEN}encoded/"
+
+CHECKSUM_BYTES = 4  # after each tile of the plain file
+
+_CACHE_BYTES = 64 << 20  # of tiles that are read in parts
+_INDEX_BYTES = 64 << 20  # of images
+
+
+@dataclass(frozen=True, eq=False)
+class Image(ABC):
+    """An encoded file, by the tiles of its plain file.
+
+    Attributes:
+        size: bytes of the plain file.
+        starts: where each tile begins in the plain file, ascending. A checksum follows it, and zeros lie between.
+        sizes: bytes of each tile, without its checksum.
+        stored_starts: where each is stored in the encoded file.
+        stored_sizes: bytes that are stored of each, with all that belongs to it; 0 if nothing is.
+    """
+
+    size: int
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    stored_starts: NDArray[np.int64]
+    stored_sizes: NDArray[np.int64]
+
+    @abstractmethod
+    def decode(self, number: int, stored: memoryview, out: memoryview) -> int:
+        """Decode a tile into all bytes of `out`, and return the checksum that follows it in the plain file.
+
+        Raises:
+            IntegrityError: what is stored is damaged.
+        """
+
+    def fill_base(self, number: int, out: memoryview) -> None:  # noqa: B027 - most have no base
+        """Fill `out` with what `decode` needs to find there: the bytes of the base, if the tile is a patch."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return 4 * self.starts.nbytes
+
+    def meeting(self, start: int, stop: int) -> range:
+        """The tiles that have bytes, or a checksum, in a range of the plain file."""
+        first = int(np.searchsorted(self.starts, start, "right")) - 1
+        if first < 0 or self.starts[first] + self.sizes[first] + CHECKSUM_BYTES <= start:
+            first += 1
+        return range(first, int(np.searchsorted(self.starts, stop, "left")))
+
+    def stored_in(self, start: int, stop: int) -> int:
+        """The bytes that are stored of the tiles of a range."""
+        tiles = self.meeting(start, stop)
+        return int(self.stored_sizes[tiles.start : tiles.stop].sum())
+
+
+class EncodedStore(SyntheticStore):
+    """A store in which the keys below `ENCODED` are plain images of encoded files.
+
+    A tile that is read whole is decoded into the memory of the reader, by the thread that reads it. Of others the
+    last ones are kept.
+
+    Args:
+        open_image: reads what an encoded file says of its tiles.
+    """
+
+    def __init__(self, inner: Store, open_image: Callable[[Store, str], Image]) -> None:
+        super().__init__(inner)
+        self._open = open_image
+        self._images = Cache[Image](_INDEX_BYTES)
+        self._tiles = Cache[memoryview](_CACHE_BYTES)
+
+    def image(self, file: str) -> Image:
+        """The image of an encoded file; read when it is first asked for."""
+        return self._images.get(file, lambda _: self._open(self.inner, file))
+
+    def gaps(self, key: str, offset: int, nbytes: int) -> int:
+        """The bytes that are stored of a range, less those of the range: as a rule below 0."""
+        if not self._holds(key):
+            return 0
+        return self.image(_stored_key(key)).stored_in(offset, offset + nbytes) - nbytes
+
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
+        """See Store."""
+        if not self._holds(key):
+            self.inner.read_into(key, offset, buffers, crcs)
+            return
+        file = _stored_key(key)
+        image = self.image(file)
+        nbytes = sum(b.nbytes for b in buffers)
+        check_range(f"the plain image of {self.url}/{file}", offset, nbytes, image.size)
+        placed = list(_placed(offset, buffers))
+        whole = {n: out for at, target in placed for n, out in _whole_tiles(image, at, target)}
+        checksums = self._decode(file, image, whole)
+        for (at, target), buffer in zip(placed, buffers, strict=True):
+            self._fill_rest(file, image, checksums, at, target)
+            if not buffer.c_contiguous:
+                fill([buffer], target)
+        extend(crcs, buffers)
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
+        """See RangeReader."""
+        return None if self._holds(key) else read_ranges(self.inner, key, ranges)
+
+    def _holds(self, key: str) -> bool:
+        return key.startswith(ENCODED)
+
+    def _info(self, key: str) -> Info:
+        file = _stored_key(key)
+        return replace(self.inner.info(file), key=key, size=self.image(file).size)
+
+    def _content(self, key: str, offset: int, nbytes: int) -> memoryview:
+        out = memoryview(bytearray(nbytes))
+        self.read_into(key, offset, [out])
+        return out
+
+    def _decode(
+        self, file: str, image: Image, outs: Mapping[int, memoryview]
+    ) -> dict[int, memoryview]:
+        """Decode tiles, and return the checksum of each; those that are stored next to each other are read at once."""
+        checksums = {}
+        for tiles in _adjacent(image, sorted(outs), self.costs.request):
+            for n in tiles:
+                image.fill_base(n, outs[n])
+            sizes = image.stored_sizes[tiles].tolist()
+            # not before: bases are read into the memory of the same thread
+            stored = thread_memory("stored", sum(sizes)).data
+            if stored.nbytes:
+                self.inner.read_into(file, int(image.stored_starts[tiles[0]]), [stored])
+            end = 0
+            for n, size in zip(tiles, sizes, strict=True):
+                crc = image.decode(n, stored[end : end + size], outs[n])
+                checksums[n] = memoryview(crc.to_bytes(CHECKSUM_BYTES, "little"))
+                end += size
+        return checksums
+
+    def _fill_rest(
+        self,
+        file: str,
+        image: Image,
+        checksums: Mapping[int, memoryview],
+        start: int,
+        target: memoryview,
+    ) -> None:
+        """Fill a range of the plain file except for the tiles that were decoded, of which it gets the checksums."""
+        end, stop = start, start + target.nbytes
+        for n in image.meeting(start, stop):
+            begin, size = int(image.starts[n]), int(image.sizes[n])
+            if begin > end:
+                target[end - start : begin - start] = bytes(begin - end)
+            end = begin + size + CHECKSUM_BYTES
+            if n in checksums:
+                begin, data = begin + size, checksums[n]
+            else:
+                data = self._tiles.get(f"{file} {n}", lambda _, n=n: self._tile(file, image, n))  # type: ignore[misc]
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                target[low - start : high - start] = data[low - begin : high - begin]
+        if end < stop:
+            target[end - start :] = bytes(stop - end)
+
+    def _tile(self, file: str, image: Image, number: int) -> memoryview:
+        """A tile and its checksum."""
+        size = int(image.sizes[number])
+        out = memoryview(bytearray(size + CHECKSUM_BYTES))
+        out[size:] = self._decode(file, image, {number: out[:size]})[number]
+        return out
+
+
+def _stored_key(key: str) -> str:
+    return key.removeprefix(ENCODED)
+
+
+def _placed(offset: int, buffers: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """Where each buffer begins in the file, and contiguous memory for its bytes: its own, if that is."""
+    for buffer in buffers:
+        flat = buffer.c_contiguous and buffer.nbytes
+        yield offset, buffer.cast("B") if flat else memoryview(bytearray(buffer.nbytes))
+        offset += buffer.nbytes
+
+
+def _whole_tiles(image: Image, start: int, target: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """The tiles of which a range of the plain file has all bytes, each with its place in memory."""
+    for n in image.meeting(start, start + target.nbytes):
+        begin = int(image.starts[n]) - start
+        end = begin + int(image.sizes[n])
+        if begin >= 0 and end <= target.nbytes:
+            yield n, target[begin:end]
+
+
+def _adjacent(image: Image, tiles: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Tiles that are stored one after another, of at most so many bytes unless one is larger."""
+    run: list[int] = []
+    end = nbytes = 0
+    for n in tiles:
+        begin, size = int(image.stored_starts[n]), int(image.stored_sizes[n])
+        if run and (begin != end or nbytes + size > most):
+            yield run
+            run, nbytes = [], 0
+        run.append(n)
+        end, nbytes = begin + size, nbytes + size
+    if run:
+        yield run

@@ -1,0 +1,260 @@
+"""Encoded packed files: tiles of any encoding, one after another, and an index at the end (docs/spec/format.md).
+
+The index says of each tile where it begins in the *plain file*, the one that the packed form has without a codec, its
+checksum there, and its fingerprint. So nothing but the reading of a file depends on how it is stored, and which tiles
+are equal to those of another checkpoint can be told without reading them.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UsageError
+from ucformat.format.encoded import CHECKSUM_BYTES, Image
+from ucformat.format.encoding import PATCHES, Encoding, decode_tile, encode_tile
+from ucformat.geometry.tensor import Block
+from ucformat.reading.execute import place_checksum
+from ucformat.schema.limits import MAX_BASES, MAX_SPAN, MAX_TILE_BYTES
+from ucformat.storage.strided import CRC32C_SHIFT, checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from ucformat.geometry.fingerprint import Sums
+    from ucformat.storage.base import Bytes, Store
+
+    #: Fills memory with the bytes that a base has of the box of a tile: the file, the byte of the plain file at
+    #: which the tile begins, the number of the base, the memory.
+    FillBase = Callable[[str, int, int, memoryview], None]
+
+#: What may be written: tiles as they are, or each compressed if that makes it smaller.
+CODECS = ("raw", "blosc")
+
+NO_BASE = 0xFFFF
+_MAGIC = b"UCFTILES"
+_ENTRY = np.dtype(
+    [
+        ("start", "<u8"),
+        ("nbytes", "<u4"),
+        ("stored", "<u4"),
+        ("crc32c", "<u4"),
+        ("encoding", "u1"),
+        ("itemsize", "u1"),
+        ("base", "<u2"),
+        ("fingerprint", "<u8", (2,)),
+    ]
+)
+_TRAILER = struct.Struct(
+    "<8sQQII"
+)  # magic, entries, bytes of the plain file, zero, placed checksum
+_ALIGNMENT = 64  # of boxes in the plain file: fewer bytes lie between tiles
+_TAIL = 64 << 10  # bytes that are read at once to find the index
+
+_HINT = "restore the file from another copy; `ucp verify` names every damaged tile"
+
+
+class EncodedTile(NamedTuple):
+    """A tile as it is written.
+
+    Attributes:
+        crc32c: the placed checksum of the plain tile.
+    """
+
+    nbytes: int
+    itemsize: int
+    crc32c: int
+    fingerprint: Sums
+    encoding: Encoding
+    payload: Bytes
+    base: int = NO_BASE
+
+
+class TileIndexWriter:
+    """The index of a file that is written from beginning to end."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._entries: list[tuple[int | Sums, ...]] = []
+        self.end = 0  #: Bytes of the encoded file so far.
+
+    def add(self, start: int, tile: EncodedTile) -> bytes:
+        """Record the next tile, and return the checksum to store after its payload; empty if it has none."""
+        stored = memoryview(tile.payload).nbytes
+        sizes, how = (tile.nbytes, stored), (tile.encoding, tile.itemsize, tile.base)
+        self._entries.append((start, *sizes, tile.crc32c, *how, tile.fingerprint))
+        if not stored:
+            return b""
+        placed = place_checksum(self._file, self.end)
+        if tile.encoding == Encoding.RAW:  # the checksum of the same bytes at another place
+            other = place_checksum(self._file, start)
+            crc = tile.crc32c ^ CRC32C_SHIFT(placed ^ other, stored)
+        else:
+            crc = checksum(tile.payload, placed)
+        self.end += stored + CHECKSUM_BYTES
+        return crc.to_bytes(CHECKSUM_BYTES, "little")
+
+    def encode(self, plain_nbytes: int) -> bytes:
+        """Encode the index and its trailer, with which the file ends.
+
+        Args:
+            plain_nbytes: bytes of the plain file.
+        """
+        entries = np.array(self._entries, _ENTRY).tobytes()
+        trailer = _TRAILER.pack(_MAGIC, len(self._entries), plain_nbytes, 0, 0)[:-CHECKSUM_BYTES]
+        crc = checksum(trailer, checksum(entries, place_checksum(self._file, self.end)))
+        return entries + trailer + crc.to_bytes(CHECKSUM_BYTES, "little")
+
+
+def encode(
+    file: str, start: int, data: Bytes, itemsize: int, fingerprint: Sums, codec: str
+) -> EncodedTile:
+    """Encode a tile.
+
+    Args:
+        start: where it begins in the plain file.
+    """
+    crc = checksum(data, place_checksum(file, start))
+    encoding, payload = (Encoding.RAW, data) if codec == "raw" else encode_tile(data, itemsize)
+    return EncodedTile(memoryview(data).nbytes, itemsize, crc, fingerprint, encoding, payload)
+
+
+@dataclass(frozen=True, eq=False)
+class TileIndex(Image):
+    """The tiles of an encoded packed file."""
+
+    file: str
+    entries: NDArray[np.void]
+    _fill_base: FillBase
+
+    def decode(self, number: int, stored: memoryview, out: memoryview) -> int:
+        """See Image."""
+        entry = self.entries[number]
+        start, encoding = int(entry["start"]), int(entry["encoding"])
+        where = f"the tile at byte {start} of the plain image of {self.file}"
+        payload = stored[:-CHECKSUM_BYTES]
+        if payload:
+            at = int(self.stored_starts[number])
+            crc = int.from_bytes(stored[-CHECKSUM_BYTES:], "little")
+            if checksum(payload, place_checksum(self.file, at)) != crc:
+                raise ChecksumError(
+                    f"{where} is damaged (its crc32c at bytes {at}:{at + stored.nbytes} differs)",
+                    hint=_HINT,
+                )
+        decode_tile(encoding, payload, out, int(entry["itemsize"]), where=where)
+        return int(entry["crc32c"])
+
+    def fill_base(self, number: int, out: memoryview) -> None:
+        """See Image."""
+        entry = self.entries[number]
+        if int(entry["encoding"]) in PATCHES:
+            self._fill_base(self.file, int(entry["start"]), int(entry["base"]), out)
+
+    def fingerprint(self, number: int) -> Sums:
+        """The part of a tile in the fingerprint of its tensor."""
+        low, high = self.entries[number]["fingerprint"].tolist()
+        return low, high
+
+    @property
+    def nbytes(self) -> int:
+        """See Image."""
+        return super().nbytes + self.entries.nbytes
+
+    @property
+    def stored(self) -> Iterator[tuple[int, Block]]:
+        """The tiles of which bytes are stored, by number, each as a block of the encoded file."""
+        for n in np.flatnonzero(self.stored_sizes).tolist():
+            yield (
+                n,
+                Block(
+                    int(self.stored_starts[n]),
+                    int(self.stored_sizes[n]) - CHECKSUM_BYTES,
+                    placed=True,
+                ),
+            )
+
+    @property
+    def own_block(self) -> Block:
+        """The index, as a block of the encoded file."""
+        begin = int(self.stored_sizes.sum())
+        nbytes = self.entries.nbytes + _TRAILER.size - CHECKSUM_BYTES
+        return Block(begin, nbytes, placed=True)
+
+
+def no_base(file: str, start: int, base: int, out: memoryview) -> None:  # noqa: ARG001
+    """Refuse to read a patch, where its base is not needed."""
+    raise UsageError(f"{file} has patches, whose base is not open")
+
+
+def read_index(store: Store, file: str, fill_base: FillBase = no_base) -> TileIndex:
+    """Read and check the index of an encoded packed file.
+
+    Raises:
+        MissingData: there is no such file.
+        IntegrityError: it is damaged, or no encoded file.
+    """
+    where = f"{store.url}/{file}"
+    try:
+        size = store.info(file).size
+    except NotFound as error:
+        raise MissingData(error.message, hint=error.hint) from error
+    if size < _TRAILER.size:
+        raise _damaged(where, f"{size} bytes are too few for an index of tiles")
+    tail = store.read(file, max(0, size - _TAIL), min(size, _TAIL))
+    magic, count, plain, zero, crc = _TRAILER.unpack_from(tail, len(tail) - _TRAILER.size)
+    nbytes = count * _ENTRY.itemsize + _TRAILER.size
+    if magic != _MAGIC or zero or nbytes > size or plain > MAX_SPAN:
+        raise _damaged(where, "it does not end with an index of tiles")
+    begin = size - nbytes
+    data = tail[-nbytes:] if nbytes <= len(tail) else store.read(file, begin, nbytes)
+    if checksum(data[:-CHECKSUM_BYTES], place_checksum(file, begin)) != crc:
+        raise ChecksumError(f"{where}: its index of tiles is damaged (crc32c differs)", hint=_HINT)
+    entries = np.frombuffer(data, _ENTRY, count)
+    starts, sizes = entries["start"].astype(np.int64), entries["nbytes"].astype(np.int64)
+    stored = entries["stored"].astype(np.int64)
+    stored_sizes = stored + np.where(stored > 0, CHECKSUM_BYTES, 0)
+    if reason := _fault(entries, starts, sizes, stored, plain):
+        raise _damaged(where, reason)
+    stored_ends = np.cumsum(stored_sizes)
+    if (int(stored_ends[-1]) if count else 0) != begin:
+        raise _damaged(where, "its tiles do not end where their index begins")
+    return TileIndex(
+        plain, starts, sizes, stored_ends - stored_sizes, stored_sizes, file, entries, fill_base
+    )
+
+
+def _fault(
+    entries: NDArray[np.void],
+    starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    stored: NDArray[np.int64],
+    plain: int,
+) -> str | None:
+    """What is impossible in an index; None if nothing is."""
+    if (entries["start"] > plain).any():
+        return "a tile begins after the end of the plain file"
+    if (sizes < 1).any() or (sizes > MAX_TILE_BYTES).any():
+        return f"a tile has no bytes, or more than {MAX_TILE_BYTES:,}"
+    between = np.append(starts, plain) - np.append(0, starts + sizes + CHECKSUM_BYTES)
+    if (between < 0).any() or (between >= _ALIGNMENT).any():
+        return "its tiles do not follow each other in the plain file"
+    itemsize = entries["itemsize"]
+    if not np.isin(itemsize, (1, 2, 4, 8, 16)).all() or (sizes % np.maximum(itemsize, 1)).any():
+        return "a tile has impossible elements"
+    same, raw = entries["encoding"] == Encoding.SAME, entries["encoding"] == Encoding.RAW
+    if ((stored > sizes) | (raw & (stored != sizes)) | (same != (stored == 0))).any():
+        return "a tile is stored in an impossible number of bytes"
+    base = entries["base"]
+    needs = np.isin(entries["encoding"], list(PATCHES))
+    if (needs != (base != NO_BASE)).any() or (needs & (base >= MAX_BASES)).any():
+        return "a tile has no base, or one that it does not need"
+    return None
+
+
+def _damaged(where: str, reason: str) -> IntegrityError:
+    return IntegrityError(f"{where} is damaged: {reason}", hint="restore it from another copy")
