@@ -53,6 +53,7 @@ from ucformat.schema.manifest import MANIFEST
 from ucformat.signatures import check_signed
 from ucformat.storage.base import read_parts
 from ucformat.storage.cache.scope import uncached
+from ucformat.storage.decoded import is_checked
 from ucformat.storage.strided import crc32
 
 if TYPE_CHECKING:
@@ -407,11 +408,14 @@ def _extents(
     replicated: list[_Replicated],
     fingerprint: str | None = None,
 ) -> Check:
-    """A check of a tensor that is no array: of its blocks, its fingerprint, and that its other bytes exist."""
+    """A check of a tensor that is no array: of its checksums and fingerprint, and that its other bytes exist."""
     key, store = info.key, source.store
     blocks = {(e.file, e.block) for e in extents if e.block is not None}
-    verified = min(nbytes, sum(b.nbytes for _, b in blocks)) if fingerprint is None else nbytes
     bare = [e for e in extents if e.block is None]
+    decoded = {e.file for e in bare if e.box.size and is_checked(store, e.file)}
+    sizes = [b.nbytes for _, b in blocks]
+    sizes += [e.box.size * info.itemsize for e in bare if e.file in decoded]
+    verified = min(nbytes, sum(sizes)) if fingerprint is None else nbytes
     if len({e.box for e in extents}) < len(extents):
         replicated.append((info, tuple(extents)))
 
@@ -424,6 +428,8 @@ def _extents(
         for file, end in ends.items():
             try:
                 size = store.info(file).size
+                if file in decoded:
+                    store.read(file, 0, 1)  # any byte needs all of them
             except NotFound:
                 wrong.append(
                     Problem(file, "the file is missing", key.name, key.state, kind="missing")

@@ -86,7 +86,7 @@ class Decoder(Protocol):
         """Decode a virtual file."""
 
     def is_checked(self, name: str) -> bool:
-        """Whether decoding compares all decoded bytes with a stored CRC-32C."""
+        """Whether decoding compares all decoded bytes with a stored checksum."""
 
 
 class _Sized(Protocol):

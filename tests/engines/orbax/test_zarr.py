@@ -293,6 +293,18 @@ def test_a_flipped_bit_under_a_checksum_is_found(
     assert (problem.name, problem.file) == ("checked", "checked/c/0/0")
 
 
+def test_a_flipped_bit_of_a_compressed_chunk_is_found(group: zarr.Group, tmp_path: Path) -> None:
+    how: Any = [codecs.ZstdCodec(), codecs.Crc32cCodec()]
+    array = group.create_array("w", shape=(4, 8), chunks=(2, 8), dtype="f4", compressors=how)
+    array[...] = RNG.standard_normal((4, 8))
+    report = ucformat.verify(tmp_path / "g")
+    assert (bool(report), report.bytes_verified, report.bytes_unverified) == (True, 128, 0)
+    chunk = tmp_path / "g/w/c/1/0"
+    chunk.write_bytes(chunk.read_bytes()[:-5] + b"\xff" * 5)
+    (problem,) = ucformat.verify(tmp_path / "g").problems
+    assert (problem.name, "chunk [1, 0]" in problem.reason) == ("w", True)
+
+
 def test_dots_stand_for_slashes_only_where_that_is_clear(group: zarr.Group, tmp_path: Path) -> None:
     put(group, "a/b")
     put(group, "c.d")
