@@ -122,6 +122,7 @@ OUTSIDE: dict[str, set[str]] = {
     "engines/numpy": {"numpy"},
     "engines/orbax": {"numcodecs", "numpy", "tensorstore"},
     "engines/pytorch": {"numpy", "torch"},
+    "engines/slime": {"blake3", "numcodecs", "numpy", "xxhash"},
     "engines/torchtitan": {
         "torch",
         "torchtitan",

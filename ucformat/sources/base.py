@@ -79,8 +79,8 @@ def option(default: Any, how: str, text: str) -> Any:
 
     Args:
         default: the value if the caller does not give the option.
-        how: how the command line takes it: `flag`, `number`, `names`, `cuts`, or `layout` or
-            `document` for a file that contains one.
+        how: how the command line takes it: `flag`, `number`, `names`, `cuts`, `text`, or `layout`
+            or `document` for a file that contains one.
         text: what it means, in one sentence, for `--help` and error messages.
     """
     return field(default=default, metadata={"how": how, "text": text})

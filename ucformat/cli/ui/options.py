@@ -413,6 +413,7 @@ _SOURCE_READERS: dict[str, Callable[[str, str], Any]] = {
     "layout": lambda _key, text: layout_of(text),
     "names": lambda _key, text: text.split(","),
     "number": _number,
+    "text": lambda _key, text: text,
 }
 
 

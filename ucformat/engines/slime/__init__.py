@@ -1,0 +1,1 @@
+"""The weight versions that slime, miles and SGLang exchange."""
