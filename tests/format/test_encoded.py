@@ -12,11 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData
-from ucformat.format.encoded import ENCODED, EncodedStore
+from ucformat.format.encoded import EncodedStore
 from ucformat.format.encoding import Encoding, encode_tile
-from ucformat.format.tile_index import EncodedTile, TileIndexWriter, encode, read_index
+from ucformat.format.tile_index import (
+    EncodedTile,
+    TileIndex,
+    TileIndexWriter,
+    encode,
+    read_index,
+)
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import Key
 from ucformat.reading.execute import place_checksum
 from ucformat.schema.limits import MAX_SPAN
+from ucformat.storage.base import ENCODED
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.strided import checksum
 from ucformat.storage.wrappers import RecordingStore
@@ -28,6 +37,23 @@ if TYPE_CHECKING:
 
 FILE = "data/0123456789abcdef0123/rank-00000.bin"
 SUMS = (3, 4)
+
+
+KEY = Key("w", "weight")
+
+
+def locate(file: str, start: int) -> tuple[Key, Box]:
+    """A box that tells where the tile begins."""
+    assert file == FILE
+    return KEY, Box((start,), (1,))
+
+
+def no_base(number: int, *_: object) -> None:
+    raise AssertionError(number)
+
+
+def opened(store: Store, file: str) -> TileIndex:
+    return read_index(store, file, locate, no_base)
 
 
 def four(data: bytes, start: int) -> bytes:
@@ -85,13 +111,13 @@ def test_any_range_has_the_bytes_of_the_plain_file(
     plain = put(inner, tiles, codec)
     bases = {b: base for b, (_, data, base) in zip(starts(tiles), tiles, strict=True)}
 
-    def fill_base(file: str, at: int, number: int, out: memoryview) -> None:
-        assert (file, number) == (FILE, 7)
-        base = bases[at]
+    def read_base(number: int, key: Key, box: Box, out: memoryview) -> None:
+        assert (number, key) == (7, KEY)
+        base = bases[box.start[0]]
         assert base is not None
         out[:] = base
 
-    store = EncodedStore(inner, lambda store, file: read_index(store, file, fill_base))
+    store = EncodedStore(inner, lambda store, file: read_index(store, file, locate, read_base))
     assert store.info(ENCODED + FILE).size == len(plain)
     assert store.read(ENCODED + FILE) == plain
     at = start % (len(plain) + 1)
@@ -119,7 +145,7 @@ def test_neighbours_are_read_at_once_and_parts_are_decoded_once() -> None:
     inner = RecordingStore(MemoryStore("neighbours"))
     tiles = [(0, numbers(1000, n), None) for n in range(4)]
     plain = put(inner, tiles)
-    store = EncodedStore(inner, read_index)
+    store = EncodedStore(inner, opened)
     image = store.image(FILE)
     inner.clear()
     pitch = 2004
@@ -147,15 +173,15 @@ def test_each_bit_is_protected() -> None:
         with inner.create(FILE) as out:
             out.write(damaged)
         with pytest.raises(IntegrityError):
-            EncodedStore(inner, read_index).read(ENCODED + FILE)
+            EncodedStore(inner, opened).read(ENCODED + FILE)
     for end in range(len(data)):
         with inner.create(FILE) as out:
             out.write(data[:end])
         with pytest.raises(IntegrityError):
-            EncodedStore(inner, read_index).read(ENCODED + FILE)
+            EncodedStore(inner, opened).read(ENCODED + FILE)
     with inner.create(FILE) as out:
         out.write(data)
-    assert EncodedStore(inner, read_index).read(ENCODED + FILE) == plain
+    assert EncodedStore(inner, opened).read(ENCODED + FILE) == plain
 
 
 def test_a_tile_of_another_place_is_refused() -> None:
@@ -164,15 +190,17 @@ def test_a_tile_of_another_place_is_refused() -> None:
     data = inner.read(FILE)
     with inner.create(FILE) as out:
         out.write(data[84:168] + data[:84] + data[168:])
-    with pytest.raises(ChecksumError, match="tile at byte 0 of the plain image"):
-        EncodedStore(inner, read_index).read(ENCODED + FILE)
+    with pytest.raises(
+        ChecksumError, match=r"w \(weight\): the tile \[0:1\] at bytes 0:84 of data"
+    ):
+        EncodedStore(inner, opened).read(ENCODED + FILE)
     other = FILE.replace("00000", "00001")
     with inner.create(other) as out:
         out.write(data)
     with pytest.raises(ChecksumError, match="index of tiles"):
-        read_index(inner, other)
+        opened(inner, other)
     with pytest.raises(MissingData):
-        read_index(inner, "data/0123456789abcdef0123/rank-00002.bin")
+        opened(inner, "data/0123456789abcdef0123/rank-00002.bin")
 
 
 ENTRY = struct.Struct("<QIIIBBHQQ")
@@ -202,12 +230,12 @@ def test_an_impossible_index_is_refused(change: dict[int, int], message: str) ->
     entries = [list(GOOD[0]), list(GOOD[1])]
     store = MemoryStore("impossible")
     put_index(store, entries, 18)
-    assert read_index(store, FILE).sizes.tolist() == [6, 4]
+    assert opened(store, FILE).sizes.tolist() == [6, 4]
     for field, value in change.items():
         entries[1][field] = value
     put_index(store, entries, 18)
     with pytest.raises(IntegrityError, match=message):
-        read_index(store, FILE)
+        opened(store, FILE)
 
 
 @pytest.mark.parametrize("plain", [17, 18 + 64, MAX_SPAN + 1])
@@ -215,14 +243,14 @@ def test_an_impossible_size_is_refused(plain: int) -> None:
     store = MemoryStore("impossible")
     put_index(store, GOOD, plain)
     with pytest.raises(IntegrityError):
-        read_index(store, FILE)
+        opened(store, FILE)
 
 
 def test_stored_bytes_that_no_tile_has_are_refused() -> None:
     store = MemoryStore("besides")
     put_index(store, GOOD, 18, stored=bytes(18 + 1))
     with pytest.raises(IntegrityError, match="where their index begins"):
-        read_index(store, FILE)
+        opened(store, FILE)
 
 
 def put_index(

@@ -11,9 +11,10 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ucformat.errors import (
+    ChecksumError,
     IntegrityError,
     NotFound,
     PermissionDenied,
@@ -27,6 +28,7 @@ from ucformat.format.digest import (
     tensor_digest,
     tensor_fingerprint,
 )
+from ucformat.format.encoded import has_image
 from ucformat.format.extents import is_whole
 from ucformat.format.shard import check_shard
 from ucformat.format.structure import Problem
@@ -34,7 +36,7 @@ from ucformat.format.universal import grid_of
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.execute import read_flat
-from ucformat.storage.base import read_parts
+from ucformat.storage.base import ENCODED, read_parts, stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
 
 #: A problem of a tensor.
 WRONG_FINGERPRINT = "its elements do not have the fingerprint that the manifest says"
+
+#: A problem of a tile of an encoded file.
+WRONG_TILE = "its elements do not have the fingerprint that the index of the file says"
 
 _MAX_LOST = 1000  # missing shards of one array that are reported one by one
 
@@ -304,8 +309,11 @@ def block_problems(
     Args:
         use: called with each part of a block that is read, and the byte of the file at which it begins.
     """
-    problems = []
+    problems: list[Problem] = []
+    unreadable: set[str] = set()
     for file, block in blocks:
+        if file in unreadable:
+            continue
         try:
             if not is_whole(store, file, block, partial(use, file, block)):
                 problems.append(
@@ -314,8 +322,13 @@ def block_problems(
                     )
                 )
         except damages as error:
-            problems.append(Problem(file, error.message, *key))
-    return problems
+            kind: Literal["differs", "other"] = (
+                "differs" if isinstance(error, ChecksumError) else "other"
+            )
+            problems.append(Problem(file, error.message, *key, kind=kind))
+            if ENCODED in file and not has_image(store, file):
+                unreadable.add(file)
+    return [replace(p, file=stored_key(p.file)) for p in problems]
 
 
 def wrong_digests(
@@ -356,10 +369,12 @@ def unequal_replicas(
         compared.add(place)
         first_replica = first.setdefault(e.box, e)
         if first_replica is not e and not _equal(store, info, first_replica, e):
-            where = f"bytes from {e.offset} on" if first_replica.file == e.file else e.file
+            where = (
+                f"bytes from {e.offset} on" if first_replica.file == e.file else stored_key(e.file)
+            )
             yield Problem(
-                e.file,
-                f"its replicas of {e.box} differ: {where}, and {first_replica.file}",
+                stored_key(e.file),
+                f"its replicas of {e.box} differ: {where}, and {stored_key(first_replica.file)}",
                 info.name,
                 info.state,
             )

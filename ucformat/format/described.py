@@ -300,6 +300,18 @@ class Described:
             else:
                 yield rank, box, self._flat_file(rank)[row, box]
 
+    def written_by(self, rank: int) -> Iterator[tuple[int, Box, int]]:
+        """The boxes in a rank's file, in any order: the tensor, the box, and its offset."""
+        for (tensor, d, writer, _), (group, before) in zip(
+            self.rows, self._placed.of_row, strict=False
+        ):
+            coordinate = d.mesh.coordinate(rank)
+            if coordinate is not None and d.copy_of(coordinate) == writer:
+                for box in d.boxes(self.infos[tensor].shape, coordinate):
+                    yield tensor, box, int(group.offset(coordinate, before))
+        for (row, box), offset in self._flat_file(rank).items():
+            yield self.rows[row].tensor, box, offset
+
     def file_runs(self, tensor: int, within: Box) -> Iterator[Tiles | FileRun]:
         """The extents of a tensor; those at the same place of many files are one `FileRun`."""
         row = self._row[tensor]

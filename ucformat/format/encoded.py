@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucformat.storage.base import HIDDEN, check_range, read_ranges
+from ucformat.errors import UcformatError
+from ucformat.storage.base import ENCODED, check_range, read_ranges, stored_key
 from ucformat.storage.concurrency import thread_memory
 from ucformat.storage.decoded import Cache
 from ucformat.storage.strided import extend, fill
-from ucformat.storage.wrappers import SyntheticStore
+from ucformat.storage.wrappers import SyntheticStore, layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.storage.base import Checksums, Info, Ranges, Store
-
-#: The prefix of the keys of plain images, which `check_key` refuses for stored files. The key of the encoded file
-#: follows, so placed checksums are those of the plain file.
-ENCODED = f"{HIDDEN}encoded/"
 
 CHECKSUM_BYTES = 4  # after each tile of the plain file
 
@@ -84,7 +81,9 @@ class Image(ABC):
 
 
 class EncodedStore(SyntheticStore):
-    """A store in which the keys below `ENCODED` are plain images of encoded files.
+    """A store in which the keys below `ENCODED` are plain images of encoded files: `ENCODED` and the file's own key.
+
+    So the placed checksums of the image are those of the plain file, which has the same name.
 
     A tile that is read whole is decoded into the memory of the reader, by the thread that reads it. Of others the
     last ones are kept.
@@ -107,7 +106,7 @@ class EncodedStore(SyntheticStore):
         """The bytes that are stored of a range, less those of the range: as a rule below 0."""
         if not self._holds(key):
             return 0
-        return self.image(_stored_key(key)).stored_in(offset, offset + nbytes) - nbytes
+        return self.image(stored_key(key)).stored_in(offset, offset + nbytes) - nbytes
 
     def read_into(
         self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
@@ -116,7 +115,7 @@ class EncodedStore(SyntheticStore):
         if not self._holds(key):
             self.inner.read_into(key, offset, buffers, crcs)
             return
-        file = _stored_key(key)
+        file = stored_key(key)
         image = self.image(file)
         nbytes = sum(b.nbytes for b in buffers)
         check_range(f"the plain image of {self.url}/{file}", offset, nbytes, image.size)
@@ -137,7 +136,7 @@ class EncodedStore(SyntheticStore):
         return key.startswith(ENCODED)
 
     def _info(self, key: str) -> Info:
-        file = _stored_key(key)
+        file = stored_key(key)
         return replace(self.inner.info(file), key=key, size=self.image(file).size)
 
     def _content(self, key: str, offset: int, nbytes: int) -> memoryview:
@@ -198,8 +197,19 @@ class EncodedStore(SyntheticStore):
         return out
 
 
-def _stored_key(key: str) -> str:
-    return key.removeprefix(ENCODED)
+def find_image(store: Store, key: str) -> Image:
+    """The image of an encoded file, by its key or that of the plain file, in the layers of a store."""
+    (encoded,) = (layer for layer in layers(store) if isinstance(layer, EncodedStore))
+    return encoded.image(stored_key(key))
+
+
+def has_image(store: Store, key: str) -> bool:
+    """Whether the image of an encoded file can be read."""
+    try:
+        find_image(store, key)
+    except UcformatError:
+        return False
+    return True
 
 
 def _placed(offset: int, buffers: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:

@@ -16,7 +16,7 @@ from ucformat.format.arrays import put_file
 from ucformat.format.chunking import CHECKSUM_BYTES
 from ucformat.format.described import packed_file
 from ucformat.format.digest import unwritable
-from ucformat.format.sidecar import FOLLOWS, NO_BLOCK, block_of, decode
+from ucformat.format.sidecar import FOLLOWS, NO_BLOCK, PLACED, block_of, decode
 from ucformat.format.structure import MOUNT, Problem, manifest_problems, place_of
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
@@ -112,6 +112,7 @@ class _Check:
         items: bytes of an element of each tensor.
         sizes: bytes of each file; -1 of one that should be listed, and is not.
         own: for each file, whether it is the checkpoint's own.
+        encoded: for each tensor, whether its tiles are in encoded files.
         ends: for each row, the number of dims of it and all before.
         stops: for each row, where its block, its tiles, or its bytes end; filled in by `impossible`.
         read: for each row that has neither block nor tiles, the bytes of its elements; likewise.
@@ -123,6 +124,7 @@ class _Check:
     items: NDArray[np.int64]
     sizes: NDArray[np.int64]
     own: NDArray[np.bool_]
+    encoded: NDArray[np.bool_]
     ends: NDArray[np.int64]
     stops: NDArray[np.int64]
     read: NDArray[np.float64]
@@ -145,6 +147,7 @@ class _Check:
             items=np.fromiter(tensors.by_kind(lambda kind: kind.unit), np.int64, len(shapes)),
             sizes=np.array(sizes, np.int64),
             own=np.array(own, np.bool_),
+            encoded=np.array(list(tensors.by_kind(lambda kind: kind.codec is not None)), np.bool_),
             ends=np.cumsum(ndims[sidecar.columns.tensor]),
             stops=np.zeros(rows, np.int64),
             read=np.zeros(rows, np.float64),
@@ -212,6 +215,8 @@ class _Check:
         yield "the bytes of an extent exceed the block of their checksum", outside
         weak = ~tiled & (~has_block | (c.crc32c[rows] == FOLLOWS)) & self.own[c.file[rows]]
         yield "an extent in {file} has no checksum that belongs to its place", weak & ~empty
+        apart = ~tiled & (c.crc32c[rows] != PLACED) & self.encoded[tensor]
+        yield "an extent in {file} is encoded, and is no tile", apart & ~empty
         until = np.where(
             has_block, block + nbytes + np.where(c.crc32c[rows] < 0, CHECKSUM_BYTES, 0), end
         )
@@ -290,6 +295,18 @@ def put_sidecar(
         raise unwritable("the sidecar", problem)
     # tensors without elements have no extents, and are no arrays either
     return doc, (*(sidecar.features or (EXTENTS,)), *((VIRTUAL,) if roots else ()))
+
+
+def encoded_files(sidecar: Sidecar, tensors: TensorTable) -> set[str]:
+    """The files of which the tiles are encoded."""
+    encoded = np.array(list(tensors.by_kind(lambda kind: kind.codec is not None)), np.bool_)
+    if not encoded.any():
+        return set()
+    c, described = sidecar.columns, sidecar.described
+    files = {sidecar.files[n] for n in np.unique(c.file[encoded[c.tensor]]).tolist()}
+    if described is not None and any(encoded[row.tensor] for row in described.rows):
+        files.update(described.files)
+    return files
 
 
 _READ_BYTES = 4 << 20  # bytes

@@ -29,7 +29,7 @@ from ucformat.errors import (
     UpgradeNeeded,
     UsageError,
 )
-from ucformat.format.chunking import Tiling
+from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.format.described import Described, DescribedRow, kind_of, without_position
 from ucformat.format.stored_tensors import StoredTensors
 from ucformat.geometry.box import Box
@@ -227,6 +227,31 @@ class Sidecar:
         #: For each row, whether the extent is stored as tiles, each with a checksum.
         self.tiled = _any(columns.tile > 0, columns.tensor, ndims)
 
+    def tiles_in(self, file: str) -> dict[int, tuple[int, Box]]:
+        """The tiles of a file, by their offsets: the number of the tensor, and the box of the tile."""
+        out: dict[int, tuple[int, Box]] = {}
+        if (described := self.described) is not None and file in described.files:
+            rank = int(described.ranks[described.files.index(file)])
+            for tensor, box, offset in described.written_by(rank):
+                out |= _placed_tiles(tensor, described.tiling(tensor), box, offset)
+        c = self.columns
+        number = self.files.index(file)
+        for row in np.flatnonzero(c.file == number).tolist():
+            tensor, box, tiling = self._stored(row)
+            out |= _placed_tiles(tensor, tiling, box, int(c.offset[row]))
+        return out
+
+    def _stored(self, row: int) -> tuple[int, Box, Tiling]:
+        """The tensor of an extent of tiles, or of one, its box, and its tiles."""
+        c, end = self.columns, int(self._ends[row])
+        tensor = int(c.tensor[row])
+        dims = slice(end - int(self._ndims[tensor]), end)
+        start, shape, tile = (tuple(a[dims].tolist()) for a in (c.start, c.shape, c.tile))
+        if not self.tiled[row]:
+            tile = tuple(a + n for a, n in zip(start, shape, strict=True))
+        itemsize = int(c.strides[end - 1]) if shape else int(c.block_nbytes[row])
+        return tensor, Box(start, shape), Tiling(tile, itemsize)
+
     def below(self, prefix: str) -> Sidecar:
         """The same extents in files whose keys begin with a prefix."""
         out = copy(self)
@@ -244,11 +269,8 @@ class Sidecar:
 
     def tile_sizes(self, row: int) -> Iterator[int]:
         """Bytes of each tile of a tiled extent, without checksums, in the order of the file."""
-        c, end = self.columns, int(self._ends[row])
-        dims = slice(end - int(self._ndims[c.tensor[row]]), end)
-        start, shape, tile = (tuple(a[dims].tolist()) for a in (c.start, c.shape, c.tile))
-        itemsize = int(c.strides[end - 1])
-        return (box.size * itemsize for box in Tiling(tile, itemsize).boxes(Box(start, shape)))
+        _, whole, tiling = self._stored(row)
+        return (box.size * tiling.itemsize for box in tiling.boxes(whole))
 
     def extents(self, number: int, within: Box | None = None) -> tuple[Extent | Tiles, ...]:
         """The extents of a tensor, or only those that intersect a box of it."""
@@ -283,6 +305,15 @@ class Sidecar:
             block = None if at == NO_BLOCK else block_of(at, nbytes, crc)
             out.append(Extent(Box(start, shape), self.files[file], offset, strides, block))
         return tuple(out)
+
+
+def _placed_tiles(tensor: int, tiling: Tiling, box: Box, offset: int) -> dict[int, tuple[int, Box]]:
+    """The tiles of a box, by their offsets."""
+    out = {}
+    for tile in tiling.boxes(box):
+        out[offset] = (tensor, tile)
+        offset += tile.size * tiling.itemsize + CHECKSUM_BYTES
+    return out
 
 
 def block_of(offset: int, nbytes: int, crc32c: int) -> Block:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UsageError
+from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound
 from ucformat.format.encoded import CHECKSUM_BYTES, Image
 from ucformat.format.encoding import PATCHES, Encoding, decode_tile, encode_tile
 from ucformat.geometry.tensor import Block
@@ -22,16 +22,20 @@ from ucformat.schema.limits import MAX_BASES, MAX_SPAN, MAX_TILE_BYTES
 from ucformat.storage.strided import CRC32C_SHIFT, checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.fingerprint import Sums
+    from ucformat.geometry.tensor import Key
     from ucformat.storage.base import Bytes, Store
 
-    #: Fills memory with the bytes that a base has of the box of a tile: the file, the byte of the plain file at
-    #: which the tile begins, the number of the base, the memory.
-    FillBase = Callable[[str, int, int, memoryview], None]
+    #: Which tile begins at a byte of a plain file: the tensor, and its box.
+    Locate = Callable[[str, int], tuple[Key, Box]]
+    #: Fills memory with the bytes of a box of a tensor in a base: the number of the base, the tensor, the box, the
+    #: memory.
+    ReadBase = Callable[[int, Key, Box, memoryview], None]
 
 #: What may be written: tiles as they are, or each compressed if that makes it smaller.
 CODECS = ("raw", "blosc")
@@ -130,30 +134,49 @@ class TileIndex(Image):
 
     file: str
     entries: NDArray[np.void]
-    _fill_base: FillBase
+    _locate: Locate
+    _read_base: ReadBase
 
     def decode(self, number: int, stored: memoryview, out: memoryview) -> int:
         """See Image."""
         entry = self.entries[number]
-        start, encoding = int(entry["start"]), int(entry["encoding"])
-        where = f"the tile at byte {start} of the plain image of {self.file}"
+        encoding, itemsize, crc = (int(entry[k]) for k in ("encoding", "itemsize", "crc32c"))
         payload = stored[:-CHECKSUM_BYTES]
-        if payload:
+        try:
+            if payload:
+                self._check(number, payload, stored[-CHECKSUM_BYTES:])
+            decode_tile(encoding, payload, out, itemsize, where="it")
+        except IntegrityError as error:
+            key, box = self._locate(self.file, int(entry["start"]))
             at = int(self.stored_starts[number])
-            crc = int.from_bytes(stored[-CHECKSUM_BYTES:], "little")
-            if checksum(payload, place_checksum(self.file, at)) != crc:
-                raise ChecksumError(
-                    f"{where} is damaged (its crc32c at bytes {at}:{at + stored.nbytes} differs)",
-                    hint=_HINT,
-                )
-        decode_tile(encoding, payload, out, int(entry["itemsize"]), where=where)
-        return int(entry["crc32c"])
+            raise type(error)(
+                f"{key}: the tile {box} at bytes {at}:{at + stored.nbytes} of {self.file} cannot be "
+                f"decoded: {error.message}",
+                hint=_HINT,
+            ) from error
+        return crc
+
+    def _check(self, number: int, payload: memoryview, stored: memoryview) -> None:
+        crc = int.from_bytes(stored, "little")
+        place = place_checksum(self.file, int(self.stored_starts[number]))
+        if checksum(payload, place) != crc:
+            raise ChecksumError(f"it is damaged (its crc32c is not {crc:#010x})")
 
     def fill_base(self, number: int, out: memoryview) -> None:
         """See Image."""
         entry = self.entries[number]
         if int(entry["encoding"]) in PATCHES:
-            self._fill_base(self.file, int(entry["start"]), int(entry["base"]), out)
+            tensor, box = self._locate(self.file, int(entry["start"]))
+            self._read_base(int(entry["base"]), tensor, box, out)
+
+    def other_tile(self, tiles: Iterable[tuple[int, int]]) -> str | None:
+        """How it differs from an index of exactly these tiles, each by its place and its bytes; None if it does not."""
+        listed = set(zip(self.starts.tolist(), self.sizes.tolist(), strict=True))
+        different = listed ^ set(tiles)
+        if not different:
+            return None
+        start = min(different)[0]
+        return f"its index has another tile at byte {start} of the plain file than the tensors"
 
     def fingerprint(self, number: int) -> Sums:
         """The part of a tile in the fingerprint of its tensor."""
@@ -186,13 +209,12 @@ class TileIndex(Image):
         return Block(begin, nbytes, placed=True)
 
 
-def no_base(file: str, start: int, base: int, out: memoryview) -> None:  # noqa: ARG001
-    """Refuse to read a patch, where its base is not needed."""
-    raise UsageError(f"{file} has patches, whose base is not open")
-
-
-def read_index(store: Store, file: str, fill_base: FillBase = no_base) -> TileIndex:
+def read_index(store: Store, file: str, locate: Locate, read_base: ReadBase) -> TileIndex:
     """Read and check the index of an encoded packed file.
+
+    Args:
+        locate: says which tile begins at a byte of the plain file.
+        read_base: reads the bytes of a base of which a tile is a patch.
 
     Raises:
         MissingData: there is no such file.
@@ -224,7 +246,15 @@ def read_index(store: Store, file: str, fill_base: FillBase = no_base) -> TileIn
     if (int(stored_ends[-1]) if count else 0) != begin:
         raise _damaged(where, "its tiles do not end where their index begins")
     return TileIndex(
-        plain, starts, sizes, stored_ends - stored_sizes, stored_sizes, file, entries, fill_base
+        plain,
+        starts,
+        sizes,
+        stored_ends - stored_sizes,
+        stored_sizes,
+        file,
+        entries,
+        locate,
+        read_base,
     )
 
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, NotFound
+from ucformat.errors import IntegrityError, MissingData, NotFound, UnsupportedError
 from ucformat.format.arrays import shard_key
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import bytes_digest
@@ -27,6 +27,7 @@ from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import MANIFEST, GroupDoc, Manifest
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.schema.values import loads
+from ucformat.storage.base import ENCODED
 from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.local import LocalStore
 from ucformat.storage.wrappers import WatchedStore, first_info
@@ -102,7 +103,7 @@ class Universal:
         if sidecar is not None and sidecar.roots:
             watching.inner = MountedStore(watching.inner, sidecar, roots)
         if any(kind.codec is not None for kind in self.manifest.tensors.kinds):
-            from ucformat.format.encoded import EncodedStore  # which needs NumPy
+            from ucformat.format.encoded import EncodedStore  # which imports NumPy
 
             watching.inner = EncodedStore(watching.inner, self._image)
         m, table = self.manifest, self.manifest.tensors
@@ -145,6 +146,7 @@ class Universal:
         )
         self._sidecar: Sidecar | None = None
         self._missing: dict[str, int] = {}
+        self._tiles: dict[str, dict[int, tuple[int, Box]]] = {}  # of encoded files, by offset
 
     def objects(self) -> dict[str, Any]:
         """Read the non-tensor values, by name."""
@@ -205,15 +207,35 @@ class Universal:
 
     @cached_property
     def _encoded_sidecar(self) -> Sidecar:
-        from ucformat.format.encoded import ENCODED
-
         return self.sidecar().below(ENCODED)
 
     def _image(self, store: Store, file: str) -> Image:
         """What an encoded file says of its tiles."""
         from ucformat.format.tile_index import read_index
 
-        return read_index(store, file)
+        return read_index(store, file, self._tile, self._read_base)
+
+    def _tile(self, file: str, start: int) -> tuple[Key, Box]:
+        """The tile that begins at a byte of a plain file."""
+        tiles = self._tiles.get(file)
+        if tiles is None:
+            tiles = self._tiles.setdefault(file, self.sidecar().tiles_in(file))
+        if start not in tiles:
+            raise IntegrityError(
+                f"{self.store.url}/{file}: its index has a tile at byte {start}, where no tensor has "
+                "one",
+                hint="restore it from another copy",
+            )
+        row, box = tiles[start]
+        doc = self.manifest.tensors[row]
+        return Key(doc.name, doc.state), box
+
+    def _read_base(self, base: int, key: Key, box: Box, out: memoryview) -> None:  # noqa: ARG002
+        """Read a box of a tensor of a base, for a patch."""
+        raise UnsupportedError(
+            f"{key} of {self.store.url} is a patch of {self.manifest.bases[base].url}, which this "
+            "version does not apply"
+        )
 
     def missing_shards(self, doc: TensorDoc) -> int:
         """The least number of missing files of an array with at least 10,000 shards (0 for others).

@@ -28,9 +28,11 @@ from ucformat.errors import (
 from ucformat.format.attempts import folders_of
 from ucformat.format.audit import ShardFile, items, wrong_digests
 from ucformat.format.commit import announce, begin, commit, settle
-from ucformat.format.extents import blocks_of
+from ucformat.format.encoded import find_image
+from ucformat.format.extents import blocks_of, encoded_files
 from ucformat.format.sidecar import NO_BLOCK
 from ucformat.format.structure import Problem, find_manifest, parse_manifest, read_manifest
+from ucformat.format.tile_index import TileIndex
 from ucformat.format.universal import grid_of
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.documents import copy_document
@@ -53,7 +55,7 @@ from ucformat.storage.url import as_store, open_store
 from ucformat.storage.wrappers import check_unchanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from os import PathLike
 
     from ucformat.format.audit import AuditItem
@@ -77,7 +79,7 @@ _HINT = "restore it from another copy of the checkpoint; nothing is committed at
 class BlockChecker:
     """Compares the blocks of a file, which may overlap, with checksums while it is read."""
 
-    def __init__(self, file: str, blocks: Sequence[tuple[Key, Block]]) -> None:
+    def __init__(self, file: str, blocks: Sequence[tuple[Key | None, Block]]) -> None:
         # in the order of their offsets
         self._todo = deque(_BlockSum(file, key, block) for key, block in blocks)
         self._begun: list[_BlockSum] = []
@@ -93,7 +95,7 @@ class BlockChecker:
         self._bad += [s for s in self._begun if s.end <= stop and not s.ok]
         self._begun = [s for s in self._begun if s.end > stop]
 
-    def damaged(self) -> list[tuple[Key, Block]]:
+    def damaged(self) -> list[tuple[Key | None, Block]]:
         """The blocks that differ from their checksums, or end after the file."""
         return [(s.key, s.block) for s in (*self._bad, *self._begun, *self._todo) if s.block.nbytes]
 
@@ -103,7 +105,7 @@ class _BlockSum:
 
     __slots__ = ("_crc", "_stored", "block", "end", "key")
 
-    def __init__(self, file: str, key: Key, block: Block) -> None:
+    def __init__(self, file: str, key: Key | None, block: Block) -> None:
         self.key, self.block = key, block
         self.end = block.offset + block.nbytes + (4 if block.crc32c is None else 0)
         self._crc = place_checksum(file, block.offset) if block.placed else 0
@@ -238,6 +240,7 @@ def _packed(source: Universal) -> list[PackedFile]:
     blocks: dict[str, list[tuple[Key, Block]]] = {file: [] for file in sidecar.files}
     for file, tensor, block in blocks_of(sidecar):
         blocks[file].append((keys[tensor], block))
+    encoded = encoded_files(sidecar, source.manifest.tensors)
     c = sidecar.columns
     bare = {
         sidecar.files[n]
@@ -250,18 +253,34 @@ def _packed(source: Universal) -> list[PackedFile]:
         except NotFound as error:
             names = _names([key for key, _ in blocks[file]])
             raise MissingData(f"{error.message}{names}", hint=_HINT) from error
+        if file in encoded:
+            return PackedFile(file, size, tuple(_stored(source, file, blocks[file])), bare=False)
         return PackedFile(file, size, tuple(blocks[file]), file in bare)
 
     return map_io(packed_file, sidecar.files)
 
 
+def _stored(
+    source: Universal, file: str, blocks: Sequence[tuple[Key, Block]]
+) -> Iterator[tuple[Key | None, Block]]:
+    """The blocks of an encoded file, from those of the plain one: its tiles as they are stored, and its index."""
+    image = find_image(source.store, file)
+    assert isinstance(image, TileIndex)  # noqa: S101 - it is a packed file
+    if reason := image.other_tile((block.offset, block.nbytes) for _, block in blocks):
+        raise IntegrityError(f"{source.store.url}/{file}: {reason}", hint=_HINT)
+    keys = {block.offset: key for key, block in blocks}
+    for number, block in image.stored:
+        yield keys[int(image.starts[number])], block
+    yield None, image.own_block
+
+
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A packed file with checksums of blocks; `bare` if some extents have none."""
+    """A packed file with checksums of blocks, each of a tensor or of none; `bare` if some extents have none."""
 
     file: str
     nbytes: int
-    blocks: tuple[tuple[Key, Block], ...]
+    blocks: tuple[tuple[Key | None, Block], ...]
     bare: bool
     key: Key | None = None
 
@@ -275,7 +294,14 @@ class PackedFile:
         reason = "crc32c differs (block at byte {})"
         damaged = sums.damaged()
         return b"", [
-            Problem(self.file, reason.format(b.offset), *key, kind="differs") for key, b in damaged
+            Problem(
+                self.file,
+                reason.format(b.offset),
+                None if key is None else key.name,
+                None if key is None else key.state,
+                kind="differs",
+            )
+            for key, b in damaged
         ]
 
 

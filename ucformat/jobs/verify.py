@@ -15,6 +15,7 @@ from ucformat.errors import (
     CoverageError,
     Inconsistent,
     IntegrityError,
+    MissingData,
     NotFinished,
     NotFound,
     UcformatError,
@@ -24,6 +25,7 @@ from ucformat.errors import (
 )
 from ucformat.format.audit import (
     WRONG_FINGERPRINT,
+    WRONG_TILE,
     Check,
     ListedFile,
     ShardFile,
@@ -35,9 +37,11 @@ from ucformat.format.audit import (
     wrong_digests,
 )
 from ucformat.format.described import ALIGNMENT
+from ucformat.format.encoded import CHECKSUM_BYTES, find_image
 from ucformat.format.extents import consistency_problems as structural
-from ucformat.format.extents import coverage_problem
+from ucformat.format.extents import coverage_problem, encoded_files
 from ucformat.format.structure import MOUNT, Problem
+from ucformat.format.tile_index import TileIndex
 from ucformat.format.universal import Universal
 from ucformat.geometry.fingerprint import fingerprint_of, text_of, total
 from ucformat.geometry.tensor import Key, TensorInfo, single_extents
@@ -51,7 +55,7 @@ from ucformat.reading.execute import read_fingerprint
 from ucformat.references import open_reference
 from ucformat.schema.manifest import MANIFEST
 from ucformat.signatures import check_signed
-from ucformat.storage.base import read_parts
+from ucformat.storage.base import ENCODED, read_parts, stored_key
 from ucformat.storage.cache.scope import uncached
 from ucformat.storage.decoded import is_checked
 from ucformat.storage.strided import crc32
@@ -61,7 +65,6 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.format.sidecar import Sidecar
-    from ucformat.geometry.box import Box
     from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Block, Extent
     from ucformat.reading.readable import FileRecord
@@ -280,9 +283,11 @@ def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Che
     numbers = {key: n for n, key in enumerate(source.docs)}
     # of packed files: the bytes that extents and blocks have
     ranges: dict[str, list[tuple[int, int]]] = {}
+    encoded = None if sidecar is None else sidecar.below(ENCODED)
     for key, tensor in source.docs.items():
-        if tensor.path is None and sidecar is not None and key not in unsound:
-            extents = list(single_extents(sidecar.extents(numbers[key])))
+        stored = sidecar if tensor.codec is None else encoded
+        if tensor.path is None and stored is not None and key not in unsound:
+            extents = list(single_extents(stored.extents(numbers[key])))
             for e in extents:
                 ranges.setdefault(e.file, []).append(_run(e, tensor.unit))
             info = TensorInfo(tensor.name, tensor.state, tensor.stored_dtype, tensor.shape)
@@ -291,6 +296,10 @@ def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Che
             else:
                 yield _extents(source, info, tensor.nbytes, extents, replicated, tensor.fingerprint)
     if not unsound:
+        with_index = set() if sidecar is None else encoded_files(sidecar, source.manifest.tensors)
+        for file in sorted(with_index):
+            tiles = ranges.pop(ENCODED + file, [])
+            yield Check(0, lambda f=file, t=tiles: (b"", _other_tiles(store, f, t)))  # type: ignore[misc]
         for file in (f for f in ranges if not f.startswith(MOUNT)):
             yield Check(0, lambda f=file: (b"", _between(store, f, ranges[f])))  # type: ignore[misc]
 
@@ -317,6 +326,20 @@ def _between(store: Store, file: str, ranges: list[tuple[int, int]]) -> list[Pro
     except UcformatError as error:
         return [Problem(file, error.message)]
     return []
+
+
+def _other_tiles(store: Store, file: str, ranges: list[tuple[int, int]]) -> list[Problem]:
+    """The problems of the index of an encoded file, which must have the tiles of the tensors and no other."""
+    tiles = [(start, stop - start - CHECKSUM_BYTES) for start, stop in ranges if start < stop]
+    try:
+        image = find_image(store, file)
+    except MissingData as error:
+        return [Problem(file, error.message, kind="missing")] if tiles else []
+    except UcformatError as error:
+        return [Problem(file, error.message)]
+    assert isinstance(image, TileIndex)  # noqa: S101 - it is a packed file
+    reason = image.other_tile(tiles)
+    return [] if reason is None else [Problem(file, reason)]
 
 
 def _structure(source: Universal) -> tuple[list[Problem], Sidecar | None]:
@@ -420,8 +443,14 @@ def _extents(
         replicated.append((info, tuple(extents)))
 
     def check() -> tuple[bytes, list[Problem]]:
-        sums = _BlockFingerprints(info, () if fingerprint is None else extents)
+        compared = [e for e in extents if fingerprint is not None or ENCODED in e.file]
+        sums = _BlockFingerprints(info, compared)
         wrong = block_problems(store, key, blocks, use=sums.use)
+        wrong += (
+            Problem(stored_key(e.file), f"{WRONG_TILE} (block at byte {e.offset})", *key)
+            for e, part in sums.parts
+            if ENCODED in e.file and _tile_fingerprint(store, e) not in (None, part)
+        )
         ends: dict[str, int] = {}
         for e in bare:
             ends[e.file] = max(ends.get(e.file, -1), e.last if e.box.size else -1)
@@ -446,11 +475,20 @@ def _extents(
         if wrong or fingerprint is None:
             return b"", wrong
         if fingerprint != (sums.fingerprint or read_fingerprint(source, info)):
-            file = extents[0].file if extents else MANIFEST
+            file = stored_key(extents[0].file) if extents else MANIFEST
             wrong.append(Problem(file, WRONG_FINGERPRINT, key.name, key.state))
         return b"", wrong
 
     return Check(verified, check, unverified=nbytes - verified)
+
+
+def _tile_fingerprint(store: Store, e: Extent) -> Sums | None:
+    """The fingerprint that the index of an encoded file has for an extent; None if that is no whole tile."""
+    image = find_image(store, e.file)
+    number = int(np.searchsorted(image.starts, e.offset))
+    if not isinstance(image, TileIndex) or e.offset not in image.starts[number : number + 1]:
+        return None
+    return image.fingerprint(number)
 
 
 class _BlockFingerprints:
@@ -459,11 +497,9 @@ class _BlockFingerprints:
     def __init__(self, info: TensorInfo, extents: Iterable[Extent]) -> None:
         self._info = info
         self._extents: dict[tuple[str, Block | None], list[Extent]] = {}
-        boxes: dict[Box, Extent] = {}
         for e in extents:
-            if boxes.setdefault(e.box, e) is e:  # of replicas the first
-                self._extents.setdefault((e.file, e.block), []).append(e)
-        self._parts: dict[Box, Sums] = {}
+            self._extents.setdefault((e.file, e.block), []).append(e)
+        self.parts: list[tuple[Extent, Sums]] = []  #: Of the extents that were read.
 
     def use(self, file: str, block: Block, begin: int, data: memoryview) -> None:
         """Take the elements of the extents that lie in a part of a block."""
@@ -471,10 +507,11 @@ class _BlockFingerprints:
         for e in self._extents.get((file, block), ()):
             if e.box.size and begin <= e.offset and e.last + unit <= begin + data.nbytes:
                 elements = np.ndarray(e.box.shape, f"V{unit}", data, e.offset - begin, e.strides)
-                self._parts[e.box] = fingerprint_of(elements, self._info.shape, e.box)
+                self.parts.append((e, fingerprint_of(elements, self._info.shape, e.box)))
 
     @property
     def fingerprint(self) -> str | None:
         """The fingerprint; None if elements were not read, or perhaps some of them twice."""
-        whole = sum(box.size for box in self._parts) == self._info.size
-        return text_of(total(self._parts.values())) if whole else None
+        parts = {e.box: part for e, part in self.parts}  # of replicas one
+        whole = sum(box.size for box in parts) == self._info.size
+        return text_of(total(parts.values())) if whole else None

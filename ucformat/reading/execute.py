@@ -20,7 +20,7 @@ from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.plan import ReadItem, make_plan
-from ucformat.storage.base import read_ranges
+from ucformat.storage.base import read_ranges, stored_key
 from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.strided import SHORT_ROW, checksum, fill
@@ -185,7 +185,7 @@ def _check_sizes(plan: Plan, store: Store) -> None:
     for (file, end), size in zip(ends.items(), map_io(size_of, ends), strict=True):
         if size < end:
             raise IntegrityError(
-                f"{store.url}/{file} has {size} bytes, but tensors of the checkpoint extend to "
+                f"{store.url}/{stored_key(file)} has {size} bytes, but tensors of the checkpoint extend to "
                 f"byte {end}",
                 hint="the file is truncated: restore it from another copy",
             )
@@ -532,7 +532,7 @@ def _check(
         if crc != expected:
             raise ChecksumError(
                 f"{labels[copy.buffer]}: the chunk at bytes {offset}:{offset + block.nbytes} of "
-                f"{file} is damaged "
+                f"{stored_key(file)} is damaged "
                 f"(its crc32c is not {expected:#010x})",
                 hint="restore the file from another copy; `ucp verify` names every damaged chunk",
             )

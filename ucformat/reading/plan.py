@@ -14,7 +14,7 @@ from ucformat.errors import CoverageError, Inconsistent, IntegrityError, Missing
 from ucformat.geometry.box import row_major
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, Extent, FileRun, TensorInfo, Tiles
-from ucformat.storage.base import HIDDEN, Costs
+from ucformat.storage.base import ENCODED, HIDDEN, Costs, stored_key
 from ucformat.storage.concurrency import gc_paused, map_io
 from ucformat.storage.wrappers import gaps_of
 
@@ -319,10 +319,11 @@ class Plan:
 
     @property
     def files(self) -> dict[str, int]:
-        """Bytes that will be read from each file."""
+        """Bytes that will be read from each file; of an encoded one, those of the plain file."""
         read: Counter[str] = Counter()
         for files, requests in self._by_files().items():
-            read.update(dict.fromkeys(_each(files), sum(r.count * r.nbytes for r in requests)))
+            nbytes = sum(r.count * r.nbytes for r in requests)
+            read.update(dict.fromkeys(map(stored_key, _each(files)), nbytes))
         return dict(read)
 
     @property
@@ -479,7 +480,7 @@ def _read_extent(
 def _is_checked(
     extent: Extent | Tiles, block: Block, verify: Verify, costs: Costs, *, whole: bool
 ) -> bool:
-    if extent.file.startswith(HIDDEN):  # to decode a part of a tile takes as long
+    if ENCODED in extent.file:  # to decode a part takes as long
         return True
     if verify == "whole" and not whole:
         of_array = isinstance(extent, Tiles) and not extent.placed

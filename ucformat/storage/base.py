@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "ENCODED",
     "HIDDEN",
     "ByteRange",
     "Bytes",
@@ -45,6 +46,7 @@ __all__ = [
     "exists",
     "read_parts",
     "read_ranges",
+    "stored_key",
 ]
 
 #: Data to write or to hash: any contiguous buffer.
@@ -58,6 +60,15 @@ HIDDEN = ".ucf-"
 
 # the last are no bytes of a name that is not UTF-8
 _UNSAFE = re.compile("[\\\\\0\ud800-\udc7f\udd00-\udfff]")
+
+
+#: Prefix of the keys of the plain images of encoded files (`format.encoded`); the key of the stored file follows.
+ENCODED = f"{HIDDEN}encoded/"
+
+
+def stored_key(key: str) -> str:
+    """The key of the stored file, if a key is that of its plain image; else the same key."""
+    return key.replace(ENCODED, "", 1)
 
 
 class ByteRange(NamedTuple):

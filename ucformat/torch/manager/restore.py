@@ -16,6 +16,7 @@ from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.record import record_verification
 from ucformat.jobs.run import Report, run
 from ucformat.schema.manifest import MANIFEST
+from ucformat.storage.base import stored_key
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.match import edge_of, holds_training
@@ -142,9 +143,11 @@ def _check_size(store: Store, file: str, expected: int) -> tuple[bytes, list[Pro
     try:
         size = store.info(file).size
         if size < expected:
-            raise MissingData(f"{store.url}/{file} has {size} bytes, expected at least {expected}")
+            raise MissingData(
+                f"{store.url}/{stored_key(file)} has {size} bytes, expected at least {expected}"
+            )
     except _DAMAGE as error:
-        return b"", [Problem(file, error.message)]
+        return b"", [Problem(stored_key(file), error.message)]
     return b"", []
 
 
