@@ -47,6 +47,7 @@ def virtual(folder: Path, place: Path) -> None:
 FORMS: dict[str, Callable[[Path, Path], object]] = {
     "zarr": lambda _, place: save(STATE, place, chunk_bytes=32, shard_bytes=64),
     "packed": lambda _, place: save(STATE, place, form="packed"),
+    "encoded": lambda _, place: save(STATE, place, form="packed", codec="blosc"),
     "converted": converted,
     "virtual": virtual,
 }

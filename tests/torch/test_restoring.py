@@ -51,13 +51,20 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["zarr", "packed"])
+FORMS: dict[str, dict[str, str]] = {
+    "zarr": {"form": "zarr"},
+    "packed": {"form": "packed"},
+    "encoded": {"form": "packed", "codec": "blosc"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("verify", ["full", "quick"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_damaged_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str, verify: str, damage: str
 ) -> None:
-    fill(tmp_path, 1, 2, form=form)
+    fill(tmp_path, 1, 2, **FORMS[form])
     assert restored(tmp_path, verify=verify)[0] == 2
     DAMAGES[damage](tmp_path / "step-00000002")
     step, report = restored(tmp_path, verify=verify)
@@ -65,9 +72,9 @@ def test_what_is_damaged_is_skipped(
     assert "step-00000002 is skipped" in caplog.text
 
 
-@pytest.mark.parametrize("form", ["zarr", "packed"])
+@pytest.mark.parametrize("form", FORMS)
 def test_whole_chunks_of_another_step_are_found(tmp_path: Path, form: str) -> None:
-    fill(tmp_path, 1, 2, form=form)
+    fill(tmp_path, 1, 2, **FORMS[form])
     data_file(tmp_path / "step-00000002").write_bytes(
         data_file(tmp_path / "step-00000001").read_bytes()
     )

@@ -37,6 +37,7 @@ from ucformat.reading.readable import PART_OF, GroupPlace, path_to_json
 from ucformat.reading.readable import StatePath as Path
 from ucformat.schema.limits import MAX_DEPTH, MAX_INTEGER, MOST_COMMITS
 from ucformat.schema.manifest import (
+    CODECS,
     GroupDoc,
     LaunchDoc,
     LineageDoc,
@@ -45,7 +46,7 @@ from ucformat.schema.manifest import (
     RangesDoc,
     WriterDoc,
 )
-from ucformat.schema.tensors import TensorTable
+from ucformat.schema.tensors import TILES, TensorTable
 from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.comm.merging import merged
 from ucformat.torch.comm.wire import encode, message
@@ -390,6 +391,8 @@ def manifest_of(
     data, grid = f"data/{attempt.id}", None
     packed_fingerprints = _fingerprints(plan, written.packed)
     tensors = plan.packed.table.model_copy(update={"fingerprint": packed_fingerprints})
+    if options.codec is not None:
+        tensors = tensors.encoded(TILES)
     sidecar = _sidecar(plan, own.weights, written, data)
     if options.form != "packed":
         if arrays or sidecar is None:
@@ -408,6 +411,8 @@ def manifest_of(
     if options.certify:
         _check_live(plan, written.live, tensors)
     doc, requires = (None, ()) if sidecar is None else put_sidecar(store, data, sidecar, tensors)
+    if any(kind.codec is not None for kind in tensors.kinds):
+        requires = (*requires, CODECS)
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
     objects = f"objects/{attempt.id}"

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #: How tensors are stored.
 Form = Literal["zarr", "packed", "safetensors"]
 
+#: How tensors are encoded, if they are.
+Codec = Literal["blosc", "raw"]
+
 
 class RunArguments(TypedDict, total=False):
     """How a training run is saved, the same for all its checkpoints.
@@ -39,6 +42,10 @@ class RunArguments(TypedDict, total=False):
             Face's tools load (`Checkpoint.hf_url`), each rank its own parts, and everything else as
             arrays. Tensors below 256 KiB are packed instead of arrays if there are more than 1,000
             of them, since each array is two files.
+        codec: `blosc` compresses what is stored, without loss: byte planes of elements, by zstd (extra
+            `codecs`); `raw` leaves it as it is, and gives packed files an index with the fingerprint
+            of each tile, so that later checkpoints can be based on them (default: neither). Not for
+            `safetensors`, whose files other tools load.
         assets: a folder whose `config.json`, tokenizer and similar files are stored, too. The
             `config.json` of a model of transformers in the state, or the `adapter_config.json` of
             PEFT's, is stored by default.
@@ -62,6 +69,7 @@ class RunArguments(TypedDict, total=False):
     run: str | None
     config: Mapping[str, Any] | None
     form: Form
+    codec: Codec | None
     assets: str | PathLike[str] | None
     overwrite: bool
     names: Mapping[str, int] | None
@@ -105,6 +113,7 @@ class SaveOptions:
     chunk_bytes: int | None = None
     shard_bytes: int | None = None
     certify: bool = False
+    codec: Codec | None = None
 
     @classmethod
     def of(cls, url: str, arguments: RunArguments) -> SaveOptions:
@@ -117,6 +126,16 @@ class SaveOptions:
             if getattr(self, name) not in allowed:
                 listed = " or ".join(f'"{value}"' for value in allowed)
                 raise UsageError(f"{name}={getattr(self, name)!r} is not supported", hint=listed)
+        if self.codec is not None and self.codec not in get_args(Codec):
+            raise UsageError(
+                f"codec={self.codec!r} is not supported", hint='"blosc" or "raw", or none'
+            )
+        if self.codec is not None and self.form == "safetensors":
+            raise UsageError(
+                f'codec="{self.codec}" is not possible with form="safetensors": the tools that load '
+                "such files know no codec",
+                hint='save with form="packed" or form="zarr", or without a codec',
+            )
         for name in ("chunk_bytes", "shard_bytes"):
             size = getattr(self, name)
             if size is not None and size < 1:
@@ -124,10 +143,11 @@ class SaveOptions:
 
     def stored_like(self, other: SaveOptions) -> bool:
         """Return whether tensors are stored alike with other options."""
-        return (self.form, self.chunk_bytes, self.shard_bytes) == (
+        return (self.form, self.chunk_bytes, self.shard_bytes, self.codec) == (
             other.form,
             other.chunk_bytes,
             other.shard_bytes,
+            other.codec,
         )
 
     def check(self, state: LocalState) -> None:

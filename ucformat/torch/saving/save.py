@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
+    from ucformat.torch.saving.options import Codec
     from ucformat.torch.saving.plan import RankPlan
     from ucformat.torch.saving.statement import StoredAs
     from ucformat.torch.state.elements import Elements, Memory
@@ -100,7 +101,7 @@ def write_checkpoint(
     planned = time.monotonic()
     report: WriteReport | Exception
     try:
-        written = _write(plan, own, store, group, progress, threads)
+        written = _write(plan, own, store, group, options.codec, progress, threads)
         if options.certify:
             written = written._replace(live=_live_sums(plan, own, state.live))
         now = time.monotonic()
@@ -145,6 +146,7 @@ def _write(
     state: RankState,
     store: Store,
     group: Group,
+    codec: Codec | None,
     progress: Callable[[int], None],
     threads: int,
 ) -> WrittenByRank:
@@ -175,7 +177,7 @@ def _write(
             for n, p in part.pieces
         ]
         file = packed_file(f"data/{plan.attempt}", group.rank)
-        sums = write_packed(store, file, boxes, wrote)
+        sums = write_packed(store, file, boxes, wrote, codec, threads)
         by_item = zip((item for item, _ in part.pieces), sums, strict=True)
         fingerprints = plan.statement.by_description(packed_sums(by_item, len(state.items)))
     store.flush()

@@ -8,9 +8,10 @@ ranks hold.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,7 +24,8 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.fingerprint import fingerprint_of, total
 from ucformat.geometry.flat_buffer import align_up
 from ucformat.geometry.tensor import Key
-from ucformat.reading.execute import place_checksum
+from ucformat.reading.execute import default_threads, place_checksum
+from ucformat.storage.base import Bytes
 from ucformat.storage.strided import checksum, copy
 from ucformat.storage.upload import unit_for
 from ucformat.torch.state.elements import (
@@ -36,18 +38,20 @@ from ucformat.torch.state.elements import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.format.arrays import StoredArray
     from ucformat.format.described import Described
     from ucformat.format.sidecar import Column
+    from ucformat.format.tile_index import EncodedTile
     from ucformat.geometry.box import Box
     from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
+    from ucformat.torch.saving.options import Codec
     from ucformat.torch.saving.shards import (
         OwnPart,
         PlannedTensors,
@@ -68,23 +72,80 @@ _DIRECT = 256 << 10
 def write_packed(
     store: Store,
     key: str,
-    parts: Sequence[tuple[TensorInfo, Box, Elements]],
+    parts: Sequence[Part],
     progress: Callable[[int], None],
+    codec: Codec | None = None,
+    threads: int = 1,
 ) -> list[Sums]:
     """Write boxes of tensors to a file of the packed form, and return the fingerprint of each.
 
-    Large tiles that are row-major in memory are written without a copy; others are copied, as many
-    as fit in 4 MiB.
+    Args:
+        codec: how its tiles are encoded (None: they are not, and the file has no index).
+        threads: that encode tiles, at least.
     """
-    fingerprints = []
-    tilings = [Tiling.of(info.shape, info.itemsize) for info, _, _ in parts]
-    nbytes_in_all = sum(
-        tiling.nbytes(box) + ALIGNMENT for (_, box, _), tiling in zip(parts, tilings, strict=True)
-    )
+    sums: list[list[Sums]] = [[] for _ in parts]
+    nbytes = sum(Tiling.of(i.shape, i.itemsize).nbytes(box) + ALIGNMENT for i, box, _ in parts)
+    if codec is None:
+        written = _write_plain(store, key, parts, nbytes)
+    else:
+        written = _write_encoded(store, key, parts, nbytes, codec, threads)
+    for part, nbytes, fingerprint in written:
+        sums[part].append(fingerprint)
+        progress(nbytes)
+    return list(map(total, sums))
+
+
+#: A tensor, a box of it, and the elements of the box.
+Part = tuple["TensorInfo", "Box", "Elements"]
+
+
+class _Tile(NamedTuple):
+    """A tile of one of the boxes, which are numbered as `part`, and where it begins in the plain file."""
+
+    part: int
+    info: TensorInfo
+    box: Box
+    elements: Elements
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.info.itemsize
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is written from where it is."""
+        return self.elements.flags.c_contiguous and self.nbytes >= _DIRECT
+
+    def fingerprint(self, data: Memory) -> Sums:
+        """The part of the tile in the fingerprint of its tensor, from its bytes in row-major order."""
+        elements = np.ndarray(self.elements.shape, self.elements.dtype, data)
+        return fingerprint_of(elements, self.info.shape, self.box)
+
+
+def _tiles(parts: Sequence[Part]) -> Iterator[_Tile]:
+    """The tiles of a packed file, in its order."""
+    end = 0
+    for part, (info, whole, elements) in enumerate(parts):
+        end = align_up(end, ALIGNMENT)
+        for box in Tiling.of(info.shape, info.itemsize).boxes(whole):
+            yield _Tile(part, info, box, elements_within(elements, whole, box), end)
+            end += box.size * info.itemsize + CHECKSUM_BYTES
+
+
+#: The number of a box, and the bytes and the fingerprint of a tile of it that is written.
+_Written = tuple[int, int, "Sums"]
+
+
+def _write_plain(store: Store, key: str, parts: Sequence[Part], most: int) -> Iterator[_Written]:
+    """Write tiles, each followed by its checksum.
+
+    Large ones that are row-major in memory are written without a copy; others are copied, as many as fit in 4 MiB.
+    """
     # of tiles that are copied, and written at once
-    band = np.empty(min(nbytes_in_all, BAND_BYTES), np.uint8)
+    band = np.empty(min(most, BAND_BYTES), np.uint8)
     end = used = 0
-    with store.create(key, unit_for(nbytes_in_all)) as out:
+    with store.create(key, unit_for(most)) as out:
 
         def room_for(nbytes: int) -> NDArray[np.uint8]:
             nonlocal band, end, used
@@ -97,30 +158,73 @@ def write_packed(
             used += nbytes
             return band[used - nbytes : used]
 
-        for (info, whole, elements), tiling in zip(parts, tilings, strict=True):
-            room_for(-end % ALIGNMENT)[:] = 0
-            sums = []
-            for box in tiling.boxes(whole):
-                nbytes = box.size * info.itemsize
-                place = place_checksum(key, end)
-                tile = elements_within(elements, whole, box)
-                if tile.flags.c_contiguous and nbytes >= _DIRECT:
-                    data = row_major_bytes(tile)
-                    out.write(band[:used].data)
-                    out.write(data.data)
-                    used, end = 0, end + nbytes
-                    stored = room_for(CHECKSUM_BYTES)
-                else:
-                    room = room_for(nbytes + CHECKSUM_BYTES)
-                    data, stored = room[:nbytes], room[nbytes:]
-                    copy(np.ndarray(tile.shape, tile.dtype, data), tile)
-                stored.data[:] = checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little")
-                written = np.ndarray(tile.shape, tile.dtype, data)
-                sums.append(fingerprint_of(written, info.shape, box))
-                progress(nbytes)
-            fingerprints.append(total(sums))
+        for tile in _tiles(parts):
+            room_for(tile.start - end)[:] = 0
+            if tile.is_direct:
+                data = row_major_bytes(tile.elements)
+                out.write(band[:used].data)
+                out.write(data.data)
+                used, end = 0, end + tile.nbytes
+                stored = room_for(CHECKSUM_BYTES)
+            else:
+                room = room_for(tile.nbytes + CHECKSUM_BYTES)
+                data, stored = room[: tile.nbytes], room[tile.nbytes :]
+                copy(np.ndarray(tile.elements.shape, tile.elements.dtype, data), tile.elements)
+            crc = checksum(data.data, place_checksum(key, tile.start))
+            stored.data[:] = crc.to_bytes(CHECKSUM_BYTES, "little")
+            yield tile.part, tile.nbytes, tile.fingerprint(data)
         out.write(band[:used].data)
-    return fingerprints
+
+
+_ENCODERS = 4  # threads that encode, if there are as many cores
+_AHEAD = 2  # tiles for each of them that are encoded or wait to be written
+
+
+def _write_encoded(
+    store: Store, key: str, parts: Sequence[Part], most: int, codec: Codec, threads: int
+) -> Iterator[_Written]:
+    """Write tiles that threads encode, and then their index."""
+    # only here, since it takes time to import
+    from ucformat.format.tile_index import TileIndexWriter, encode
+
+    def encoded(tile: _Tile) -> EncodedTile:
+        data = row_major_bytes(tile.elements)
+        fingerprint, itemsize = tile.fingerprint(data), tile.info.itemsize
+        return encode(key, tile.start, data.data, itemsize, fingerprint, codec)
+
+    index, pending, end = TileIndexWriter(key), list[Bytes](), 0
+    threads = max(threads, min(_ENCODERS, default_threads()))
+    with (
+        ThreadPoolExecutor(threads, "ucformat-encode") as pool,
+        store.create(key, unit_for(most)) as out,
+    ):
+        for tile, done in _in_order(pool, encoded, _tiles(parts), threads * _AHEAD):
+            pending += (done.payload, index.add(tile.start, done))
+            end = tile.start + tile.nbytes + CHECKSUM_BYTES
+            if sum(map(len, pending)) >= BAND_BYTES:
+                out.write(b"".join(pending))
+                pending.clear()
+            yield tile.part, tile.nbytes, done.fingerprint
+        out.write(b"".join((*pending, index.encode(end))))
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, call: Callable[[_Tile], T], tiles: Iterable[_Tile], ahead: int
+) -> Iterator[tuple[_Tile, T]]:
+    """Call a function in threads, and return each result in order; at most so many calls have begun."""
+    waiting = deque[tuple[_Tile, Future[T]]]()
+    try:
+        for tile in tiles:
+            if len(waiting) == ahead:
+                first, result = waiting.popleft()
+                yield first, result.result()
+            waiting.append((tile, pool.submit(call, tile)))
+        while waiting:
+            first, result = waiting.popleft()
+            yield first, result.result()
+    finally:
+        for _, result in waiting:
+            result.cancel()
 
 
 def packed_extents(
