@@ -95,7 +95,7 @@ FAMILIES = {
     # the rest
     "commands": "cli/test_convert.py",
     "views": "views/test_sub_models.py::test_any_steps_make_what_numpy_makes",
-    "Zarr's readers": "format/test_zarr.py::test_tensorstore_and_zarr_python_read_what_we_write",
+    "Zarr's readers": "format/test_zarr.py::test_foreign_readers_read_what_we_write",
     "the store for zarr-python": "zarr_store",
     "the second reader": "conformance/test_conformance.py::test_what_a_reader_makes_of_it",
     "checkpoints of earlier releases": "golden/test_golden.py",

@@ -14,9 +14,9 @@ from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid
 from ucformat.format.digest import bytes_digest, tensor_digest, tensor_fingerprint
 from ucformat.geometry.tensor import Key
 from ucformat.schema import ITEMSIZE, ZARR_DTYPES
-from ucformat.schema.limits import MAX_ARRAY_DIMS, MAX_SHARDS
+from ucformat.schema.limits import MAX_ARRAY_DIMS, MAX_BLOSC, MAX_SHARDS
 from ucformat.schema.manifest import FileDoc, GridDoc
-from ucformat.schema.tensors import TensorDoc, quoted
+from ucformat.schema.tensors import BLOSC, TensorDoc, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -71,10 +71,10 @@ def group_json() -> bytes:
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}, indent=1).encode()
 
 
-def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
+def array_json(key: Key, dtype: str, grid: Grid, codec: str | None = None) -> bytes:
     """The `zarr.json` of a tensor's array."""
     attributes = json.dumps(_attributes(key, dtype), indent=1).replace("\n", "\n ")
-    return f"{_until_attributes(dtype, grid)}{attributes}\n}}".encode()
+    return f"{_until_attributes(dtype, grid, codec)}{attributes}\n}}".encode()
 
 
 def _attributes(key: Key, dtype: str) -> dict[str, Any]:
@@ -85,12 +85,12 @@ def _attributes(key: Key, dtype: str) -> dict[str, Any]:
 
 
 @lru_cache(256)
-def _until_attributes(dtype: str, grid: Grid) -> str:
+def _until_attributes(dtype: str, grid: Grid, codec: str | None) -> str:
     """The document up to its attributes: the layers of a model have few grids, and indented JSON is slow to make."""
     index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     sharding = {
         "chunk_shape": list(grid.chunk),
-        "codecs": [_bytes_codec(dtype), {"name": "crc32c"}],
+        "codecs": [_bytes_codec(dtype), *_compressors(grid, codec), {"name": "crc32c"}],
         "index_codecs": index_codecs,
         "index_location": "end",
     }
@@ -128,6 +128,20 @@ def _bytes_codec(dtype: str) -> dict[str, Any]:
     return {"name": "bytes", **endian}
 
 
+def _compressors(grid: Grid, codec: str | None) -> list[dict[str, Any]]:
+    if codec is None:
+        return []
+    # as `encoding.compress` does it; zarr-python and TensorStore write chunks of the same form
+    configuration = {
+        "typesize": grid.itemsize,
+        "cname": "zstd",
+        "clevel": 1,
+        "shuffle": "shuffle",
+        "blocksize": grid.chunk_nbytes,
+    }
+    return [{"name": codec, "configuration": configuration}]
+
+
 def chunked_array_json(info: TensorInfo, chunk: tuple[int, ...]) -> bytes:
     """The `zarr.json` of an array without shards and checksums, as a store offers it that makes chunks when asked.
 
@@ -146,6 +160,14 @@ def chunked_array_json(info: TensorInfo, chunk: tuple[int, ...]) -> bytes:
 def shard_key(array: str, shard: tuple[int, ...]) -> str:
     """The key of a shard's file: `<array>/c/0/1`; `<array>/c` for a 0-d tensor."""
     return "/".join([array, "c", *map(str, shard)])
+
+
+def shard_places(key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The folders of arrays of which a file may be a shard, and its coordinates: `shard_key` reversed."""
+    parts = key.split("/")
+    for at, part in enumerate(parts):
+        if part == "c" and all(n.isdecimal() for n in parts[at + 1 :]):
+            yield "/".join(parts[:at]), tuple(map(int, parts[at + 1 :]))
 
 
 def array_folders(keys: Iterable[Key]) -> dict[Key, str]:
@@ -168,11 +190,12 @@ def own_folder(key: Key) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """A tensor, its grids, and the key of the folder that it is stored in."""
+    """A tensor, its grids, the key of the folder that it is stored in, and how its chunks are encoded."""
 
     info: TensorInfo
     grid: Grid
     path: str
+    codec: str | None = None
 
 
 def lay_out(
@@ -181,6 +204,7 @@ def lay_out(
     chunk_bytes: int | None = None,
     shard_bytes: int | None = None,
     folders: Mapping[Key, str] | None = None,
+    codec: str | None = None,
 ) -> list[StoredArray]:
     """Choose grids and folders for tensors.
 
@@ -204,6 +228,7 @@ def lay_out(
             i,
             Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes),
             f"{folder}/{folder_of[i.key]}",
+            codec,
         )
         for i in infos
     ]
@@ -214,6 +239,12 @@ def lay_out(
                 f"{grid.count:,} shards; "
                 f"an array has at most {MAX_SHARDS:,}",
                 hint="take larger shards, or leave this tensor out",
+            )
+        if codec is not None and grid.chunk_nbytes > MAX_BLOSC:
+            raise UnsupportedError(
+                f"{info.name} ({info.state}) would have chunks of {grid.chunk_nbytes:,} bytes; "
+                f"Blosc compresses {MAX_BLOSC:,} at most",
+                hint="take smaller chunks, or no codec",
             )
     return arrays
 
@@ -231,9 +262,8 @@ def put_groups(store: Store, arrays: Iterable[StoredArray]) -> None:
 
 def put_array(store: Store, array: StoredArray) -> None:
     """Write the `zarr.json` of an array."""
-    put_file(
-        store, f"{array.path}/zarr.json", array_json(array.info.key, array.info.dtype, array.grid)
-    )
+    document = array_json(array.info.key, array.info.dtype, array.grid, array.codec)
+    put_file(store, f"{array.path}/zarr.json", document)
 
 
 def metadata_documents(manifest: Manifest) -> Iterator[tuple[str, bytes, Key | None]]:
@@ -242,11 +272,12 @@ def metadata_documents(manifest: Manifest) -> Iterator[tuple[str, bytes, Key | N
     for group in _groups(path for _, path in stored):
         yield f"{group}/zarr.json", group_json(), None
     for doc, path in stored:
-        if doc.dtype not in ITEMSIZE:  # only who knows the dtype knows its document
+        # only who knows dtype and codec knows the document
+        if doc.dtype not in ITEMSIZE or doc.codec not in (None, BLOSC):
             continue
         key = Key(doc.name, doc.state)
         grid = Grid(doc.shape, doc.chunk or (), doc.shard or (), doc.unit)
-        yield f"{path}/zarr.json", array_json(key, doc.dtype, grid), key
+        yield f"{path}/zarr.json", array_json(key, doc.dtype, grid, doc.codec), key
 
 
 def _groups(paths: Iterable[str]) -> list[str]:
@@ -268,6 +299,7 @@ def array_doc(array: StoredArray, shards: Mapping[tuple[int, ...], bytes]) -> Te
         digest=tensor_digest(info.dtype, grid, shards),
         fingerprint=tensor_fingerprint(shards.values()),
         path=array.path,
+        codec=array.codec,
     )
 
 

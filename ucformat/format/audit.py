@@ -32,10 +32,11 @@ from ucformat.format.encoded import has_image
 from ucformat.format.extents import is_whole
 from ucformat.format.shard import check_shard
 from ucformat.format.structure import Problem
-from ucformat.format.universal import grid_of
+from ucformat.format.universal import grid_of, unknown_word
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.execute import read_flat
+from ucformat.schema.tensors import BLOSC
 from ucformat.storage.base import ENCODED, read_parts, stored_key
 
 if TYPE_CHECKING:
@@ -162,11 +163,8 @@ class ShardFile:
     shard: tuple[int, ...]
     file: str
     recorded: bool
-
-    @property
-    def nbytes(self) -> int:
-        """See AuditItem."""
-        return self.grid.file_nbytes(self.shard)
+    codec: str | None
+    nbytes: int
 
     @property
     def digests_nbytes(self) -> int:
@@ -177,7 +175,13 @@ class ShardFile:
         """See AuditItem."""
         try:
             digests, problems = check_shard(
-                store, self.file, self.grid, self.shard, out, fingerprint=self.recorded
+                store,
+                self.file,
+                self.grid,
+                self.shard,
+                out,
+                self.codec,
+                fingerprint=self.recorded,
             )
         except (IntegrityError, PermissionDenied, UnsupportedError) as error:
             if out is not None:  # a copy reports why the source cannot be read
@@ -214,8 +218,8 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _LostShards:
-    """Missing shards of one array, too many to report each."""
+class _UnreadArray:
+    """An array whose shards are not read: too many are missing, or nobody knows their codec."""
 
     key: Key
     file: str
@@ -238,13 +242,17 @@ def items(source: Universal) -> Iterator[AuditItem]:
             continue
         grid = grid_of(doc)
         if (missing := source.missing_shards(doc)) > _MAX_LOST:
-            yield _LostShards(
-                key, doc.path, f"{missing:,} of its {grid.count:,} shards are missing"
-            )
+            reason = f"{missing:,} of its {grid.count:,} shards are missing"
+            yield _UnreadArray(key, doc.path, reason)
+            continue
+        if doc.codec not in (None, BLOSC):
+            yield _UnreadArray(key, doc.path, f"was not verified: it {unknown_word(doc)}")
             continue
         for shard in grid.shards():
             file = shard_key(doc.path, shard)
-            yield ShardFile(key, grid, shard, file, recorded=doc.fingerprint is not None)
+            nbytes = source.encoded_sizes.get(file, 0) if doc.codec else grid.file_nbytes(shard)
+            recorded = doc.fingerprint is not None
+            yield ShardFile(key, grid, shard, file, recorded, doc.codec, nbytes)
 
 
 def source_files(source: Universal) -> list[SourceFile]:

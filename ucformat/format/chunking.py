@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
+from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box, each_index, unravel
 from ucformat.geometry.tensor import Tiles
 
@@ -20,6 +21,12 @@ CHUNK_BYTES = 1 << 20
 #: A shard is the unit of writing: at most this many bytes of chunks, and at least half of it if the
 #: tensor allows.
 SHARD_BYTES = 128 << 20
+
+CHECKSUM_BYTES = 4  # after each chunk or tile
+
+# An encoded chunk is at most its header longer than without. zstd makes no less than four bytes of
+# 128 KiB.
+_BLOSC_HEADER, _LARGEST_RATIO = 16, 1 << 15  # bytes; decoded bytes for each stored one
 
 _DEGREES = 16  # cuts into 1, 2, 4, 8 and 16 parts fall on chunk boundaries
 _MIN_FRACTION = 16  # chunks are not made smaller than 1/16 of the target
@@ -173,15 +180,39 @@ class Grid:
         """The extents of a shard's chunks."""
         return Tiles(self.box(shard), file, 0, self.chunk, self.itemsize)
 
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of the index at the end of a shard's file, with its checksum."""
+        return 16 * math.prod(self.chunks_in_shard) + CHECKSUM_BYTES
+
+    def chunk_limits(self, codec: str | None) -> tuple[int, int]:
+        """The fewest and the most bytes that a chunk has in a file, with its checksum."""
+        nbytes, beside = self.chunk_nbytes, CHECKSUM_BYTES
+        if codec is None:
+            return nbytes + beside, nbytes + beside
+        beside += _BLOSC_HEADER
+        return nbytes // _LARGEST_RATIO + beside, nbytes + beside
+
+    def check_size(self, shard: tuple[int, ...], codec: str | None, size: int) -> None:
+        """Check that a shard's file can have this size.
+
+        Raises:
+            IntegrityError: it cannot.
+        """
+        chunks = math.prod(self.tiles(shard, "").grid)
+        least, most = (chunks * n + self.index_nbytes for n in self.chunk_limits(codec))
+        if not least <= size <= most:
+            expected = str(least) if least == most else f"{least} to {most}"
+            raise IntegrityError(f"the file has {size} bytes instead of {expected}")
+
     def file_nbytes(self, shard: tuple[int, ...]) -> int:
-        """Bytes of a shard's file: its chunks and then the index, each with a checksum."""
+        """Bytes of a shard's file whose chunks are not encoded: these and then the index, each with a checksum."""
         stored = math.prod(self.tiles(shard, "").grid)
-        return stored * (self.chunk_nbytes + 4) + 16 * math.prod(self.chunks_in_shard) + 4
+        return stored * (self.chunk_nbytes + CHECKSUM_BYTES) + self.index_nbytes
 
 
 #: A tile of a packed file has at most this many bytes, unless one element is larger.
 TILE_BYTES = CHUNK_BYTES
-CHECKSUM_BYTES = 4  # after each tile
 
 
 @lru_cache(4096)

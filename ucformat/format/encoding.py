@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucformat.errors import IntegrityError, UnsupportedError, UpgradeNeeded, UsageError
+from ucformat.schema.limits import MAX_BLOSC
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,8 +49,6 @@ class Encoding(IntEnum):
 
 # Blosc
 
-#: Bytes that one Blosc buffer may decode to: its sizes are signed integers of 32 bits, header included.
-MAX_BYTES = (1 << 31) - 17
 _LEVEL = 1  # higher ones take several times as long for hundredths of the size
 _BLOSC_HEADER = struct.Struct("<BBBBIII")
 _FORMATS = (2, 1)  # of Blosc, and of its zstd
@@ -67,9 +66,9 @@ def compress(data: Bytes, itemsize: int) -> bytes:
         UnsupportedError: numcodecs is not installed, or these are more than 2 GiB - 17 bytes.
     """
     nbytes = _size(data)
-    if nbytes > MAX_BYTES:
+    if nbytes > MAX_BLOSC:
         raise UnsupportedError(
-            f"{nbytes:,} bytes are more than the {MAX_BYTES:,} that Blosc can compress at once",
+            f"{nbytes:,} bytes are more than the {MAX_BLOSC:,} that Blosc can compress at once",
             hint="use smaller chunks or tiles, or no codec",
         )
     blosc = _blosc()
@@ -284,14 +283,14 @@ def encode_tile(new: Bytes, itemsize: int, base: Bytes | None = None) -> tuple[E
         changed = _changed(new, base, itemsize)
         if not changed.any():
             return Encoding.SAME, b""
-        if nbytes <= MAX_BYTES:
+        if nbytes <= MAX_BLOSC:
             candidates.append((Encoding.XOR, xor_patch(new, base, itemsize)))
             if _has_elements(nbytes, itemsize):
                 patch = overwrite_patch(new, itemsize, changed)
                 if patch is not None:
                     candidates.append((Encoding.OVERWRITE, patch))
     shortest = min(candidates, key=_stored_bytes)
-    if 0 < nbytes <= MAX_BYTES and 2 * _stored_bytes(shortest) > nbytes:
+    if 0 < nbytes <= MAX_BLOSC and 2 * _stored_bytes(shortest) > nbytes:
         plain = (Encoding.BLOSC, compress(new, itemsize))
         shortest = (
             min(plain, shortest, key=_stored_bytes) if _stored_bytes(plain) < nbytes else shortest

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucformat.errors import NotFound
+from ucformat.errors import ChecksumError, IntegrityError, NotFound
+from ucformat.format.chunking import CHECKSUM_BYTES
 from ucformat.format.digest import leaf, shard_digests
+from ucformat.format.encoded import Image
+from ucformat.format.encoding import compress, decompress
 from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.fingerprint import fingerprint_of
@@ -19,7 +23,7 @@ from ucformat.storage.concurrency import thread_memory
 from ucformat.storage.strided import checksum, copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 BAND_BYTES = 4 << 20
 
 _ABSENT = (1 << 64) - 1
+_HINT = "restore the file from another copy; `ucp verify` names every damaged chunk"
+_CHECKSUM = struct.Struct("<I")
 
 
 def bands(
@@ -65,18 +71,20 @@ def write_shard(
     grid: Grid,
     shard: tuple[int, ...],
     fill: Callable[[Piece, NDArray[np.uint8]], NDArray[np.generic] | None],
+    codec: str | None = None,
 ) -> bytes:
     """Write a shard's file from beginning to end, with at most two bands in memory.
 
     Args:
         fill: copies the elements of a piece into a buffer of uint8, or returns them as an array
             whose last dim is contiguous; that only if the piece fills the buffer.
+        codec: how chunks are encoded (default: they are stored as they are).
 
     Returns:
-        The digests of the shard (`format.digest`).
+        The digests of the shard (`format.digest`), the same with any codec.
     """
-    leaves, parts = [], []
-    with store.create(key, grid.chunk_nbytes + 4) as out:
+    leaves, parts, sizes = [], [], list[int]()
+    with store.create(key, grid.chunk_limits(codec)[1]) as out:
         for piece, counts in bands(grid, shard):
             count = math.prod(counts)
             raw = thread_memory("gathered", count * grid.chunk_nbytes)
@@ -87,12 +95,19 @@ def write_shard(
             else:
                 elements = _elements(grid, raw.data, piece.box.shape, piece.strides)
             parts.append(fingerprint_of(elements, grid.shape, piece.box))
-            data, band_leaves = _encode(
-                grid, counts, raw, thread_memory("encoded", count * (grid.chunk_nbytes + 4))
-            )
-            leaves += band_leaves
-            out.write(data)
-        out.write(index_of(grid, shard))
+            band = thread_memory("encoded", count * (grid.chunk_nbytes + CHECKSUM_BYTES))
+            for body, room in _arrange(grid, counts, raw, band):
+                leaves.append(leaf(body))
+                if codec is None:
+                    _CHECKSUM.pack_into(room, 0, checksum(body))
+                    sizes.append(len(body) + CHECKSUM_BYTES)
+                else:
+                    stored = compress(body, grid.itemsize)
+                    sizes.append(len(stored) + CHECKSUM_BYTES)
+                    out.write(stored + _CHECKSUM.pack(checksum(stored)))
+            if codec is None:
+                out.write(band.data)
+        out.write(index_of(grid, shard, sizes))
     return shard_digests(leaves, parts)
 
 
@@ -104,12 +119,11 @@ def _elements(
     return np.ndarray(shape, f"V{grid.itemsize}", memory, 0, nbytes)
 
 
-def _encode(
-    grid: Grid, counts: tuple[int, ...], raw: NDArray[np.uint8], out: NDArray[np.uint8]
-) -> tuple[memoryview, list[bytes]]:
-    """Encode a band into `out`, each chunk followed by its checksum; returns it with the digests of the chunks."""
-    nbytes, pitch = grid.chunk_nbytes, grid.chunk_nbytes + 4
-    count = math.prod(counts)
+def _arrange(
+    grid: Grid, counts: tuple[int, ...], raw: NDArray[np.uint8], band: NDArray[np.uint8]
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Copy elements into a band chunk by chunk; yields each chunk, and the room for its checksum behind it."""
+    nbytes, pitch = grid.chunk_nbytes, grid.chunk_nbytes + CHECKSUM_BYTES
     chunk = (*grid.chunk[:-1], grid.chunk[-1] * grid.itemsize) if grid.chunk else (grid.itemsize,)
     counts = counts or (1,)
     # Rows of chunks may be short: in the order of the band, that of its memory, they are copied
@@ -118,25 +132,91 @@ def _encode(
     strides = [
         x for pair in zip(row_major(counts, pitch), row_major(chunk), strict=True) for x in pair
     ]
-    copy(np.ndarray(shape, np.uint8, out, 0, strides), raw.reshape(shape))
-    view, leaves = out.data, []
-    for begin in range(0, count * pitch, pitch):
-        body = view[begin : begin + nbytes]
-        leaves.append(leaf(body))
-        struct.pack_into("<I", view, begin + nbytes, checksum(body))
-    return view, leaves
+    copy(np.ndarray(shape, np.uint8, band, 0, strides), raw.reshape(shape))
+    for begin in range(0, band.size, pitch):
+        yield band.data[begin : begin + nbytes], band.data[begin + nbytes : begin + pitch]
 
 
-def index_of(grid: Grid, shard: tuple[int, ...]) -> bytes:
-    """The index at the end of a shard's file: the offset and length of each chunk, all ones for none, and a crc32c."""
+def index_of(grid: Grid, shard: tuple[int, ...], sizes: NDArray[np.int64] | Sequence[int]) -> bytes:
+    """The index at the end of a shard's file: the offset and length of each chunk, all ones for none, and a crc32c.
+
+    Args:
+        sizes: the bytes of each chunk that is stored, with its checksum.
+    """
     chunk_counts = grid.tiles(shard, "").grid
-    nbytes = grid.chunk_nbytes + 4  # with the checksum, which a codec of the chunk appends
+    lengths = np.asarray(sizes, np.int64).reshape(chunk_counts)
     index = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
     entries = index[tuple(map(slice, chunk_counts))]
-    entries[..., 0] = np.arange(math.prod(chunk_counts), dtype="<u8").reshape(chunk_counts) * nbytes
-    entries[..., 1] = nbytes
+    entries[..., 0] = np.cumsum(lengths).reshape(chunk_counts) - lengths
+    entries[..., 1] = lengths
     data = index.tobytes()
-    return data + struct.pack("<I", checksum(data))
+    return data + _CHECKSUM.pack(checksum(data))
+
+
+def chunk_sizes(
+    grid: Grid, shard: tuple[int, ...], codec: str | None, index: bytes, end: int
+) -> NDArray[np.int64]:
+    """The bytes of each stored chunk with its checksum, by the index of a shard.
+
+    Args:
+        end: the bytes before the index, all of which are those of chunks.
+
+    Raises:
+        IntegrityError: the index is damaged, or is not one of chunks without gaps.
+    """
+    entries = np.frombuffer(index, "<i8", len(index) // 8).reshape(*grid.chunks_in_shard, 2)
+    stored = tuple(map(slice, grid.tiles(shard, "").grid))
+    sizes: NDArray[np.int64] = entries[..., 1][stored].ravel()
+    least, most = grid.chunk_limits(codec)
+    if (
+        ((sizes >= least) & (sizes <= most)).all()
+        and sizes.sum() == end
+        and index == index_of(grid, shard, sizes)
+    ):
+        return sizes
+    raise IntegrityError("the index at the end of the file is damaged")
+
+
+@dataclass(frozen=True, eq=False)
+class ShardImage(Image):
+    """A shard whose chunks are encoded.
+
+    Attributes:
+        place: of its file, for messages.
+    """
+
+    itemsize: int
+    place: str
+
+    @classmethod
+    def read(
+        cls, store: Store, key: str, grid: Grid, shard: tuple[int, ...], codec: str
+    ) -> ShardImage:
+        """Read the index of a shard.
+
+        Raises:
+            IntegrityError: it is damaged.
+        """
+        place, size = f"{store.url}/{key}", store.info(key).size
+        try:
+            grid.check_size(shard, codec, size)
+            end = size - grid.index_nbytes
+            stored = chunk_sizes(grid, shard, codec, store.read(key, end), end)
+        except IntegrityError as error:
+            raise IntegrityError(f"{place}: {error.message}", hint=_HINT) from error
+        sizes = np.full(len(stored), grid.chunk_nbytes)
+        starts = np.arange(len(stored)) * (grid.chunk_nbytes + CHECKSUM_BYTES)
+        begins = np.cumsum(stored) - stored
+        return cls(grid.file_nbytes(shard), starts, sizes, begins, stored, grid.itemsize, place)
+
+    def decode(self, number: int, stored: memoryview, out: memoryview) -> int:
+        """See Image."""
+        body, crc = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
+        where = f"the chunk at byte {self.stored_starts[number]} of {self.place}"
+        if checksum(body) != int.from_bytes(crc, "little"):
+            raise ChecksumError(f"{where} is damaged (its crc32c differs)", hint=_HINT)
+        decompress(body, out, self.itemsize, where)
+        return checksum(out)
 
 
 def check_shard(
@@ -145,54 +225,81 @@ def check_shard(
     grid: Grid,
     shard: tuple[int, ...],
     out: FileWriter | None = None,
+    codec: str | None = None,
     *,
     fingerprint: bool = True,
 ) -> tuple[bytes, list[Problem]]:
-    """Read a shard's file back and check its size, every checksum and its index.
+    """Read a shard's file back and check its size, its index, and every checksum.
 
     Args:
+        codec: how chunks are encoded.
         fingerprint: whether to compute the fingerprint among the digests; it is zeros otherwise.
 
     Returns:
         The digests of the shard (`format.digest`), and the problems, which do not name the tensor.
     """
-    expected = grid.file_nbytes(shard)
     try:
         size = store.info(key).size
+        grid.check_size(shard, codec, size)
     except NotFound:
         return b"", [Problem(key, "the file is missing", kind="missing")]
-    if size != expected:
-        return b"", [Problem(key, f"the file has {size} bytes instead of {expected}")]
-    tiles = grid.tiles(shard, key)
-    pitch, nbytes, total = tiles.pitch, grid.chunk_nbytes, math.prod(tiles.grid)
-    most = max(1, BAND_BYTES // pitch)
-    leaves, parts, problems = [], [], []
-    strides, boxes = row_major(grid.chunk), (extent.box for extent in tiles.extents())
-    buffer = memoryview(bytearray(min(most, total) * pitch))
-    for first in range(0, total, most):
-        count = min(most, total - first)
-        store.read_into(key, first * pitch, [buffer[: count * pitch]])
-        if out is not None:
-            out.write(buffer[: count * pitch])
-        for k in range(count):
-            body = buffer[k * pitch : k * pitch + nbytes]
-            leaves.append(leaf(body))
-            if fingerprint:
-                box = next(boxes)
-                elements = _elements(grid, body, box.shape, strides)
-                parts.append(fingerprint_of(elements, grid.shape, box))
-            if checksum(body) != int.from_bytes(
-                buffer[k * pitch + nbytes : (k + 1) * pitch], "little"
-            ):
-                at = np.unravel_index(first + k, tiles.grid) if tiles.grid else ()
-                where = tuple(
-                    int(i) + s * n for i, s, n in zip(at, shard, grid.chunks_in_shard, strict=True)
-                )
-                reason = f"crc32c differs (chunk at byte {(first + k) * pitch})"
-                problems.append(Problem(key, reason, chunk=where, kind="differs"))
-    index = store.read(key, total * pitch)
+    except IntegrityError as error:
+        return b"", [Problem(key, error.message)]
+    tiles, end = grid.tiles(shard, key), size - grid.index_nbytes
+    index, problems = store.read(key, end), list[Problem]()
+    try:
+        sizes = chunk_sizes(grid, shard, codec, index, end)
+    except IntegrityError as error:
+        problems.append(Problem(key, error.message))
+        if codec is not None:  # nothing else says where chunks are
+            return b"", problems
+        sizes = np.full(math.prod(tiles.grid), tiles.pitch)
+    decoded = memoryview(bytearray(grid.chunk_nbytes if codec else 0))
+    leaves, parts, strides = [], [], row_major(grid.chunk)
+    stored = _read_chunks(store, key, sizes, max(1, BAND_BYTES // tiles.pitch), out)
+    for k, (extent, (begin, data, crc)) in enumerate(zip(tiles.extents(), stored, strict=True)):
+        reason = None if checksum(data) == crc else f"crc32c differs (chunk at byte {begin})"
+        if reason is None and codec is not None:
+            reason = _fault(data, decoded, grid, begin)
+        body = data if codec is None else decoded
+        if reason is not None:
+            at = np.unravel_index(k, tiles.grid) if tiles.grid else ()
+            where = tuple(
+                int(i) + s * n for i, s, n in zip(at, shard, grid.chunks_in_shard, strict=True)
+            )
+            problems.append(Problem(key, reason, chunk=where, kind="differs"))
+        leaves.append(leaf(body))
+        if fingerprint:
+            elements = _elements(grid, body, extent.box.shape, strides)
+            parts.append(fingerprint_of(elements, grid.shape, extent.box))
     if out is not None:
         out.write(index)
-    if index != index_of(grid, shard):
-        problems.append(Problem(key, "the index at the end of the file is damaged"))
     return shard_digests(leaves, parts), problems
+
+
+def _read_chunks(
+    store: Store, key: str, sizes: NDArray[np.int64], most: int, out: FileWriter | None
+) -> Iterator[tuple[int, memoryview, int]]:
+    """Read chunks, `most` at once: the byte at which each begins, its bytes, and the checksum behind them."""
+    buffer, at = memoryview(bytearray(int(sizes[:most].sum()))), 0
+    for first in range(0, len(sizes), most):
+        some = sizes[first : first + most].tolist()
+        if sum(some) > len(buffer):
+            buffer = memoryview(bytearray(sum(some)))
+        read = buffer[: sum(some)]
+        store.read_into(key, at, [read])
+        if out is not None:
+            out.write(read)
+        for size in some:
+            body, crc = read[: size - CHECKSUM_BYTES], read[size - CHECKSUM_BYTES : size]
+            yield at, body, int.from_bytes(crc, "little")
+            read, at = read[size:], at + size
+
+
+def _fault(stored: memoryview, decoded: memoryview, grid: Grid, begin: int) -> str | None:
+    """Decode a chunk; returns why it is damaged, or None if it is not."""
+    try:
+        decompress(stored, decoded, grid.itemsize, f"the chunk at byte {begin}")
+    except IntegrityError as error:
+        return error.message
+    return None

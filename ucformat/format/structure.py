@@ -7,6 +7,7 @@ they read, `verify` for all.
 
 from __future__ import annotations
 
+import math
 import posixpath
 import re
 from collections import Counter
@@ -33,6 +34,7 @@ from ucformat.schema.documents import is_tombstone
 from ucformat.schema.limits import (
     MAX_ARRAY_DIMS,
     MAX_BASES,
+    MAX_BLOSC,
     MAX_DIMS,
     MAX_EDGE,
     MAX_SHARDS,
@@ -41,18 +43,16 @@ from ucformat.schema.limits import (
     check_json,
 )
 from ucformat.schema.manifest import (
-    BASES,
-    CODECS,
     EXTENTS,
     FEATURES,
     FORMAT_MINOR,
     FORMAT_VERSION,
     MANIFEST,
     PACKED,
-    PATCHES,
     VIRTUAL,
     Manifest,
     is_of_unknown_kind,
+    used_features,
 )
 from ucformat.schema.tensors import BLOSC, TILES
 from ucformat.schema.values import loads
@@ -229,12 +229,7 @@ def _unnamed_features(manifest: Manifest) -> Iterator[Problem]:
     if any(k.in_sidecar for k in kinds) and not named & {PACKED, EXTENTS}:
         reason = f"it has tensors that are no arrays, and requires neither {PACKED} nor {EXTENTS}"
         yield Problem(MANIFEST, reason)
-    used = {
-        BASES: bool(manifest.bases),
-        CODECS: any(k.codec is not None for k in kinds),
-        PATCHES: any(k.codec is not None and k.base is not None for k in kinds),
-    }
-    for feature in (feature for feature, is_used in used.items() if is_used):
+    for feature in used_features(manifest.tensors, manifest.bases):
         if feature not in named:
             yield Problem(
                 MANIFEST, f"it has tensors that need {feature}, and does not require them"
@@ -306,6 +301,8 @@ def _kind_fault(kind: KindDoc, bases: int, *, has_sidecar: bool) -> str | None:
         return "the manifest gives it an invalid chunk grid"
     if shard != chunk and any(s % c for s, c in zip(shard, chunk, strict=True)):
         return "the manifest gives it an invalid chunk grid"
+    if kind.codec == BLOSC and math.prod(chunk) * kind.unit > MAX_BLOSC:
+        return "the manifest gives it chunks of more bytes than its codec encodes"
     if kind.nbytes <= MAX_SHARDS:  # of at least a byte each
         return None
     count = Grid(shape, chunk, shard, kind.unit).count

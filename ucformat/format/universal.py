@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, UnsupportedError
-from ucformat.format.arrays import shard_key
+from ucformat.format.arrays import shard_key, shard_places
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
@@ -25,7 +25,7 @@ from ucformat.reading.readable import (
 )
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import MANIFEST, GroupDoc, Manifest
-from ucformat.schema.tensors import TensorDoc, TensorTable
+from ucformat.schema.tensors import CODECS, TensorDoc, TensorTable
 from ucformat.schema.values import loads
 from ucformat.storage.base import ENCODED
 from ucformat.storage.concurrency import gc_paused
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Extent, FileRun, Tiles
     from ucformat.schema.manifest import FileDoc
+    from ucformat.schema.tensors import KindDoc
     from ucformat.storage.base import Store
 
 #: The names of the file from which Hugging Face's tools begin to load a model's weights.
@@ -76,6 +77,17 @@ def grid_of(doc: TensorDoc) -> Grid:
     return Grid(doc.shape, doc.chunk or (), doc.shard or (), doc.unit)
 
 
+def unknown_word(doc: TensorDoc | KindDoc) -> str | None:
+    """Why tensors cannot be read that a later ucformat, or another program, has written; None if they can be."""
+    for what, word, known in (
+        ("has the dtype", doc.dtype, ITEMSIZE),
+        ("has the codec", doc.codec, (None, *CODECS)),
+    ):
+        if word not in known:
+            return f"{what} {str(word)[:100]!r}, which this ucformat does not know"
+    return None
+
+
 class Universal:
     """An opened universal checkpoint."""
 
@@ -107,18 +119,16 @@ class Universal:
 
             watching.inner = EncodedStore(watching.inner, self._image)
         m, table = self.manifest, self.manifest.tensors
+        self._encoded_arrays: dict[str, TensorDoc] = {}
         self.docs: Mapping[Key, TensorDoc] = ValueByKey(table, table.__getitem__)
         groups = LazyMapping(lambda: {name: i for i, g in enumerate(m.groups) for name in g.params})
         paths = LazyMapping(
             lambda: {Key(d.name, d.state): tuple(map(path_from_json, d.at)) for d in table if d.at}
         )
-        unknown = {kind.dtype for kind in table.kinds} - ITEMSIZE.keys()
         unreadable = {
-            Key(
-                d.name, d.state
-            ): f"has the dtype {d.dtype[:100]!r}, which this ucformat does not know"
-            for d in (table if unknown else ())
-            if d.dtype in unknown
+            Key(d.name, d.state): reason
+            for d in (table if any(map(unknown_word, table.kinds)) else ())
+            if (reason := unknown_word(d)) is not None
         }
         stored = StoredTensors(table)
         readable = tuple(i for i in stored if i.key not in unreadable) if unreadable else stored
@@ -189,8 +199,19 @@ class Universal:
         if not doc.nbytes:
             return
         self._check_large(doc, grid, Box.whole(doc.shape) if within is None else within)
+        prefix = ""
+        if doc.codec is not None:
+            self._encoded_arrays[doc.path], prefix = doc, ENCODED
         for shard in grid.shards(within):
-            yield grid.tiles(shard, shard_key(doc.path, shard))
+            yield grid.tiles(shard, prefix + shard_key(doc.path, shard))
+
+    @cached_property
+    def encoded_sizes(self) -> Mapping[str, int]:
+        """The sizes of the files of encoded arrays, which are listed once."""
+        folders = {
+            str(kind.path) for kind in self.manifest.tensors.kinds if kind.codec and kind.path
+        }
+        return {info.key: info.size for folder in folders for info in self.store.list(folder)}
 
     def file_runs(self, key: Key, within: Box) -> Iterable[Extent | Tiles | FileRun]:
         """See `HasFileRuns`."""
@@ -210,9 +231,14 @@ class Universal:
         return self.sidecar().below(ENCODED)
 
     def _image(self, store: Store, file: str) -> Image:
-        """What an encoded file says of its tiles."""
+        """What an encoded file says of its chunks or tiles."""
+        from ucformat.format.shard import ShardImage
         from ucformat.format.tile_index import read_index
 
+        for folder, shard in shard_places(file):
+            doc = self._encoded_arrays.get(folder)
+            if doc is not None and len(doc.shape) == len(shard):
+                return ShardImage.read(store, file, grid_of(doc), shard, str(doc.codec))
         return read_index(store, file, self._tile, self._read_base)
 
     def _tile(self, file: str, start: int) -> tuple[Key, Box]:
@@ -263,14 +289,14 @@ class Universal:
         for shard in dict.fromkeys((last, first)):
             key = shard_key(str(doc.path), shard)
             try:
-                size, expected = first_info(self.store, key).size, grid.file_nbytes(shard)
+                grid.check_size(shard, doc.codec, first_info(self.store, key).size)
             except NotFound as error:
                 raise MissingData(f"{doc.name} ({doc.state}): {error.message}") from error
-            if size != expected:
+            except IntegrityError as error:
                 raise IntegrityError(
-                    f"{doc.name} ({doc.state}): {key} has {size} bytes instead of {expected}",
+                    f"{doc.name} ({doc.state}): {key}: {error.message}",
                     hint="restore the file and the manifest from another copy",
-                )
+                ) from error
 
     def sidecar(self) -> Sidecar:
         """The extents of the tensors that are not arrays; read and checked when first needed, and then kept."""

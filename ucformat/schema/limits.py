@@ -20,6 +20,7 @@ MAX_EDGE = 1 << 62  # of a tensor: offsets fit into 64 bits
 MAX_DIMS = 64  # of a tensor: torch's own limit
 MAX_ARRAY_DIMS = 32  # of an array: TensorStore opens none with more
 MAX_SHARDS = 10_000_000  # of an array: readers refuse more before they access any file
+MAX_BLOSC = (1 << 31) - 17  # bytes that Blosc encodes at once, of a chunk or tile
 MAX_SPAN = 1 << 60  # of offsets and sizes in files
 MAX_TILES = 1 << 20  # of an extent
 MAX_TILE_BYTES = 1 << 24  # of a tile of an encoded file: bounds what few stored bytes decode to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,6 +10,9 @@ from ucformat.schema import LINEAGE_KINDS
 from ucformat.schema.limits import MAX_INTEGER, MAX_RANKS, MOST_COMMITS
 from ucformat.schema.tensors import Digest, Size, StatePath, TensorTable, Text  # noqa: TC001 - pydantic reads them
 from ucformat.schema.values import Finite, Instant, Number, Time, Values  # noqa: TC001 - pydantic reads them
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FORMAT_VERSION = 1
 
@@ -31,6 +34,17 @@ ATTEMPT = "[0-9a-f]{20}"
 Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Commits = Annotated[int, Field(ge=1, le=MOST_COMMITS)]
+
+
+def used_features(tensors: TensorTable, bases: Sequence[BaseDoc] = ()) -> list[str]:
+    """The features that a manifest uses by itself; its sidecar may use others."""
+    encoded = [kind for kind in tensors.kinds if kind.codec is not None]
+    used = {
+        BASES: bool(bases),
+        CODECS: bool(encoded),
+        PATCHES: any(kind.base is not None for kind in encoded),
+    }
+    return [feature for feature, is_used in used.items() if is_used]
 
 
 class _ManifestPart(BaseModel):
@@ -234,8 +248,9 @@ class Manifest(_ManifestPart):
         return Manifest.model_validate_json(self.model_dump_json())
 
     def with_sidecar(self, sidecar: SidecarDoc | None, requires: tuple[str, ...]) -> Manifest:
-        """This manifest with another sidecar, and the features that reading that requires."""
-        return self.model_copy(update={"sidecar": sidecar, "requires": requires})
+        """This manifest with another sidecar, and the features that reading that requires, besides its own."""
+        features = dict.fromkeys((*requires, *used_features(self.tensors, self.bases)))
+        return self.model_copy(update={"sidecar": sidecar, "requires": tuple(features)})
 
 
 class AttemptDoc(_ManifestPart):
