@@ -82,6 +82,7 @@ def convert(
     checksums: bool = False,
     unprotected: bool = False,
     weights: Literal["safetensors"] | None = None,
+    codec: Literal["blosc"] | None = None,
     verify: bool = True,
     on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
@@ -120,6 +121,8 @@ def convert(
             stored as arrays (default: everything is). Tensors below 256 KiB are packed into files
             beside the arrays if there are more than 1,000 of them; `materialize` writes those as
             arrays, too.
+        codec: `blosc` compresses the chunks of arrays, without loss (default: they are stored as
+            they are). Safetensors files are not compressed.
         verify: compare the bytes that are read with the checksums in the source's files (CRC-32 of
             zip records, CRC-32C of chunks). The manifest's `verified` lists the tensors of which
             all bytes were compared.
@@ -143,7 +146,7 @@ def convert(
         PermissionDenied: with `virtual` and without `unprotected`, nothing can be written beside
             the source's files.
         UsageError: `checksums` or `unprotected` without `virtual`, or `virtual` with a size of
-            chunks or shards, or with `weights`; or `weights` of a checkpoint without weights.
+            chunks or shards, with `codec`, or with `weights`; or `weights` of a checkpoint without weights.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = as_store(dst)
@@ -151,7 +154,8 @@ def convert(
         {"run": run, "config": with_config({}, config), "metrics": dict(metrics or {})},
         "the checkpoint",
     )
-    options = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    where = Where.parse(on)
+    options = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, where, codec)
     infos = _chosen(source, None if states is None else as_strings(states))
     _check_virtual(options, virtual=virtual, checksums=checksums, unprotected=unprotected)
     _check_weights(source, infos, weights, virtual=virtual)
@@ -277,9 +281,9 @@ def _check_virtual(
         raise UsageError(
             "a virtual checkpoint is written by one process: its bytes stay where they are"
         )
-    if virtual and (options.chunk_bytes or options.shard_bytes):
+    if virtual and (options.chunk_bytes or options.shard_bytes or options.codec):
         raise UsageError(
-            "a virtual checkpoint has no chunks and shards: its bytes stay where they are"
+            "a virtual checkpoint has no chunks and shards: its bytes stay as and where they are"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import (
@@ -23,6 +23,7 @@ from ucformat.errors import (
     UcformatError,
     UnsupportedError,
     UsageError,
+    check_choice,
     first_names,
 )
 from ucformat.format.attempts import folders_of
@@ -37,6 +38,7 @@ from ucformat.format.universal import grid_of
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.documents import copy_document
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, discard_finished
+from ucformat.jobs.materialize import is_packed, materialize
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import workers_for
@@ -337,7 +339,7 @@ class Copied:
 
     Attributes:
         url: the place of the copy.
-        id: the checkpoint's id.
+        id: the checkpoint's id, with another codec that of the new one.
         files: the number of files, without the manifest.
         nbytes: their size in bytes.
         kept: the number of files that were there already.
@@ -360,6 +362,7 @@ def copy(
     overwrite: bool = False,  # noqa: FBT001, FBT002 - as of convert
     workers: int | None = None,
     *,
+    codec: Literal["blosc", "none"] | None = None,
     on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
 ) -> Copied:
@@ -378,6 +381,9 @@ def copy(
             damaged ones are copied again.
         workers: files copied at once (default: one for each core; for object stores eight at
             least).
+        codec: write the arrays anew with this codec, `blosc` or `none`. The result is another
+            checkpoint with the same content: it has an id of its own, and no signature (default: the
+            bytes of the files are copied).
         on: where files are copied, as for `convert`.
         progress: called with the bytes done and the bytes in all.
 
@@ -386,13 +392,19 @@ def copy(
         IntegrityError: the source is damaged; nothing is committed.
         Conflict: another checkpoint is committed at `dst`, or the source was replaced in the
             meantime.
-        UnsupportedError: the source is not a universal checkpoint, or is virtual.
+        UnsupportedError: the source is not a universal checkpoint, or is virtual; or with `codec`, it
+            has tensors in packed files.
         UsageError: the source is a view.
     """
+    check_choice("codec", codec, (None, "blosc", "none"))
     options = WriteOptions(workers=workers, progress=progress, where=Where.parse(on))
     ck = src if isinstance(src, Checkpoint) else open_reference(src)
     source = _universal(ck)
     store = as_store(dst)
+    if codec is not None:
+        coded = None if codec == "none" else codec
+        arguments = {"codec": coded, "overwrite": overwrite, "workers": workers}
+        return _recode(ck, store, **arguments, on=on, progress=progress)
     data, _ = source.store.read_versioned(MANIFEST)
     if not _is_same(parse_manifest(data, f"{source.store.url}/{MANIFEST}"), source.manifest):
         raise _replaced(source)
@@ -418,6 +430,20 @@ def copy(
         if _is_gone(source):  # the replacement removed the files that are read here
             raise _replaced(source) from error
         raise
+
+
+def _recode(ck: Checkpoint, store: Store, **arguments: Any) -> Copied:
+    """Write a checkpoint of arrays with another codec, and otherwise as it is."""
+    if is_packed(ck):
+        raise UnsupportedError(
+            f"{ck.url} has tensors in packed files, of which there are no copies with another codec",
+            hint="`ucp materialize SRC DST --codec blosc` writes it as arrays",
+        )
+    grid = ck.manifest.grid
+    sizes = () if grid is None else (grid.chunk_bytes, grid.shard_bytes)
+    done = materialize(ck, store, *sizes, **arguments)
+    written = _sizes(store, done.manifest).values()
+    return Copied(store.url, done.id, len(written), sum(written), 0, 0)
 
 
 def _universal(ck: Checkpoint) -> Universal:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import (
@@ -52,6 +52,7 @@ def materialize(
     shard_bytes: int | None = None,
     overwrite: bool = False,  # noqa: FBT001, FBT002 - as of convert
     workers: int | None = None,
+    codec: Literal["blosc"] | None = None,
     **arguments: Unpack[CheckedArguments],
 ) -> Checkpoint:
     """Rewrite a packed or virtual checkpoint as arrays, in place or as a new checkpoint, and commit them.
@@ -71,6 +72,7 @@ def materialize(
         overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one
             is committed.
         workers: shards written at once (default: one for each core).
+        codec: as for `convert`.
         arguments: see `CheckedArguments`. Files of another checkpoint that were registered with
             checksums are read a second time to verify them.
 
@@ -86,7 +88,9 @@ def materialize(
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     job_arguments: dict[str, Any] = dict(arguments)
     where = Where.parse(job_arguments.pop("on", "threads"))
-    options = WriteOptions(chunk_bytes, shard_bytes, workers, **job_arguments, where=where)
+    options = WriteOptions(
+        chunk_bytes, shard_bytes, workers, **job_arguments, where=where, codec=codec
+    )
     if dst is None:
         return _in_place(source, options)
     store = as_store(dst)

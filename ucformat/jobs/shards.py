@@ -22,6 +22,7 @@ from ucformat.jobs.run import workers_for
 from ucformat.jobs.tasks import job_name
 from ucformat.jobs.where import HERE, Where
 from ucformat.schema.manifest import VerifiedDoc
+from ucformat.schema.tensors import BLOSC
 from ucformat.storage.base import FileWriter
 from ucformat.storage.url import open_store
 
@@ -50,9 +51,11 @@ class WriteOptions:
     progress: Callable[[int, int], None] | None = None
     verify: bool = True
     where: Where = HERE
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("verify", self.verify, (True, False))
+        check_choice("codec", self.codec, (None, BLOSC))
         for option in ("chunk_bytes", "shard_bytes", "workers"):
             value = getattr(self, option)
             if value is not None and value < 1:
@@ -68,6 +71,7 @@ def plan_document(
         **content_of(source, infos),
         "grids": (options.chunk_bytes, options.shard_bytes),
         "writer": __version__,
+        **({"codec": options.codec} if options.codec else {}),
     } | ({} if options.verify else {"verify": False})
 
 
@@ -86,6 +90,7 @@ def plan_spec(
         "tensors": [tuple(i.key) for i in infos],
         "grids": (options.chunk_bytes, options.shard_bytes),
         "verify": options.verify,
+        "codec": options.codec,
         "plan": document_digest(plan_document(source, infos, options)),
     }
 
@@ -99,7 +104,7 @@ def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], W
     source = reopen(spec["source"])
     infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
     chunk_bytes, shard_bytes = spec["grids"]
-    options = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"])
+    options = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"], codec=spec["codec"])
     if document_digest(plan_document(source, infos, options)) != spec["plan"]:
         raise other_found(source)
     return source, infos, options
@@ -131,7 +136,13 @@ class ShardJob(RecordedJob):
         self.attempt = attempt
         self.infos = infos
         self.options = options
-        self.arrays = lay_out(infos, f"data/{attempt}", options.chunk_bytes, options.shard_bytes)
+        self.arrays = lay_out(
+            infos,
+            f"data/{attempt}",
+            options.chunk_bytes,
+            options.shard_bytes,
+            codec=options.codec,
+        )
         self._large = sorted(self.arrays, key=lambda a: -_nbytes(a, (0,) * len(a.grid.shape)))
         self._ends = list(accumulate(a.grid.count for a in self._large))
         self.count = self._ends[-1] if self._ends else 0
@@ -234,14 +245,12 @@ class ShardJob(RecordedJob):
             ):
                 self.store.adopt(key)
                 return kept, bare
-        return write_shard(self.store, key, grid, shard, fill), bare
+        return write_shard(self.store, key, grid, shard, fill, array.codec), bare
 
     def _kept(self, array: StoredArray, shard: tuple[int, ...], key: str) -> bytes | None:
         """The digests of a shard if its file exists and is intact."""
         try:
-            if self.store.info(key).size != array.grid.file_nbytes(shard):
-                return None
-            digests, problems = check_shard(self.store, key, array.grid, shard)
+            digests, problems = check_shard(self.store, key, array.grid, shard, codec=array.codec)
         except NotFound:
             return None
         return None if problems else digests

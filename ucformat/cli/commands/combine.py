@@ -25,6 +25,7 @@ from ucformat.cli.ui.options import (
 )
 from ucformat.cli.ui.where import (
     CHUNK_BYTES,
+    CODEC,
     DRY_RUN,
     NO_VERIFY,
     ON,
@@ -102,6 +103,7 @@ _MORE: tuple[Callable[[Any], Any], ...] = (
     work_options(
         CHUNK_BYTES,
         SHARD_BYTES,
+        CODEC,
         OVERWRITE,
         workers_option("shards to write"),
         NO_VERIFY,
@@ -270,6 +272,7 @@ def _run(
         None,
         not work.no_verify,
         Where.parse(work.where),
+        work.codec,
     )
     if work.dry_run:
         print_cost(plan().estimate(dst, options), out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -23,6 +23,7 @@ from ucformat.cli.ui.options import (
 from ucformat.cli.ui.text import bytes_text, plural
 from ucformat.cli.ui.where import (
     CHUNK_BYTES,
+    CODEC,
     DRY_RUN,
     NO_VERIFY,
     ON,
@@ -39,7 +40,7 @@ from ucformat.cli.ui.where import (
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
 
-_SIZES = (CHUNK_BYTES, SHARD_BYTES, OVERWRITE, workers_option("shards to write"), NO_VERIFY)
+_SIZES = (CHUNK_BYTES, SHARD_BYTES, CODEC, OVERWRITE, workers_option("shards to write"), NO_VERIFY)
 _JOB = (ON, PART, DRY_RUN, IGNORE_DEPENDENT)
 
 
@@ -87,7 +88,7 @@ def convert(
     with work.running("converting", out, f"nothing is committed at {dst}") as progress:
         source = opening.open(src)
         arguments = work.arguments(
-            "chunk_bytes", "shard_bytes", "overwrite", "workers", "verify", "on"
+            "chunk_bytes", "shard_bytes", "codec", "overwrite", "workers", "verify", "on"
         )
         ck = ucformat.convert(
             source, dst, **chosen, **arguments, **asdict(facts), progress=progress
@@ -120,6 +121,14 @@ def convert(
         ),
     ),
     workers_option("files to copy"),
+    click.option(
+        "--codec",
+        type=click.Choice(["blosc", "none"]),
+        help=(
+            "Write the arrays compressed, or not compressed, instead of copying their files.  "
+            "[default: as they are]"
+        ),
+    ),
     *_JOB,
 )
 @CATALOG
@@ -133,12 +142,13 @@ def copy(src: str, dst: str, work: Work, out: Output) -> None:
     import ucformat
 
     if work.dry_run:
-        print_cost(ucformat.estimate("copy", src, dst, workers=work.workers), out)
+        job: Literal["copy", "materialize"] = "materialize" if work.codec else "copy"
+        print_cost(ucformat.estimate(job, src, dst, workers=work.workers), out)
         return
     begun = time.perf_counter()
     ignore_dependents_of(work.ignored, [dst], out, "copy")
     with work.running("copying", out, f"nothing is committed at {dst}") as progress:
-        arguments = work.arguments("overwrite", "workers", "on")
+        arguments = work.arguments("overwrite", "workers", "codec", "on")
         done = ucformat.copy(src, dst, **arguments, progress=progress)
     seconds = time.perf_counter() - begun
     data = {
@@ -189,7 +199,7 @@ def materialize(src: str, dst: str | None, work: Work, out: Output) -> None:
     nothing = dst is None and source.kind == "ucformat" and not is_packed(source)
     left = f"{source.url} is intact" if dst is None else f"nothing is committed at {dst}"
     with work.running("materialising", out, left) as progress:
-        arguments = work.arguments("overwrite", "on")
+        arguments = work.arguments("codec", "overwrite", "on")
         ck = ucformat.materialize(source, dst, **sizes, **arguments, progress=progress)
     if nothing:
         out.note(f"{ck.url} is not packed: nothing to do")

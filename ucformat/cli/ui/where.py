@@ -52,6 +52,11 @@ SHARD_BYTES = click.option(
     type=SIZE,
     help="Maximum size of a shard, the unit of writing.  [default: 128MiB]",
 )
+CODEC = click.option(
+    "--codec",
+    type=click.Choice(["blosc"]),
+    help="Compress the chunks, without loss.  [default: they are stored as they are]",
+)
 OVERWRITE = click.option(
     "--overwrite",
     is_flag=True,
@@ -88,6 +93,7 @@ class Work:
 
     chunk_bytes: int | None = None
     shard_bytes: int | None = None
+    codec: Literal["blosc", "none"] | None = None
     overwrite: bool = False
     yes: bool = False
     workers: int | None = None

@@ -50,6 +50,7 @@ class CombineArguments(JobArguments, total=False):
         cast: the dtype of combined tensors (default: that of the first checkpoint, or of the base).
         chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
+        codec: as for `convert`.
         run: the name of the run, for the catalog (default: none, so that it takes that of the
             folder).
         metrics: measured numbers by name.
@@ -60,6 +61,7 @@ class CombineArguments(JobArguments, total=False):
     cast: str | None
     chunk_bytes: int | None
     shard_bytes: int | None
+    codec: Literal["blosc"] | None
     run: str | None
     metrics: Mapping[str, float] | None
 

@@ -140,6 +140,7 @@ class CombineJob(ShardJob):
             "attempt": self.attempt,
             "grids": (self.options.chunk_bytes, self.options.shard_bytes),
             "verify": self.options.verify,
+            "codec": self.options.codec,
             "plan": document_digest(self.combination.plan(self.options)),
         }
 
@@ -148,7 +149,7 @@ class CombineJob(ShardJob):
         """See Job."""
         combination = Combination.of_spec(spec["combination"])
         chunk_bytes, shard_bytes = spec["grids"]
-        options = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"])
+        options = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"], codec=spec["codec"])
         if document_digest(combination.plan(options)) != spec["plan"]:
             raise Conflict(
                 "a worker reads other files of the inputs than those with which the job was "

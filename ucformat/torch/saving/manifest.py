@@ -37,7 +37,6 @@ from ucformat.reading.readable import PART_OF, GroupPlace, path_to_json
 from ucformat.reading.readable import StatePath as Path
 from ucformat.schema.limits import MAX_DEPTH, MAX_INTEGER, MOST_COMMITS
 from ucformat.schema.manifest import (
-    CODECS,
     GroupDoc,
     LaunchDoc,
     LineageDoc,
@@ -411,8 +410,6 @@ def manifest_of(
     if options.certify:
         _check_live(plan, written.live, tensors)
     doc, requires = (None, ()) if sidecar is None else put_sidecar(store, data, sidecar, tensors)
-    if any(kind.codec is not None for kind in tensors.kinds):
-        requires = (*requires, CODECS)
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
     objects = f"objects/{attempt.id}"
@@ -423,8 +420,7 @@ def manifest_of(
     layout |= next(
         ({PART_OF: edge.how[PART_OF]} for edge in metadata.lineage if PART_OF in edge.how), {}
     )
-    return Manifest(
-        requires=requires,
+    manifest = Manifest(
         id=new_id(),
         attempt=attempt.id,
         created=datetime.now(UTC),
@@ -448,7 +444,6 @@ def manifest_of(
         assets=put_assets(
             store, attempt.id, own.weights and own.weights.files.folder, metadata.assets
         ),
-        sidecar=doc,
         grid=grid,
         writers=tuple(
             WriterDoc(rank=r.rank, nbytes=r.nbytes, seconds=r.seconds, stall=r.stall)
@@ -456,6 +451,7 @@ def manifest_of(
         ),
         tensors=tensors,
     )
+    return manifest.with_sidecar(doc, requires)
 
 
 def _fingerprints(plan: GlobalPlan, written: Mapping[bytes, bytes]) -> list[str]:

@@ -10,6 +10,7 @@ from ucformat.errors import UsageError
 from ucformat.format.arrays import lay_out
 from ucformat.schema.limits import MOST_COMMITS
 from ucformat.schema.manifest import LaunchDoc, LineageDoc
+from ucformat.schema.tensors import BLOSC
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class RunArguments(TypedDict, total=False):
             of them, since each array is two files.
         codec: `blosc` compresses what is stored, without loss: byte planes of elements, by zstd (extra
             `codecs`); `raw` leaves it as it is, and gives packed files an index with the fingerprint
-            of each tile, so that later checkpoints can be based on them (default: neither). Not for
-            `safetensors`, whose files other tools load.
+            of each tile, so that later checkpoints can be based on them (default: neither).
+            Safetensors files stay as they are, for the tools that load them.
         assets: a folder whose `config.json`, tokenizer and similar files are stored, too. The
             `config.json` of a model of transformers in the state, or the `adapter_config.json` of
             PEFT's, is stored by default.
@@ -122,20 +123,14 @@ class SaveOptions:
         return cls(url, **{k: v for k, v in arguments.items() if k in names})  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
-        for name, allowed in (("form", get_args(Form)), ("replicas", ("equal", "first"))):
+        for name, allowed in (
+            ("form", get_args(Form)),
+            ("replicas", ("equal", "first")),
+            ("codec", (None, *get_args(Codec))),
+        ):
             if getattr(self, name) not in allowed:
                 listed = " or ".join(f'"{value}"' for value in allowed)
                 raise UsageError(f"{name}={getattr(self, name)!r} is not supported", hint=listed)
-        if self.codec is not None and self.codec not in get_args(Codec):
-            raise UsageError(
-                f"codec={self.codec!r} is not supported", hint='"blosc" or "raw", or none'
-            )
-        if self.codec is not None and self.form == "safetensors":
-            raise UsageError(
-                f'codec="{self.codec}" is not possible with form="safetensors": the tools that load '
-                "such files know no codec",
-                hint='save with form="packed" or form="zarr", or without a codec',
-            )
         for name in ("chunk_bytes", "shard_bytes"):
             size = getattr(self, name)
             if size is not None and size < 1:
@@ -171,7 +166,11 @@ class SaveOptions:
         Args:
             folders: of the arrays, if these are not all tensors of the checkpoint.
         """
-        return lay_out(infos, f"data/{attempt}", self.chunk_bytes, self.shard_bytes, folders)
+        folder = f"data/{attempt}"
+        codec = (
+            BLOSC if self.codec == BLOSC else None
+        )  # there are no arrays with raw chunks and an index
+        return lay_out(infos, folder, self.chunk_bytes, self.shard_bytes, folders, codec)
 
 
 class LaunchArguments(TypedDict):

@@ -450,4 +450,5 @@ def _write(
             copy_common(part, f.box, target, piece.box)
         return None
 
-    return write_shard(store, shard_key(array.path, shard.at), array.grid, shard.at, fill)
+    key = shard_key(array.path, shard.at)
+    return write_shard(store, key, array.grid, shard.at, fill, array.codec)
