@@ -197,7 +197,7 @@ def test_sources_have_the_options_that_their_hints_name() -> None:
     named = set()
     root = Path(ucformat.__file__).parent
     rooms = {"pytorch": ["dcp", "torch_save"], "huggingface": ["huggingface"], "distcp": ["dcp"]}
-    pickles = [k for k in known if k not in ("orbax", "safetensors", "zarr")]
+    pickles = [k for k in known if k not in ("orbax", "safetensors", "slime", "zarr")]
     files = {
         "allowed": pickles,
         "opening": list(known),

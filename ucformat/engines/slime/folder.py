@@ -182,8 +182,8 @@ def read_delta(store: Store, version: int) -> Delta | None:
     if not stored:
         raise MissingData(
             f"{store.url}/{folder} is missing, which later versions change",
-            hint="restore it; or open a version before it, or after the next full one: "
-            f"{option_text('version', '12')}",
+            hint="restore it; or open a version before it, or from the next full one on: "
+            f"{option_text('version', str(version - 1))}",
         )
     index = read_json(inside, INDEX) if INDEX in stored else {}
     metadata = _index_metadata(index)

@@ -142,7 +142,7 @@ def _model_files(keys: Iterable[str], url: str) -> FileSet:
         raise MissingData(
             f"{url} {problem}: {first_names(sets, _MAX_NAMED) or 'it has no such files'}",
             hint=f"a full version has {INDEX}, which is written last, or model{SUFFIX}: while it is written, wait, or "
-            f"open the version before it: {option_text('version', '12')}",
+            "open the version before it with the option `version`",
         )
     ((named, index),) = whole.values()
     return complete_shards(named), index
