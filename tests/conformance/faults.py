@@ -201,6 +201,152 @@ def of_arrays(flat: Files) -> Faults:
     }  # fmt: skip
 
 
+def of_compressed(flat: Files) -> Faults:
+    """Of arrays of compressed chunks; all checksums that no fault is about are right."""
+    even = next(k for k in flat if k.endswith("/even/c/0/0"))
+    zarr = even.replace("c/0/0", "zarr.json")
+    data = flat[even]
+    count = next(n for n in range(1, 99) if data[-4 - 16 * n :][:8] == bytes(8))  # entries
+    end = len(data) - 4 - 16 * count
+    lengths = [int.from_bytes(data[end + 16 * n + 8 :][:8], "little") for n in range(count)]
+
+    def sealed(body: bytes) -> bytes:
+        return body + crc32c(body).to_bytes(4, "little")
+
+    def indexed(chunks: bytes, index: list[int]) -> Files:
+        return {**flat, even: chunks + sealed(b"".join(n.to_bytes(8, "little") for n in index))}
+
+    def entries(*lengths: int) -> list[int]:
+        return [n for k, length in enumerate(lengths) for n in (sum(lengths[:k]), length)]
+
+    def first(change: Callable[[bytearray], object]) -> Files:
+        body = bytearray(data[: lengths[0] - 4])
+        change(body)
+        chunk = sealed(bytes(body))
+        return indexed(chunk + data[lengths[0] : end], entries(len(chunk), *lengths[1:]))
+
+    def kind(**values: Any) -> Files:
+        return edited(flat, lambda m: m["tensors"]["kinds"][0].update(values))
+
+    right, whole = entries(*lengths), data[:end]
+    return {
+        "compressed-not-required": (
+            "damaged",
+            "a codec, and `requires` does not name the feature",
+            edited(flat, lambda m: m.update(requires=[])),
+        ),
+        "compressed-tiles": (
+            "damaged",
+            "an array with the codec of packed files",
+            kind(codec="tiles"),
+        ),
+        "compressed-mistyped": ("damaged", "a codec that is no text", kind(codec=1)),
+        "compressed-large": (
+            "damaged",
+            "chunks of 2 GiB",
+            kind(chunk=[1 << 29, 1], shard=[1 << 29, 1]),
+        ),
+        "compressed-chunk": ("damaged", "a bit of a chunk is flipped", flipped(flat, even, 20)),
+        "compressed-index": ("damaged", "a bit of an index is flipped", flipped(flat, even, -10)),
+        "compressed-truncated": (
+            "damaged",
+            "a shard is cut off",
+            changed(flat, even, lambda d: d[:30]),
+        ),
+        "compressed-missing": ("damaged", "a shard is missing", changed(flat, even, lambda _: b"")),
+        "compressed-overlap": (
+            "damaged",
+            "two chunks are one and the same",
+            indexed(whole, [*right[:2], *right[:2], *right[4:]]),
+        ),
+        "compressed-gap": (
+            "damaged",
+            "a byte between two chunks",
+            indexed(
+                data[: lengths[0]] + b"\0" + data[lengths[0] : end],
+                [*right[:2], *(n + (k % 2 == 0) for k, n in enumerate(right[2:]))],
+            ),
+        ),
+        "compressed-trailing": (
+            "damaged",
+            "a byte between the chunks and the index",
+            indexed(whole + b"\0", right),
+        ),
+        "compressed-absent": (
+            "damaged",
+            "a chunk with elements that is not stored",
+            indexed(data[lengths[0] : end], [2**64 - 1] * 2 + entries(*lengths[1:])),
+        ),
+        "compressed-far": (
+            "damaged",
+            "a chunk beyond the file",
+            indexed(whole, [2**62, *right[1:]]),
+        ),
+        "compressed-long": (
+            "damaged",
+            "a chunk that is longer than the file",
+            indexed(whole, [right[0], 2**62, *right[2:]]),
+        ),
+        "compressed-short": (
+            "damaged",
+            "a chunk of 19 bytes",
+            first(lambda d: d.__delitem__(slice(15, None))),
+        ),
+        "compressed-longer": (
+            "damaged",
+            "a chunk that is longer than its bytes and a header",
+            first(lambda d: d.extend(bytes(1200))),
+        ),
+        "compressed-more": (
+            "damaged",
+            "a header says that a chunk has more bytes than it has",
+            first(lambda d: d.__setitem__(slice(4, 8), (1 << 30).to_bytes(4, "little"))),
+        ),
+        "compressed-less": (
+            "damaged",
+            "a header says that a chunk has fewer bytes than it has",
+            first(lambda d: d.__setitem__(slice(4, 8), (512).to_bytes(4, "little"))),
+        ),
+        "compressed-itemsize": (
+            "damaged",
+            "a header has elements of another size",
+            first(lambda d: d.__setitem__(3, 2)),
+        ),
+        "compressed-flags": (
+            "damaged",
+            "a header of a chunk that is split",
+            first(lambda d: d.__setitem__(2, 0x81)),
+        ),
+        "compressed-version": (
+            "damaged",
+            "a header of another version of Blosc",
+            first(lambda d: d.__setitem__(0, 3)),
+        ),
+        "compressed-stored": (
+            "damaged",
+            "a header has another number of stored bytes",
+            first(lambda d: d.__setitem__(12, d[12] ^ 1)),
+        ),
+        "compressed-zstd": (
+            "damaged",
+            "bytes that zstd does not decompress",
+            first(lambda d: d.__setitem__(slice(20, None), bytes(len(d) - 20))),
+        ),
+        "compressed-digest": (
+            "damaged:verify",
+            "a digest of another tensor",
+            edited(
+                flat, lambda m: m["tensors"]["digest"].__setitem__(0, m["tensors"]["digest"][1])
+            ),
+        ),
+        "compressed-document": (
+            "damaged:verify",
+            "a `zarr.json` of an array that is not compressed",
+            changed(flat, zarr, lambda d: d.replace(b'"name": "blosc"', b'"name": "gzip"')),
+        ),
+    }
+
+
 def of_packed(columns: Columns, files: Files) -> Faults:
     """Of a sidecar, and of packed files."""
     good = packed_files(columns, files)

@@ -21,7 +21,7 @@ import zlib
 from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -135,9 +135,34 @@ def made_of_arrays(tensors: Arrays | None = None) -> Files:
     )
 
 
-def _files(opened: Checkpoint, more: dict[str, Any]) -> Files:
+def compressed() -> Arrays:
+    """Elements that shrink, whatever the version of the compressor, and such that do not."""
+    return {
+        ("even", "weight"): np.repeat(np.arange(8, dtype="f4"), 1000).reshape(40, 200),
+        ("odd", "weight"): np.full((33, 130), 7, "u1"),
+        **{key: a for key, a in arrays().items() if key[1] != "exp_avg"},
+    }
+
+
+def made_of_compressed_arrays() -> Files:
+    """Arrays of compressed chunks, some of them padded."""
+    source = FakeSource.write(MemoryStore(f"conformance-{uuid4().hex}"), compressed())
+    more = {"aliases": {}, "requires": ("codecs",)}
+    return _files(Checkpoint(source), more, codec="blosc", chunk_bytes=1024, shard_bytes=4096)
+
+
+def _files(
+    opened: Checkpoint,
+    more: dict[str, Any],
+    *,
+    codec: Literal["blosc"] | None = None,
+    chunk_bytes: int = 16,
+    shard_bytes: int = 64,
+) -> Files:
     store = MemoryStore(f"conformance-{uuid4().hex}")
-    ck = ucformat.convert(opened, store, chunk_bytes=16, shard_bytes=64)
+    ck = ucformat.convert(
+        opened, store, codec=codec, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes
+    )
     files = {
         i.key: store.read(i.key)
         for i in store.list()
@@ -702,6 +727,8 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "spelled-out": ("a table of tensors that is longer than it need be", edited(flat, spelled_out), all_of_it),
         "strays": ("files that a reader ignores, a tombstone beside a manifest among them", {**flat, **strays}, all_of_it),
         "dtypes": ("a tensor of every dtype", made_of_arrays(of_every_dtype()), expected_of(of_every_dtype())),
+        "compressed": ("arrays of compressed chunks", made_of_compressed_arrays(), expected_of(compressed())),
+        "compressed-newer": ("a codec that version 1 has not, of one tensor", edited(made_of_compressed_arrays(), later_codec), less(expected_of(compressed()), 0)),
         "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}),
         "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),
     }  # fmt: skip
@@ -710,6 +737,11 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
 def later_dtype(m: Any) -> None:
     """Give the first tensor a dtype of elements of the same size."""
     m["tensors"]["kinds"][0].update(dtype="acme.float5", itemsize=2)
+
+
+def later_codec(m: Any) -> None:
+    """Give the first tensor another codec."""
+    m["tensors"]["kinds"][0].update(codec="acme.zfp")
 
 
 def newer_dtype(flat: Files) -> Files:
@@ -737,11 +769,12 @@ def stored(files: Files) -> MemoryStore:
     return store
 
 
-def less(want: dict[str, Any], number: int, dtype: str) -> dict[str, Any]:
-    """The same, but for a tensor that only a later reader can read."""
+def less(want: dict[str, Any], number: int, dtype: str | None = None) -> dict[str, Any]:
+    """The same, but for a tensor, perhaps of another dtype, that only a later reader can read."""
     want = copy.deepcopy(want)
-    del want["tensors"][number]["sha256"]
-    want["tensors"][number].update(dtype=dtype, error="upgrade")
+    tensor = want["tensors"][number]
+    del tensor["sha256"]
+    tensor.update(dtype=dtype or tensor["dtype"], error="upgrade")
     return want
 
 
@@ -770,11 +803,12 @@ def by_row(columns: Columns, name: str, row: int) -> list[int]:
 
 def invalid() -> dict[str, tuple[str, str, Files]]:
     """Of each invalid checkpoint the class of error, what is wrong, and its files."""
-    from tests.conformance.faults import of_arrays, of_packed, of_virtual
+    from tests.conformance.faults import of_arrays, of_compressed, of_packed, of_virtual
 
     columns, files = rows()
     return {
         **of_arrays(made_of_arrays()),
+        **of_compressed(made_of_compressed_arrays()),
         **of_packed(columns, files),
         **of_virtual(virtual_files()),
     }
@@ -833,6 +867,11 @@ def vectors() -> dict[str, Any]:
             ("half", "complex32", (3,), (2,), (4,)),
         )
     ]  # fmt: skip
+    compressed_grid = Grid((40, 6), (16, 6), (32, 6), 2)
+    zarr.append(
+        {"name": "a", "state": "weight", "dtype": "bfloat16", "shape": (40, 6), "chunk": (16, 6), "shard": (32, 6),
+         "codec": "blosc", "document": array_json(Key("a", "weight"), "bfloat16", compressed_grid, "blosc").decode()}
+    )  # fmt: skip
     document = b'{\n "format": "x"\n}'
     whole = with_own_digest(document)
     own = {
@@ -880,8 +919,9 @@ def main(folder: Path = CASES) -> None:
     """Write all of it to a folder that is empty, or absent."""
     bases: dict[str, Files] = {}
     for name, (says, files, want) in valid().items():
-        put(folder, name, files, {"says": says, **want}, bases)
-        if name in ("arrays", "packed", "described", "virtual"):
+        is_base = name in ("arrays", "compressed", "packed", "described", "virtual")
+        put(folder, name, files, {"says": says, **want}, {} if is_base else bases)
+        if is_base:
             bases[name] = files
     for name, (fault, says, files) in invalid().items():
         error, _, stage = fault.partition(":")

@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 from crc32c import crc32c
+from numcodecs import blosc  # type: ignore[import-untyped]
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ OTHERS |= {"float4_e2m1fn": 1, "float4_e2m1fn_x2": 1, "complex32": 4, "bcomplex3
 OTHERS |= {f"{kind}{n}": 1 for kind in ("int", "uint") for n in range(1, 8)}
 OTHERS |= {"bits8": 1, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1, "bits16": 2}
 SIZES |= OTHERS
-FEATURES = {"packed", "extents", "virtual"}
+FEATURES = {"packed", "extents", "virtual", "codecs"}
 FARTHEST, NONE = 1 << 60, "xxh3:" + 32 * "0"
 MOST_INTEGER, MOST_TEXT, MOST_LEVELS, MOST_BITS = 1 << 62, 1 << 16, 128, 1 << 13
 
@@ -349,7 +350,7 @@ class Checkpoint:
         return out
 
     def _check_kind(self, t: Any) -> None:
-        nullable = {"chunk": list, "shard": list, "path": str, "itemsize": int}
+        nullable = {"chunk": list, "shard": list, "path": str, "itemsize": int, "codec": str}
         of_type(t, {"state": str, "dtype": str, "shape": list}, nullable, {"at": list})
         size = SIZES.get(t["dtype"], t.get("itemsize"))
         need(size in (1, 2, 4, 8, 16), f"nobody knows how large elements of {t['dtype']} are")
@@ -362,6 +363,9 @@ class Checkpoint:
             and max(shape, default=0) <= 1 << 62,
             "shape",
         )
+        codec = t.get("codec")
+        need(codec is None or "codecs" in self.manifest["requires"], "it does not require codecs")
+        need(codec != ("blosc" if t.get("path") is None else "tiles"), "a codec of another form")
         if t.get("path") is None:
             need(self.manifest.get("sidecar"), "no path and no sidecar")
             need({"packed", "extents"} & {*self.manifest["requires"]}, "it is packed")
@@ -374,6 +378,7 @@ class Checkpoint:
             all(s % c == 0 for s, c in zip(shard, chunk, strict=True)),
             "a shard is not a multiple of its chunk",
         )
+        need(codec != "blosc" or math.prod(chunk) * size < (1 << 31) - 16, "chunks are too large")
         need(
             math.prod(-(-n // s) for n, s in zip(shape, shard, strict=True)) <= 10**7,
             "too many shards",
@@ -468,6 +473,7 @@ class Checkpoint:
         """The elements of a tensor in row-major order."""
         t = self.tensors[number]
         need(t["dtype"] in SIZES, f"{t['name']} has the dtype {t['dtype']}", Upgrade)
+        need(t.get("codec") in (None, "blosc"), f"{t['name']} has another codec", Upgrade)
         a = self._packed(number, t) if t.get("path") is None else self._array(t)
         data, expected = a.tobytes(), t["fingerprint"]
         need(expected in (None, fingerprint_of(data, size_of(t))), f"fingerprint of {t['name']}")
@@ -475,38 +481,36 @@ class Checkpoint:
 
     def _array(self, t: Any) -> Bytes:
         shape, chunk, shard, size = t["shape"], t["chunk"], t["shard"], size_of(t)
-        nbytes = math.prod(chunk) * size
+        nbytes, codec = math.prod(chunk) * size, t.get("codec")
         out = np.zeros((*shape, size), np.uint8)
         leaves: dict[tuple[int, ...], bytes] = {}
         per_shard = [s // c for s, c in zip(shard, chunk, strict=True)]
         for at in product(*(range(-(-n // s)) for n, s in zip(shape, shard, strict=True))):
             data = self.read("/".join([t["path"], "c", *map(str, at)]))
-            index, offset = b"", 0
-            for inner in product(*map(range, per_shard)):
+            end, offset = len(data) - 16 * math.prod(per_shard) - 4, 0
+            need(end >= 0, f"a shard of {t['name']} without its index")
+            index, crc = data[end:-4], data[-4:]
+            need(int.from_bytes(crc, "little") == crc32c(index), f"the index of {t['name']}")
+            for n, inner in enumerate(product(*map(range, per_shard))):
+                entry = index[16 * n : 16 * n + 16]
                 where = [a * s + i * c for a, s, i, c in zip(at, shard, inner, chunk, strict=True)]
                 if any(w >= n for w, n in zip(where, shape, strict=True)):
-                    index += b"\xff" * 16
+                    need(entry == b"\xff" * 16, "an index with a chunk that has no elements")
                     continue
-                body, crc = (
-                    data[offset : offset + nbytes],
-                    data[offset + nbytes : offset + nbytes + 4],
-                )
-                need(
-                    len(crc) == 4 and int.from_bytes(crc, "little") == crc32c(body),
-                    f"a chunk of {t['name']}",
-                )
-                index += offset.to_bytes(8, "little") + (nbytes + 4).to_bytes(8, "little")
-                offset += nbytes + 4
+                need(int.from_bytes(entry[:8], "little") == offset, "a gap between chunks")
+                begin, offset = offset, offset + int.from_bytes(entry[8:], "little")
+                body, crc = data[begin : offset - 4], data[offset - 4 : offset]
+                least, most = (20 + (nbytes >> 15), 20 + nbytes) if codec else (nbytes + 4,) * 2
+                need(least <= offset - begin <= most and offset <= end, "the length of a chunk")
+                need(int.from_bytes(crc, "little") == crc32c(body), f"a chunk of {t['name']}")
+                body = decompressed(body, nbytes, size) if codec else body
                 box = [min(c, n - w) for c, n, w in zip(chunk, shape, where, strict=True)]
                 held = np.frombuffer(body, np.uint8).reshape(*chunk, size)[tuple(map(slice, box))]
                 out[tuple(slice(w, w + b) for w, b in zip(where, box, strict=True))] = held
                 leaves[tuple(w // c for w, c in zip(where, chunk, strict=True))] = xxh3_128_digest(
                     body
                 )
-            need(
-                data[offset:] == index + crc32c(index).to_bytes(4, "little"),
-                f"the index of a shard of {t['name']}",
-            )
+            need(offset == end, f"bytes between the chunks of {t['name']} and their index")
         need(
             t["digest"] == digest_of(t["dtype"], shape, chunk, leaves), f"the digest of {t['name']}"
         )
@@ -852,6 +856,20 @@ def check_block(file: str, data: bytes, begin: int, nbytes: int, crc: int) -> No
     )
     expected = crc if crc >= 0 else int.from_bytes(stored, "little")
     need(crc32c(place + body) == expected, f"the checksum of the block at {begin} of {file}")
+
+
+def decompressed(data: bytes, nbytes: int, size: int) -> bytes:
+    """The bytes of a compressed chunk."""
+    need(data[:2] == b"\2\1" and data[2] in (0x91, 0x93) and data[3] == size, "no Blosc buffer")
+    sizes = [int.from_bytes(data[at : at + 4], "little") for at in (4, 12)]
+    need(sizes == [nbytes, len(data)], "a Blosc buffer of another size")
+    if data[2] == 0x93:
+        need(len(data) == nbytes + 16, "a Blosc buffer that is not what its header says")
+        return data[16:]
+    try:
+        return bytes(blosc.decompress(data))
+    except (RuntimeError, ValueError) as error:
+        raise Damaged(f"a Blosc buffer: {error}") from None
 
 
 def digest_of(

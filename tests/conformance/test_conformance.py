@@ -33,6 +33,7 @@ from ucformat.format.arrays import folder_names
 from ucformat.format.chunking import Grid, Tiling
 from ucformat.format.digest import own_digest, with_own_digest
 from ucformat.schema import ITEMSIZE
+from ucformat.schema.tensors import CODECS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +84,7 @@ def listed(t: dict[str, Any], elements: Callable[[], bytes]) -> dict[str, Any]:
     try:
         return {**about, "sha256": hashlib.sha256(elements()).hexdigest()}
     except (UnsupportedError, reader.Upgrade):
-        if t["dtype"] in ITEMSIZE:
+        if t["dtype"] in ITEMSIZE and t.get("codec") in (None, *CODECS):
             raise
         return {**about, "error": "upgrade"}
 
@@ -104,7 +105,8 @@ def by_ucformat(place: Path, roots: list[str], stage: str) -> dict[str, Any]:
         "per_rank": {name: list(values) for name, values in ck.per_rank.items()},
         "assets": {name: hashlib.sha256(data).hexdigest() for name, data in ck.assets.items()},
     }
-    if stage == "verify":
+    known = all(t.codec in (None, *CODECS) for t in ck.manifest.tensors)
+    if stage == "verify" and known:  # nobody can verify another
         ucformat.verify(ck).raise_if_damaged()
     return read
 
@@ -120,7 +122,7 @@ def by_the_second(place: Path, roots: list[str], _stage: str) -> dict[str, Any]:
     }
 
 
-_UNSEEN = ("zarr-json", "packed-gap", "safetensors-header")
+_UNSEEN = ("zarr-json", "compressed-document", "packed-gap", "safetensors-header")
 
 both = pytest.mark.parametrize(
     ("read", "classes"), [(by_ucformat, OURS), (by_the_second, THEIRS)], ids=["ucformat", "reader"]

@@ -17,7 +17,7 @@ import ucformat
 import ucformat.torch as uct
 from tests.fakes import FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import IntegrityError, UnsupportedError, UsageError
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError
 from ucformat.format.arrays import lay_out
 from ucformat.format.chunking import Grid
 from ucformat.format.encoding import compress
@@ -237,6 +237,8 @@ def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     check(ucformat.open(tmp_path))
     file.unlink()
     assert [p.kind for p in ucformat.verify(tmp_path).problems] == ["missing"]
+    with pytest.raises(MissingData):
+        ucformat.open(tmp_path)["a"].read()
 
 
 def test_impossible_requests_are_refused(tmp_path: Path) -> None:

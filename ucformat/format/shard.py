@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucformat.errors import ChecksumError, IntegrityError, NotFound
+from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound
 from ucformat.format.chunking import CHECKSUM_BYTES
 from ucformat.format.digest import leaf, shard_digests
 from ucformat.format.encoded import Image
@@ -195,13 +195,17 @@ class ShardImage(Image):
         """Read the index of a shard.
 
         Raises:
+            MissingData: there is no such file.
             IntegrityError: it is damaged.
         """
-        place, size = f"{store.url}/{key}", store.info(key).size
+        place = f"{store.url}/{key}"
         try:
+            size = store.info(key).size
             grid.check_size(shard, codec, size)
             end = size - grid.index_nbytes
             stored = chunk_sizes(grid, shard, codec, store.read(key, end), end)
+        except NotFound as error:
+            raise MissingData(error.message) from error
         except IntegrityError as error:
             raise IntegrityError(f"{place}: {error.message}", hint=_HINT) from error
         sizes = np.full(len(stored), grid.chunk_nbytes)
