@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
-from ucformat.catalog import dependent_finders, on_change
+from ucformat.catalog import dependent_finders, on_change, thinners
 from ucformat.format import may_replace, on_abandon
 from ucformat.redacted import hide_in_record
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.register import register, reindex
     from ucformat.jobs.run import Report
     from ucformat.jobs.sign import Signature, sign
+    from ucformat.jobs.thin import thin
     from ucformat.jobs.verify import verify
     from ucformat.reading.lazy import Tensor
     from ucformat.reading.rank import ReadPlan
@@ -71,6 +72,7 @@ __all__ = [
     "register_zarr_dtypes",
     "reindex",
     "sign",
+    "thin",
     "verify",
 ]
 
@@ -105,6 +107,7 @@ _HOMES = {
     "register_zarr_dtypes": "format.zarr_types:register_zarr_dtypes",
     "reindex": "jobs.register:reindex",
     "sign": "jobs.sign:sign",
+    "thin": "jobs.thin:thin",
     "verify": "jobs.verify:verify",
 }
 
@@ -133,6 +136,12 @@ def _ask_beside(places: Mapping[str, Sequence[str]]) -> Mapping[str, frozenset[s
     return dependents_of(places)
 
 
+def _thin(url: str, checkpoint: str, states: Sequence[str], reason: str) -> Manifest:
+    from ucformat.jobs.thin import thin_at
+
+    return thin_at(url, checkpoint, states, reason)
+
+
 logging.getLogger("ucformat").addFilter(hide_in_record)
 on_change.append(
     _keep_documents
@@ -140,6 +149,7 @@ on_change.append(
 may_replace.append(_refuse_protected)
 on_abandon.append(_release)
 dependent_finders.append(_ask_beside)
+thinners.append(_thin)
 
 
 def __getattr__(name: str) -> object:

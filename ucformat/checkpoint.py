@@ -21,6 +21,7 @@ from ucformat.errors import (
 )
 from ucformat.format.attempts import attempt_of, outside_attempts
 from ucformat.format.digest import bytes_digest, document_digest
+from ucformat.format.thinned import Dropped, dropped_states
 from ucformat.format.universal import Universal, describe, index_tensors
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import LazyValues, unreadable_error
@@ -302,6 +303,19 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if wrong := {k: why for k, why in wrong.items() if matches is None or matches(k.name)}:
             raise unreadable_error(wrong, self.url)
 
+    @cached_property
+    def dropped(self) -> Mapping[str, Dropped]:
+        """The states of which `thin` dropped tensors: how many, their bytes, when and why."""
+        return {} if self.universal is None else dropped_states(self.universal.manifest)
+
+    def missing_state(self, state: str) -> UsageError:
+        """The error for a state of which no tensor is stored."""
+        stored = ", ".join(sorted({key.state for key in self._infos}))
+        gone = f"; it was {self.dropped[state]}" if state in self.dropped else ""
+        return UsageError(
+            f"{self.url} stores no tensor in state {state!r}{gone}", hint=f"there are: {stored}"
+        )
+
     @property
     def aliases(self) -> Mapping[str, str]:
         """Tied tensors: further name -> name under which it is stored."""
@@ -432,6 +446,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
             state = next((s for s in ("weight", "master") if s in states), None)
         if state not in states:
             message = f"{self.url} has no {name!r} in state {state or 'weight or master'!r}"
+            if state is not None and state in self.dropped:
+                message += f": tensors of this state were {self.dropped[state]}"
             raise TensorNotFound(message, hint=f"it is stored in: {', '.join(states)}")
         from ucformat.reading.lazy import Tensor
 
@@ -481,6 +497,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         from ucformat.reading.rank import Bound, plan_rank
 
         chosen = None if states is None else as_strings(states)
+        for state in {*(chosen or ())} & self.dropped.keys():
+            if all(key.state != state for key in self._infos):
+                raise self.missing_state(state)
         if self._bound is None or self._bound[0] is not layout or self._bound[1] != chosen:
             source = self.view(layout).source if layout.view else self.source
             self._bound = (

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.catalog.rows import HOUR, INF, NAN, NOW, keeps, lasts, policy, row, row_lists, scopes
-from ucformat.catalog.retention import RetentionHold, RetentionPlan, RetentionRow, plan_retention
+from ucformat.catalog.retention import (
+    RetentionHold,
+    RetentionPlan,
+    RetentionRow,
+    load_policy,
+    plan_retention,
+)
 
 if TYPE_CHECKING:
     from ucformat.schema.policy import Policy
@@ -252,13 +258,14 @@ def is_best(rule: Any, r: RetentionRow, rows: list[RetentionRow]) -> bool:
 
 def is_kept(p: Policy, r: RetentionRow, rows: list[RetentionRow]) -> bool:
     first = 0 if p.scope is None else 1
+    (keep,) = p.keep
     return (
         protected(r)
-        or any(is_last(rule, r, rows) for rule in p.keep.last)
-        or (p.keep.every is not None and r.step is not None and r.step % p.keep.every == 0)
-        or any(is_best(rule, r, rows) for rule in p.keep.best)
-        or (p.keep.younger is not None and r.created > NOW - p.keep.younger)
-        or any(first + i in r.matches for i in range(len(p.keep.where)))
+        or any(is_last(rule, r, rows) for rule in keep.last)
+        or (keep.every is not None and r.step is not None and r.step % keep.every == 0)
+        or any(is_best(rule, r, rows) for rule in keep.best)
+        or (keep.younger is not None and r.created > NOW - keep.younger)
+        or any(first + i in r.matches for i in range(len(keep.where)))
     )
 
 
@@ -273,6 +280,49 @@ def test_a_plan_agrees_with_the_rules_read_one_checkpoint_at_a_time(
     assert {k.row.serial for k in plan.keep} == {r.serial for r in of if is_kept(p, r, of)}
     assert {k.row.serial for k in plan.untouched} == {r.serial for r in rows if not judged(p, r)}
     assert all(k.reasons for k in (*plan.keep, *plan.untouched))
+
+
+def test_states_of_what_no_other_rule_keeps() -> None:
+    sizes = {"weight": 20, "master": 40, "exp_avg": 41}
+    rows = [
+        row(1, states=sizes),
+        row(2, states=sizes, tags=("x",)),
+        row(3, states=sizes),
+        row(4, states=sizes, places=("/a", "/b")),
+        row(5, states={"weight": 105}),
+        row(6, states={"exp_avg": 106}),
+        row(7, states=sizes, matches=frozenset({1})),
+        row(8, run="b", states=sizes, matches=frozenset({0})),
+        row(9, run="b", states=sizes),
+    ]
+    keep = [
+        {"where": "step = 80"},
+        {"every": 10, "states": "weight"},
+        {"where": "step = 70", "states": ["weight", "m*"]},
+    ]
+    plan = plan_retention(load_policy({"version": 1, "keep": keep}), rows, NOW)
+    assert [(t.row.serial, t.states, t.bytes_kept, t.dropped) for t in plan.thin] == [
+        (1, ("weight",), 20, {"master": 40, "exp_avg": 41}),
+        (3, ("weight",), 20, {"master": 40, "exp_avg": 41}),
+        (7, ("weight", "master"), 60, {"exp_avg": 41}),
+        (9, ("weight",), 20, {"master": 40, "exp_avg": 41}),
+    ]
+    only = "step divisible by 10: only weight"
+    assert plan.thin[2].reasons == (only, "where step = 70: only weight, m*")
+    assert [(k.row.serial, k.reasons) for k in plan.keep] == [
+        (2, ("tag x", only)),
+        (4, (only, "whole: it has several locations")),
+        (5, (only,)),
+        (6, (only, "whole: it stores none of weight")),
+        (8, ("where step = 80", only)),
+    ]
+    assert [(r.run, r.kept, r.dropped, r.deleted) for r in plan.runs] == [
+        ("a", 102 + 104 + 105 + 106 + 100, 81 + 81 + 41, 0),
+        ("b", 108 + 20, 81, 0),
+    ]
+    assert (plan.bytes_kept, plan.bytes_dropped) == (537 + 108, 284)
+    fewer = plan_retention(load_policy({"version": 1, "keep": keep}), rows[1:], NOW)
+    assert fewer.id != plan.id
 
 
 @given(row_lists(), keeps, scopes)

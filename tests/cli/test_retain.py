@@ -101,7 +101,8 @@ def test_a_policy_is_shown_and_then_applied(
 def test_a_plan_as_json(run: Run, catalog: Path, policy: Path) -> None:
     found = object_of(run("retain", "-p", policy, "--json").stdout)
     assert list(found) == [
-        "plan", "applied", "delete", "keep", "untouched", "idle", "bytes_deleted", "bytes_kept", "grace_seconds",
+        "plan", "applied", "delete", "keep", "thin", "runs", "untouched", "idle", "bytes_deleted", "bytes_dropped",
+        "bytes_kept", "grace_seconds",
     ]  # fmt: skip
     assert found["applied"] is False
     assert [list(d) for d in found["delete"]] == [ROW, ROW]

@@ -63,7 +63,9 @@ def _save(step: int, place: str, **more: Any) -> None:
     from ucformat.torch import save
 
     tensors = {name: torch.from_numpy(a) for name, a in arrays(step).items()}
-    save({"model": tensors}, place, run="r", step=step, **more)
+    state = {name: {"exp_avg": tensor / 2} for name, tensor in tensors.items()}
+    optimizer = {"state": state, "param_groups": [{"params": list(tensors)}]}
+    save({"model": tensors, "optimizer": optimizer}, place, run="r", step=step, **more)
 
 
 def _catalog(act: Callable[[Catalog], Any]) -> Callable[[], Any]:
@@ -102,6 +104,7 @@ COMMANDS: dict[str, Command] = {
         lambda: ucformat.convert(PACKED, VIRTUAL, run="r", virtual=True), contents=(1, 2)
     ),
     "materialize": Command(lambda: ucformat.materialize(PACKED), contents=(1,)),
+    "thin": Command(lambda: ucformat.thin(PACKED, "exp_avg"), contents=(1,), replaces=(PACKED,)),
     "register": Command(_catalog(_register(TREES[0]))),
     "register-copies": Command(_catalog(_register(TREES[1]))),
     "delete": Command(_catalog(lambda c: c.delete(PACKED, grace=NOW)), deletes=(PACKED, NEW)),

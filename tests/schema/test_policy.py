@@ -39,11 +39,18 @@ def test_the_published_schema_is_current() -> None:
 
 
 def test_the_example_in_the_docs(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "retention.md").read_text(), re.DOTALL)
+    example, of_states = re.findall(
+        r"```yaml\n(.*?)```", (DOCS / "retention.md").read_text(), re.DOTALL
+    )
     path = tmp_path / "policy.yaml"
+    path.write_text(of_states)
+    assert [keep.states for keep in load_policy(path).keep] == [
+        *((), ("weight",), ("weight", "master")),
+    ]
     path.write_text(example)
     policy = load_policy(str(path))
-    assert set(policy.keep.model_fields_set) == set(Keep.model_fields)
+    (keep,) = policy.keep
+    assert set(keep.model_fields_set) == set(Keep.model_fields) - {"states"}
     assert policy.model_fields_set == set(Policy.model_fields)
     assert policy.grace == Policy.model_fields["grace"].default
 
@@ -63,12 +70,14 @@ def test_a_policy_is_what_its_file_says() -> None:
             "grace": "0s",
         }
     )
-    assert policy.keep == Keep(
-        last=(Last(count=5),),
-        every=1000,
-        best=(Best(metric="loss", count=3, mode="min", group="all"),),
-        younger=timedelta(hours=48),
-        where=("step > 1", "step > 2"),
+    assert policy.keep == (
+        Keep(  # type: ignore[call-arg]
+            last=(Last(count=5),),
+            every=1000,
+            best=(Best(metric="loss", count=3, mode="min", group="all"),),
+            younger=timedelta(hours=48),
+            where=("step > 1", "step > 2"),
+        ),
     )
     assert policy.grace == timedelta(0)
     assert policy.filters() == ("run = 'a'", "step > 1", "step > 2")
@@ -83,10 +92,10 @@ def test_what_is_not_said_has_its_default() -> None:
     assert policy.grace == timedelta(days=7)
     assert load_policy(document(last=1)).filters() == ()
     best = {"metric": "m", "count": 1, "mode": "max"}
-    assert load_policy(document(best=best)).keep.best == (
+    assert load_policy(document(best=best)).keep[0].best == (
         Best(metric="m", count=1, mode="max", group="run"),
     )
-    assert load_policy(document(last=[1, {"count": 2, "group": "all"}])).keep.last == (
+    assert load_policy(document(last=[1, {"count": 2, "group": "all"}])).keep[0].last == (
         Last(count=1),
         Last(count=2, group="all"),
     )
@@ -148,7 +157,13 @@ def test_a_rule_that_cannot_be_meant(keep: dict[str, Any], message: str) -> None
     [
         ({"version": "1"}, "version: Input should be 1"),
         ({"version": None}, "'version' has no value"),
-        ({"keep": [1]}, r"keep: \[1\] is not a mapping of last, every, best, younger, where"),
+        (
+            {"keep": [1]},
+            r"keep\[0\]: 1 is not a mapping of last, every, best, younger, where, states",
+        ),
+        ({"keep": []}, "keep: the list is empty"),
+        ({"keep": [{"last": 1}, {"states": ["weight"]}]}, r"keep\[1\]: no rule"),
+        ({"keep": {"last": 1, "states": "exp_avg"}}, r"keep\.states: no state is `weight`"),
         ({"keeps": {}}, r"unknown key 'keeps'; did you mean keep\?"),
         ({"group": "all"}, "unknown key 'group'; there are version, scope, keep, grace"),
         ({"scope": ""}, "scope: String should have"),

@@ -113,12 +113,16 @@ def test_failures_to_delete_are_warnings(
 
 
 def test_what_keep_may_be(tmp_path: Path) -> None:
-    assert policy_of(3).keep.last[0].count == 3
+    assert policy_of(3).keep[0].last[0].count == 3
     assert policy_of(3).grace == timedelta(0)
-    assert policy_of({"every": 5}).keep.last[0].count == 1  # the newest always stays
+    assert policy_of({"every": 5}).keep[-1].last[0].count == 1  # the newest always stays
+    by_part = policy_of([{"last": 2, "states": "weight"}, {"every": 7}])
+    assert [(k.states, bool(k.last)) for k in by_part.keep] == [
+        *((("weight",), True), ((), False), ((), True)),  # the newest whole
+    ]
     assert policy_of({"keep": {"last": {"count": 3, "group": "all"}}}).grace == timedelta(days=7)
     (tmp_path / "p.yaml").write_text("version: 1\nkeep: {every: 7}\n")
-    assert policy_of(tmp_path / "p.yaml").keep.every == 7
+    assert policy_of(tmp_path / "p.yaml").keep[0].every == 7
     with pytest.raises(UsageError, match="lats"):
         policy_of({"lats": 3})
     with pytest.raises(UsageError, match="need a catalog"):

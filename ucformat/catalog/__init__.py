@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["dependent_finders", "find_dependents", "on_change"]
+    from ucformat.schema.manifest import Manifest
+
+__all__ = ["dependent_finders", "find_dependents", "on_change", "thinners"]
 
 #: Called after every change that the documents beside checkpoints have to record, with the catalog
 #: and a frozenset of the serials of these checkpoints.
@@ -20,6 +22,10 @@ on_change: list[Callable[..., object]] = []
 #: checkpoints that need their files according to the documents beside them. The catalog itself does
 #: not access storage.
 dependent_finders: list[Callable[[Mapping[str, Sequence[str]]], Mapping[str, frozenset[str]]]] = []
+
+#: Called to drop all but some states of the checkpoint with an id at a place, with these states and
+#: the reason; return the manifest of what is left.
+thinners: list[Callable[[str, str, Sequence[str], str], Manifest]] = []
 
 
 def find_dependents(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:

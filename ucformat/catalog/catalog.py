@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import sqlalchemy as sa
@@ -17,6 +18,7 @@ from ucformat.catalog import (
     recording,
     refs,
     search,
+    thinners,
 )
 from ucformat.catalog import stamp as stamps
 from ucformat.catalog.database import Database
@@ -28,7 +30,7 @@ from ucformat.catalog.recording import Found
 from ucformat.catalog.refs import parse_ref, places_of, resolve, resolve_committed, same_url
 from ucformat.catalog.rows import TOUCHED, load_events, pages, touch
 from ucformat.catalog.stamp import GRACE, Stamp, make_stamp
-from ucformat.errors import PermissionDenied
+from ucformat.errors import PermissionDenied, UcformatError, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -505,33 +507,55 @@ class Catalog:
         self._write(work)
 
     def retain(self, policy: Policy, *, apply: str | None = None) -> RetentionPlan:
-        """Plan what a policy keeps and deletes, or apply such a plan.
+        """Plan what a policy keeps, thins and deletes, or apply such a plan.
 
         Args:
             policy: the policy.
-            apply: the id of a plan to apply; its checkpoints can be restored in their grace
-                (default: only plan).
+            apply: the id of a plan to apply; the checkpoints that it deletes can be restored in
+                their grace, the states that it drops cannot (default: only plan).
 
         Returns:
             The plan.
 
         Raises:
-            Conflict: the plan has changed; nothing was deleted.
+            Conflict: the plan has changed; nothing was deleted or dropped.
+            UcformatError: some checkpoints were not thinned; all others were, and what is to be
+                deleted was.
         """
         from ucformat.catalog import deletion
 
         stamp = make_stamp()
         with self._database.reading() as c:
             first = deletion.plan(c, policy, stamp.now)
-        needed = self._dependents({r.id: r.places for r in first.delete})
+        changing = (*first.delete, *(thinned.row for thinned in first.thin))
+        needed = self._dependents({r.id: r.places for r in changing})
         if apply is not None:
-            return self._write(
+            plan = self._write(
                 lambda c: deletion.apply_plan(c, policy, apply, stamp, needed=needed)
             )
+            self._thin(plan)
+            return plan
         if not needed:
             return first
         with self._database.reading() as c:
             return deletion.plan(c, policy, stamp.now, needed=needed)
+
+    def _thin(self, plan: RetentionPlan) -> None:
+        """Drop the states that a plan drops."""
+        failures = []
+        for thinned in plan.thin:
+            for url, thinner in product(thinned.row.places, thinners):
+                try:
+                    left = thinner(url, thinned.row.id, thinned.states, f"plan {plan.id}")
+                    self.record(left, url)  # perhaps not the catalog of the settings
+                except UcformatError as error:
+                    failures.append(f"{thinned.row.name}: {error.message}")
+        if failures:
+            raise UcformatError(
+                f"{len(failures)} of {len(plan.thin)} checkpoints were not thinned: "
+                f"{first_names(failures, 3, '; ')}",
+                hint="plan and apply again when that is resolved",
+            )
 
     def delete(self, *refs: str, grace: timedelta = GRACE) -> None:
         """Delete checkpoints, all of them or none. They can be restored until `gc` removes them.

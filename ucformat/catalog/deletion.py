@@ -306,7 +306,7 @@ def plan(
     *,
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> RetentionPlan:
-    """Plan what a policy keeps and deletes."""
+    """Plan what a policy keeps, thins and deletes."""
     return plan_retention(
         policy, retention_rows(connection, now, policy=policy, needed=needed), now
     )
@@ -320,7 +320,7 @@ def apply_plan(
     *,
     needed: Mapping[str, Collection[str]],
 ) -> RetentionPlan:
-    """Delete what a plan of a policy deletes, if planning again gives the same plan."""
+    """Delete what a plan of a policy deletes, if planning again gives the same plan; nothing is thinned here."""
     # The first plan finds the rows to lock; the second one sees what changed before that.
     lock(connection, [r.serial for r in plan(connection, policy, stamp.now, needed=needed).delete])
     current = plan(connection, policy, stamp.now, needed=needed)

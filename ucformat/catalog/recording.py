@@ -31,6 +31,7 @@ from ucformat.catalog.models import (
     Launch,
     Location,
     Metric,
+    Note,
     RunRow,
     Verification,
     canonical_hash,
@@ -49,6 +50,7 @@ from ucformat.catalog.rows import (
     lock,
     lock_names,
     serial_at,
+    serial_of,
     touch,
     unindexed,
 )
@@ -126,6 +128,8 @@ def record_all(connection: Connection, checkpoints: Sequence[Found], stamp: Stam
             {"checkpoint": serials[f.manifest.id], "url": f.url, "listing": f.listing} for f in free
         ]
         connection.execute(sa.insert(Location).values(seen=stamp.now), rows)
+    for checkpoint in new.values():
+        _inherit(connection, serials[checkpoint.manifest.id], checkpoint, stamp)
     for checkpoint in checkpoints:
         serial = serials[checkpoint.manifest.id]
         if new.get(checkpoint.manifest.id) is not checkpoint:
@@ -213,6 +217,32 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
     return serials
 
 
+def _inherit(connection: Connection, serial: int, checkpoint: Found, stamp: Stamp) -> None:
+    """Copy the run, the metrics and the notes of the checkpoint of which a new one is what `thin` has left."""
+    edge = checkpoint.manifest.lineage[-1] if checkpoint.manifest.lineage else None
+    before = serial_at(connection, checkpoint.url)
+    if edge is None or edge.kind != "thin" or before is None:
+        return
+    if before != serial_of(connection, edge.id or ""):
+        return  # it was not recorded here before it was thinned
+    run = sa.select(CheckpointRow.run_id).where(CheckpointRow.serial == before)
+    row = sa.update(CheckpointRow).where(CheckpointRow.serial == serial)
+    connection.execute(row.values(run_id=run.scalar_subquery()))
+    connection.execute(sa.delete(Metric).where(Metric.checkpoint == serial))  # of the manifest
+    for table, names in (
+        (Metric, ("name", "value", "measured", "document_url")),
+        (Note, ("text", "created", "who", "document_url")),
+    ):
+        columns = [table.__table__.c[name] for name in names]
+        rows = sa.select(sa.literal(serial), *columns).where(table.checkpoint == before)
+        connection.execute(sa.insert(table).from_select(["checkpoint", *names], rows))
+    event(connection, "thin", stamp, serial, url=checkpoint.url, before=edge.id)
+    annotated = sa.select(CheckpointRow.serial).where(
+        CheckpointRow.serial == before, CheckpointRow.document_revision > 0
+    )
+    touch(connection, [serial for _ in connection.scalars(annotated)])
+
+
 def _run(connection: Connection, name: str, now: datetime) -> int:
     return get_or_insert(connection, RunRow, {"name": name}, {"created": now})
 
@@ -232,7 +262,7 @@ def _launch(connection: Connection, manifest: Manifest, url: str) -> str | int:
     if manifest.launch is not None:
         return manifest.launch.id
     for edge in manifest.lineage:
-        if edge.kind in ("convert", "quantize"):
+        if edge.kind in ("convert", "quantize", "thin"):
             place = same_place(edge.url)
             parent = CheckpointRow.id == edge.id
             if edge.id is None:

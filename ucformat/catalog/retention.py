@@ -13,9 +13,10 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from heapq import nlargest, nsmallest
-from itertools import islice
+from itertools import chain, islice
 from os.path import commonprefix
 from pathlib import Path
 from types import MappingProxyType
@@ -35,8 +36,9 @@ from ucformat.catalog.models import (
     Metric,
     RunRow,
     Tag,
+    TensorRow,
 )
-from ucformat.catalog.rows import MAX_IN_LIST, starts_with, unindexed
+from ucformat.catalog.rows import MAX_IN_LIST, pages, starts_with, unindexed
 from ucformat.errors import UpgradeNeeded, UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import BindParameter, ColumnElement, Connection, Executable
 
-    from ucformat.schema.policy import Best, Last, Policy
+    from ucformat.schema.policy import Best, Keep, Last, Policy
 
 
 # The checkpoints from which plans of retention and purges are made, and which of them others need.
@@ -148,6 +150,7 @@ def retention_rows(
     launches = load_continuations(connection, {r.launch_id for r in rows})
     places = many(Location)
     owners = {url: serial for serial, urls in places.items() for url in urls}
+    sizes = _state_bytes(connection, states) if policy is not None and policy.thins else {}
     dependents = _dependents(connection, {r.serial for r in rows}, owners)
     for r in rows if needed else ():
         dependents.setdefault(r.serial, set()).update(needed.get(r.id, ()))
@@ -165,11 +168,39 @@ def retention_rows(
             purge_after=purge_after,
             deleted_clocks=clocks or {},
             places=tuple(places.get(serial, ())),
+            states=sizes.get(serial, {}),
             launch=launches[launch][0],
             continues=launches[launch][2],
         )
         for serial, name, kind, state, step, commits, created, nbytes, deleted, purge_after, clocks, launch, run in rows
     ]
+
+
+def _state_bytes(connection: Connection, states: tuple[str, ...]) -> dict[int, dict[str, int]]:
+    """The bytes of each state of a checkpoint, by serial; a master of which no weight is stored is the weight."""
+    sets: dict[int, int] = dict(
+        connection.execute(
+            sa.select(CheckpointRow.serial, CheckpointRow.tensor_set_id).where(
+                CheckpointRow.state.in_(states)
+            )
+        ).all()
+    )
+    weight = TensorRow.__table__.alias()
+    alone = ~sa.exists().where(
+        weight.c.name == TensorRow.name,
+        weight.c.state == "weight",
+        weight.c.tensor_set_id == TensorRow.tensor_set_id,
+    )
+    state = sa.case((sa.and_(TensorRow.state == "master", alone), "weight"), else_=TensorRow.state)
+    amounts = sa.select(TensorRow.tensor_set_id, state, sa.func.sum(TensorRow.nbytes))
+    by_set: dict[int, dict[str, int]] = defaultdict(dict)
+    for page in pages(sorted({*sets.values()})):
+        query = amounts.where(TensorRow.tensor_set_id.in_(page)).group_by(
+            TensorRow.tensor_set_id, state
+        )
+        for number, name, nbytes in connection.execute(query):
+            by_set[number][name] = int(nbytes)
+    return {serial: by_set[number] for serial, number in sets.items()}
 
 
 @cache
@@ -307,7 +338,9 @@ class RetentionRow:
     aliases in the document beside it that point elsewhere in this catalog. `matches` are the
     indexes in `policy.filters()` of the filters that it matches; `metrics` has at least those in
     `policy.metrics()`. `deleted_clocks` are the seconds that clocks other than the host's showed
-    when it was deleted. `places` are its urls. `launch` and `continues` are as in `catalog.lines`.
+    when it was deleted. `places` are its urls. `states` are the bytes of each state, if the policy
+    keeps only some, where a master of which no weight is stored counts as `weight`. `launch` and
+    `continues` are as in `catalog.lines`.
     """
 
     serial: int
@@ -330,6 +363,7 @@ class RetentionRow:
     purge_after: datetime | None = None
     deleted_clocks: Mapping[str, float] = field(default_factory=dict)
     places: tuple[str, ...] = ()
+    states: Mapping[str, int] = field(default_factory=dict)
     launch: str | None = None
     continues: Mapping[str, int] = field(default_factory=dict)
 
@@ -348,12 +382,41 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class RetentionPlan:
-    """The result of a policy: each row is in one of `keep`, `delete` and `untouched`.
+class Thinned:
+    """A checkpoint of which only some states are kept, and all the reasons why they are."""
 
-    Two plans have the same `id` if the same policy deletes the same checkpoints. `untouched` are
-    outside of the policy, with the reason. `idle` are rules that keep nothing, perhaps by mistake;
-    `contradictions` are warnings of wrong clocks.
+    row: RetentionRow
+    reasons: tuple[str, ...]
+    states: tuple[str, ...]  # that are kept
+
+    @property
+    def bytes_kept(self) -> int:
+        """The bytes of the states that are kept."""
+        return sum(self.row.states[state] for state in self.states)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """The bytes of the states that are dropped."""
+        return {s: nbytes for s, nbytes in self.row.states.items() if s not in self.states}
+
+
+@dataclass(frozen=True, slots=True)
+class RunBytes:
+    """What becomes of the bytes of a run; those that are dropped are of checkpoints that are thinned."""
+
+    run: str | None
+    kept: int
+    dropped: int
+    deleted: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan:
+    """The result of a policy: each row is in one of `keep`, `thin`, `delete` and `untouched`.
+
+    Two plans have the same `id` if the same policy deletes the same checkpoints, and thins the same
+    ones. `untouched` are outside of the policy, with the reason. `idle` are rules that keep
+    nothing, perhaps by mistake; `contradictions` are warnings of wrong clocks.
     """
 
     id: str
@@ -363,43 +426,91 @@ class RetentionPlan:
     idle: tuple[str, ...]
     contradictions: tuple[str, ...]
     grace: timedelta
+    thin: tuple[Thinned, ...] = ()
 
     @property
     def bytes_kept(self) -> int:
-        """The bytes of the checkpoints that the policy keeps."""
-        return sum(kept.row.nbytes for kept in self.keep)
+        """The bytes of the checkpoints that the policy keeps, and of the states that it keeps of others."""
+        return sum(kept.row.nbytes for kept in self.keep) + sum(t.bytes_kept for t in self.thin)
+
+    @property
+    def bytes_dropped(self) -> int:
+        """The bytes of the states that are dropped, which are freed at once."""
+        return sum(sum(thinned.dropped.values()) for thinned in self.thin)
 
     @property
     def bytes_deleted(self) -> int:
         """The bytes of the deleted checkpoints, which are freed when they are purged."""
         return sum(row.nbytes for row in self.delete)
 
+    @property
+    def runs(self) -> tuple[RunBytes, ...]:
+        """The bytes by run, in the order of the plan."""
+        amounts: dict[str | None, list[int]] = {}
+        parts = chain(
+            ((kept.row, (kept.row.nbytes, 0, 0)) for kept in self.keep),
+            ((t.row, (t.bytes_kept, sum(t.dropped.values()), 0)) for t in self.thin),
+            ((row, (0, 0, row.nbytes)) for row in self.delete),
+        )
+        for row, part in parts:
+            of_run = amounts.setdefault(row.run, [0, 0, 0])
+            of_run[:] = map(sum, zip(of_run, part, strict=True))
+        order = sorted(amounts, key=lambda run: (run is not None, run or ""))
+        return tuple(RunBytes(run, *amounts[run]) for run in order)
+
 
 def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) -> RetentionPlan:
     """Apply a policy to checkpoints, without deleting anything."""
-    judged, untouched, keep, delete = [], [], [], []
+    judged, untouched, delete = [], [], []
+    keep: list[Kept] = []
+    thin: list[Thinned] = []
     for row in sorted(rows, key=plan_order):
         why = _not_judged(policy, row)
         if why is None:
             judged.append(row)
         else:
             untouched.append(Kept(row, (why,)))
-    rules = [(text, {row.serial for row in kept}) for text, kept in _rules(policy, judged, now)]
+    rules = [
+        (text, {row.serial for row in kept}, set_of_rules.states)
+        for set_of_rules, text, kept in _rules(policy, judged, now)
+    ]
     for row in judged:
-        reasons = (
-            *protections(row, now),
-            *(text for text, serials in rules if row.serial in serials),
-        )
-        if reasons:
+        protected = protections(row, now)
+        keepers = [(text, states) for text, serials, states in rules if row.serial in serials]
+        reasons = (*protected, *(text for text, _ in keepers))
+        if not reasons:
+            delete.append(row)
+        elif protected or any(not states for _, states in keepers):
             keep.append(Kept(row, reasons))
         else:
-            delete.append(row)
-    idle = tuple(text for text, serials in rules if not serials)
-    identity = plan_id(policy.model_dump(mode="json"), delete)
+            patterns = list(chain.from_iterable(states for _, states in keepers))
+            part = _part(row, reasons, patterns)
+            if isinstance(part, Thinned):
+                thin.append(part)
+            else:
+                keep.append(part)
+    idle = tuple(text for text, serials, _ in rules if not serials)
+    action = policy.model_dump(mode="json")
+    if thin:
+        action["thin"] = sorted((t.row.id, *t.states) for t in thin)
+    identity = plan_id(action, delete)
     wrong = tuple(contradictions(judged, lambda row: row.name))
     return RetentionPlan(
-        identity, tuple(keep), tuple(delete), tuple(untouched), idle, wrong, policy.grace
+        *(identity, tuple(keep), tuple(delete), tuple(untouched), idle, wrong, policy.grace),
+        tuple(thin),
     )
+
+
+def _part(row: RetentionRow, reasons: tuple[str, ...], patterns: Sequence[str]) -> Kept | Thinned:
+    """A checkpoint of which only the states that match are kept; whole if that is impossible, or drops nothing."""
+    states = tuple(s for s in row.states if any(fnmatchcase(s, pattern) for pattern in patterns))
+    if len(states) == len(row.states):
+        return Kept(row, reasons)
+    if not states:
+        return Kept(row, (*reasons, f"whole: it stores none of {', '.join(patterns)}"))
+    if len(row.places) > 1:
+        return Kept(row, (*reasons, "whole: it has several locations"))
+    return Thinned(row, reasons, states)
 
 
 def plan_order(row: RetentionRow) -> tuple[object, ...]:
@@ -444,9 +555,20 @@ def _not_judged(policy: Policy, row: RetentionRow) -> str | None:
 
 def _rules(
     policy: Policy, rows: Sequence[RetentionRow], now: datetime
+) -> Iterator[tuple[Keep, str, Iterable[RetentionRow]]]:
+    """Each rule with its set, its text, and the checkpoints that it keeps."""
+    first = len(policy.filters()) - sum(len(keep.where) for keep in policy.keep)
+    for keep in policy.keep:
+        only = f": only {', '.join(keep.states)}" if keep.states else ""
+        for text, kept in _rules_of(keep, rows, now, first):
+            yield keep, f"{text}{only}", kept
+        first += len(keep.where)
+
+
+def _rules_of(
+    keep: Keep, rows: Sequence[RetentionRow], now: datetime, first: int
 ) -> Iterator[tuple[str, Iterable[RetentionRow]]]:
-    """The text of each rule, and the checkpoints that it keeps."""
-    keep = policy.keep
+    """The text of each rule of a set, and the checkpoints that it keeps; `first` is the number of its first filter."""
     for last in keep.last:
         yield f"{_counted('last', last.count)} of {_of(last)}", _last(last, rows)
     if keep.every is not None:
@@ -468,7 +590,6 @@ def _rules(
             f"younger than {duration_text(younger)}",
             [row for row in rows if now - row.created < younger],
         )
-    first = len(policy.filters()) - len(keep.where)
     for i, text in enumerate(keep.where, first):
         yield f"where {text}", [row for row in rows if i in row.matches]
 
@@ -565,4 +686,7 @@ def load_policy(source: Path | str | Mapping[str, Any]) -> Policy:
         return checked(schema.Policy, document)
     except Faults as e:
         hint = "`keep` lists what to keep, such as `last: 5`; docs/retention.md describes the file"
-        raise UsageError(f"not a policy:\n{e}", hint=hint) from e
+        text = str(e)
+        if not isinstance(document, Mapping) or not isinstance(document.get("keep"), list | tuple):
+            text = text.replace("keep[0]", "keep")  # as the file spells it
+        raise UsageError(f"not a policy:\n{text}", hint=hint) from e

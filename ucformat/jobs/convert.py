@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.storage.base import Store
 
-__all__ = ["convert", "write"]
+__all__ = ["convert", "put_others", "write"]
 
 _log = logging.getLogger("ucformat")
 _MAX_NAMED = 5  # unread files that a warning names
@@ -262,7 +262,7 @@ def _write_virtual(
         if verifier is not None:
             verifier.complete(options.workers)
     verified = VerifiedDoc(default=False) if verifier is None else verifier.described(placed.infos)
-    manifest = _described(source, store, attempt, tensors)
+    manifest = put_others(source, store, attempt, tensors)
     own = {"id": attempt.keeps or manifest.id, "verified": verified}
     return manifest.with_sidecar(sidecar, requires).model_copy(update=own)
 
@@ -317,11 +317,7 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
     infos = [i for i in source.tensors.values() if states is None or i.state in states]
     unknown = set(states or ()) - {i.state for i in infos}
     if unknown:
-        existing = ", ".join(sorted({k.state for k in source.tensors}))
-        raise UsageError(
-            f"{source.url} stores no tensor in state {min(unknown)!r}",
-            hint=f"there are: {existing}",
-        )
+        raise source.missing_state(min(unknown))
     if not infos and (states is not None or source.steps):
         reason = "no state is chosen" if source.tensors else "the view leaves no tensor"
         raise UsageError(
@@ -378,7 +374,7 @@ def write(
         or TensorDoc(i.name, i.state, i.dtype, i.shape, fingerprint=fingerprints[i.key])
         for i in infos
     )
-    manifest = _described(job.source, store, attempt, docs, folder)
+    manifest = put_others(job.source, store, attempt, docs, folder)
     for source in job.sources[1:]:
         _check_unchanged(source)
     grid = (
@@ -422,7 +418,7 @@ def _list_files(source: Checkpoint) -> None:
             pass
 
 
-def _described(
+def put_others(
     source: Checkpoint,
     store: Store,
     attempt: Attempt,

@@ -258,11 +258,7 @@ def _chosen(
     ]
     unknown = set(states or ()) - {i.state for i in infos}
     if unknown:
-        existing = ", ".join(sorted({k.state for k in source.tensors}))
-        raise UsageError(
-            f"{source.url} stores no tensor in state {min(unknown)!r}",
-            hint=f"there are: {existing}",
-        )
+        raise source.missing_state(min(unknown))
     if not exporter.weights_only:
         return infos
     if states is None:

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = ["is_packed", "materialize"]
+__all__ = ["FILE_FIELDS", "is_packed", "materialize", "must_replace"]
+
+_GIVE_DST = "give the place for the arrays: `ucp materialize SRC DST`, or materialize(src, dst)"
 
 
 def materialize(
@@ -129,9 +131,7 @@ def _in_place(source: Checkpoint, options: WriteOptions) -> Checkpoint:
     if source.viewed or not source.universal:
         raise UnsupportedError(
             f"{source.url} is a checkpoint of {source.kind}, whose files are not replaced",
-            hint=(
-                "give the place for the arrays: `ucp materialize SRC DST`, or materialize(src, dst)"
-            ),
+            hint=_GIVE_DST,
         )
     if not is_packed(source):
         settle(store)
@@ -145,7 +145,7 @@ def _in_place(source: Checkpoint, options: WriteOptions) -> Checkpoint:
     if now is None or now.attempt != before.attempt:  # since it was opened
         return _overtaken(store, attempt, now, before)
     try:
-        _must_replace(store, attempt)
+        must_replace(store, attempt, "materialised", _GIVE_DST)
         manifest, _, recorded = _write(source, store, attempt, options)
     except UcformatError:
         now = find_manifest(store, UcformatError)
@@ -178,7 +178,7 @@ def _overtaken(
     )
 
 
-def _must_replace(store: Store, attempt: Attempt) -> None:
+def must_replace(store: Store, attempt: Attempt, action: str, hint: str) -> None:
     """Raise UnsupportedError, before much is written, if the place has no conditional replacement of files."""
     record = record_key(attempt.id)
     try:
@@ -187,16 +187,13 @@ def _must_replace(store: Store, attempt: Attempt) -> None:
     except (PermissionDenied, UnsupportedError) as error:
         abandon(store, attempt.id)
         raise UnsupportedError(
-            f"{error.message}: a checkpoint there cannot be materialised in place",
-            hint=(
-                "give the place for the arrays: `ucp materialize SRC DST`, or materialize(src, dst)"
-            ),
+            f"{error.message}: a checkpoint there cannot be {action} in place", hint=hint
         ) from error
 
 
 #: The fields of a manifest that describe the files of its attempt; the others are the same in every
 #: form.
-_FILE_FIELDS = (
+FILE_FIELDS = (
     "attempt",
     "objects",
     "assets",
@@ -236,6 +233,6 @@ def _write(
         )
     job = ShardJob(source, store, attempt.id, infos, options, {file.file for file in registered})
     written_manifest, recorded = write(job, attempt)
-    changed = {name: getattr(written_manifest, name) for name in _FILE_FIELDS}
+    changed = {name: getattr(written_manifest, name) for name in FILE_FIELDS}
     changed["producer"] = {**source.manifest.producer, **written_manifest.producer}
     return source.manifest.model_copy(update=changed), written_manifest, recorded

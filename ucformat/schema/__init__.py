@@ -124,7 +124,9 @@ TORCH_NUMBERS = {n for n in TORCH_SAVE_DTYPES if not n.startswith("bits") and no
 CASTABLE = NUMBERS & ZARR_DTYPES.keys()
 
 #: The kinds of lineage that this version defines.
-LINEAGE_KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")
+LINEAGE_KINDS = (
+    *("resume", "finetune", "convert", "reshard", "merge", "average", "quantize", "thin"),
+)
 
 #: What a fingerprint begins with where there may be digests, too.
 FINGERPRINT = "fingerprint:"

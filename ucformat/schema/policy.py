@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -161,6 +162,14 @@ class Best(_PolicyDocument):
     group: Group = "run"
 
 
+def _with_weights(states: tuple[str, ...]) -> tuple[str, ...]:
+    if not any(fnmatchcase("weight", pattern) for pattern in states):
+        raise PydanticCustomError(
+            "states", "no state is `weight`: what remains would be states of missing weights"
+        )
+    return states
+
+
 class Keep(_PolicyDocument):
     """What stays: the union of these rules."""
 
@@ -177,10 +186,17 @@ class Keep(_PolicyDocument):
     where: Annotated[tuple[Text, ...], _OneOrMore()] = Field(
         (), description="Those that match a filter, as of `ucp ls`, or one of several."
     )
+    states: Annotated[tuple[Text, ...], _OneOrMore(), AfterValidator(_with_weights)] = Field(
+        (),
+        description=(
+            "Of the checkpoints that only rules with `states` keep, only these states stay: names "
+            "or globs. By default all."
+        ),
+    )
 
     @model_validator(mode="after")
     def _keep_something(self) -> Keep:
-        if not self.model_fields_set:
+        if not self.model_fields_set - {"states"}:
             raise PydanticCustomError(
                 "keep", "no rule: everything that nothing protects would be deleted"
             )
@@ -198,7 +214,9 @@ class Policy(_PolicyDocument):
             "default all."
         ),
     )
-    keep: Keep
+    keep: Annotated[tuple[Keep, ...], _OneOrMore()] = Field(
+        description="One set of rules, or several, each for the states that it names."
+    )
     grace: Duration = Field(
         timedelta(days=7),
         description="How long a deleted checkpoint can be restored.",
@@ -207,11 +225,17 @@ class Policy(_PolicyDocument):
 
     def filters(self) -> tuple[str, ...]:
         """The filters that must be evaluated for each checkpoint: `scope`, if there is one, then those of `where`."""
-        return (() if self.scope is None else (self.scope,)) + self.keep.where
+        where = tuple(text for keep in self.keep for text in keep.where)
+        return (() if self.scope is None else (self.scope,)) + where
 
     def metrics(self) -> frozenset[str]:
         """The metrics whose values must be known of each checkpoint."""
-        return frozenset(best.metric for best in self.keep.best)
+        return frozenset(best.metric for keep in self.keep for best in keep.best)
+
+    @property
+    def thins(self) -> bool:
+        """Whether it may keep only some states of a checkpoint."""
+        return any(keep.states for keep in self.keep)
 
 
 class _Schema(GenerateJsonSchema):

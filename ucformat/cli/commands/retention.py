@@ -144,7 +144,9 @@ def _row_table(rows: Iterable[tuple[RetentionRow, Sequence[str]]], why: str = ""
     "-p", "--policy", "file", required=True, metavar="FILE", help="The policy, YAML or JSON."
 )
 @click.option(
-    "--apply", is_flag=True, help="Delete what the plan lists.  [default: only show the plan]"
+    "--apply",
+    is_flag=True,
+    help="Thin and delete what the plan lists.  [default: only show the plan]",
 )
 @IGNORE_DEPENDENT
 @_YES
@@ -156,10 +158,11 @@ def retain(
     yes: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
-    """Show what a policy keeps and deletes; with --apply, delete it.
+    """Show what a policy keeps, thins and deletes; with --apply, do it.
 
-    Deleted checkpoints can be restored in their grace period; storage is not touched until `ucp
-    gc`. Checkpoints that have an alias, tag or hold, or that others need, are always kept.
+    Deleted checkpoints can be restored in their grace period; their files stay until `ucp gc`.
+    States that the policy drops from others are removed at once, and cannot be restored.
+    Checkpoints that have an alias, tag or hold, or that others need, are always kept whole.
     docs/retention.md describes policies.
     """
     from ucformat.catalog.retention import load_policy
@@ -180,17 +183,28 @@ def retain(
         for text in plan.contradictions:
             out.warn(text)
         _warn_of_gone([kept.row for kept in plan.keep], out)
-        amount = f"{plural(len(plan.delete), 'checkpoint')}, {bytes_text(plan.bytes_deleted)}"
-        if apply and plan.delete:
-            if not out.confirm(f"delete {amount}?", yes=yes):
+        work = bool(plan.thin or plan.delete)
+        if apply and work:
+            if not out.confirm(f"{_and('delete', 'permanently thin', plan)}?", yes=yes):
                 raise click.exceptions.Exit(1)
             catalog.retain(policy, apply=plan.id)
         applied = apply
-    done = f"deleted {amount}" if applied else "nothing was deleted; --apply does it"
+    done = _and("deleted", "thinned", plan) if applied else "nothing was deleted; --apply does it"
     out.result(
-        lambda: ["", done] if plan.delete else [],
+        lambda: ["", done] if work else [],
         lambda: _retain_data(plan, applied=applied),
-        lambda: (row.id for row in plan.delete),
+        lambda: (row.id for row in (*(t.row for t in plan.thin), *plan.delete)),
+    )
+
+
+def _and(delete: str, thin: str, plan: RetentionPlan) -> str:
+    """What a plan does, with these verbs: `deleted 2 checkpoints, 4 GiB; thinned 1 checkpoint, 2 GiB`."""
+    parts = (
+        (delete, len(plan.delete), plan.bytes_deleted),
+        (thin, len(plan.thin), plan.bytes_dropped),
+    )
+    return "; ".join(
+        f"{verb} {plural(n, 'checkpoint')}, {bytes_text(nbytes)}" for verb, n, nbytes in parts if n
     )
 
 
@@ -213,12 +227,28 @@ def _retain_lines(plan: RetentionPlan) -> Iterator[str]:
     yield Heading(f"keep {plural(len(plan.keep), 'checkpoint')}, {bytes_text(plan.bytes_kept)}")
     if plan.keep:
         yield from _row_table([(kept.row, kept.reasons) for kept in plan.keep], "because")
+    if plan.thin:
+        yield ""
+        kept, dropped = (
+            bytes_text(n) for n in (sum(t.bytes_kept for t in plan.thin), plan.bytes_dropped)
+        )
+        yield Heading(f"thin {plural(len(plan.thin), 'checkpoint')}: keep {kept}, drop {dropped}")
+        rows = [(t.row, (f"drop {', '.join(sorted(t.dropped))}", *t.reasons)) for t in plan.thin]
+        yield from _row_table(rows, "because")
     yield ""
     yield Heading(
         f"delete {plural(len(plan.delete), 'checkpoint')}, {bytes_text(plan.bytes_deleted)}"
     )
     if plan.delete:
         yield from _row_table([(row, ()) for row in plan.delete])
+    if plan.thin:
+        yield ""
+        head = ("run", "keep", "drop", "delete")
+        amounts = [
+            (r.run or "", *(bytes_text(n) for n in (r.kept, r.dropped, r.deleted)))
+            for r in plan.runs
+        ]
+        yield from table(head, amounts, width=terminal_width())
     if plan.untouched:
         yield ""
         yield Heading(f"not covered by the policy: {plural(len(plan.untouched), 'checkpoint')}")
@@ -232,9 +262,21 @@ def _retain_data(plan: RetentionPlan, *, applied: bool) -> dict[str, Any]:
         "applied": applied,
         "delete": [_row_data(row) for row in plan.delete],
         "keep": [_row_data(kept.row, reasons=list(kept.reasons)) for kept in plan.keep],
+        "thin": [
+            _row_data(
+                t.row,
+                reasons=list(t.reasons),
+                states=list(t.states),
+                dropped=t.dropped,
+                bytes_kept=t.bytes_kept,
+            )
+            for t in plan.thin
+        ],
+        "runs": [data_of(run) for run in plan.runs],
         "untouched": [_row_data(kept.row, reasons=list(kept.reasons)) for kept in plan.untouched],
         "idle": list(plan.idle),
         "bytes_deleted": plan.bytes_deleted,
+        "bytes_dropped": plan.bytes_dropped,
         "bytes_kept": plan.bytes_kept,
         "grace_seconds": int(plan.grace.total_seconds()),
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import entry_data, file_of
+from ucformat.cli.ui.catalogs import entry_data, file_of, instant
 from ucformat.cli.ui.options import CATALOG, OPENING, SRC, STATES, Opening, command
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, field, moment, plural, shape_text, table
@@ -315,6 +315,16 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "outdated": _outdated(ck),
         "states": [],
         "total": {},
+        "dropped": [
+            {
+                "state": state,
+                "tensors": gone.tensors,
+                "bytes": gone.nbytes,
+                "at": instant(gone.at),
+                "reason": gone.reason,
+            }
+            for state, gone in ck.dropped.items()
+        ],
         "unreadable": [
             {"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()
         ],
@@ -367,6 +377,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "outdated": None,
         "states": [],
         "total": {},
+        "dropped": None,
         "unreadable": None,
         "aliases": None,
         "groups": None,
@@ -508,6 +519,10 @@ def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
         yield from field(
             f"group {i}", f"{tensors}: {', '.join(options)}" if options else tensors, width
         )
+    for gone in s["dropped"] or ():
+        amount = f"{plural(gone['tensors'], 'tensor')}, {bytes_text(gone['bytes'])}"
+        text = f"{gone['state']} ({amount}) by thin on {gone['at'][:10]}: {gone['reason']}"
+        yield from field("dropped", text, width)
     for tensor in s["unreadable"] or ():
         yield from field(
             "unreadable", f"{tensor['name']} ({tensor['state']}) {tensor['reason']}", width

@@ -34,6 +34,7 @@ from ucformat.torch.loading.match import (
     Matched,
     Problems,
     asked_tensors,
+    dropped_problems,
     edge_of,
     fits,
     labels_of,
@@ -230,6 +231,9 @@ def load_local(
         )
         stateful = targets.stateful or any(m.target.info.state not in PARAMETER for m in matched)
         others = mismatches | targets.problems
+        if stateful or targets.optimizer:
+            # an optimizer would begin anew where its states are gone
+            others |= dropped_problems(ck, (s for s in ck.dropped if s != "weight"))
     own_report = _RankReport(
         ranks.rank,
         others,

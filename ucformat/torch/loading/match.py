@@ -135,6 +135,7 @@ __all__ = [
     "Matched",
     "Problems",
     "asked_tensors",
+    "dropped_problems",
     "edge_of",
     "holds_training",
     "labels_of",
@@ -304,6 +305,7 @@ def match(
     """
     matched: list[Matched] = []
     missing, shapes, dtypes, others = [], [], [], []
+    dropped: dict[str, None] = {}
     meant: set[Key] = set()
     aliases_of: dict[str, list[str]] = {}
     for alias, name in aliases.items():
@@ -330,6 +332,7 @@ def match(
                 for key in unread
                 if (why := ck.unreadable.get(key))
             ]
+            dropped |= dict.fromkeys(key.state for key in unread if key.state in ck.dropped)
             continue
         meant |= (
             {Key(stored.name, s) for s in PARAMETER} if info.state in PARAMETER else {stored.key}
@@ -367,7 +370,18 @@ def match(
     others += shared.values()
     matched = [m for n, m in enumerate(matched) if not any(n in pair for pair in shared)]
     problems = Problems(tuple(missing), (), tuple(shapes), tuple(dtypes), tuple(others))
-    return matched, problems, meant
+    return matched, problems | dropped_problems(ck, dropped), meant
+
+
+def dropped_problems(ck: Checkpoint, states: Iterable[str]) -> Problems:
+    """Return that these states were dropped by `thin`, and how to load without them."""
+    weights_remain = any(key.state in PARAMETER for key in ck.tensors)
+    advice = "; pass the model without its optimizer to load the weights" if weights_remain else ""
+    return Problems(
+        others=tuple(
+            f"tensors ({s}) in the checkpoint were {ck.dropped[s]}{advice}" for s in states
+        )
+    )
 
 
 def overlaps(

@@ -8,6 +8,7 @@ writes the tombstone before it removes files.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from itertools import chain, count
 from operator import attrgetter
 from pathlib import Path
@@ -32,20 +33,22 @@ from ucformat.jobs.documents import protections_of
 from ucformat.jobs.gc import consult, purge  # `collect` would also purge other runs
 from ucformat.jobs.register import register
 from ucformat.jobs.removal import read_tombstone, remove
+from ucformat.jobs.thin import thin_at
 from ucformat.schema.manifest import MANIFEST
-from ucformat.schema.policy import Last, Policy
+from ucformat.schema.policy import Keep as Rules
+from ucformat.schema.policy import Policy
 from ucformat.settings import load_settings, source_of
 from ucformat.storage.url import open_store
 from ucformat.torch.manager.steps import folder_of, list_steps, read_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Store
     from ucformat.torch.manager.steps import RunStep
 
-    Keep = int | Mapping[str, Any] | Policy | str | Path
+    Keep = int | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Policy | str | Path
 
 T = TypeVar("T")
 
@@ -53,21 +56,23 @@ _log = logging.getLogger("ucformat")
 
 
 def policy_of(keep: Keep) -> Policy:
-    """Return the policy that the `keep` argument of `Manager` describes; the last checkpoint is always kept."""
+    """Return the policy that the `keep` argument of `Manager` describes; the last checkpoint is always kept whole."""
     if isinstance(keep, int):
         keep = {"last": keep}
     if isinstance(keep, Policy):
         policy = keep
     elif isinstance(keep, str | Path):
         policy = load_policy(keep)
-    elif "keep" in keep:
-        policy = load_policy({"version": 1, **keep})
+    elif isinstance(keep, Mapping):
+        whole = {"version": 1, **keep}
+        policy = load_policy(
+            whole if "keep" in keep else {"version": 1, "keep": keep, "grace": "0s"}
+        )
     else:
-        policy = load_policy({"version": 1, "keep": dict(keep), "grace": "0s"})
-    if any(rule.group == "run" for rule in policy.keep.last):
+        policy = load_policy({"version": 1, "keep": list(keep), "grace": "0s"})
+    if any(rule.group == "run" for k in policy.keep if not k.states for rule in k.last):
         return policy
-    last = (*policy.keep.last, Last(count=1))
-    return policy.model_copy(update={"keep": policy.keep.model_copy(update={"last": last})})
+    return policy.model_copy(update={"keep": (*policy.keep, Rules.model_validate({"last": 1}))})
 
 
 class RunRetention:
@@ -145,11 +150,13 @@ class RunRetention:
             self._warn_once(
                 f"{i[:12]} is kept, because it has another location too" for i in copied
             )
-            if plan.delete:
+            if plan.delete or plan.thin:
                 try:
                     catalog.retain(policy, apply=plan.id)
                 except Conflict:  # the catalog has changed: plan again after the next commit
                     return []
+                except UcformatError as error:  # what is to be deleted was
+                    _log.warning("%s: %s", self.root, error.message)
             return self._purge(catalog, below)
 
     def _purge(self, catalog: Catalog, below: str) -> list[str]:
@@ -188,6 +195,14 @@ class RunRetention:
                 continue
             del by_url[step.url]
             removed.append(step.id)
+        for thinned in plan.thin:
+            step = steps[thinned.row.serial]
+            try:
+                thin_at(step.url, step.id, thinned.states, "the run's policy")
+            except Conflict as error:  # protected, or replaced
+                self._warn_once([error.message])
+            else:
+                by_url[step.url] = read_step(step.url, step.step)
         return removed
 
     def _warn_once(self, texts: Iterable[str]) -> None:
@@ -224,6 +239,7 @@ def _row(step: RunStep, serial: int, run: str) -> RetentionRow:
         step.nbytes,
         commits=step.commits,
         metrics=step.metrics,
+        states=step.states,
         launch=step.launch,
         continues=step.continues,
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.catalog.lines import newest_first
 from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
 from ucformat.format.structure import read_manifest
+from ucformat.format.thinned import state_bytes
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.concurrency import map_io
@@ -47,6 +48,7 @@ class RunStep:
     continues: Mapping[str, int] = field(default_factory=dict)
     bases: tuple[str, ...] = ()
     written: int = 0
+    states: Mapping[str, int] = field(default_factory=dict)  # bytes, as in `RetentionRow`
 
     @property
     def family(self) -> None:
@@ -133,6 +135,7 @@ def read_step(url: str, step: int) -> RunStep:
         continues={} if launch is None else launch.continues,
         bases=tuple(base.id for base in manifest.bases),
         written=sum(writer.nbytes for writer in manifest.writers),
+        states=state_bytes(manifest.tensors),
     )
 
 
