@@ -72,8 +72,9 @@ def open_checkpoint(
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
     Args:
-        roots: returns the places that may hold a virtual checkpoint's files; called only if they
-            are needed.
+        roots: returns the places that may hold a virtual checkpoint's files, or bases; called only
+            if they are needed.
+        watch: makes the watched stores, also of bases.
 
     Raises:
         NotFound: the place does not exist, or is empty.
@@ -146,7 +147,7 @@ def _open(
         raise UsageError(
             f"{store.url} is a universal checkpoint, which takes no options", hint=hint
         )
-    return Checkpoint(Universal(store, roots))
+    return Checkpoint(Universal(store, roots, watch=watch))
 
 
 def _checkpoints_below(infos: Sequence[Info]) -> list[str]:

@@ -253,7 +253,7 @@ def uncovered(source: Universal, digests: Mapping[str, str]) -> list[Key]:
     A digest is also a fingerprint, or checksums of all bytes.
     """
     table = source.manifest.tensors
-    if all(kind.path is not None for kind in table.kinds) or (
+    if not any(kind.in_sidecar for kind in table.kinds) or (
         table.fingerprint and None not in table.fingerprint
     ):
         return []
@@ -268,7 +268,7 @@ def uncovered(source: Universal, digests: Mapping[str, str]) -> list[Key]:
     return [
         key
         for key, doc in source.docs.items()
-        if doc.path is None
+        if doc.in_sidecar
         and doc.fingerprint is None
         and not all(map(is_covered, single_extents(source.extents(key))))
     ]

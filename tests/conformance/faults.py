@@ -38,7 +38,7 @@ from ucformat.format.digest import bytes_digest, with_own_digest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.conformance.make import Columns, Files
+    from tests.conformance.make import Columns, Edit, Files
 
     Faults = dict[str, tuple[str, str, Files]]
 
@@ -507,4 +507,48 @@ def of_virtual(virtual: Files) -> Faults:
         "virtual-size": ("damaged", "a source of another size", first(nbytes=1)),
         "virtual-time": ("damaged", "a source of another time", first(modified=1.0)),
         "virtual-etag": ("damaged", "a source that had an etag, and has none", first(etag="x")),
+    }  # fmt: skip
+
+
+def of_based(based: Files) -> Faults:
+    """Of tensors of bases."""
+
+    def manifest(change: Edit, number: int = 3) -> Files:
+        return edited(based, change, f"{number}/manifest.json")
+
+    def base(number: int = 0, **values: Any) -> Files:
+        return manifest(lambda m: m["bases"][number].update(values))
+
+    def no_fingerprint(m: Any) -> None:
+        m["tensors"]["fingerprint"][0] = None
+
+    def kind(**values: Any) -> Files:
+        return manifest(lambda m: m["tensors"]["kinds"][-1].update(values))
+
+    def circle(m: Any) -> None:
+        m["bases"][0].update(id=f"{2:032x}", url="../3")
+
+    def moved(m: Any) -> None:
+        m["objects"]["path"] = "bases/0/" + m["objects"]["path"]
+
+    places = ("../..", "2", "../%32", "http://h/../2")
+    return {
+        "based-not-required": ("damaged", "bases, which are not required", manifest(lambda m: m["requires"].remove("bases"))),
+        "based-twice": ("damaged", "a base is listed twice", base(1, id=f"{1:032x}")),
+        "based-on-itself": ("damaged", "it is its own base", base(id=f"{2:032x}")),
+        "based-id": ("damaged", "an id that is none", base(id="x")),
+        **{f"based-place-{n}": ("damaged", f"a base at {url}", base(url=url)) for n, url in enumerate(places)},
+        "based-elsewhere": ("refused", "a base at a place that the user did not allow", base(url="/nowhere/2")),
+        "based-on-the-net": ("refused", "a base at a URL that the user did not allow", base(url="http://127.0.0.1:9/2")),
+        "based-missing": ("damaged", "there is no base", base(url="../4")),
+        "based-other": ("damaged", "another checkpoint is where the base was", manifest(lambda m: m.update(id="0" * 31 + "9"), 2)),
+        "based-circle": ("damaged", "the base is based on it", manifest(circle, 2)),
+        "based-no-fingerprint": ("damaged", "a tensor of a base without a fingerprint", manifest(no_fingerprint)),
+        "based-fingerprint": ("damaged", "the base's tensor has another fingerprint", manifest(lambda m: m["tensors"]["fingerprint"].__setitem__(0, "0" * 32))),
+        "based-bare": ("damaged", "the base's tensor has no fingerprint", manifest(lambda m: m["tensors"].pop("fingerprint"), 1)),
+        "based-shape": ("damaged", "the base's tensor has another shape", kind(shape=[1])),
+        "based-dtype": ("damaged", "the base's tensor has another dtype", kind(dtype="uint16")),
+        "based-number": ("damaged", "the number of no base", kind(base=2)),
+        "based-array": ("damaged", "a tensor of a base that is an array", kind(path=f"{DATA}/weight")),
+        "based-file": ("damaged", "a file that is that of a base by its name", manifest(moved)),
     }  # fmt: skip

@@ -548,9 +548,58 @@ def virtual_files() -> Files:
     return {**found, **inside, "manifest.json.in": json.dumps(m, indent=1).encode()}
 
 
-def edited(files: Files, change: Edit) -> Files:
+def based_files(whole: Files) -> Files:
+    """Three checkpoints in one folder: 3 has the last tensor from 2, which has it from 1, and the first from 1."""
+    ids = [f"{n:032x}" for n in range(3)]
+    prints = {Key(d.name, d.state): d.fingerprint for d in parsed_table(made_of_arrays())}
+    keys = [Key(d.name, d.state) for d in parsed_table(whole)]
+    whole = edited(whole, lambda m: m["tensors"].update(fingerprint=[prints[key] for key in keys]))
+    first = edited(whole, lambda m: m.update(id=ids[0]))
+
+    def on(number: int, *bases: int, of: dict[int, int]) -> Files:
+        """A checkpoint with tensors of bases, by number."""
+
+        def change(m: Any) -> None:
+            urls = [{"id": ids[n - 1], "url": f"../{n}"} for n in bases]
+            m.update(id=ids[number - 1], bases=urls, requires=[*m.get("requires", ()), "bases"])
+            t = m["tensors"]
+            for row, base in of.items():
+                kind = {k: v for k, v in t["kinds"][t["kind"][row]].items() if k in REFERENCED}
+                t["kinds"].append({**kind, "base": base})
+                t["kind"][row] = len(t["kinds"]) - 1
+                if t.get("digest"):
+                    t["digest"][row] = None
+                t.get("path", {}).pop(str(row), None)
+
+        return edited(whole, change)
+
+    last = max(n for n, d in enumerate(parsed_table(whole)) if d.nbytes)
+    second = on(2, 1, of=dict.fromkeys(range(len(keys)), 0))
+    third = on(3, 2, 1, of={last: 0, 0: 1})
+    return {
+        **{f"1/{path}": data for path, data in first.items()},
+        "2/manifest.json": second["manifest.json"],
+        **{
+            f"2/{path}": data
+            for path, data in second.items()
+            if path.startswith(("objects", "assets"))
+        },
+        **{f"3/{path}": data for path, data in third.items()},
+    }
+
+
+def parsed_table(files: Files) -> TensorTable:
+    """The tensors of a checkpoint."""
+    return Manifest.model_validate_json(files["manifest.json"]).tensors
+
+
+#: The members of a kind of tensors of a base.
+REFERENCED = ("state", "dtype", "shape", "itemsize", "at")
+
+
+def edited(files: Files, change: Edit, name: str = "") -> Files:
     """The same with another manifest, under the right digest."""
-    name = next(n for n in ("manifest.json", "manifest.json.in") if n in files)
+    name = name or next(n for n in ("manifest.json", "manifest.json.in") if n in files)
     m = json.loads(files[name])
     m.pop("digest", None)
     change(m)
@@ -731,6 +780,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "compressed-newer": ("a codec that version 1 has not, of one tensor", edited(made_of_compressed_arrays(), later_codec), less(expected_of(compressed()), 0)),
         "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}),
         "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),
+        "based": ("tensors of a base, which has one of them from its own", based_files(flat), {**all_of_it, "at": "3"}),
     }  # fmt: skip
 
 
@@ -803,7 +853,7 @@ def by_row(columns: Columns, name: str, row: int) -> list[int]:
 
 def invalid() -> dict[str, tuple[str, str, Files]]:
     """Of each invalid checkpoint the class of error, what is wrong, and its files."""
-    from tests.conformance.faults import of_arrays, of_compressed, of_packed, of_virtual
+    from tests.conformance.faults import of_arrays, of_based, of_compressed, of_packed, of_virtual
 
     columns, files = rows()
     return {
@@ -811,6 +861,7 @@ def invalid() -> dict[str, tuple[str, str, Files]]:
         **of_compressed(made_of_compressed_arrays()),
         **of_packed(columns, files),
         **of_virtual(virtual_files()),
+        **of_based(based_files(made_of_arrays())),
     }
 
 
@@ -919,7 +970,7 @@ def main(folder: Path = CASES) -> None:
     """Write all of it to a folder that is empty, or absent."""
     bases: dict[str, Files] = {}
     for name, (says, files, want) in valid().items():
-        is_base = name in ("arrays", "compressed", "packed", "described", "virtual")
+        is_base = name in ("arrays", "compressed", "packed", "described", "virtual", "based")
         put(folder, name, files, {"says": says, **want}, {} if is_base else bases)
         if is_base:
             bases[name] = files
@@ -928,11 +979,12 @@ def main(folder: Path = CASES) -> None:
         virtual = (
             {"roots": ["sources"], "modified": MODIFIED} if "manifest.json.in" in files else {}
         )
+        based = {"at": "3"} if "3/manifest.json" in files else {}
         put(
             folder,
             name,
             files,
-            {"says": says, "error": error, "found": stage or "read", **virtual},
+            {"says": says, "error": error, "found": stage or "read", **virtual, **based},
             bases,
         )
     (folder / "vectors.json").write_text(json.dumps(vectors(), indent=1) + "\n")

@@ -68,7 +68,7 @@ OTHERS |= {"float4_e2m1fn": 1, "float4_e2m1fn_x2": 1, "complex32": 4, "bcomplex3
 OTHERS |= {f"{kind}{n}": 1 for kind in ("int", "uint") for n in range(1, 8)}
 OTHERS |= {"bits8": 1, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1, "bits16": 2}
 SIZES |= OTHERS
-FEATURES = {"packed", "extents", "virtual", "codecs"}
+FEATURES = {"packed", "extents", "virtual", "codecs", "bases"}
 FARTHEST, NONE = 1 << 60, "xxh3:" + 32 * "0"
 MOST_INTEGER, MOST_TEXT, MOST_LEVELS, MOST_BITS = 1 << 62, 1 << 16, 128, 1 << 13
 
@@ -169,6 +169,13 @@ def folder_of(name: str) -> str:
     return "%2E" + plain[1:] if plain.startswith(".") else plain
 
 
+def beside(url: str) -> str | None:
+    """The name of a base in the same folder as the checkpoint."""
+    match = re.fullmatch(r"\.\./([^/\\%?#\x00-\x1f]+)", url)
+    name = match[1] if match else "."
+    return None if name in (".", "..") or name.startswith(".ucf-") else name
+
+
 DESCRIBED = ("described", "distribution", "writer", "position")
 
 
@@ -186,10 +193,16 @@ class Extent:
 
 
 class Checkpoint:
-    """An opened checkpoint; `roots` are the folders in which files of others may be read."""
+    """An opened checkpoint; `roots` are the folders in which files of others may be read.
 
-    def __init__(self, place: str | Path, roots: Sequence[str | Path] = ()) -> None:
+    `above` are the ids of those that are based on it.
+    """
+
+    def __init__(
+        self, place: str | Path, roots: Sequence[str | Path] = (), above: tuple[str, ...] = ()
+    ) -> None:
         self.place, self.roots = Path(place), [Path(r).resolve() for r in roots]
+        self.above = above
         self.manifest = self._open()
         self.tensors = self._table(self.manifest["tensors"])
         names = {(t["name"], t["state"]) for t in self.tensors}
@@ -260,9 +273,52 @@ class Checkpoint:
                 {"options": dict, "flattened": bool},
             )
         sidecar = m.get("sidecar") or {}
+        self._check_bases(m)
         self._check_sources(sidecar)
         need(not sidecar.get("roots") or "virtual" in m["requires"], "it is virtual")
         return m
+
+    def _check_bases(self, m: Any) -> None:
+        m.setdefault("bases", [])
+        need(isinstance(m["bases"], list) and len(m["bases"]) <= 4096, "bases")
+        for base in m["bases"]:
+            of_type(base, {"id": str, "url": str})
+            need(re.fullmatch("[0-9a-f]{32}", base["id"]), "the id of a base")
+            url = base["url"]
+            far = re.match(r"/|[A-Za-z][A-Za-z0-9+.-]*://[^/]", url) and "\0" not in url
+            far = far and ".." not in unquote(url).split("/")
+            need(far or beside(url), f"no base is at {url!r}")
+        ids = {base["id"] for base in m["bases"]}
+        need(len(ids) == len(m["bases"]) and m["id"] not in ids, "a base is listed twice")
+        need(not ids or "bases" in m["requires"], "it has bases")
+
+    def _base(self, number: int) -> Checkpoint:
+        base, place = self.manifest["bases"][number], self.place.resolve()
+        need(base["id"] not in (*self.above, self.manifest["id"]), "bases in a circle")
+        need(len(self.above) < 64, "too many bases")
+        if name := beside(base["url"]):
+            place = place.parent / name
+            allowed = not place.is_symlink()
+        else:
+            need("://" not in base["url"], f"{base['url']} is not local", Refused)
+            place, allowed = Path(base["url"]), False
+        inside = any(place.resolve().is_relative_to(r) for r in self.roots)
+        need(allowed or inside, f"{place} is not allowed", Refused)
+        try:
+            opened = Checkpoint(place, self.roots, (*self.above, self.manifest["id"]))
+        except Absent:
+            raise Damaged(f"there is no base at {place}") from None
+        need(opened.manifest["id"] == base["id"], f"another checkpoint is at {place}")
+        return opened
+
+    def _of_base(self, t: Any) -> Bytes:
+        base, key = self._base(t["base"]), (t["name"], t["state"])
+        there = [n for n, u in enumerate(base.tensors) if (u["name"], u["state"]) == key]
+        need(there, f"a base lacks {key}")
+        u = base.tensors[there[0]]
+        same = all(t[k] == u[k] for k in ("dtype", "shape", "fingerprint"))
+        need(same and size_of(t) == size_of(u), f"a base has another {key}")
+        return np.frombuffer(base.elements(there[0]), np.uint8)
 
     def _check_ranks(self, doc: Any) -> list[Any]:
         of_type(doc, {"ranks": int, "names": list, "files": list})
@@ -345,12 +401,15 @@ class Checkpoint:
             )
             need(path is None or re.fullmatch("[A-Za-z0-9._~%/-]+", path), "path")
             fingerprint = t["fingerprint"][row] if t["fingerprint"] else None
+            of_base = kinds[kind].get("base") is not None
+            need(not of_base or fingerprint, "a tensor of a base without a fingerprint")
             own = {"digest": digest, "fingerprint": fingerprint, "path": path}
             out.append({**kinds[kind], "name": names[name], **own})
         return out
 
     def _check_kind(self, t: Any) -> None:
         nullable = {"chunk": list, "shard": list, "path": str, "itemsize": int, "codec": str}
+        nullable["base"] = int
         of_type(t, {"state": str, "dtype": str, "shape": list}, nullable, {"at": list})
         size = SIZES.get(t["dtype"], t.get("itemsize"))
         need(size in (1, 2, 4, 8, 16), f"nobody knows how large elements of {t['dtype']} are")
@@ -366,6 +425,10 @@ class Checkpoint:
         codec = t.get("codec")
         need(codec is None or "codecs" in self.manifest["requires"], "it does not require codecs")
         need(codec != ("blosc" if t.get("path") is None else "tiles"), "a codec of another form")
+        if t.get("base") is not None and codec is None:
+            need(0 <= t["base"] < len(self.manifest["bases"]), "the number of no base")
+            need(t.get("path") is None, "a tensor of a base that is an array")
+            return
         if t.get("path") is None:
             need(self.manifest.get("sidecar"), "no path and no sidecar")
             need({"packed", "extents"} & {*self.manifest["requires"]}, "it is packed")
@@ -392,6 +455,7 @@ class Checkpoint:
             or "\0" in path
         )
         need(not bad, f"{path!r} leads out of the checkpoint", Refused)
+        need(not path.startswith("bases/"), f"{path!r} is a file of a base")
         if not path.startswith("roots/"):
             found = (self.place / path).resolve()
             need(
@@ -474,7 +538,10 @@ class Checkpoint:
         t = self.tensors[number]
         need(t["dtype"] in SIZES, f"{t['name']} has the dtype {t['dtype']}", Upgrade)
         need(t.get("codec") in (None, "blosc"), f"{t['name']} has another codec", Upgrade)
-        a = self._packed(number, t) if t.get("path") is None else self._array(t)
+        if t.get("base") is not None and t.get("codec") is None:
+            a = self._of_base(t)
+        else:
+            a = self._packed(number, t) if t.get("path") is None else self._array(t)
         data, expected = a.tobytes(), t["fingerprint"]
         need(expected in (None, fingerprint_of(data, size_of(t))), f"fingerprint of {t['name']}")
         return data

@@ -27,7 +27,9 @@ from ucformat.schema import ITEMSIZE, LINEAGE_KINDS, ZARR_DTYPES, ZARR_EXTENSION
 from ucformat.schema.documents import DescribedDoc
 from ucformat.schema.limits import (
     MAX_ARRAY_DIMS,
+    MAX_BASES,
     MAX_BITS,
+    MAX_CHAIN,
     MAX_DEPTH,
     MAX_DIMS,
     MAX_EDGE,
@@ -227,6 +229,7 @@ def test_limits() -> None:
         "an edge": f"2^{MAX_EDGE.bit_length() - 1}",
         "shards": f"{MAX_SHARDS:,}",
         "ranks": f"2^{MAX_RANKS.bit_length() - 1}",
+        "bases": f"{MAX_BASES:,}; {MAX_CHAIN}",
         "tiles": f"2^{MAX_TILES.bit_length() - 1}",
         "offsets": f"2^{MAX_SPAN.bit_length() - 1}",
         "`commits`": f"2^{MOST_COMMITS.bit_length()} ",

@@ -53,6 +53,7 @@ _FORM = {
     "assets",
     "minor",
     "requires",
+    "bases",
     "sidecar",
     "verified",
     "writers",

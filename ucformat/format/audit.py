@@ -35,7 +35,7 @@ from ucformat.format.structure import Problem
 from ucformat.format.universal import grid_of, unknown_word
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
-from ucformat.reading.execute import read_flat
+from ucformat.reading.execute import read_fingerprint, read_flat
 from ucformat.schema.tensors import BLOSC
 from ucformat.storage.base import ENCODED, read_parts, stored_key
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ucformat.format.universal import Universal
     from ucformat.geometry.tensor import Block
     from ucformat.schema.manifest import FileDoc, SourceFileDoc
+    from ucformat.schema.tensors import TensorDoc
     from ucformat.storage.base import FileWriter, Store
 
     ShardsByKey = Mapping[Key, Mapping[tuple[int, ...], bytes]]
@@ -356,6 +357,25 @@ def wrong_digests(
         else:
             continue
         yield Problem(doc.path, reason, *key)
+
+
+def referenced(source: Universal) -> Iterator[Check]:
+    """The checks of the tensors of bases: each is read there, and has the fingerprint that the manifest says."""
+    for doc in source.manifest.tensors:
+        if doc.is_referenced:
+            yield Check(doc.nbytes, partial(_check_referenced, source, doc))
+
+
+def _check_referenced(source: Universal, doc: TensorDoc) -> tuple[bytes, list[Problem]]:
+    base = source.manifest.bases[doc.base or 0].url
+    info = TensorInfo(doc.name, doc.state, doc.stored_dtype, doc.shape)
+    try:
+        if read_fingerprint(source, info) == doc.fingerprint:
+            return b"", []
+        reason = WRONG_FINGERPRINT
+    except (IntegrityError, NotFound, PermissionDenied, UnsupportedError) as error:
+        reason = error.message
+    return b"", [Problem(base, f"in its base: {reason}", *info.key)]
 
 
 _PART = 4 << 20  # bytes of each of two replicas in memory at once

@@ -131,7 +131,7 @@ def begin(
     digest = _digest(plan, replaces and replaces[0].id)
     attempt = Attempt(_id(digest) if name is None else name, replaces, keeps)
     _check_replaceable(store, attempt)
-    recorded_id, began = put_record(store, attempt.id, digest, needs, new_id())
+    recorded_id, began = put_record(store, attempt.id, digest, needs, keeps or new_id())
     return replace(attempt, keeps=recorded_id or keeps, began=began)
 
 

@@ -17,7 +17,13 @@ from ucformat.format.chunking import CHECKSUM_BYTES
 from ucformat.format.described import packed_file
 from ucformat.format.digest import unwritable
 from ucformat.format.sidecar import FOLLOWS, NO_BLOCK, PLACED, block_of, decode
-from ucformat.format.structure import MOUNT, Problem, manifest_problems, place_of
+from ucformat.format.structure import (
+    BASES_FOLDER,
+    MOUNT,
+    Problem,
+    manifest_problems,
+    place_of,
+)
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
 from ucformat.reading.execute import place_checksum
@@ -55,7 +61,7 @@ def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterato
     for number, doc in enumerate(manifest.tensors):
         if sidecar.described is not None and number in sidecar.described:
             continue  # a distribution covers its tensor
-        if doc.path is None and (doc.name, doc.state) not in wrong_tensors:
+        if doc.in_sidecar and (doc.name, doc.state) not in wrong_tensors:
             info = TensorInfo(doc.name, doc.state, doc.stored_dtype, doc.shape)
             if (reason := coverage_problem(info, sidecar.extents(number))) is not None:
                 yield Problem(manifest.sidecar.path, reason, doc.name, doc.state)
@@ -134,7 +140,7 @@ class _Check:
         shapes = list(tensors.by_kind(lambda kind: kind.shape))
         ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
         sources = {s.path: min(s.nbytes, MAX_EDGE) for s in doc.sources}
-        own = [not file.startswith(MOUNT) for file in sidecar.files]
+        own = [not file.startswith((MOUNT, BASES_FOLDER)) for file in sidecar.files]
         sizes = [
             MAX_EDGE if is_own else sources.get(file, -1)
             for file, is_own in zip(sidecar.files, own, strict=True)

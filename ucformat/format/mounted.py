@@ -14,16 +14,15 @@ from urllib.parse import unquote
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, UnsafeError
 from ucformat.format.structure import MOUNT
-from ucformat.storage.base import read_ranges
 from ucformat.storage.folders import roots_hint
 from ucformat.storage.url import open_store, split_url
-from ucformat.storage.wrappers import WrappedStore
+from ucformat.storage.wrappers import RoutedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
-    from ucformat.storage.base import Checksums, Costs, Info, Ranges, Store
+    from ucformat.storage.base import Costs, Info, Store
 
 
 def mounted_key(number: int, key: str) -> str:
@@ -47,7 +46,7 @@ def _plain(url: str) -> str:
     return os.path.realpath(path) if scheme in ("", "file") else url.rstrip("/")
 
 
-class MountedStore(WrappedStore):
+class MountedStore(RoutedStore):
     """The store of a virtual checkpoint; `allowed` returns the places in which its files may be."""
 
     def __init__(
@@ -88,7 +87,7 @@ class MountedStore(WrappedStore):
             self._open[root] = open_store(url)
         return self._open[root], name
 
-    def _checked(self, key: str) -> tuple[Store, str]:
+    def _routed(self, key: str) -> tuple[Store, str]:
         """Find a file, and check that it is the one that was registered."""
         place = self.place(key)
         if place is None:
@@ -116,25 +115,3 @@ class MountedStore(WrappedStore):
         """See Store."""
         place = self.place(key)
         return self.inner.info(key) if place is None else self._check(place, self._sources[key])
-
-    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """See Store."""
-        store, name = self._checked(key)
-        return store.read(name, offset, nbytes)
-
-    def read_into(
-        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
-    ) -> None:
-        """See Store."""
-        store, name = self._checked(key)
-        store.read_into(name, offset, buffers, crcs)
-
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
-        """See RangeReader."""
-        store, name = self._checked(key)
-        return read_ranges(store, name, ranges)
-
-    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
-        """See Store."""
-        store, name = self._checked(key)
-        store.read_rows(name, offset, step, rows)

@@ -69,6 +69,11 @@ if TYPE_CHECKING:
 MOUNT = "roots/"
 _SOURCE = re.compile(rf"{MOUNT}([0-9]{{1,9}})/(.+)", re.DOTALL)
 
+#: Prefix of the keys of files of bases.
+BASES_FOLDER = "bases/"
+# what no part of a path is, or what some urls give a meaning
+_SIBLING = re.compile(r"\.\./((?!\.ucf-)[^/\\%?#\0-\x1f]+)")
+
 _NAMED = 5  # problems that an error names
 # of the values of a rank, at least: `{}`, its checksum, and its entry in the index
 _RANGE_BYTES = 22
@@ -246,6 +251,26 @@ def _base_problems(manifest: Manifest) -> Iterator[Problem]:
         yield Problem(MANIFEST, "the manifest lists a base twice")
     if manifest.id in ids:
         yield Problem(MANIFEST, "it is based on itself")
+
+    for base in manifest.bases:
+        if sibling_name(base.url) is None and not _is_absolute(base.url):
+            reason = "neither absolute nor beside this one"
+            yield Problem(MANIFEST, f"its base is at {base.url[:200]!r}, which is {reason}")
+    paths = [k.path for k in manifest.tensors.kinds if k.path is not None]
+    paths += [*manifest.tensors.path.values(), *(doc.path for doc in manifest.files)]
+    for path in (p for p in paths if p.startswith(BASES_FOLDER)):
+        yield Problem(MANIFEST, f"{path[:200]!r} is the name of a file of a base")
+
+
+def sibling_name(url: str) -> str | None:
+    """The name of a base that is in the same folder as the checkpoint; None if it is elsewhere."""
+    match = _SIBLING.fullmatch(url)
+    return None if match is None or match[1] in (".", "..") else match[1]
+
+
+def _is_absolute(url: str) -> bool:
+    is_place = url.startswith("/") or re.match("[A-Za-z][A-Za-z0-9+.-]*://[^/]", url) is not None
+    return is_place and "\0" not in url and ".." not in unquote(url).split("/")
 
 
 def _table_problems(

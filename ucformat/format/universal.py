@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, NotFound, UnsupportedError
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    NotFound,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.format.arrays import shard_key, shard_places
+from ucformat.format.bases import Bases, BasesStore
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
@@ -98,12 +106,17 @@ class Universal:
         store: Store,
         roots: Callable[[], Sequence[str]] = tuple,
         manifest: Manifest | None = None,
+        *,
+        watch: Callable[[Store], WatchedStore] = WatchedStore,
+        above: tuple[str, ...] = (),
     ) -> None:
         """Open the checkpoint that is committed in a store.
 
         Args:
             roots: returns the places in which files of other checkpoints may be read (default:
                 none).
+            watch: makes the stores of its bases.
+            above: the ids of the checkpoints that are based on it.
         """
         watching = store if isinstance(store, WatchedStore) else WatchedStore(store)
         self.store: Store = watching
@@ -120,6 +133,12 @@ class Universal:
             watching.inner = EncodedStore(watching.inner, self._image)
         m, table = self.manifest, self.manifest.tensors
         self._encoded_arrays: dict[str, TensorDoc] = {}
+        self.bases = Bases(
+            *(store.url, m, above, roots),
+            lambda base: Universal(watch(base), roots, watch=watch, above=(*above, m.id)),
+        )
+        if m.bases:
+            watching.inner = BasesStore(watching.inner, self.bases)
         self.docs: Mapping[Key, TensorDoc] = ValueByKey(table, table.__getitem__)
         groups = LazyMapping(lambda: {name: i for i, g in enumerate(m.groups) for name in g.params})
         paths = LazyMapping(
@@ -190,6 +209,9 @@ class Universal:
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
         """See Readable."""
         doc = self.docs[key]
+        if doc.is_referenced:
+            yield from self.bases.extents(doc, within)
+            return
         if doc.path is None:
             row = self.manifest.tensors.row(*key)
             assert row is not None  # noqa: S101 - it has a document
@@ -216,7 +238,9 @@ class Universal:
     def file_runs(self, key: Key, within: Box) -> Iterable[Extent | Tiles | FileRun]:
         """See `HasFileRuns`."""
         doc = self.docs[key]
-        described = self._sidecar_of(doc).described if doc.path is None else None
+        if doc.is_referenced:
+            return self.bases.file_runs(doc, within)
+        described = self._sidecar_of(doc).described if doc.in_sidecar else None
         row = self.manifest.tensors.row(*key)
         if described is None or row is None or row not in described:
             return self.extents(key, within)
@@ -310,10 +334,20 @@ class Universal:
             self._sidecar = sidecar
         return self._sidecar
 
+    def read_documents(self) -> None:
+        """Read what tells where elements are, here and in bases; of those that cannot be opened, nothing."""
+        if self.manifest.sidecar is not None:
+            self.sidecar()
+        for number in range(len(self.manifest.bases)):
+            with suppress(UcformatError):  # raised again for the tensors that need it
+                self.bases.opened(number).read_documents()
+
     @property
     def weights_folder(self) -> str | None:
         """The key of the folder with the safetensors files of the weights; None if they are not stored so."""
-        if all(kind.path is not None for kind in self.manifest.tensors.kinds):
+        kinds = self.manifest.tensors.kinds
+        is_partial = any(kind.is_referenced and kind.state == "weight" for kind in kinds)
+        if is_partial or not any(kind.in_sidecar for kind in kinds):
             return None
         folders = (
             file.rpartition("/") for file in self.sidecar().files if not file.startswith(MOUNT)

@@ -22,6 +22,7 @@ from ucformat.errors import (
     first_names,
 )
 from ucformat.exporters.adapter import is_wrapped
+from ucformat.exporters.base import weights_of
 from ucformat.format.arrays import grid_doc, put_array, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.digest import check_values
@@ -30,6 +31,7 @@ from ucformat.format.universal import Universal, group_docs, paths_of
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.compare import spread_of
 from ucformat.jobs.finished import discard_finished
+from ucformat.jobs.increments import NO_REFERENCES, References, find_references
 from ucformat.jobs.inputs import Input, joined
 from ucformat.jobs.record import lineage_from, record_commits, step_in_name
 from ucformat.jobs.run import workers_for
@@ -82,6 +84,7 @@ def convert(
     checksums: bool = False,
     unprotected: bool = False,
     weights: Literal["safetensors"] | None = None,
+    base: str | PathLike[str] | Checkpoint | None = None,
     codec: Literal["blosc"] | None = None,
     verify: bool = True,
     on: str = "threads",
@@ -121,6 +124,11 @@ def convert(
             stored as arrays (default: everything is). Tensors below 256 KiB are packed into files
             beside the arrays if there are more than 1,000 of them; `materialize` writes those as
             arrays, too.
+        base: a universal checkpoint, or its path, url or reference: tensors that it has under the
+            same name and state, with equal dtype, shape and fingerprint, are not written again, but
+            read there (docs/cli.md#bases). The base must then stay; a document beside it
+            keeps every catalog from removing it. Tensors of which the source has no fingerprint are
+            read to compare them. With `weights`, these are always written.
         codec: `blosc` compresses the chunks of arrays, without loss (default: they are stored as
             they are). Safetensors files are not compressed.
         verify: compare the bytes that are read with the checksums in the source's files (CRC-32 of
@@ -142,11 +150,12 @@ def convert(
             the source is being removed or replaced.
         UnsupportedError: with `virtual`, a tensor has no bytes of its own in a file: it is
             compressed, or computed; or with `weights`, a tensor has a dtype that safetensors does
-            not have.
+            not have; or the base is no universal checkpoint, or has no fingerprints.
         PermissionDenied: with `virtual` and without `unprotected`, nothing can be written beside
             the source's files.
         UsageError: `checksums` or `unprotected` without `virtual`, or `virtual` with a size of
-            chunks or shards, with `codec`, or with `weights`; or `weights` of a checkpoint without weights.
+            chunks or shards, with `base`, `codec` or `weights`; or `weights` of a checkpoint without
+            weights.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = as_store(dst)
@@ -159,14 +168,30 @@ def convert(
     infos = _chosen(source, None if states is None else as_strings(states))
     _check_virtual(options, virtual=virtual, checksums=checksums, unprotected=unprotected)
     _check_weights(source, infos, weights, virtual=virtual)
-    plan = plan_document(source, infos, options) | ({"virtual": checksums} if virtual else {})
+    references = NO_REFERENCES
+    if base is not None:
+        if virtual:
+            raise UsageError(
+                "a virtual checkpoint has no tensors of its own that a base could have",
+                hint="leave out one of the two",
+            )
+        loadable = {i.key for i in weights_of(infos)} if weights else set()
+        candidates = [i for i in infos if i.key not in loadable]
+        references = find_references(source, candidates, base, store.url)
+        infos = [i for i in infos if i.key not in references.keys]
+    plan = (
+        plan_document(source, infos, options)
+        | references.plan
+        | ({"virtual": checksums} if virtual else {})
+    )
     plan |= {"weights": weights} if weights else {}
     # before there are files of an attempt, which may be inside the source's folder
     _warn_of_unread(source)
     placed = VirtualExtents(source, infos) if virtual else None
-    needs = [] if placed is None else [url for url, _ in placed.homes]
+    needs = list(references.urls) if placed is None else [url for url, _ in placed.homes]
     attempt = options.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
     try:
+        references.protect(str(attempt.keeps))
         if placed is None:
             files = plan_files(source, infos, attempt.id, weights)
             file_tensors = {} if files is None else files.tensors
@@ -178,7 +203,7 @@ def convert(
                 if files is None
                 else partial(WeightsJob, source, store, attempt.id, infos, files, options, weights)
             )
-            manifest, recorded = write(arrays, attempt, in_files)
+            manifest, recorded = write(arrays, attempt, in_files, references)
         else:
             recorded = False
             manifest = _write_virtual(
@@ -328,12 +353,16 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
 
 
 def write(
-    job: ShardJob, attempt: Attempt, weights: Callable[[], WeightsJob] | None = None
+    job: ShardJob,
+    attempt: Attempt,
+    weights: Callable[[], WeightsJob] | None = None,
+    references: References = NO_REFERENCES,
 ) -> tuple[Manifest, bool]:
     """Write tensors, and everything else of a checkpoint.
 
     Args:
         weights: makes the job that writes the other tensors (default: there are none).
+        references: the tensors of a base (default: there are none).
 
     Returns:
         The manifest, which the caller commits, and whether there are records, which the caller then
@@ -374,13 +403,16 @@ def write(
         or TensorDoc(i.name, i.state, i.dtype, i.shape, fingerprint=fingerprints[i.key])
         for i in infos
     )
-    manifest = put_others(job.source, store, attempt, docs, folder)
+    docs = references.among(docs, job.source.tensors, ordered=sidecar is None)
+    if references.tensors:
+        verified = joined([(infos, verified), (references.infos, VerifiedDoc(default=False))])
+    manifest = references.added_to(put_others(job.source, store, attempt, docs, folder), attempt)
     for source in job.sources[1:]:
         _check_unchanged(source)
     grid = (
         grid_doc(options.chunk_bytes, options.shard_bytes) if job.infos or weights is None else None
     )
-    manifest = manifest.with_sidecar(sidecar, requires)
+    manifest = manifest.with_sidecar(sidecar, (*requires, *manifest.requires))
     return manifest.model_copy(update={"verified": verified, "grid": grid}), recorded
 
 

@@ -28,14 +28,22 @@ from ucformat.errors import (
 )
 from ucformat.format.attempts import folders_of
 from ucformat.format.audit import ShardFile, items, wrong_digests
+from ucformat.format.bases import place_of_base
 from ucformat.format.commit import announce, begin, commit, settle
 from ucformat.format.encoded import find_image
 from ucformat.format.extents import blocks_of, encoded_files
 from ucformat.format.sidecar import NO_BLOCK
-from ucformat.format.structure import Problem, find_manifest, parse_manifest, read_manifest
+from ucformat.format.structure import (
+    Problem,
+    find_manifest,
+    parse_manifest,
+    read_manifest,
+    sibling_name,
+)
 from ucformat.format.tile_index import TileIndex
 from ucformat.format.universal import grid_of
 from ucformat.geometry.tensor import Key
+from ucformat.jobs.dependents import need_base
 from ucformat.jobs.documents import copy_document
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, discard_finished
 from ucformat.jobs.materialize import is_packed, materialize
@@ -362,6 +370,7 @@ def copy(
     overwrite: bool = False,  # noqa: FBT001, FBT002 - as of convert
     workers: int | None = None,
     *,
+    with_bases: bool = False,
     codec: Literal["blosc", "none"] | None = None,
     on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
@@ -381,6 +390,9 @@ def copy(
             damaged ones are copied again.
         workers: files copied at once (default: one for each core; for object stores eight at
             least).
+        with_bases: copy the checkpoints beside the source on which it is based, too, if they are
+            not beside the copy. A base that is in another folder stays there, and the copy needs
+            it, too.
         codec: write the arrays anew with this codec, `blosc` or `none`. The result is another
             checkpoint with the same content: it has an id of its own, and no signature (default: the
             bytes of the files are copied).
@@ -392,8 +404,9 @@ def copy(
         IntegrityError: the source is damaged; nothing is committed.
         Conflict: another checkpoint is committed at `dst`, or the source was replaced in the
             meantime.
-        UnsupportedError: the source is not a universal checkpoint, or is virtual; or with `codec`, it
-            has tensors in packed files.
+        UnsupportedError: the source is not a universal checkpoint, or is virtual; or without
+            `with_bases`, it is based on one that is not beside the copy; or with `codec`, it has
+            tensors in packed files.
         UsageError: the source is a view.
     """
     check_choice("codec", codec, (None, "blosc", "none"))
@@ -418,6 +431,7 @@ def copy(
             "was materialized",
             hint="pass overwrite=True (--overwrite) to replace it",
         )
+    _put_bases(source, store, options, with_bases=with_bases)
     try:
         return _copy(ck, source, store, data, options, overwrite=overwrite)
     except Conflict:
@@ -467,6 +481,32 @@ def _universal(ck: Checkpoint) -> Universal:
     return source
 
 
+def _put_bases(source: Universal, store: Store, options: WriteOptions, *, with_bases: bool) -> None:
+    """Have the bases of a checkpoint where its copy expects them."""
+    for number, doc in enumerate(source.manifest.bases):
+        place = place_of_base(store.url, doc.url)
+        there = find_manifest(open_store(place), UcformatError)
+        if there is not None and there.id == doc.id:
+            continue
+        if not with_bases or sibling_name(doc.url) is None:
+            raise UnsupportedError(
+                f"{source.store.url} is based on the checkpoint {doc.id}, which the copy would read "
+                f"at {place}, and it is not there",
+                hint="with_bases=True (--with-bases) copies it, too; `ucp materialize SRC DST` "
+                "writes the checkpoint whole at another place",
+            )
+        base = open_reference(source.bases.place(number))
+        copy(base, place, workers=options.workers, with_bases=True)
+
+
+def _protect_bases(manifest: Manifest, store: Store) -> None:
+    """Record beside the bases of a copy that it needs them."""
+    for doc in manifest.bases:
+        place = place_of_base(store.url, doc.url)
+        attempt = read_manifest(open_store(place))[0].attempt
+        need_base((place, frozenset((attempt,))), doc.id, manifest.id, store.url)
+
+
 def _is_same(manifest: Manifest, other: Manifest) -> bool:
     """Whether two manifests are of the same checkpoint in the same form."""
     return (manifest.id, manifest.attempt) == (other.id, other.attempt)
@@ -510,9 +550,18 @@ def _copy(
 ) -> Copied:
     manifest = source.manifest
     plan = {"copy": manifest.id, "attempt": manifest.attempt}
+    needs = [doc.url for doc in manifest.bases]
     attempt = options.where.begin(
-        lambda: begin(store, plan, overwrite=overwrite, name=manifest.attempt, keeps=manifest.id)
+        lambda: begin(
+            store,
+            plan,
+            overwrite=overwrite,
+            name=manifest.attempt,
+            keeps=manifest.id,
+            needs=needs,
+        )
     )
+    _protect_bases(manifest, store)
     before = None if attempt.replaces is None else attempt.replaces[0]
     if (
         before is not None

@@ -1,7 +1,7 @@
 """Dependents, recorded beside the files that they need: virtual checkpoints, and catalogs that keep a checkpoint.
 
-The document `needed-by/<id>.json` is written before the virtual checkpoint is committed, and
-deleted after it is removed; that of a catalog is written when it holds, tags or names a checkpoint.
+The document `needed-by/<id>.json` is written before a checkpoint is committed that is virtual or has
+bases, and deleted after it is removed; that of a catalog is written when it holds, tags or names a checkpoint.
 A process that removes or replaces a checkpoint first marks that beside it (a tombstone, or
 `replacing` in the record of an attempt) and then lists these documents; a process that writes one
 looks for such a mark afterwards. So if both run at once, at least one sees the other. A document
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.attempts import KINDS, TRIES, contended, replacing_attempts
+from ucformat.format.bases import place_of_base, url_of_base
 from ucformat.format.commit import settle
 from ucformat.format.digest import encoded
 from ucformat.format.mounted import is_below
-from ucformat.format.structure import read_manifest
+from ucformat.format.structure import read_manifest, sibling_name
 from ucformat.schema.documents import NEEDED_BY, TOMBSTONE, NeededByDoc
 from ucformat.schema.values import parsed
 from ucformat.settings import allowed_roots, load_settings
@@ -108,6 +109,47 @@ def need(homes: Sequence[Home], checkpoint: str, url: str, *, unprotected: bool 
         _refuse_dying(store, attempts)
 
 
+def need_base(base: Home, kept: str, checkpoint: str, home: str) -> None:
+    """Record durably, where a base is, that a checkpoint needs it; a copy of that may need it, too.
+
+    Args:
+        kept: the id of the base.
+        home: the place of the checkpoint.
+
+    Raises:
+        Conflict: the base is being removed or replaced, or was replaced since it was opened.
+        PermissionDenied: nothing can be written beside it.
+    """
+    place, attempts = base
+    store, stamp, url = open_store(place), make_stamp(), url_of_base(place, home)
+    for _ in range(TRIES):
+        data, version = read_versioned(store, _key(checkpoint))
+        before = None if data is None else _parse(data)
+        others = () if before is None or before.keeps != kept else (before.url, *before.urls)
+        doc = NeededByDoc(
+            id=checkpoint,
+            url=url,
+            created=stamp.now,
+            who=stamp.who,
+            keeps=kept,
+            urls=tuple(other for other in dict.fromkeys(others) if other != url),
+        )
+        try:
+            put_version(store, _key(checkpoint), encoded(doc), version)
+            break
+        except Conflict:
+            continue
+        except (PermissionDenied, UnsupportedError) as error:
+            raise PermissionDenied(
+                f"{place} cannot record that {home} is based on it, so it could be removed: "
+                f"{error.message}",
+                hint="make that place writable, or write the checkpoint whole, without a base",
+            ) from error
+    else:
+        raise contended(store, _key(checkpoint))
+    _refuse_dying(store, attempts)
+
+
 def _refuse_dying(store: Store, attempts: frozenset[str]) -> None:
     """Raise Conflict if the checkpoint with these files is being removed or replaced, or gone."""
     if exists(store, TOMBSTONE):
@@ -134,18 +176,22 @@ def _refuse_dying(store: Store, attempts: frozenset[str]) -> None:
 def release(store: Store, record: AttemptDoc) -> None:
     """Remove the records that a checkpoint whose attempt is gone needs files elsewhere; failures are warnings.
 
-    Only in places where this user's virtual checkpoints may have files, and only records with the
-    url of this place: the record of an attempt may be another user's.
+    Only beside this place, or where this user's virtual checkpoints may have files, and only records
+    with the url of this place: the record of an attempt may be another user's.
     """
-    for place in record.needs:
+    for need_url in record.needs:
+        place = need_url
         try:
-            if record.id is None or not _is_allowed(place):
+            place = place_of_base(store.url, need_url)
+            if record.id is None or not (sibling_name(need_url) or _is_allowed(place)):
                 raise PermissionDenied(
                     "this user's checkpoints are not allowed to have files there"
                 )
             other, key = open_store(place), _key(record.id)
             there, doc = exists(other, key), _read(other, record.id)
-            if not there or (doc is not None and _is_same(doc.url, store.url)):
+            if doc is not None and doc.keeps is not None and doc.reasons is None:
+                _release_base(other, doc, store.url)
+            elif not there or (doc is not None and _is_same(doc.url, store.url)):
                 # where nothing can be removed, nothing was written
                 harmless = () if there else (PermissionDenied, UnsupportedError)
                 with suppress(*harmless):
@@ -156,6 +202,26 @@ def release(store: Store, record: AttemptDoc) -> None:
                 "%s is still recorded as needed by %s: %s; remove that with --ignore-dependent",
                 *(place, record.id, error.message),
             )
+
+
+def _release_base(store: Store, doc: NeededByDoc, home: str) -> None:
+    """Take the place of a checkpoint off the record that it needs its base; the last one deletes that."""
+    for _ in range(TRIES):
+        data, version = read_versioned(store, _key(doc.id))
+        now = None if data is None else _parse(data)
+        if now is None or version is None:
+            return
+        places = {url: place_of_base(store.url, url) for url in (now.url, *now.urls)}
+        left = [url for url, place in places.items() if not _is_same(place, home)]
+        with suppress(Conflict):
+            if left:
+                rest = now.model_copy(update={"url": left[0], "urls": tuple(left[1:])})
+                put_version(store, _key(doc.id), encoded(rest), version)
+            else:
+                store.delete(_key(doc.id))
+                store.flush()
+            return
+    raise contended(store, _key(doc.id))
 
 
 def _is_allowed(place: str) -> bool:
@@ -186,8 +252,8 @@ def reasons_beside(
     A document that cannot be read counts as that of a checkpoint.
 
     Args:
-        annotations: whether the annotations of catalogs count (default: yes; what keeps its id
-            loses none).
+        annotations: whether the annotations of catalogs count, and checkpoints that are based on
+            it (default: yes; what keeps its id loses none of them).
     """
     now, reasons = make_stamp().now, {}
     for other in _recorded(store):
@@ -196,6 +262,8 @@ def reasons_beside(
             kept = [r.text for r in doc.reasons if r.until is None or r.until > now]
             if kept and annotations and doc.keeps == checkpoint:
                 reasons[other] = tuple(kept)
+        elif doc is not None and doc.keeps == checkpoint and not annotations:
+            continue
         elif other != checkpoint:
             reasons[other] = (f"needed by {other}",)
     return reasons
@@ -360,15 +428,23 @@ def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozen
 
 
 def unprotected(ck: Checkpoint) -> tuple[str, ...]:
-    """The places of a virtual checkpoint's files that do not record that it needs them.
+    """The places of a virtual checkpoint's files, and of bases, that do not record that it needs them.
 
-    Places that are not allowed as roots, or cannot be read, are left out.
+    Places that must not be read, or cannot be, are left out.
     """
     source = ck.universal
-    if source is None or source.manifest.sidecar is None:
+    if source is None:
         return ()
     unrecorded = []
-    for root in source.manifest.sidecar.roots:
+    for number, base in enumerate(source.bases.docs):
+        with suppress(UcformatError):
+            place = source.bases.place(number)
+            doc = _read(open_store(place), source.manifest.id)
+            urls = () if doc is None or doc.keeps != base.id else (doc.url, *doc.urls)
+            if not any(_is_same(place_of_base(place, url), ck.home) for url in urls):
+                unrecorded.append(place)
+    sidecar = source.manifest.sidecar
+    for root in () if sidecar is None else sidecar.roots:
         try:
             if is_below(root, allowed_roots()):
                 doc = _read(open_store(root), source.manifest.id)

@@ -198,6 +198,7 @@ FILE_FIELDS = (
     "objects",
     "assets",
     "sidecar",
+    "bases",
     "requires",
     "grid",
     "tensors",

@@ -6,14 +6,14 @@ import os
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from ucformat.errors import ChecksumError, UcformatError
 from ucformat.format.structure import Problem  # noqa: TC001 - of a public dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
 
     from ucformat.storage.base import Store
@@ -76,7 +76,8 @@ class Report:
     them. `part` is the part that was verified, as `2/8`; empty for all. `part_of` is what the
     checkpoint is only a part of; empty if it is whole. `signed_by` is whose valid signature the
     manifest has, empty if none was asked for, and `signed_files` the number of other files whose
-    SHA-256 that states.
+    SHA-256 that states. `bases` are the places of other checkpoints of which tensors are, with
+    their numbers.
     """
 
     url: str
@@ -90,6 +91,7 @@ class Report:
     part_of: str = ""
     signed_by: str = ""
     signed_files: int = 0
+    bases: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return not self.problems

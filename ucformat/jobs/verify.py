@@ -32,6 +32,7 @@ from ucformat.format.audit import (
     block_problems,
     checked,
     items,
+    referenced,
     source_files,
     unequal_replicas,
     wrong_digests,
@@ -161,6 +162,7 @@ def verify(
         ck.metadata.part_of,
         "" if signed is None else signed.by,
         0 if signed is None else len(signed.digests) - 1,
+        {url: n for url, (n, _) in ck.universal.bases.amounts().items()} if ck.universal else {},
     )
     if not part:
         record_verification(ck, report)
@@ -286,7 +288,7 @@ def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Che
     encoded = None if sidecar is None else sidecar.below(ENCODED)
     for key, tensor in source.docs.items():
         stored = sidecar if tensor.codec is None else encoded
-        if tensor.path is None and stored is not None and key not in unsound:
+        if tensor.in_sidecar and stored is not None and key not in unsound:
             extents = list(single_extents(stored.extents(numbers[key])))
             for e in extents:
                 ranges.setdefault(e.file, []).append(_run(e, tensor.unit))
@@ -295,6 +297,7 @@ def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Che
                 yield _extents(source, info, 0, extents, replicated)
             else:
                 yield _extents(source, info, tensor.nbytes, extents, replicated, tensor.fingerprint)
+    yield from referenced(source)
     if not unsound:
         with_index = set() if sidecar is None else encoded_files(sidecar, source.manifest.tensors)
         for file in sorted(with_index):

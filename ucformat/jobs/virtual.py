@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UnsupportedError
 from ucformat.format.digest import file_digest
 from ucformat.format.extents import put_sidecar
-from ucformat.format.mounted import MountedStore, mounted_key
+from ucformat.format.mounted import mounted_key
 from ucformat.format.sidecar import encode
-from ucformat.format.structure import MOUNT
 from ucformat.geometry.box import row_major
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.fingerprint import NO_ELEMENTS, text_of, total
@@ -26,8 +25,8 @@ from ucformat.reading.execute import read_fingerprint
 from ucformat.schema.manifest import SourceFileDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.settings import allow_root
-from ucformat.storage.base import HIDDEN
-from ucformat.storage.wrappers import find_watched
+from ucformat.storage.base import is_computed
+from ucformat.storage.wrappers import find_watched, routed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -78,7 +77,7 @@ class VirtualExtents:
         return replace(extent, file=self.files[extent.file])
 
     def _find(self, info: TensorInfo, file: str) -> str:
-        if file.startswith(HIDDEN):
+        if is_computed(file):
             raise UnsupportedError(
                 f"{info.key} has no bytes of its own in a file: it is compressed, or computed by "
                 "a view",
@@ -87,11 +86,9 @@ class VirtualExtents:
                     "view's `drop`"
                 ),
             )
-        store, key = self._store, file
-        if file.startswith(MOUNT):  # of a virtual checkpoint
-            while not isinstance(store, MountedStore):
-                store = store.inner  # type: ignore[attr-defined]
-            store, key = store.place(file) or (store, key)
+        store, key = routed(
+            self._store, file
+        )  # of another checkpoint, if this is virtual or has a base
         if store.url not in self.roots:
             self.roots.append(store.url)
         self.origin.append((store, key))

@@ -14,7 +14,7 @@ from ucformat.errors import CoverageError, Inconsistent, IntegrityError, Missing
 from ucformat.geometry.box import row_major
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, Extent, FileRun, TensorInfo, Tiles
-from ucformat.storage.base import ENCODED, HIDDEN, Costs, stored_key
+from ucformat.storage.base import ENCODED, Costs, is_computed, stored_key
 from ucformat.storage.concurrency import gc_paused, map_io
 from ucformat.storage.wrappers import gaps_of
 
@@ -303,7 +303,7 @@ class Plan:
 
     def through(self, store: Store) -> Plan:
         """The same plan, with the bytes that a store reads to compute what is requested, or to decode it."""
-        computed = (r for r in self.requests if r.file.startswith(HIDDEN))
+        computed = (r for r in self.requests if is_computed(r.file))
         ranges = [
             (file, r.offset + i * r.step, r.nbytes)
             for r in computed

@@ -76,6 +76,10 @@ class NeededByDoc(_Document):
 
     With `reasons`, it is the catalog of this id, which keeps the checkpoint `keeps`, or if the list
     is empty no longer does. `revision` is that of the catalog's document.
+
+    With `keeps` alone, the checkpoint is based on that one, and needs it in whatever form it is
+    stored. `url` may be relative to the place of that, as `../<name>`, and copies that have the
+    same base are at the `urls` besides.
     """
 
     format: Literal["ucformat-needed-by"] = "ucformat-needed-by"
@@ -85,6 +89,7 @@ class NeededByDoc(_Document):
     created: Instant
     who: str
     keeps: str | None = None
+    urls: tuple[str, ...] = ()
     reasons: tuple[ReasonDoc, ...] | None = None
     revision: Count = 0
 

@@ -329,6 +329,11 @@ def check_key(key: str) -> str:
     return key
 
 
+def is_computed(key: str) -> bool:
+    """Whether a key is that of a synthetic file, here or in another checkpoint."""
+    return f"/{HIDDEN}" in f"/{key}"
+
+
 def check_range(name: str, offset: int, nbytes: int, size: int) -> None:
     """Check that a file contains a range of bytes.
 

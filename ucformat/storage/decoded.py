@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.storage.base import HIDDEN, ByteRange, check_range
-from ucformat.storage.wrappers import SyntheticStore, layers
+from ucformat.storage.wrappers import SyntheticStore, layers, routed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -162,4 +162,5 @@ class DecodedStore(SyntheticStore):
 
 def is_checked(store: Store, key: str) -> bool:
     """Whether a file is a virtual one, of this store or a store that it wraps, that is checked when it is decoded."""
+    store, key = routed(store, key)
     return any(isinstance(layer, DecodedStore) and layer.is_checked(key) for layer in layers(store))

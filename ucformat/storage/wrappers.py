@@ -115,6 +115,59 @@ def layers(store: Store) -> Iterator[Store]:
         yield store
 
 
+class RoutedStore(WrappedStore, ABC):
+    """A store in which files of other stores are read, too, under keys of their own."""
+
+    @abstractmethod
+    def place(self, key: str) -> tuple[Store, str] | None:
+        """The store of a file that is not of the inner one, and its key there; None for all others."""
+
+    def _routed(self, key: str) -> tuple[Store, str]:
+        """The store that a file is read from, and its key there."""
+        return self.place(key) or (self.inner, key)
+
+    def info(self, key: str) -> Info:
+        """See Store."""
+        store, name = self._routed(key)
+        return store.info(name)
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        store, name = self._routed(key)
+        return store.read(name, offset, nbytes)
+
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
+        """See Store."""
+        store, name = self._routed(key)
+        store.read_into(name, offset, buffers, crcs)
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
+        """See RangeReader."""
+        store, name = self._routed(key)
+        return read_ranges(store, name, ranges)
+
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        store, name = self._routed(key)
+        store.read_rows(name, offset, step, rows)
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        """See Store."""
+        store, name = self._routed(key)
+        return store.read_versioned(name)
+
+
+def routed(store: Store, key: str) -> tuple[Store, str]:
+    """The store that has a file at last, with its wrappers, and the file's key there."""
+    for layer in layers(store):
+        place = layer.place(key) if isinstance(layer, RoutedStore) else None
+        if place is not None:
+            return routed(*place)
+    return store, key
+
+
 class SyntheticStore(WrappedStore, ABC):
     """A store with additional files whose bytes are computed when they are read.
 
@@ -170,6 +223,7 @@ class SyntheticStore(WrappedStore, ABC):
 
 def gaps_of(store: Store, key: str, offset: int, nbytes: int) -> int:
     """As `SyntheticStore.gaps`, of the stores in a store's wrappers."""
+    store, key = routed(store, key)
     return sum(
         layer.gaps(key, offset, nbytes)
         for layer in layers(store)

@@ -57,6 +57,11 @@ _JOB = (ON, PART, DRY_RUN, IGNORE_DEPENDENT)
         help="Store the weights as safetensors files that Hugging Face's tools load, with the configuration and the "
         "tokenizer beside them.  [default: as arrays]",
     ),
+    click.option(
+        "--base",
+        metavar="REF",
+        help="Do not write tensors that equal those of this checkpoint, but read them there.",
+    ),
 )
 @facts_options("The training run to record in the catalog.  [default: SRC's, else DST's folder]")
 @OPENING
@@ -80,6 +85,8 @@ def convert(
 
     chosen: dict[str, Any] = {"states": list(states) or None, "weights": work.weights}
     if work.dry_run:
+        if work.base is not None:
+            raise click.UsageError("--dry-run does not know yet what equals the base")
         sizes = work.arguments("chunk_bytes", "shard_bytes", "workers", "verify")
         print_cost(ucformat.estimate("convert", opening.open(src), dst, **chosen, **sizes), out)
         return
@@ -91,7 +98,7 @@ def convert(
             "chunk_bytes", "shard_bytes", "codec", "overwrite", "workers", "verify", "on"
         )
         ck = ucformat.convert(
-            source, dst, **chosen, **arguments, **asdict(facts), progress=progress
+            source, dst, **chosen, **arguments, **asdict(facts), base=work.base, progress=progress
         )
     seconds = time.perf_counter() - begun
     for name in outdated(source.viewed, source.assets, source.objects):
@@ -129,6 +136,11 @@ def convert(
             "[default: as they are]"
         ),
     ),
+    click.option(
+        "--with-bases",
+        is_flag=True,
+        help="Copy the checkpoints beside SRC on which it is based, too, to beside DST.",
+    ),
     *_JOB,
 )
 @CATALOG
@@ -149,7 +161,7 @@ def copy(src: str, dst: str, work: Work, out: Output) -> None:
     ignore_dependents_of(work.ignored, [dst], out, "copy")
     with work.running("copying", out, f"nothing is committed at {dst}") as progress:
         arguments = work.arguments("overwrite", "workers", "codec", "on")
-        done = ucformat.copy(src, dst, **arguments, progress=progress)
+        done = ucformat.copy(src, dst, **arguments, with_bases=work.with_bases, progress=progress)
     seconds = time.perf_counter() - begun
     data = {
         "url": done.url,

@@ -341,6 +341,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "zarr_url": ck.zarr_url,
         "hf_url": ck.hf_url,
         "packed": _packed(ck),
+        "bases": _bases(ck),
         "unprotected": list(unprotected(ck)),
     }
 
@@ -354,9 +355,21 @@ def _packed(ck: Checkpoint) -> dict[str, int] | None:
         or (manifest.sidecar is not None and manifest.sidecar.sources)
     ):
         return None
-    packed = [Key(t.name, t.state) for t in manifest.tensors if t.path is None]
+    packed = [Key(t.name, t.state) for t in manifest.tensors if t.in_sidecar]
     infos = [ck.tensors[key] for key in packed if not (ck.hf_url and key.state == "weight")]
     return {"tensors": len(infos), "bytes": sum(info.nbytes for info in infos)} if infos else None
+
+
+def _bases(ck: Checkpoint) -> list[dict[str, Any]]:
+    """The checkpoints of which tensors are: their ids and places, and how many tensors and bytes."""
+    if ck.universal is None or ck.viewed:
+        return []
+    amounts = ck.universal.bases.amounts()
+    return [
+        {"id": base.id, "url": base.url, "tensors": number, "bytes": nbytes}
+        for base in ck.manifest.bases
+        for number, nbytes in (amounts.get(base.url, (0, 0)),)
+    ]
 
 
 def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
@@ -389,6 +402,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "zarr_url": None,
         "hf_url": None,
         "packed": None,
+        "bases": None,
         "unprotected": None,
     }
 
@@ -455,6 +469,12 @@ def _describe(s: Mapping[str, Any], recorded: Recorded | None) -> Iterator[str]:
         yield from field(
             "packed", f"{amount}: no arrays of Zarr; `ucp materialize` makes them", width
         )
+    for base in s["bases"] or ():
+        amount = f"{plural(base['tensors'], 'tensor')}, {bytes_text(base['bytes'])}"
+        yield from field("base", f"{amount} in {base['url']}, {base['id']}", width)
+    if s["bases"]:
+        own = s["total"]["bytes"] - sum(base["bytes"] for base in s["bases"])
+        yield from field("own", f"{bytes_text(own)}; `ucp materialize` makes it whole", width)
     for name in s["outdated"] or ():
         yield from field(
             "outdated", f"{name} has the sizes of the whole model, not of the view", width

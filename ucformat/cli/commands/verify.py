@@ -133,6 +133,8 @@ def _describe(report: Report) -> Iterator[str]:
         yield f"  {bytes_text(report.bytes_unverified)} without checksums"
     if report.part_of:
         yield f"  only a part of a checkpoint: {report.part_of}"
+    for place, number in report.bases.items():
+        yield f"  {plural(number, 'tensor')} of them in the base {place}"
     for place in report.unprotected:
         yield f"  unprotected: there is no record in {place} that its files are needed"
 
@@ -148,6 +150,7 @@ def _data(report: Report) -> dict[str, Any]:
         "bytes_verified": report.bytes_verified,
         "bytes_unverified": report.bytes_unverified,
         "unprotected": list(report.unprotected),
+        "bases": dict(report.bases),
         "part": report.part or None,
         "part_of": report.part_of or None,
         "problems": [

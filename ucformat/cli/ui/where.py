@@ -103,6 +103,8 @@ class Work:
     dry_run: bool = False
     ignored: tuple[str, ...] = ()
     weights: Literal["safetensors"] | None = None
+    base: str | None = None
+    with_bases: bool = False
 
     @property
     def where(self) -> str:
@@ -155,7 +157,12 @@ def print_written(ck: Checkpoint, seconds: float, out: Output, *, nothing: bool 
         "seconds": round(seconds, 3),
         "mb_per_s": round(nbytes / seconds / 1e6, 3),
     }
-    amount = f"{plural(tensors, 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {data['mb_per_s']:,.0f} MB/s"
+    referenced = 0
+    if ck.universal is not None and not nothing:
+        referenced = sum(size for _, size in ck.universal.bases.amounts().values())
+        data["bytes_referenced"] = referenced
+    own = f", {bytes_text(referenced)} of them in bases" if referenced else ""
+    amount = f"{plural(tensors, 'tensor')}, {bytes_text(nbytes)}{own} in {seconds:.1f} s, {data['mb_per_s']:,.0f} MB/s"
     out.result(
         lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: data, lambda: [ck.manifest.id]
     )

@@ -222,8 +222,8 @@ def _read_documents(place: str, answers: dict[StoreCall, Answer]) -> tuple[Check
     ck, url = open_watched(place, watch)
     # what every load needs, read here so that the answers include it
     _ = ck.objects, ck.id
-    if ck.universal is not None and ck.universal.manifest.sidecar is not None:
-        ck.universal.sidecar()
+    if ck.universal is not None:
+        ck.universal.read_documents()
     for store in stores:
         store.forget_bytes()
     return ck, url

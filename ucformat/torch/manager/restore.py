@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ucformat.catalog.lines import contradictions
 from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
-from ucformat.format.audit import Check, ZarrJson, block_problems, items, wrong_digests
+from ucformat.format.audit import Check, ZarrJson, block_problems, items, referenced, wrong_digests
 from ucformat.format.structure import Problem
-from ucformat.geometry.tensor import Key, single_extents
+from ucformat.geometry.tensor import Extent, Key, Tiles, single_extents
 from ucformat.jobs.record import record_verification
 from ucformat.jobs.run import Report, run
 from ucformat.schema.manifest import MANIFEST
@@ -116,8 +117,9 @@ def _full_checks(source: Universal) -> Iterator[Check]:
     for item in items(source):
         yield Check.of(item, source.store, _DAMAGE)
     for key, tensor in source.docs.items():
-        if tensor.path is None:
+        if tensor.in_sidecar:
             yield Check(tensor.nbytes, partial(_check_blocks, source, key))
+    yield from referenced(source)
 
 
 def _check_blocks(source: Universal, key: Key) -> tuple[bytes, list[Problem]]:
@@ -130,12 +132,19 @@ def _quick_checks(source: Universal) -> Iterator[Check]:
     """Checks of the size of each file."""
     ends = {item.file: item.nbytes for item in items(source) if not isinstance(item, ZarrJson)}
     for key, tensor in source.docs.items():
-        if tensor.path is None:
-            for e in single_extents(source.extents(key)):
-                if e.box.size:
-                    ends[e.file] = max(ends.get(e.file, 0), e.last + 1)
+        for e in () if tensor.path is not None else source.extents(key):
+            ends[e.file] = max(ends.get(e.file, 0), _end_of(e))
     for file, end in ends.items():
         yield Check(0, partial(_check_size, source.store, file, end))
+
+
+def _end_of(extent: Extent | Tiles) -> int:
+    """The byte after the last one of an extent, or at least one that its file has."""
+    if isinstance(extent, Extent):
+        return extent.last + 1 if extent.box.size else 0
+    if extent.placed:
+        return max((e.last + 1 for e in extent.extents() if e.box.size), default=0)
+    return extent.offset + extent.pitch * prod(extent.grid)
 
 
 def _check_size(store: Store, file: str, expected: int) -> tuple[bytes, list[Problem]]:

@@ -1,0 +1,204 @@
+"""Writing on a base: tensors that equal those of another checkpoint are referenced, and not written.
+
+A tensor is equal if it has the name, state, dtype, shape and fingerprint of one of the base. What
+the base itself references, is referenced where it is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.format.bases import url_of_base
+from ucformat.format.structure import sibling_name
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.jobs.dependents import need_base
+from ucformat.references import open_reference
+from ucformat.schema.manifest import BASES, BaseDoc
+from ucformat.schema.tensors import TensorDoc
+from ucformat.settings import allow_root
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from os import PathLike
+
+    from ucformat.format.commit import Attempt
+    from ucformat.schema.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """A checkpoint that stores tensors: its id, its place, and the attempt that is committed there."""
+
+    id: str
+    place: str
+    attempt: str
+
+
+class Base:
+    """A checkpoint of which another one, that is about to be written, references tensors.
+
+    Args:
+        ck: the base.
+        home: the url of the new checkpoint.
+
+    Raises:
+        UnsupportedError: the base is no universal checkpoint, or has no fingerprints.
+        UsageError: it is opened through a view, or is at the place of the new one.
+    """
+
+    def __init__(self, ck: Checkpoint, home: str) -> None:
+        if ck.universal is None:
+            raise UnsupportedError(
+                f"{ck.home} is a checkpoint of {ck.kind}, on which none can be based",
+                hint=f"ucp register {ck.home} DST --virtual --checksums makes a universal one of it "
+                "without copying it; or convert it",
+            )
+        if ck.viewed:
+            raise UsageError(
+                f"{ck.url} is opened through a view, whose tensors are stored nowhere",
+                hint="give the checkpoint itself as the base",
+            )
+        self.manifest = ck.universal.manifest
+        table = self.manifest.tensors
+        if len(table) and not any(table.fingerprint):
+            raise UnsupportedError(
+                f"{ck.url} has no fingerprints, so nothing tells which tensors equal its own",
+                hint=f"ucp convert {ck.url} DST writes it with fingerprints; a virtual one is "
+                "registered again with --checksums",
+            )
+        self._home, self.url = home, ck.url
+        self._bases = ck.universal.bases
+        if url_of_base(home, home) == url_of_base(home, ck.url):
+            raise UsageError(
+                f"{home} cannot be based on the checkpoint that it replaces",
+                hint="write it to another place",
+            )
+
+    def match(self, info: TensorInfo, fingerprint: str | None) -> TensorDoc | None:
+        """The base's tensor that equals one with this fingerprint; None if there is none."""
+        doc = self._alike(info)
+        return doc if doc is not None and doc.fingerprint == fingerprint else None
+
+    def could_match(self, info: TensorInfo) -> bool:
+        """Whether a tensor equals one of the base if its fingerprint does."""
+        return self._alike(info) is not None
+
+    def _alike(self, info: TensorInfo) -> TensorDoc | None:
+        """The base's tensor of the same name, state, dtype and shape, if its fingerprint is known."""
+        table = self.manifest.tensors
+        row = table.row(*info.key)
+        doc = None if row is None else table[row]
+        if doc is None or doc.fingerprint is None:
+            return None
+        return doc if (doc.stored_dtype, doc.shape) == (info.dtype, info.shape) else None
+
+    def referenced(self, docs: Iterable[TensorDoc]) -> References:
+        """The references to tensors of the base, in order."""
+        owners: dict[int | None, int] = {}
+        tensors = []
+        for doc in docs:
+            owner = doc.base if doc.is_referenced else None
+            number = owners.setdefault(owner, len(owners))
+            tensors.append(
+                TensorDoc(
+                    *(doc.name, doc.state, doc.dtype, doc.shape),
+                    itemsize=doc.itemsize,
+                    fingerprint=doc.fingerprint,
+                    base=number,
+                )
+            )
+        return References(tuple(map(self._owner, owners)), tuple(tensors), self._home)
+
+    def _owner(self, number: int | None) -> _Owner:
+        if number is None:
+            return _Owner(self.manifest.id, self.url, self.manifest.attempt)
+        manifest = self._bases.opened(number).manifest
+        return _Owner(manifest.id, self._bases.place(number), manifest.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """The tensors that a new checkpoint at `home` references, and the checkpoints that store them."""
+
+    owners: tuple[_Owner, ...] = ()
+    tensors: tuple[TensorDoc, ...] = ()
+    home: str = ""
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        """The names and states of the tensors."""
+        return frozenset(Key(doc.name, doc.state) for doc in self.tensors)
+
+    @property
+    def infos(self) -> list[TensorInfo]:
+        """The tensors as readers describe them."""
+        return [TensorInfo(d.name, d.state, d.stored_dtype, d.shape) for d in self.tensors]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The places of the bases as the manifest has them."""
+        return tuple(url_of_base(self.home, owner.place) for owner in self.owners)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What they add to the plan of an attempt."""
+        bases = [(owner.id, url) for owner, url in zip(self.owners, self.urls, strict=True)]
+        return {"bases": bases, "referenced": sorted(self.keys)} if bases else {}
+
+    def protect(self, checkpoint: str) -> None:
+        """Record beside the bases that the new checkpoint needs them, and allow this user to read them.
+
+        Raises:
+            Conflict: one of them is being removed or replaced, or was since it was opened.
+            PermissionDenied: nothing can be written beside one.
+        """
+        for owner, url in zip(self.owners, self.urls, strict=True):
+            if sibling_name(url) is None:
+                allow_root(url)
+            base = (owner.place, frozenset((owner.attempt,)))
+            need_base(base, owner.id, checkpoint, self.home)
+
+    def among(
+        self, docs: tuple[TensorDoc, ...], order: Iterable[Key], *, ordered: bool
+    ) -> tuple[TensorDoc, ...]:
+        """All tensors of the checkpoint: `ordered` as in an order, else those of bases last."""
+        both = (*docs, *self.tensors)
+        if not self.tensors or not ordered:
+            return both
+        number = {key: n for n, key in enumerate(order)}
+        return tuple(sorted(both, key=lambda d: number.get(Key(d.name, d.state), len(number))))
+
+    def added_to(self, manifest: Manifest, attempt: Attempt) -> Manifest:
+        """A manifest that has these tensors, with their bases."""
+        if not self.owners:
+            return manifest
+        bases = tuple(
+            BaseDoc(id=o.id, url=url) for o, url in zip(self.owners, self.urls, strict=True)
+        )
+        own = {"id": attempt.keeps, "bases": bases, "requires": (*manifest.requires, BASES)}
+        return manifest.model_copy(update=own)
+
+
+NO_REFERENCES = References()
+
+
+def find_references(
+    source: Checkpoint,
+    infos: Sequence[TensorInfo],
+    base: str | PathLike[str] | Checkpoint,
+    home: str,
+) -> References:
+    """The tensors of a checkpoint that its base has; those without a fingerprint are read."""
+    opened = Base(base if isinstance(base, Checkpoint) else open_reference(base), home)
+    recorded = source.metadata.fingerprints
+    lacking = [i for i in infos if recorded.get(i.key) is None and opened.could_match(i)]
+    computed: dict[Key, str] = {}
+    if lacking:
+        from ucformat.jobs.fingerprints import compute_fingerprints  # which needs SQLAlchemy
+
+        computed = compute_fingerprints(source, lacking, lambda _: None)
+    matches = (opened.match(i, recorded.get(i.key) or computed.get(i.key)) for i in infos)
+    return opened.referenced(doc for doc in matches if doc is not None)
