@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from ucformat.errors import UcformatError
 from ucformat.storage.base import ENCODED, check_range, read_ranges, stored_key
 from ucformat.storage.concurrency import thread_memory
 from ucformat.storage.decoded import Cache
-from ucformat.storage.strided import extend, fill
+from ucformat.storage.strided import CRC32C_SHIFT, checksum, fill
 from ucformat.storage.wrappers import SyntheticStore, layers
 
 if TYPE_CHECKING:
@@ -62,6 +63,21 @@ class Image(ABC):
     def fill_base(self, number: int, out: memoryview) -> None:  # noqa: B027 - most have no base
         """Fill `out` with what `decode` needs to find there: the bytes of the base, if the tile is a patch."""
 
+    def is_plain(self, number: int) -> bool:  # noqa: ARG002
+        """Whether a tile is stored as it is, followed by a checksum: then it is read into place."""
+        return False
+
+    def check_plain(self, number: int, crc: int, stored: memoryview) -> int:
+        """Compare the CRC-32C of the bytes of a tile that is stored as it is, and return as `decode`.
+
+        Args:
+            stored: what follows these bytes.
+
+        Raises:
+            ChecksumError: the tile is damaged.
+        """
+        raise NotImplementedError(number)
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes."""
@@ -97,6 +113,8 @@ class EncodedStore(SyntheticStore):
         self._open = open_image
         self._images = Cache[Image](_INDEX_BYTES)
         self._tiles = Cache[memoryview](_CACHE_BYTES)
+        # of threads that read into strided memory: a thread may need more than one, if a base is read so, too
+        self._scratch: list[NDArray[np.uint8]] = []
 
     def image(self, file: str) -> Image:
         """The image of an encoded file; read when it is first asked for."""
@@ -119,14 +137,24 @@ class EncodedStore(SyntheticStore):
         image = self.image(file)
         nbytes = sum(b.nbytes for b in buffers)
         check_range(f"the plain image of {self.url}/{file}", offset, nbytes, image.size)
-        placed = list(_placed(offset, buffers))
+        scratch = self._scratch.pop() if self._scratch else np.empty(0, np.uint8)
+        if scratch.size < nbytes and not all(b.c_contiguous for b in buffers):
+            scratch = np.empty(nbytes, np.uint8)
+        placed = list(_placed(image, offset, buffers, scratch.data))
         whole = {n: out for at, target in placed for n, out in _whole_tiles(image, at, target)}
-        checksums = self._decode(file, image, whole)
-        for (at, target), buffer in zip(placed, buffers, strict=True):
+        checksums, plain = self._decode(file, image, whole)
+        for k, ((at, target), buffer) in enumerate(zip(placed, buffers, strict=True)):
             self._fill_rest(file, image, checksums, at, target)
-            if not buffer.c_contiguous:
+            if target.c_contiguous and not buffer.c_contiguous:
                 fill([buffer], target)
-        extend(crcs, buffers)
+            if crcs is None:
+                continue
+            crc = plain.get((at, target.nbytes))
+            if crc is None:
+                crcs[k] = checksum(target, crcs[k])
+            else:
+                crcs[k] = crc ^ CRC32C_SHIFT(crcs[k], target.nbytes)
+        self._scratch.append(scratch)
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
         """See RangeReader."""
@@ -146,23 +174,35 @@ class EncodedStore(SyntheticStore):
 
     def _decode(
         self, file: str, image: Image, outs: Mapping[int, memoryview]
-    ) -> dict[int, memoryview]:
-        """Decode tiles, and return the checksum of each; those that are stored next to each other are read at once."""
-        checksums = {}
+    ) -> tuple[dict[int, memoryview], dict[tuple[int, int], int]]:
+        """Decode tiles; those that are stored next to each other are read at once.
+
+        Returns:
+            The checksum of each tile, and of those that are stored as they are the CRC-32C of the bytes alone, by
+            their place in the plain file and their number.
+        """
+        checksums, plain = dict[int, memoryview](), dict[tuple[int, int], int]()
         for tiles in _adjacent(image, sorted(outs), self.costs.request):
             for n in tiles:
                 image.fill_base(n, outs[n])
+            places = [outs[n] if image.is_plain(n) else memoryview(b"") for n in tiles]
             sizes = image.stored_sizes[tiles].tolist()
             # not before: bases are read into the memory of the same thread
-            stored = thread_memory("stored", sum(sizes)).data
-            if stored.nbytes:
-                self.inner.read_into(file, int(image.stored_starts[tiles[0]]), [stored])
-            end = 0
-            for n, size in zip(tiles, sizes, strict=True):
-                crc = image.decode(n, stored[end : end + size], outs[n])
-                checksums[n] = memoryview(crc.to_bytes(CHECKSUM_BYTES, "little"))
-                end += size
-        return checksums
+            memory = thread_memory("stored", sum(sizes)).data
+            ends = accumulate(n - p.nbytes for n, p in zip(sizes, places, strict=True))
+            stored = [memory[a:b] for a, b in pairwise((0, *ends))]
+            crcs = [0] * (2 * len(tiles))
+            if any(sizes):
+                buffers = [b for pair in zip(places, stored, strict=True) for b in pair]
+                self.inner.read_into(file, int(image.stored_starts[tiles[0]]), buffers, crcs)
+            for n, place, data, crc in zip(tiles, places, stored, crcs[::2], strict=True):
+                if place.nbytes:
+                    plain[int(image.starts[n]), place.nbytes] = crc
+                    follows = image.check_plain(n, crc, data)
+                else:
+                    follows = image.decode(n, data, outs[n])
+                checksums[n] = memoryview(follows.to_bytes(CHECKSUM_BYTES, "little"))
+        return checksums, plain
 
     def _fill_rest(
         self,
@@ -193,7 +233,7 @@ class EncodedStore(SyntheticStore):
         """A tile and its checksum."""
         size = int(image.sizes[number])
         out = memoryview(bytearray(size + CHECKSUM_BYTES))
-        out[size:] = self._decode(file, image, {number: out[:size]})[number]
+        out[size:] = self._decode(file, image, {number: out[:size]})[0][number]
         return out
 
 
@@ -212,16 +252,37 @@ def has_image(store: Store, key: str) -> bool:
     return True
 
 
-def _placed(offset: int, buffers: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Where each buffer begins in the file, and contiguous memory for its bytes: its own, if that is."""
+def _placed(
+    image: Image, offset: int, buffers: Iterable[memoryview], scratch: memoryview
+) -> Iterator[tuple[int, memoryview]]:
+    """Where each buffer begins in the file, and memory for its bytes.
+
+    That is its own, if it is contiguous, or if exactly one tile is read into it that is not decoded.
+    """
+    begin = offset
     for buffer in buffers:
-        flat = buffer.c_contiguous and buffer.nbytes
-        yield offset, buffer.cast("B") if flat else memoryview(bytearray(buffer.nbytes))
-        offset += buffer.nbytes
+        stop = offset + buffer.nbytes
+        if not buffer.nbytes:
+            yield offset, memoryview(b"")
+        elif buffer.c_contiguous:
+            yield offset, buffer.cast("B")
+        else:
+            tiles = image.meeting(offset, stop)
+            n = tiles.start
+            is_tile = len(tiles) == 1 and (image.starts[n], image.sizes[n]) == (
+                offset,
+                stop - offset,
+            )
+            own = is_tile and image.is_plain(n)
+            yield offset, buffer if own else scratch[offset - begin : stop - begin]
+        offset = stop
 
 
 def _whole_tiles(image: Image, start: int, target: memoryview) -> Iterator[tuple[int, memoryview]]:
     """The tiles of which a range of the plain file has all bytes, each with its place in memory."""
+    if not target.c_contiguous:  # of one tile
+        yield image.meeting(start, start + target.nbytes).start, target
+        return
     for n in image.meeting(start, start + target.nbytes):
         begin = int(image.starts[n]) - start
         end = begin + int(image.sizes[n])

@@ -140,27 +140,42 @@ class TileIndex(Image):
     def decode(self, number: int, stored: memoryview, out: memoryview) -> int:
         """See Image."""
         entry = self.entries[number]
-        encoding, itemsize, crc = (int(entry[k]) for k in ("encoding", "itemsize", "crc32c"))
         payload = stored[:-CHECKSUM_BYTES]
         try:
-            if payload:
-                self._check(number, payload, stored[-CHECKSUM_BYTES:])
-            decode_tile(encoding, payload, out, itemsize, where="it")
+            if stored:
+                _check(checksum(payload, self._place(number)), stored)
+            decode_tile(int(entry["encoding"]), payload, out, int(entry["itemsize"]), where="it")
         except IntegrityError as error:
-            key, box = self._locate(self.file, int(entry["start"]))
-            at = int(self.stored_starts[number])
-            raise type(error)(
-                f"{key}: the tile {box} at bytes {at}:{at + stored.nbytes} of {self.file} cannot be "
-                f"decoded: {error.message}",
-                hint=_HINT,
-            ) from error
-        return crc
+            raise self._named(number, error) from error
+        return int(entry["crc32c"])
 
-    def _check(self, number: int, payload: memoryview, stored: memoryview) -> None:
-        crc = int.from_bytes(stored, "little")
-        place = place_checksum(self.file, int(self.stored_starts[number]))
-        if checksum(payload, place) != crc:
-            raise ChecksumError(f"it is damaged (its crc32c is not {crc:#010x})")
+    def check_plain(self, number: int, crc: int, stored: memoryview) -> int:
+        """See Image."""
+        entry = self.entries[number]
+        try:
+            _check(crc ^ CRC32C_SHIFT(self._place(number), int(entry["nbytes"])), stored)
+        except IntegrityError as error:
+            raise self._named(number, error) from error
+        return int(entry["crc32c"])
+
+    def _place(self, number: int) -> int:
+        """What the checksum of a stored tile begins with."""
+        return place_checksum(self.file, int(self.stored_starts[number]))
+
+    def _named(self, number: int, error: IntegrityError) -> IntegrityError:
+        """An error of a tile with its name."""
+        key, box = self._locate(self.file, int(self.starts[number]))
+        at = int(self.stored_starts[number])
+        end = at + int(self.stored_sizes[number])
+        return type(error)(
+            f"{key}: the tile {box} at bytes {at}:{end} of {self.file} cannot be decoded: "
+            f"{error.message}",
+            hint=_HINT,
+        )
+
+    def is_plain(self, number: int) -> bool:
+        """See Image."""
+        return int(self.entries[number]["encoding"]) == Encoding.RAW
 
     def fill_base(self, number: int, out: memoryview) -> None:
         """See Image."""
@@ -207,6 +222,13 @@ class TileIndex(Image):
         begin = int(self.stored_sizes.sum())
         nbytes = self.entries.nbytes + _TRAILER.size - CHECKSUM_BYTES
         return Block(begin, nbytes, placed=True)
+
+
+def _check(crc: int, stored: memoryview) -> None:
+    """Compare a checksum with the one at the end of what is stored of a tile."""
+    expected = int.from_bytes(stored[-CHECKSUM_BYTES:], "little")
+    if crc != expected:
+        raise ChecksumError(f"it is damaged (its crc32c is not {expected:#010x})")
 
 
 def read_index(store: Store, file: str, locate: Locate, read_base: ReadBase) -> TileIndex:

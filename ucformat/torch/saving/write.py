@@ -192,18 +192,26 @@ def _write_encoded(
         fingerprint, itemsize = tile.fingerprint(data), tile.info.itemsize
         return encode(key, tile.start, data.data, itemsize, fingerprint, codec)
 
-    index, pending, end = TileIndexWriter(key), list[Bytes](), 0
+    index, end = TileIndexWriter(key), 0
+    pending, waiting = list[Bytes](), 0  # what is written at once, and the bytes of its payloads
     threads = max(threads, min(_ENCODERS, default_threads()))
     with (
         ThreadPoolExecutor(threads, "ucformat-encode") as pool,
         store.create(key, unit_for(most)) as out,
     ):
         for tile, done in _in_order(pool, encoded, _tiles(parts), threads * _AHEAD):
-            pending += (done.payload, index.add(tile.start, done))
-            end = tile.start + tile.nbytes + CHECKSUM_BYTES
-            if sum(map(len, pending)) >= BAND_BYTES:
+            if (nbytes := memoryview(done.payload).nbytes) >= _DIRECT:
                 out.write(b"".join(pending))
-                pending.clear()
+                out.write(done.payload)
+                pending, waiting = [], 0
+            else:
+                pending.append(done.payload)
+                waiting += nbytes
+            pending.append(index.add(tile.start, done))
+            if waiting >= BAND_BYTES:
+                out.write(b"".join(pending))
+                pending, waiting = [], 0
+            end = tile.start + tile.nbytes + CHECKSUM_BYTES
             yield tile.part, tile.nbytes, done.fingerprint
         out.write(b"".join((*pending, index.encode(end))))
 
