@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from ucformat.format.structure import per_rank_problems
 from ucformat.schema.manifest import PerRankDoc
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
-from ucformat.torch import PerRank, save
+from ucformat.torch import PerRank, load, save
 from ucformat.torch.comm.group import parents_of
 from ucformat.torch.comm.wire import decode, encode
 from ucformat.torch.saving import manifest as rank_values
@@ -185,3 +186,16 @@ def test_a_rank_that_cannot_write_values(
         assert seen["message"] == f"rank {doomed}: OSError: [Errno 28] No space left on device"
         assert left == []
     assert {saved for *_, saved in found} == {ucformat.open(tmp_path / "ck").id}
+
+
+def test_values_of_ranks_follow_a_checkpoint_that_is_written_anew_in_place(tmp_path: Path) -> None:
+    url = tmp_path / "step"
+    save({"own": PerRank({"seed": 1}), "w": torch.ones(3)}, url, form="packed")
+    before = ucformat.open(url).id
+    made = ucformat.materialize(url)
+    assert made.id == before
+    assert [f.path.split("/")[1] for f in made.manifest.per_rank.files] == [made.manifest.attempt]  # type: ignore[union-attr]
+    assert {p.name for p in (url / "objects").iterdir()} == {made.manifest.attempt}
+    state = {"own": PerRank(None), "w": torch.zeros(3)}
+    load(state, url)
+    assert state["own"].value == {"seed": 1}

@@ -50,6 +50,7 @@ _FORM = {
     "grid",
     "producer",
     "objects",
+    "per_rank",
     "assets",
     "minor",
     "requires",

@@ -196,6 +196,7 @@ def must_replace(store: Store, attempt: Attempt, action: str, hint: str) -> None
 FILE_FIELDS = (
     "attempt",
     "objects",
+    "per_rank",
     "assets",
     "sidecar",
     "bases",

@@ -245,7 +245,7 @@ def keep_tensors(
             written, recorded = _write(source, store, attempt, infos, options)
         else:
             written, recorded = _write_virtual(source, store, attempt, placed), False
-        changed = {name: getattr(written, name) for name in (*FILE_FIELDS, "per_rank", "aliases")}
+        changed = {name: getattr(written, name) for name in (*FILE_FIELDS, "aliases")}
         changed |= {
             "id": attempt.keeps or written.id,
             "producer": {**before.producer, **written.producer},
