@@ -21,7 +21,7 @@ from ucformat.geometry.fingerprint import fingerprint_of
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.reading.dtypes import dtype_name
-from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, WriterDoc
+from ucformat.schema.manifest import BaseDoc, GroupDoc, LineageDoc, Manifest, SidecarDoc, WriterDoc
 from ucformat.schema.tensors import TILES, TensorDoc, TensorTable
 
 if TYPE_CHECKING:
@@ -75,14 +75,24 @@ def write_packed(
 
 
 def write_encoded(
-    store: Store, arrays: Arrays, ranks: int = 3, codec: str = "blosc", **facts: Any
+    store: Store,
+    arrays: Arrays,
+    ranks: int = 3,
+    codec: str = "blosc",
+    base: Checkpoint | None = None,
+    **facts: Any,
 ) -> Checkpoint:
-    """Commit these arrays, cut by their first dim over ranks: an encoded file for each, with a tile for each part."""
+    """Commit these arrays, cut by their first dim over ranks: an encoded file for each, with a tile for each part.
+
+    Args:
+        base: a checkpoint beside this one, of which tiles are patches where these are shorter.
+    """
     attempt = begin(store, {"encoded": len(arrays)}, overwrite=False)
     names = [f"data/{attempt.id}/rank{k}.bin" for k in range(ranks)]
     indexes, files, ends = list(map(TileIndexWriter, names)), [b""] * ranks, [0] * ranks
     extents: list[list[Extent]] = []
-    for a in arrays.values():
+    before = {} if base is None else {key: base[key].read() for key in arrays}
+    for key, a in arrays.items():
         extents.append([])
         n = a.shape[0] if a.ndim else 1
         for k, name in enumerate(names):
@@ -94,14 +104,20 @@ def write_encoded(
             at = -(-ends[k] // 64) * 64
             elements = np.ascontiguousarray(part).view(f"V{a.itemsize}").reshape(part.shape)
             sums = fingerprint_of(elements, a.shape, box)
-            tile = encode_tile(name, at, part.tobytes(), a.itemsize, sums, codec)
+            old = before.get(key)
+            patched = None if old is None else (old[start:stop] if a.ndim else old).tobytes()
+            tile = encode_tile(name, at, part.tobytes(), a.itemsize, sums, codec, patched)
             files[k] += bytes(tile.payload) + indexes[k].add(at, tile)
             ends[k] = at + part.nbytes + 4
             block = Block(at, part.nbytes, placed=True)
             extents[-1].append(Extent(box, name, at, row_major(part.shape, a.itemsize), block))
     for name, file, index, end in zip(names, files, indexes, ends, strict=True):
         put_file(store, name, file + index.encode(end))
-    return _commit(store, attempt, arrays, extents, ("packed", "codecs"), TILES, facts)
+    requires = ("packed", "codecs", *(() if base is None else ("bases", "patches")))
+    if base is not None:
+        place = f"../{base.url.rpartition('/')[2]}"
+        facts["bases"] = (BaseDoc(id=base.id, url=place),)
+    return _commit(store, attempt, arrays, extents, requires, TILES, facts)
 
 
 def _commit(
@@ -122,13 +138,17 @@ def _commit(
     data, path = encode(extents), f"data/{attempt.id}/extents.safetensors"
     put_file(store, path, data)
     manifest = Manifest(
-        id=new_id(),
+        id=facts.pop("id", None) or new_id(),
         attempt=attempt.id,
         created=datetime(2026, 1, 1, tzinfo=UTC),
         objects=put_file(store, f"objects/{attempt.id}/objects.json", json.dumps(OBJECTS).encode()),
         assets={"a/b.txt": put_file(store, f"assets/{attempt.id}/b.txt", b"asset")},
         tensors=TensorTable.of(
-            TensorDoc(n, s, dtype_name(a.dtype), a.shape, codec=codec)
+            TensorDoc(
+                *(n, s, dtype_name(a.dtype), a.shape),
+                codec=codec,
+                base=0 if "patches" in requires else None,
+            )
             for (n, s), a in arrays.items()
         ),
         requires=requires,

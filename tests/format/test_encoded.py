@@ -31,7 +31,7 @@ from ucformat.storage.strided import checksum
 from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ucformat.storage.base import Store
 
@@ -42,18 +42,34 @@ SUMS = (3, 4)
 KEY = Key("w", "weight")
 
 
-def locate(file: str, start: int) -> tuple[Key, Box]:
-    """A box that tells where the tile begins."""
-    assert file == FILE
-    return KEY, Box((start,), (1,))
+class Tiles:
+    """Tiles whose boxes tell where they begin; with the bases of some, which all are tile files of base 7."""
 
+    def __init__(self, bases: Mapping[int, bytes | None] | None = None) -> None:
+        self.bases = bases or {}
 
-def no_base(number: int, *_: object) -> None:
-    raise AssertionError(number)
+    def locate(self, file: str, start: int) -> tuple[Key, Box]:
+        assert file == FILE
+        return KEY, Box((start,), (1,))
+
+    def read_base(
+        self, number: int, key: Key, boxes: Sequence[Box], outs: Sequence[memoryview]
+    ) -> None:
+        assert (number, key) == (7, KEY)
+        for box, out in zip(boxes, outs, strict=True):
+            base = self.bases[box.start[0]]
+            assert base is not None
+            out[:] = base
+
+    def read_of_base(self, number: int, key: Key, boxes: Sequence[Box]) -> int:
+        raise AssertionError(number, key, boxes)
+
+    def describe_base(self, number: int) -> str:
+        return f"this and its base {number}"
 
 
 def opened(store: Store, file: str) -> TileIndex:
-    return read_index(store, file, locate, no_base)
+    return read_index(store, file, Tiles())
 
 
 def four(data: bytes, start: int) -> bytes:
@@ -110,14 +126,7 @@ def test_any_range_has_the_bytes_of_the_plain_file(
     inner = MemoryStore("encoded")
     plain = put(inner, tiles, codec)
     bases = {b: base for b, (_, data, base) in zip(starts(tiles), tiles, strict=True)}
-
-    def read_base(number: int, key: Key, box: Box, out: memoryview) -> None:
-        assert (number, key) == (7, KEY)
-        base = bases[box.start[0]]
-        assert base is not None
-        out[:] = base
-
-    store = EncodedStore(inner, lambda store, file: read_index(store, file, locate, read_base))
+    store = EncodedStore(inner, lambda store, file: read_index(store, file, Tiles(bases)))
     assert store.info(ENCODED + FILE).size == len(plain)
     assert store.read(ENCODED + FILE) == plain
     at = start % (len(plain) + 1)

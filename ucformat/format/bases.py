@@ -145,8 +145,12 @@ class Bases:
             )
         return base
 
-    def _holder(self, doc: TensorDoc) -> tuple[BaseCheckpoint, Key, str]:
-        """The base of a tensor, which has it; with its key, and the folder of the base's files."""
+    def with_tensor(self, doc: TensorDoc, *, equal: bool = False) -> BaseCheckpoint:
+        """The base of a tensor, which has one of the same name, state, dtype and shape.
+
+        Args:
+            equal: whether it must have the same fingerprint, too.
+        """
         number, key = doc.base or 0, Key(doc.name, doc.state)
         base = self.opened(number)
         there = base.docs.get(key)
@@ -154,14 +158,19 @@ class Bases:
             fault = "which has no such tensor"
         elif (there.dtype, there.unit, there.shape) != (doc.dtype, doc.unit, doc.shape):
             fault = f"where it is of {there.dtype} and the shape {list(there.shape)}"
-        elif there.fingerprint != doc.fingerprint:
+        elif equal and there.fingerprint != doc.fingerprint:
             fault = "where it has another fingerprint" if there.fingerprint else "where it has none"
         else:
-            return base, key, f"{BASES_FOLDER}{number}/"
+            return base
         raise IntegrityError(
             f"{self._home} has {key} from its base {base.manifest.id} at {base.store.url}, {fault}",
             hint="restore the base, or this checkpoint, from another copy",
         )
+
+    def _holder(self, doc: TensorDoc) -> tuple[BaseCheckpoint, Key, str]:
+        """The base of a tensor that is there, its key, and the folder of the base's files."""
+        base = self.with_tensor(doc, equal=True)
+        return base, Key(doc.name, doc.state), f"{BASES_FOLDER}{doc.base}/"
 
     def extents(self, doc: TensorDoc, within: Box | None) -> Iterator[Extent | Tiles]:
         """The extents of a tensor of a base; see Readable."""

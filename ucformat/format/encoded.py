@@ -60,8 +60,12 @@ class Image(ABC):
             IntegrityError: what is stored is damaged.
         """
 
-    def fill_base(self, number: int, out: memoryview) -> None:  # noqa: B027 - most have no base
-        """Fill `out` with what `decode` needs to find there: the bytes of the base, if the tile is a patch."""
+    def fill_bases(self, outs: Mapping[int, memoryview]) -> None:  # noqa: B027 - most have no base
+        """Fill memory with what `decode` needs to find there: the bytes of the base of each tile that is a patch."""
+
+    def read_of_bases(self, tiles: range) -> int:  # noqa: ARG002
+        """The bytes that `fill_bases` reads for tiles."""
+        return 0
 
     def is_plain(self, number: int) -> bool:  # noqa: ARG002
         """Whether a tile is stored as it is, followed by a checksum: then it is read into place."""
@@ -90,10 +94,11 @@ class Image(ABC):
             first += 1
         return range(first, int(np.searchsorted(self.starts, stop, "left")))
 
-    def stored_in(self, start: int, stop: int) -> int:
-        """The bytes that are stored of the tiles of a range."""
+    def read_for(self, start: int, stop: int) -> int:
+        """The bytes that are read to decode the tiles of a range."""
         tiles = self.meeting(start, stop)
-        return int(self.stored_sizes[tiles.start : tiles.stop].sum())
+        stored = int(self.stored_sizes[tiles.start : tiles.stop].sum())
+        return stored + self.read_of_bases(tiles)
 
 
 class EncodedStore(SyntheticStore):
@@ -121,10 +126,10 @@ class EncodedStore(SyntheticStore):
         return self._images.get(file, lambda _: self._open(self.inner, file))
 
     def gaps(self, key: str, offset: int, nbytes: int) -> int:
-        """The bytes that are stored of a range, less those of the range: as a rule below 0."""
+        """The bytes that are read to decode a range, less those of the range: as a rule below 0."""
         if not self._holds(key):
             return 0
-        return self.image(stored_key(key)).stored_in(offset, offset + nbytes) - nbytes
+        return self.image(stored_key(key)).read_for(offset, offset + nbytes) - nbytes
 
     def read_into(
         self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
@@ -182,12 +187,10 @@ class EncodedStore(SyntheticStore):
             their place in the plain file and their number.
         """
         checksums, plain = dict[int, memoryview](), dict[tuple[int, int], int]()
+        image.fill_bases(outs)  # before the memory is used, into which the thread reads those, too
         for tiles in _adjacent(image, sorted(outs), self.costs.request):
-            for n in tiles:
-                image.fill_base(n, outs[n])
             places = [outs[n] if image.is_plain(n) else memoryview(b"") for n in tiles]
             sizes = image.stored_sizes[tiles].tolist()
-            # not before: bases are read into the memory of the same thread
             memory = thread_memory("stored", sum(sizes)).data
             ends = accumulate(n - p.nbytes for n, p in zip(sizes, places, strict=True))
             stored = [memory[a:b] for a, b in pairwise((0, *ends))]

@@ -16,6 +16,7 @@ import numpy as np
 
 from ucformat.errors import IntegrityError, UnsupportedError, UpgradeNeeded, UsageError
 from ucformat.schema.limits import MAX_BLOSC
+from ucformat.storage.concurrency import thread_memory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +30,7 @@ __all__ = [
     "compress",
     "decode_tile",
     "decompress",
+    "encode_rows",
     "encode_tile",
     "overwrite_patch",
     "xor_patch",
@@ -144,7 +146,7 @@ def xor_patch(new: Bytes, base: Bytes, itemsize: int) -> bytes:
 
 def apply_xor(payload: Bytes, out: memoryview, itemsize: int, where: str = "the tile") -> None:
     """Apply a patch of `xor_patch` to the base's bytes, which `out` has; after an error it still does."""
-    bits = np.empty(out.nbytes, np.uint8)
+    bits = thread_memory("patch", out.nbytes)
     decompress(payload, bits.data, itemsize, where)
     target = _octets(out)
     np.bitwise_xor(target, bits, out=target)
@@ -277,19 +279,39 @@ def encode_tile(new: Bytes, itemsize: int, base: Bytes | None = None) -> tuple[E
         the encoding, and the payload: `new` itself if nothing is shorter.
     """
     nbytes = _size(new)
-    candidates: list[tuple[Encoding, Bytes]] = [(Encoding.RAW, new)]
+    patches: list[tuple[Encoding, Bytes]] = []
     if base is not None:
         _check_base(new, base)
         changed = _changed(new, base, itemsize)
         if not changed.any():
             return Encoding.SAME, b""
         if nbytes <= MAX_BLOSC:
-            candidates.append((Encoding.XOR, xor_patch(new, base, itemsize)))
+            patches.append((Encoding.XOR, xor_patch(new, base, itemsize)))
             if _has_elements(nbytes, itemsize):
                 patch = overwrite_patch(new, itemsize, changed)
                 if patch is not None:
-                    candidates.append((Encoding.OVERWRITE, patch))
-    shortest = min(candidates, key=_stored_bytes)
+                    patches.append((Encoding.OVERWRITE, patch))
+    return _shortest(new, itemsize, patches)
+
+
+def encode_rows(new: Bytes, itemsize: int, changed: NDArray[np.bool_]) -> tuple[Encoding, Bytes]:
+    """Encode a tile of which it is known which rows changed, as `encode_tile` does, without the bytes of the base.
+
+    Args:
+        changed: for each row, which all have the same number of elements.
+    """
+    if not changed.any():
+        return Encoding.SAME, b""
+    patch = overwrite_patch(new, itemsize, changed)
+    return _shortest(new, itemsize, [] if patch is None else [(Encoding.OVERWRITE, patch)])
+
+
+def _shortest(
+    new: Bytes, itemsize: int, patches: list[tuple[Encoding, Bytes]]
+) -> tuple[Encoding, Bytes]:
+    """The shortest of some patches, the plain bytes, and these compressed."""
+    nbytes = _size(new)
+    shortest = min(((Encoding.RAW, new), *patches), key=_stored_bytes)
     if 0 < nbytes <= MAX_BLOSC and 2 * _stored_bytes(shortest) > nbytes:
         plain = (Encoding.BLOSC, compress(new, itemsize))
         shortest = (

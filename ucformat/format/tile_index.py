@@ -9,33 +9,30 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound
-from ucformat.format.encoded import CHECKSUM_BYTES, Image
+from ucformat.format.encoded import CHECKSUM_BYTES, Image, find_image
 from ucformat.format.encoding import PATCHES, Encoding, decode_tile, encode_tile
 from ucformat.geometry.tensor import Block
 from ucformat.reading.execute import place_checksum
 from ucformat.schema.limits import MAX_BASES, MAX_SPAN, MAX_TILE_BYTES
+from ucformat.storage.base import ENCODED
 from ucformat.storage.strided import CRC32C_SHIFT, checksum
+from ucformat.storage.wrappers import routed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.fingerprint import Sums
-    from ucformat.geometry.tensor import Key
+    from ucformat.geometry.tensor import Extent, Key
     from ucformat.storage.base import Bytes, Store
 
-    #: Which tile begins at a byte of a plain file: the tensor, and its box.
-    Locate = Callable[[str, int], tuple[Key, Box]]
-    #: Fills memory with the bytes of a box of a tensor in a base: the number of the base, the tensor, the box, the
-    #: memory.
-    ReadBase = Callable[[int, Key, Box, memoryview], None]
 
 #: What may be written: tiles as they are, or each compressed if that makes it smaller.
 CODECS = ("raw", "blosc")
@@ -61,6 +58,24 @@ _ALIGNMENT = 64  # of boxes in the plain file: fewer bytes lie between tiles
 _TAIL = 64 << 10  # bytes that are read at once to find the index
 
 _HINT = "restore the file from another copy; `ucp verify` names every damaged tile"
+
+
+class Tiles(Protocol):
+    """What the tiles of a checkpoint are of, which is not in the index of a file."""
+
+    def locate(self, file: str, start: int) -> tuple[Key, Box]:
+        """The tensor and the box of the tile that begins at a byte of a plain file."""
+
+    def read_base(
+        self, number: int, key: Key, boxes: Sequence[Box], outs: Sequence[memoryview]
+    ) -> None:
+        """Read boxes of a tensor of a base, each row-major into memory of exactly its bytes."""
+
+    def read_of_base(self, number: int, key: Key, boxes: Sequence[Box]) -> int:
+        """The bytes that `read_base` reads."""
+
+    def describe_base(self, number: int) -> str:
+        """The checkpoint and its base, for errors."""
 
 
 class EncodedTile(NamedTuple):
@@ -116,16 +131,26 @@ class TileIndexWriter:
 
 
 def encode(
-    file: str, start: int, data: Bytes, itemsize: int, fingerprint: Sums, codec: str
+    file: str,
+    start: int,
+    data: Bytes,
+    itemsize: int,
+    fingerprint: Sums,
+    codec: str,
+    base: Bytes | None = None,
 ) -> EncodedTile:
     """Encode a tile.
 
     Args:
         start: where it begins in the plain file.
+        base: the bytes of the same box of base 0, if it may be a patch of them.
     """
-    crc = checksum(data, place_checksum(file, start))
-    encoding, payload = (Encoding.RAW, data) if codec == "raw" else encode_tile(data, itemsize)
-    return EncodedTile(memoryview(data).nbytes, itemsize, crc, fingerprint, encoding, payload)
+    crc, nbytes = checksum(data, place_checksum(file, start)), memoryview(data).nbytes
+    encoding, payload = Encoding.RAW, data
+    if codec != "raw" or base is not None:
+        encoding, payload = encode_tile(data, itemsize, base)
+    of = 0 if encoding in PATCHES else NO_BASE
+    return EncodedTile(nbytes, itemsize, crc, fingerprint, encoding, payload, of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +159,7 @@ class TileIndex(Image):
 
     file: str
     entries: NDArray[np.void]
-    _locate: Locate
-    _read_base: ReadBase
+    _tiles: Tiles
 
     def decode(self, number: int, stored: memoryview, out: memoryview) -> int:
         """See Image."""
@@ -145,6 +169,8 @@ class TileIndex(Image):
             if stored:
                 _check(checksum(payload, self._place(number)), stored)
             decode_tile(int(entry["encoding"]), payload, out, int(entry["itemsize"]), where="it")
+            if int(entry["encoding"]) in PATCHES:
+                self._check_patched(number, out)
         except IntegrityError as error:
             raise self._named(number, error) from error
         return int(entry["crc32c"])
@@ -164,7 +190,7 @@ class TileIndex(Image):
 
     def _named(self, number: int, error: IntegrityError) -> IntegrityError:
         """An error of a tile with its name."""
-        key, box = self._locate(self.file, int(self.starts[number]))
+        key, box = self._tiles.locate(self.file, int(self.starts[number]))
         at = int(self.stored_starts[number])
         end = at + int(self.stored_sizes[number])
         return type(error)(
@@ -177,12 +203,38 @@ class TileIndex(Image):
         """See Image."""
         return int(self.entries[number]["encoding"]) == Encoding.RAW
 
-    def fill_base(self, number: int, out: memoryview) -> None:
-        """See Image."""
+    def _check_patched(self, number: int, out: memoryview) -> None:
+        """Check what a patch has made of the bytes of a base: others would make other bytes."""
         entry = self.entries[number]
-        if int(entry["encoding"]) in PATCHES:
-            tensor, box = self._locate(self.file, int(entry["start"]))
-            self._read_base(int(entry["base"]), tensor, box, out)
+        place = place_checksum(self.file, int(entry["start"]))
+        if checksum(out, place) != int(entry["crc32c"]):
+            raise ChecksumError(
+                "with the bytes of the base it has other bytes than were saved, so "
+                f"{self._tiles.describe_base(int(entry['base']))} do not belong together"
+            )
+
+    def fill_bases(self, outs: Mapping[int, memoryview]) -> None:
+        """See Image."""
+        for (base, key), tiles in self._patches(outs).items():
+            boxes, numbers = zip(*tiles, strict=True)
+            self._tiles.read_base(base, key, boxes, [outs[n] for n in numbers])
+
+    def read_of_bases(self, tiles: range) -> int:
+        """See Image."""
+        return sum(
+            self._tiles.read_of_base(base, key, [box for box, _ in patches])
+            for (base, key), patches in self._patches(tiles).items()
+        )
+
+    def _patches(self, tiles: Iterable[int]) -> dict[tuple[int, Key], list[tuple[Box, int]]]:
+        """Those of some tiles that are patches, with their boxes, by base and tensor."""
+        out: dict[tuple[int, Key], list[tuple[Box, int]]] = {}
+        for n in tiles:
+            entry = self.entries[n]
+            if int(entry["encoding"]) in PATCHES:
+                key, box = self._tiles.locate(self.file, int(entry["start"]))
+                out.setdefault((int(entry["base"]), key), []).append((box, n))
+        return out
 
     def other_tile(self, tiles: Iterable[tuple[int, int]]) -> str | None:
         """How it differs from an index of exactly these tiles, each by its place and its bytes; None if it does not."""
@@ -224,6 +276,17 @@ class TileIndex(Image):
         return Block(begin, nbytes, placed=True)
 
 
+def tile_fingerprint(store: Store, extent: Extent) -> Sums | None:
+    """The fingerprint that the index of an encoded file has for an extent; None if that is no whole tile of one."""
+    if ENCODED not in extent.file:
+        return None
+    image = find_image(*routed(store, extent.file))
+    number = int(np.searchsorted(image.starts, extent.offset))
+    if not isinstance(image, TileIndex) or extent.offset not in image.starts[number : number + 1]:
+        return None
+    return image.fingerprint(number)
+
+
 def _check(crc: int, stored: memoryview) -> None:
     """Compare a checksum with the one at the end of what is stored of a tile."""
     expected = int.from_bytes(stored[-CHECKSUM_BYTES:], "little")
@@ -231,12 +294,8 @@ def _check(crc: int, stored: memoryview) -> None:
         raise ChecksumError(f"it is damaged (its crc32c is not {expected:#010x})")
 
 
-def read_index(store: Store, file: str, locate: Locate, read_base: ReadBase) -> TileIndex:
+def read_index(store: Store, file: str, tiles: Tiles) -> TileIndex:
     """Read and check the index of an encoded packed file.
-
-    Args:
-        locate: says which tile begins at a byte of the plain file.
-        read_base: reads the bytes of a base of which a tile is a patch.
 
     Raises:
         MissingData: there is no such file.
@@ -275,8 +334,7 @@ def read_index(store: Store, file: str, locate: Locate, read_base: ReadBase) -> 
         stored_sizes,
         file,
         entries,
-        locate,
-        read_base,
+        tiles,
     )
 
 

@@ -7,13 +7,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import (
-    IntegrityError,
-    MissingData,
-    NotFound,
-    UcformatError,
-    UnsupportedError,
-)
+from ucformat.errors import IntegrityError, MissingData, NotFound, UcformatError
 from ucformat.format.arrays import shard_key, shard_places
 from ucformat.format.bases import Bases, BasesStore
 from ucformat.format.chunking import Grid
@@ -44,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.format.encoded import Image
+    from ucformat.format.patched import PatchedTiles
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Extent, FileRun, Tiles
     from ucformat.schema.manifest import FileDoc
@@ -175,7 +170,6 @@ class Universal:
         )
         self._sidecar: Sidecar | None = None
         self._missing: dict[str, int] = {}
-        self._tiles: dict[str, dict[int, tuple[int, Box]]] = {}  # of encoded files, by offset
 
     def objects(self) -> dict[str, Any]:
         """Read the non-tensor values, by name."""
@@ -263,29 +257,13 @@ class Universal:
             doc = self._encoded_arrays.get(folder)
             if doc is not None and len(doc.shape) == len(shard):
                 return ShardImage.read(store, file, grid_of(doc), shard, str(doc.codec))
-        return read_index(store, file, self._tile, self._read_base)
+        return read_index(store, file, self._patched)
 
-    def _tile(self, file: str, start: int) -> tuple[Key, Box]:
-        """The tile that begins at a byte of a plain file."""
-        tiles = self._tiles.get(file)
-        if tiles is None:
-            tiles = self._tiles.setdefault(file, self.sidecar().tiles_in(file))
-        if start not in tiles:
-            raise IntegrityError(
-                f"{self.store.url}/{file}: its index has a tile at byte {start}, where no tensor has "
-                "one",
-                hint="restore it from another copy",
-            )
-        row, box = tiles[start]
-        doc = self.manifest.tensors[row]
-        return Key(doc.name, doc.state), box
+    @cached_property
+    def _patched(self) -> PatchedTiles:
+        from ucformat.format.patched import PatchedTiles  # which imports NumPy
 
-    def _read_base(self, base: int, key: Key, box: Box, out: memoryview) -> None:  # noqa: ARG002
-        """Read a box of a tensor of a base, for a patch."""
-        raise UnsupportedError(
-            f"{key} of {self.store.url} is a patch of {self.manifest.bases[base].url}, which this "
-            "version does not apply"
-        )
+        return PatchedTiles(self.store.url, self.manifest.tensors, self.bases, self.sidecar)
 
     def missing_shards(self, doc: TensorDoc) -> int:
         """The least number of missing files of an array with at least 10,000 shards (0 for others).

@@ -42,7 +42,7 @@ from ucformat.format.encoded import CHECKSUM_BYTES, find_image
 from ucformat.format.extents import consistency_problems as structural
 from ucformat.format.extents import coverage_problem, encoded_files
 from ucformat.format.structure import MOUNT, Problem
-from ucformat.format.tile_index import TileIndex
+from ucformat.format.tile_index import TileIndex, tile_fingerprint
 from ucformat.format.universal import Universal
 from ucformat.geometry.fingerprint import fingerprint_of, text_of, total
 from ucformat.geometry.tensor import Key, TensorInfo, single_extents
@@ -452,7 +452,7 @@ def _extents(
         wrong += (
             Problem(stored_key(e.file), f"{WRONG_TILE} (block at byte {e.offset})", *key)
             for e, part in sums.parts
-            if ENCODED in e.file and _tile_fingerprint(store, e) not in (None, part)
+            if tile_fingerprint(store, e) not in (None, part)
         )
         ends: dict[str, int] = {}
         for e in bare:
@@ -483,15 +483,6 @@ def _extents(
         return b"", wrong
 
     return Check(verified, check, unverified=nbytes - verified)
-
-
-def _tile_fingerprint(store: Store, e: Extent) -> Sums | None:
-    """The fingerprint that the index of an encoded file has for an extent; None if that is no whole tile."""
-    image = find_image(store, e.file)
-    number = int(np.searchsorted(image.starts, e.offset))
-    if not isinstance(image, TileIndex) or e.offset not in image.starts[number : number + 1]:
-        return None
-    return image.fingerprint(number)
 
 
 class _BlockFingerprints:

@@ -189,11 +189,12 @@ class Tensor:
             verify: which checksums to verify, as for `read`.
         """
         box = box or Box.whole(self.shape)
-        return self._plan(box, row_major(box.shape), verify)
+        plan = self._plan(box, row_major(box.shape), verify)
+        return plan.through(self._source.store)
 
     def _plan(self, box: Box, strides: tuple[int, ...], verify: Verify) -> Plan:
         item = item_for(self._source, self.info, [(0, Piece(box, 0, strides))])
-        return make_plan([item], verify, self._source.store.costs).through(self._source.store)
+        return make_plan([item], verify, self._source.store.costs)
 
     def _read(
         self,

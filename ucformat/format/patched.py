@@ -1,0 +1,103 @@
+"""Tiles that are patches: what they are of, and reading that in the bases of the checkpoint.
+
+A patch is of the same box of the tensor of the same name and state, however the base has stored it, and under whatever
+layout. So bases are read as any checkpoint is: planned, verified, and through a store of their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.errors import IntegrityError
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.execute import ReadOptions, read_items
+from ucformat.reading.plan import ReadItem, make_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ucformat.format.bases import BaseCheckpoint, Bases
+    from ucformat.format.sidecar import Sidecar
+    from ucformat.schema.tensors import TensorTable
+
+_HERE = ReadOptions(threads=1)
+
+
+class PatchedTiles:
+    """The tiles of the encoded files of a checkpoint, and what its bases have in their places.
+
+    Args:
+        home: the url of the checkpoint.
+        sidecar: reads the sidecar.
+    """
+
+    def __init__(
+        self, home: str, tensors: TensorTable, bases: Bases, sidecar: Callable[[], Sidecar]
+    ) -> None:
+        self._home, self._tensors, self._bases, self._sidecar = home, tensors, bases, sidecar
+        self._by_file: dict[str, dict[int, tuple[int, Box]]] = {}  # by offset: tensor, box
+
+    def locate(self, file: str, start: int) -> tuple[Key, Box]:
+        """The tensor and the box of the tile that begins at a byte of a plain file."""
+        tiles = self._by_file.get(file)
+        if tiles is None:
+            tiles = self._by_file.setdefault(file, self._sidecar().tiles_in(file))
+        if start not in tiles:
+            raise IntegrityError(
+                f"{self._home}/{file}: its index has a tile at byte {start}, where no tensor has one",
+                hint="restore it from another copy",
+            )
+        row, box = tiles[start]
+        doc = self._tensors[row]
+        return Key(doc.name, doc.state), box
+
+    def read_base(
+        self, number: int, key: Key, boxes: Sequence[Box], outs: Sequence[memoryview]
+    ) -> None:
+        """Read boxes of a tensor of a base, each row-major into memory of exactly its bytes."""
+        read_boxes(*self._tensor(number, key), boxes, outs)
+
+    def read_of_base(self, number: int, key: Key, boxes: Sequence[Box]) -> int:
+        """The bytes that `read_base` reads."""
+        base, info = self._tensor(number, key)
+        item = _item(base, info, boxes)
+        return make_plan([item], costs=base.store.costs).through(base.store).bytes_read
+
+    def describe_base(self, number: int) -> str:
+        """What errors name: the checkpoint, and its base."""
+        doc = self._bases.docs[number]
+        return f"{self._home} and its base {doc.id} ({doc.url})"
+
+    def _tensor(self, number: int, key: Key) -> tuple[BaseCheckpoint, TensorInfo]:
+        doc = self._tensors[self._tensors.row(*key) or 0]
+        if doc.base != number:
+            raise IntegrityError(
+                f"{self._home}: a tile of {key} is a patch of another base than the manifest says",
+                hint="restore the file, or the manifest, from another copy",
+            )
+        info = TensorInfo(doc.name, doc.state, doc.stored_dtype, doc.shape)
+        return self._bases.with_tensor(doc), info
+
+
+def read_boxes(
+    base: BaseCheckpoint, info: TensorInfo, boxes: Sequence[Box], outs: Sequence[memoryview]
+) -> None:
+    """Read boxes of a tensor of a base, in this thread, each row-major into memory of exactly its bytes."""
+    memories = [np.frombuffer(out, np.uint8) for out in outs]
+    label = f"{info.key} in the base {base.manifest.id} at {base.store.url}"
+    read_items(base.store, [_item(base, info, boxes)], memories, [label] * len(outs), _HERE)
+
+
+def _item(base: BaseCheckpoint, info: TensorInfo, boxes: Sequence[Box]) -> ReadItem:
+    pieces = [(n, Piece(box, 0, row_major(box.shape))) for n, box in enumerate(boxes)]
+    return ReadItem(info, base.extents(info.key, _hull(boxes)), pieces)
+
+
+def _hull(boxes: Sequence[Box]) -> Box:
+    """The smallest box around others."""
+    start = tuple(map(min, zip(*(b.start for b in boxes), strict=True)))
+    stop = tuple(map(max, zip(*(b.stop for b in boxes), strict=True)))
+    return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
