@@ -262,7 +262,7 @@ def test_a_tile_that_does_not_fit_what_is_said_of_it() -> None:
 
 
 def test_more_than_blosc_can_compress_is_stored_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "MAX_BYTES", 1000)
+    monkeypatch.setattr(encoding, "MAX_BLOSC", 1000)
     with pytest.raises(UnsupportedError, match="smaller chunks"):
         compress(bytes(1001), 1)
     assert encode_tile(bytes(1001), 1)[0] is RAW
