@@ -24,6 +24,7 @@ BENCHMARKS = {
     "memory": "Memory of a conversion",
     "export": "Export",
     "read": "Reading",
+    "compressed_arrays": "Compressed arrays",
     "fingerprints": "Fingerprints",
     "certify": "Certificates",
     "sub_models": "Sub-models",
