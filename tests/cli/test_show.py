@@ -48,7 +48,7 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     assert list(found) == [
         "url", "kind", "id", "step", "engine", "layout", "parameters", "dtypes", "whole", "outdated", "states", "total",
         "dropped", "unreadable", "aliases", "groups", "objects", "per_rank", "assets", "unread", "missing",
-        "zarr_url", "hf_url", "packed", "unprotected", "catalog",
+        "zarr_url", "hf_url", "packed", "encoded", "bases", "unprotected", "catalog",
     ]  # fmt: skip
     assert found["kind"] == "ucformat"
     assert found["step"] == 1700
@@ -316,3 +316,13 @@ def test_it_says_what_is_packed_beside_arrays(
     run("materialize", place)
     assert "  packed  " not in run("show", place).stdout
     assert object_of(run("show", place, "--json").stdout)["packed"] is None
+
+
+def test_it_tells_codecs_and_how_large_the_files_are(run: Run, tmp_path: Path) -> None:
+    arrays = {("a", "weight"): random_array((400, 300), "uint8") // 128}
+    source = Checkpoint(FakeSource.write(LocalStore(tmp_path / "src"), arrays))
+    convert(source, tmp_path / "ck", codec="blosc")
+    stored = sum(f.stat().st_size for f in (tmp_path / "ck/data").rglob("*") if f.is_file())
+    found = object_of(run("show", tmp_path / "ck", "--json").stdout)["encoded"]
+    assert found == {"codecs": ["blosc"], "bytes": 120_000, "stored": stored}
+    assert "  codec     blosc: 117.2 KiB in files of " in run("show", tmp_path / "ck").stdout

@@ -89,10 +89,10 @@ class Image(ABC):
 
     def meeting(self, start: int, stop: int) -> range:
         """The tiles that have bytes, or a checksum, in a range of the plain file."""
-        first = int(np.searchsorted(self.starts, start, "right")) - 1
+        first = int(self.starts.searchsorted(start, "right")) - 1
         if first < 0 or self.starts[first] + self.sizes[first] + CHECKSUM_BYTES <= start:
             first += 1
-        return range(first, int(np.searchsorted(self.starts, stop, "left")))
+        return range(first, int(self.starts.searchsorted(stop, "left")))
 
     def read_for(self, start: int, stop: int) -> int:
         """The bytes that are read to decode the tiles of a range."""

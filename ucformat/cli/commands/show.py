@@ -341,6 +341,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "zarr_url": ck.zarr_url,
         "hf_url": ck.hf_url,
         "packed": _packed(ck),
+        "encoded": _encoded(ck),
         "bases": _bases(ck),
         "unprotected": list(unprotected(ck)),
     }
@@ -358,6 +359,17 @@ def _packed(ck: Checkpoint) -> dict[str, int] | None:
     packed = [Key(t.name, t.state) for t in manifest.tensors if t.in_sidecar]
     infos = [ck.tensors[key] for key in packed if not (ck.hf_url and key.state == "weight")]
     return {"tensors": len(infos), "bytes": sum(info.nbytes for info in infos)} if infos else None
+
+
+def _encoded(ck: Checkpoint) -> dict[str, Any] | None:
+    """The codecs of a universal checkpoint, and the bytes of its tensors and of its files; None if it has no codec."""
+    manifest = ck.manifest
+    codecs = list(dict.fromkeys(k.codec for k in manifest.tensors.kinds if k.codec is not None))
+    if ck.universal is None or ck.viewed or not codecs:
+        return None
+    nbytes = sum(t.nbytes for t in manifest.tensors if not t.is_referenced)
+    files = ck.universal.store.list(f"data/{manifest.attempt}")
+    return {"codecs": codecs, "bytes": nbytes, "stored": sum(info.size for info in files)}
 
 
 def _bases(ck: Checkpoint) -> list[dict[str, Any]]:
@@ -402,6 +414,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "zarr_url": None,
         "hf_url": None,
         "packed": None,
+        "encoded": None,
         "bases": None,
         "unprotected": None,
     }
@@ -475,6 +488,10 @@ def _describe(s: Mapping[str, Any], recorded: Recorded | None) -> Iterator[str]:
     if s["bases"]:
         own = s["total"]["bytes"] - sum(base["bytes"] for base in s["bases"])
         yield from field("own", f"{bytes_text(own)}; `ucp materialize` makes it whole", width)
+    if s["encoded"]:
+        sizes = [bytes_text(s["encoded"][k]) for k in ("bytes", "stored")]
+        codecs = ", ".join(s["encoded"]["codecs"])
+        yield from field("codec", f"{codecs}: {sizes[0]} in files of {sizes[1]}", width)
     for name in s["outdated"] or ():
         yield from field(
             "outdated", f"{name} has the sizes of the whole model, not of the view", width
