@@ -24,6 +24,7 @@ from ucformat.catalog import stamp as stamps
 from ucformat.catalog.database import Database
 from ucformat.catalog.entries import LineEntry
 from ucformat.catalog.labels import ANY
+from ucformat.catalog.launches import load_beginnings
 from ucformat.catalog.loading import load_entries
 from ucformat.catalog.models import CheckpointRow
 from ucformat.catalog.recording import Found
@@ -179,6 +180,11 @@ class Catalog:
         """The committed checkpoints of a run at a range of steps, in order of steps."""
         with self._database.reading() as c:
             return load_entries(c, refs.resolve_between(c, run, first, last), stamps.now())
+
+    def beginnings(self, run: str) -> dict[str | None, int]:
+        """The counts of commits of the checkpoints of a run with which its launches began, by launch."""
+        with self._database.reading() as c:
+            return load_beginnings(c, run)
 
     def commits(self, run: str) -> int:
         """The greatest count of commits of a run's checkpoints, whether they still exist or not; 0 if none is known."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.lines import position
-from ucformat.catalog.models import CheckpointRow, Continuation, Edge, Launch
+from ucformat.catalog.models import CheckpointRow, Continuation, Edge, Launch, RunRow
 from ucformat.catalog.rows import get_or_insert, lock_names, pages
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: A training goes on from the parent of these edges; a launch of the same run that begins so
 #: continues the parent's.
-_TRAINING = ("resume", "reshard", "finetune")
+TRAINING = ("resume", "reshard", "finetune")
 
 
 _LOCK = "ucformat:launches"
@@ -61,7 +61,7 @@ def link_launches(connection: Connection, edges: ColumnElement[bool]) -> None:
         .join(child.serial.table, child.serial == Edge.child)
         .join(parent.serial.table, parent.serial == Edge.parent)
         .join(Launch, Launch.id == parent.launch_id)
-        .where(edges, Edge.kind.in_(_TRAINING), child.launch_id != parent.launch_id)
+        .where(edges, Edge.kind.in_(TRAINING), child.launch_id != parent.launch_id)
     )
     continued: dict[tuple[int, int], int] = {}
     for launch, other, name, commits, step in connection.execute(query):
@@ -137,6 +137,23 @@ def load_continuations(
         for number, name, here in connection.execute(continued):
             launches_by_number[number][2][name] = here
     return launches_by_number
+
+
+def load_beginnings(connection: Connection, run: str) -> dict[str | None, int]:
+    """Load the counts of commits of those checkpoints of a run with which launches of it began."""
+    child, parent = CheckpointRow.__table__.alias().c, CheckpointRow.__table__.alias().c
+    query = (
+        sa.select(Launch.name, sa.func.max(parent.commits))
+        .select_from(Edge)
+        .join(child.serial.table, child.serial == Edge.child)
+        .join(parent.serial.table, parent.serial == Edge.parent)
+        .join(Launch, Launch.id == child.launch_id)
+        .join(RunRow, RunRow.id == child.run_id)
+        .where(RunRow.name == run, parent.run_id == child.run_id)
+        .where(Edge.kind.in_(TRAINING), parent.commits.is_not(None))
+        .group_by(Launch.name)
+    )
+    return dict(connection.execute(query).all())
 
 
 def load_families(

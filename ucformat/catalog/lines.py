@@ -178,28 +178,71 @@ def heads(
 
 def lines(items: Iterable[T]) -> list[tuple[T, list[T]]]:
     """Return the lines of one run's checkpoints: the head, and all that are behind it, with the head, newest first."""
-    launches: dict[str | None, list[T]] = defaultdict(list)
-    for item in items:
-        launches[item.launch].append(item)
-    direct = {launch: some[0].continues for launch, some in launches.items()}
+    launches, direct = _by_launch(items)
     newest = {launch: max(ranked(some))[-1] for launch, some in launches.items()}
     by_head: list[tuple[T, list[T]]] = []
     rest = dict(launches)
     for launch in heads(newest, direct):
-        positions = all_continued(launch, direct)
-        members = {
-            other: [i for i in launches.get(other, ()) if _is_behind(i, positions)]
-            for other in positions
-        }
-        members[launch] = launches[launch]
-        # a launch continues more than any of those that it continues
-        order = sorted(members, key=lambda other: len(all_continued(other, direct)), reverse=True)
-        by_head.append(
-            (newest[launch], [i for other in order for i in _newest_first(members[other])])
-        )
+        members = _behind(launch, launches, direct)
+        by_head.append((newest[launch], [i for some in members.values() for i in some]))
         for other in members:
             rest.pop(other, None)
     return [*by_head, *((newest[launch], _newest_first(some)) for launch, some in rest.items())]
+
+
+def line_to(items: Iterable[T], head: T) -> list[T]:
+    """Return the line of a checkpoint that need not be a head, newest first: it, and all that are behind it."""
+    launches, direct = _by_launch(items)
+    line = [i for some in _behind(head.launch, launches, direct).values() for i in some]
+    return line[[i.id for i in line].index(head.id) :]
+
+
+def path_of(line: Sequence[T], began: Mapping[str | None, int]) -> list[T]:
+    """Return the checkpoints of a line, newest first, through which the training came to its newest one.
+
+    A training that was set back saves steps again. What it had saved later than the checkpoint to
+    which it was set back is in its line, and not on its path.
+
+    Args:
+        began: the counts of commits of the checkpoints with which launches began, as far as known.
+    """
+    path: list[T] = []
+    for item in line:
+        if path:
+            last = path[-1]
+            bound = None if item.launch == last.launch else began.get(last.launch)
+            is_left = bound is not None and item.commits is not None and item.commits > bound
+            if is_left or _step(item) >= _step(last):
+                continue
+        path.append(item)
+    return path
+
+
+def _by_launch(
+    items: Iterable[T],
+) -> tuple[dict[str | None, list[T]], dict[str | None, Mapping[str, int]]]:
+    """The checkpoints of each launch, and the positions up to which it continues others."""
+    launches: dict[str | None, list[T]] = defaultdict(list)
+    for item in items:
+        launches[item.launch].append(item)
+    return launches, {launch: some[0].continues for launch, some in launches.items()}
+
+
+def _behind(
+    launch: str | None,
+    launches: Mapping[str | None, list[T]],
+    direct: Mapping[str | None, Mapping[str, int]],
+) -> dict[str | None, list[T]]:
+    """The checkpoints of a launch, then of those that it continues as far as it does, each newest first."""
+    positions = all_continued(launch, direct)
+    members = {
+        other: [i for i in launches.get(other, ()) if _is_behind(i, positions)]
+        for other in positions
+    }
+    members[launch] = launches[launch]
+    # a launch continues more than any of those that it continues
+    order = sorted(members, key=lambda other: len(all_continued(other, direct)), reverse=True)
+    return {other: _newest_first(members[other]) for other in order}
 
 
 def _newest_first(launch: Iterable[T]) -> list[T]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Key
     from ucformat.jobs.run import Report
     from ucformat.schema.manifest import Manifest
+
+T = TypeVar("T")
 
 _log = logging.getLogger("ucformat")
 
@@ -136,6 +138,43 @@ def with_catalog(use: Callable[[Catalog], object], failed: str, remedy: str) -> 
             use(catalog)
     except Exception as error:  # noqa: BLE001 - the job itself has succeeded
         _log.warning("%s: %s; %s", failed, getattr(error, "message", error), remedy)
+
+
+def deleted_below(root: str) -> frozenset[str]:
+    """Return the ids of checkpoints below a place that are deleted in the catalog while their files may exist.
+
+    Empty if there is no catalog, or if it cannot be queried, which is logged.
+    """
+
+    def ask(catalog: Catalog) -> frozenset[str]:
+        from ucformat.catalog.filter.syntax import like_literal
+        from ucformat.catalog.refs import same_url
+
+        pattern = f"{like_literal(same_url(root))}/%"
+        deleted = catalog.find(f"state != 'committed' and url like '{pattern}'")
+        return frozenset(entry.id for entry in deleted)
+
+    return ask_catalog(f"deleted checkpoints below {root}", ask, frozenset[str]())
+
+
+def ask_catalog(subject: str, ask: Callable[[Catalog], T], otherwise: T) -> T:
+    """The answer of the catalog; another one if there is none, or, which is logged, on an error."""
+    from ucformat.settings import load_settings
+
+    url = load_settings().catalog_url()
+    if url is None:
+        return otherwise
+    from ucformat.catalog.catalog import Catalog
+
+    try:
+        with Catalog(url, read_only=True) as catalog:
+            return ask(catalog)
+    except NotFound:  # no catalog yet
+        pass
+    except Exception as error:  # noqa: BLE001 - of the database
+        message = getattr(error, "message", error)
+        _log.warning("the catalog cannot be queried for %s: %s", subject, message)
+    return otherwise
 
 
 _STEP = re.compile(

@@ -338,3 +338,10 @@ def _measure(node: _Join | Not, below: tuple[Node, ...]) -> None:
 
 def _enclosed(node: Node) -> str:
     return f"({node})" if isinstance(node, _Join) else str(node)
+
+
+def like_literal(text: str) -> str:
+    """Escape text for a quoted pattern of `like`, which it then matches as it is."""
+    for special in "\\%_":
+        text = text.replace(special, f"\\{special}")
+    return text.replace("'", "''")

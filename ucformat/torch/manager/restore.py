@@ -14,7 +14,7 @@ from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
 from ucformat.format.audit import Check, ZarrJson, block_problems, items, referenced, wrong_digests
 from ucformat.format.structure import Problem
 from ucformat.geometry.tensor import Extent, Key, Tiles, single_extents
-from ucformat.jobs.record import record_verification
+from ucformat.jobs.record import deleted_below, record_verification
 from ucformat.jobs.run import Report, run
 from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.base import stored_key
@@ -222,8 +222,6 @@ def restore_newest(
 
 def _list(root: str) -> RunContents:
     """The committed checkpoints of a run that were not deleted in the catalog."""
-    from ucformat.torch.manager.retention import deleted_ids  # imports sqlalchemy
-
     listed = list_steps(root)
-    deleted = deleted_ids(root) if listed.steps else frozenset()
+    deleted = deleted_below(root) if listed.steps else frozenset()
     return replace(listed, steps=tuple(s for s in listed.steps if s.id not in deleted))

@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ucformat.catalog.filter.syntax import like_literal
 from ucformat.catalog.lines import contradictions
 from ucformat.catalog.refs import parent_name, same_url
 from ucformat.catalog.retention import OWN_KIND, RetentionRow, load_policy, plan_retention
@@ -22,7 +23,6 @@ from ucformat.errors import (
     Conflict,
     IntegrityError,
     NotACheckpoint,
-    NotFound,
     PermissionDenied,
     UcformatError,
     UnsupportedError,
@@ -31,6 +31,7 @@ from ucformat.errors import (
 )
 from ucformat.jobs.documents import protections_of
 from ucformat.jobs.gc import consult, purge  # `collect` would also purge other runs
+from ucformat.jobs.record import ask_catalog
 from ucformat.jobs.register import register
 from ucformat.jobs.removal import read_tombstone, remove
 from ucformat.jobs.thin import thin_at
@@ -42,7 +43,7 @@ from ucformat.storage.url import open_store
 from ucformat.torch.manager.steps import folder_of, list_steps, read_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Store
@@ -132,7 +133,7 @@ class RunRetention:
         from ucformat.catalog.catalog import Catalog
 
         root = same_url(self.root)
-        below = f"url like '{_literal(root)}/step-%'"
+        below = f"url like '{like_literal(root)}/step-%'"
         with Catalog(catalog_url) as catalog:
             # the catalog may be newer than the run, or have missed a commit
             if not self._registered:
@@ -220,13 +221,6 @@ def _finish_purge(url: str) -> None:
         remove(store, tombstone.id)
 
 
-def _literal(text: str) -> str:
-    """Escape text for a quoted pattern of `like`."""
-    for special in "\\%_":
-        text = text.replace(special, f"\\{special}")
-    return text.replace("'", "''")
-
-
 def _row(step: RunStep, serial: int, run: str) -> RetentionRow:
     return RetentionRow(
         serial,
@@ -245,44 +239,12 @@ def _row(step: RunStep, serial: int, run: str) -> RetentionRow:
     )
 
 
-def deleted_ids(root: str) -> frozenset[str]:
-    """Return the ids of a run's checkpoints that are deleted in the catalog while their files exist.
-
-    Empty if there is no catalog, or if it cannot be queried, which is logged.
-    """
-    deleted = f"state != 'committed' and url like '{_literal(same_url(root))}/step-%'"
-    ids: frozenset[str] = _from_catalog(
-        f"deleted checkpoints below {root}",
-        lambda catalog: frozenset(e.id for e in catalog.find(deleted)),
-        frozenset(),
-    )
-    return ids
-
-
 def known_commits(root: str, run: str | None) -> int:
     """Return the greatest commit count of a run in the catalog; 0 if there is no catalog, or it cannot be queried."""
     name = run or parent_name(f"{same_url(root)}/{folder_of(0)}")
     if name is None:
         return 0
-    return _from_catalog(f"the commits of the run {name}", lambda c: c.commits(name), 0)
-
-
-def _from_catalog(subject: str, ask: Callable[[Catalog], T], otherwise: T) -> T:
-    """The answer of the catalog; another one if there is none, or, which is logged, on an error."""
-    url = load_settings().catalog_url()
-    if url is None:
-        return otherwise
-    from ucformat.catalog.catalog import Catalog
-
-    try:
-        with Catalog(url, read_only=True) as catalog:
-            return ask(catalog)
-    except NotFound:  # no catalog yet
-        pass
-    except Exception as error:  # noqa: BLE001 - of the database
-        message = getattr(error, "message", error)
-        _log.warning("the catalog cannot be queried for %s: %s", subject, message)
-    return otherwise
+    return ask_catalog(f"the commits of the run {name}", lambda c: c.commits(name), 0)
 
 
 def free_place(root: str, step: int, damaged: Collection[str]) -> tuple[str, bool]:
