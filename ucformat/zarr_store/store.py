@@ -7,6 +7,7 @@ for each tensor.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,33 +55,27 @@ _MAX_DIGITS = 20  # of a chunk's index
 _MIN_STORED, _MAX_STORED = (64 << 10, 16 << 20)
 
 
-class TensorArray:
-    """A tensor as an array of the store."""
+class ChunkedArray(ABC):
+    """An array of a store: its document, and its chunks, which are read when they are asked for."""
 
-    def __init__(self, source: Readable, info: TensorInfo) -> None:
-        self.info, self._source = info, source
-
-    @cached_property
-    def chunk(self) -> tuple[int, ...]:
-        """The edges of a chunk, in elements."""
-        return _stored_chunk(self._source, self.info) or row_block(
-            self.info.shape, self.info.itemsize
-        )
-
-    @cached_property
+    @property
+    @abstractmethod
     def document(self) -> bytes:
         """Its `zarr.json`."""
-        return chunked_array_json(self.info, self.chunk)
 
-    @cached_property
+    @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of a chunk."""
-        return Box.whole(self.chunk).size * self.info.itemsize
 
-    @cached_property
+    @property
+    @abstractmethod
     def grid(self) -> tuple[int, ...]:
         """Number of chunks along each dim."""
-        return tuple(-(-n // c) for n, c in zip(self.info.shape, self.chunk, strict=True))
+
+    @abstractmethod
+    async def read(self, index: tuple[int, ...], start: int, stop: int) -> NDArray[np.uint8]:
+        """Read the bytes `[start, stop)` of a chunk."""
 
     def __iter__(self) -> Iterator[str]:
         """The keys of the document and of all chunks, below the array's folder."""
@@ -98,6 +93,43 @@ class TensorArray:
             return None
         index = tuple(map(int, parts[1:]))
         return index if all(i < n for i, n in zip(index, self.grid, strict=True)) else None
+
+
+class TensorArray(ChunkedArray):
+    """A tensor as an array of the store."""
+
+    def __init__(
+        self, reader: ChunkReader, info: TensorInfo, chunk: tuple[int, ...] | None = None
+    ) -> None:
+        self.info, self._reader, self._chunk = info, reader, chunk
+
+    @cached_property
+    def chunk(self) -> tuple[int, ...]:
+        """The edges of a chunk, in elements: as given, or else those of the file's, or rows."""
+        if self._chunk is not None:
+            return self._chunk
+        return _stored_chunk(self._reader.source, self.info) or row_block(
+            self.info.shape, self.info.itemsize
+        )
+
+    @cached_property
+    def document(self) -> bytes:
+        """See ChunkedArray."""
+        return chunked_array_json(self.info, self.chunk)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """See ChunkedArray."""
+        return Box.whole(self.chunk).size * self.info.itemsize
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """See ChunkedArray."""
+        return tuple(-(-n // c) for n, c in zip(self.info.shape, self.chunk, strict=True))
+
+    async def read(self, index: tuple[int, ...], start: int, stop: int) -> NDArray[np.uint8]:
+        """See ChunkedArray."""
+        return await self._reader.read(self, index, start, stop)
 
     def pieces(
         self, index: tuple[int, ...], count: int, start: int, stop: int
@@ -209,7 +241,7 @@ class ChunkReader:
     """Reads chunks for any number of event loops."""
 
     def __init__(self, source: Readable, verify: Verify) -> None:
-        self._source, self._verify = source, check_verify(verify)
+        self.source, self._verify = source, check_verify(verify)
         # what each loop starts to read next
         self._waiting: dict[asyncio.AbstractEventLoop, list[_ChunkRequest]] = {}
 
@@ -238,7 +270,7 @@ class ChunkReader:
         is read together next.
         """
         requests = self._waiting.pop(loop)
-        if loop is zarr_loop[0] and self._source.store.costs.parallel is None:
+        if loop is zarr_loop[0] and self.source.store.costs.parallel is None:
             _give(requests, self._results(requests))
             return
         try:
@@ -261,7 +293,7 @@ class ChunkReader:
             return [result for request in requests for result in self._results([request])]
 
     def _read_together(self, requests: Sequence[_ChunkRequest]) -> Iterator[NDArray[np.uint8]]:
-        source = self._source
+        source = self.source
         runs: list[list[_ChunkRequest]] = []
         for r in requests:
             if runs and runs[-1][-1].precedes(r):
@@ -302,73 +334,31 @@ def _give(
 _REFUSAL = "store was opened in read-only mode and does not support writing"
 
 
-class TensorSource(Protocol):
-    """What the store needs of a `Checkpoint`."""
+class ArrayStore(Store):
+    """Arrays in groups as a store of zarr-python, to which nothing can be written.
 
-    source: Readable
-
-    @property
-    def url(self) -> str:
-        """The url of its store."""
-
-    @property
-    def tensors(self) -> Mapping[Key, TensorInfo]:
-        """Dtype and shape of each stored tensor."""
-
-    @property
-    def recipe(self) -> tuple[object, ...]:
-        """What opens it again, the same for checkpoints that were opened in the same way."""
-
-
-class CheckpointStore(Store):
-    """The tensors of a checkpoint as arrays of zarr-python; see `Checkpoint.zarr_store`.
-
-    It cannot be written to. Nevertheless `read_only` is false, because `zarr.open_group(store)`,
-    whose default mode is `a`, refuses stores of which it is true; `with_read_only(True)` returns
-    one of these. It is pickled as the place, the options and the views of the checkpoint, which is
-    opened again where it is unpickled.
+    Nevertheless `read_only` is false, because `zarr.open_group(store)`, whose default mode is `a`,
+    refuses stores of which it is true; `with_read_only(True)` returns one of these.
     """
 
     supports_writes = False
     supports_deletes = False
     supports_listing = True
 
-    def __init__(
-        self, checkpoint: TensorSource, *, verify: Verify = "whole", read_only: bool = False
-    ) -> None:
+    def __init__(self, *, read_only: bool = False) -> None:
         super().__init__(read_only=read_only)
-        self._checkpoint, self._verify = checkpoint, verify
-        self._reader = ChunkReader(checkpoint.source, verify)
         register_zarr_dtypes()
 
-    @cached_property
-    def _states(self) -> dict[str, dict[str, TensorArray]]:
+    @property
+    @abstractmethod
+    def _states(self) -> Mapping[str, Mapping[str, ChunkedArray]]:
         """The arrays by the folder of their state and their own."""
-        out: dict[str, dict[str, TensorArray]] = {}
-        infos = self._checkpoint.tensors
-        for key, path in array_folders(infos).items():
-            state, _, folder = path.partition("/")
-            out.setdefault(state, {})[folder] = TensorArray(self._checkpoint.source, infos[key])
-        return out
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, CheckpointStore) or self._verify != other._verify:
-            return False
-        mine, theirs = self._checkpoint, other._checkpoint
-        return mine is theirs or mine.recipe == theirs.recipe
+    @abstractmethod
+    def _again(self, *, read_only: bool) -> ArrayStore:
+        """Another store of the same arrays."""
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"CheckpointStore({self._checkpoint.url!r})"
-
-    def __str__(self) -> str:
-        return self._checkpoint.url
-
-    def __reduce__(
-        self,
-    ) -> tuple[Callable[..., CheckpointStore], tuple[TensorSource, Verify, bool]]:
-        return _unpickled, (self._checkpoint, self._verify, self.read_only)
 
     def with_read_only(self, read_only: bool = False) -> Store:  # noqa: FBT001, FBT002 - zarr's signature
         """The same store with another value of `read_only`.
@@ -378,11 +368,11 @@ class CheckpointStore(Store):
         """
         if self.read_only and not read_only:
             return super().with_read_only(read_only)  # raises NotImplementedError
-        return _unpickled(self._checkpoint, self._verify, read_only)
+        return self._again(read_only=read_only)
 
     # --- reading
 
-    def _find(self, key: str) -> bytes | tuple[TensorArray, tuple[int, ...]] | None:
+    def _find(self, key: str) -> bytes | tuple[ChunkedArray, tuple[int, ...]] | None:
         """A document, or an array and the coordinates of one of its chunks; None if there is no such key."""
         state, _, below = key.partition("/")
         if key == DOCUMENT:
@@ -414,7 +404,7 @@ class CheckpointStore(Store):
             return prototype.buffer.from_bytes(entry[start:stop])
         array, index = entry
         start, stop = _span(byte_range, array.nbytes)
-        data = await self._reader.read(array, index, start, stop)
+        data = await array.read(index, start, stop)
         return prototype.buffer.from_bytes(data.data)
 
     async def get_partial_values(
@@ -521,10 +511,6 @@ class CheckpointStore(Store):
         raise ValueError(_REFUSAL)
 
 
-def _unpickled(checkpoint: TensorSource, verify: Verify, read_only: bool) -> CheckpointStore:  # noqa: FBT001 - pickled
-    return CheckpointStore(checkpoint, verify=verify, read_only=read_only)
-
-
 def _meet(prefix: str, below: str) -> bool:
     """Whether keys below a folder may begin with a prefix."""
     return below.startswith(prefix) or prefix.startswith(below)
@@ -542,3 +528,71 @@ def _span(byte_range: ByteRequest | None, size: int) -> tuple[int, int]:
         case SuffixByteRequest(suffix):
             return max(0, size - suffix), size
     raise ValueError(f"Unexpected byte_range, got {byte_range}.")
+
+
+class TensorSource(Protocol):
+    """What the store needs of a `Checkpoint`."""
+
+    source: Readable
+
+    @property
+    def url(self) -> str:
+        """The url of its store."""
+
+    @property
+    def tensors(self) -> Mapping[Key, TensorInfo]:
+        """Dtype and shape of each stored tensor."""
+
+    @property
+    def recipe(self) -> tuple[object, ...]:
+        """What opens it again, the same for checkpoints that were opened in the same way."""
+
+
+class CheckpointStore(ArrayStore):
+    """The tensors of a checkpoint as arrays of zarr-python; see `Checkpoint.zarr_store`.
+
+    It is pickled as the place, the options and the views of the checkpoint, which is opened again
+    where it is unpickled.
+    """
+
+    def __init__(
+        self, checkpoint: TensorSource, *, verify: Verify = "whole", read_only: bool = False
+    ) -> None:
+        super().__init__(read_only=read_only)
+        self._checkpoint, self._verify = checkpoint, verify
+        self._reader = ChunkReader(checkpoint.source, verify)
+
+    @cached_property
+    def _states(self) -> dict[str, dict[str, TensorArray]]:
+        out: dict[str, dict[str, TensorArray]] = {}
+        infos = self._checkpoint.tensors
+        for key, path in array_folders(infos).items():
+            state, _, folder = path.partition("/")
+            out.setdefault(state, {})[folder] = TensorArray(self._reader, infos[key])
+        return out
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CheckpointStore) or self._verify != other._verify:
+            return False
+        mine, theirs = self._checkpoint, other._checkpoint
+        return mine is theirs or mine.recipe == theirs.recipe
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"CheckpointStore({self._checkpoint.url!r})"
+
+    def __str__(self) -> str:
+        return self._checkpoint.url
+
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., CheckpointStore], tuple[TensorSource, Verify, bool]]:
+        return _unpickled, (self._checkpoint, self._verify, self.read_only)
+
+    def _again(self, *, read_only: bool) -> CheckpointStore:
+        return CheckpointStore(self._checkpoint, verify=self._verify, read_only=read_only)
+
+
+def _unpickled(checkpoint: TensorSource, verify: Verify, read_only: bool) -> CheckpointStore:  # noqa: FBT001 - pickled
+    return CheckpointStore(checkpoint, verify=verify, read_only=read_only)
