@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ucformat.reading.lazy import Tensor
     from ucformat.reading.rank import ReadPlan
     from ucformat.references import open_reference as open  # noqa: A004
+    from ucformat.runs.run import Run
+    from ucformat.runs.run import open_run as run
+    from ucformat.runs.tensor import RunPlan, RunTensor
     from ucformat.schema.manifest import AttemptDoc, Manifest
     from ucformat.storage.base import Store
 
@@ -51,6 +54,9 @@ __all__ = [
     "Layout",
     "ReadPlan",
     "Report",
+    "Run",
+    "RunPlan",
+    "RunTensor",
     "Signature",
     "Tensor",
     "__version__",
@@ -71,6 +77,7 @@ __all__ = [
     "register",
     "register_zarr_dtypes",
     "reindex",
+    "run",
     "sign",
     "thin",
     "verify",
@@ -87,6 +94,9 @@ _HOMES = {
     "Layout": "geometry.layout:Layout",
     "ReadPlan": "reading.rank:ReadPlan",
     "Report": "jobs.run:Report",
+    "Run": "runs.run:Run",
+    "RunPlan": "runs.tensor:RunPlan",
+    "RunTensor": "runs.tensor:RunTensor",
     "Signature": "jobs.sign:Signature",
     "Tensor": "reading.lazy:Tensor",
     "attest": "jobs.attest:attest",
@@ -106,6 +116,7 @@ _HOMES = {
     "register": "jobs.register:register",
     "register_zarr_dtypes": "format.zarr_types:register_zarr_dtypes",
     "reindex": "jobs.register:reindex",
+    "run": "runs.run:open_run",
     "sign": "jobs.sign:sign",
     "thin": "jobs.thin:thin",
     "verify": "jobs.verify:verify",

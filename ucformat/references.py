@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.views.document import Steps
 
-__all__ = ["expand_references", "open_catalog", "open_reference", "open_watched"]
+__all__ = [
+    "expand_references",
+    "open_catalog",
+    "open_entry",
+    "open_place",
+    "open_reference",
+    "open_watched",
+]
 
 _RANGE = re.compile(r"(.+)@(\d{1,18})\.\.(\d{1,18})", re.ASCII)
 
@@ -119,7 +126,7 @@ def _open(
     watch: Callable[[Store], WatchedStore] = WatchedStore,
 ) -> tuple[Checkpoint, _P | str]:
     if not isinstance(place, str) or not _is_reference(place):
-        return _opened(place, roots, options, watch), place
+        return open_place(place, roots, options, watch), place
     with open_catalog(place) as catalog:
         entry = catalog.get(place)
         if entry.state != "committed":
@@ -129,17 +136,33 @@ def _open(
                 else "its bytes are gone"
             )
             raise NotFound(f"the checkpoint {place} is {entry.state}", hint=hint)
-        failure: UcformatError | None = None
-        for url in entry.urls:
-            try:
-                ck = _opened_recorded(url, roots, options, watch)
-                _must_be_recorded(catalog, entry, ck, url)
-            except UcformatError as error:  # another place may have it, too
-                failure = failure or error
-                continue
-            return ck, url
+        return open_entry(catalog, entry, place, roots, options, watch)
+
+
+def open_entry(
+    catalog: Catalog,
+    entry: Entry,
+    name: str,
+    roots: tuple[str, ...] = (),
+    options: Mapping[str, Any] | None = None,
+    watch: Callable[[Store], WatchedStore] = WatchedStore,
+) -> tuple[Checkpoint, str]:
+    """Open a committed checkpoint of the catalog at the first of its places where it is; see `open_watched`.
+
+    Args:
+        name: what errors call it.
+    """
+    failure: UcformatError | None = None
+    for url in entry.urls:
+        try:
+            ck = _opened_recorded(url, roots, options, watch)
+            _must_be_recorded(catalog, entry, ck, url)
+        except UcformatError as error:  # another place may have it, too
+            failure = failure or error
+            continue
+        return ck, url
     raise failure or NotFound(
-        f"the catalog knows {place}, but no place of it", hint="`ucp register PLACE` adds one"
+        f"the catalog knows {name}, but no place of it", hint="`ucp register PLACE` adds one"
     )
 
 
@@ -151,7 +174,7 @@ def _opened_recorded(
 ) -> Checkpoint:
     """Open a place that the catalog has recorded; where nothing is left, the error has the command that forgets it."""
     try:
-        return _opened(url, roots, options, watch)
+        return open_place(url, roots, options, watch)
     except NotACheckpoint:  # something else is there, or what a writer has left
         raise
     except NotFound as error:
@@ -159,12 +182,13 @@ def _opened_recorded(
         raise NotFound(error.message, hint=hint) from error
 
 
-def _opened(
+def open_place(
     place: str | PathLike[str] | Store,
     roots: tuple[str, ...],
     options: Mapping[str, Any] | None,
     watch: Callable[[Store], WatchedStore],
 ) -> Checkpoint:
+    """Open a path, a url or a store, which is no reference; see `open_reference`."""
     ck = open_checkpoint(
         place, roots=lambda: (*roots, *allowed_roots()), options=options, watch=watch
     )

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         *("schema", "errors", "registry", "config_files", "geometry", "storage", "reading"),
         *("views", "sources", "checkpoint"),
     },
-    "zarr_store": {"geometry", "storage", "reading", "format"},
+    "zarr_store": {"errors", "geometry", "storage", "reading", "format"},
     "checkpoint": {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"),
         *("settings", "zarr_store"),
@@ -52,6 +52,10 @@ ALLOWED: dict[str, set[str]] = {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"),
         *("checkpoint", "_version", "catalog", "durable", "exporters", "references", "settings"),
         "signatures",
+    },
+    "runs": {
+        *("schema", "errors", "geometry", "storage", "reading", "checkpoint", "references"),
+        *("catalog", "jobs", "zarr_store"),
     },
     "torch": {
         *("schema", "errors", "geometry", "storage", "reading", "format", "sources", "checkpoint"),
@@ -100,6 +104,7 @@ OUTSIDE: dict[str, set[str]] = {
     "zarr_store": {"numpy", "zarr"},
     "checkpoint": set(),
     "references": set(),
+    "runs": {"numpy"},
     "signatures": {"model_signing"},
     "exporters": {"numpy"},
     "jobs": {"numpy", "pydantic"},

@@ -98,6 +98,8 @@ FAMILIES = {
     "views": "views/test_sub_models.py::test_any_steps_make_what_numpy_makes",
     "Zarr's readers": "format/test_zarr.py::test_foreign_readers_read_what_we_write",
     "the store for zarr-python": "zarr_store",
+    "a run as arrays": "runs/test_run.py::test_a_slice_is_the_stack_of_single_reads",
+    "the store of a run": "runs/test_run_store.py::test_xarray_selects_by_step",
     "the second reader": "conformance/test_conformance.py::test_what_a_reader_makes_of_it",
     "checkpoints of earlier releases": "golden/test_golden.py",
     "schedules": "schedules/test_schedules.py::test_what_was_mended_stays_so",

@@ -139,3 +139,15 @@ def test_the_loop_with_a_manager(tmp_path: Path) -> None:
     ]
     lineage = ucformat.open(tmp_path / "run" / "step-00000006").manifest.lineage
     assert [entry.kind for entry in lineage] == ["reshard"]  # from two ranks to one
+
+
+@pytest.mark.matrix  # `make test` runs tests/runs
+def test_study(tmp_path: Path) -> None:
+    pytest.importorskip("xarray", reason="pip install 'ucformat[test]'")
+    _, studied, drift = follow("study.md", tmp_path)
+    assert "(10, 64, 64) float32" in studied
+    norms = re.findall(r"step (\d+): norm of the update ([\d.]+)", studied)
+    assert [int(step) for step, _ in norms] == list(range(20, 101, 10))
+    values = [float(value) for value in re.findall(r"\d+\.\d+", drift)]
+    assert len(values) == 6
+    assert values[0] < values[-1]

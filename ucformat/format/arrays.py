@@ -29,18 +29,24 @@ if TYPE_CHECKING:
 _MAX_NAME_BYTES = 200  # bytes; file systems allow 255
 _RESERVED = frozenset({"zarr.json", "c"})
 
+#: The name of the first dim of the arrays of a run, and of its coordinate.
+STEP = "step"
 
-def folder_names(names: Iterable[str]) -> dict[str, str]:
+
+def folder_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:
     """Choose the names of folders that are siblings.
 
     All characters except letters, digits, `.`, `_` and `-` are percent-encoded as UTF-8, and so is
     a leading dot. A name gets a hash of itself as a suffix if it is longer than 200 bytes, reserved
     (`zarr.json`, `c`, `__…`), empty, or differs from another only in case. Readers take the folder
     from the manifest, never from the name.
+
+    Args:
+        taken: names that siblings have which are not among these.
     """
     plain = {name: quoted(name) for name in names}
     counts: dict[str, int] = {}
-    for folder in plain.values():
+    for folder in (*plain.values(), *taken):
         counts[folder.lower()] = counts.get(folder.lower(), 0) + 1
     return {
         name: _safe(name, folder) if counts[folder.lower()] == 1 else _with_hash(name, folder)
@@ -142,19 +148,32 @@ def _compressors(grid: Grid, codec: str | None) -> list[dict[str, Any]]:
     return [{"name": codec, "configuration": configuration}]
 
 
-def chunked_array_json(info: TensorInfo, chunk: tuple[int, ...]) -> bytes:
+def chunked_array_json(info: TensorInfo, chunk: tuple[int, ...], steps: int | None = None) -> bytes:
     """The `zarr.json` of an array without shards and checksums, as a store offers it that makes chunks when asked.
 
     Its dims are named by their size (`size_4096`, a second one of that size `size_4096_2`), because
     to xarray dims of one name have one size in all arrays of a group.
+
+    Args:
+        steps: number of steps of a run, which are a first dim, of which each chunk has one
+            (default: there is no such dim).
     """
-    codecs = [_bytes_codec(info.dtype)]
-    document = _document(info.dtype, info.shape, chunk, codecs, _attributes(info.key, info.dtype))
+    codecs, attributes = [_bytes_codec(info.dtype)], _attributes(info.key, info.dtype)
     before = [info.shape[:d].count(n) for d, n in enumerate(info.shape)]
     names = [
         f"size_{n}_{k + 1}" if k else f"size_{n}" for n, k in zip(info.shape, before, strict=True)
     ]
+    shape = info.shape
+    if steps is not None:
+        shape, chunk, names = (steps, *shape), (1, *chunk), [STEP, *names]
+    document = _document(info.dtype, shape, chunk, codecs, attributes)
     return json.dumps(document | {"dimension_names": names}).encode()
+
+
+def steps_json(count: int) -> bytes:
+    """The `zarr.json` of the coordinate of the arrays of a run, in one chunk: the numbers of its steps."""
+    document = _document("int64", (count,), (count,), [_bytes_codec("int64")], {})
+    return json.dumps(document | {"dimension_names": [STEP]}).encode()
 
 
 def shard_key(array: str, shard: tuple[int, ...]) -> str:
@@ -170,8 +189,12 @@ def shard_places(key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield "/".join(parts[:at]), tuple(map(int, parts[at + 1 :]))
 
 
-def array_folders(keys: Iterable[Key]) -> dict[Key, str]:
-    """Choose the folders of arrays, below the attempt's `data` folder."""
+def array_folders(keys: Iterable[Key], taken: Collection[str] = ()) -> dict[Key, str]:
+    """Choose the folders of arrays, below the attempt's `data` folder.
+
+    Args:
+        taken: names of other arrays in the folder of each state.
+    """
     by_state: dict[str, list[str]] = {}
     for name, state in keys:
         by_state.setdefault(state, []).append(name)
@@ -179,7 +202,7 @@ def array_folders(keys: Iterable[Key]) -> dict[Key, str]:
     return {
         Key(name, state): f"{states[state]}/{folder}"
         for state, names in by_state.items()
-        for name, folder in folder_names(names).items()
+        for name, folder in folder_names(names, taken).items()
     }
 
 

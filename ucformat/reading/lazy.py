@@ -12,6 +12,7 @@ from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import (
     check_out,
+    default_threads,
     is_direct,
     memory_of,
     read_fingerprint,
@@ -86,8 +87,18 @@ class Tensor:
 
         It is that of the same elements in any other form, or in memory (`ucformat.torch.fingerprint`).
         """
-        recorded = self._source.metadata.fingerprints.get(self.info.key)
+        recorded = self.recorded_fingerprint
         return read_fingerprint(self._source, self.info) if recorded is None else recorded
+
+    @property
+    def recorded_fingerprint(self) -> str | None:
+        """Its fingerprint if the checkpoint has recorded it."""
+        return self._source.metadata.fingerprints.get(self.info.key)
+
+    @property
+    def default_threads(self) -> int:
+        """The number of reading threads that suits the store."""
+        return self._source.store.costs.parallel or default_threads()
 
     def __len__(self) -> int:
         if not self.shape:
@@ -99,8 +110,8 @@ class Tensor:
 
     def __getitem__(self, index: Index) -> NDArray[Any]:
         """Read a slice with NumPy's basic indexing: integers, slices and `...`."""
-        box, selection = _parse(index, self.shape, str(self.info.key))
-        out = self._read(box, None)
+        box, selection = parse_index(index, self.shape, str(self.info.key))
+        out = self.read_box(box, None)
         return out[selection] if selection else out
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001
@@ -169,7 +180,7 @@ class Tensor:
             check_out(out, self.info.dtype, self.shape, str(self.info.key))
             if not is_direct(out):
                 return self._read_parts(out, verify, threads)
-        return self._read(Box.whole(self.shape), out, verify, threads)
+        return self.read_box(Box.whole(self.shape), out, verify, threads)
 
     def _read_parts(self, out: NDArray[Any], verify: Verify, threads: int | None) -> NDArray[Any]:
         """Read, part by part, into an array that no plan can fill in place."""
@@ -178,7 +189,7 @@ class Tensor:
         for at in range(0, self.shape[0], rows):
             n = min(rows, self.shape[0] - at)
             box = Box((at, *[0] * (self.ndim - 1)), (n, *self.shape[1:]))
-            plain[at : at + n] = self._read(box, None, verify, threads)
+            plain[at : at + n] = self.read_box(box, None, verify, threads)
         return out
 
     def plan(self, box: Box | None = None, *, verify: Verify = "whole") -> Plan:
@@ -196,13 +207,14 @@ class Tensor:
         item = item_for(self._source, self.info, [(0, Piece(box, 0, strides))])
         return make_plan([item], verify, self._source.store.costs)
 
-    def _read(
+    def read_box(
         self,
         box: Box,
         out: NDArray[Any] | None,
         verify: Verify = "whole",
         threads: int | None = None,
     ) -> NDArray[Any]:
+        """Read a box into an array that plans can fill in place, or into a new one."""
         strides = row_major(box.shape)
         if out is not None:
             strides = tuple(
@@ -226,8 +238,10 @@ class Tensor:
         return arrays[0]
 
 
-def _parse(index: Index, shape: tuple[int, ...], label: str) -> tuple[Box, tuple[int | slice, ...]]:
-    """The box to read, and how to index it: integers drop their dim, slices apply their step."""
+def parts_of(
+    index: Index, shape: tuple[int, ...], label: str
+) -> tuple[int | slice | EllipsisType, ...]:
+    """One part of an index for each dim: `...`, and dims that are left out, are whole."""
     parts = index if isinstance(index, tuple) else (index,)
     if sum(p is Ellipsis for p in parts) > 1 or len([p for p in parts if p is not Ellipsis]) > len(
         shape
@@ -237,7 +251,14 @@ def _parse(index: Index, shape: tuple[int, ...], label: str) -> tuple[Box, tuple
         parts = (*parts, Ellipsis)
     ellipsis = next(i for i, p in enumerate(parts) if p is Ellipsis)
     missing = len(shape) - (len(parts) - 1)
-    parts = (*parts[:ellipsis], *[slice(None)] * missing, *parts[ellipsis + 1 :])
+    return (*parts[:ellipsis], *[slice(None)] * missing, *parts[ellipsis + 1 :])
+
+
+def parse_index(
+    index: Index, shape: tuple[int, ...], label: str
+) -> tuple[Box, tuple[int | slice, ...]]:
+    """The box to read, and how to index it: integers drop their dim, slices apply their step."""
+    parts = parts_of(index, shape, label)
     start: list[int] = []
     lengths: list[int] = []
     selection: list[int | slice] = []

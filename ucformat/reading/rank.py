@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import HasFileRuns, Readable
     from ucformat.storage.base import Store
 
-__all__ = ["LOAD_INVALID", "Bound", "RankBuffer", "ReadPlan", "item_for", "plan_rank"]
+__all__ = ["LOAD_INVALID", "Bound", "RankBuffer", "ReadPlan", "item_for", "plan_rank", "size_text"]
 
 #: The consequence, in error messages, of files that changed while tensors were loaded.
 LOAD_INVALID = "the loaded values are invalid"
@@ -101,11 +101,11 @@ class ReadPlan:
     def __str__(self) -> str:
         ratio = self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
         lines = [
-            f"rank {self.rank}: {len(self.tensors)} tensors, {_size(self.memory)} of memory",
-            f"  needed      {_size(self.bytes_needed)}",
-            f"  read        {_size(self.bytes_read)}  ({ratio:.3f} of what is needed)",
+            f"rank {self.rank}: {len(self.tensors)} tensors, {size_text(self.memory)} of memory",
+            f"  needed      {size_text(self.bytes_needed)}",
+            f"  read        {size_text(self.bytes_read)}  ({ratio:.3f} of what is needed)",
             (
-                f"  unverified  {_size(self.bytes_unverified)}; {_size(self.bytes_besides)} are read "
+                f"  unverified  {size_text(self.bytes_unverified)}; {size_text(self.bytes_besides)} are read "
                 "for checksums alone"
             ),
             f"  requests    {self.requests} in {len(self.files)} files",
@@ -315,7 +315,7 @@ class _Planner:
         return len(self.buffers) - 1
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     """A number of bytes for humans: `1.5 MiB`."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):

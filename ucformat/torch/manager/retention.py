@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from itertools import chain, count
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.filter.syntax import like_literal
 from ucformat.catalog.lines import contradictions
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from ucformat.torch.manager.steps import RunStep
 
     Keep = int | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Policy | str | Path
-
-T = TypeVar("T")
 
 _log = logging.getLogger("ucformat")
 
