@@ -27,6 +27,7 @@ BENCHMARKS = {
     "compressed_arrays": "Compressed arrays",
     "fingerprints": "Fingerprints",
     "certify": "Certificates",
+    "codecs": "Codecs and patches",
     "sub_models": "Sub-models",
     "zarr_store": "The Zarr store of a ZeRO-3 checkpoint",
     "metadata": "Metadata of 100,000 shards",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from numcodecs import blosc  # type: ignore[import-untyped]
 
 from ucformat.errors import IntegrityError, UnsupportedError, UpgradeNeeded, UsageError
 from ucformat.format import encoding
@@ -166,38 +167,55 @@ def test_it_is_one_block_of_planes() -> None:
     assert len(stored) < 0.70 * len(part)
 
 
-def header(**fields: int) -> bytes:
-    """A Blosc header of 64 bytes of u16, with fields of it changed."""
-    usual = {"version": 2, "zstd": 1, "flags": 0x91, "typesize": 2}
-    sizes = {"nbytes": 64, "blocksize": 64, "cbytes": 16}
-    return struct.pack("<BBBBIII", *(usual | sizes | fields).values())
+def buffer(**fields: int) -> bytes:
+    """A Blosc buffer of 256 bytes of u16, with fields of its header changed."""
+    stored = compress(bytes(256), 2)
+    names = ("version", "zstd", "flags", "typesize", "nbytes", "blocksize", "cbytes")
+    found = dict(zip(names, struct.unpack_from("<BBBBIII", stored), strict=True))
+    return struct.pack("<BBBBIII", *(found | fields).values()) + stored[16:]
 
 
+CBYTES = len(buffer())
 DAMAGED = {
     "nothing": b"",
-    "a piece of a header": header()[:15],
-    "another version": header(version=3),
-    "another zstd": header(zstd=2),
-    "another compressor": header(flags=0x31),
-    "shuffled by bits": header(flags=0x94),
-    "split": header(flags=0x81),
-    "elements of another size": header(typesize=4),
-    "more bytes than were expected": header(nbytes=1 << 31),
-    "fewer bytes than were expected": header(nbytes=63),
-    "more bytes than are stored": header(cbytes=17),
-    "fewer bytes than are stored": header(cbytes=15),
-    "no content": header(),
-    "blocks of nothing": header(blocksize=0),
-    "blocks beyond the end": header(blocksize=1 << 30),
-    "copied, but not there": header(flags=0x93),
+    "a piece of a header": buffer()[:15],
+    "no content": buffer(cbytes=16)[:16],
+    "another version": buffer(version=3),
+    "another zstd": buffer(zstd=2),
+    "another compressor": buffer(flags=0x31),
+    "shuffled by bits": buffer(flags=0x94),
+    "not shuffled": buffer(flags=0x90),
+    "split": buffer(flags=0x81),
+    "copied, but not there": buffer(flags=0x93),
+    "elements of another size": buffer(typesize=4),
+    "more bytes than were expected": buffer(nbytes=1 << 31),
+    "fewer bytes than were expected": buffer(nbytes=255),
+    "more bytes than are stored": buffer(cbytes=CBYTES + 1),
+    "fewer bytes than are stored": buffer(cbytes=CBYTES - 1),
+    "more bytes than it says": buffer() + b"x",
+    "blocks of nothing": buffer(blocksize=0),
+    "blocks beyond the end": buffer(blocksize=1 << 30),
+    "another content": buffer()[:-1] + b"x",
 }
 
 
 @pytest.mark.parametrize("what", DAMAGED)
 @pytest.mark.parametrize("kind", [BLOSC, XOR])
 def test_what_is_no_blosc_buffer(kind: Encoding, what: str) -> None:
+    out = bytearray(bytes(range(256)))
     with pytest.raises(IntegrityError, match=r"^shard 3 is damaged"):
-        decode_tile(kind, DAMAGED[what], memoryview(bytearray(64)), 2, where="shard 3")
+        decode_tile(kind, DAMAGED[what], memoryview(out), 2, where="shard 3")
+    assert kind is BLOSC or out == bytes(range(256))
+
+
+def test_only_the_form_that_is_written_is_read() -> None:
+    """Blosc itself would decode these."""
+    part = weights(4096).tobytes()
+    for name, shuffle in ((b"lz4", 1), (b"zlib", 1), (b"zstd", 0), (b"zstd", 2)):
+        stored = blosc.compress(part, name, 1, shuffle, len(part), 2)
+        assert blosc.decompress(stored) == part
+        with pytest.raises(IntegrityError, match="no Blosc buffer of shuffled bytes by zstd"):
+            decompress(stored, memoryview(bytearray(len(part))), 2)
 
 
 def patch_of(runs: int, count: int, columns: list[int], values: bytes) -> bytes:
