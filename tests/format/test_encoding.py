@@ -110,6 +110,28 @@ def test_more_runs_than_are_placed_at_once(itemsize: int) -> None:
     assert out == new.tobytes()
 
 
+def test_runs_about_as_long_as_those_that_are_copied_by_themselves() -> None:
+    base, changed = bytes(8192), np.zeros(4096, np.bool_)
+    for begin, count in ((0, 255), (300, 256), (600, 257), (4000, 96)):
+        changed[begin : begin + count] = True
+    new = (changed * np.uint16(0xABCD)).tobytes()
+    patch, out = overwrite_patch(new, 2, changed), bytearray(base)
+    assert patch is not None
+    apply_overwrite(patch, memoryview(out), 2)
+    assert out == new
+
+
+@pytest.mark.parametrize("itemsize", [*ITEMSIZES, 3])
+def test_a_change_of_any_byte_is_seen(itemsize: int) -> None:
+    base = np.random.default_rng(6).bytes(100 * itemsize)
+    for k in range(itemsize):
+        new = bytearray(base)
+        new[50 * itemsize + k] ^= 1
+        kind, payload = encode_tile(new, itemsize, base)
+        assert kind is not SAME
+        assert decoded(kind, bytes(payload), len(new), itemsize, base) == new
+
+
 def test_the_shortest_is_chosen() -> None:
     noise = np.random.default_rng(2).bytes(1 << 16)
     base = weights(1 << 15)
@@ -190,6 +212,7 @@ DAMAGED = {
     "elements of another size": buffer(typesize=4),
     "more bytes than were expected": buffer(nbytes=1 << 31),
     "fewer bytes than were expected": buffer(nbytes=255),
+    "a whole buffer of fewer bytes": compress(bytes(128), 2),
     "more bytes than are stored": buffer(cbytes=CBYTES + 1),
     "fewer bytes than are stored": buffer(cbytes=CBYTES - 1),
     "more bytes than it says": buffer() + b"x",
@@ -209,8 +232,11 @@ def test_what_is_no_blosc_buffer(kind: Encoding, what: str) -> None:
 
 
 def test_only_the_form_that_is_written_is_read() -> None:
-    """Blosc itself would decode these."""
+    """Blosc itself decodes all but the first two."""
     part = weights(4096).tobytes()
+    for what in ("another version", "another zstd"):
+        with pytest.raises(IntegrityError, match="no Blosc buffer"):
+            decompress(DAMAGED[what], memoryview(bytearray(256)), 2)
     for name, shuffle in ((b"lz4", 1), (b"zlib", 1), (b"zstd", 0), (b"zstd", 2)):
         stored = blosc.compress(part, name, 1, shuffle, len(part), 2)
         assert blosc.decompress(stored) == part
@@ -231,7 +257,8 @@ BAD_PATCHES = {
     "elements in no run": patch_of(0, 2, [], bytes(4)),
     "a run beyond the end": patch_of(1, 2, [99, 1], bytes(4)),
     "a run far beyond the end": patch_of(1, 2, [2**32 - 1, 1], bytes(4)),
-    "runs that lie beyond the end together": patch_of(2, 2, [50, 49, 0, 0], bytes(4)),
+    "runs that lie beyond the end together": patch_of(2, 2, [49, 49, 0, 0], bytes(4)),
+    "distances whose sum overflows": patch_of(2, 2, [2**32 - 1, 1, 0, 0], bytes(4)),
     "more elements than are counted": patch_of(1, 2, [0, 2], bytes(4)),
     "fewer elements than are counted": patch_of(1, 2, [0, 0], bytes(4)),
     "a sum that overflows": patch_of(2, 2, [0, 0, 2**32 - 1, 1], bytes(4)),

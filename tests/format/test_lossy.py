@@ -77,7 +77,7 @@ def test_the_errors_are_those_that_are_said(
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_float_gets_the_nearest_dynamic_code(signed: bool) -> None:
-    values, bounds, table = _codes(signed=signed)
+    values, bounds, _ = _codes(signed=signed)
     assert len(set(values.tolist())) == 256
     assert (np.diff(values) > 0).all()
     assert values[-1] == 1
@@ -85,9 +85,11 @@ def test_every_float_gets_the_nearest_dynamic_code(signed: bool) -> None:
     rng = np.random.default_rng(1)
     some = np.concatenate([rng.uniform(0, 1, 200_000), 10 ** rng.uniform(-9, 0, 200_000), values])
     ratios = np.concatenate([some, -some] if signed else [abs(some)]).astype(np.float32)
-    code = table[ratios.view(np.uint32) >> 16]
-    code = code + (ratios > bounds[code])
-    assert (code == np.searchsorted(bounds[:-1], ratios)).all()
+    blocks = np.ones((len(ratios) // 255, 256), np.float32)  # each has a 1, which is its scale
+    blocks[:, 1:] = ratios[: len(blocks) * 255].reshape(-1, 255)
+    payload = quantize_int8(blocks).payload
+    codes = np.frombuffer(payload, np.uint8, blocks.size, len(payload) - blocks.size)
+    assert (codes == np.searchsorted(bounds[:-1], blocks.reshape(-1))).all()
 
 
 def test_dynamic_codes_keep_small_second_moments() -> None:
@@ -148,6 +150,19 @@ def test_what_cannot_be_quantized(quantize) -> None:  # type: ignore[no-untyped-
 def test_ranges_beyond_float32() -> None:
     with pytest.raises(UnsupportedError, match="further apart"):
         quantize_adaptive(np.array([-3e38, 3e38], "f4"), 4, 2)
+    with pytest.raises(
+        UnsupportedError, match="further apart"
+    ):  # the largest would become infinite
+        quantize_adaptive(np.array([1.9207188e37, np.finfo("f4").max], "f4"), 8, 2)
+
+
+def test_a_tile_of_many_blocks_or_of_less_than_one() -> None:
+    elements = moments(200_000)
+    elements[:256] *= 1000  # the largest errors are in the first block
+    out = decoded(ADAPTIVE, (found := quantize_adaptive(elements, 8, 256)).payload, elements)
+    assert found.absolute == abs(out.astype("f8") - elements)[:256].max()
+    assert len(quantize_adaptive(elements[:10], 4, 1 << 24).payload) == 8 + 8 + 5
+    assert quantize_adaptive(elements[:10], 4, 1 << 24).payload[4] == 10
 
 
 def test_arguments() -> None:
@@ -170,6 +185,8 @@ def test_what_is_no_payload() -> None:
             with pytest.raises(IntegrityError, match=r"^shard 3 is damaged"):
                 dequantize(kind, bad, out, "shard 3")
             assert (out == 7).all()
+    with pytest.raises(IntegrityError, match="codes of 5 bits"):
+        dequantize(ADAPTIVE, struct.pack("<II", 5, 1000) + bytes(8 + 625), elements.copy())
     for block in (0, 1 << 31):
         bad = adaptive[:4] + struct.pack("<I", block) + adaptive[8:]
         with pytest.raises(IntegrityError):
