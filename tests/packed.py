@@ -80,14 +80,16 @@ def write_encoded(
     ranks: int = 3,
     codec: str = "blosc",
     base: Checkpoint | None = None,
+    name: str | None = None,
     **facts: Any,
 ) -> Checkpoint:
     """Commit these arrays, cut by their first dim over ranks: an encoded file for each, with a tile for each part.
 
     Args:
         base: a checkpoint beside this one, of which tiles are patches where these are shorter.
+        name: that of the attempt.
     """
-    attempt = begin(store, {"encoded": len(arrays)}, overwrite=False)
+    attempt = begin(store, {"encoded": len(arrays)}, overwrite=False, name=name)
     names = [f"data/{attempt.id}/rank{k}.bin" for k in range(ranks)]
     indexes, files, ends = list(map(TileIndexWriter, names)), [b""] * ranks, [0] * ranks
     extents: list[list[Extent]] = []
@@ -95,7 +97,7 @@ def write_encoded(
     for key, a in arrays.items():
         extents.append([])
         n = a.shape[0] if a.ndim else 1
-        for k, name in enumerate(names):
+        for k, file in enumerate(names):
             start, stop = n * k // ranks, n * (k + 1) // ranks
             part = a[start:stop] if a.ndim else a
             if start == stop or not part.size:
@@ -106,13 +108,13 @@ def write_encoded(
             sums = fingerprint_of(elements, a.shape, box)
             old = before.get(key)
             patched = None if old is None else (old[start:stop] if a.ndim else old).tobytes()
-            tile = encode_tile(name, at, part.tobytes(), a.itemsize, sums, codec, patched)
+            tile = encode_tile(file, at, part.tobytes(), a.itemsize, sums, codec, patched)
             files[k] += bytes(tile.payload) + indexes[k].add(at, tile)
             ends[k] = at + part.nbytes + 4
             block = Block(at, part.nbytes, placed=True)
-            extents[-1].append(Extent(box, name, at, row_major(part.shape, a.itemsize), block))
-    for name, file, index, end in zip(names, files, indexes, ends, strict=True):
-        put_file(store, name, file + index.encode(end))
+            extents[-1].append(Extent(box, file, at, row_major(part.shape, a.itemsize), block))
+    for file, data, index, end in zip(names, files, indexes, ends, strict=True):
+        put_file(store, file, data + index.encode(end))
     requires = ("packed", "codecs", *(() if base is None else ("bases", "patches")))
     if base is not None:
         place = f"../{base.url.rpartition('/')[2]}"

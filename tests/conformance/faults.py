@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from tests.conformance.make import (
     packed_files,
     per_rank_of,
     placed,
+    placed_in,
     ranges_of,
     safetensors_files,
 )
@@ -345,6 +347,80 @@ def of_compressed(flat: Files) -> Faults:
             changed(flat, zarr, lambda d: d.replace(b'"name": "blosc"', b'"name": "gzip"')),
         ),
     }
+
+
+ENTRY = struct.Struct("<QIIIBBHQQ")
+
+
+def of_encoded(whole: Files) -> Faults:
+    """Of encoded packed files; all checksums that no fault is about are right."""
+    name = next(k for k in whole if k.endswith("/rank0.bin"))
+    data = whole[name]
+    count = int.from_bytes(data[-24:-16], "little")
+    size = int.from_bytes(data[-16:-8], "little")
+    begin = len(data) - 32 - 40 * count
+
+    def sealed(offset: int, body: bytes) -> bytes:
+        return body + placed_in("rank0", offset, body)
+
+    def indexed(
+        change: Callable[[list[list[int]]], object] = lambda _: None,
+        stored: bytes = data[:begin],
+        plain: int = size,
+        magic: bytes = b"UCFTILES",
+        zero: int = 0,
+        more: int = 0,
+    ) -> Files:
+        entries = [list(entry) for entry in ENTRY.iter_unpack(data[begin:-32])]
+        change(entries)
+        index = b"".join(ENTRY.pack(*entry) for entry in entries)
+        index += struct.pack("<8sQQI", magic, len(entries) + more, plain, zero)
+        return {**whole, name: stored + sealed(len(stored), index)}
+
+    def first(field: int, value: int) -> Files:
+        return indexed(lambda entries: entries[0].__setitem__(field, value))
+
+    def kind(**values: Any) -> Files:
+        return edited(whole, lambda m: m["tensors"]["kinds"][0].update(values))
+
+    assert indexed() == whole
+    _, _, stored, *_ = ENTRY.unpack_from(data, begin)
+    one_more = data[:begin] + sealed(begin, b"abcd")
+    *_, before, last = ENTRY.iter_unpack(data[begin:-32])
+    without = data[: begin - last[2] - 4]
+    return {
+        "encoded-not-required": ("damaged", "a codec, and `requires` does not name the feature", edited(whole, lambda m: m["requires"].remove("codecs"))),
+        "encoded-blosc": ("damaged", "packed files with the codec of arrays", kind(codec="blosc")),
+        "encoded-plain": ("damaged", "encoded files of tensors without a codec", edited(whole, lambda m: [k.pop("codec") for k in m["tensors"]["kinds"]])),
+        "encoded-tile": ("damaged", "a bit of a stored tile is flipped", flipped(whole, name, 20)),
+        "encoded-tile-crc": ("damaged", "a bit of the checksum of a stored tile is flipped", flipped(whole, name, stored)),
+        "encoded-index": ("damaged", "a bit of an index is flipped", flipped(whole, name, begin + 30)),
+        "encoded-trailer": ("damaged", "a bit of a trailer is flipped", flipped(whole, name, -6)),
+        "encoded-truncated": ("damaged", "a file is cut off", changed(whole, name, lambda d: d[:-9])),
+        "encoded-empty": ("damaged", "a file without an index", changed(whole, name, lambda _: b"")),
+        "encoded-moved": ("damaged", "a file of another rank", {**whole, name: whole[name.replace("rank0", "rank1")]}),
+        "encoded-magic": ("damaged", "a trailer with another name", indexed(magic=b"UCFTILEZ")),
+        "encoded-not-zero": ("damaged", "a trailer with a number instead of zero", indexed(zero=1)),
+        "encoded-count": ("damaged", "more entries than the file has", indexed(more=1 << 40)),
+        "encoded-size": ("damaged", "a plain file that ends before its last tile", indexed(plain=size - 1)),
+        "encoded-longer": ("damaged", "64 bytes after the last tile of the plain file", indexed(plain=size + 64)),
+        "encoded-gap": ("damaged", "a byte between the last payload and the index", indexed(stored=data[:begin] + bytes(1))),
+        "encoded-start": ("damaged", "a tile that begins 64 bytes later", indexed(lambda entries: [e.__setitem__(0, e[0] + 64) for e in entries], plain=size + 64)),
+        "encoded-overlap": ("damaged", "two tiles of the plain file that overlap", indexed(lambda entries: entries[1].__setitem__(0, entries[1][0] - 64))),
+        "encoded-nothing": ("damaged", "a tile of no bytes", first(1, 0)),
+        "encoded-bomb": ("damaged", "a tile of more than 2^24 bytes", first(1, (1 << 24) + 4)),
+        "encoded-lengthened": ("damaged", "a tile with more bytes than its Blosc buffer", first(1, 16_004)),
+        "encoded-payload": ("damaged", "a payload that is longer than its tile", first(2, 16_001)),
+        "encoded-checksum": ("damaged", "another checksum of the plain tile", first(3, 5)),
+        "encoded-unknown": ("upgrade", "an encoding that this version has not", first(4, 99)),
+        "encoded-raw": ("damaged", "a shorter payload that is not compressed", first(4, 0)),
+        "encoded-itemsize": ("damaged", "elements of three bytes", first(5, 3)),
+        "encoded-elements": ("damaged", "elements of another size than the Blosc buffer has", first(5, 2)),
+        "encoded-base": ("damaged", "a base of a tile that is no patch", first(6, 0)),
+        "encoded-fingerprint": ("damaged:verify", "another fingerprint of a tile", first(7, 5)),
+        "encoded-more": ("damaged:verify", "a tile of no tensor", indexed(lambda entries: entries.append([size, 4, 4, 0, 0, 1, 0xFFFF, 0, 0]), one_more, size + 8)),
+        "encoded-fewer": ("damaged", "a tile is missing", indexed(lambda entries: entries.pop(), without, before[0] + before[1] + 4)),
+    }  # fmt: skip
 
 
 def of_packed(columns: Columns, files: Files) -> Faults:

@@ -29,12 +29,16 @@ from crc32c import crc32c
 
 import ucformat
 from tests.fakes import FakeSource, random_array
+from tests.packed import write_encoded
 from ucformat.checkpoint import Checkpoint
 from ucformat.format.arrays import array_json, folder_names, shard_key
 from ucformat.format.chunking import Grid, Tiling, chunk_shape
 from ucformat.format.digest import bytes_digest, own_digest, tensor_digest, with_own_digest
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.format.structure import manifest_bytes
+from ucformat.format.tile_index import TileIndexWriter, encode
+from ucformat.format.universal import Universal
+from ucformat.geometry.fingerprint import fingerprint_of
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
 from ucformat.schema import ITEMSIZE
@@ -149,6 +153,44 @@ def made_of_compressed_arrays() -> Files:
     source = FakeSource.write(MemoryStore(f"conformance-{uuid4().hex}"), compressed())
     more = {"aliases": {}, "requires": ("codecs",)}
     return _files(Checkpoint(source), more, codec="blosc", chunk_bytes=1024, shard_bytes=4096)
+
+
+def encoded_files() -> Files:
+    """Encoded files of two ranks: tiles that shrink and others, several in a file, with zeros between them."""
+    store = MemoryStore(f"conformance-{uuid4().hex}")
+    ck = write_encoded(store, compressed(), 2, name=ATTEMPT)
+    about = facts(tensors=ck.manifest.tensors, sidecar=ck.manifest.sidecar, aliases={})
+    made = Manifest.model_validate({**about, "requires": ck.manifest.requires})
+    return {
+        **{i.key: store.read(i.key) for i in store.list("data")},
+        "manifest.json": manifest_bytes(made),
+    }
+
+
+def encoded(files: Files) -> Files:
+    """The same with encoded files, in which no tile has become shorter."""
+    source = Universal(stored(files))
+    out = edited(files, with_codec)
+    for name in (n for n in source.sidecar().files if n in files):
+        index, data, end = TileIndexWriter(name), b"", 0
+        for start, (number, box) in sorted(source.sidecar().tiles_in(name).items()):
+            t = source.manifest.tensors[number]
+            end = start + box.size * t.unit
+            tile = files[name][start:end]
+            sums = fingerprint_of(
+                np.frombuffer(tile, f"V{t.unit}").reshape(box.shape), t.shape, box
+            )
+            written = encode(name, start, tile, t.unit, sums, "raw")
+            data += tile + index.add(start, written)
+        out[name] = data + index.encode(end + 4)
+    return out
+
+
+def with_codec(m: Any) -> None:
+    """Give all tensors the codec of encoded files."""
+    m["requires"].append("codecs")
+    for kind in m["tensors"]["kinds"]:
+        kind["codec"] = "tiles"
 
 
 def _files(
@@ -778,6 +820,8 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "dtypes": ("a tensor of every dtype", made_of_arrays(of_every_dtype()), expected_of(of_every_dtype())),
         "compressed": ("arrays of compressed chunks", made_of_compressed_arrays(), expected_of(compressed())),
         "compressed-newer": ("a codec that version 1 has not, of one tensor", edited(made_of_compressed_arrays(), later_codec), less(expected_of(compressed()), 0)),
+        "encoded": ("encoded packed files", encoded_files(), expected_of(compressed())),
+        "encoded-described": ("encoded files of described tensors, with tiles as they are", encoded(described_files()), expected()),
         "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}),
         "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),
         "based": ("tensors of a base, which has one of them from its own", based_files(flat), {**all_of_it, "at": "3"}),
@@ -853,12 +897,20 @@ def by_row(columns: Columns, name: str, row: int) -> list[int]:
 
 def invalid() -> dict[str, tuple[str, str, Files]]:
     """Of each invalid checkpoint the class of error, what is wrong, and its files."""
-    from tests.conformance.faults import of_arrays, of_based, of_compressed, of_packed, of_virtual
+    from tests.conformance.faults import (
+        of_arrays,
+        of_based,
+        of_compressed,
+        of_encoded,
+        of_packed,
+        of_virtual,
+    )
 
     columns, files = rows()
     return {
         **of_arrays(made_of_arrays()),
         **of_compressed(made_of_compressed_arrays()),
+        **of_encoded(encoded_files()),
         **of_packed(columns, files),
         **of_virtual(virtual_files()),
         **of_based(based_files(made_of_arrays())),
@@ -970,7 +1022,15 @@ def main(folder: Path = CASES) -> None:
     """Write all of it to a folder that is empty, or absent."""
     bases: dict[str, Files] = {}
     for name, (says, files, want) in valid().items():
-        is_base = name in ("arrays", "compressed", "packed", "described", "virtual", "based")
+        is_base = name in (
+            "arrays",
+            "compressed",
+            "encoded",
+            "packed",
+            "described",
+            "virtual",
+            "based",
+        )
         put(folder, name, files, {"says": says, **want}, {} if is_base else bases)
         if is_base:
             bases[name] = files

@@ -537,7 +537,7 @@ class Checkpoint:
         """The elements of a tensor in row-major order."""
         t = self.tensors[number]
         need(t["dtype"] in SIZES, f"{t['name']} has the dtype {t['dtype']}", Upgrade)
-        need(t.get("codec") in (None, "blosc"), f"{t['name']} has another codec", Upgrade)
+        need(t.get("codec") in (None, "blosc", "tiles"), f"{t['name']} has another codec", Upgrade)
         if t.get("base") is not None and t.get("codec") is None:
             a = self._of_base(t)
         else:
@@ -810,11 +810,14 @@ class Checkpoint:
         size = size_of(t)
         out, seen = np.zeros((*t["shape"], size), np.uint8), np.zeros(t["shape"], bool)
         boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        encoded = t.get("codec") == "tiles"
         for e in self.extents()[number]:
             where = tuple(slice(s, s + n) for s, n in zip(e.start, e.shape, strict=True))
             if not math.prod(e.shape):
                 continue
-            held = self._tiles(e, size) if any(e.tile) else self._strided(e, size)
+            need(not encoded or any(e.tile) or (e.block or (0,))[-1] == -2, "no tile")
+            data = self._plain(e.file) if encoded else self.read(e.file)
+            held = tiles(e, data, size) if any(e.tile) else strided(e, data, size)
             box = (tuple(e.start), tuple(e.shape))
             if box in boxes:
                 need(
@@ -828,25 +831,83 @@ class Checkpoint:
         need(seen.all(), f"extents do not cover {t['name']}")
         return out
 
-    def _strided(self, e: Extent, size: int) -> Bytes:
-        data = self.read(e.file)
-        last = e.offset + sum((n - 1) * s for n, s in zip(e.shape, e.strides, strict=True)) + size
-        need(last <= len(data), f"{e.file} ends before an extent does")
-        if e.block is not None:
-            check_block(e.file, data, *e.block)
-        return np.ndarray((*e.shape, size), np.uint8, data, e.offset, (*e.strides, 1))
-
-    def _tiles(self, e: Extent, size: int) -> Bytes:
-        data, offset, out = self.read(e.file), e.offset, np.zeros((*e.shape, size), np.uint8)
-        for tile in product(*(cuts(e, d) for d in range(len(e.tile)))):
-            nbytes = math.prod(b - a for a, b in tile) * size
-            check_block(e.file, data, offset, nbytes, -2)
-            held = np.frombuffer(data, np.uint8, nbytes, offset).reshape(
-                *(b - a for a, b in tile), size
+    def _plain(self, file: str) -> bytes:
+        """The plain file of an encoded one, whose index has the tiles of all tensors and no other."""
+        data, out, end = self.read(file), bytearray(), 0
+        expected: dict[tuple[int, int, int], Any] = {}
+        for t, extents in zip(self.tensors, self.extents(), strict=True):
+            for e in extents:
+                at, size = e.offset, size_of(t)
+                for box in boxes_of(e) if e.file == file and all(e.shape) else ():
+                    nbytes = math.prod(b - a for a, b in box) * size
+                    expected[at, nbytes, size] = (t["shape"], box)
+                    at += nbytes + 4
+        count, plain = (int.from_bytes(data[at : at + 8], "little") for at in (-24, -16))
+        begin = len(data) - 32 - 40 * count
+        need(data[-32:-24] == b"UCFTILES" and begin >= 0, f"{file} has no index of tiles")
+        need(data[-8:-4] == bytes(4), f"the trailer of {file}")
+        check_block(file, data, begin, 40 * count + 28, -2)
+        for at in range(begin, len(data) - 32, 40):
+            start, nbytes, stored, crc = (
+                int.from_bytes(data[at + a : at + b], "little")
+                for a, b in ((0, 8), (8, 12), (12, 16), (16, 20))
             )
-            out[tuple(slice(a - s, b - s) for (a, b), s in zip(tile, e.start, strict=True))] = held
-            offset += nbytes + 4
-        return out
+            encoding, size, base = data[at + 20], data[at + 21], data[at + 22 : at + 24]
+            need(size in (1, 2, 4, 8, 16) and 0 < nbytes <= 1 << 24, "a tile")
+            need(nbytes % size == 0 and 0 < stored <= nbytes and base == b"\xff\xff", "a tile")
+            need(encoding < 2, "an unknown encoding", Upgrade)
+            need(encoding or stored == nbytes, "a tile")
+            need(0 <= start - len(out) < 64, "tiles that do not follow each other")
+            need(end + stored + 4 <= begin, "tiles that do not end before their index")
+            check_block(file, data, end, stored, -2)
+            body = data[end : end + stored]
+            body = decompressed(body, nbytes, size) if encoding else body
+            shape, box = expected.pop((start, nbytes, size), (None, None))
+            need(box is not None, "a tile of no tensor")
+            sums = fingerprint_of(body, size, places(shape, box))
+            lanes = (data[at + 24 : at + 32], data[at + 32 : at + 40])
+            need(sums == "".join(lane[::-1].hex() for lane in lanes), "the fingerprint of a tile")
+            out += bytes(start - len(out)) + body + crc.to_bytes(4, "little")
+            end += stored + 4
+        need(end == begin and 0 <= plain - len(out) < 64, "tiles that do not end at their index")
+        need(not expected, "a tile that is in no index")
+        return bytes(out) + bytes(plain - len(out))
+
+
+def strided(e: Extent, data: bytes, size: int) -> Bytes:
+    """The elements of an extent without tiles."""
+    last = e.offset + sum((n - 1) * s for n, s in zip(e.shape, e.strides, strict=True)) + size
+    need(last <= len(data), f"{e.file} ends before an extent does")
+    if e.block is not None:
+        check_block(e.file, data, *e.block)
+    return np.ndarray((*e.shape, size), np.uint8, data, e.offset, (*e.strides, 1))
+
+
+def tiles(e: Extent, data: bytes, size: int) -> Bytes:
+    """The elements of an extent of tiles."""
+    offset, out = e.offset, np.zeros((*e.shape, size), np.uint8)
+    for tile in boxes_of(e):
+        nbytes = math.prod(b - a for a, b in tile) * size
+        check_block(e.file, data, offset, nbytes, -2)
+        held = np.frombuffer(data, np.uint8, nbytes, offset).reshape(
+            *(b - a for a, b in tile), size
+        )
+        out[tuple(slice(a - s, b - s) for (a, b), s in zip(tile, e.start, strict=True))] = held
+        offset += nbytes + 4
+    return out
+
+
+def boxes_of(e: Extent) -> list[Any]:
+    """The tiles of an extent, each as the range of each dim; itself, if it has none."""
+    if any(e.tile):
+        return list(product(*(cuts(e, d) for d in range(len(e.tile)))))
+    return [[(a, a + n) for a, n in zip(e.start, e.shape, strict=True)]]
+
+
+def places(shape: Sequence[int], box: Sequence[tuple[int, int]]) -> list[int]:
+    """The numbers of the elements of a box of a tensor."""
+    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return [sum(map(mul, at, steps)) for at in product(*(range(a, b) for a, b in box))]
 
 
 def whole(value: Any, low: int = 0, high: int = 1 << 31) -> bool:
@@ -951,12 +1012,14 @@ def digest_of(
     )
 
 
-def fingerprint_of(data: bytes, itemsize: int) -> str:
-    """The fingerprint of a tensor with these elements."""
+def fingerprint_of(data: bytes, itemsize: int, numbers: Sequence[int] | None = None) -> str:
+    """The fingerprint of a tensor with these elements, or the part of those that have these numbers."""
     nbytes, sums = min(itemsize, 4), [0, 0]
+    each = itemsize // nbytes
     for number in range(len(data) // nbytes):
         word = int.from_bytes(data[number * nbytes : (number + 1) * nbytes], "little")
-        block, place = divmod(number, 1024)
+        element = number // each if numbers is None else numbers[number // each]
+        block, place = divmod(element * each + number % each, 1024)
         for lane in (0, 1):
             within = splitmix64(-1 - 2 * place - lane) % 2**32 | 1
             sums[lane] += word * within * (splitmix64(2 * block + lane) | 1)

@@ -20,8 +20,12 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from ucformat.format.arrays import array_json
 from ucformat.format.chunking import Grid, Tiling
 from ucformat.format.described import Described, DescribedRow
+from ucformat.format.encoded import EncodedStore
 from ucformat.format.sidecar import describe
+from ucformat.format.tile_index import read_index
+from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
+from ucformat.geometry.fingerprint import fingerprint_of
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.schema import ITEMSIZE, LINEAGE_KINDS, ZARR_DTYPES, ZARR_EXTENSIONS
 from ucformat.schema.documents import DescribedDoc
@@ -38,6 +42,7 @@ from ucformat.schema.limits import (
     MAX_SHARDS,
     MAX_SPAN,
     MAX_TEXT,
+    MAX_TILE_BYTES,
     MAX_TILES,
     MOST_COMMITS,
 )
@@ -49,6 +54,8 @@ from ucformat.schema.manifest import (
     SourceFileDoc,
 )
 from ucformat.schema.tensors import KindDoc, TensorDoc, TensorTable
+from ucformat.storage.base import ENCODED
+from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,6 +116,25 @@ def test_the_packed_files_of_the_example() -> None:
     (text,) = re.findall(r"^described +(\{.*\})$", PACKED, re.MULTILINE)
     assert DescribedDoc.model_validate_json(text) == describe(described)
     assert f"the {len(name[5:]) + 15} bytes `{name[5:]}/rank-00000.bin`" in PACKED
+
+
+def test_the_encoded_file_of_the_example() -> None:
+    shown = TEXT[
+        TEXT.index("*The bytes of an encoded file.*") : TEXT.index("### Described tensors")
+    ]
+    parts = re.findall(
+        r"^(?:tile|its CRC|entry|trailer) +((?:[0-9a-f]{2}[ \n]+)+)", shown, re.MULTILINE
+    )
+    store, file = MemoryStore("example"), "data/0123456789abcdef0123/rank-00000.bin"
+    with store.create(file) as out:
+        out.write(b"".join(map(bytes.fromhex, parts)))
+    a, where = np.array([1, 2, 3], "<f4"), (Key("ü", "weight"), Box((0,), (3,)))
+    image = read_index(store, file, lambda *_: where, lambda *_: None)
+    assert image.fingerprint(0) == fingerprint_of(a, (3,), where[1])
+    plain = EncodedStore(store, lambda *_: image).read(ENCODED + file)
+    assert plain[:-4] == a.tobytes()
+    place = b"0123456789abcdef0123/rank-00000.bin" + bytes(8)
+    assert plain[-4:] == crc32c(place + plain[:-4]).to_bytes(4, "little")
 
 
 def test_the_column_of_the_example() -> None:
@@ -231,6 +257,7 @@ def test_limits() -> None:
         "ranks": f"2^{MAX_RANKS.bit_length() - 1}",
         "bases": f"{MAX_BASES:,}; {MAX_CHAIN}",
         "tiles": f"2^{MAX_TILES.bit_length() - 1}",
+        "bytes of a tile": f"2^{MAX_TILE_BYTES.bit_length() - 1}",
         "offsets": f"2^{MAX_SPAN.bit_length() - 1}",
         "`commits`": f"2^{MOST_COMMITS.bit_length()} ",
     }.items():
