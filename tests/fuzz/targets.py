@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from tests.fakes import manifest_file, same
-from tests.fuzz import test_pickles, test_zarr_documents
+from tests.fuzz import test_pickles, test_shards, test_tile_indexes, test_zarr_documents
 from tests.fuzz.fuzzing import Files, files_below
 from tests.fuzz.test_layouts import use as use_layout
 from tests.fuzz.test_tiles import decode_between_others
@@ -340,6 +340,16 @@ def tile(data: bytes) -> None:
     decode_between_others(kind, data[3:], 1 << itemsize % 5, count)
 
 
+def shard(data: bytes) -> None:
+    """A shard of compressed chunks but for its checksums."""
+    compare(test_shards.compressed(), test_shards.with_shard(data))
+
+
+def tile_index(data: bytes) -> None:
+    """An encoded packed file but for its checksums."""
+    compare(test_tile_indexes.encoded(), test_tile_indexes.with_file(data))
+
+
 #: What an input that is none is refused with; whatever else is raised is a finding.
 REFUSED = (UcformatError, ValidationError)
 
@@ -358,4 +368,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "zarr": zarr,
     "ocdbt": ocdbt,
     "tile": tile,
+    "shard": shard,
+    "tile_index": tile_index,
 }
