@@ -231,6 +231,11 @@ def url_of_base(home: str, place: str) -> str:
     return os.path.realpath(path) if scheme in ("", "file") else place
 
 
+def folder_around(place: str) -> str | None:
+    """The folder in which a checkpoint is, or will be; None if it is the root of a store."""
+    return _folder_and_name(place)[0]
+
+
 def _folder_and_name(place: str) -> tuple[str | None, str]:
     """The folder in which a checkpoint is, and its name there; no folder if it is the root of a store."""
     scheme, path = split_url(place)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.format.bases import url_of_base
+from ucformat.format.bases import place_of_base, url_of_base
 from ucformat.format.structure import sibling_name
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.dependents import need_base
@@ -76,6 +76,12 @@ class Base:
                 f"{home} cannot be based on the checkpoint that it replaces",
                 hint="write it to another place",
             )
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the tensors may be stored: in the base, and in those that it has tensors of."""
+        places = (place_of_base(self.url, doc.url) for doc in self._bases.docs)
+        return [url_of_base(self._home, place) for place in (self.url, *places)]
 
     def match(self, info: TensorInfo, fingerprint: str | None) -> TensorDoc | None:
         """The base's tensor that equals one with this fingerprint; None if there is none."""

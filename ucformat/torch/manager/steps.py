@@ -119,13 +119,13 @@ def list_steps(root: str) -> RunContents:
     return RunContents(tuple(steps), unreadable, tuple(being_purged), commits)
 
 
-def read_step(url: str, step: int) -> RunStep:
-    """Read the checkpoint of a step from its manifest."""
+def read_step(url: str, step: int | None = None) -> RunStep:
+    """Read the checkpoint of a step from its manifest, which tells the step if it is not known."""
     manifest, _ = read_manifest(open_store(url))
     launch = manifest.launch
     return RunStep(
         url,
-        step,
+        (manifest.step or 0) if step is None else step,
         manifest.id,
         manifest.created,
         manifest.tensors.nbytes,

@@ -41,11 +41,12 @@ from ucformat.torch.saving.statement import (
     Row,
     StatedFacts,
     Summary,
+    bits_of,
     written_rows,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import StatePath as Path
@@ -345,6 +346,20 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
     folders = {k: folder for k, folder in array_folders(arrays).items() if folder != own_folder(k)}
     exceptions = replace(exceptions, folders=folders)
     paths = paths_by_key(((rank, d.rows) for rank, _, d in stated), aliases)
+    keys = {digest: tuple(row.info.key for row in d.rows) for _, digest, d in stated}
+    parts = _parts(stated, exceptions, place, paths)
+    return GlobalPlan(
+        exceptions, digest_of(exceptions), aliases, *parts, keys, stated, place, paths
+    )
+
+
+def _parts(
+    stated: Sequence[tuple[int, bytes, Description]],
+    exceptions: Exceptions,
+    places: Mapping[Key, tuple[int, int]],
+    paths: Mapping[Key, Sequence[Path]],
+) -> tuple[PlannedTensors, PlannedTensors, PlannedTensors]:
+    """The arrays, the packed tensors and the weights of the safetensors form."""
 
     def stored(kind: StoredAs) -> PlannedTensors:
         described = [
@@ -354,14 +369,29 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
             for w in written_rows(d, digest, exceptions, kind)
         ]
         listed = tuple(t for t in exceptions.listed if exceptions.stored_as(t) == kind)
-        own = sorted((w.row.info for w in described), key=lambda info: place[info.key])
+        own = sorted((w.row.info for w in described), key=lambda info: places[info.key])
         all_infos = (*own, *(t.info for t in listed))
         as_described = None if kind == "array" else _described(described, all_infos)
         return PlannedTensors(all_infos, manifest_paths(all_infos, paths), listed, as_described)
 
-    parts = (stored("array"), stored("packed"), stored("weight"))
-    keys = {digest: tuple(row.info.key for row in d.rows) for _, digest, d in stated}
-    return GlobalPlan(exceptions, digest_of(exceptions), aliases, *parts, keys)
+    return stored("array"), stored("packed"), stored("weight")
+
+
+@gc_paused()
+def without(plan: GlobalPlan, referenced: Mapping[bytes, bytes]) -> GlobalPlan:
+    """The plan if nobody writes what a base has; `referenced` as for `Exceptions.without`."""
+    exceptions = plan.exceptions.without(referenced)
+    arrays, packed, weights = _parts(plan.stated, exceptions, plan.places, plan.state_paths)
+    return plan._replace(exceptions=exceptions, arrays=arrays, packed=packed, weights=weights)
+
+
+def rows_of(plan: GlobalPlan, keys: Collection[Key]) -> dict[bytes, bytes]:
+    """The rows and listed tensors with these keys, as for `Exceptions.without`."""
+    rows = {
+        digest: bits_of(key in keys for key in of_description)
+        for digest, of_description in plan.keys.items()
+    }
+    return {**rows, b"": bits_of(t.info.key in keys for t in plan.exceptions.listed)}
 
 
 def _distinct_rows(

@@ -24,11 +24,9 @@ from ucformat.format.universal import group_doc
 from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.geometry.fingerprint import (
     NO_ELEMENTS,
-    Sums,
     added,
     packed_sums,
     text_of,
-    total,
     unpacked_sums,
 )
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
@@ -56,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucformat.format.sidecar import Columns
+    from ucformat.schema.tensors import TensorDoc
     from ucformat.storage.base import Store
     from ucformat.torch.saving.in_place import InPlace
     from ucformat.torch.saving.options import SaveArguments, SaveOptions
@@ -407,9 +406,14 @@ def manifest_of(
             for doc, of_weight in zip(plan.weights.docs(), sums, strict=True)
         )
         tensors = TensorTable.of([*tensors, *weights, *docs])
+    doc, requires = (None, ()) if sidecar is None else put_sidecar(store, data, sidecar, tensors)
+    references = begun.references
+    if references.tensors:
+        order = sorted(plan.places, key=plan.places.__getitem__)
+        of_base = replace(references, tensors=_with_paths(references.tensors, plan))
+        tensors = TensorTable.of(of_base.among(tuple(tensors), order, ordered=sidecar is None))
     if options.certify:
         _check_live(plan, written.live, tensors)
-    doc, requires = (None, ()) if sidecar is None else put_sidecar(store, data, sidecar, tensors)
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
     objects = f"objects/{attempt.id}"
@@ -451,27 +455,27 @@ def manifest_of(
         ),
         tensors=tensors,
     )
-    return manifest.with_sidecar(doc, requires)
+    return references.added_to(manifest.with_sidecar(doc, requires), attempt)
 
 
 def _fingerprints(plan: GlobalPlan, written: Mapping[bytes, bytes]) -> list[str]:
     """The fingerprints of packed tensors, from the sums of what ranks wrote of the rows of each description."""
-    sums = _sums_by_key(plan, written)
+    sums = plan.sums(written)
     return [text_of(sums.get(info.key, NO_ELEMENTS)) for info in plan.packed.infos]
 
 
-def _sums_by_key(plan: GlobalPlan, by_description: Mapping[bytes, bytes]) -> dict[Key, Sums]:
-    """The sums of tensors, from those of the rows of each description."""
-    parts: dict[Key, list[Sums]] = {}
-    for digest, data in by_description.items():
-        for key, sums in zip(plan.keys[digest], unpacked_sums(data), strict=True):
-            parts.setdefault(key, []).append(sums)
-    return {key: total(of_key) for key, of_key in parts.items()}
+def _with_paths(docs: Sequence[TensorDoc], plan: GlobalPlan) -> tuple[TensorDoc, ...]:
+    """Tensors of a base, with the paths that they have in this state."""
+    return tuple(
+        replace(doc, at=tuple(tuple(path_to_json(p)) for p in plan.state_paths.get(key, ())))
+        for doc in docs
+        for key in (Key(doc.name, doc.state),)
+    )
 
 
 def _check_live(plan: GlobalPlan, live: Mapping[bytes, bytes], tensors: TensorTable) -> None:
     """Check that what was written is what the ranks held at the call."""
-    sums = _sums_by_key(plan, live)
+    sums = plan.sums(live)
     different = [
         Key(t.name, t.state)
         for t in tensors

@@ -11,6 +11,7 @@ from ucformat.format.arrays import lay_out
 from ucformat.schema.limits import MOST_COMMITS
 from ucformat.schema.manifest import LaunchDoc, LineageDoc
 from ucformat.schema.tensors import BLOSC
+from ucformat.storage.url import path_text
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.torch.loading.load import LoadReport
     from ucformat.torch.state.local import LocalState
+
+#: The base that is the newest checkpoint in the same folder.
+LATEST = "latest"
 
 #: How tensors are stored.
 Form = Literal["zarr", "packed", "safetensors"]
@@ -57,6 +61,10 @@ class RunArguments(TypedDict, total=False):
             the names of modules and of optimizers' parameters.
         replicas: `equal` (the default) requires objects and tensors to be equal on all ranks that
             have them under one name. `first` saves the value of the first rank unchecked.
+        base: write nothing of tensors that equal those of this checkpoint, a path, url or reference,
+            but refer to it: `True` or `"latest"` is the newest one beside `url`, if there is one
+            (default: everything is written). The base must stay, and is protected. The weights of
+            the form `safetensors` are always written.
         certify: compare fingerprints of the tensors as they are at the call with those of what was
             written, and commit nothing if they differ (default: no). `Manager` compares what ranks
             hold after a load, too.
@@ -75,6 +83,7 @@ class RunArguments(TypedDict, total=False):
     overwrite: bool
     names: Mapping[str, int] | None
     replicas: Literal["equal", "first"]
+    base: str | PathLike[str] | bool | None
     certify: bool
     chunk_bytes: int | None
     shard_bytes: int | None
@@ -115,12 +124,20 @@ class SaveOptions:
     shard_bytes: int | None = None
     certify: bool = False
     codec: Codec | None = None
+    base: str | None = None
 
     @classmethod
     def of(cls, url: str, arguments: RunArguments) -> SaveOptions:
         """Create them from the arguments of `save`."""
-        names = {field.name for field in fields(cls)}
-        return cls(url, **{k: v for k, v in arguments.items() if k in names})  # type: ignore[arg-type]
+        names = {field.name for field in fields(cls)} - {"base"}
+        base = arguments.get("base")
+        if isinstance(base, bool):
+            base = LATEST if base else None
+        return cls(
+            url,
+            base=None if base is None else path_text(base),
+            **{k: v for k, v in arguments.items() if k in names},  # type: ignore[arg-type]
+        )
 
     def __post_init__(self) -> None:
         for name, allowed in (

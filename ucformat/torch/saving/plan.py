@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import field
 from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
@@ -10,9 +12,14 @@ from ucformat.format.chunking import Grid, Tiling
 from ucformat.format.commit import begin, discard
 from ucformat.format.described import ALIGNMENT
 from ucformat.format.digest import document_digest
+from ucformat.geometry.fingerprint import NO_ELEMENTS, added, text_of
 from ucformat.geometry.flat_buffer import align_up
+from ucformat.jobs.increments import NO_REFERENCES, Base, References
 from ucformat.storage.concurrency import gc_paused
-from ucformat.torch.saving.agree import Coordinator, agree, digest_of
+from ucformat.torch.comm.merging import merged
+from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.agree import Coordinator, agree, digest_of, rows_of, without
+from ucformat.torch.saving.base import open_base
 from ucformat.torch.saving.in_place import WeightPlanner, begin_weights
 from ucformat.torch.saving.shards import OwnPart, plan_shards
 from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement
@@ -36,6 +43,7 @@ class Begun(NamedTuple):
     attempt: Attempt
     plan: GlobalPlan
     arrays: Sequence[StoredArray]
+    references: References = NO_REFERENCES
 
 
 class RankPlan(NamedTuple):
@@ -49,6 +57,7 @@ class RankPlan(NamedTuple):
         exceptions: those of the plan of all ranks.
         weights: of the safetensors form.
         begun: on rank 0, the plan of all ranks.
+        referenced: bytes of the tensors of a base, which no rank writes.
     """
 
     attempt: str
@@ -59,6 +68,15 @@ class RankPlan(NamedTuple):
     exceptions: Exceptions
     weights: InPlace | None
     begun: Begun | None
+    referenced: int = 0
+
+
+@message
+class _Referenced:
+    """The tensors that a base has, as for `Exceptions.without`, and their bytes."""
+
+    rows: Mapping[bytes, bytes] = field(default_factory=dict)
+    nbytes: int = 0
 
 
 class SavePlanner:
@@ -68,7 +86,7 @@ class SavePlanner:
         self._statement: tuple[SaveOptions, Statement] | None = None
         # of the last save, and their digest; 0: there was none
         self._exceptions = (bytes(16), Exceptions())
-        self._part: tuple[Statement, bytes, OwnPart] | None = None
+        self._part: tuple[Statement, bytes, Mapping[bytes, bytes], OwnPart] | None = None
         self._weights = WeightPlanner()
         self._coordinator = Coordinator()  # used on rank 0
 
@@ -106,19 +124,25 @@ class SavePlanner:
         options: SaveOptions,
         store: Store,
         statement: Statement,
-        sums: PieceFingerprints | None,
+        sums: PieceFingerprints,
     ) -> RankPlan:
         """Agree on who writes what, and begin the attempt; all ranks call this together.
+
+        Args:
+            sums: of the items of this rank.
 
         Raises:
             Conflict: a checkpoint exists, and is not to be replaced or is protected.
         """
         begun: Begun | None = None
+        with group.sharing_errors():
+            base = None if group.rank else open_base(options.base, store.url)
+        needs = () if base is None else base.urls
 
         def start(plan: GlobalPlan) -> tuple[str, WeightFilesPlan | None]:
             nonlocal begun
             options.arrays(plan.arrays.infos, "")  # raises if a tensor cannot be an array
-            attempt = begin(store, {"save": uuid4().hex}, overwrite=options.overwrite)
+            attempt = begin(store, {"save": uuid4().hex}, overwrite=options.overwrite, needs=needs)
             try:
                 begun = Begun(attempt, plan, options.arrays(plan.arrays.infos, attempt.id))
                 in_files = options.form == "safetensors"
@@ -127,16 +151,44 @@ class SavePlanner:
                 discard(store, attempt.id)
                 raise
 
+        def compare(contents: Mapping[bytes, bytes]) -> _Referenced:
+            nonlocal begun
+            if begun is None or base is None:
+                return _Referenced()
+            try:
+                references = _references(begun.plan, base, contents)
+                references.protect(str(begun.attempt.keeps))
+                rows = rows_of(begun.plan, references.keys)
+                plan = without(begun.plan, rows)
+                arrays = options.arrays(plan.arrays.infos, begun.attempt.id)
+            except BaseException:
+                discard(store, begun.attempt.id)
+                raise
+            begun = Begun(begun.attempt, plan, arrays, references)
+            return _Referenced(rows, sum(doc.nbytes for doc in references.tensors))
+
         if not group.rank:
             self._coordinator.begin(statement, options, start)
-        answer = agree(group, statement, options, sums, self._exceptions, self._coordinator)
+        compared = sums if options.replicas == "equal" else None
+        answer = agree(group, statement, options, compared, self._exceptions, self._coordinator)
+        if answer.exceptions is not None:
+            self._exceptions = (digest_of(answer.exceptions), answer.exceptions)
+        digest, exceptions = self._exceptions
+        referenced = _Referenced()
+        if options.base is not None:
+            referenced = group.combine(
+                statement.sums(exceptions, ("array", "packed"), sums.of_piece),
+                lambda a, b: merged(a, b, added),
+                Mapping[bytes, bytes],
+                compare,
+                _Referenced,
+            )
         with group.sharing_errors():
-            if answer.exceptions is not None:
-                self._exceptions = (digest_of(answer.exceptions), answer.exceptions)
-            digest, exceptions = self._exceptions
-            if self._part is None or self._part[:2] != (statement, digest):
-                self._part = (statement, digest, own_part(statement, exceptions, options))
-            part, weights = self._part[2], None
+            if self._part is None or self._part[:3] != (statement, digest, referenced.rows):
+                written = exceptions.without(referenced.rows)
+                part = own_part(statement, written, options)
+                self._part = (statement, digest, referenced.rows, part)
+            part, weights = self._part[3], None
             if answer.weights is not None:
                 listed = {t.info.key: boxes for t, boxes in exceptions.box_lists("weight")}
                 weights = self._weights.plan(
@@ -150,8 +202,19 @@ class SavePlanner:
             objects = frozenset(n for n, rank in answer.providers.items() if rank == group.rank)
         by_item = dict(zip(infos, arrays, strict=True))
         return RankPlan(
-            answer.attempt, statement, part, by_item, objects, exceptions, weights, begun
+            *(answer.attempt, statement, part, by_item, objects, exceptions, weights, begun),
+            referenced.nbytes,
         )
+
+
+def _references(plan: GlobalPlan, base: Base, contents: Mapping[bytes, bytes]) -> References:
+    """The tensors that a base has, by the sums of what the ranks hold of each description."""
+    sums = plan.sums(contents)
+    matches = (
+        base.match(info, text_of(sums.get(info.key, NO_ELEMENTS)))
+        for info in (*plan.arrays.infos, *plan.packed.infos)
+    )
+    return base.referenced(doc for doc in matches if doc is not None)
 
 
 @gc_paused()

@@ -61,7 +61,7 @@ class Saved:
     """A committed checkpoint.
 
     `nbytes` are the bytes that this rank wrote, `planning_s` and `writing_s` the seconds that it
-    took.
+    took. `referenced` are the bytes of the tensors of a base, which no rank wrote.
     """
 
     url: str
@@ -69,6 +69,7 @@ class Saved:
     nbytes: int
     planning_s: float
     writing_s: float
+    referenced: int = 0
 
 
 @gc_paused()  # a full collection goes through all objects of torch, for 0.2 s
@@ -96,8 +97,7 @@ def write_checkpoint(
             store, own = open_store(options.url), _rank_state(state, memories)
             statement = planner.state(group.rank, options, own)
             sums = PieceFingerprints(own.items, own.elements)
-        compared = sums if options.replicas == "equal" else None
-        plan = planner.agree(group, options, store, statement, compared)
+        plan = planner.agree(group, options, store, statement, sums)
     planned = time.monotonic()
     report: WriteReport | Exception
     try:
@@ -110,7 +110,8 @@ def write_checkpoint(
         report = error
     checkpoint_id = _commit(plan, report, options, metadata, store, group)
     return Saved(
-        options.url, checkpoint_id, written.nbytes, planned - begun, time.monotonic() - planned
+        *(options.url, checkpoint_id, written.nbytes, planned - begun),
+        *(time.monotonic() - planned, plan.referenced),
     )
 
 
@@ -119,10 +120,7 @@ def _live_sums(plan: RankPlan, state: RankState, live: bytes) -> dict[bytes, byt
     numbers = ((item, piece) for item, i in enumerate(state.items) for piece in range(len(i.boxes)))
     sums = dict(zip(numbers, unpacked_sums(live), strict=True))
     kinds: tuple[StoredAs, ...] = ("array", "packed", "weight")
-    parts = (
-        (at[0], sums[at]) for kind in kinds for at in plan.statement.pieces(plan.exceptions, kind)
-    )
-    return plan.statement.by_description(packed_sums(parts, len(state.items)))
+    return plan.statement.sums(plan.exceptions, kinds, lambda *at: sums[at])
 
 
 def _rank_state(state: StateInfo, memories: Sequence[Memory]) -> RankState:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ucformat.geometry.fingerprint import total, unpacked_sums
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.torch.saving.statement import Fragment
 
@@ -25,8 +26,16 @@ if TYPE_CHECKING:
     from ucformat.format.described import Described
     from ucformat.geometry.box import Box
     from ucformat.geometry.distribution import BoxList, Distribution
+    from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Key, TensorInfo
-    from ucformat.torch.saving.statement import Exceptions, ListedTensor, SharedRow, Statement
+    from ucformat.reading.readable import StatePath
+    from ucformat.torch.saving.statement import (
+        Description,
+        Exceptions,
+        ListedTensor,
+        SharedRow,
+        Statement,
+    )
 
 #: Small shards of one rank are batched up to this many bytes; each sender sends one message per
 #: batch.
@@ -91,6 +100,9 @@ class GlobalPlan(NamedTuple):
         digest: of the exceptions.
         aliases: the tied names.
         keys: of the rows of each description, by its digest.
+        stated: the descriptions, each with the first rank that states it, and its digest.
+        places: of each tensor, the first rank that states it, and its number there: the order of all.
+        state_paths: of each tensor in the program's state.
     """
 
     exceptions: Exceptions
@@ -100,6 +112,17 @@ class GlobalPlan(NamedTuple):
     packed: PlannedTensors
     weights: PlannedTensors
     keys: Mapping[bytes, tuple[Key, ...]]
+    stated: Sequence[tuple[int, bytes, Description]]
+    places: Mapping[Key, tuple[int, int]]
+    state_paths: Mapping[Key, Sequence[StatePath]]
+
+    def sums(self, by_description: Mapping[bytes, bytes]) -> dict[Key, Sums]:
+        """The sums of tensors, from those of the rows of each description."""
+        parts: dict[Key, list[Sums]] = {}
+        for digest, data in by_description.items():
+            for key, sums in zip(self.keys[digest], unpacked_sums(data), strict=True):
+                parts.setdefault(key, []).append(sums)
+        return {key: total(of_key) for key, of_key in parts.items()}
 
 
 class OwnPart(NamedTuple):

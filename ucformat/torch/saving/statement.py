@@ -20,7 +20,7 @@ from ucformat.format.arrays import is_small, own_folder
 from ucformat.format.described import file_order
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import BoxList, Distribution, RankMesh
-from ucformat.geometry.fingerprint import LANES, fingerprint_of
+from ucformat.geometry.fingerprint import LANES, Sums, fingerprint_of, packed_sums
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.readable import StatePath as Path
 from ucformat.storage.concurrency import gc_paused
@@ -78,6 +78,11 @@ class PieceFingerprints:
     ) -> None:
         self._items, self._elements = items, elements
         self._computed: dict[int, NDArray[np.uint64]] = {}
+
+    def of_piece(self, item: int, piece: int) -> Sums:
+        """Return the fingerprint of one piece."""
+        low, high = self[item][piece].tolist()
+        return low, high
 
     def __getitem__(self, item: int) -> NDArray[np.uint64]:
         """Return a row for each piece of an item."""
@@ -195,12 +200,36 @@ class Exceptions:
         """Return the folder of an array, below the attempt's `data` folder."""
         return self.folders.get(key) or own_folder(key)
 
+    def without(self, referenced: Mapping[bytes, bytes]) -> Exceptions:
+        """Return these if nobody writes what a base has: for each description a bit for each row.
+
+        Those of listed tensors are under the empty digest.
+        """
+        out = {digest: _ones(bits) for digest, bits in referenced.items()}
+        gone = {*out.pop(b"", ())}
+        left_out = {
+            digest: tuple(sorted({*out.get(digest, ()), *self.left_out.get(digest, ())}))
+            for digest in {**self.left_out, **out}
+        }
+        listed = tuple(tensor for n, tensor in enumerate(self.listed) if n not in gone)
+        return replace(self, left_out=left_out, listed=listed)
+
     def box_lists(self, kind: StoredAs) -> list[tuple[ListedTensor, BoxList]]:
         """Return the listed tensors of a kind, with distributions over one mesh."""
         mesh = RankMesh((1 + max((max(t.ranks) for t in self.listed), default=0),), 0, (1,))
         return [
             (t, BoxList(mesh, t.boxes, t.ranks)) for t in self.listed if self.stored_as(t) == kind
         ]
+
+
+def bits_of(chosen: Iterable[bool]) -> bytes:
+    """A bit for each element."""
+    return np.packbits(np.fromiter(chosen, np.bool_)).tobytes()
+
+
+def _ones(bits: bytes) -> list[int]:
+    ones: list[int] = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8))).tolist()
+    return ones
 
 
 @message
@@ -445,6 +474,24 @@ class Statement:
         """Sums by item, as `packed_sums` has them, by the rows of each description instead."""
         sums = np.frombuffer(fingerprints, "<u8").reshape(-1, LANES)
         return {digest: sums[list(order)].tobytes() for digest, order in self.order.items()}
+
+    def sums(
+        self,
+        exceptions: Exceptions,
+        kinds: Iterable[StoredAs],
+        fingerprint: Callable[[int, int], Sums],
+    ) -> dict[bytes, bytes]:
+        """The fingerprints of what this rank writes of some kinds, added up by the rows of each description.
+
+        Args:
+            fingerprint: that of an (item, piece).
+        """
+        parts = (
+            (item, fingerprint(item, piece))
+            for kind in kinds
+            for item, piece in self.pieces(exceptions, kind)
+        )
+        return self.by_description(packed_sums(parts, len(self.items)))
 
     def pieces(self, exceptions: Exceptions, kind: StoredAs) -> list[tuple[int, int]]:
         """The (item, piece) of a kind that this rank writes, in file order: described ones first."""
