@@ -121,12 +121,15 @@ def choose_members(
             hint=f"leave them out: leave_out=[{unplaced[0].id[:12]!r}, …]; or tell the catalog the "
             "step: `ucp register PLACE --step N`",
         )
-    path = _path(label, _one_form(label, members), began, head)
-    kept = {m.id for m in path}
+    forms = _one_form(label, members)
+    path = _path(label, forms, began, head)
+    on_path, chosen_forms = ({m.id for m in some} for some in (path, forms))
     told |= {
         m.url: f"step {m.step} is not on the path to step {path[0].step}"
+        if m.id in chosen_forms
+        else f"step {m.step} has a universal form, too"
         for m in members
-        if m.id not in kept
+        if m.id not in on_path
     }
     return ChosenMembers(label, tuple(reversed(path)), told)
 
