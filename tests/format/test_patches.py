@@ -12,14 +12,16 @@ from tests.packed import write_encoded, write_packed
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import ChecksumError, IntegrityError, MissingData
 from ucformat.geometry.tensor import Key
+from ucformat.storage.concurrency import Cache
 from ucformat.storage.local import LocalStore
-from ucformat.storage.wrappers import RecordingStore
+from ucformat.storage.wrappers import RecordingStore, WatchedStore
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.fakes import Arrays
     from ucformat.checkpoint import Checkpoint
+    from ucformat.storage.base import Store
 
 KEY = Key("w", "weight")
 
@@ -91,6 +93,31 @@ def test_plans_count_what_is_read_of_bases(tmp_path: Path) -> None:
     ck["w"].read()
     assert reads.nbytes < 0.2 * plan.bytes_needed
     assert plan.bytes_read == reads.nbytes + base.bytes_read
+
+
+def test_the_steps_of_a_run_share_what_they_decode(tmp_path: Path) -> None:
+    """Read in ascending order, each tile is read once."""
+    base = write_packed(LocalStore(tmp_path / "0"), step(0), ranks=2)
+    for number in range(1, 6):
+        base = put(tmp_path, number, base, ranks=3)
+
+    def bytes_read(numbers: range, cache: Cache[memoryview] | None) -> int:
+        stores = []
+
+        def watch(store: Store) -> WatchedStore:
+            stores.append(RecordingStore(store))
+            return WatchedStore(stores[-1], cache)
+
+        for n in numbers:
+            ck = open_checkpoint(tmp_path / str(n), watch=watch)
+            assert (ck["w"].read() == step(n)[KEY]).all()
+        reads = (read for store in stores for read in store.reads)
+        return sum(read.nbytes for read in reads if read.file.endswith(".bin"))
+
+    alone = bytes_read(range(5, 6), None)
+    # besides, each opens the indexes of the files that it needs
+    assert bytes_read(range(1, 6), Cache(1 << 26)) < 1.6 * alone
+    assert bytes_read(range(1, 6), None) > 3 * alone
 
 
 def test_another_base_is_told(tmp_path: Path) -> None:

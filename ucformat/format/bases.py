@@ -39,6 +39,7 @@ class BaseCheckpoint(Protocol):
     manifest: Manifest
     store: Store
     docs: Mapping[Key, TensorDoc]
+    bases: Bases
 
     def read_documents(self) -> None:
         """Read what tells where elements are."""
@@ -50,12 +51,44 @@ class BaseCheckpoint(Protocol):
         """See `HasFileRuns`."""
 
 
+class OpenedBases:
+    """The bases that are open of one checkpoint, each once, however many of them are based on it.
+
+    Args:
+        manifest: that of the checkpoint itself.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.lock = threading.Lock()
+        self.checkpoints: dict[str, BaseCheckpoint] = {}  #: By their ids.
+        self._bases = {manifest.id: manifest.bases}
+        self._depths = {
+            manifest.id: 0
+        }  # how many, of which each is based on the next, lead to each
+
+    def link(self, checkpoint: str, base: Manifest) -> str | None:
+        """Record that a checkpoint is based on one that is open; or return why it must not be."""
+        self._bases.setdefault(base.id, base.bases)
+        links = [(checkpoint, base.id)]
+        while links:
+            above, below = links.pop()
+            if below == checkpoint:
+                return "which is based on it"
+            if self._depths.get(below, 0) > self._depths[above]:
+                continue
+            self._depths[below] = self._depths[above] + 1
+            if self._depths[below] > MAX_CHAIN:
+                return f"and {MAX_CHAIN} checkpoints are based on it in turn"
+            links += [(below, doc.id) for doc in self._bases[below] if doc.id in self._bases]
+        return None
+
+
 class Bases:
     """The bases of a checkpoint.
 
     Args:
         home: the url of the checkpoint.
-        above: the ids of the checkpoints that are based on it, the one that was opened first.
+        opened: those that are open, of the checkpoint that was opened first.
         allowed: returns the places in which bases may be that are not beside the checkpoint.
         open_base: opens the checkpoint in a store.
     """
@@ -64,16 +97,15 @@ class Bases:
         self,
         home: str,
         manifest: Manifest,
-        above: tuple[str, ...],
+        opened: OpenedBases,
         allowed: Callable[[], Sequence[str]],
         open_base: Callable[[Store], BaseCheckpoint],
     ) -> None:
         self.docs: Sequence[BaseDoc] = manifest.bases
         self._table = manifest.tensors
         self._home, self._allowed, self._open_base = home, allowed, open_base
-        self._chain = (*above, manifest.id)
-        self._opened: dict[int, BaseCheckpoint] = {}
-        self._lock = threading.Lock()
+        self._id, self._all = manifest.id, opened
+        self._linked: dict[int, BaseCheckpoint] = {}
 
     def place(self, number: int) -> str:
         """The path or url of a base, if it may be read there."""
@@ -112,23 +144,40 @@ class Bases:
             UnsafeError: it must not be read there.
             IntegrityError: another checkpoint is there, or the bases form a loop.
         """
-        with self._lock:
-            if number not in self._opened:
-                self._opened[number] = self._open(self.docs[number], number)
-            return self._opened[number]
+        base = self._linked.get(number)
+        if base is None:
+            with self._all.lock:
+                base = self._linked[number] = self._link(self.docs[number], number)
+        return base
+
+    @property
+    def depth(self) -> int:
+        """How many checkpoints, of which each is based on the next, there are below this one."""
+        depths: dict[str, int] = {}
+
+        def measure(bases: Bases) -> int:
+            for number, doc in enumerate(bases.docs):
+                if doc.id not in depths:
+                    depths[doc.id] = measure(bases.opened(number).bases)
+            return max((1 + depths[doc.id] for doc in bases.docs), default=0)
+
+        return measure(self)
+
+    def _link(self, doc: BaseDoc, number: int) -> BaseCheckpoint:
+        base = self._all.checkpoints.get(doc.id)
+        if base is None:
+            base = self._open(doc, number)
+        reason = self._all.link(self._id, base.manifest)
+        if reason is not None:
+            raise IntegrityError(
+                f"{self._home} is based on {doc.url}, {reason}",
+                hint="no writer makes such checkpoints; `ucp materialize` makes one of them whole, or "
+                "restore it from a copy that is",
+            )
+        self._all.checkpoints[doc.id] = base
+        return base
 
     def _open(self, doc: BaseDoc, number: int) -> BaseCheckpoint:
-        if doc.id in self._chain:
-            raise IntegrityError(
-                f"{self._home} is based on {doc.url}, which is based on it",
-                hint="no writer makes such checkpoints; " + _RESTORE,
-            )
-        if len(self._chain) > MAX_CHAIN:
-            raise IntegrityError(
-                f"{self._home} is based on {doc.url}, and {MAX_CHAIN} checkpoints are based on it "
-                "in turn",
-                hint="`ucp materialize` one of them, which makes it whole",
-            )
         place = self.place(number)
         try:
             base = self._open_base(open_store(place))

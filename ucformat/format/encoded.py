@@ -16,8 +16,7 @@ import numpy as np
 
 from ucformat.errors import UcformatError
 from ucformat.storage.base import ENCODED, check_range, read_ranges, stored_key
-from ucformat.storage.concurrency import thread_memory
-from ucformat.storage.decoded import Cache
+from ucformat.storage.concurrency import Cache, thread_memory
 from ucformat.storage.strided import CRC32C_SHIFT, checksum, fill
 from ucformat.storage.wrappers import SyntheticStore, layers
 
@@ -111,13 +110,22 @@ class EncodedStore(SyntheticStore):
 
     Args:
         open_image: reads what an encoded file says of its tiles.
+        shared: keeps all tiles, for several checkpoints (default: each keeps those that are read in parts).
+        name: of the checkpoint, where tiles are shared.
     """
 
-    def __init__(self, inner: Store, open_image: Callable[[Store, str], Image]) -> None:
+    def __init__(
+        self,
+        inner: Store,
+        open_image: Callable[[Store, str], Image],
+        shared: Cache[memoryview] | None = None,
+        name: str = "",
+    ) -> None:
         super().__init__(inner)
+        self._keeps_all, self._name = shared is not None, name
         self._open = open_image
         self._images = Cache[Image](_INDEX_BYTES)
-        self._tiles = Cache[memoryview](_CACHE_BYTES)
+        self._tiles = shared or Cache[memoryview](_CACHE_BYTES)
         # of threads that read into strided memory: a thread may need more than one, if a base is read so, too
         self._scratch: list[NDArray[np.uint8]] = []
 
@@ -146,7 +154,11 @@ class EncodedStore(SyntheticStore):
         if scratch.size < nbytes and not all(b.c_contiguous for b in buffers):
             scratch = np.empty(nbytes, np.uint8)
         placed = list(_placed(image, offset, buffers, scratch.data))
-        whole = {n: out for at, target in placed for n, out in _whole_tiles(image, at, target)}
+        whole = (
+            {}
+            if self._keeps_all
+            else {n: out for at, target in placed for n, out in _whole_tiles(image, at, target)}
+        )
         checksums, plain = self._decode(file, image, whole)
         for k, ((at, target), buffer) in enumerate(zip(placed, buffers, strict=True)):
             self._fill_rest(file, image, checksums, at, target)
@@ -225,7 +237,8 @@ class EncodedStore(SyntheticStore):
             if n in checksums:
                 begin, data = begin + size, checksums[n]
             else:
-                data = self._tiles.get(f"{file} {n}", lambda _, n=n: self._tile(file, image, n))  # type: ignore[misc]
+                name = f"{self._name} {file} {n}"
+                data = self._tiles.get(name, lambda _, n=n: self._tile(file, image, n))  # type: ignore[misc]
             low, high = max(begin, start), min(end, stop)
             if low < high:
                 target[low - start : high - start] = data[low - begin : high - begin]

@@ -15,6 +15,7 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.execute import ReadOptions, read_items
 from ucformat.reading.plan import ReadItem, make_plan
+from ucformat.schema.tensors import TILES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ucformat.format.bases import BaseCheckpoint, Bases
     from ucformat.format.sidecar import Sidecar
     from ucformat.schema.tensors import TensorTable
+    from ucformat.storage.concurrency import Cache
 
 _HERE = ReadOptions(threads=1)
 
@@ -32,12 +34,19 @@ class PatchedTiles:
     Args:
         home: the url of the checkpoint.
         sidecar: reads the sidecar.
+        shared: keeps what is read, for several checkpoints (None: nothing is kept).
     """
 
     def __init__(
-        self, home: str, tensors: TensorTable, bases: Bases, sidecar: Callable[[], Sidecar]
+        self,
+        home: str,
+        tensors: TensorTable,
+        bases: Bases,
+        sidecar: Callable[[], Sidecar],
+        shared: Cache[memoryview] | None = None,
     ) -> None:
         self._home, self._tensors, self._bases, self._sidecar = home, tensors, bases, sidecar
+        self._shared = shared
         self._by_file: dict[str, dict[int, tuple[int, Box]]] = {}  # by offset: tensor, box
 
     def locate(self, file: str, start: int) -> tuple[Key, Box]:
@@ -58,7 +67,19 @@ class PatchedTiles:
         self, number: int, key: Key, boxes: Sequence[Box], outs: Sequence[memoryview]
     ) -> None:
         """Read boxes of a tensor of a base, each row-major into memory of exactly its bytes."""
-        read_boxes(*self._tensor(number, key), boxes, outs)
+        base, info = self._tensor(number, key)
+        if self._shared is None or base.docs[key].codec == TILES:  # those tiles are shared already
+            read_boxes(base, info, boxes, outs)
+            return
+
+        def read(box: Box, nbytes: int) -> memoryview:
+            out = memoryview(bytearray(nbytes))
+            read_boxes(base, info, [box], [out])
+            return out
+
+        for box, out in zip(boxes, outs, strict=True):
+            name = f"{base.manifest.id} {key} {box}"
+            out[:] = self._shared.get(name, lambda _, b=box, n=out.nbytes: read(b, n))  # type: ignore[misc]
 
     def read_of_base(self, number: int, key: Key, boxes: Sequence[Box]) -> int:
         """The bytes that `read_base` reads."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, UcformatError
 from ucformat.format.arrays import shard_key, shard_places
-from ucformat.format.bases import Bases, BasesStore
+from ucformat.format.bases import Bases, BasesStore, OpenedBases
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
@@ -103,7 +103,7 @@ class Universal:
         manifest: Manifest | None = None,
         *,
         watch: Callable[[Store], WatchedStore] = WatchedStore,
-        above: tuple[str, ...] = (),
+        opened: OpenedBases | None = None,
     ) -> None:
         """Open the checkpoint that is committed in a store.
 
@@ -111,10 +111,11 @@ class Universal:
             roots: returns the places in which files of other checkpoints may be read (default:
                 none).
             watch: makes the stores of its bases.
-            above: the ids of the checkpoints that are based on it.
+            opened: the bases that are open of the checkpoint of which this is one.
         """
         watching = store if isinstance(store, WatchedStore) else WatchedStore(store)
         self.store: Store = watching
+        self._shared_tiles = watching.tiles
         if isinstance(watching.inner, LocalStore):
             watching.inner = watching.inner.confined(lambda path: is_below(path, roots()))
         self.manifest = manifest or read_manifest(watching)[0]
@@ -125,12 +126,15 @@ class Universal:
         if any(kind.codec is not None for kind in self.manifest.tensors.kinds):
             from ucformat.format.encoded import EncodedStore  # which imports NumPy
 
-            watching.inner = EncodedStore(watching.inner, self._image)
+            watching.inner = EncodedStore(
+                watching.inner, self._image, watching.tiles, self.manifest.id
+            )
         m, table = self.manifest, self.manifest.tensors
         self._encoded_arrays: dict[str, TensorDoc] = {}
+        opened = opened or OpenedBases(m)
         self.bases = Bases(
-            *(store.url, m, above, roots),
-            lambda base: Universal(watch(base), roots, watch=watch, above=(*above, m.id)),
+            *(store.url, m, opened, roots),
+            lambda base: Universal(watch(base), roots, watch=watch, opened=opened),
         )
         if m.bases:
             watching.inner = BasesStore(watching.inner, self.bases)
@@ -263,7 +267,8 @@ class Universal:
     def _patched(self) -> PatchedTiles:
         from ucformat.format.patched import PatchedTiles  # which imports NumPy
 
-        return PatchedTiles(self.store.url, self.manifest.tensors, self.bases, self.sidecar)
+        table = self.manifest.tensors
+        return PatchedTiles(self.store.url, table, self.bases, self.sidecar, self._shared_tiles)
 
     def missing_shards(self, doc: TensorDoc) -> int:
         """The least number of missing files of an array with at least 10,000 shards (0 for others).

@@ -22,7 +22,7 @@ from ucformat.jobs.record import deleted_below, step_in_name
 from ucformat.references import open_catalog, open_entry, open_place
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import MANIFEST
-from ucformat.storage.concurrency import map_io
+from ucformat.storage.concurrency import Cache, map_io
 from ucformat.storage.url import open_store, path_text
 from ucformat.storage.wrappers import WatchedStore
 
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.schema.manifest import Manifest
+    from ucformat.storage.base import Store
 
     _Origin = Checkpoint | Entry | tuple[Callable[..., Checkpoint], tuple[Any, ...]]
 
 _MAX_NAMED = 10  # checkpoints that an error names
+_TILES_BYTES = 256 << 20  # of decoded tiles that the checkpoints of a run share
 
 
 @dataclass(frozen=True)
@@ -121,15 +123,12 @@ def choose_members(
             hint=f"leave them out: leave_out=[{unplaced[0].id[:12]!r}, …]; or tell the catalog the "
             "step: `ucp register PLACE --step N`",
         )
-    forms = _one_form(label, members)
-    path = _path(label, forms, began, head)
-    on_path, chosen_forms = ({m.id for m in some} for some in (path, forms))
+    path = _path(label, _one_form(label, members), began, head)
+    kept = {m.id for m in path}
     told |= {
         m.url: f"step {m.step} is not on the path to step {path[0].step}"
-        if m.id in chosen_forms
-        else f"step {m.step} has a universal form, too"
         for m in members
-        if m.id not in on_path
+        if m.id not in kept
     }
     return ChosenMembers(label, tuple(reversed(path)), told)
 
@@ -233,9 +232,11 @@ def _in_folder(
             "ucformat.open opens a single checkpoint",
         )
 
+    watch = _sharing_tiles()
+
     def open_one(url: str) -> Checkpoint:
         with naming_step(step_in_name(url), url):
-            return open_place(url, roots, None if places[url] else options, WatchedStore)
+            return open_place(url, roots, None if places[url] else options, watch)
 
     deleted = deleted_below(place)
     members, began = [], dict[str | None, int]()
@@ -297,14 +298,20 @@ def naming_step(step: int | None, url: str) -> Iterator[None]:
         raise named from error
 
 
+def _sharing_tiles() -> Callable[[Store], WatchedStore]:
+    """Make stores that share tiles, so that a step finds those of the step that it is a patch of."""
+    tiles = Cache[memoryview](_TILES_BYTES)
+    return lambda store: WatchedStore(store, tiles)
+
+
 def open_members(
     members: Sequence[Member], roots: tuple[str, ...], options: Mapping[str, Any] | None
 ) -> list[Checkpoint]:
     """Open members of a run, each once.
 
-    This is the one place where checkpoints of a run are opened: what they share, such as a cache of
-    decoded tiles of their bases, is given to their stores here, by `watch`.
+    Their stores share the tiles that are decoded.
     """
+    watch = _sharing_tiles()
 
     def open_one(member: Member) -> Checkpoint:
         origin = member.origin
@@ -315,7 +322,7 @@ def open_members(
                 reopen, recipe = origin
                 return reopen(*recipe)
             its_options = None if member.kind == "ucformat" else options
-            return open_entry(catalog, origin, str(member), roots, its_options)[0]
+            return open_entry(catalog, origin, str(member), roots, its_options, watch)[0]
 
     if not any(isinstance(m.origin, Entry) for m in members):
         return map_io(open_one, members)

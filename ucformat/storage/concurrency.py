@@ -1,14 +1,15 @@
-"""Limits of concurrent requests, threads for small ones, and memory that threads use again."""
+"""Limits of concurrent requests, threads for small ones, memory that threads use again, and caches."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -107,3 +108,55 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+_CACHE_BYTES = 256 << 20  # of decoded chunks
+_MIN_CACHED = 4  # chunks that are kept, however large: each is read in many requests
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=_Sized)
+
+
+class Cache(Generic[S]):
+    """The values that were used last, by key. Each is made once: threads that need it meanwhile wait for it."""
+
+    def __init__(self, limit: int = _CACHE_BYTES, min_entries: int = _MIN_CACHED) -> None:
+        self._limit, self._min_entries = limit, min_entries
+        self._lock = threading.Lock()
+        self._held: OrderedDict[str, S] = OrderedDict()
+        self._making: dict[str, Future[S]] = {}
+        self._nbytes = 0
+
+    def __reduce__(self) -> tuple[type[Cache[S]], tuple[int, int]]:
+        return Cache, (self._limit, self._min_entries)
+
+    def get(self, key: str, make: Callable[[str], S]) -> S:
+        """Look up a value, or make it; errors are not kept."""
+        with self._lock:
+            if (kept := self._held.get(key)) is not None:
+                self._held.move_to_end(key)
+                return kept
+            running = self._making.get(key)
+            own = self._making.setdefault(key, Future())
+        if running is not None:
+            return running.result()
+        try:
+            value = make(key)
+        except BaseException as error:
+            with self._lock:
+                del self._making[key]
+            own.set_exception(error)
+            raise
+        with self._lock:
+            del self._making[key]
+            self._held[key] = value
+            self._nbytes += value.nbytes
+            while self._nbytes > self._limit and len(self._held) > self._min_entries:
+                self._nbytes -= self._held.popitem(last=False)[1].nbytes
+        own.set_result(value)
+        return value

@@ -7,17 +7,15 @@ any other file, so planning and reading know nothing of codecs.
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.storage.base import HIDDEN, ByteRange, check_range
+from ucformat.storage.concurrency import Cache
 from ucformat.storage.wrappers import SyntheticStore, layers, routed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from ucformat.storage.base import Info, Store
 
@@ -68,9 +66,6 @@ def read_json(store: Store, values: Mapping[str, Value], key: str) -> Any:
 #: The prefix of the keys of virtual files, which `check_key` refuses for stored files.
 DECODED = f"{HIDDEN}decoded/"
 
-_CACHE_BYTES = 256 << 20  # of decoded chunks
-_MIN_CACHED = 4  # chunks that are kept, however large: each is read in many requests
-
 
 class Decoder(Protocol):
     """Decodes virtual files, by their names below `DECODED`. It can be pickled, and used from several threads."""
@@ -87,54 +82,6 @@ class Decoder(Protocol):
 
     def is_checked(self, name: str) -> bool:
         """Whether decoding compares all decoded bytes with a stored checksum."""
-
-
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-T = TypeVar("T", bound=_Sized)
-
-
-class Cache(Generic[T]):
-    """The values that were used last, by key. Each is made once: threads that need it meanwhile wait for it."""
-
-    def __init__(self, limit: int = _CACHE_BYTES, min_entries: int = _MIN_CACHED) -> None:
-        self._limit, self._min_entries = limit, min_entries
-        self._lock = threading.Lock()
-        self._held: OrderedDict[str, T] = OrderedDict()
-        self._making: dict[str, Future[T]] = {}
-        self._nbytes = 0
-
-    def __reduce__(self) -> tuple[type[Cache[T]], tuple[int, int]]:
-        return Cache, (self._limit, self._min_entries)
-
-    def get(self, key: str, make: Callable[[str], T]) -> T:
-        """Look up a value, or make it; errors are not kept."""
-        with self._lock:
-            if (kept := self._held.get(key)) is not None:
-                self._held.move_to_end(key)
-                return kept
-            running = self._making.get(key)
-            own = self._making.setdefault(key, Future())
-        if running is not None:
-            return running.result()
-        try:
-            value = make(key)
-        except BaseException as error:
-            with self._lock:
-                del self._making[key]
-            own.set_exception(error)
-            raise
-        with self._lock:
-            del self._making[key]
-            self._held[key] = value
-            self._nbytes += value.nbytes
-            while self._nbytes > self._limit and len(self._held) > self._min_entries:
-                self._nbytes -= self._held.popitem(last=False)[1].nbytes
-        own.set_result(value)
-        return value
 
 
 class DecodedStore(SyntheticStore):

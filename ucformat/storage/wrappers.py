@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from ucformat.storage.base import Checksums, Costs, FileWriter, Info, Ranges, Store
+    from ucformat.storage.concurrency import Cache
 
 
 class WrappedStore:
@@ -389,10 +390,14 @@ class WatchedStore(WrappedStore):
     On a disk the version is requested before the first read. In a store that is accessed over a
     network that would be a request for each file: there it is taken from listings, and from calls
     of `info` that are made anyway.
+
+    Args:
+        tiles: keeps tiles that are decoded, for several checkpoints of which some are patches of others.
     """
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: Store, tiles: Cache[memoryview] | None = None) -> None:
         super().__init__(inner)
+        self.tiles = tiles
         self._seen: dict[str, Info] = {}
         self._read: dict[str, None] = {}
         self._uses_info = inner.costs.parallel is None

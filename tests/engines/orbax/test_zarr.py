@@ -36,7 +36,8 @@ from ucformat.errors import (
 from ucformat.format.zarr_types import register_zarr_dtypes
 from ucformat.geometry.box import Box
 from ucformat.reading.dtypes import dtype_name
-from ucformat.storage.decoded import DECODED, Cache
+from ucformat.storage.concurrency import Cache
+from ucformat.storage.decoded import DECODED
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store

@@ -20,7 +20,8 @@ from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.repeats import are_repeated
 from ucformat.sources.index import IndexedSource, TensorIndex
 from ucformat.storage.base import ByteRange, Info, content_version
-from ucformat.storage.decoded import DECODED, Cache, read_value, size_of, slice_value
+from ucformat.storage.concurrency import Cache
+from ucformat.storage.decoded import DECODED, read_value, size_of, slice_value
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
