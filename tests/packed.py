@@ -13,6 +13,7 @@ import ucformat
 from ucformat.format.arrays import put_file
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
+from ucformat.format.encoding import encode_tile as patch
 from ucformat.format.sidecar import encode
 from ucformat.format.tile_index import TileIndexWriter
 from ucformat.format.tile_index import encode as encode_tile
@@ -107,8 +108,10 @@ def write_encoded(
             elements = np.ascontiguousarray(part).view(f"V{a.itemsize}").reshape(part.shape)
             sums = fingerprint_of(elements, a.shape, box)
             old = before.get(key)
-            patched = None if old is None else (old[start:stop] if a.ndim else old).tobytes()
-            tile = encode_tile(file, at, part.tobytes(), a.itemsize, sums, codec, patched)
+            data, patched = part.tobytes(), None
+            if old is not None:
+                patched = patch(data, a.itemsize, (old[start:stop] if a.ndim else old).tobytes())
+            tile = encode_tile(file, at, data, a.itemsize, sums, codec, patched)
             files[k] += bytes(tile.payload) + indexes[k].add(at, tile)
             ends[k] = at + part.nbytes + 4
             block = Block(at, part.nbytes, placed=True)

@@ -214,7 +214,7 @@ def damages(array: StoredArray, file: bytes) -> dict[str, bytes]:
         "itemsize": other_first(chunk_of(bytes(nbytes), 2)),
         "plain": other_first(bytes(nbytes) + checksum(bytes(nbytes)).to_bytes(4, "little")),
         "bomb": other_first(bytes(header) + checksum(bytes(header)).to_bytes(4, "little")),
-        "checksum": file[: sizes[0] - 1] + bytes([file[sizes[0] - 1] ^ 1]) + file[sizes[0] :],
+        "flipped": bytes([file[0], file[1] ^ 1]) + file[2:],
     }
 
 

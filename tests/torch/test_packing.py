@@ -30,7 +30,7 @@ from ucformat.storage.memory import MemoryStore
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.plan import own_part
 from ucformat.torch.saving.statement import WriteItem
-from ucformat.torch.saving.write import packed_extents, write_packed
+from ucformat.torch.saving.write import TileOptions, packed_extents, write_packed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,10 +62,11 @@ def packed(
             raw = arrays[held.info.name].view(f"V{held.info.itemsize}")  # elements have no dtype
             parts.append((held.info, box, raw[(..., *slices(box))]))
         written: list[int] = []
-        write_packed(store, packed_file(data, rank), parts, written.append, codec)
+        write_packed(store, packed_file(data, rank), parts, written.append, TileOptions(codec))
         told += sum(written)
     infos = plan.packed.infos
-    assert told == sum(i.nbytes for i in infos)
+    if codec != "blosc":
+        assert told == sum(i.nbytes for i in infos)
     sidecar = encode_columns(*packed_extents(plan.packed, data, begins))
     doc = put_file(store, f"{data}/extents.safetensors", sidecar)
     tensors = TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in infos)

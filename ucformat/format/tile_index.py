@@ -137,18 +137,20 @@ def encode(
     itemsize: int,
     fingerprint: Sums,
     codec: str,
-    base: Bytes | None = None,
+    patched: tuple[Encoding, Bytes] | None = None,
 ) -> EncodedTile:
     """Encode a tile.
 
     Args:
         start: where it begins in the plain file.
-        base: the bytes of the same box of base 0, if it may be a patch of them.
+        patched: how it is encoded, and its payload, if that has been chosen with regard to base 0.
     """
     crc, nbytes = checksum(data, place_checksum(file, start)), memoryview(data).nbytes
     encoding, payload = Encoding.RAW, data
-    if codec != "raw" or base is not None:
-        encoding, payload = encode_tile(data, itemsize, base)
+    if patched is not None:
+        encoding, payload = patched
+    elif codec != "raw":
+        encoding, payload = encode_tile(data, itemsize)
     of = 0 if encoding in PATCHES else NO_BASE
     return EncodedTile(nbytes, itemsize, crc, fingerprint, encoding, payload, of)
 

@@ -6,7 +6,7 @@ the base itself references, is referenced where it is stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
@@ -83,6 +83,11 @@ class Base:
         places = (place_of_base(self.url, doc.url) for doc in self._bases.docs)
         return [url_of_base(self._home, place) for place in (self.url, *places)]
 
+    @property
+    def depth(self) -> int:
+        """How many checkpoints, of which each is based on the next, there are below the base."""
+        return self._bases.depth
+
     def match(self, info: TensorInfo, fingerprint: str | None) -> TensorDoc | None:
         """The base's tensor that equals one with this fingerprint; None if there is none."""
         doc = self._alike(info)
@@ -101,9 +106,13 @@ class Base:
             return None
         return doc if (doc.stored_dtype, doc.shape) == (info.dtype, info.shape) else None
 
-    def referenced(self, docs: Iterable[TensorDoc]) -> References:
-        """The references to tensors of the base, in order."""
-        owners: dict[int | None, int] = {}
+    def referenced(self, docs: Iterable[TensorDoc], *, patch: bool = False) -> References:
+        """The references to tensors of the base, in order.
+
+        Args:
+            patch: whether others may be patches of those of the base, which is number 0 then.
+        """
+        owners: dict[int | None, int] = {None: 0} if patch else {}
         tensors = []
         for doc in docs:
             owner = doc.base if doc.is_referenced else None
@@ -153,6 +162,13 @@ class References:
         """What they add to the plan of an attempt."""
         bases = [(owner.id, url) for owner, url in zip(self.owners, self.urls, strict=True)]
         return {"bases": bases, "referenced": sorted(self.keys)} if bases else {}
+
+    def kept(self, *, patched: bool) -> References:
+        """These without the base itself if it is there only for patches, and nothing is `patched`."""
+        if patched or not self.owners or any(doc.base == 0 for doc in self.tensors):
+            return self
+        tensors = tuple(replace(doc, base=(doc.base or 0) - 1) for doc in self.tensors)
+        return References(self.owners[1:], tensors, self.home)
 
     def protect(self, checkpoint: str) -> None:
         """Record beside the bases that the new checkpoint needs them, and allow this user to read them.

@@ -197,7 +197,8 @@ class StateInfo:
     are those of `LocalState`. `distributions` are the distinct ones of the tensors, and
     `distributed` has the number of that of each tensor, or -1; it may be empty. `live` has the
     fingerprints of all pieces in their order, as they were at the call, if these are compared with
-    what is written.
+    what is written. `changed` has a bit for each row of some tensors, by name: whether it changed
+    since the base was saved, as far as this rank knows.
     """
 
     tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
@@ -213,6 +214,7 @@ class StateInfo:
     distributions: tuple[Distribution, ...] = ()
     distributed: tuple[int, ...] = ()
     live: bytes = b""
+    changed: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @gc_paused()
@@ -262,6 +264,7 @@ def state_info(
         distributions=distributions,
         distributed=tuple(numbers[t.distribution] for t in state.tensors),
         live=_live(state) if certify else b"",
+        changed=state.changed,
     )
 
 
@@ -309,6 +312,7 @@ class WrittenByRank(NamedTuple):
         listed_at: as in `RankReport`.
         live: the sums of fingerprints at the call of what this rank, or a replica of it, wrote, by
             description; empty if they are not compared.
+        patched: the number of boxes with tiles that need the base, as sums by description.
     """
 
     shards: ShardDigests
@@ -318,6 +322,7 @@ class WrittenByRank(NamedTuple):
     parts: WrittenParts = WrittenParts()
     listed_at: int = 0
     live: Mapping[bytes, bytes] = MappingProxyType({})
+    patched: Mapping[bytes, bytes] = MappingProxyType({})
 
 
 @message
@@ -337,6 +342,7 @@ class WriteReport:
     packed: Mapping[bytes, bytes] = field(default_factory=dict)
     parts: WrittenParts = WrittenParts()
     live: Mapping[bytes, bytes] = field(default_factory=dict)
+    patched: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 def write_report(
@@ -359,6 +365,7 @@ def write_report(
         written.packed,
         written.parts,
         written.live,
+        written.patched,
     )
 
 
@@ -373,6 +380,7 @@ def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
         merged(a.packed, b.packed, added),
         a.parts + b.parts,
         merged(a.live, b.live, added),
+        merged(a.patched, b.patched, added),
     )
 
 
@@ -389,8 +397,15 @@ def manifest_of(
     data, grid = f"data/{attempt.id}", None
     packed_fingerprints = _fingerprints(plan, written.packed)
     tensors = plan.packed.table.model_copy(update={"fingerprint": packed_fingerprints})
-    if options.codec is not None:
-        tensors = tensors.encoded(TILES)
+    patched = {key for key, count in plan.sums(written.patched).items() if any(count)}
+    references = begun.references.kept(patched=bool(patched))
+    if patched:
+        references.protect(str(attempt.keeps))
+    if options.tile_codec is not None:
+        tensors = TensorTable.of(
+            replace(doc, codec=TILES, base=0 if Key(doc.name, doc.state) in patched else None)
+            for doc in tensors
+        )
     sidecar = _sidecar(plan, own.weights, written, data)
     if options.form != "packed":
         if arrays or sidecar is None:
@@ -407,7 +422,6 @@ def manifest_of(
         )
         tensors = TensorTable.of([*tensors, *weights, *docs])
     doc, requires = (None, ()) if sidecar is None else put_sidecar(store, data, sidecar, tensors)
-    references = begun.references
     if references.tensors:
         order = sorted(plan.places, key=plan.places.__getitem__)
         of_base = replace(references, tensors=_with_paths(references.tensors, plan))

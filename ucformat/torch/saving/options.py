@@ -65,6 +65,10 @@ class RunArguments(TypedDict, total=False):
             but refer to it: `True` or `"latest"` is the newest one beside `url`, if there is one
             (default: everything is written). The base must stay, and is protected. The weights of
             the form `safetensors` are always written.
+        patch: store tensors that differ from those of `base` as patches of them, tile by tile, where
+            these are smaller (extra `codecs`); of the base each rank reads what it writes. What is
+            not equal to the base is packed then, whatever the `form` is, unless there is no base.
+        verify_changed: compare the rows that `changed` does not mark with the base.
         certify: compare fingerprints of the tensors as they are at the call with those of what was
             written, and commit nothing if they differ (default: no). `Manager` compares what ranks
             hold after a load, too.
@@ -84,6 +88,8 @@ class RunArguments(TypedDict, total=False):
     names: Mapping[str, int] | None
     replicas: Literal["equal", "first"]
     base: str | PathLike[str] | bool | None
+    patch: bool
+    verify_changed: bool
     certify: bool
     chunk_bytes: int | None
     shard_bytes: int | None
@@ -125,6 +131,8 @@ class SaveOptions:
     certify: bool = False
     codec: Codec | None = None
     base: str | None = None
+    patch: bool = False
+    verify_changed: bool = False
 
     @classmethod
     def of(cls, url: str, arguments: RunArguments) -> SaveOptions:
@@ -148,10 +156,30 @@ class SaveOptions:
             if getattr(self, name) not in allowed:
                 listed = " or ".join(f'"{value}"' for value in allowed)
                 raise UsageError(f"{name}={getattr(self, name)!r} is not supported", hint=listed)
+        if self.patch and self.base is None:
+            raise UsageError(
+                "patch=True needs a base, of which tiles are patches",
+                hint='base="latest", or another checkpoint',
+            )
+        if self.patch and self.form == "safetensors":
+            raise UsageError(
+                'patch=True is not possible with form="safetensors", whose files other tools load',
+                hint='form="packed", or without patch',
+            )
         for name in ("chunk_bytes", "shard_bytes"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise UsageError(f"{name} must be at least 1, not {size}")
+
+    @property
+    def compares_tiles(self) -> bool:
+        """Whether tiles are compared with those of a base."""
+        return self.base is not None and (self.patch or self.form == "packed")
+
+    @property
+    def tile_codec(self) -> Codec | None:
+        """The codec of packed files: with a base they have an index, by which others can be based on them."""
+        return self.codec or (("blosc" if self.patch else "raw") if self.compares_tiles else None)
 
     def stored_like(self, other: SaveOptions) -> bool:
         """Return whether tensors are stored alike with other options."""

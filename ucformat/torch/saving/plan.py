@@ -19,7 +19,6 @@ from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.comm.merging import merged
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.agree import Coordinator, agree, digest_of, rows_of, without
-from ucformat.torch.saving.base import open_base
 from ucformat.torch.saving.in_place import WeightPlanner, begin_weights
 from ucformat.torch.saving.shards import OwnPart, plan_shards
 from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement
@@ -125,18 +124,18 @@ class SavePlanner:
         store: Store,
         statement: Statement,
         sums: PieceFingerprints,
+        base: Base | None,
     ) -> RankPlan:
         """Agree on who writes what, and begin the attempt; all ranks call this together.
 
         Args:
             sums: of the items of this rank.
+            base: on rank 0, that of the checkpoint.
 
         Raises:
             Conflict: a checkpoint exists, and is not to be replaced or is protected.
         """
         begun: Begun | None = None
-        with group.sharing_errors():
-            base = None if group.rank else open_base(options.base, store.url)
         needs = () if base is None else base.urls
 
         def start(plan: GlobalPlan) -> tuple[str, WeightFilesPlan | None]:
@@ -156,8 +155,8 @@ class SavePlanner:
             if begun is None or base is None:
                 return _Referenced()
             try:
-                references = _references(begun.plan, base, contents)
-                references.protect(str(begun.attempt.keeps))
+                references = _references(begun.plan, base, contents, patch=options.compares_tiles)
+                references.kept(patched=False).protect(str(begun.attempt.keeps))
                 rows = rows_of(begun.plan, references.keys)
                 plan = without(begun.plan, rows)
                 arrays = options.arrays(plan.arrays.infos, begun.attempt.id)
@@ -207,14 +206,20 @@ class SavePlanner:
         )
 
 
-def _references(plan: GlobalPlan, base: Base, contents: Mapping[bytes, bytes]) -> References:
-    """The tensors that a base has, by the sums of what the ranks hold of each description."""
+def _references(
+    plan: GlobalPlan, base: Base, contents: Mapping[bytes, bytes], *, patch: bool
+) -> References:
+    """The tensors that a base has, by the sums of what the ranks hold of each description.
+
+    Args:
+        patch: whether tiles of others may be patches of those of the base, which is number 0 then.
+    """
     sums = plan.sums(contents)
     matches = (
         base.match(info, text_of(sums.get(info.key, NO_ELEMENTS)))
         for info in (*plan.arrays.infos, *plan.packed.infos)
     )
-    return base.referenced(doc for doc in matches if doc is not None)
+    return base.referenced((doc for doc in matches if doc is not None), patch=patch)
 
 
 @gc_paused()

@@ -35,19 +35,20 @@ from ucformat.torch.saving.manifest import (
     write_report,
 )
 from ucformat.torch.saving.options import SaveArguments, SaveOptions
+from ucformat.torch.saving.patching import agree_on_base
 from ucformat.torch.saving.plan import SavePlanner
 from ucformat.torch.saving.statement import PieceFingerprints, RankState, WriteItem
-from ucformat.torch.saving.write import write_packed, write_shards
+from ucformat.torch.saving.write import TileOptions, write_packed, write_shards
 from ucformat.torch.state.elements import elements_of, host_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from os import PathLike
 
+    from ucformat.geometry.fingerprint import Sums
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.options import Codec
     from ucformat.torch.saving.plan import RankPlan
     from ucformat.torch.saving.statement import StoredAs
     from ucformat.torch.state.elements import Elements, Memory
@@ -93,15 +94,18 @@ def write_checkpoint(
     """
     begun = time.monotonic()
     with group.kept(SavePlanner) as planner:
-        with group.sharing_errors():  # plan here
+        with group.sharing_errors():
             store, own = open_store(options.url), _rank_state(state, memories)
+        base, options, patcher = agree_on_base(group, options, store.url, state.changed)
+        with group.sharing_errors():  # plan here
             statement = planner.state(group.rank, options, own)
             sums = PieceFingerprints(own.items, own.elements)
-        plan = planner.agree(group, options, store, statement, sums)
+        plan = planner.agree(group, options, store, statement, sums, base)
     planned = time.monotonic()
     report: WriteReport | Exception
     try:
-        written = _write(plan, own, store, group, options.codec, progress, threads)
+        how = TileOptions(options.tile_codec, threads, patcher)
+        written = _write(plan, own, store, group, how, progress)
         if options.certify:
             written = written._replace(live=_live_sums(plan, own, state.live))
         now = time.monotonic()
@@ -144,9 +148,8 @@ def _write(
     state: RankState,
     store: Store,
     group: Group,
-    codec: Codec | None,
+    how: TileOptions,
     progress: Callable[[int], None],
-    threads: int,
 ) -> WrittenByRank:
     """Write this rank's part of the checkpoint, and make it durable."""
     nbytes, counting = 0, threading.Lock()
@@ -157,7 +160,8 @@ def _write(
             nbytes += n
             progress(n)
 
-    part, in_files, fingerprints = plan.part, WrittenParts(), {}
+    part, in_files, fingerprints = plan.part, WrittenParts(), dict[bytes, bytes]()
+    threads, patched = how.threads, dict[bytes, bytes]()
     shards = write_shards(store, group, plan.arrays, part, state.within, wrote, threads)
     by_key = {a.info.key: a for a in plan.arrays.values()}
     for key in sorted({key for key, at, _ in shards if not any(at)}):
@@ -175,12 +179,20 @@ def _write(
             for n, p in part.pieces
         ]
         file = packed_file(f"data/{plan.attempt}", group.rank)
-        sums = write_packed(store, file, boxes, wrote, codec, threads)
-        by_item = zip((item for item, _ in part.pieces), sums, strict=True)
-        fingerprints = plan.statement.by_description(packed_sums(by_item, len(state.items)))
+        sums, need_base = write_packed(store, file, boxes, wrote, how)
+        items = [item for item, _ in part.pieces]
+
+        def by_description(by_item: Iterable[tuple[int, Sums]]) -> dict[bytes, bytes]:
+            return plan.statement.by_description(packed_sums(by_item, len(state.items)))
+
+        fingerprints = by_description(zip(items, sums, strict=True))
+        if need_base:
+            patched = by_description((items[box], (1, 0)) for box in need_base)
     store.flush()
     objects = {name: state.objects[name] for name in plan.objects}
-    return WrittenByRank(shards, objects, nbytes, fingerprints, in_files, part.listed_at)
+    return WrittenByRank(
+        *(shards, objects, nbytes, fingerprints, in_files, part.listed_at), patched=patched
+    )
 
 
 def _commit(

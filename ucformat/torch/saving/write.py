@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.options import Codec
+    from ucformat.torch.saving.patching import TilePatcher
     from ucformat.torch.saving.shards import (
         OwnPart,
         PlannedTensors,
@@ -69,30 +70,45 @@ T = TypeVar("T")
 _DIRECT = 256 << 10
 
 
+class TileOptions(NamedTuple):
+    """How the tiles of a packed file are encoded.
+
+    Attributes:
+        codec: None: they are not, and the file has no index.
+        threads: that encode, at least.
+        patcher: encodes tiles of which a base has the same box.
+    """
+
+    codec: Codec | None
+    threads: int = 1
+    patcher: TilePatcher | None = None
+
+
 def write_packed(
     store: Store,
     key: str,
     parts: Sequence[Part],
     progress: Callable[[int], None],
-    codec: Codec | None = None,
-    threads: int = 1,
-) -> list[Sums]:
-    """Write boxes of tensors to a file of the packed form, and return the fingerprint of each.
+    how: TileOptions | None = None,
+) -> tuple[list[Sums], set[int]]:
+    """Write boxes of tensors to a file of the packed form.
 
-    Args:
-        codec: how its tiles are encoded (None: they are not, and the file has no index).
-        threads: that encode tiles, at least.
+    Returns:
+        The fingerprint of each box, and the boxes of which tiles need the base.
     """
     sums: list[list[Sums]] = [[] for _ in parts]
+    patched: set[int] = set()
     nbytes = sum(Tiling.of(i.shape, i.itemsize).nbytes(box) + ALIGNMENT for i, box, _ in parts)
-    if codec is None:
+    if how is None or how.codec is None:
         written = _write_plain(store, key, parts, nbytes)
     else:
-        written = _write_encoded(store, key, parts, nbytes, codec, threads)
-    for part, nbytes, fingerprint in written:
+        written = _write_encoded(store, key, parts, nbytes, how)
+    for part, nbytes, fingerprint, is_patch in written:
         sums[part].append(fingerprint)
         progress(nbytes)
-    return list(map(total, sums))
+        if is_patch:
+            patched.add(part)
+    return list(map(total, sums)), patched
 
 
 #: A tensor, a box of it, and the elements of the box.
@@ -133,8 +149,13 @@ def _tiles(parts: Sequence[Part]) -> Iterator[_Tile]:
             end += box.size * info.itemsize + CHECKSUM_BYTES
 
 
-#: The number of a box, and the bytes and the fingerprint of a tile of it that is written.
-_Written = tuple[int, int, "Sums"]
+class _Written(NamedTuple):
+    """A tile that is written: the number of its box, the bytes stored of it, and whether it is a patch."""
+
+    part: int
+    nbytes: int
+    fingerprint: Sums
+    is_patch: bool
 
 
 def _write_plain(store: Store, key: str, parts: Sequence[Part], most: int) -> Iterator[_Written]:
@@ -172,7 +193,7 @@ def _write_plain(store: Store, key: str, parts: Sequence[Part], most: int) -> It
                 copy(np.ndarray(tile.elements.shape, tile.elements.dtype, data), tile.elements)
             crc = checksum(data.data, place_checksum(key, tile.start))
             stored.data[:] = crc.to_bytes(CHECKSUM_BYTES, "little")
-            yield tile.part, tile.nbytes, tile.fingerprint(data)
+            yield _Written(tile.part, tile.nbytes, tile.fingerprint(data), is_patch=False)
         out.write(band[:used].data)
 
 
@@ -181,20 +202,28 @@ _AHEAD = 2  # tiles for each of them that are encoded or wait to be written
 
 
 def _write_encoded(
-    store: Store, key: str, parts: Sequence[Part], most: int, codec: Codec, threads: int
+    store: Store,
+    key: str,
+    parts: Sequence[Part],
+    most: int,
+    how: TileOptions,
 ) -> Iterator[_Written]:
     """Write tiles that threads encode, and then their index."""
     # only here, since it takes time to import
-    from ucformat.format.tile_index import TileIndexWriter, encode
+    from ucformat.format.tile_index import NO_BASE, TileIndexWriter, encode
 
     def encoded(tile: _Tile) -> EncodedTile:
         data = row_major_bytes(tile.elements)
-        fingerprint, itemsize = tile.fingerprint(data), tile.info.itemsize
-        return encode(key, tile.start, data.data, itemsize, fingerprint, codec)
+        fingerprint, info = tile.fingerprint(data), tile.info
+        patched = None
+        if how.patcher is not None:
+            patched = how.patcher.encode(info, tile.box, data.data, fingerprint)
+        codec = how.codec or "raw"
+        return encode(key, tile.start, data.data, info.itemsize, fingerprint, codec, patched)
 
     index, end = TileIndexWriter(key), 0
     pending, waiting = list[Bytes](), 0  # what is written at once, and the bytes of its payloads
-    threads = max(threads, min(_ENCODERS, default_threads()))
+    threads = max(how.threads, min(_ENCODERS, default_threads()))
     with (
         ThreadPoolExecutor(threads, "ucformat-encode") as pool,
         store.create(key, unit_for(most)) as out,
@@ -212,7 +241,7 @@ def _write_encoded(
                 out.write(b"".join(pending))
                 pending, waiting = [], 0
             end = tile.start + tile.nbytes + CHECKSUM_BYTES
-            yield tile.part, tile.nbytes, done.fingerprint
+            yield _Written(tile.part, nbytes, done.fingerprint, done.base != NO_BASE)
         out.write(b"".join((*pending, index.encode(end))))
 
 

@@ -73,7 +73,8 @@ class LocalState:
     `objects` are plain values by name, the same on all ranks that have them; `ranks` are per-rank
     values of this rank. `groups` are optimizer groups: `params`, names in order, and
     hyper-parameters. `layout` is that of the manifest. `paths` and `places` are those of
-    `CheckpointMetadata`; `places` is empty, or has an item for each group.
+    `CheckpointMetadata`; `places` is empty, or has an item for each group. `changed` is that of
+    `StateInfo`.
     """
 
     tensors: tuple[LocalShard, ...]
@@ -85,6 +86,7 @@ class LocalState:
     engine: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
     places: tuple[GroupPlace | None, ...] = ()
+    changed: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def pieces_in(tensor: torch.Tensor, dims: Sequence[Dim]) -> tuple[Piece, ...]:

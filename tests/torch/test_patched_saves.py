@@ -1,0 +1,173 @@
+"""Saves of patches: what is loaded is what was saved, whoever saved the base, and how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ucformat
+import ucformat.torch
+from tests.torch.ranks import KILLED, Ranks
+from ucformat.errors import UsageError
+from ucformat.format.encoded import find_image
+from ucformat.format.tile_index import TileIndex
+from ucformat.jobs.removal import discard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.s3 import Bucket
+    from ucformat.checkpoint import Checkpoint
+
+PROGRAM = Ranks("tests.torch.patches_program")
+
+
+def state(steps: int = 0) -> dict[str, torch.Tensor]:
+    """Weights after steps of 1e-6, moments that all change, and tensors that do not."""
+    generator = torch.Generator().manual_seed(7)
+    master = torch.randn(700, 1111, generator=generator) * 0.02
+    moment = torch.randn(300, 200, generator=generator)
+    for _ in range(steps):
+        master += 1e-6 * torch.randn(master.shape, generator=generator).sign()
+        moment = moment * 0.9 + torch.randn(moment.shape, generator=generator)
+    return {
+        "w": master.bfloat16(),
+        "moment": moment,
+        "frozen": torch.arange(70_000),
+        "none": torch.zeros(0, 4),
+        "scalar": torch.tensor(float(steps)),
+        "new" if steps > 1 else "old": torch.ones(3),
+    }
+
+
+def stored(place: Path) -> int:
+    return sum(f.stat().st_size for f in place.glob("data/**/*") if f.is_file())
+
+
+def encodings(ck: Checkpoint) -> dict[int, int]:
+    """How many tiles have each encoding."""
+    out: dict[int, int] = {}
+    assert ck.universal is not None
+    described = ck.universal.sidecar().described
+    files = {*ck.universal.sidecar().files, *(described.files if described else ())}
+    for file in files:
+        image = find_image(ck.store, file)
+        assert isinstance(image, TileIndex)
+        for encoding in image.entries["encoding"].tolist():
+            out[encoding] = out.get(encoding, 0) + 1
+    return out
+
+
+def loaded(place: Path, model: dict[str, torch.Tensor]) -> bool:
+    template = {name: torch.full_like(t, 1) for name, t in model.items()}
+    ucformat.torch.load({"model": template}, place)
+    return all(torch.equal(template[n], t) for n, t in model.items())
+
+
+@pytest.mark.parametrize("form", ["packed", "zarr"])
+def test_a_chain_is_read_by_everything(form: Any, tmp_path: Path) -> None:
+    for n in range(4):
+        ucformat.torch.save(
+            {"model": state(n)}, tmp_path / str(n), form=form, base=True, patch=True, certify=True
+        )
+    first, last = ucformat.open(tmp_path / "0"), ucformat.open(tmp_path / "3")
+    assert not first.manifest.bases
+    assert [base.url for base in last.manifest.bases] == ["../2", "../0"]
+    assert loaded(tmp_path / "3", state(3))
+    assert ucformat.verify(last).problems == ()
+    assert stored(tmp_path / "3") < 0.5 * stored(tmp_path / "0")
+    plan = last["w"].plan()
+    assert plan.bytes_read > 700 * 1111 * 2  # of the anchor, too
+    for made in (
+        ucformat.convert(last, tmp_path / "converted"),
+        ucformat.open(ucformat.copy(tmp_path / "3", tmp_path / "copy").url),
+    ):
+        assert ucformat.verify(made).problems == ()
+        assert all((made[k].read() == last[k].read()).all() for k in last.tensors)
+    ucformat.export(last, tmp_path / "hf", "safetensors")
+    assert (ucformat.open(tmp_path / "hf")["w"].read() == last["w"].read()).all()
+    assert not discard(str(tmp_path / "2"))
+    assert discard(str(tmp_path / "3"))
+    assert not discard(str(tmp_path / "2"))
+    assert discard(str(tmp_path / "copy"))
+    assert discard(str(tmp_path / "2"))
+
+
+def test_every_form_of_a_base(tmp_path: Path) -> None:
+    """The next one is a patch of any of them, and no larger."""
+    ucformat.torch.save({"model": state()}, tmp_path / "packed", form="packed")
+    ucformat.torch.save({"model": state()}, tmp_path / "zarr", chunk_bytes=50_000)
+    ucformat.torch.save({"model": state()}, tmp_path / "hf", form="safetensors")
+    ucformat.materialize(tmp_path / "packed", tmp_path / "blosc", codec="blosc")
+    sizes = set()
+    for base in ("packed", "zarr", "hf", "blosc"):
+        place = tmp_path / f"on-{base}"
+        ucformat.torch.save({"model": state(1)}, place, base=tmp_path / base, patch=True)
+        assert loaded(place, state(1))
+        assert ucformat.verify(place).problems == ()
+        assert encodings(ucformat.open(place)) == {2: 4, 1: 1, 0: 1}, base
+        sizes.add(stored(place))
+    assert len(sizes) <= 4
+
+
+def test_equal_tiles_are_told_by_their_fingerprints(tmp_path: Path) -> None:
+    model = state()
+    ucformat.torch.save({"model": model}, tmp_path / "0", form="packed", base=True)
+    model["w"][5, 5] += 1
+    done = ucformat.torch.save({"model": model}, tmp_path / "1", form="packed", base=True)
+    ck = ucformat.open(tmp_path / "1")
+    assert encodings(ck) == {0: 1, 4: 3}
+    assert done.nbytes < 700 * 1111 * 2
+    assert loaded(tmp_path / "1", model)
+    assert ucformat.verify(ck).problems == ()
+    model["w"] += 1  # nothing is the same: the base is not needed for it
+    ucformat.torch.save({"model": model}, tmp_path / "2", form="packed", base=True)
+    assert [base.url for base in ucformat.open(tmp_path / "2").manifest.bases] == ["../0"]
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="patch=True needs a base"):
+        ucformat.torch.save({"m": state()}, tmp_path / "a", patch=True)
+    with pytest.raises(UsageError, match='not possible with form="safetensors"'):
+        ucformat.torch.save(
+            {"m": state()}, tmp_path / "a", form="safetensors", base=True, patch=True
+        )
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async"])
+@pytest.mark.front("async")
+def test_ranks_save_patches_and_go_on_under_another_layout(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    seen = PROGRAM.run("trained", 2, tmp_path, asynchronous=asynchronous)
+    first, *others = (sum(of_save) for of_save in zip(*seen, strict=True))
+    assert max(others) < 0.9 * first
+    for step in range(1, 7):
+        ck = ucformat.open(tmp_path / str(step))
+        assert ucformat.verify(ck).problems == ()
+        assert [base.url for base in ck.manifest.bases[:1]] == [f"../{step - 1}"] * (step > 1)
+        weight = ck["0.weight"]
+        if step > 1:
+            file_bytes = weight.plan().bytes_read - ucformat.open(
+                tmp_path / str(step - 1)
+            )["0.weight"].plan().bytes_read  # fmt: skip
+            assert file_bytes < 0.1 * 256 * 512 * 2
+
+
+def test_a_killed_save_leaves_the_chain_readable(tmp_path: Path) -> None:
+    assert PROGRAM.run("killed", 2, tmp_path)[1] == KILLED
+    assert not (tmp_path / "2" / "manifest.json").exists()
+    assert ucformat.verify(tmp_path / "1").problems == ()
+
+
+def test_patches_on_objects(bucket: Bucket) -> None:
+    root = bucket.place("patches/run")
+    for n in range(3):
+        ucformat.torch.save({"model": state(n)}, f"{root}/{n}", base="latest", patch=True)
+    ck = ucformat.open(f"{root}/2")
+    assert [base.url for base in ck.manifest.bases] == ["../1", "../0"]
+    assert torch.equal(ck["w"].torch(), state(2)["w"])
+    assert ucformat.verify(ck).problems == ()

@@ -1,0 +1,182 @@
+"""What a rank has of the base of a save: the tiles of it that its own ones are compared with.
+
+Each rank reads only the boxes that it writes, tile by tile, whatever ranks and layout have saved the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.errors import Conflict, UsageError
+from ucformat.format.encoding import Encoding, encode_rows, encode_tile
+from ucformat.format.patched import read_boxes
+from ucformat.format.tile_index import tile_fingerprint
+from ucformat.geometry.tensor import single_extents
+from ucformat.references import open_reference
+from ucformat.schema.limits import MAX_CHAIN
+from ucformat.storage.concurrency import thread_memory
+from ucformat.torch.comm.merging import merged
+from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.base import open_base
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ucformat.format.bases import BaseCheckpoint
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.fingerprint import Sums
+    from ucformat.geometry.tensor import Key, TensorInfo
+    from ucformat.jobs.increments import Base
+    from ucformat.storage.base import Bytes
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.saving.options import SaveOptions
+
+
+@message
+class _Answer:
+    """The base of a save, and the rows that changed on any rank; without an id there is no base."""
+
+    id: str = ""
+    place: str = ""
+    changed: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def agree_on_base(
+    group: Group, options: SaveOptions, home: str, changed: Mapping[str, bytes]
+) -> tuple[Base | None, SaveOptions, TilePatcher | None]:
+    """Find the base of a save; all ranks call this together.
+
+    Args:
+        home: the url of the checkpoint that is saved.
+        changed: that of `StateInfo`.
+
+    Returns:
+        The base, on rank 0; the options, which depend on whether there is one; and what encodes tiles.
+    """
+    base: Base | None = None
+    if not options.compares_tiles:
+        with group.sharing_errors():
+            base = None if group.rank else open_base(options.base, home)
+        return base, options, None
+
+    def answer(changed: Mapping[str, bytes]) -> _Answer:
+        nonlocal base
+        base = open_base(options.base, home)
+        if base is None:
+            return _Answer()
+        if options.patch and base.depth >= MAX_CHAIN:
+            raise UsageError(
+                f"{MAX_CHAIN} checkpoints are patches of each other already, the last at {base.url}",
+                hint="save without base now and then, as Manager does with increments",
+            )
+        return _Answer(base.manifest.id, base.url, changed)
+
+    def both(a: Mapping[str, bytes], b: Mapping[str, bytes]) -> dict[str, bytes]:
+        return merged(a, b, _either)
+
+    agreed: _Answer = group.combine(changed, both, Mapping[str, bytes], answer, _Answer)
+    if not agreed.id:
+        return None, replace(options, patch=False), None
+    with group.sharing_errors():
+        source = open_reference(agreed.place).universal
+        if source is None or source.manifest.id != agreed.id:
+            raise Conflict(
+                f"{agreed.place} is no longer the checkpoint {agreed.id}, on which this one is based",
+                hint="save again",
+            )
+        patcher = TilePatcher(
+            source, agreed.changed, patch=options.patch, verify=options.verify_changed
+        )
+    return base, replace(options, form="packed"), patcher
+
+
+def _either(a: bytes, b: bytes) -> bytes:
+    return (np.frombuffer(a, np.uint8) | np.frombuffer(b, np.uint8)).tobytes()
+
+
+class TilePatcher:
+    """Encodes tiles against those of a base.
+
+    Args:
+        base: the opened base.
+        changed: a bit for each row of some tensors, by name: whether it changed.
+        patch: whether tiles may be patches; otherwise only equal ones are left out.
+        verify: whether rows that did not change are compared with the base.
+    """
+
+    def __init__(
+        self, base: BaseCheckpoint, changed: Mapping[str, bytes], *, patch: bool, verify: bool
+    ) -> None:
+        self._base, self._changed, self._patch, self._verify = base, changed, patch, verify
+
+    def fits(self, info: TensorInfo) -> bool:
+        """Whether the base has the tensor, in the same dtype and shape."""
+        doc = self._base.docs.get(info.key)
+        return doc is not None and (doc.stored_dtype, doc.shape) == (info.dtype, info.shape)
+
+    def encode(
+        self, info: TensorInfo, box: Box, data: Bytes, fingerprint: Sums
+    ) -> tuple[Encoding, Bytes] | None:
+        """Encode a tile; None if it is not to be a patch."""
+        if not self.fits(info):
+            return None
+        before = self._fingerprint(info.key, box)
+        if before == fingerprint:
+            return Encoding.SAME, b""
+        rows = self._changed_rows(info, box)
+        if rows is not None:
+            if self._verify:
+                self._check(info, box, data, rows)
+            elif not rows.any() and before is not None:
+                raise _unmarked(info.key, box.start[0], box.stop[0])
+            if self._patch or not rows.any():
+                return encode_rows(data, info.itemsize, rows)
+        if not self._patch:
+            return None
+        return encode_tile(data, info.itemsize, self._read(info, box).data)
+
+    def _changed_rows(self, info: TensorInfo, box: Box) -> NDArray[np.bool_] | None:
+        """Which rows of a box changed; None if that is not known."""
+        bits = self._changed.get(info.name)
+        if bits is None or not info.shape or len(bits) != -(-info.shape[0] // 8):
+            return None
+        first, last = box.start[0], box.stop[0]
+        some = np.frombuffer(bits, np.uint8)[first // 8 : -(-last // 8)]
+        inside = np.unpackbits(some)[first % 8 : first % 8 + last - first]
+        return inside.view(np.bool_)
+
+    def _read(self, info: TensorInfo, box: Box) -> NDArray[np.uint8]:
+        """The bytes of the base; valid until the thread reads others."""
+        out = thread_memory("base", box.size * info.itemsize)
+        read_boxes(self._base, info, [box], [out.data])
+        return out
+
+    def _fingerprint(self, key: Key, box: Box) -> Sums | None:
+        """The fingerprint of the base's tile of a box; None if none of its tiles has just this box."""
+        first = next(single_extents(self._base.extents(key, box), box), None)
+        if first is None or first.box != box:
+            return None
+        return tile_fingerprint(self._base.store, first)
+
+    def _check(self, info: TensorInfo, box: Box, data: Bytes, changed: NDArray[np.bool_]) -> None:
+        """Check that the rows that are not marked are equal to those of the base."""
+        shape = (box.shape[0], -1)
+        new = np.frombuffer(data, np.uint8).reshape(shape)
+        differ = (new != self._read(info, box).reshape(shape)).any(1) & ~changed
+        if differ.any():
+            first = box.start[0] + int(differ.argmax())
+            last = box.stop[0] - int(differ[::-1].argmax())
+            raise _unmarked(info.key, first, last)
+
+
+def _unmarked(key: Key, first: int, stop: int) -> UsageError:
+    return UsageError(
+        f"{key}: rows in {first}:{stop} changed since the base was saved, and `changed` does not "
+        "mark them",
+        hint="mark every row that an optimizer step may change: weight decay, momentum and dense "
+        "optimizers change rows without gradients, too; or leave the tensor out of changed",
+    )
