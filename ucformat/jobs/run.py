@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping  # noqa: TC003 - of a public dataclass, which ranks send to each other
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -13,7 +14,7 @@ from ucformat.errors import ChecksumError, UcformatError
 from ucformat.format.structure import Problem  # noqa: TC001 - of a public dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
 
     from ucformat.storage.base import Store
