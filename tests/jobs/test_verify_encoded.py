@@ -101,7 +101,7 @@ def test_a_damaged_tile_is_named(store: MemoryStore) -> None:
     put(store, file, data)
     (problem,) = ucformat.verify(store).problems
     assert (problem.name, problem.state, problem.kind) == ("w", "weight", "differs")
-    assert f"w (weight): the tile [0:3, 0:5] at bytes 0:64 of {file}" in problem.reason
+    assert problem.reason.startswith(f"the tile [0:3, 0:5] at bytes 0:64 of {file} cannot")
     with pytest.raises(ChecksumError, match=r"w \(weight\): the tile \[0:3, 0:5\] at bytes 0:64"):
         ucformat.open(store)["w"][0]
     assert same(ucformat.open(store)["w"][3:], ARRAYS["w", "weight"][3:])

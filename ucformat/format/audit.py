@@ -334,7 +334,8 @@ def block_problems(
             kind: Literal["differs", "other"] = (
                 "differs" if isinstance(error, ChecksumError) else "other"
             )
-            problems.append(Problem(file, error.message, *key, kind=kind))
+            reason = error.message.removeprefix(f"{key}: ")  # which a problem begins with, too
+            problems.append(Problem(file, reason, *key, kind=kind))
             if ENCODED in file and not has_image(store, file):
                 unreadable.add(file)
     return [replace(p, file=stored_key(p.file)) for p in problems]
