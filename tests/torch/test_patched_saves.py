@@ -14,6 +14,7 @@ from ucformat.errors import UsageError
 from ucformat.format.encoded import find_image
 from ucformat.format.tile_index import TileIndex
 from ucformat.jobs.removal import discard
+from ucformat.torch import Increments, Manager
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,3 +172,56 @@ def test_patches_on_objects(bucket: Bucket) -> None:
     assert [base.url for base in ck.manifest.bases] == ["../1", "../0"]
     assert torch.equal(ck["w"].torch(), state(2)["w"])
     assert ucformat.verify(ck).problems == ()
+
+
+def run_of(folder: Path, policy: Any, steps: range, **arguments: Any) -> list[list[str]]:
+    """The steps on which each is based that a run with increments saves."""
+    increments = Increments(policy, patch=True, max_chain=arguments.pop("max_chain", 8))
+    out = []
+    with Manager(folder, increments=increments, **arguments) as manager:
+        for step in steps:
+            manager.save(step, {"model": state(step)})
+            manager.wait()
+            bases = ucformat.open(folder / f"step-{step:08d}").manifest.bases
+            out.append([base.url.rpartition("-")[2].lstrip("0") for base in bases])
+    return out
+
+
+def test_a_run_with_each_policy(tmp_path: Path) -> None:
+    chain = run_of(tmp_path / "c", "consecutive", range(1, 6), max_chain=3, form="packed")
+    assert [bases[:1] for bases in chain] == [[], ["1"], ["2"], ["3"], []]
+    anchored = run_of(tmp_path / "o", "one-shot", range(1, 4), asynchronous=True)
+    assert [bases[:1] for bases in anchored] == [[], ["1"], ["1"]]
+    run_of(tmp_path / "i", "intermittent", range(1, 4))
+    for folder, last in (("c", 5), ("o", 3), ("i", 3)):
+        for place in (tmp_path / folder).glob("step-*"):
+            assert ucformat.verify(place).problems == ()
+        model = {name: torch.full_like(t, 1) for name, t in state(last).items()}
+        with Manager(tmp_path / folder) as manager:
+            report = manager.restore_latest({"model": model})
+        assert report is not None
+        assert report.step == last
+        assert all(torch.equal(model[name], t) for name, t in state(last).items())
+
+
+def test_a_run_keeps_what_it_needs_and_goes_on_from_what_it_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_of(tmp_path, "consecutive", range(1, 5), keep=1)
+    assert len(list(tmp_path.glob("step-*/manifest.json"))) == 4  # each needs the one before
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    (file,) = tmp_path.glob("step-00000004/data/*/*.bin")
+    file.write_bytes(file.read_bytes()[:-5])
+    with Manager(tmp_path, increments=Increments(patch=True)) as manager:
+        report = manager.restore_latest({"model": state(3)})
+        assert report is not None
+        assert report.step == 3
+        manager.save(4, {"model": state(4)})
+    ck = ucformat.open(tmp_path / "step-00000004")
+    assert ucformat.verify(ck).problems == ()
+    assert ck.manifest.bases[0].url == "../step-00000003"
+
+
+def test_increments_choose_the_base(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="increments choose the base"):
+        Manager(tmp_path, increments=Increments(), base="latest")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ucformat.torch.loading.load import LoadReport, load, state_dict
     from ucformat.torch.loading.load_into import LoadedKeys, load_into
     from ucformat.torch.loading.match import Problems
+    from ucformat.torch.manager.increments import Increments
     from ucformat.torch.manager.manager import Manager
     from ucformat.torch.saving.asynchronous import async_save
     from ucformat.torch.saving.background import SaveHandle
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Certificate",
     "CertificateEntry",
+    "Increments",
     "LoadReport",
     "LoadedKeys",
     "Manager",
@@ -48,6 +50,7 @@ __all__ = [
 _HOMES = {
     "Certificate": "ucformat.torch.certificate",
     "CertificateEntry": "ucformat.torch.certificate",
+    "Increments": "ucformat.torch.manager.increments",
     "LoadReport": "ucformat.torch.loading.load",
     "LoadedKeys": "ucformat.torch.loading.load_into",
     "Manager": "ucformat.torch.manager.manager",

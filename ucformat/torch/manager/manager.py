@@ -12,11 +12,21 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ucformat.errors import UcformatError, UsageError, check_keywords
+from ucformat.schema.manifest import MANIFEST
+from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
+from ucformat.torch.manager.increments import choose_base
 from ucformat.torch.manager.restore import restore_newest
-from ucformat.torch.manager.steps import RunContents, Signals, continued_here, folder_of, list_steps
+from ucformat.torch.manager.steps import (
+    RunContents,
+    Signals,
+    continued_here,
+    folder_of,
+    list_steps,
+    read_step,
+)
 from ucformat.torch.saving.asynchronous import async_save
 from ucformat.torch.saving.options import RunArguments, SaveOptions, TrainingLaunch
 from ucformat.torch.saving.save import save
@@ -30,8 +40,10 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
+    from ucformat.torch.manager.increments import Increments
     from ucformat.torch.manager.restore import Mode
     from ucformat.torch.manager.retention import Keep, RunRetention
+    from ucformat.torch.manager.steps import RunStep
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.saving.save import Saved
@@ -74,6 +86,8 @@ class Manager:
             policy is applied through it, to checkpoints in this folder only. Failures are logged as
             warnings. By default nothing is deleted.
         asynchronous: save in the background, at most one checkpoint at a time.
+        increments: save what changed since an earlier checkpoint of the run, which is chosen by this
+            policy (docs/guides/save_less.md). Those that others are based on are kept by `keep`.
         signals: those that ask to save and stop; handlers that were installed before are called
             too.
         arguments: those of `RunArguments`, by keyword, as for `save`. By default a checkpoint of
@@ -82,7 +96,8 @@ class Manager:
             that between calls of `save`.
 
     Raises:
-        UsageError: `every` is not positive, or `keep` is not a valid policy.
+        UsageError: `every` is not positive, or `keep` is not a valid policy; or `increments` are
+            given together with `base` or `patch`.
     """
 
     def __init__(
@@ -92,6 +107,7 @@ class Manager:
         every: int | timedelta | None = None,
         keep: Keep | None = None,
         asynchronous: bool = False,
+        increments: Increments | None = None,
         signals: Sequence[int] = (signal.SIGTERM,),
         **arguments: Unpack[RunArguments],
     ) -> None:
@@ -102,6 +118,8 @@ class Manager:
             raise UsageError(
                 f"every={every!r} is not positive", hint="pass a number of steps, or a timedelta"
             )
+        if increments is not None:
+            arguments = _with_index(arguments)
         self.url = open_store(url).url
         self._overwrite = SaveOptions.of(self.url, arguments).overwrite  # checks all of them
         self._every, self._asynchronous, self._arguments = every, asynchronous, arguments
@@ -121,6 +139,9 @@ class Manager:
         self._begun = False  # whether the launch has saved
         self._last: Saved | None = None
         self._pending: _PendingSave | None = None
+        self._increments = increments
+        # on rank 0, the committed checkpoints of the run; None: not listed yet
+        self._bases: list[RunStep] | None = None
         self._later_steps: set[int] = set()  # steps after the restored one that hold a checkpoint
         self._damaged_urls: frozenset[str] = frozenset()  # those of them that may be replaced
         # one thread: a policy is applied after one commit at a time
@@ -204,6 +225,7 @@ class Manager:
         first = not ranks.rank
         arguments: SaveArguments = {
             **self._arguments,
+            **self._choose_base(ranks, step),
             **self._launch.next_save(),
             "step": step,
             "metrics": metrics,
@@ -259,6 +281,7 @@ class Manager:
         )
         self._launch.begin(restored.report)
         self._listed, self._begun = restored.listed, False
+        self._bases = None
         return restored.report
 
     def load(
@@ -277,7 +300,7 @@ class Manager:
         self._settle()
         report = load(state, url, **self._load_options(options))
         self._launch.begin(report)
-        self._listed, self._begun = None, False
+        self._listed, self._begun, self._bases = None, False, None
         return report
 
     def wait(self) -> Saved | None:
@@ -413,12 +436,53 @@ class Manager:
         free = lambda _: free_place(self.url, step, self._damaged_urls)  # noqa: E731 - short
         return self._ranks().combine(None, then=free, answer_kind=tuple[str, bool])  # type: ignore[no-any-return]
 
+    def _choose_base(self, ranks: Group, step: int) -> SaveArguments:
+        """On which checkpoint of the run the next one is based, and how; all ranks call this."""
+        increments = self._increments
+        if increments is None:
+            return {}
+
+        def choose(_: None) -> str:
+            if self._retention_job is not None:  # which may be removing some
+                self._retention_job.result()
+            if self._bases is None:
+                self._bases = list(list_steps(self.url).steps)
+            bases = [
+                s
+                for s in self._bases
+                if s.url not in self._damaged_urls and s.step not in self._later_steps
+            ]
+            while bases:
+                chosen = choose_base(increments, step, bases)
+                if chosen is None or exists(open_store(chosen.url), MANIFEST):
+                    return "" if chosen is None else chosen.url
+                bases.remove(chosen)
+            return ""
+
+        url: str = ranks.combine(None, then=choose, answer_kind=str)
+        return {"base": url, "patch": increments.patch} if url else {}
+
     def _committed(self, saved: Saved, step: int, *, first: bool) -> None:
         """Record a commit, and start to delete old checkpoints in the background."""
         self._last = saved
+        if self._bases is not None:
+            self._bases = [s for s in self._bases if s.url != saved.url]
+            self._bases.insert(0, read_step(saved.url, step))
         self._later_steps.discard(step)
         if self._retention is not None and first:
             self._retention_job = self._pool.submit(self._retention.apply, saved.url, step)
+
+
+def _with_index(arguments: RunArguments) -> RunArguments:
+    """The arguments of saves that others are based on: packed files have an index of their tiles."""
+    if arguments.get("base") or arguments.get("patch"):
+        raise UsageError(
+            "increments choose the base of each checkpoint",
+            hint="leave out base; patch is an attribute of Increments",
+        )
+    if arguments.get("form") == "packed" and arguments.get("codec") is None:
+        return {**arguments, "codec": "raw"}
+    return arguments
 
 
 def _make_retention(root: str, keep: Keep) -> RunRetention:
