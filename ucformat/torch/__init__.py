@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.asynchronous import async_save
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.saving.save import Saved, save
+    from ucformat.torch.state.changed import ChangedRows
     from ucformat.torch.state.fingerprint import fingerprint
     from ucformat.torch.state.objects import PerRank, Rng
 
 __all__ = [
     "Certificate",
     "CertificateEntry",
+    "ChangedRows",
     "Increments",
     "LoadReport",
     "LoadedKeys",
@@ -50,6 +52,7 @@ __all__ = [
 _HOMES = {
     "Certificate": "ucformat.torch.certificate",
     "CertificateEntry": "ucformat.torch.certificate",
+    "ChangedRows": "ucformat.torch.state.changed",
     "Increments": "ucformat.torch.manager.increments",
     "LoadReport": "ucformat.torch.loading.load",
     "LoadedKeys": "ucformat.torch.loading.load_into",

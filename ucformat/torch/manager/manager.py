@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.saving.save import Saved
+    from ucformat.torch.state.changed import ChangedRows
 
 __all__ = ["Manager"]
 
@@ -178,6 +179,7 @@ class Manager:
         state: Mapping[str, Any],
         *,
         metrics: Mapping[str, float] | None = None,
+        changed: Mapping[str, Any] | ChangedRows | None = None,
         force: bool = False,
     ) -> Saved | SaveHandle | None:
         """Save a checkpoint if it is due, if forced, or if the training is to stop.
@@ -186,6 +188,8 @@ class Manager:
             step: the training step.
             state: as for `ucformat.torch.save`.
             metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
+            changed: with increments, which rows changed since the base was saved, as for `save`.
+                Only `ChangedRows` knows which checkpoint that is.
             force: save even if no checkpoint is due.
 
         Returns:
@@ -229,6 +233,7 @@ class Manager:
             **self._launch.next_save(),
             "step": step,
             "metrics": metrics,
+            "changed": changed,
             "overwrite": overwrite,
         }
         self._last_begun = time.monotonic()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ucformat.torch.comm.group import group_for_call, is_live
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.background import BackgroundWriter, close_writer, writers
-from ucformat.torch.saving.save import prepare, saving_group
+from ucformat.torch.saving.save import prepare, saving_group, with_tracked_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -150,8 +150,12 @@ def async_save(
     with saving_group(url, "async_save", arguments) as ranks:
         with ranks.sharing_errors():
             local, options, metadata = prepare(state, url, ranks, arguments)
+        local, options, interval = with_tracked_rows(local, options, arguments, ranks)
         with background_writer(ranks, in_flight) as writer:
-            return writer.save(local, options, metadata, begun)
+            handle = writer.save(local, options, metadata, begun)
+        if interval is not None:
+            interval.saved = lambda: handle.wait().id if handle.committed else None
+        return handle
 
 
 def async_save_local(state: LocalState, options: SaveOptions, metadata: SaveMetadata) -> SaveHandle:

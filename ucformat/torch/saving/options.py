@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ucformat.format.arrays import StoredArray
     from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.torch.loading.load import LoadReport
+    from ucformat.torch.state.changed import ChangedRows
     from ucformat.torch.state.local import LocalState
 
 #: The base that is the newest checkpoint in the same folder.
@@ -109,6 +110,12 @@ class SaveArguments(RunArguments, total=False):
             neither it gets none, and its step determines how new it is.
         launch: the launch of the training; `Manager` passes it. The checkpoints of a folder without
             it count as those of one launch.
+        changed: the rows, indices of the first dim, that changed since the base was saved: a bool for
+            each row of the whole tensor, by the tensor's name, for all its states with as many rows;
+            rows count as changed that any rank says did. Or `ChangedRows`, on all ranks. Patches are
+            then made without reading the base; other tensors are compared with it. A row that changed
+            and is not marked is an error where the base's index tells, or with `verify_changed`;
+            otherwise the checkpoint cannot be read there.
     """
 
     step: int | None
@@ -116,6 +123,7 @@ class SaveArguments(RunArguments, total=False):
     lineage: Sequence[LineageDoc]
     after: int | None
     launch: LaunchDoc | None
+    changed: Mapping[str, Any] | ChangedRows | None
 
 
 @message

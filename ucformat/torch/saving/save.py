@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -18,6 +19,7 @@ from ucformat.storage.url import open_store, path_text
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
 from ucformat.torch.integration import integrations
+from ucformat.torch.saving.base import open_base
 from ucformat.torch.saving.in_place import (
     WrittenParts,
     abort_uploads,
@@ -42,7 +44,7 @@ from ucformat.torch.saving.write import TileOptions, write_packed, write_shards
 from ucformat.torch.state.elements import elements_of, host_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
     from os import PathLike
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.plan import RankPlan
     from ucformat.torch.saving.statement import StoredAs
+    from ucformat.torch.state.changed import Interval
     from ucformat.torch.state.elements import Elements, Memory
     from ucformat.torch.state.local import LocalState
 
@@ -266,7 +269,11 @@ def save(
     with saving_group(url, "save", arguments) as ranks:
         with ranks.sharing_errors():
             local, options, metadata = prepare(state, url, ranks, arguments)
-        return save_in_group(local, options, metadata, ranks)
+        local, options, interval = with_tracked_rows(local, options, arguments, ranks)
+        saved = save_in_group(local, options, metadata, ranks)
+        if interval is not None:
+            interval.saved = lambda: saved.id
+        return saved
 
 
 def saving_group(
@@ -287,8 +294,34 @@ def prepare(
     options = SaveOptions.of(path_text(url), arguments)
     local = local_state(state, arguments.get("names"))
     options.check(local)
+    changed = arguments.get("changed")
+    if isinstance(changed, Mapping):
+        from ucformat.torch.state.changed import packed_masks
+
+        local = replace(local, changed=packed_masks(changed, local))
     assets = {} if ranks.rank else assets_of(state, arguments.get("assets"), options.form)
     return local, options, SaveMetadata.of(arguments, assets)
+
+
+def with_tracked_rows(
+    state: LocalState, options: SaveOptions, arguments: SaveArguments, ranks: Group
+) -> tuple[LocalState, SaveOptions, Interval | None]:
+    """The rows that `ChangedRows` has seen since the base was saved, which is found now; all ranks call this."""
+    tracked = arguments.get("changed")
+    if tracked is None or isinstance(tracked, Mapping):
+        return state, options, None
+    interval = tracked.end()
+    if options.compares_tiles:
+
+        def find(_: None) -> tuple[str, str]:
+            base = open_base(options.base, open_store(options.url).url)
+            return ("", "") if base is None else (base.manifest.id, base.url)
+
+        found: tuple[str, str] = ranks.combine(None, then=find, answer_kind=tuple[str, str])
+        if found[0]:
+            state = replace(state, changed=tracked.since(found[0]))
+        options = replace(options, base=found[1] or None, patch=options.patch and bool(found[0]))
+    return state, options, interval
 
 
 _NO_METADATA = SaveMetadata()
