@@ -32,7 +32,7 @@ from ucformat.errors import (
 from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.format.described import Described, DescribedRow, kind_of, without_position
 from ucformat.format.stored_tensors import StoredTensors
-from ucformat.geometry.box import Box
+from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.schema.documents import DescribedDoc, DistributionDoc, MeshDoc
@@ -347,6 +347,40 @@ def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
         strides=_column(chain.from_iterable(e.strides for _, e in listed)),
     )
     return encode_columns(columns, list(files))
+
+
+def tiled_columns(rows: Iterable[tuple[int, int, int, Box, Tiling]]) -> Columns:
+    """Extents that are stored tile by tile: the tensor, the file, the first byte, the box, and the tiles of each.
+
+    One that is a single tile is recorded as a block.
+    """
+    listed = list(rows)
+    tensor, file, offset, boxes, tilings = zip(*listed, strict=True) if listed else ((),) * 5
+    single = [t.count(box) == 1 for box, t in zip(boxes, tilings, strict=True)]
+    stored = list(zip(boxes, tilings, single, strict=True))
+    is_block, at = np.array(single, np.bool_), _column(offset)
+    nbytes = _column(box.size * t.itemsize for box, t, _ in stored)
+    return Columns(
+        tensor=_column(tensor),
+        file=_column(file),
+        offset=at,
+        block_offset=np.where(is_block, at, NO_BLOCK),
+        block_nbytes=np.where(is_block, nbytes, 0),
+        crc32c=np.where(is_block, PLACED, 0),
+        start=_column(chain.from_iterable(box.start for box in boxes)),
+        shape=_column(chain.from_iterable(box.shape for box in boxes)),
+        strides=_column(
+            chain.from_iterable(
+                row_major(box.shape, t.itemsize)
+                if block
+                else (0,) * (len(t.tile) - 1) + (t.itemsize,)
+                for box, t, block in stored
+            )
+        ),
+        tile=_column(
+            chain.from_iterable((0,) * len(t.tile) if block else t.tile for _, t, block in stored)
+        ),
+    )
 
 
 def joined(parts: Iterable[tuple[Columns, Sequence[str]]]) -> tuple[Columns, list[str]]:

@@ -19,8 +19,7 @@ from ucformat.format.arrays import shard_key
 from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.format.described import ALIGNMENT, packed_file
 from ucformat.format.shard import BAND_BYTES, write_shard
-from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns
-from ucformat.geometry.box import row_major
+from ucformat.format.sidecar import tiled_columns
 from ucformat.geometry.fingerprint import fingerprint_of, total
 from ucformat.geometry.flat_buffer import align_up
 from ucformat.geometry.tensor import Key
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.arrays import StoredArray
     from ucformat.format.described import Described
-    from ucformat.format.sidecar import Column
+    from ucformat.format.sidecar import Columns
     from ucformat.format.tile_index import EncodedTile
     from ucformat.geometry.box import Box
     from ucformat.geometry.fingerprint import Sums
@@ -287,32 +286,7 @@ def packed_extents(
             rows.append((n, file[rank], offset, box))
             ends[rank] = offset + tilings[n].nbytes(box)
     rows.sort(key=lambda f: (f[0], f[3].start))
-    stored = [
-        (box, tilings[n].itemsize, tilings[n].tile, tilings[n].count(box) == 1)
-        for n, _, _, box in rows
-    ]
-    single = np.array([s for *_, s in stored], np.bool_)  # one block, recorded without tiles
-    table = np.array([f[:3] for f in rows], np.int64).reshape(-1, 3)
-    nbytes = np.array([box.size * itemsize for box, itemsize, *_ in stored], np.int64)
-
-    def joined(rows: Iterable[Sequence[int]]) -> Column:
-        return np.array([x for row in rows for x in row], np.int64)
-
-    columns = Columns(
-        tensor=table[:, 0],
-        file=table[:, 1],
-        offset=table[:, 2],
-        block_offset=np.where(single, table[:, 2], NO_BLOCK),
-        block_nbytes=np.where(single, nbytes, 0),
-        crc32c=np.where(single, PLACED, 0),
-        start=joined(box.start for box, *_ in stored),
-        shape=joined(box.shape for box, *_ in stored),
-        strides=joined(
-            row_major(box.shape, itemsize) if whole else (0,) * (len(tile) - 1) + (itemsize,)
-            for box, itemsize, tile, whole in stored
-        ),
-        tile=joined((0,) * len(tile) if whole else tile for _, _, tile, whole in stored),
-    )
+    columns = tiled_columns((n, file, at, box, tilings[n]) for n, file, at, box in rows)
     return columns, files, described
 
 
